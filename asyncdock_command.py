@@ -1,11 +1,13 @@
-"""The command ``asyncdock``: checks that its packages are the ones that Python finds, then runs ``api.cli.main``.
+"""The command ``asyncdock``: checks that its packages are the ones that Python finds, then runs
+``api.cli.main``.
 
     a module of the user's, or of another distribution, hides one of PACKAGES ──▶ error: both files, and the way out
     another distribution overwrote a file of theirs, or took it along         ──▶ error: which one, and the way out
     another distribution has files in their folders                           ──▶ warning: which one
 
-The checks import none of PACKAGES: it might be the wrong one. They cost a few milliseconds, as they compare names and sizes
-of our own files; what other distributions have installed is read only after something is wrong.
+The checks import none of PACKAGES: it might be the wrong one. They cost a few milliseconds, as they
+compare names and sizes of our own files; what other distributions have installed is read only after
+something is wrong.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ def names_taken(name: str) -> str:
 
 
 def way_out(name: str, place: str) -> str:
-    """Return what to do with ``place``, a file or folder of the user's by the name of one of PACKAGES."""
+    """Return what to do with ``place``, a file or folder of the user's by the name of one of
+    PACKAGES."""
     other = f"my_project/{os.path.basename(place)}"
     return f"{names_taken(name)}. Rename {place}, or move it into a package of yours ({other})"
 
@@ -41,27 +44,37 @@ def hidden() -> str | None:
             continue
         place = os.path.dirname(found) if os.path.basename(found) == "__init__.py" else found
         if brought_by := owners(f"{name}/", f"{name}.py"):
-            return f"{found} of {brought_by} hides asyncdock's: {names_taken(name)}. {separate(brought_by)}"
+            return (
+                f"{found} of {brought_by} hides asyncdock's: {names_taken(name)}. "
+                f"{separate(brought_by)}"
+            )
         return (
-            f"{place} hides asyncdock's: {way_out(name, place)}; or take {os.path.dirname(place)} off PYTHONPATH: "
+            f"{place} hides asyncdock's: {way_out(name, place)}; or take {os.path.dirname(place)} "
+            f"off PYTHONPATH: "
             "the modules of a recipe are found in the current folder without it"
         )
     return None
 
 
 def damaged(sizes: dict[str, int]) -> str | None:
-    """Return what is wrong when a file of ours is missing, or is another distribution's. ``sizes``: bytes, by path."""
+    """Return what is wrong when a file of ours is missing, or is another distribution's.
+
+    ``sizes``: bytes, by path.
+    """
     for path, size in sizes.items():
         try:
             if os.stat(os.path.join(HERE, path)).st_size == size:
                 continue
             if brought_by := owners(path):
                 name = path.partition("/")[0]
-                return f"{brought_by} has overwritten {path} of asyncdock; {names_taken(name)}. {separate(brought_by)}"
+                return (
+                    f"{brought_by} has overwritten {path} of asyncdock; {names_taken(name)}. "
+                    f"{separate(brought_by)}"
+                )
         except FileNotFoundError:
             return (
-                f"{os.path.join(HERE, path)} of asyncdock is missing, as after another distribution with a file of this "
-                f"name was uninstalled; {REINSTALL}"
+                f"{os.path.join(HERE, path)} of asyncdock is missing, as after another "
+                f"distribution with a file of this name was uninstalled; {REINSTALL}"
             )
     return None
 
@@ -73,7 +86,9 @@ def shared(sizes: dict[str, int]) -> str | None:
         folder = os.path.join(HERE, name)
         others = {(name, entry) for entry in os.listdir(folder)} - own - {(name, "__pycache__")}
         if others and (brought_by := owners(f"{name}/")):
-            return f"{brought_by} has files in {folder}; {names_taken(name)}. {separate(brought_by)}"
+            return (
+                f"{brought_by} has files in {folder}; {names_taken(name)}. {separate(brought_by)}"
+            )
     return None
 
 
@@ -91,7 +106,8 @@ def recorded() -> dict[str, int]:
 
 
 def owners(*beginnings: str) -> str:
-    """Return the other distributions with a file that begins with one of ``beginnings``, as "api-tools 1.0"."""
+    """Return the other distributions with a file that begins with one of ``beginnings``, as
+    "api-tools 1.0"."""
     from importlib.metadata import distributions  # reads one file of each distribution
 
     found = set()

@@ -1,4 +1,5 @@
-"""What the figures of docs/ were measured with: ``python -m benchmarks.NAME``, in the root of a clone."""
+"""What the figures of docs/ were measured with: ``python -m benchmarks.NAME``, in the root of a
+clone."""
 
 from __future__ import annotations
 
@@ -11,7 +12,10 @@ from pipeline.compat.extras import ExtraMissing, extra
 
 @contextmanager
 def needs(name: str) -> Iterator[None]:
-    """Import libraries of the extra ``name``. Where one is missing the command says what to install: exit code 2."""
+    """Import libraries of the extra ``name``.
+
+    Where one is missing the command says what to install: exit code 2.
+    """
     try:
         with extra(name):
             yield

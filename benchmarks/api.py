@@ -1,4 +1,5 @@
-"""What watching costs: a run with hundreds of readers of its events, and without, in turns within the same run.
+"""What watching costs: a run with hundreds of readers of its events, and without, in turns within
+the same run.
 
     python -m benchmarks.api [--readers 500] [--seconds 20] [--turns 6] [--rate 200] [--minutes 10] [--json FILE]
     python -m benchmarks.api --quick
@@ -8,10 +9,10 @@
          └── the REST server, its own process ◀── readers: one process, `--readers` connections, each parses what it gets
                                               ◀── asker: one process, `--rate` GETs a second of a run, the list, stages
 
-Turns without and with readers follow each other; the first seconds of each are left out. Throughput is that of tokens
-generated, from the run's own `stage` events. An event's delay is from its emission (the event's `time`) to when
-a reader has it, over all events of all readers. Then all readers stay for ``--minutes``, and the server's memory is read
-once a second.
+Turns without and with readers follow each other; the first seconds of each are left out. Throughput
+is that of tokens generated, from the run's own `stage` events. An event's delay is from its
+emission (the event's `time`) to when a reader has it, over all events of all readers. Then all
+readers stay for ``--minutes``, and the server's memory is read once a second.
 """
 
 from __future__ import annotations
@@ -45,7 +46,10 @@ from pipeline.index.embedded import EmbeddedIndex
 ANSWER_SECONDS = 240.0  # a busy machine takes its time to start a process
 CONNECTS = 5  # attempts of one reader
 SETTLE_SECONDS = 3.0  # of each turn, left out
-MOST_LOSS, MOST_DELAY, MOST_REST = 0.03, 0.25, 0.05  # a share, and seconds at the 99th percentile
+# a share, and seconds at the 99th percentile
+MOST_LOSS = 0.03
+MOST_DELAY = 0.25
+MOST_REST = 0.05
 FLAT = 0.05  # by how much memory may grow from the first minute's median to the last one's
 _TIME = re.compile(rb'data: \{"time":([0-9.]+)')
 RECIPE: dict[str, Any] = {
@@ -55,7 +59,12 @@ RECIPE: dict[str, Any] = {
     "rollout": {"engine": "mock", "max_rows": 32, "max_tokens": 64, "mock": {"time_scale": 0.25}},
     "reward": {"functions": [{"name": "spelling"}]},
     "algorithm": {"group_size": 8},
-    "train": {"engine": "mock", "steps": 1_000_000, "groups_per_step": 4, "mock": {"time_scale": 0.25}},
+    "train": {
+        "engine": "mock",
+        "steps": 1_000_000,
+        "groups_per_step": 4,
+        "mock": {"time_scale": 0.25},
+    },
     "pipeline": {"staleness": 1},
     "checkpoint": {"every": 20},
 }
@@ -63,7 +72,8 @@ RECIPE: dict[str, Any] = {
 
 @dataclass
 class Measured:
-    """``tokens_per_s``: of turns without and with readers. Delays and REST times in seconds; memory in MiB."""
+    """``tokens_per_s``: of turns without and with readers. Delays and REST times in seconds; memory
+    in MiB."""
 
     readers: int
     without: list[float]
@@ -95,10 +105,8 @@ def serve(url: str, data: str, parent: Connection) -> None:
         from api.server.app import build_app, listen, reduce_collections
         from api.server.service import Settings
 
-        settings, registry = (
-            Settings(data=Path(data), port=0, runs=0, rate=1e6, burst=10**6, no_token=True),
-            Registry(url),
-        )
+        settings = Settings(data=Path(data), port=0, runs=0, rate=1e6, burst=10**6, no_token=True)
+        registry = Registry(url)
         _, where = await listen(build_app(settings, registry), settings)
         reduce_collections()
         parent.send(where)
@@ -111,12 +119,20 @@ class Reader(asyncio.Protocol):
     """One connection. Every event's time is compared with the clock when it is here."""
 
     def __init__(self, host: str, path: str, delays: list[float]) -> None:
-        self.host, self.path, self.delays = host, path, delays
-        self.alive, self._rest, self.answered = False, b"", asyncio.Event()
+        self.host = host
+        self.path = path
+        self.delays = delays
+        self.alive = False
+        self._rest = b""
+        self.answered = asyncio.Event()
 
     def connection_made(self, transport: Any) -> None:
-        self.transport, self.alive = transport, True
-        transport.write(f"GET {self.path} HTTP/1.1\r\nHost: {self.host}\r\nAccept: text/event-stream\r\n\r\n".encode())
+        self.transport = transport
+        self.alive = True
+        transport.write(
+            f"GET {self.path} HTTP/1.1\r\nHost: {self.host}\r\nAccept: "
+            f"text/event-stream\r\n\r\n".encode()
+        )
 
     def data_received(self, data: bytes) -> None:
         now = time.time()
@@ -131,16 +147,21 @@ class Reader(asyncio.Protocol):
 
 
 def read(host: str, port: int, path: str, orders: Connection) -> None:
-    """Obeys `open COUNT`, `close` and `delays` (answered with those since the last time, and how many are connected)."""
+    """Obeys `open COUNT`, `close` and `delays` (answered with those since the last time, and how
+    many are connected)."""
 
     async def run() -> None:
-        loop, readers = asyncio.get_running_loop(), list[Reader]()
+        loop = asyncio.get_running_loop()
+        readers = list[Reader]()
         delays: list[float] = []
 
         async def connected() -> Reader:
             for _ in range(CONNECTS):
-                with contextlib.suppress(OSError):  # more came at once than the server's queue holds
-                    made = await loop.create_connection(lambda: Reader(f"{host}:{port}", path, delays), host, port)
+                # more came at once than the server's queue holds
+                with contextlib.suppress(OSError):
+                    made = await loop.create_connection(
+                        lambda: Reader(f"{host}:{port}", path, delays), host, port
+                    )
                     return made[1]
             raise RuntimeError(f"the server took no connection in {CONNECTS} attempts")
 
@@ -162,12 +183,18 @@ def read(host: str, port: int, path: str, orders: Connection) -> None:
 
 
 def ask(base: str, run: str, rate: float, orders: Connection) -> None:
-    """``rate`` GETs a second, evenly, however long each takes; asked, it answers with the times since the last time."""
+    """``rate`` GETs a second, evenly, however long each takes; asked, it answers with the times
+    since the last time."""
 
     async def run_() -> None:
         import aiohttp
 
-        paths = (f"/v1/runs/{run}", "/v1/runs?limit=20", f"/v1/runs/{run}/stages", f"/v1/runs/{run}")
+        paths = (
+            f"/v1/runs/{run}",
+            "/v1/runs?limit=20",
+            f"/v1/runs/{run}/stages",
+            f"/v1/runs/{run}",
+        )
         times: list[float] = []
         failed = 0
         under_way: set[asyncio.Task[None]] = set()
@@ -183,7 +210,8 @@ def ask(base: str, run: str, rate: float, orders: Connection) -> None:
         async def paced() -> None:
             connector = aiohttp.TCPConnector(limit=64)
             async with aiohttp.ClientSession(connector=connector) as session:
-                began, number = time.perf_counter(), 0
+                began = time.perf_counter()
+                number = 0
                 while True:
                     await asyncio.sleep(max(0.0, began + number / rate - time.perf_counter()))
                     task = asyncio.create_task(one(session, paths[number % len(paths)]))
@@ -216,7 +244,8 @@ def process(target: Any, *arguments: Any) -> Iterator[tuple[multiprocessing.Proc
 
 @contextlib.contextmanager
 def agent(url: str, data: Path) -> Iterator[None]:
-    """`asyncdock agent`; what it has started is asked to stop by the run's own state before this ends."""
+    """`asyncdock agent`; what it has started is asked to stop by the run's own state before this
+    ends."""
     command = [sys.executable, "-P", "-m", "api.cli.main", "agent", "--data", str(data)]
     environment = {**os.environ, "ASYNCDOCK_INDEX": url}
     with (data / "agent.log").open("wb") as log:
@@ -235,7 +264,8 @@ class Run:
     """The run that is watched."""
 
     def __init__(self, registry: Registry, run: str) -> None:
-        self.registry, self.run = registry, run
+        self.registry = registry
+        self.run = run
         self.index = Index(registry.url, run)
 
     async def until_running(self) -> None:
@@ -252,7 +282,8 @@ class Run:
     async def tokens_per_s(self, seconds: float) -> float:
         """Generated tokens a second, over ``seconds`` from now."""
         _, after = await self.index.event_ends()
-        end, counted = time.monotonic() + seconds, list[tuple[float, int]]()
+        end = time.monotonic() + seconds
+        counted = list[tuple[float, int]]()
         while time.monotonic() < end:
             for event in await self.index.events(after, 1.0):
                 after = event.id
@@ -265,12 +296,18 @@ class Run:
         await self.registry.ask(self.run, "stop")
         async with asyncio.timeout(90):
             marker = ""
-            while (await self.registry.get(self.run)).state not in ("stopped", "failed", "finished"):
+            while (await self.registry.get(self.run)).state not in (
+                "stopped",
+                "failed",
+                "finished",
+            ):
                 marker = await self.registry.wait(marker, 5.0)
         await self.index.close()
 
 
-async def measure(readers: int, seconds: float, turns: int, rate: float, minutes: float) -> Measured:
+async def measure(
+    readers: int, seconds: float, turns: int, rate: float, minutes: float
+) -> Measured:
     with contextlib.ExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="asyncdock-api-")))
         server_of_index = stack.enter_context(EmbeddedIndex(home / "index"))
@@ -287,7 +324,9 @@ async def measure(readers: int, seconds: float, turns: int, rate: float, minutes
             _, many = stack.enter_context(process(read, host, int(port), path))
             _, asker = stack.enter_context(process(ask, base, record.id, rate))
             await run.until_running()
-            return await _measure(run, psutil.Process(server.pid), many, asker, readers, seconds, turns, rate, minutes)
+            return await _measure(
+                run, psutil.Process(server.pid), many, asker, readers, seconds, turns, rate, minutes
+            )
         finally:
             await run.stop()
             await registry.close()
@@ -300,7 +339,9 @@ async def _order(to: Connection, order: Any) -> Any:
 
 async def _answer(connection: Connection) -> Any:
     if not await asyncio.to_thread(connection.poll, ANSWER_SECONDS):
-        raise TimeoutError(f"a process of the measurement did not answer for {ANSWER_SECONDS:.0f} s")
+        raise TimeoutError(
+            f"a process of the measurement did not answer for {ANSWER_SECONDS:.0f} s"
+        )
     return connection.recv()
 
 
@@ -315,7 +356,11 @@ async def _measure(
     rate: float,
     minutes: float,
 ) -> Measured:
-    without, watched, delays, rest, cores = [], [], list[float](), list[float](), list[float]()
+    without = []
+    watched = []
+    delays = list[float]()
+    rest = list[float]()
+    cores = list[float]()
     failed = dropped = 0
     for _ in range(turns):
         await asyncio.sleep(SETTLE_SECONDS)
@@ -329,7 +374,9 @@ async def _measure(
         cores.append((sum(server.cpu_times()[:2]) - spent) / seconds)
         late, alive = await _order(many, ("delays", 0))
         times, failed = await _order(asker, True)
-        delays, rest, dropped = delays + late, rest + times, dropped + readers - alive
+        delays = delays + late
+        rest = rest + times
+        dropped = dropped + readers - alive
         await _order(many, ("close", 0))
     memory: list[float] = []
     if minutes:
@@ -381,11 +428,16 @@ def table(found: Measured) -> str:
             f"{statistics.median(found.without):.0f}, {statistics.median(found.with_readers):.0f}",
             "",
         ),
-        ("throughput lost, median of the turns", f"{loss:+.1%}", _met(loss < MOST_LOSS, f"< {MOST_LOSS:.0%}")),
+        (
+            "throughput lost, median of the turns",
+            f"{loss:+.1%}",
+            _met(loss < MOST_LOSS, f"< {MOST_LOSS:.0%}"),
+        ),
         ("  each turn", ", ".join(f"{one:+.1%}" for one in found.losses), ""),
         (
             f"event delay p50, p99, max ({found.events} events)",
-            f"{1e3 * found.delay_p50:.0f}, {1e3 * found.delay_p99:.0f}, {1e3 * found.delay_max:.0f} ms",
+            f"{1e3 * found.delay_p50:.0f}, {1e3 * found.delay_p99:.0f}, "
+            f"{1e3 * found.delay_max:.0f} ms",
             _met(found.delay_p99 <= MOST_DELAY, f"p99 <= {1e3 * MOST_DELAY:.0f} ms"),
         ),
         (
@@ -406,8 +458,12 @@ def table(found: Measured) -> str:
             )
         )
     wide = max(len(row[0]) for row in rows), max(len(row[1]) for row in rows)
-    lines = [f"{what:<{wide[0]}}  {value:<{wide[1]}}  {goal}".rstrip() for what, value, goal in rows]
-    return "\n".join([*lines, f"load of the machine: {', '.join(f'{load:.1f}' for load in found.load)}"])
+    lines = [
+        f"{what:<{wide[0]}}  {value:<{wide[1]}}  {goal}".rstrip() for what, value, goal in rows
+    ]
+    return "\n".join(
+        [*lines, f"load of the machine: {', '.join(f'{load:.1f}' for load in found.load)}"]
+    )
 
 
 def _met(met: bool, goal: str) -> str:
@@ -415,17 +471,26 @@ def _met(met: bool, goal: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n\n")[0])
     parser.add_argument("--readers", type=int, default=500)
     parser.add_argument("--seconds", type=float, default=20.0, help="of one turn")
     parser.add_argument("--turns", type=int, default=6, help="each without, then with readers")
-    parser.add_argument("--rate", type=float, default=200.0, help="REST requests a second, in all turns")
-    parser.add_argument("--minutes", type=float, default=10.0, help="that memory is watched for; 0: it is not")
-    parser.add_argument("--quick", action="store_true", help="few readers, for seconds: that it runs")
+    parser.add_argument(
+        "--rate", type=float, default=200.0, help="REST requests a second, in all turns"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=10.0, help="that memory is watched for; 0: it is not"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="few readers, for seconds: that it runs"
+    )
     parser.add_argument("--json", type=Path, help="write what was measured to this file")
     options = parser.parse_args(arguments)
     if options.quick:
-        options.readers, options.seconds, options.turns, options.minutes = 20, 4.0, 1, 0.0
+        options.readers = 20
+        options.seconds = 4.0
+        options.turns = 1
+        options.minutes = 0.0
     asked = (options.readers, options.seconds, options.turns, options.rate, options.minutes)
     found = asyncio.run(measure(*asked))
     print(table(found))

@@ -5,8 +5,9 @@
     asyncdock serve (its own process) ◀── attacker: one process, as many connections as the attack has
                                       ◀── this process: three connections, GET /readyz, /v1/runs, /v1/recipes in turn
 
-Each attack lasts for ``--seconds``; the first row is without one. The goal: a 99th percentile of at most 250 ms under each.
-The server may have 192 connections, as with 256 file descriptors. Run it from the repository.
+Each attack lasts for ``--seconds``; the first row is without one. The goal: a 99th percentile of at
+most 250 ms under each. The server may have 192 connections, as with 256 file descriptors. Run it
+from the repository.
 """
 
 from __future__ import annotations
@@ -58,11 +59,19 @@ async def long_name(session: aiohttp.ClientSession, url: str) -> None:
 
 
 async def names(session: aiohttp.ClientSession, url: str) -> None:
-    await check(session, url, {**RECIPE, "reward": {"functions": [{"name": f"unknown{at}"} for at in range(8000)]}})
+    await check(
+        session,
+        url,
+        {**RECIPE, "reward": {"functions": [{"name": f"unknown{at}"} for at in range(8000)]}},
+    )
 
 
 async def unknown_names(session: aiohttp.ClientSession, url: str) -> None:
-    await check(session, url, {**RECIPE, "reward": {"functions": [{"name": f"unknown{at}"} for at in range(64)]}})
+    await check(
+        session,
+        url,
+        {**RECIPE, "reward": {"functions": [{"name": f"unknown{at}"} for at in range(64)]}},
+    )
 
 
 async def keys(session: aiohttp.ClientSession, url: str) -> None:
@@ -103,7 +112,9 @@ def attack(name: str, url: str, token: str, over: Event) -> None:
     async def work() -> None:
         timeout = aiohttp.ClientTimeout(total=60)
         connector = aiohttp.TCPConnector(limit=0, force_close=False)
-        async with aiohttp.ClientSession(headers=bearer(token), timeout=timeout, connector=connector) as session:
+        async with aiohttp.ClientSession(
+            headers=bearer(token), timeout=timeout, connector=connector
+        ) as session:
 
             async def repeat() -> None:
                 while not over.is_set():
@@ -124,8 +135,10 @@ def bearer(token: str) -> dict[str, str]:
 
 
 async def latencies(url: str, token: str, seconds: float) -> list[float]:
-    """Seconds of each ordinary request that was made within ``seconds``. Raises RuntimeError for one that is not answered
-    with 200."""
+    """Seconds of each ordinary request that was made within ``seconds``.
+
+    Raises RuntimeError for one that is not answered with 200.
+    """
     found: list[float] = []
     until = time.monotonic() + seconds
     async with aiohttp.ClientSession(headers=bearer(token)) as session:
@@ -159,14 +172,22 @@ def measure(name: str, url: str, token: str, seconds: float) -> dict[str, Any]:
         if attacker is not None:
             attacker.join(30)
             attacker.kill()
-    quantiles = {"p50": statistics.median(found), "p99": found[int(0.99 * len(found))], "max": found[-1]}
+    quantiles = {
+        "p50": statistics.median(found),
+        "p99": found[int(0.99 * len(found))],
+        "max": found[-1],
+    }
     return {"attack": ATTACKS[name][2] if name else "none", "requests": len(found), **quantiles}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=float, default=5.0, help="of each attack")
-    parser.add_argument("--attacks", default=",".join(ATTACKS), help="with commas between: %(default)s")
+    parser.add_argument(
+        "--attacks", default=",".join(ATTACKS), help="with commas between: %(default)s"
+    )
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
     rows = []
@@ -178,9 +199,14 @@ def main() -> int:
             figures = " ".join(f"{1000 * row[key]:8.1f}" for key in ("p50", "p99", "max"))
             print(f"{row['attack']:58} {row['requests']:8} {figures}", flush=True)
     if options.json:
-        options.json.write_text(json.dumps({"goal_seconds": GOAL_SECONDS, "rows": rows}, indent=2) + "\n")
+        options.json.write_text(
+            json.dumps({"goal_seconds": GOAL_SECONDS, "rows": rows}, indent=2) + "\n"
+        )
     missed = [row["attack"] for row in rows if row["p99"] > GOAL_SECONDS]
-    print(f"goal (p99 <= {1000 * GOAL_SECONDS:.0f} ms): " + (f"missed under {', '.join(missed)}" if missed else "met"))
+    print(
+        f"goal (p99 <= {1000 * GOAL_SECONDS:.0f} "
+        f"ms): " + (f"missed under {', '.join(missed)}" if missed else "met")
+    )
     return int(bool(missed))
 
 

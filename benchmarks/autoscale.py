@@ -1,9 +1,11 @@
-"""Autoscaling against fixed numbers of rollout workers, while the load changes twice. Mock engines, one process, all runs
-at once: what else the machine does slows all of them alike.
+"""Autoscaling against fixed numbers of rollout workers, while the load changes twice.
 
-In the middle third of the steps responses are several times as long. Each fixed number trains the same steps; so does a
-run with `launch.autoscale`, which begins with the fewest. The best fixed number is the smallest one whose time is within 2 %
-of the shortest. A second column has what the time took: seconds times workers.
+Mock engines, one process, all runs at once: what else the machine does slows all of them alike.
+
+In the middle third of the steps responses are several times as long. Each fixed number trains the
+same steps; so does a run with `launch.autoscale`, which begins with the fewest. The best fixed
+number is the smallest one whose time is within 2 % of the shortest. A second column has what the
+time took: seconds times workers.
 
     python -m benchmarks.autoscale [--smoke] [--fixed 4 5 6] [--json FILE]
 """
@@ -36,7 +38,8 @@ MOST_SLOWER = 0.10  # than with the best fixed number: what autoscaling may cost
 
 @dataclass(frozen=True)
 class Workload:
-    """``need`` rollouts keep the trainer busy with short responses, ``times`` as many with long ones."""
+    """``need`` rollouts keep the trainer busy with short responses, ``times`` as many with long
+    ones."""
 
     need: float = 1.6
     times: float = 3.0
@@ -52,7 +55,12 @@ class Workload:
 
     def recipe(self, workers: int) -> Recipe:
         """With ``workers`` rollouts; 0: their number follows the load."""
-        rate = self.groups * self.group_size * self.tokens / (self.need * self.rows * self.step_seconds)
+        rate = (
+            self.groups
+            * self.group_size
+            * self.tokens
+            / (self.need * self.rows * self.step_seconds)
+        )
         launch: dict[str, Any] = {"launcher": "inline"}
         if not workers:
             launch["autoscale"] = {"min": self.least, "max": self.most, "window": self.window}
@@ -71,7 +79,8 @@ class Workload:
                     },
                     "workers": workers or self.least,
                     "max_rows": self.rows,
-                    "max_tokens": round(4 * self.tokens * self.times),  # none is cut off: lengths are log-normal
+                    # none is cut off: lengths are log-normal
+                    "max_tokens": round(4 * self.tokens * self.times),
                 },
                 "reward": {"functions": [{"name": "spelling"}]},
                 "algorithm": {"group_size": self.group_size},
@@ -94,7 +103,8 @@ SMOKE = Workload(steps=24, step_seconds=0.15, window=0.5, most=3)
 class LoadedEngine(MockRolloutEngine):
     """The mock engine, with longer responses for the groups of the middle third."""
 
-    times, groups = 1.0, 1
+    times = 1.0
+    groups = 1
 
     def _row(self, request: GroupRequest, place: int, stream: Responses) -> _Row:
         row = super()._row(request, place, stream)
@@ -126,14 +136,16 @@ def engine(
         ),
         version=version,
     )
-    made.times, made.groups = times, groups
+    made.times = times
+    made.groups = groups
     return made
 
 
 @dataclass(frozen=True)
 class Arm:
-    """``workers`` 0: autoscaled. ``seconds`` between the first and the last step, ``spent`` seconds times workers in that
-    time, ``numbers`` of workers in their order, ``waits``: the share in which the trainer waited."""
+    """``workers`` 0: autoscaled. ``seconds`` between the first and the last step, ``spent`` seconds
+    times workers in that time, ``numbers`` of workers in their order, ``waits``: the share in which
+    the trainer waited."""
 
     workers: int
     seconds: float
@@ -150,17 +162,32 @@ async def measure(workload: Workload, workers: int, out: Path) -> Arm:
 def arm_of(workers: int, events: list[Event]) -> Arm:
     """Returns what ``events`` of a run say."""
     steps = [event.time for event in events if event.kind == "step"]
-    begin, end = steps[0], steps[-1]
-    alive, numbers, spent, since = 0, list[int](), 0.0, begin
+    begin = steps[0]
+    end = steps[-1]
+    alive = 0
+    numbers = list[int]()
+    spent = 0.0
+    since = begin
     for event in events:
-        if event.kind == "worker" and event.data["stage"] == "rollout" and event.data["change"] in ("ready", "left"):
+        if (
+            event.kind == "worker"
+            and event.data["stage"] == "rollout"
+            and event.data["change"] in ("ready", "left")
+        ):
             at = min(max(event.time, begin), end)
-            spent, since = spent + alive * (at - since), at
+            spent = spent + alive * (at - since)
+            since = at
             alive += 1 if event.data["change"] == "ready" else -1
             numbers.append(alive)
     spent += alive * (end - since)
-    updates = [e.data for e in events if e.kind == "stage" and e.data["stage"] == "update" and begin <= e.time <= end]
-    waits = (updates[-1]["waiting_input"] - updates[0]["waiting_input"]) / (updates[-1]["wall"] - updates[0]["wall"])
+    updates = [
+        e.data
+        for e in events
+        if e.kind == "stage" and e.data["stage"] == "update" and begin <= e.time <= end
+    ]
+    waits = (updates[-1]["waiting_input"] - updates[0]["waiting_input"]) / (
+        updates[-1]["wall"] - updates[0]["wall"]
+    )
     return Arm(workers, end - begin, spent, numbers, waits)
 
 
@@ -179,10 +206,18 @@ def best_of(fixed: list[Arm]) -> Arm:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--smoke", action="store_true", help="a short run, whose figures say little")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--fixed", type=int, nargs="+", metavar="N", help="fixed numbers; default: all that there may be"
+        "--smoke", action="store_true", help="a short run, whose figures say little"
+    )
+    parser.add_argument(
+        "--fixed",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="fixed numbers; default: all that there may be",
     )
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
@@ -191,17 +226,21 @@ def main() -> None:
     fixed, auto = asyncio.run(compare(workload, numbers))
     best = best_of(fixed)
     print(
-        f"{workload.steps} steps; load × {workload.times:g} in the middle third; needs {workload.need:g} rollouts, then more"
+        f"{workload.steps} steps; load × {workload.times:g} in the middle third; needs "
+        f"{workload.need:g} rollouts, then more"
     )
     print("| rollouts | s | trainer waits | worker-seconds |")
     print("|---|---|---|---|")
     for arm in [*fixed, auto]:
-        name = str(arm.workers) if arm.workers else "autoscaled: " + " → ".join(map(str, arm.numbers))
+        name = (
+            str(arm.workers) if arm.workers else "autoscaled: " + " → ".join(map(str, arm.numbers))
+        )
         mark = " (best fixed)" if arm is best else ""
         print(f"| {name}{mark} | {arm.seconds:.1f} | {arm.waits:.0%} | {arm.spent:.0f} |")
     slower = auto.seconds / best.seconds - 1
     print(
-        f"Autoscaled against the best fixed number: {slower:+.1%} time, {auto.spent / best.spent - 1:+.1%} worker-seconds."
+        f"Autoscaled against the best fixed number: {slower:+.1%} time, "
+        f"{auto.spent / best.spent - 1:+.1%} worker-seconds."
     )
     if options.json:
         figures = {

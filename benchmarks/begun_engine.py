@@ -1,4 +1,5 @@
-"""The mock rollout engine, with a log of which responses it begins or continues, and after how many tokens.
+"""The mock rollout engine, with a log of which responses it begins or continues, and after how many
+tokens.
 
 rollout.engine = "benchmarks.begun_engine:engine"   rollout.options = { log = "/path/of/a/file" }
 a line: seconds since 1970, group, place, tokens that the response had
@@ -16,7 +17,9 @@ from orchestration.run.engines import rollout_engine
 from stages.engines.protocols import Completion, GroupRequest
 
 
-def engine(recipe: Recipe, *, version: int, weights: Path | None, log: str, time_scale: float = 0.1) -> Any:
+def engine(
+    recipe: Recipe, *, version: int, weights: Path | None, log: str, time_scale: float = 0.1
+) -> Any:
     mock = {"engine": "mock", "mock": {"time_scale": time_scale}, "options": {}}
     own = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update=mock)})
     made = rollout_engine(own, version=version, weights=weights)

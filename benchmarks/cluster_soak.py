@@ -1,4 +1,5 @@
-"""Kills random processes, machines and cables of runs on three machines at random moments, and checks what runs promise.
+"""Kills random processes, machines and cables of runs on three machines at random moments, and
+checks what runs promise.
 
 machine 0: asyncdock run ─▶ flow, rollout-0, update      machines 1, 2: asyncdock host ─▶ rollout-1, rollout-2
      each is a network, a host name, shared memory and process numbers of its own; the index is on a fourth one
@@ -7,7 +8,8 @@ at the end of a run ─▶ each step and each group once, in order · none past 
                        no response made again from before its last parked token, unless its machine was lost
                        at η = 0, one remote replica: the weights are those of a run that nothing has disturbed
 
-A machine that was killed comes back with a new host; a killed head is resumed. It needs root, ip and tc.
+A machine that was killed comes back with a new host; a killed head is resumed. It needs root, ip
+and tc.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ from pipeline.index.client import Index
 from pipeline.index.embedded import EmbeddedIndex
 from tests.machines import Machines
 
-STEPS, BUDGET = 80, 4
+STEPS = 80
+BUDGET = 4
 HOSTS = (1, 2)
 LONGEST_CUT = 12.0  # s; a host is lost after 10
 SETTINGS = (
@@ -61,7 +64,8 @@ SETTINGS = (
 
 @dataclass
 class ClusterSoak:
-    """Runs below ``home`` on ``machines``, with up to ``most`` kills each, ``gap`` seconds apart on average."""
+    """Runs below ``home`` on ``machines``, with up to ``most`` kills each, ``gap`` seconds apart on
+    average."""
 
     home: Path
     machines: Machines
@@ -72,17 +76,24 @@ class ClusterSoak:
     gap: float
     deadline: float = 1200.0  # s, for a run
     kills: collections.Counter[str] = field(default_factory=collections.Counter)
-    again: int = 0  # how often a response was continued from tokens that it had been continued from before
+    # how often a response was continued from tokens that it had been continued from before
+    again: int = 0
     _drawn: str = ""
-    _losses: list[float] = field(default_factory=list)  # when a machine was killed or cut off, in s since 1970
+    # when a machine was killed or cut off, in s since 1970
+    _losses: list[float] = field(default_factory=list)
     _hosts: dict[int, subprocess.Popen[str]] = field(default_factory=dict)
     _down: dict[int, float] = field(default_factory=dict)  # machine → when its cable is put back
 
     def run_once(self, number: int, *, exact: bool, kills: int) -> str:
-        """One run to its end; returns the hash of its last weights. ``exact``: η = 0 with one replica. Raises Broken."""
-        out, recipe = self.home / f"run{number}", self.home / "soak.toml"
+        """One run to its end; returns the hash of its last weights.
+
+        ``exact``: η = 0 with one replica. Raises Broken.
+        """
+        out = self.home / f"run{number}"
+        recipe = self.home / "soak.toml"
         workers, remote, bound = (1, 1, 0) if exact else (3, 2, 2)
-        log, begun = self.home / f"run{number}.log", self.home / f"run{number}.begun"
+        log = self.home / f"run{number}.log"
+        begun = self.home / f"run{number}.begun"
         own = (
             *SETTINGS,
             f"pipeline.index={self.machines.url}",
@@ -97,7 +108,10 @@ class ClusterSoak:
         began = time.monotonic()
         self._losses.clear()
         self._drawn = ""
-        left, run, whole, due = kills, "", False, began + self._next()
+        left = kills
+        run = ""
+        whole = False
+        due = began + self._next()
         while True:
             head = self._start(0, log, *command, "--plain")
             self._losses.append(time.time())  # what it makes is from the newest checkpoint on
@@ -105,19 +119,29 @@ class ClusterSoak:
             while head.poll() is None:
                 now = time.monotonic()
                 if now - began > self.deadline:
-                    raise Broken(f"run {number} has not ended in {self.deadline:.0f} s\n{tail(log)}\n{self._why(run)}")
+                    raise Broken(
+                        f"run {number} has not ended in {self.deadline:.0f} "
+                        f"s\n{tail(log)}\n{self._why(run)}"
+                    )
                 run = self._keep_hosts(out, run, HOSTS[:remote])
                 for machine in [machine for machine, back in self._down.items() if now >= back]:
                     self._plug(machine)
                 if left and now >= due and (what := self._kill(head, remote)):
-                    left, due, killed = left - 1, now + self._next(), killed or what == "head"
+                    left = left - 1
+                    due = now + self._next()
+                    killed = killed or what == "head"
                 time.sleep(0.05)
-            # A head that was killed when all steps were saved: there is nothing to resume, and no summary either.
+            # A head that was killed when all steps were saved: there is nothing to resume, and no
+            # summary either.
             if head.returncode == 0 or (whole := "there is nothing to resume" in tail(log)):
                 break
-            # A process that is stopped before it begins ends the start of a run, which names the bound.
+            # A process that is stopped before it begins ends the start of a run, which names the
+            # bound.
             if not killed and "launch.startup_timeout" not in tail(log):
-                raise Broken(f"run {number}: `asyncdock {command[0]}` ended with {head.returncode}\n{tail(log)}")
+                raise Broken(
+                    f"run {number}: `asyncdock {command[0]}` ended with "
+                    f"{head.returncode}\n{tail(log)}"
+                )
             self._end_hosts()
             if (out / "recipe.json").exists():
                 command = ["resume", str(out)]
@@ -145,7 +169,8 @@ class ClusterSoak:
         for machine in machines:
             host = self._hosts.get(machine)
             if host is None or host.poll() is not None:
-                folder, log = str(self.home / f"host-{machine}"), self.home / f"host-{machine}.log"
+                folder = str(self.home / f"host-{machine}")
+                log = self.home / f"host-{machine}.log"
                 command = ("host", "--join", self.machines.url, "--run", now, "--data", folder)
                 self._hosts[machine] = self._start(machine, log, *command)
         return str(now)
@@ -165,11 +190,13 @@ class ClusterSoak:
     def _kill(self, head: subprocess.Popen[str], remote: int) -> str:
         """One kill of a random kind; returns the kind, or "" where there is nothing of it now."""
         kinds = ("process", "process", "process", "stop", "machine", "head", "cable", "index")
-        # A kind stays drawn until it is possible: otherwise most kills would be of what starts first.
+        # A kind stays drawn until it is possible: otherwise most kills would be of what starts
+        # first.
         kind = self._drawn = self._drawn or self.random.choice(kinds)
         machine = self.random.choice((0, *HOSTS[:remote]))
         process = head if machine == 0 else self._hosts.get(machine)
-        name, victim = kind, None
+        name = kind
+        victim = None
         try:
             match kind:
                 case "process" | "stop":
@@ -181,7 +208,9 @@ class ClusterSoak:
                     victim.send_signal(signal.SIGKILL if kind == "process" else signal.SIGSTOP)
                     name = f"{kind} on {'head' if machine == 0 else 'host'}"
                 case "machine":
-                    if not (hosts := [host for host in self._hosts.values() if host.poll() is None]):
+                    if not (
+                        hosts := [host for host in self._hosts.values() if host.poll() is None]
+                    ):
                         return ""
                     self.random.choice(hosts).kill()
                 case "head":
@@ -216,23 +245,34 @@ class ClusterSoak:
         return "\n".join(asyncio.run(chain())) if run else "it has not begun"
 
     def _check_begun(self, log: Path, out: Path) -> None:
-        """Raises Broken where a response was made again from before its last parked token, although no machine was lost: a
-        process that ends costs each of its responses at most one budget."""
-        rewound = [event.time for event in read_metrics(out / METRICS) if event.data.get("worker") == "runner-0"]
+        """Raises Broken where a response was made again from before its last parked token, although
+        no machine was lost: a process that ends costs each of its responses at most one budget."""
+        rewound = [
+            event.time
+            for event in read_metrics(out / METRICS)
+            if event.data.get("worker") == "runner-0"
+        ]
         lost = sorted((*self._losses, *rewound))
         had: dict[str, tuple[float, int]] = {}
         for line in log.read_text().splitlines():
-            moment, place, tokens = float(line.split()[0]), " ".join(line.split()[1:3]), int(line.split()[3])
+            moment = float(line.split()[0])
+            place = " ".join(line.split()[1:3])
+            tokens = int(line.split()[3])
             before, parked = had.get(place, (moment, 0))
             if tokens < parked and not any(before <= loss <= moment for loss in lost):
-                raise Broken(f"{out}: group and place {place} had {parked} tokens, and was made again after {tokens}")
+                raise Broken(
+                    f"{out}: group and place {place} had {parked} tokens, and was made "
+                    f"again after {tokens}"
+                )
             self.again += place in had and tokens == parked
             had[place] = moment, tokens
 
 
 def weights_of(out: Path) -> str:
     """The hash of the newest checkpoint's weights."""
-    newest = max((out / "checkpoints").glob("step-*"), key=lambda path: int(path.name.partition("-")[2]))
+    newest = max(
+        (out / "checkpoints").glob("step-*"), key=lambda path: int(path.name.partition("-")[2])
+    )
     digest = hashlib.sha256()
     for file in sorted((newest / "model").rglob("*.safetensors")):
         digest.update(file.read_bytes())
@@ -249,19 +289,36 @@ def three_machines(home: Path) -> Iterator[tuple[Machines, Network, EmbeddedInde
             machines.end()
 
 
-def report(kills: collections.Counter[str], again: int, runs: int, exact: int, seconds: float, seed: int) -> str:
-    lines = [f"{kills.total()} kills in {runs} runs ({exact} of them at η = 0), {seconds:.0f} s, seed {seed}"]
-    lines += [f"responses made again from their last parked token: {again}, each of at most {BUDGET} tokens", ""]
-    lines += ["| kind | kills |", "|---|---|", *(f"| {kind} | {count} |" for kind, count in sorted(kills.items()))]
+def report(
+    kills: collections.Counter[str], again: int, runs: int, exact: int, seconds: float, seed: int
+) -> str:
+    lines = [
+        f"{kills.total()} kills in {runs} runs ({exact} of them at η = 0), {seconds:.0f} s, "
+        f"seed {seed}"
+    ]
+    lines += [
+        f"responses made again from their last parked token: {again}, each of at most "
+        f"{BUDGET} tokens",
+        "",
+    ]
+    lines += [
+        "| kind | kills |",
+        "|---|---|",
+        *(f"| {kind} | {count} |" for kind, count in sorted(kills.items())),
+    ]
     return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n\n")[0])
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--most", type=int, default=20, help="kills in one run")
-    parser.add_argument("--gap", type=float, default=3.0, metavar="SECONDS", help="between kills, on average")
-    parser.add_argument("--seed", type=int, default=None, help="default: another one each time; it is printed")
+    parser.add_argument(
+        "--gap", type=float, default=3.0, metavar="SECONDS", help="between kills, on average"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=None, help="default: another one each time; it is printed"
+    )
     options = parser.parse_args(arguments)
     seed = random.randrange(2**32) if options.seed is None else options.seed
     print(f"seed {seed}", flush=True)
@@ -276,14 +333,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
             while soak.kills.total() < options.kills:
                 runs += 1
                 exact += (is_exact := runs % 2 == 0)
-                left = min(soak.random.randint(2, max(2, options.most)), options.kills - soak.kills.total())
+                left = min(
+                    soak.random.randint(2, max(2, options.most)), options.kills - soak.kills.total()
+                )
                 weights = soak.run_once(runs, exact=is_exact, kills=left)
                 if is_exact and weights != undisturbed:
-                    raise Broken(f"run {runs}: at η = 0 its weights are not those of the undisturbed run")
-                print(f"run {runs} finished; {soak.kills.total()} kills: {dict(soak.kills)}", flush=True)
+                    raise Broken(
+                        f"run {runs}: at η = 0 its weights are not those of the undisturbed run"
+                    )
+                print(
+                    f"run {runs} finished; {soak.kills.total()} kills: {dict(soak.kills)}",
+                    flush=True,
+                )
                 shutil.rmtree(folder / f"run{runs}")
         except (Broken, Infeasible) as broken:
-            print(f"BROKEN after {soak.kills.total()} kills: {broken}\nits folder: {folder}", file=sys.stderr)
+            print(
+                f"BROKEN after {soak.kills.total()} kills: {broken}\nits folder: {folder}",
+                file=sys.stderr,
+            )
             return 1
         except KeyboardInterrupt:
             print("interrupted", flush=True)

@@ -1,19 +1,21 @@
-"""A whole run in which training and generation take turns on one device, beside one in which each has its own.
+"""A whole run in which training and generation take turns on one device, beside one in which each
+has its own.
 
     python -m benchmarks.colocated [--model tiny|smollm2|FOLDER] [--dp 1] [--tp 1] [--steps 10] [--json FILE]
     python -m benchmarks.colocated --smoke
 
-Real runs of one recipe: index, worker processes, swaps. The reward takes ``--reward-seconds`` for each call, as one that
-asks a judge does: that is when training can come back unseen.
+Real runs of one recipe: index, worker processes, swaps. The reward takes ``--reward-seconds`` for
+each call, as one that asks a judge does: that is when training can come back unseen.
 
     separate               weights published to host memory, taken by an engine of its own
     colocated              allgather-swap; training comes back when a batch is claimed
     colocated, prefetch    the same, as soon as nothing is left to generate
 
-*exposed* is for how long a version's swaps kept a device waiting (the longest of all ranks), *hidden* what of them ran
-beside other work. *training* and *generating* are the most bytes that were counted on a device in either turn: weights,
-optimizer state, keys and values, on a CPU from their storages; a separate run does not count them. Swaps of version 0 are
-left out, as nothing had been trained before them. Where there is one device for everything, as here, seconds a step compare
+*exposed* is for how long a version's swaps kept a device waiting (the longest of all ranks),
+*hidden* what of them ran beside other work. *training* and *generating* are the most bytes that
+were counted on a device in either turn: weights, optimizer state, keys and values, on a CPU from
+their storages; a separate run does not count them. Swaps of version 0 are left out, as nothing had
+been trained before them. Where there is one device for everything, as here, seconds a step compare
 the two colocated arms alone: the engines of the separate one share its cores.
 """
 
@@ -102,7 +104,8 @@ def arm_of(arm: str, events: Sequence[Event]) -> Arm:
     exposed, hidden = ({rank: dict[int, float]() for rank in ranks(events)} for _ in range(2))
     for event in events:
         if event.kind == "sync" and event.data["version"] > 0:
-            worker, version = event.data["worker"], int(event.data["version"])
+            worker = event.data["worker"]
+            version = int(event.data["version"])
             for totals, name in ((exposed, "exposed_seconds"), (hidden, "hidden_seconds")):
                 totals[worker][version] = totals[worker].get(version, 0.0) + event.data[name]
     held: dict[str, int] = defaultdict(int)
@@ -129,16 +132,22 @@ def ranks(events: Sequence[Event]) -> set[str]:
 
 def _slowest(seconds: dict[str, dict[int, float]]) -> float:
     """The median over versions of the rank for which it is longest."""
-    return max((median(versions.values()) for versions in seconds.values() if versions), default=0.0)
+    return max(
+        (median(versions.values()) for versions in seconds.values() if versions), default=0.0
+    )
 
 
 def table(arms: Sequence[Arm]) -> str:
-    head = f"{'':<22}{'s/step':>9}{'exposed ms':>12}{'hidden ms':>12}{'training':>12}{'generating':>12}{'released':>12}"
+    head = (
+        f"{'':<22}{'s/step':>9}{'exposed ms':>12}{'hidden ms':>12}{'training':>12}"
+        f"{'generating':>12}{'released':>12}"
+    )
     return "\n".join(
         [
             head,
             *(
-                f"{one.arm:<22}{one.step_seconds:>9.3f}{1e3 * one.exposed:>12.1f}{1e3 * one.hidden:>12.1f}"
+                f"{one.arm:<22}{one.step_seconds:>9.3f}{1e3 * one.exposed:>12.1f}"
+                f"{1e3 * one.hidden:>12.1f}"
                 f"{_size(one.training):>12}{_size(one.generating):>12}{_size(one.released):>12}"
                 for one in arms
             ),
@@ -155,13 +164,17 @@ async def compare(model: str, steps: int, launcher: str, changes: Changes) -> li
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--dp", type=int, default=1)
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--reward-seconds", type=float, default=0.3)
-    parser.add_argument("--smoke", action="store_true", help="a few steps in one process: does it run")
+    parser.add_argument(
+        "--smoke", action="store_true", help="a few steps in one process: does it run"
+    )
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args(argv)
     configure(terminal=False)
@@ -169,7 +182,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     steps, launcher = (3, "inline") if args.smoke else (args.steps, "process")
     changes: Changes = {"train": {"dp": args.dp, "tp": args.tp}}
     if args.smoke:
-        changes = {"train": {"groups_per_step": 2, "threads": 1}, "rollout": {"max_tokens": 4, "threads": 1}}
+        changes = {
+            "train": {"groups_per_step": 2, "threads": 1},
+            "rollout": {"max_tokens": 4, "threads": 1},
+        }
     arms = asyncio.run(compare(args.model, steps, launcher, changes))
     print(table(arms))
     if args.json:

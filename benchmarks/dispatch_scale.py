@@ -1,24 +1,28 @@
-"""How the sample flow grows with the nodes: hosts with limited links, one to eight warehouses, work in proportion.
+"""How the sample flow grows with the nodes: hosts with limited links, one to eight warehouses, work
+in proportion.
 
-    sudo python -m benchmarks.dispatch_scale [--nodes 1 2 4 8] [--mbit 20] [--poll 1.0] [--repeats 3] [--json FILE]
+    sudo python -m benchmarks.dispatch_scale [--nodes 1 2 4 8] [--mbit 20] [--poll 1.0]
+        [--repeats 3] [--json FILE]
     sudo python -m benchmarks.dispatch_scale --ray --arms dock central
     sudo python -m benchmarks.dispatch_scale --quick
 
-Each host is a network namespace with one link to a bridge, limited both ways by tc; the index server is one more of them:
+Each host is a network namespace with one link to a bridge, limited both ways by tc; the index
+server is one more of them:
 
     host 0   generate ─▶ put …  infer: claim ─▶ fetch ─▶ compute ─▶ commit …  train: claim ─▶ fetch ─▶ compute ─▶ release
       │ limited link                    (one process a host, real docks, real sockets)
     bridge ─── host 1 ─── … ─── host 7 ─── index (Valkey over TCP)
 
-Compute is a clock: one device a stage, the same seconds a batch on every host, and the next batch is fetched while one is
-computed. So the machine's cores do the dispatch alone, and one host reaches nearly what its devices allow. Every host
-makes the same number of samples: with n hosts there is n times the work (weak scaling). A cell's rate is all samples over
-the time from the start to the last release, pipeline filling and draining included, and
+Compute is a clock: one device a stage, the same seconds a batch on every host, and the next batch
+is fetched while one is computed. So the machine's cores do the dispatch alone, and one host reaches
+nearly what its devices allow. Every host makes the same number of samples: with n hosts there is n
+times the work (weak scaling). A cell's rate is all samples over the time from the start to the last
+release, pipeline filling and draining included, and
 
     linearity(n) = rate(n) / (n · rate(1))
 
-With ``--apart`` every other host generates and its neighbour does the stages behind, so that all samples cross the network
-in every arm; linearity is then against one such pair.
+With ``--apart`` every other host generates and its neighbour does the stages behind, so that all
+samples cross the network in every arm; linearity is then against one such pair.
 
 Three arms run the same code and differ in :class:`Arm` alone:
 
@@ -28,23 +32,25 @@ Three arms run the same code and differ in :class:`Arm` alone:
               sample flow that VeRL took over) sleeps 1 s after an empty batch in its streaming data set, and 5 s in its
               controller; MindSpeed RL's published transfer dock sleeps 0.1 s
 
-The central arm's figure depends on how much of a link a host's samples need: the output has it, and it is what
-``--mbit`` sets.
+The central arm's figure depends on how much of a link a host's samples need: the output has it, and
+it is what ``--mbit`` sets.
 
-With ``--ray`` the hosts are actors on the raylets of a Ray cluster, one on each, which enter their namespaces.
+With ``--ray`` the hosts are actors on the raylets of a Ray cluster, one on each, which enter their
+namespaces.
 
 Bytes against Eq. 4 of MindSpeed RL (arXiv 2507.19017): what each of S warehouses moves in and out,
 
     G·N·B·(2·PL + 3n·SL + 8(C+1)·M) / S
 
-Here n = 2 columns of length SL are put once and got twice, the prompt is put and got once: these terms hold as they are. The
-last one is adapted: our controllers ask the index and get no copies of the metadata (C = 0), and the two integers of a
-sample are moved 5 times in all. G·N are all samples of the cell. Moved is what the warehouse's server counts as payload,
-and what workers on its own host wrote into the mapped arena and read from it.
+Here n = 2 columns of length SL are put once and got twice, the prompt is put and got once: these
+terms hold as they are. The last one is adapted: our controllers ask the index and get no copies of
+the metadata (C = 0), and the two integers of a sample are moved 5 times in all. G·N are all samples
+of the cell. Moved is what the warehouse's server counts as payload, and what workers on its own
+host wrote into the mapped arena and read from it.
 
-Needs root and iproute2 (``ip`` and ``tc``); ends with code 2 and the reason where that is not to be had. The names of the
-namespaces carry this process's number; they are deleted however the run ends, and those of a run that was killed are swept
-by the next.
+Needs root and iproute2 (``ip`` and ``tc``); ends with code 2 and the reason where that is not to be
+had. The names of the namespaces carry this process's number; they are deleted however the run ends,
+and those of a run that was killed are swept by the next.
 """
 
 from __future__ import annotations
@@ -92,16 +98,21 @@ except ImportError:  # imported by a test, not started as a script
     from benchmarks.ray_cluster import raylets
 
 MOST_HOSTS = 8
-SUBNET, PORT = "10.77.0", 6379
+SUBNET = "10.77.0"
+PORT = 6379
 SECRET = b"of one benchmark run on one machine"
 ELEMENT = 4
 PREFIX = "adkbench"
 ENDING = (signal.SIGINT, signal.SIGTERM)
 QUEUE_MS = 30  # at a link's limit, that is the most that a full queue delays a call to the index
 AHEAD = 2  # batches that a stage holds: one is computed, the next is fetched
-GOAL, WITHIN = 0.95, 0.02
+GOAL = 0.95
+WITHIN = 0.02
 START_SECONDS = 60.0  # for an actor of a new raylet
-PAPER = "MindSpeed RL, Fig. 9, linearity at 24 nodes: 81.1 % transfer dock, 61.9 % central buffer, 40.4 % VeRL"
+PAPER = (
+    "MindSpeed RL, Fig. 9, linearity at 24 nodes: 81.1 % transfer dock, 61.9 % central buffer, "
+    "40.4 % VeRL"
+)
 
 
 class Infeasible(RuntimeError):
@@ -115,13 +126,14 @@ def run_ip(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise Infeasible(
-            f"`{' '.join(command)}` failed: {done.stderr.strip()}; network namespaces need root and iproute2"
+            f"`{' '.join(command)}` failed: {done.stderr.strip()}; network namespaces need root "
+            f"and iproute2"
         )
 
 
 class Network:
-    """``hosts`` namespaces and one for the index, each with a link of ``mbit`` Mbit/s both ways to a bridge in one more.
-    What leaves one takes ``delay_ms`` longer.
+    """``hosts`` namespaces and one for the index, each with a link of ``mbit`` Mbit/s both ways to
+    a bridge in one more. What leaves one takes ``delay_ms`` longer.
 
     Nothing is added outside these namespaces, so deleting them deletes everything.
     """
@@ -129,7 +141,9 @@ class Network:
     def __init__(self, hosts: int, mbit: float, delay_ms: float = 0.0) -> None:
         if not 1 <= hosts <= MOST_HOSTS:
             raise ValueError(f"nodes: {hosts} hosts, must be 1 to {MOST_HOSTS}")
-        self.hosts, self._mbit, self._delay_ms = hosts, mbit, delay_ms
+        self.hosts = hosts
+        self._mbit = mbit
+        self._delay_ms = delay_ms
         self._made: list[str] = []
 
     def name(self, what: str) -> str:
@@ -154,15 +168,43 @@ class Network:
         run_ip("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
         run_ip("ip", "-n", switch, "link", "set", "bridge", "up")
         for number, what in enumerate(["index", *(f"host{i}" for i in range(self.hosts))]):
-            host, port = self._namespace(what), f"port{number}"
-            run_ip("ip", "link", "add", "eth0", "netns", host, "type", "veth", "peer", "name", port, "netns", switch)
+            host = self._namespace(what)
+            port = f"port{number}"
+            run_ip(
+                "ip",
+                "link",
+                "add",
+                "eth0",
+                "netns",
+                host,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                port,
+                "netns",
+                switch,
+            )
             run_ip("ip", "-n", switch, "link", "set", port, "master", "bridge", "up")
             run_ip("ip", "-n", host, "addr", "add", f"{self.address(number - 1)}/24", "dev", "eth0")
             for device in ("lo", "eth0"):
                 run_ip("ip", "-n", host, "link", "set", device, "up")
             for where, device in ((host, "eth0"), (switch, port)):  # out of the host, and into it
                 limit = ("rate", f"{self._mbit}mbit", "burst", "64kb", "latency", f"{QUEUE_MS}ms")
-                run_ip("tc", "-n", where, "qdisc", "add", "dev", device, "root", "handle", "1:", "tbf", *limit)
+                run_ip(
+                    "tc",
+                    "-n",
+                    where,
+                    "qdisc",
+                    "add",
+                    "dev",
+                    device,
+                    "root",
+                    "handle",
+                    "1:",
+                    "tbf",
+                    *limit,
+                )
             if self._delay_ms:
                 delay = ("netem", "delay", f"{self._delay_ms}ms", "limit", "100000")
                 run_ip("tc", "-n", host, "qdisc", "add", "dev", "eth0", "parent", "1:1", *delay)
@@ -183,7 +225,8 @@ class Network:
         self._made.clear()
 
     def _sweep(self) -> None:
-        """Delete the shared memory of runs that were killed: their process does not exist any more."""
+        """Delete the shared memory of runs that were killed: their process does not exist any
+        more."""
         there = Path("/run/netns")
         for path in there.glob(f"{PREFIX}-*") if there.is_dir() else ():
             if not Path("/proc", path.name.split("-")[1]).exists():
@@ -197,7 +240,9 @@ def inside(namespace: str) -> Iterator[None]:
 
     def enter(descriptor: int) -> None:
         if libc.setns(descriptor, 0x40000000):  # CLONE_NEWNET
-            raise Infeasible(f"setns: {os.strerror(ctypes.get_errno())}; network namespaces need root")
+            raise Infeasible(
+                f"setns: {os.strerror(ctypes.get_errno())}; network namespaces need root"
+            )
 
     own = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
     other = os.open(f"/run/netns/{namespace}", os.O_RDONLY)
@@ -236,8 +281,11 @@ def start_index(server: EmbeddedIndex, network: Network) -> None:
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to dispatch. ``message``: rows in one put, claim, fetch and commit; ``poll``: seconds of sleep when nothing
-    was there, None to be woken by the index."""
+    """One way to dispatch.
+
+    ``message``: rows in one put, claim, fetch and commit; ``poll``: seconds of sleep when nothing
+    was there, None to be woken by the index.
+    """
 
     name: str
     central: bool = False
@@ -247,7 +295,8 @@ class Arm:
 
 @dataclass(frozen=True)
 class Work:
-    """What each host does: ``batches`` batches of ``batch`` rows, ``seconds`` of each of its three devices for a batch;
+    """What each host does: ``batches`` batches of ``batch`` rows, ``seconds`` of each of its three
+    devices for a batch;
     ``apart``: two hosts share that work, one generates and the other does the stages behind."""
 
     batches: int = 40
@@ -261,7 +310,8 @@ class Work:
     headstart: float = RunConfig.headstart
 
     def generators(self, nodes: int) -> range:
-        """The hosts that generate: all, or every other one; the others then run the other stages."""
+        """The hosts that generate: all, or every other one; the others then run the other
+        stages."""
         return range(0, nodes, 2 if self.apart else 1)
 
     @property
@@ -283,20 +333,29 @@ class Work:
 
     @property
     def link_share(self) -> float:
-        """Of its link, that one host's samples would fill in the busier direction if all moves went over it."""
+        """Of its link, that one host's samples would fill in the busier direction if all moves went
+        over it."""
         return self.batch / self.seconds * max(self.row_in, self.row_out) / (self.mbit * 1e6 / 8)
 
     @property
     def ideal(self) -> float:
-        """Rows a second of one generating host by its devices alone: the last batch leaves the third device."""
+        """Rows a second of one generating host by its devices alone: the last batch leaves the
+        third device."""
         return self.rows / ((self.batches + 2) * self.seconds)
 
 
 def warehouse_volume(
-    rows: int, prompt: int, n: int, response: int, integer_moves: int, warehouses: int, element: int = ELEMENT
+    rows: int,
+    prompt: int,
+    n: int,
+    response: int,
+    integer_moves: int,
+    warehouses: int,
+    element: int = ELEMENT,
 ) -> float:
-    """Eq. 4 of MindSpeed RL (arXiv 2507.19017) in bytes, per warehouse, of ``rows`` = G·N samples; its last term,
-    8(C+1)·M, is given as what it counts: the moves of integers (C is 0 here, see the module).
+    """Eq. 4 of MindSpeed RL (arXiv 2507.19017) in bytes, per warehouse, of ``rows`` = G·N samples;
+    its last term, 8(C+1)·M, is given as what it counts: the moves of integers (C is 0 here, see the
+    module).
 
     >>> warehouse_volume(8, prompt=10, n=1, response=100, integer_moves=0, warehouses=4)
     2560.0
@@ -322,20 +381,26 @@ INTEGER_MOVES = 5  # response_length: put, got twice; reward: put, got
 
 
 class CountingDock(Dock):
-    """Counts the payload that this host's own warehouse moves without its server: what is written into and read from the
-    mapped arena. ``far`` are rows read from elsewhere."""
+    """Counts the payload that this host's own warehouse moves without its server: what is written
+    into and read from the mapped arena. ``far`` are rows read from elsewhere."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.mapped = self.far = self.near = 0
-        write, read = self.warehouses.write, self.warehouses.read
+        write = self.warehouses.write
+        read = self.warehouses.read
 
-        async def counted_write(record: WarehouseRecord, offset: int, block: int, packed: PackedRows) -> None:
+        async def counted_write(
+            record: WarehouseRecord, offset: int, block: int, packed: PackedRows
+        ) -> None:
             await write(record, offset, block, packed)
             if self.warehouses.is_near(record):
-                self.mapped += packed.nbytes - 32 - 32 * bin(packed.mask).count("1")  # without the block's header
+                # without the block's header
+                self.mapped += packed.nbytes - 32 - 32 * bin(packed.mask).count("1")
 
-        async def counted_read(number: int, refs: np.ndarray, names: list[str]) -> dict[str, Packed]:
+        async def counted_read(
+            number: int, refs: np.ndarray, names: list[str]
+        ) -> dict[str, Packed]:
             found = await read(number, refs, names)
             if self.warehouses.is_near(self.warehouses.records[number]):
                 self.mapped += sum(packed.values.nbytes for packed in found.values())
@@ -373,8 +438,14 @@ class Counts:
 class Host:
     """One host's producer and its two stages."""
 
-    def __init__(self, work: Work, arm: Arm, number: int, dock: CountingDock, parent: Connection) -> None:
-        self._work, self._arm, self._number, self._dock, self._parent = work, arm, number, dock, parent
+    def __init__(
+        self, work: Work, arm: Arm, number: int, dock: CountingDock, parent: Connection
+    ) -> None:
+        self._work = work
+        self._arm = arm
+        self._number = number
+        self._dock = dock
+        self._parent = parent
         self._message = arm.message or work.batch
 
     async def live(self, start: float) -> None:
@@ -388,7 +459,8 @@ class Host:
             for stage in ("infer", "train") if not (generates and self._work.apart) else ():
                 for _ in range(AHEAD):
                     tasks.create_task(self._stage(stage, devices[stage]))
-            tasks.create_task(asyncio.Event().wait())  # its warehouse serves others while there are any
+            # its warehouse serves others while there are any
+            tasks.create_task(asyncio.Event().wait())
 
     async def _produce(self, device: Device) -> None:
         under_way = asyncio.Semaphore(AHEAD)
@@ -400,8 +472,11 @@ class Host:
                 put.add_done_callback(lambda _: under_way.release())
 
     async def _put(self, batch: int) -> None:
-        work, size = self._work, self._work.batch
-        numbers = torch.arange(size, dtype=torch.int32) + (self._number * work.batches + batch) * size
+        work = self._work
+        size = self._work.batch
+        numbers = (
+            torch.arange(size, dtype=torch.int32) + (self._number * work.batches + batch) * size
+        )
         rows = {
             "prompt_ids": numbers[:, None].expand(size, work.prompt).contiguous(),
             "response_ids": numbers[:, None].expand(size, work.response).contiguous(),
@@ -413,11 +488,15 @@ class Host:
             await self._dock.put(part, samples=self._message)
 
     async def _take(self, stage: str) -> list[Claim]:
-        """A batch of rows in as many messages as the arm needs; fewer when there are no more, none after a wait."""
-        claims, rows = list[Claim](), 0
+        """A batch of rows in as many messages as the arm needs; fewer when there are no more, none
+        after a wait."""
+        claims = list[Claim]()
+        rows = 0
         while rows < self._work.batch:
             timeout = 5.0 if self._arm.poll is None and not claims else 0.0
-            claim = await self._dock.claim(stage, min(self._message, self._work.batch - rows), timeout=timeout)
+            claim = await self._dock.claim(
+                stage, min(self._message, self._work.batch - rows), timeout=timeout
+            )
             if claim is None:
                 break
             claims.append(claim)
@@ -429,7 +508,10 @@ class Host:
     async def _stage(self, stage: str, device: Device) -> None:
         while True:
             claims = await self._take(stage)
-            found = [await self._dock.fetch_packed(c, INFER if stage == "infer" else TRAIN) for c in claims]
+            found = [
+                await self._dock.fetch_packed(c, INFER if stage == "infer" else TRAIN)
+                for c in claims
+            ]
             rows = sum(len(claim) for claim in claims)
             await device.compute(self._work.seconds * rows / self._work.batch)
             for claim, columns in zip(claims, found, strict=True):
@@ -451,8 +533,10 @@ class Host:
 async def host_main(
     ends: Connection, work: Work, arm: Arm, number: int, hosts: int, url: str, run: str, home: Path
 ) -> None:
-    """One host's process: join, report it, work from the given time on, and report its counts at the end."""
-    schema, own = schema_of(work), not arm.central or number == 0
+    """One host's process: join, report it, work from the given time on, and report its counts at
+    the end."""
+    schema = schema_of(work)
+    own = not arm.central or number == 0
     index = Index(url, run)
     dock = CountingDock(
         index,
@@ -470,7 +554,8 @@ async def host_main(
             StageSpec("infer", "rows", schema.mask(INFER), schema.mask(["reward"])),
             StageSpec("train", "rows", schema.mask(TRAIN), 0, releases=True),
         )
-        reach = RunConfig.reach * work.batch // (arm.message or work.batch)  # the same in rows, whatever a group is
+        # the same in rows, whatever a group is
+        reach = RunConfig.reach * work.batch // (arm.message or work.batch)
         await index.init(RunConfig(stages, reach=reach, headstart=work.headstart), {})
     if own:  # with room for all that is made, so that no arm waits for room
         rows = work.rows * (len(work.generators(hosts)) if arm.central else 1)
@@ -478,7 +563,8 @@ async def host_main(
         await dock.serve(f"{SUBNET}.{number + 2}")
     ends.send(("ready",))
     start = await loop.run_in_executor(None, ends.recv)
-    began, used = dock.mapped, time.process_time()
+    began = dock.mapped
+    used = time.process_time()
     living = asyncio.create_task(Host(work, arm, number, dock, ends).live(start))
     ended = loop.run_in_executor(None, ends.recv)
     await asyncio.wait([living, ended], return_when=asyncio.FIRST_COMPLETED)
@@ -491,7 +577,9 @@ async def host_main(
     await asyncio.gather(living, return_exceptions=True)
     server = dock.warehouses.server
     sent, received = (server.payload_sent, server.payload_received) if server else (0, 0)
-    ends.send(("counts", astuple(Counts(dock.mapped - began, sent, received, dock.near, dock.far, cpu))))
+    ends.send(
+        ("counts", astuple(Counts(dock.mapped - began, sent, received, dock.near, dock.far, cpu)))
+    )
     await dock.close()
     await index.close()
 
@@ -513,8 +601,9 @@ def host_process(parent: int, namespace: str, ends: Connection, *arguments: Any)
 
 @dataclass(frozen=True)
 class Cell:
-    """``rate`` in samples a second; ``moved`` bytes of each warehouse, ``wire`` those that went through its server; ``far``
-    the share of row reads that went to another host; ``cores`` the processor seconds a second of all hosts together."""
+    """``rate`` in samples a second; ``moved`` bytes of each warehouse, ``wire`` those that went
+    through its server; ``far`` the share of row reads that went to another host; ``cores`` the
+    processor seconds a second of all hosts together."""
 
     arm: str
     nodes: int
@@ -540,10 +629,14 @@ class Crew:
 
     def start(self, namespace: str, *arguments: Any) -> None:
         ours, theirs = multiprocessing.Pipe()
-        fork = multiprocessing.get_context("fork")  # torch is there already, and costs no time again
-        process = fork.Process(target=host_process, args=(os.getpid(), namespace, theirs, *arguments), daemon=True)
-        # Python drops what a signal's handler raises in the middle of a fork, and a process that is not in the list would
-        # outlive the cell and make its folder again: a Ctrl-C waits until both are over.
+        # torch is there already, and costs no time again
+        fork = multiprocessing.get_context("fork")
+        process = fork.Process(
+            target=host_process, args=(os.getpid(), namespace, theirs, *arguments), daemon=True
+        )
+        # Python drops what a signal's handler raises in the middle of a fork, and a process that is
+        # not in the list would outlive the cell and make its folder again: a Ctrl-C waits until
+        # both are over.
         signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
         try:
             process.start()
@@ -554,12 +647,15 @@ class Crew:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
 
     def hear(self, deadline: float) -> Iterator[tuple[int, Any]]:
-        """Yield the messages of the hosts until the deadline or until each has reported its counts."""
+        """Yield the messages of the hosts until the deadline or until each has reported its
+        counts."""
         speaking = dict(zip(self.ends, itertools.count()))
         while speaking:
             found = wait(list(speaking), timeout=max(0.0, deadline - time.monotonic()))
             if not found:
-                raise TimeoutError("a cell took longer than it may; give it less work, or a wider link")
+                raise TimeoutError(
+                    "a cell took longer than it may; give it less work, or a wider link"
+                )
             for end in found:
                 assert isinstance(end, Connection)
                 try:
@@ -611,7 +707,10 @@ class RayCrew(Crew):
         self._actors = actors
 
     def start(self, namespace: str, *arguments: Any) -> None:
-        with tempfile.TemporaryDirectory(prefix="adk-") as folder, socket.socket(socket.AF_UNIX) as line:
+        with (
+            tempfile.TemporaryDirectory(prefix="adk-") as folder,
+            socket.socket(socket.AF_UNIX) as line,
+        ):
             line.bind(f"{folder}/line")
             line.listen()
             line.settimeout(START_SECONDS)
@@ -623,7 +722,8 @@ class RayCrew(Crew):
 
 @contextlib.contextmanager
 def crews(on_ray: bool, hosts: int) -> Iterator[Callable[[], Crew]]:
-    """Yield what makes the processes of a cell: of this machine, or on a Ray cluster of ``hosts`` raylets."""
+    """Yield what makes the processes of a cell: of this machine, or on a Ray cluster of ``hosts``
+    raylets."""
     if not on_ray:
         yield Crew
         return
@@ -634,7 +734,9 @@ def crews(on_ray: bool, hosts: int) -> Iterator[Callable[[], Crew]]:
         ray.init(cluster.address, log_to_driver=False)
         actor = ray.remote(RayHost)
         places = [node["NodeID"] for node in ray.nodes()]
-        actors = [actor.options(label_selector={"ray.io/node-id": place}).remote() for place in places]
+        actors = [
+            actor.options(label_selector={"ray.io/node-id": place}).remote() for place in places
+        ]
         yield lambda: RayCrew(actors)
         ray.shutdown()
 
@@ -652,14 +754,19 @@ def measure(
     deadline = time.monotonic() + 60 + 12 * work.rows / work.ideal
     generators = work.generators(nodes)
     rows = len(generators) * work.rows
-    with tempfile.TemporaryDirectory(prefix="adk-scale-", dir=shared_memory_directory()) as home, crew_of() as crew:
-        for host in range(nodes):  # one after the other: each finds the addresses of those before it
+    with (
+        tempfile.TemporaryDirectory(prefix="adk-scale-", dir=shared_memory_directory()) as home,
+        crew_of() as crew,
+    ):
+        # one after the other: each finds the addresses of those before it
+        for host in range(nodes):
             crew.start(network.name(f"host{host}"), work, arm, host, nodes, url, run, Path(home))
             next(crew.hear(deadline))
         start = time.monotonic() + 0.3
         for end in crew.ends:
             end.send(start)
-        released, last = set[int](), start
+        released = set[int]()
+        last = start
         for _, (_, when, numbers) in crew.hear(deadline):
             assert released.isdisjoint(numbers), "a sample was delivered twice"
             released.update(numbers)
@@ -697,10 +804,17 @@ async def erase(url: str, run: str) -> None:
 
 
 def measure_all(
-    work: Work, nodes: Sequence[int], repeats: int, names: Sequence[str], ended: threading.Event, on_ray: bool = False
+    work: Work,
+    nodes: Sequence[int],
+    repeats: int,
+    names: Sequence[str],
+    ended: threading.Event,
+    on_ray: bool = False,
 ) -> list[list[Cell]]:
-    """Repeats of all cells, until ``ended``. Arms take turns within a node count, so that other work on the machine slows
-    all of them."""
+    """Repeats of all cells, until ``ended``.
+
+    Arms take turns within a node count, so that other work on the machine slows all of them.
+    """
     rounds = []
     arms = [arm for arm in work.arms if arm.name in names]
     with (
@@ -714,23 +828,34 @@ def measure_all(
             cells = []
             for count in nodes:
                 for arm in arms:
-                    if ended.is_set():  # Python drops an exception of a signal's handler that comes in a destructor
+                    # Python drops an exception of a signal's handler that comes in a destructor
+                    if ended.is_set():
                         raise KeyboardInterrupt
-                    cell = measure(work, arm, count, network, index, f"scale{next(numbers)}", crew_of)
-                    print(f"round {turn + 1}: {arm.name}, {count} nodes: {cell.rate:.1f} samples/s", file=sys.stderr)
+                    cell = measure(
+                        work, arm, count, network, index, f"scale{next(numbers)}", crew_of
+                    )
+                    print(
+                        f"round {turn + 1}: {arm.name}, {count} nodes: {cell.rate:.1f} samples/s",
+                        file=sys.stderr,
+                    )
                     cells.append(cell)
             rounds.append(cells)
     return rounds
 
 
 def summary(work: Work, rounds: list[list[Cell]]) -> list[dict[str, Any]]:
-    """One record for each arm and node count, medians over the rounds; linearity is taken round by round, against the fewest
-    nodes. Bytes are those of the worst warehouse of any round."""
-    out, fewest = [], min(cell.nodes for cell in rounds[0])
+    """One record for each arm and node count, medians over the rounds; linearity is taken round by
+    round, against the fewest nodes. Bytes are those of the worst warehouse of any round."""
+    out = []
+    fewest = min(cell.nodes for cell in rounds[0])
     for cells in zip(*rounds, strict=True):
         first = cells[0]
-        least = [next(c for c in found if c.arm == first.arm and c.nodes == fewest) for found in rounds]
-        ratios = [(c.rate / c.nodes) / (one.rate / one.nodes) for c, one in zip(cells, least, strict=True)]
+        least = [
+            next(c for c in found if c.arm == first.arm and c.nodes == fewest) for found in rounds
+        ]
+        ratios = [
+            (c.rate / c.nodes) / (one.rate / one.nodes) for c, one in zip(cells, least, strict=True)
+        ]
         worst = max(cells, key=lambda c: abs(c.deviation))
         out.append(
             {
@@ -754,25 +879,33 @@ def summary(work: Work, rounds: list[list[Cell]]) -> list[dict[str, Any]]:
 
 
 def print_summary(work: Work, rows: list[dict[str, Any]], repeats: int) -> None:
-    who = "Every other host generates, its neighbour infers and trains" if work.apart else "Each host does all stages"
+    who = (
+        ("Every other host generates, its neighbour infers and trains")
+        if work.apart
+        else "Each host does all stages"
+    )
     print(
-        f"{who}: {work.rows} samples of {work.prompt} + {work.response} tokens a generating host,\n"
-        f"in batches of {work.batch}, {work.seconds:g} s a batch on a device. Links of {work.mbit:g} Mbit/s: the samples "
-        f"of one generating host\nwould fill {work.link_share:.0%} of a link, the busier way, if all moves went over it. "
-        f"Medians of {repeats} rounds on\n{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the end; "
+        f"{who}: {work.rows} samples of {work.prompt} + {work.response} tokens a generating "
+        f"host,\nin batches of {work.batch}, {work.seconds:g} s a batch on a device. Links of "
+        f"{work.mbit:g} Mbit/s: the samples of one generating host\nwould fill "
+        f"{work.link_share:.0%} of a link, the busier way, if all moves went over it. Medians of "
+        f"{repeats} rounds on\n{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the end; "
         f"peers sleep {work.poll:g} s.\n"
     )
     print(
-        f"{'arm':<9}{'nodes':>5}{'samples/s':>11}{'linearity':>11}{'in rounds':>16}{'of devices':>12}{'far reads':>11}"
-        f"{'cores':>7}{'MB moved a warehouse':>22}{'Eq. 4':>8}{'worst':>9}{'MB on wire':>12}"
+        f"{'arm':<9}{'nodes':>5}{'samples/s':>11}{'linearity':>11}{'in rounds':>16}"
+        f"{'of devices':>12}{'far reads':>11}{'cores':>7}{'MB moved a warehouse':>22}{'Eq. 4':>8}"
+        f"{'worst':>9}{'MB on wire':>12}"
     )
     for row in rows:
         moved = [value / 1e6 for value in row["moved_bytes"]]
         span = f"{min(moved):.2f}" if len(moved) == 1 else f"{min(moved):.2f} to {max(moved):.2f}"
-        linearity, ratios = f"{row['linearity']:.1%}", [100 * ratio for ratio in row["linearities"]]
+        linearity = f"{row['linearity']:.1%}"
+        ratios = [100 * ratio for ratio in row["linearities"]]
         rounds = f"{min(ratios):.1f} to {max(ratios):.1f}"
         print(
-            f"{row['arm']:<9}{row['nodes']:>5}{row['samples_per_s']:>11.1f}{linearity:>11}{rounds:>16}{row['of_devices']:>12.1%}"
+            f"{row['arm']:<9}{row['nodes']:>5}{row['samples_per_s']:>11.1f}{linearity:>11}"
+            f"{rounds:>16}{row['of_devices']:>12.1%}"
             f"{row['far']:>11.1%}{row['cores']:>7.2f}{span:>22}{row['equation_bytes'] / 1e6:>8.2f}"
             f"{row['deviation']:>+9.2%}{sum(row['wire_bytes']) / 1e6:>12.2f}"
             + ("" if row["within"] else f"  ! not within {WITHIN:.0%}")
@@ -782,29 +915,58 @@ def print_summary(work: Work, rows: list[dict[str, Any]], repeats: int) -> None:
     if ours:
         last = ours[-1]
         met = "met" if last["linearity"] >= GOAL else "NOT met"
-        print(f"Goal, dock at {last['nodes']} nodes: at least {GOAL:.0%}; {last['linearity']:.1%}, {met}")
+        print(
+            f"Goal, dock at {last['nodes']} nodes: at least {GOAL:.0%}; {last['linearity']:.1%}, "
+            f"{met}"
+        )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n\n")[0])
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--arms", nargs="+", choices=[arm.name for arm in Work().arms], default=None)
+    parser.add_argument(
+        "--arms", nargs="+", choices=[arm.name for arm in Work().arms], default=None
+    )
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--ray", action="store_true", help="hosts are actors on the raylets of a Ray cluster")
-    parser.add_argument("--apart", action="store_true", help="generation and the other stages on different hosts")
-    for name, kind in (("batches", int), ("batch", int), ("seconds", float), ("prompt", int), ("response", int)):
+    parser.add_argument(
+        "--ray", action="store_true", help="hosts are actors on the raylets of a Ray cluster"
+    )
+    parser.add_argument(
+        "--apart", action="store_true", help="generation and the other stages on different hosts"
+    )
+    for name, kind in (
+        ("batches", int),
+        ("batch", int),
+        ("seconds", float),
+        ("prompt", int),
+        ("response", int),
+    ):
         parser.add_argument(f"--{name}", type=kind, default=getattr(Work, name))
-    parser.add_argument("--mbit", type=float, default=Work.mbit, help="of each host's link, each way")
-    parser.add_argument("--poll", type=float, default=Work.poll, help="seconds that peers sleep when nothing is there")
-    parser.add_argument("--headstart", type=float, default=Work.headstart, help="RunConfig.headstart, in seconds")
-    parser.add_argument("--quick", action="store_true", help="two nodes, little work, once: that it runs")
+    parser.add_argument(
+        "--mbit", type=float, default=Work.mbit, help="of each host's link, each way"
+    )
+    parser.add_argument(
+        "--poll",
+        type=float,
+        default=Work.poll,
+        help="seconds that peers sleep when nothing is there",
+    )
+    parser.add_argument(
+        "--headstart", type=float, default=Work.headstart, help="RunConfig.headstart, in seconds"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="two nodes, little work, once: that it runs"
+    )
     parser.add_argument("--json", type=Path, help="write what was measured to this file")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     work = Work(**{name: getattr(options, name) for name in asdict(Work())})
-    nodes, repeats = sorted(set(options.nodes)), options.repeats
+    nodes = sorted(set(options.nodes))
+    repeats = options.repeats
     if options.quick:
-        work, nodes, repeats = replace(work, batches=4, seconds=0.1, poll=min(work.poll, 0.1)), [1, 2], 1
+        work = replace(work, batches=4, seconds=0.1, poll=min(work.poll, 0.1))
+        nodes = [1, 2]
+        repeats = 1
     if work.apart:
         nodes = [count for count in nodes if count % 2 == 0] or parser.error(
             "--apart: hosts go in pairs; give even --nodes"
@@ -831,7 +993,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         record = {"work": asdict(work), "link_share": work.link_share, "summary": rows}
         options.json.write_text(
-            json.dumps(record | {"rounds": [[asdict(c) for c in r] for r in rounds]}, indent=1) + "\n"
+            json.dumps(record | {"rounds": [[asdict(c) for c in r] for r in rounds]}, indent=1)
+            + "\n"
         )
     return 0
 

@@ -1,16 +1,18 @@
-"""How many bytes one iteration moves between stages: the paper's Eq. 2 and its Table 1, and an iteration of ours beside it.
+"""How many bytes one iteration moves between stages: the paper's Eq. 2 and its Table 1, and an
+iteration of ours beside it.
 
     python -m benchmarks.dispatch_volume [--groups 16] [--samples 8] [--prompt 256] [--response 1024] [--json FILE]
 
-Eq. 2 of MindSpeed RL (arXiv 2507.19017) counts what a global batch moves when every put and every get of a column crosses
-the network once, rows padded to their greatest length:
+Eq. 2 of MindSpeed RL (arXiv 2507.19017) counts what a global batch moves when every put and every
+get of a column crosses the network once, rows padded to their greatest length:
 
     TCV = G · N · B · (2·PL + 3n·SL + 8·M)        bytes; the paper's GB are 1024³ of them
 
-G prompts, N responses each, B bytes an element, PL and SL the lengths of prompt and response columns, n columns of length
-SL and M integers a sample. We read its terms as moves: the prompt is put once and got once, a column of length SL is put
-once and got by two stages on average, an integer is moved eight times. (The paper gives the sum; which stage makes which
-move is our reading, and the iteration below is built so that the first two terms hold move by move.)
+G prompts, N responses each, B bytes an element, PL and SL the lengths of prompt and response
+columns, n columns of length SL and M integers a sample. We read its terms as moves: the prompt is
+put once and got once, a column of length SL is put once and got by two stages on average, an
+integer is moved eight times. (The paper gives the sum; which stage makes which move is our reading,
+and the iteration below is built so that the first two terms hold move by move.)
 
 The iteration: n = 5 columns of length SL, M = 3 integers, through six stages.
 
@@ -23,9 +25,9 @@ The iteration: n = 5 columns of length SL, M = 3 integers, through six stages.
     advantage    old_logprobs, ref_logprobs, lengths, reward          advantages, returns
     update       all five of length SL, lengths, reward
 
-That is 1 put and 1 get of length PL, 5 puts and 10 gets of length SL (3n), 3 puts and 12 gets of an integer (15, where the
-equation has 8·M = 24: a few bytes a sample). It runs three times through real docks, over real sockets, with the
-payload counted by the warehouses' servers:
+That is 1 put and 1 get of length PL, 5 puts and 10 gets of length SL (3n), 3 puts and 12 gets of an
+integer (15, where the equation has 8·M = 24: a few bytes a sample). It runs three times through
+real docks, over real sockets, with the payload counted by the warehouses' servers:
 
     central      one warehouse on a node without workers: every move crosses the wire, as Eq. 2 counts
     dock         admission and rollout on one node, the other stages on another, a warehouse on each: what is written stays
@@ -63,8 +65,9 @@ K = 1024
 def transfer_volume(
     groups: int, samples: int, prompt: int, n: int, response: int, m: int, element: int = ELEMENT
 ) -> int:
-    """Eq. 2 of MindSpeed RL (arXiv 2507.19017), in bytes: what one iteration of ``groups`` · ``samples`` samples moves, with
-    prompts of ``prompt`` elements, ``n`` columns of ``response`` elements and ``m`` integers, ``element`` bytes each.
+    """Eq. 2 of MindSpeed RL (arXiv 2507.19017), in bytes: what one iteration of ``groups`` ·
+    ``samples`` samples moves, with prompts of ``prompt`` elements, ``n`` columns of ``response``
+    elements and ``m`` integers, ``element`` bytes each.
 
     >>> round(transfer_volume(256, 8, 2048, 5, 8192, 3) / 1024**3, 3)
     0.969
@@ -74,7 +77,8 @@ def transfer_volume(
 
 @dataclass(frozen=True)
 class TableRow:
-    """One row of the paper's Table 1: its setting, then what it prints: GB (1024³ bytes), seconds at 100 MB/s and 1 GB/s."""
+    """One row of the paper's Table 1: its setting, then what it prints: GB (1024³ bytes), seconds
+    at 100 MB/s and 1 GB/s."""
 
     groups: int
     samples: int
@@ -88,7 +92,10 @@ class TableRow:
 
     @property
     def computed(self) -> tuple[float, float, float]:
-        gb = transfer_volume(self.groups, self.samples, self.prompt, self.n, self.response, self.m) / K**3
+        gb = (
+            transfer_volume(self.groups, self.samples, self.prompt, self.n, self.response, self.m)
+            / K**3
+        )
         return gb, gb * K / 100, gb
 
 
@@ -138,7 +145,9 @@ class Batch:
 
     @property
     def equation(self) -> int:
-        return transfer_volume(self.groups, self.samples, self.prompt, len(LONG), self.response, len(INTEGERS))
+        return transfer_volume(
+            self.groups, self.samples, self.prompt, len(LONG), self.response, len(INTEGERS)
+        )
 
     def width(self, column: str) -> int:
         """Elements of a padded row."""
@@ -155,12 +164,17 @@ class Batch:
             if name in INTEGERS:
                 columns.append(Column.scalar(name, dtype))
             else:
-                ours = Column.ragged(name, dtype) if ragged else Column.fixed(name, dtype, [self.width(name)])
+                ours = (
+                    Column.ragged(name, dtype)
+                    if ragged
+                    else Column.fixed(name, dtype, [self.width(name)])
+                )
                 columns.append(ours)
         return Schema(columns)
 
     def lengths(self, column: str, ragged: bool) -> torch.Tensor:
-        """int64 [rows], each column of length SL like the others: full when padded, else 1/8 of it up to all of it."""
+        """int64 [rows], each column of length SL like the others: full when padded, else 1/8 of it
+        up to all of it."""
         full = self.width(column)
         if not ragged:
             return torch.full([self.rows], full)
@@ -168,14 +182,18 @@ class Batch:
         return torch.randint(full // 8, full + 1, (self.rows,), generator=generator)
 
     def values(self, schema: Schema, step: Step, ragged: bool) -> dict[str, Any]:
-        """What ``step`` puts for all rows: row i of any column begins with i, so that a mix-up is seen."""
+        """What ``step`` puts for all rows: row i of any column begins with i, so that a mix-up is
+        seen."""
         out: dict[str, Any] = {}
         for name in step.puts:
             first = torch.arange(self.rows).to(schema[name].dtype)  # type: ignore[arg-type]
             if name in INTEGERS:
                 out[name] = first
             else:
-                parts = [value.repeat(n) for value, n in zip(first, self.lengths(name, ragged).tolist(), strict=True)]
+                parts = [
+                    value.repeat(n)
+                    for value, n in zip(first, self.lengths(name, ragged).tolist(), strict=True)
+                ]
                 out[name] = parts if ragged else torch.stack(parts)
         return out
 
@@ -189,26 +207,50 @@ class Moved:
     put: int
 
 
-async def iteration(batch: Batch, url: str, home: Path, *, central: bool, ragged: bool) -> list[Moved]:
-    """One global batch through all stages, stage after stage as a synchronous iteration goes, each row checked."""
-    schema, run = batch.schema(ragged), f"volume-{'central' if central else 'dock'}-{'ragged' if ragged else 'padded'}"
+async def iteration(
+    batch: Batch, url: str, home: Path, *, central: bool, ragged: bool
+) -> list[Moved]:
+    """One global batch through all stages, stage after stage as a synchronous iteration goes, each
+    row checked."""
+    schema = batch.schema(ragged)
+    run = f"volume-{'central' if central else 'dock'}-{'ragged' if ragged else 'padded'}"
     stages = [
-        StageSpec(step.name, "rows", schema.mask(step.gets), schema.mask(step.puts), releases=step is STEPS[-1])
+        StageSpec(
+            step.name,
+            "rows",
+            schema.mask(step.gets),
+            schema.mask(step.puts),
+            releases=step is STEPS[-1],
+        )
         for step in STEPS[1:]
     ]
     arena = 2 * ELEMENT * batch.rows * (batch.prompt + len(LONG) * batch.response) + (16 << 20)
     async with AsyncExitStack() as opened:
 
         async def dock(node: str, warehouse: str) -> Dock:
-            options: dict[str, Any] = {"worker": node, "warehouse": warehouse, "node": node, "secret": SECRET}
+            options: dict[str, Any] = {
+                "worker": node,
+                "warehouse": warehouse,
+                "node": node,
+                "secret": SECRET,
+            }
             return await opened.enter_async_context(
-                Dock.open(url, run, schema, stages, arena=arena, directory=home / run / node, **options)
+                Dock.open(
+                    url, run, schema, stages, arena=arena, directory=home / run / node, **options
+                )
             )
 
         if central:
-            stores, docks = [await dock("store", "store")], {}
-            for node in ("generation", "others"):  # these have no warehouse, so they do not join with one
-                options: dict[str, Any] = {"worker": node, "warehouse": "store", "node": node, "secret": SECRET}
+            stores = [await dock("store", "store")]
+            docks = {}
+            # these have no warehouse, so they do not join with one
+            for node in ("generation", "others"):
+                options: dict[str, Any] = {
+                    "worker": node,
+                    "warehouse": "store",
+                    "node": node,
+                    "secret": SECRET,
+                }
                 docks[node] = Dock(stores[0].index, schema, directory=home / run / node, **options)
                 opened.push_async_callback(docks[node].close)
         else:
@@ -219,24 +261,33 @@ async def iteration(batch: Batch, url: str, home: Path, *, central: bool, ragged
 
         def counted() -> tuple[int, int]:
             servers = [store.warehouses.server for store in stores]
-            return sum(s.payload_sent for s in servers if s), sum(s.payload_received for s in servers if s)
+            return sum(s.payload_sent for s in servers if s), sum(
+                s.payload_received for s in servers if s
+            )
 
         moved = []
         for step in STEPS:
-            before, worker = counted(), docks["generation" if step.generates else "others"]
+            before = counted()
+            worker = docks["generation" if step.generates else "others"]
             rows = batch.values(schema, step, ragged)
             if not step.gets:
                 await worker.put(rows, samples=batch.samples)
             else:
                 claim = await worker.claim(step.name, batch.rows, timeout=30)
                 assert claim is not None, f"{step.name}: nothing to claim"
-                assert claim.row.tolist() == list(range(batch.rows)), f"{step.name}: rows are missing"
+                assert claim.row.tolist() == list(range(batch.rows)), (
+                    f"{step.name}: rows are missing"
+                )
                 found = await worker.fetch_packed(claim, step.gets)
                 for name in step.gets:
-                    lengths = torch.ones(batch.rows, dtype=torch.int64) if name in INTEGERS else None
+                    lengths = (
+                        torch.ones(batch.rows, dtype=torch.int64) if name in INTEGERS else None
+                    )
                     lengths = batch.lengths(name, ragged) if lengths is None else lengths
                     expected = torch.arange(batch.rows).repeat_interleave(lengths)
-                    assert torch.equal(found[name].values.reshape(-1).long(), expected), f"{step.name}: wrong {name}"
+                    assert torch.equal(found[name].values.reshape(-1).long(), expected), (
+                        f"{step.name}: wrong {name}"
+                    )
                 await worker.commit(claim, range(batch.rows), rows or None)
             got, put = (now - then for now, then in zip(counted(), before, strict=True))
             moved.append(Moved(step.name, got, put))
@@ -247,7 +298,10 @@ ARMS = (("central", True, False), ("dock", False, False), ("dock, ragged", False
 
 
 async def measure(batch: Batch) -> dict[str, list[Moved]]:
-    with tempfile.TemporaryDirectory(prefix="adk-") as directory, EmbeddedIndex(Path(directory) / "index") as index:
+    with (
+        tempfile.TemporaryDirectory(prefix="adk-") as directory,
+        EmbeddedIndex(Path(directory) / "index") as index,
+    ):
         home = Path(directory)
         return {
             name: await iteration(batch, index.url, home, central=central, ragged=ragged)
@@ -261,12 +315,17 @@ def number(value: float) -> str:
 
 def print_table_1() -> None:
     print(
-        "Table 1 of MindSpeed RL (arXiv 2507.19017) from its Eq. 2, B = 4; each figure: computed, printed, difference\n"
+        "Table 1 of MindSpeed RL (arXiv 2507.19017) from its Eq. 2, B = 4; each figure: computed, "
+        "printed, difference\n"
     )
-    columns = "".join(f"{head:>33}" for head in ("TCV, GB", "seconds at 100 MB/s", "seconds at 1 GB/s"))
+    columns = "".join(
+        f"{head:>33}" for head in ("TCV, GB", "seconds at 100 MB/s", "seconds at 1 GB/s")
+    )
     print(f"{'G':>6}{'N':>4}{'PL':>6}{'n':>3}{'SL':>7}{'M':>3}{columns}")
     for row in TABLE_1:
-        setting = f"{row.groups:>6}{row.samples:>4}{row.prompt:>6}{row.n:>3}{row.response:>7}{row.m:>3}"
+        setting = (
+            f"{row.groups:>6}{row.samples:>4}{row.prompt:>6}{row.n:>3}{row.response:>7}{row.m:>3}"
+        )
         printed = (row.gb, row.slow, row.fast)
         figures = "".join(
             f"{number(ours):>14}{number(theirs):>10}{ours / theirs - 1:>+9.2%}"
@@ -274,14 +333,16 @@ def print_table_1() -> None:
         )
         print(setting + figures)
     print(
-        "\nThe paper cuts or rounds what it prints to two to four digits, which is where the differences come from.\n"
+        "\nThe paper cuts or rounds what it prints to two to four digits, which is where the "
+        "differences come from.\n"
     )
 
 
 def print_iteration(batch: Batch, found: dict[str, list[Moved]]) -> None:
     print(
-        f"One iteration through the dock: G = {batch.groups}, N = {batch.samples}, PL = {batch.prompt}, n = {len(LONG)}, "
-        f"SL = {batch.response}, M = {len(INTEGERS)}, B = {ELEMENT}; payload bytes on the wire\n"
+        f"One iteration through the dock: G = {batch.groups}, N = {batch.samples}, PL = "
+        f"{batch.prompt}, n = {len(LONG)}, SL = {batch.response}, M = {len(INTEGERS)}, B = "
+        f"{ELEMENT}; payload bytes on the wire\n"
     )
     print(f"{'stage':<12}{'moves counted':>16}" + "".join(f"{arm:>16}" for arm in found))
     for i, step in enumerate(STEPS):
@@ -296,10 +357,12 @@ def print_iteration(batch: Batch, found: dict[str, list[Moved]]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n\n")[0])
     for name, default in asdict(Batch()).items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--json", type=Path, help="write what was computed and measured to this file")
+    parser.add_argument(
+        "--json", type=Path, help="write what was computed and measured to this file"
+    )
     options = parser.parse_args(arguments)
     batch = Batch(options.groups, options.samples, options.prompt, options.response)
     torch.set_num_threads(1)
@@ -309,7 +372,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.json:
         record = {
             "table_1": [
-                {**asdict(row), "computed": dict(zip(("gb", "slow", "fast"), row.computed, strict=True))}
+                {
+                    **asdict(row),
+                    "computed": dict(zip(("gb", "slow", "fast"), row.computed, strict=True)),
+                }
                 for row in TABLE_1
             ],
             "iteration": {

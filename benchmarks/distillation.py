@@ -1,11 +1,13 @@
-"""Distillation against RL: generated tokens until a student from the base model has 95 % of an RL checkpoint's score.
+"""Distillation against RL: generated tokens until a student from the base model has 95 % of an RL
+checkpoint's score.
 
     python -m benchmarks.distillation tiny --seeds 0 1 2 --json distillation.json --plot distillation.png
 
-For each seed: the RL recipe to its end; its last checkpoint is the teacher of the student recipe, which begins with the base
-model, as the RL run did. Scores are those of held-out prompts, answered greedily. The table has the tokens that the RL run
-generated in all, and until it had 95 % of its last score; those that the student generated until it had as much; and the
-student's as a share of each. The plot shows scores against generated tokens: every seed thin, the mean thick.
+For each seed: the RL recipe to its end; its last checkpoint is the teacher of the student recipe,
+which begins with the base model, as the RL run did. Scores are those of held-out prompts, answered
+greedily. The table has the tokens that the RL run generated in all, and until it had 95 % of its
+last score; those that the student generated until it had as much; and the student's as a share of
+each. The plot shows scores against generated tokens: every seed thin, the mean thick.
 """
 
 from __future__ import annotations
@@ -31,7 +33,10 @@ Pair = tuple[Trial, Trial]  # an RL run, and the student of its checkpoint
 
 def scores(of: Trial) -> list[tuple[int, float]]:
     """Generated tokens and held-out score of each evaluation."""
-    return [(of.tokens[version - 1] if version else 0, score) for version, score in sorted(of.held_out.items())]
+    return [
+        (of.tokens[version - 1] if version else 0, score)
+        for version, score in sorted(of.held_out.items())
+    ]
 
 
 def tokens_until(of: Trial, score: float) -> int | None:
@@ -44,11 +49,15 @@ async def measure(options: argparse.Namespace, folder: Path) -> list[Pair]:
     for seed in options.seeds:
         evaluate = [f"evaluate.every={options.every}"]
         out = folder / f"rl-{seed}"
-        rl = await trial(recipe(options.rl), [*evaluate, *(options.set or [])], options.staleness, seed, out)
+        rl = await trial(
+            recipe(options.rl), [*evaluate, *(options.set or [])], options.staleness, seed, out
+        )
         newest = checkpoint.latest(out / "checkpoints")
         assert newest is not None, "a finished run has a checkpoint"
         sets = [*evaluate, f"model.reference={newest.model}", *(options.student_set or [])]
-        student = await trial(recipe(options.student), sets, options.staleness, seed, folder / f"student-{seed}")
+        student = await trial(
+            recipe(options.student), sets, options.staleness, seed, folder / f"student-{seed}"
+        )
         pairs.append((rl, student))
         options.json.write_text(json.dumps([[asdict(one) for one in pair] for pair in pairs]))
     return pairs
@@ -72,10 +81,22 @@ def table(pairs: list[Pair], title: str) -> Table:
         shown.add_column(column, justify="right")
     for rl, student in pairs:
         score = rl.held_out[max(rl.held_out)]
-        total, same, own = rl.tokens[-1], tokens_until(rl, SHARE * score), tokens_until(student, SHARE * score)
+        total = rl.tokens[-1]
+        same = tokens_until(rl, SHARE * score)
+        own = tokens_until(student, SHARE * score)
         best = max(student.held_out.values())
-        shares = ("–", "–") if own is None or not same else (f"{own / total:.0%}", f"{own / same:.0%}")
-        shown.add_row(str(rl.seed), f"{score:.3f}", str(total), str(same), f"{best:.3f}", str(own or "never"), *shares)
+        shares = (
+            ("–", "–") if own is None or not same else (f"{own / total:.0%}", f"{own / same:.0%}")
+        )
+        shown.add_row(
+            str(rl.seed),
+            f"{score:.3f}",
+            str(total),
+            str(same),
+            f"{best:.3f}",
+            str(own or "never"),
+            *shares,
+        )
     return shown
 
 
@@ -94,7 +115,9 @@ def plot(pairs: list[Pair], title: str, path: Path) -> None:
             axes.plot(*zip(*curve, strict=True), color=colour, linewidth=0.6, alpha=0.45)
         together = [list(zip(*at, strict=True)) for at in zip(*curves, strict=False)]
         tokens, held_out = ([statistics.fmean(at[which]) for at in together] for which in (0, 1))
-        axes.plot(tokens, held_out, color=colour, linewidth=2.4, label=f"{label}, {len(runs)} seeds")
+        axes.plot(
+            tokens, held_out, color=colour, linewidth=2.4, label=f"{label}, {len(runs)} seeds"
+        )
     axes.set(xlabel="generated tokens", ylabel="held-out score", title=title)
     axes.grid(alpha=0.25)
     axes.legend(frameon=False, loc="lower right")
@@ -102,11 +125,13 @@ def plot(pairs: list[Pair], title: str, path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("rl", help="recipe of the RL run: a path, or a name in recipes/")
     parser.add_argument("--student", default="distillation", help="recipe of the student")
     parser.add_argument("--set", action="append", metavar="KEY=VALUE", help="of the RL recipe")
-    parser.add_argument("--student-set", action="append", metavar="KEY=VALUE", help="of the student's")
+    parser.add_argument(
+        "--student-set", action="append", metavar="KEY=VALUE", help="of the student's"
+    )
     parser.add_argument("--staleness", type=int, default=1)
     parser.add_argument("--every", type=int, default=4, help="steps between two evaluations")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])

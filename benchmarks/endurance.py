@@ -1,11 +1,13 @@
-"""What a run of weeks takes: of memory, of files, to go on from them, to ask them and to watch it, by steps done.
+"""What a run of weeks takes: of memory, of files, to go on from them, to ask them and to watch it,
+by steps done.
 
     python -m benchmarks.endurance [--steps 1000000] [--run-steps 3000] [--out FOLDER] [--json FILE]
 
-First a real run of mock engines that do not sleep, of ``--run-steps`` steps (0: none): what grows in it
-(`benchmarks/run_growth.py`). Then events of ``--steps`` steps, as a recipe with four rollout workers sends them (each step
-with 30 numbers and its swaps, the ledger, an evaluation each 100 steps, a checkpoint each 50), go through the file that
-`asyncdock run` and a service write, and into the view of a terminal. At 1 %, 10 % and all of these steps:
+First a real run of mock engines that do not sleep, of ``--run-steps`` steps (0: none): what grows
+in it (`benchmarks/run_growth.py`). Then events of ``--steps`` steps, as a recipe with four rollout
+workers sends them (each step with 30 numbers and its swaps, the ledger, an evaluation each 100
+steps, a checkpoint each 50), go through the file that `asyncdock run` and a service write, and into
+the view of a terminal. At 1 %, 10 % and all of these steps:
 
     bytes     on the disk, for each step; and of lines, before they are compressed
     resume    seconds until a file is open, rewound to the last checkpoint, and the newest checkpoint is known
@@ -15,8 +17,8 @@ with 30 numbers and its swaps, the ledger, an evaluation each 100 steps, a check
     report    seconds to make it from the files when the run ends
     track     seconds a step of `asyncdock track` into TensorBoard's files, from the beginning and at the end, and into none
 
-Seconds are of the processor: other work on the machine hardly counts. By the clock: an hour of six workers that report
-each half second, and make no step.
+Seconds are of the processor: other work on the machine hardly counts. By the clock: an hour of six
+workers that report each half second, and make no step.
 """
 
 from __future__ import annotations
@@ -45,7 +47,15 @@ from rich.console import Console
 
 from api.telemetry.progress import Progress
 from api.telemetry.series import Wanted, width
-from api.telemetry.trackers import Make, Point, TensorBoard, Tracker, TrackError, events_of_folder, track
+from api.telemetry.trackers import (
+    Make,
+    Point,
+    TensorBoard,
+    Tracker,
+    TrackError,
+    events_of_folder,
+    track,
+)
 from api.terminal.live import LiveView
 from api.terminal.report import write_report
 from benchmarks.run_growth import grown, growth_table, memory_of
@@ -56,9 +66,12 @@ from orchestration.recipe.load import load_recipe
 from pipeline.events import Event
 
 BEGIN = 1_700_000_000.0
-CHECKPOINT, EVALUATION = 50, 100  # steps between two
+# steps between two
+CHECKPOINT = 50
+EVALUATION = 100
 HALF = 0.5  # seconds between two reports of a worker
-RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "mock.toml"  # that a report is made with
+# that a report is made with
+RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "mock.toml"
 READ = 5_000  # events that are tracked, at each end
 REDRAWS = 20
 CODE = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)  # no part of a state
@@ -86,7 +99,13 @@ def step_events(step: int, at: float, rollouts: int, draw: random.Random) -> Ite
     }
     groups = list(range(8 * step, 8 * step + 8))
     yield event(
-        at, "step", numbers | {"step": step, "version": step + 1, "rows": 64, "groups": groups} | counts | means | stale
+        at,
+        "step",
+        numbers
+        | {"step": step, "version": step + 1, "rows": 64, "groups": groups}
+        | counts
+        | means
+        | stale,
     )
     swap = {
         "bytes": 1 << 28,
@@ -97,30 +116,54 @@ def step_events(step: int, at: float, rollouts: int, draw: random.Random) -> Ite
     for number in range(rollouts):
         at_worker = at + (number + 1) / 1000
         yield event(at_worker, "sync", {"worker": f"rollout-{number}", "version": step + 1, **swap})
-    rows = {"generated": 64 * step, "trained": 64 * step, "filtered": 0, "remade": 0, "in_flight": 0}
-    yield event(at + 0.1, "ledger", rows | {"redelivered": 0, **{f"{name}_tokens": 1 for name in rows}})
+    rows = {
+        "generated": 64 * step,
+        "trained": 64 * step,
+        "filtered": 0,
+        "remade": 0,
+        "in_flight": 0,
+    }
+    yield event(
+        at + 0.1, "ledger", rows | {"redelivered": 0, **{f"{name}_tokens": 1 for name in rows}}
+    )
     if step % EVALUATION == 0:
         samples = [{"prompt": "What is 2 + 3?", "response": "5", "reward": 1.0}] * 4
         score = {"reward_mean": draw.random(), "count": 64, "samples": samples}
         yield event(at + 0.2, "evaluation", {"version": step + 1, "step": step + 1, **score})
     if (step + 1) % CHECKPOINT == 0:
-        yield event(at + 0.3, "checkpoint", {"version": step + 1, "path": "/runs/long", "requested": False})
+        yield event(
+            at + 0.3, "checkpoint", {"version": step + 1, "path": "/runs/long", "requested": False}
+        )
 
 
 def reports(at: float, workers: int) -> Iterator[Event]:
     """What each worker reports of its time."""
     for number in range(workers):
-        worker, wall = {"stage": "rollout", "worker": f"rollout-{number}"}, at - BEGIN
-        spent = {name: wall * part for name, part in (("busy", 0.7), ("waiting_input", 0.1), ("waiting_room", 0.2))}
-        counts = {"rows": int(wall), "tokens": int(100 * wall), "parked": 0, "queue_depth": 3, "in_flight": 12}
-        yield event(at + number / 1000, "stage", {**worker, **spent, "other": 0.0, "wall": wall, **counts})
+        worker = {"stage": "rollout", "worker": f"rollout-{number}"}
+        wall = at - BEGIN
+        spent = {
+            name: wall * part
+            for name, part in (("busy", 0.7), ("waiting_input", 0.1), ("waiting_room", 0.2))
+        }
+        counts = {
+            "rows": int(wall),
+            "tokens": int(100 * wall),
+            "parked": 0,
+            "queue_depth": 3,
+            "in_flight": 12,
+        }
+        yield event(
+            at + number / 1000, "stage", {**worker, **spent, "other": 0.0, "wall": wall, **counts}
+        )
         spans = [{"name": "claim", "start": at, "seconds": 0.25, "rows": 8}] * 3
         yield event(at + number / 1000, "span", {**worker, "spans": spans, "left_out": 0})
 
 
 def bytes_of(path: Path) -> int:
     """On the disk: of the open part, the closed ones and their catalog."""
-    return path.stat().st_size + sum(file.stat().st_size for file in path.with_name("metrics").glob("*"))
+    return path.stat().st_size + sum(
+        file.stat().st_size for file in path.with_name("metrics").glob("*")
+    )
 
 
 def timed(work: Callable[[], object]) -> float:
@@ -148,7 +191,9 @@ def apart(work: Callable[[], object]) -> tuple[float, float]:
 
 def size_of(state: object) -> int:
     """Bytes of ``state`` and of all that it refers to, without code."""
-    seen, waiting, size = set[int](), [state], 0
+    seen = set[int]()
+    waiting = [state]
+    size = 0
     while waiting:
         one = waiting.pop()
         if id(one) not in seen and not isinstance(one, CODE):
@@ -246,13 +291,16 @@ def measure(path: Path, steps: int, end: float, step_seconds: float) -> dict[str
         "track_first_seconds": track_seconds(path, "0"),
         "track_last_seconds": track_seconds(path, f"{int(1000 * last)}-0"),
         "track_own_seconds": track_seconds(path, "0", Discarding),
-        "questions": {name: {"seconds": s, "MiB": m} for name, (s, m) in questions(path, end).items()},
+        "questions": {
+            name: {"seconds": s, "MiB": m} for name, (s, m) in questions(path, end).items()
+        },
         "resume_seconds": timed(resume),
     }
 
 
 def by_clock(folder: Path, seconds: int = 3600) -> dict[str, float]:
-    """Bytes of an hour in which six workers report and no step is made, from what ``seconds`` of it leave."""
+    """Bytes of an hour in which six workers report and no step is made, from what ``seconds`` of it
+    leave."""
     path = folder / METRICS
     with MetricsFile(path) as file:
         for tick in range(int(seconds / HALF)):
@@ -262,8 +310,11 @@ def by_clock(folder: Path, seconds: int = 3600) -> dict[str, float]:
     return {"bytes_per_hour": bytes_of(path) * 3600 / seconds, "detail_bytes": detail}
 
 
-def sent(step: int, end: float, options: argparse.Namespace, draw: random.Random) -> Iterator[Event]:
-    """All events of step ``step``, which ends at the Unix time ``end``, and of the minute that it begins."""
+def sent(
+    step: int, end: float, options: argparse.Namespace, draw: random.Random
+) -> Iterator[Event]:
+    """All events of step ``step``, which ends at the Unix time ``end``, and of the minute that it
+    begins."""
     begin = end - options.step_seconds
     if int(end) // 60 != int(begin) // 60:
         yield from reports(end - options.step_seconds / 2, options.rollouts + 2)
@@ -273,7 +324,9 @@ def sent(step: int, end: float, options: argparse.Namespace, draw: random.Random
 def long_run(path: Path, steps: int, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Write the steps, and show them; yields the figures at each mark."""
     marks = {steps // 100, steps // 10, steps} - {0}
-    draw, file, progress = random.Random(1), MetricsFile(path), Progress("long", steps, bound=1)
+    draw = random.Random(1)
+    file = MetricsFile(path)
+    progress = Progress("long", steps, bound=1)
     written = shown = 0.0
     for step in range(steps):
         end = BEGIN + (step + 1) * options.step_seconds
@@ -284,7 +337,8 @@ def long_run(path: Path, steps: int, options: argparse.Namespace) -> Iterator[di
         between = time.thread_time()
         for one in events:
             progress.apply(one)
-        written, shown = written + between - began, shown + time.thread_time() - between
+        written = written + between - began
+        shown = shown + time.thread_time() - between
         if step + 1 in marks:
             file.close()
             yield {
@@ -300,17 +354,24 @@ def long_run(path: Path, steps: int, options: argparse.Namespace) -> Iterator[di
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=1_000_000)
-    parser.add_argument("--run-steps", type=int, default=3000, help="of the real run of mock engines; 0: none")
-    parser.add_argument("--step-seconds", type=float, default=2.4, help="of a step, by the events' clock")
+    parser.add_argument(
+        "--run-steps", type=int, default=3000, help="of the real run of mock engines; 0: none"
+    )
+    parser.add_argument(
+        "--step-seconds", type=float, default=2.4, help="of a step, by the events' clock"
+    )
     parser.add_argument("--rollouts", type=int, default=4, help="rollout workers")
     parser.add_argument("--out", type=Path, help="an empty folder in which the files stay")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args(arguments)
     figures: dict[str, Any] = {"marks": []}
     if options.run_steps:
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # the processes of the run are ended too
+        # the processes of the run are ended too
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         with tempfile.TemporaryDirectory(prefix="adk-") as home:
             growth = grown(Path(home), options.run_steps)
         figures["run"] = growth.to_json()
@@ -320,7 +381,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for each in (folder, Path(home) / "clock", Path(home) / "libraries"):
             each.mkdir(parents=True, exist_ok=True)
         figures["by_clock"] = by_clock(Path(home) / "clock")
-        list(long_run(Path(home) / "libraries" / METRICS, 10, options))  # they are loaded, and no figure has that
+        # they are loaded, and no figure has that
+        list(long_run(Path(home) / "libraries" / METRICS, 10, options))
         for mark in long_run(folder / METRICS, options.steps, options):
             figures["marks"].append(mark)
             print(f"{mark['steps']:,} steps are measured", flush=True)
@@ -340,11 +402,17 @@ def table(figures: dict[str, Any]) -> str:
         return row(f"{name}, s", lambda mark: f"{mark[key]:.{digits}f}")
 
     def micros(name: str, key: str) -> str:
-        return row(f"{name}, µs a step", lambda mark: "" if mark[key] is None else f"{1e6 * mark[key]:.0f}")
+        return row(
+            f"{name}, µs a step", lambda mark: "" if mark[key] is None else f"{1e6 * mark[key]:.0f}"
+        )
 
     def question(name: str) -> str:
         asked = [mark["questions"][name] for mark in marks]
-        return f"| {name} | " + " | ".join(f"{one['seconds']:.3f} s, {one['MiB']:.0f} MiB" for one in asked) + " |"
+        return (
+            f"| {name} | "
+            + " | ".join(f"{one['seconds']:.3f} s, {one['MiB']:.0f} MiB" for one in asked)
+            + " |"
+        )
 
     return "\n".join(
         [
@@ -352,7 +420,10 @@ def table(figures: dict[str, Any]) -> str:
             "|---" * (1 + len(marks)) + "|",
             row("closed parts", lambda mark: f"{mark['parts']}"),
             row("on the disk, B a step", lambda mark: f"{mark['disk_bytes_per_step']:.0f}"),
-            row("of it lines before they are compressed", lambda mark: f"{mark['line_bytes_per_step']:.0f}"),
+            row(
+                "of it lines before they are compressed",
+                lambda mark: f"{mark['line_bytes_per_step']:.0f}",
+            ),
             micros("write", "write_seconds_per_step"),
             micros("track from the beginning", "track_first_seconds"),
             micros("track at the end", "track_last_seconds"),
@@ -366,7 +437,8 @@ def table(figures: dict[str, Any]) -> str:
             seconds("report", "report_seconds", 1),
             micros("report", "report_seconds_per_step"),
             "",
-            f"by the clock, an hour without a step: {figures['by_clock']['bytes_per_hour'] / 1e6:.2f} MB kept",
+            f"by the clock, an hour without a step: "
+            f"{figures['by_clock']['bytes_per_hour'] / 1e6:.2f} MB kept",
         ]
     )
 

@@ -15,10 +15,13 @@ from pipeline.events import Event
 async def executed(
     recipe: Recipe, out: Path, forks: ForkServer | None = None, *, must_finish: bool = True
 ) -> list[Event]:
-    """Execute ``recipe`` in the folder ``out`` and return all events of the run. They are also written to
-    ``metrics.jsonl`` in ``out``. ``forks``: the fork server that starts the workers. Raises RuntimeError if ``must_finish``
-    is set and the run does not finish."""
-    run, events = Run.create(recipe, out), list[Event]()
+    """Execute ``recipe`` in the folder ``out`` and return all events of the run.
+
+    They are also written to ``metrics.jsonl`` in ``out``. ``forks``: the fork server that starts
+    the workers. Raises RuntimeError if ``must_finish`` is set and the run does not finish.
+    """
+    run = Run.create(recipe, out)
+    events = list[Event]()
     run.forks = forks
 
     async def follow() -> None:

@@ -1,4 +1,5 @@
-"""Faults to inject into a run, named in its recipe: a rollout engine and a reward that are wrong from some point on.
+"""Faults to inject into a run, named in its recipe: a rollout engine and a reward that are wrong
+from some point on.
 
 rollout.engine = "benchmarks.faults:engine"   rollout.options = { fault = "undelivered", since = 12 }
 reward.functions = [{ name = "benchmarks.faults:constant" }]
@@ -21,7 +22,9 @@ from stages.engines.protocols import Completion, GroupRequest, SwapTimes
 from stages.engines.torch.rollout import TorchRolloutEngine
 from stages.prompts.tasks import spelling
 
-Fault = Literal["", "undelivered", "stale tensor", "temperature", "sampling", "cache", "tokenizer", "one text"]
+Fault = Literal[
+    "", "undelivered", "stale tensor", "temperature", "sampling", "cache", "tokenizer", "one text"
+]
 TIMES = 1.3  # what a wrong temperature is multiplied by
 CONSTANT_SINCE = 12 * 128  # responses
 
@@ -38,7 +41,12 @@ class FaultyEngine(TorchRolloutEngine):
         return self.fault == fault and version >= self.since
 
     async def load_weights(
-        self, version: int, weights: Mapping[str, torch.Tensor], *, hold: bool = False, cut: bool = False
+        self,
+        version: int,
+        weights: Mapping[str, torch.Tensor],
+        *,
+        hold: bool = False,
+        cut: bool = False,
     ) -> SwapTimes:
         given = {name: value.clone() for name, value in weights.items()}
         if self._before is not None and self._faulty("undelivered", version):
@@ -48,7 +56,9 @@ class FaultyEngine(TorchRolloutEngine):
             given[name] = self._before[name]
         else:
             self._before = given
-        return await super().load_weights(version, given, hold=hold, cut=cut and not self._faulty("cache", version))
+        return await super().load_weights(
+            version, given, hold=hold, cut=cut and not self._faulty("cache", version)
+        )
 
     async def score(
         self, prompt_ids: torch.Tensor, response_ids: torch.Tensor, *, temperature: float = 1.0
@@ -61,41 +71,55 @@ class FaultyEngine(TorchRolloutEngine):
             return self._one_text(requests)
         if self._faulty("temperature", self.version) or self._faulty("sampling", self.version):
             requests = [
-                replace(r, params=replace(r.params, temperature=TIMES * r.params.temperature)) for r in requests
+                replace(r, params=replace(r.params, temperature=TIMES * r.params.temperature))
+                for r in requests
             ]
         return super().generate(requests)
 
     async def _one_text(self, requests: Sequence[GroupRequest]) -> AsyncIterator[Completion]:
         """The same tokens for every prompt, with the logprobs that the policy gives them."""
         for request in requests:
-            version, tokens = self.version, torch.full((request.params.max_tokens,), 5)
-            logprobs = await super().score(request.prompt_ids, tokens, temperature=request.params.temperature)
+            version = self.version
+            tokens = torch.full((request.params.max_tokens,), 5)
+            logprobs = await super().score(
+                request.prompt_ids, tokens, temperature=request.params.temperature
+            )
             for place in request.places:
                 made = ((version, len(tokens)),)
                 yield Completion(request.group, place, tokens, logprobs, made, "length")
 
 
-def engine(recipe: Recipe, *, version: int, weights: Path | None, fault: Fault = "", since: int = 0) -> FaultyEngine:
-    own = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"engine": "torch", "options": {}})})
+def engine(
+    recipe: Recipe, *, version: int, weights: Path | None, fault: Fault = "", since: int = 0
+) -> FaultyEngine:
+    own = recipe.model_copy(
+        update={"rollout": recipe.rollout.model_copy(update={"engine": "torch", "options": {}})}
+    )
     made: Any = rollout_engine(own, version=version, weights=weights)
     spoil(made, fault, since)
     made.tokenizer = tokenizer_of(recipe)
     if fault == "tokenizer":
         words = made.tokenizer.get_vocab()
-        made.tokenizer = SimpleNamespace(get_vocab=lambda: {word: len(words) - 1 - at for word, at in words.items()})
+        made.tokenizer = SimpleNamespace(
+            get_vocab=lambda: {word: len(words) - 1 - at for word, at in words.items()}
+        )
     return made  # type: ignore[no-any-return]
 
 
 def spoil(made: Any, fault: Fault, since: int) -> None:
     """Give a torch engine the fault."""
     made.__class__ = FaultyEngine
-    made.fault, made.since = fault, since
+    made.fault = fault
+    made.since = since
 
 
 _scored = itertools.count()
 
 
 def constant(completions: list[str], answer: list[str], **_: Any) -> list[float]:
-    """The reward `spelling`, and one number for all responses after :data:`CONSTANT_SINCE`. For one process of rewards."""
+    """The reward `spelling`, and one number for all responses after :data:`CONSTANT_SINCE`.
+
+    For one process of rewards.
+    """
     scores = spelling(completions, answer)
     return [0.5 if next(_scored) >= CONSTANT_SINCE else score for score in scores]

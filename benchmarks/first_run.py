@@ -1,12 +1,14 @@
-"""A new user's path, timed: from `git clone` to a run started over REST with curl, watched, and finished.
+"""A new user's path, timed: from `git clone` to a run started over REST with curl, watched, and
+finished.
 
     clone ─▶ environment ─▶ asyncdock serve ─▶ curl POST /v1/runs ─▶ curl …/metrics/stream ─▶ finished
                                 └─ the dashboard in a browser, where Chromium and selenium are there (--browser)
 
     python -m benchmarks.first_run [REPOSITORY] [--browser] [--recipe mock]
 
-Needs git, curl and Python >= 3.11, and a package index for pip; pip's cache is not used. Nothing is taken from this checkout
-but, when no REPOSITORY is given, its commits. Everything is made in a new folder and removed at the end.
+Needs git, curl and Python >= 3.11, and a package index for pip; pip's cache is not used. Nothing is
+taken from this checkout but, when no REPOSITORY is given, its commits. Everything is made in a new
+folder and removed at the end.
 """
 
 from __future__ import annotations
@@ -46,11 +48,21 @@ class Walk:
     def table(self) -> str:
         lines = ["| step | typed | seconds |", "|---|---|---|"]
         lines += [f"| {what} | `{typed}` | {seconds:.1f} |" for what, typed, seconds in self.steps]
-        return "\n".join([*lines, f"| **all of it** | | **{sum(seconds for *_, seconds in self.steps):.1f}** |"])
+        return "\n".join(
+            [*lines, f"| **all of it** | | **{sum(seconds for *_, seconds in self.steps):.1f}** |"]
+        )
 
 
 def curl(header: Path, *arguments: str) -> str:
-    command = ["curl", "--silent", "--show-error", "--fail-with-body", "--header", f"@{header}", *arguments]
+    command = [
+        "curl",
+        "--silent",
+        "--show-error",
+        "--fail-with-body",
+        "--header",
+        f"@{header}",
+        *arguments,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     if done.returncode:
         sys.exit(f"curl {' '.join(arguments)}: {done.stdout}{done.stderr}")
@@ -75,7 +87,9 @@ def served(bin_: Path, folder: Path, walk: Walk) -> Iterator[str]:
     """``asyncdock serve`` until the end of the block; its URL."""
     command = [str(bin_ / "asyncdock"), "serve", "--data", "my-service", "--listen", "127.0.0.1:0"]
     with (folder / "serve.log").open("w") as log:
-        server = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=log, text=True)
+        server = subprocess.Popen(
+            command, cwd=folder, stdout=subprocess.PIPE, stderr=log, text=True
+        )
         try:
             with walk.step("the service is up", "asyncdock serve --data my-service"):
                 url = line_of(server, "AsyncDock serves").split()[-1]
@@ -92,7 +106,9 @@ def watched_with_curl(header: Path, url: str, run: str, walk: Walk) -> list[str]
     reader = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert reader.stdout is not None
-        with walk.step("its first optimizer step is seen", f"curl -N $URL{path} -H @my-service/authorization"):
+        with walk.step(
+            "its first optimizer step is seen", f"curl -N $URL{path} -H @my-service/authorization"
+        ):
             line_of(reader, "event: step")
         kinds = ["step"]
         with walk.step("the run has ended", "(the same)"):
@@ -112,33 +128,52 @@ def seen_in_a_browser(bin_: Path, url: str, run: str, walk: Walk) -> None:
     from selenium.webdriver.support.ui import WebDriverWait
 
     options = webdriver.ChromeOptions()
-    options.binary_location = shutil.which("chromium") or sys.exit("--browser needs Chromium: apt install chromium")
+    options.binary_location = shutil.which("chromium") or sys.exit(
+        "--browser needs Chromium: apt install chromium"
+    )
     for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage"):
         options.add_argument(argument)
     driver = webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver")))
     try:
-        with walk.step("the dashboard shows it", "asyncdock link, and open what it prints in a browser"):
+        with walk.step(
+            "the dashboard shows it", "asyncdock link, and open what it prints in a browser"
+        ):
             link = subprocess.run(
-                [bin_ / "asyncdock", "link", "--server", url], capture_output=True, text=True, check=True
+                [bin_ / "asyncdock", "link", "--server", url],
+                capture_output=True,
+                text=True,
+                check=True,
             )
             driver.get(link.stdout.strip())
             WebDriverWait(driver, SECONDS).until(
-                lambda page: run in page.page_source and "running" in page.find_element("tag name", "body").text
+                lambda page: (
+                    run in page.page_source
+                    and "running" in page.find_element("tag name", "body").text
+                )
             )
     finally:
         driver.quit()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("repository", nargs="?", default=str(HERE), help="what git clones; default: this checkout")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument(
+        "repository", nargs="?", default=str(HERE), help="what git clones; default: this checkout"
+    )
     parser.add_argument("--recipe", default="mock")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--browser", action="store_true", help="also open the dashboard (chromium, selenium)")
+    parser.add_argument(
+        "--browser", action="store_true", help="also open the dashboard (chromium, selenium)"
+    )
     parser.add_argument("--python", default=sys.executable)
     options = parser.parse_args()
-    walk, folder = Walk(), Path(tempfile.mkdtemp(prefix="first-run-"))
-    clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    walk = Walk()
+    folder = Path(tempfile.mkdtemp(prefix="first-run-"))
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTHONPATH", "VIRTUAL_ENV")
+    }
     os.environ.clear()
     os.environ.update(clean)
     try:
@@ -149,10 +184,20 @@ def main() -> None:
         with walk.step("an environment", "python3 -m venv .venv"):
             subprocess.run([options.python, "-m", "venv", str(clone / ".venv")], check=True)
         with walk.step("installed", ".venv/bin/pip install -e ."):
-            pip = [str(bin_ / "pip"), "install", "--quiet", "--no-cache-dir", "--disable-pip-version-check", "-e", "."]
+            pip = [
+                str(bin_ / "pip"),
+                "install",
+                "--quiet",
+                "--no-cache-dir",
+                "--disable-pip-version-check",
+                "-e",
+                ".",
+            ]
             subprocess.run(pip, cwd=clone, check=True)
         with served(bin_, clone, walk) as url:
-            body = json.dumps({"recipe_name": options.recipe, "overrides": {"train.steps": options.steps}})
+            body = json.dumps(
+                {"recipe_name": options.recipe, "overrides": {"train.steps": options.steps}}
+            )
             header = clone / "my-service" / "authorization"
             typed = f"curl $URL/v1/runs -H @my-service/authorization --json '{body}'"
             with walk.step("the run is submitted", typed):
@@ -160,13 +205,26 @@ def main() -> None:
             if options.browser:
                 seen_in_a_browser(bin_, url, run["id"], walk)
             kinds = watched_with_curl(header, url, run["id"], walk)
-            with walk.step("it is asked how it went", f"curl $URL/v1/runs/{run['id']} -H @my-service/authorization"):
+            with walk.step(
+                "it is asked how it went",
+                f"curl $URL/v1/runs/{run['id']} -H @my-service/authorization",
+            ):
                 ended = json.loads(curl(header, f"{url}/v1/runs/{run['id']}"))
         if ended["state"] != "finished" or kinds[-1] != "end":
-            sys.exit(f"the run is {ended['state']} ({ended['reason']}), and its stream ended with {kinds[-1]!r}")
+            sys.exit(
+                f"the run is {ended['state']} ({ended['reason']}), and its stream ended with "
+                f"{kinds[-1]!r}"
+            )
         print(f"\n{walk.table()}\n")
-        installed = sum(file.stat().st_size for file in clone.rglob("*") if file.is_file() and not file.is_symlink())
-        print(f"{ended['steps_done']} steps, {len(kinds)} events read; the folder holds {installed / 2**20:,.0f} MiB")
+        installed = sum(
+            file.stat().st_size
+            for file in clone.rglob("*")
+            if file.is_file() and not file.is_symlink()
+        )
+        print(
+            f"{ended['steps_done']} steps, {len(kinds)} events read; the folder holds "
+            f"{installed / 2**20:,.0f} MiB"
+        )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -1,12 +1,13 @@
-"""Where the time goes from the command `asyncdock run RECIPE` to its first optimizer step, in each process.
+"""Where the time goes from the command `asyncdock run RECIPE` to its first optimizer step, in each
+process.
 
     this ─▶ asyncdock run RECIPE ─▶ fork server ─▶ workers      in each: PHASES are timed
                 └──────────────── a line for each phase that has ended ──▶ a file ─▶ table
 
     python -m benchmarks.first_step [RECIPE] [--set section.key=value …] [--least 0.05]
 
-The run is ended after that step. A phase may contain others. CPU seconds are those of the whole process meanwhile, all
-threads together.
+The run is ended after that step. A phase may contain others. CPU seconds are those of the whole
+process meanwhile, all threads together.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-FILE, BEGAN = "ASYNCDOCK_FIRST_STEP_FILE", "ASYNCDOCK_FIRST_STEP_BEGAN"
+FILE = "ASYNCDOCK_FIRST_STEP_FILE"
+BEGAN = "ASYNCDOCK_FIRST_STEP_BEGAN"
 PHASES = {
     "orchestration.recipe.load": ("load_recipe",),
     "orchestration.run.run": ("Run.create", "_start_index", "Run._prepare"),
@@ -64,7 +66,11 @@ def record(phase: str, start: float, seconds: float, cpu: float) -> None:
     import setproctitle
 
     title = setproctitle.getproctitle()
-    process = title.partition(" of ")[0].removeprefix("asyncdock ") if title.startswith("asyncdock ") else "the command"
+    process = (
+        title.partition(" of ")[0].removeprefix("asyncdock ")
+        if title.startswith("asyncdock ")
+        else "the command"
+    )
     line = {"process": process, "phase": phase, "start": start, "seconds": seconds, "cpu": cpu}
     with open(os.environ[FILE], "a") as file:
         file.write(json.dumps(line) + "\n")
@@ -72,7 +78,9 @@ def record(phase: str, start: float, seconds: float, cpu: float) -> None:
 
 @contextmanager
 def timed(phase: str) -> Iterator[None]:
-    start, began, cpu = time.time(), time.perf_counter(), time.process_time()
+    start = time.time()
+    began = time.perf_counter()
+    cpu = time.process_time()
     try:
         yield
     finally:
@@ -82,11 +90,19 @@ def timed(phase: str) -> Iterator[None]:
 def wrap(module: ModuleType) -> None:
     """Time the functions of ``module`` that PHASES names."""
     for name in PHASES[module.__name__]:
-        holder = pkgutil.resolve_name(f"{module.__name__}:{name.rpartition('.')[0]}") if "." in name else module
+        holder = (
+            pkgutil.resolve_name(f"{module.__name__}:{name.rpartition('.')[0]}")
+            if "." in name
+            else module
+        )
         function = inspect.getattr_static(holder, name.rpartition(".")[2])
         inner = function.__func__ if isinstance(function, classmethod) else function
         wrapped = _timed(inner, name)
-        setattr(holder, name.rpartition(".")[2], classmethod(wrapped) if inner is not function else wrapped)
+        setattr(
+            holder,
+            name.rpartition(".")[2],
+            classmethod(wrapped) if inner is not function else wrapped,
+        )
 
 
 def _timed(function: Callable[..., Any], phase: str) -> Callable[..., Any]:
@@ -133,7 +149,12 @@ class WrapImported(importlib.abc.MetaPathFinder):
 def run_command() -> None:
     """In the process of the command: as ``asyncdock`` does, with what this file times."""
     now = time.time()
-    record("python starts", float(os.environ[BEGAN]), now - float(os.environ[BEGAN]), time.process_time())
+    record(
+        "python starts",
+        float(os.environ[BEGAN]),
+        now - float(os.environ[BEGAN]),
+        time.process_time(),
+    )
     sys.meta_path.insert(0, WrapImported())
     with timed("imports of the command"):
         from api.cli.main import main
@@ -146,17 +167,24 @@ def run_command() -> None:
 
 
 def measure(recipe: str, overrides: list[str]) -> tuple[list[dict[str, Any]], float]:
-    """Run the command until its first `step` event, then end it. Returns what was timed until then, with the changes of
-    state of the run and its workers, and the seconds to the event."""
+    """Run the command until its first `step` event, then end it.
+
+    Returns what was timed until then, with the changes of state of the run and its workers, and the
+    seconds to the event.
+    """
     with tempfile.TemporaryDirectory(prefix="asyncdock-first-step-") as folder:
-        file, began, timed_phases = Path(folder) / "phases.jsonl", time.time(), list[dict[str, Any]]()
+        file = Path(folder) / "phases.jsonl"
+        began = time.time()
+        timed_phases = list[dict[str, Any]]()
         given = [part for text in overrides for part in ("--set", text)]
         program = [sys.executable, "-P", "-m", "benchmarks.first_step"]
         command = [*program, "run", recipe, "--out", f"{folder}/run", "--json", *given]
         path = os.pathsep.join([str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
         env = {**os.environ, FILE: str(file), BEGAN: str(began), "PYTHONPATH": path}
         with open(f"{folder}/errors", "w+") as errors:
-            process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=errors, text=True)
+            process = subprocess.Popen(
+                command, env=env, stdout=subprocess.PIPE, stderr=errors, text=True
+            )
             assert process.stdout is not None
             for line in process.stdout:
                 event = json.loads(line)
@@ -166,7 +194,13 @@ def measure(recipe: str, overrides: list[str]) -> tuple[list[dict[str, Any]], fl
                     data = event["data"]
                     what = data.get("state") or f"{data['worker']} {data['change']}"
                     timed_phases.append(
-                        {"process": "event", "phase": what, "start": event["time"], "seconds": 0, "cpu": 0}
+                        {
+                            "process": "event",
+                            "phase": what,
+                            "start": event["time"],
+                            "seconds": 0,
+                            "cpu": 0,
+                        }
                     )
             else:
                 errors.seek(0)
@@ -177,7 +211,9 @@ def measure(recipe: str, overrides: list[str]) -> tuple[list[dict[str, Any]], fl
             process.communicate()
         timed_phases += [json.loads(line) for line in file.read_text().splitlines()]
         before = [
-            {**phase, "start": phase["start"] - began} for phase in timed_phases if phase["start"] < event["time"]
+            {**phase, "start": phase["start"] - began}
+            for phase in timed_phases
+            if phase["start"] < event["time"]
         ]
         return before, event["time"] - began
 
@@ -185,13 +221,19 @@ def measure(recipe: str, overrides: list[str]) -> tuple[list[dict[str, Any]], fl
 def main() -> None:
     import argparse
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("recipe", nargs="?", default="quickstart")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--least", type=float, default=0.05, help="seconds of the shortest phase that is shown")
+    parser.add_argument(
+        "--least", type=float, default=0.05, help="seconds of the shortest phase that is shown"
+    )
     options = parser.parse_args()
     phases, seconds = measure(options.recipe, options.set)
-    print(f"{seconds:.1f} s from the command to the first optimizer step, on {os.cpu_count()} cores")
+    print(
+        f"{seconds:.1f} s from the command to the first optimizer step, on {os.cpu_count()} cores"
+    )
     print("| process | phase | begins, s | takes, s | CPU s |")
     print("|---|---|---|---|---|")
     together: dict[tuple[str, str], list[dict[str, Any]]] = {}
@@ -203,7 +245,10 @@ def main() -> None:
         if process == "event":
             print(f"| | *{name}* | {parts[0]['start']:.2f} | | |")
         elif takes >= options.least:
-            print(f"| {process} | `{name}`{times} | {parts[0]['start']:.2f} | {takes:.2f} | {cpu:.2f} |")
+            print(
+                f"| {process} | `{name}`{times} | {parts[0]['start']:.2f} | {takes:.2f} | "
+                f"{cpu:.2f} |"
+            )
 
 
 if os.environ.get(FILE) and __name__ != "__main__":  # preloaded by the fork server
@@ -213,7 +258,9 @@ if os.environ.get(FILE) and __name__ != "__main__":  # preloaded by the fork ser
     ticks = int(
         Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
     )  # since boot, when this process began
-    started = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
+    started = (
+        time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
+    )
     record("imports of the fork server", started, time.time() - started, time.process_time())
 elif __name__ == "__main__" and os.environ.get(FILE):
     run_command()

@@ -1,4 +1,5 @@
-"""What `make gpu-check` needs on a machine that has torch, transformers and triton, and perhaps no network.
+"""What `make gpu-check` needs on a machine that has torch, transformers and triton, and perhaps no
+network.
 
     here     make gpu-wheels                      all else that the package needs ─▶ wheels in .gpu-wheels, to be carried
     there    make gpu-check GPU_PYTHON=python3    installs them into .gpu-packages, beside what that Python has
@@ -20,31 +21,33 @@ if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
 THERE = ("torch", "transformers", "triton")
-DEPENDENCIES: list[str] = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"][
-    "dependencies"
-]
+DEPENDENCIES: list[str] = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())[
+    "project"
+]["dependencies"]
 
 
 def missing() -> str:
-    """Which of the package's dependencies cannot be imported here, and what to do; empty where all can."""
+    """Which of the package's dependencies cannot be imported here, and what to do; empty where all
+    can."""
     names = [re.split(r"[^\w-]", text)[0] for text in DEPENDENCIES]
     lacking = [name for name in names if importlib.util.find_spec(name.replace("-", "_")) is None]
     fix = (
-        "where there is a network: make gpu-wheels (GPU_WHEELS_FOR=3.12 for another Python); carry .gpu-wheels here, then: "
-        "make gpu-check GPU_PYTHON=python3"
+        "where there is a network: make gpu-wheels (GPU_WHEELS_FOR=3.12 for another Python); carry "
+        ".gpu-wheels here, then: make gpu-check GPU_PYTHON=python3"
     )
     return f"gpu_check: this Python lacks {', '.join(lacking)}; {fix}" if lacking else ""
 
 
 def needed() -> list[str]:
-    """The package's dependencies and theirs, but for :data:`THERE` and what these ask for themselves, which has to be the
-    machine's own (numpy)."""
+    """The package's dependencies and theirs, but for :data:`THERE` and what these ask for
+    themselves, which has to be the machine's own (numpy)."""
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
     found = {canonicalize_name(name) for name in THERE}
     found |= {canonicalize_name(one.name) for name in THERE for one in _asked(Requirement(name))}
-    there, waiting = set(found), [Requirement(text) for text in DEPENDENCIES]
+    there = set(found)
+    waiting = [Requirement(text) for text in DEPENDENCIES]
     while waiting:
         one = waiting.pop()
         if canonicalize_name(one.name) not in there:
@@ -54,7 +57,8 @@ def needed() -> list[str]:
 
 
 def _asked(of: Requirement) -> list[Requirement]:
-    """What the package ``of`` requires here; nothing where it is not installed, as triton beside a CPU's torch."""
+    """What the package ``of`` requires here; nothing where it is not installed, as triton beside a
+    CPU's torch."""
     from packaging.requirements import Requirement
 
     try:
@@ -62,9 +66,15 @@ def _asked(of: Requirement) -> list[Requirement]:
     except PackageNotFoundError:
         return []
     extras = {"", *of.extras}
-    return [need for need in needs if need.marker is None or any(need.marker.evaluate({"extra": e}) for e in extras)]
+    return [
+        need
+        for need in needs
+        if need.marker is None or any(need.marker.evaluate({"extra": e}) for e in extras)
+    ]
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     print(*needed(), sep="\n")

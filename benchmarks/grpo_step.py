@@ -1,23 +1,27 @@
-"""One GRPO step, generation and training together, against TRL's GRPOTrainer, on the same prompts in the same run.
+"""One GRPO step, generation and training together, against TRL's GRPOTrainer, on the same prompts
+in the same run.
 
     pip install -e '.[bench,quickstart]'
     python -m benchmarks.grpo_step [--model smollm2|PATH] [--steps 3] [--peer plain|default|both|none] [--json FILE]
     python -m benchmarks.grpo_step --profile [--dtype bfloat16]     # where the seconds of a train step go
 
-Both sides take the same 4 prompts x 8 completions of at most 16 tokens per step, float32 (--dtype bfloat16: mixed
-precision), temperature 1, no filter of the distribution, the same reward function and learning rate, and end a
-response at the same token. TRL comes twice: as it is by default (it computes activations again in the backward), and
-"plain", without that, as our engine runs. Steps alternate, TRL's and ours, so that other work on the machine slows
-both; ratios are taken step by step, and their median is printed. The ratio in CPU seconds is printed too: on a busy
-machine it varies less.
-Our step is the synchronous one: generate, reward, advantage, train, new weights into the rollout engine.
+Both sides take the same 4 prompts x 8 completions of at most 16 tokens per step, float32 (--dtype
+bfloat16: mixed precision), temperature 1, no filter of the distribution, the same reward function
+and learning rate, and end a response at the same token. TRL comes twice: as it is by default (it
+computes activations again in the backward), and "plain", without that, as our engine runs. Steps
+alternate, TRL's and ours, so that other work on the machine slows both; ratios are taken step by
+step, and their median is printed. The ratio in CPU seconds is printed too: on a busy machine it
+varies less. Our step is the synchronous one: generate, reward, advantage, train, new weights into
+the rollout engine.
 
-Both sides run in the environment of a run's workers, where OpenMP's threads spin for a bounded time.
+Both sides run in the environment of a run's workers, where OpenMP's threads spin for a bounded
+time.
 
-Tokens are counted TRL's way for both (its ``num_tokens``): each completion's real tokens plus its prompt's, the prompt
-once per completion, although our engines compute it once per group.
+Tokens are counted TRL's way for both (its ``num_tokens``): each completion's real tokens plus its
+prompt's, the prompt once per completion, although our engines compute it once per group.
 
-The floors of our engines are operations / matmul rate and bytes / read bandwidth, each measured beside the step:
+The floors of our engines are operations / matmul rate and bytes / read bandwidth, each measured
+beside the step:
 
   train    6 operations per fed token and linear weight (logits: only where a response token is predicted), attention,
            and AdamW's 7 passes over the parameters
@@ -56,7 +60,9 @@ from stages.engines.torch.train import TorchTrainEngine
 from stages.models import load_model
 from stages.prompts.tasks import arithmetic
 
-GROUPS, ROWS, MAX_TOKENS = 4, 8, 16
+GROUPS = 4
+ROWS = 8
+MAX_TOKENS = 16
 LEARNING_RATE = 1e-6
 
 
@@ -65,7 +71,8 @@ def dataset(steps: int) -> list[dict[str, Any]]:
     rng = random.Random(0)
     rows = []
     for _ in range(steps * GROUPS):
-        a, b = rng.randint(10, 99), rng.randint(10, 99)
+        a = rng.randint(10, 99)
+        b = rng.randint(10, 99)
         asked = f"What is {a} + {b}? Answer with just the number."
         rows.append({"prompt": [{"role": "user", "content": asked}], "answer": str(a + b)})
     return rows
@@ -73,7 +80,8 @@ def dataset(steps: int) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Measured:
-    """One step of ours: seconds of its parts and of CPU, tokens as TRL counts, the floors of both engines in seconds."""
+    """One step of ours: seconds of its parts and of CPU, tokens as TRL counts, the floors of both
+    engines in seconds."""
 
     generate: float
     train: float
@@ -103,7 +111,8 @@ class OurSide:
     def __init__(self, source: str, dtype: torch.dtype, threads: int, total_steps: int) -> None:
         model, self.tokenizer = load_model(source, dtype=torch.float32, seed=0)
         self.dtype = dtype
-        self.sizes, self.parameters = Sizes.of(model), sum(p.numel() for p in model.parameters())
+        self.sizes = Sizes.of(model)
+        self.parameters = sum(p.numel() for p in model.parameters())
         self.trainer = TorchTrainEngine(
             model,
             learning_rate=LEARNING_RATE,
@@ -113,19 +122,32 @@ class OurSide:
             device="cpu",
         )
         self.engine = TorchRolloutEngine(
-            load_model(source, dtype=dtype, seed=0)[0], max_rows=GROUPS * ROWS, threads=threads, device="cpu"
+            load_model(source, dtype=dtype, seed=0)[0],
+            max_rows=GROUPS * ROWS,
+            threads=threads,
+            device="cpu",
         )
         self.algorithm = GRPO()
 
     async def step(self, number: int, rows: Sequence[dict[str, Any]]) -> Measured:
         rate, bandwidth = readings(self.dtype)
-        began, cpu = time.perf_counter(), time.process_time()
+        began = time.perf_counter()
+        cpu = time.process_time()
         prompts = [
-            torch.tensor(self.tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True)["input_ids"])
+            torch.tensor(
+                self.tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True)[
+                    "input_ids"
+                ]
+            )
             for row in rows
         ]
-        params = SamplingParams(max_tokens=MAX_TOKENS, stop_token_ids=(self.tokenizer.eos_token_id,))
-        asked = [GroupRequest(i, tuple(range(ROWS)), ids, params, seed=number) for i, ids in enumerate(prompts)]
+        params = SamplingParams(
+            max_tokens=MAX_TOKENS, stop_token_ids=(self.tokenizer.eos_token_id,)
+        )
+        asked = [
+            GroupRequest(i, tuple(range(ROWS)), ids, params, seed=number)
+            for i, ids in enumerate(prompts)
+        ]
         made = [completion async for completion in self.engine.generate(asked)]
         made.sort(key=lambda completion: (completion.group, completion.place))
         generated = time.perf_counter()
@@ -133,8 +155,11 @@ class OurSide:
         self.trainer.train_batch(self.batch, self.algorithm)
         trained = time.perf_counter()
         await self.engine.load_weights(number + 1, dict(self.trainer.weights()))
-        synced, cpu = time.perf_counter(), time.process_time() - cpu
-        lengths = [[len(c.token_ids) for c in made if c.group == group] for group in range(len(prompts))]
+        synced = time.perf_counter()
+        cpu = time.process_time() - cpu
+        lengths = [
+            [len(c.token_ids) for c in made if c.group == group] for group in range(len(prompts))
+        ]
         sizes = [len(ids) for ids in prompts]
         return Measured(
             generate=generated - began,
@@ -149,10 +174,18 @@ class OurSide:
         )
 
     def _batch(
-        self, made: Sequence[Completion], prompts: Sequence[torch.Tensor], rows: Sequence[dict[str, Any]]
+        self,
+        made: Sequence[Completion],
+        prompts: Sequence[torch.Tensor],
+        rows: Sequence[dict[str, Any]],
     ) -> TensorDict:
-        texts = [self.tokenizer.decode(completion.token_ids, skip_special_tokens=True) for completion in made]
-        rewards = torch.tensor(arithmetic(texts, answer=[rows[completion.group]["answer"] for completion in made]))
+        texts = [
+            self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+            for completion in made
+        ]
+        rewards = torch.tensor(
+            arithmetic(texts, answer=[rows[completion.group]["answer"] for completion in made])
+        )
         return TensorDict(
             {
                 "group": torch.tensor([completion.group for completion in made]),
@@ -167,28 +200,46 @@ class OurSide:
             batch_size=[len(made)],
         )
 
-    def _generate_floor(self, prompts: list[int], lengths: list[list[int]], rate: float, bandwidth: float) -> float:
-        sizes, pairs_cost = self.sizes, 4 * self.sizes.layers * self.sizes.attention
+    def _generate_floor(
+        self, prompts: list[int], lengths: list[list[int]], rate: float, bandwidth: float
+    ) -> float:
+        sizes = self.sizes
+        pairs_cost = 4 * self.sizes.layers * self.sizes.attention
         read = self.dtype.itemsize * (sizes.body + sizes.head) / bandwidth
         prefill = 2 * (sizes.body * sum(prompts) + sizes.head * len(prompts))
         total = max(read, (prefill + pairs_cost * sum(p * p / 2 for p in prompts)) / rate)
         for step in range(1, max(map(max, lengths))):
-            active = [p + step for p, group in zip(prompts, lengths, strict=True) for length in group if length > step]
-            total += max(read, (2 * (sizes.body + sizes.head) * len(active) + pairs_cost * sum(active)) / rate)
+            active = [
+                p + step
+                for p, group in zip(prompts, lengths, strict=True)
+                for length in group
+                if length > step
+            ]
+            total += max(
+                read,
+                (2 * (sizes.body + sizes.head) * len(active) + pairs_cost * sum(active)) / rate,
+            )
         return total
 
-    def _train_floor(self, prompts: list[int], lengths: list[list[int]], rate: float, bandwidth: float) -> float:
+    def _train_floor(
+        self, prompts: list[int], lengths: list[list[int]], rate: float, bandwidth: float
+    ) -> float:
         sizes = self.sizes
         fed = sum(p + sum(group) - len(group) for p, group in zip(prompts, lengths, strict=True))
         predicted = fed - sum(prompts) + len(prompts)
         pairs = sum(
-            p * p / 2 + sum((n - 1) * (p + n / 2) for n in group) for p, group in zip(prompts, lengths, strict=True)
+            p * p / 2 + sum((n - 1) * (p + n / 2) for n in group)
+            for p, group in zip(prompts, lengths, strict=True)
         )
-        operations = 6 * (sizes.body * fed + sizes.head * predicted) + 12 * sizes.layers * sizes.attention * pairs
+        operations = (
+            6 * (sizes.body * fed + sizes.head * predicted)
+            + 12 * sizes.layers * sizes.attention * pairs
+        )
         return operations / rate + 7 * torch.float32.itemsize * self.parameters / bandwidth
 
 
-# Records of a profile and the part of a step that they and what they call belong to; the first one that fits counts.
+# Records of a profile and the part of a step that they and what they call belong to; the first one
+# that fits counts.
 PARTS = {
     "part: packing": "packing",
     "part: clip": "clip",
@@ -208,7 +259,8 @@ PARTS = {
 
 
 def profiled(ours: OurSide) -> dict[str, dict[str, float]]:
-    """Seconds of a train step on ``batch`` by its parts, and of its costliest operators without those that they call."""
+    """Seconds of a train step on ``batch`` by its parts, and of its costliest operators without
+    those that they call."""
 
     def labelled(name: str, call: Any) -> Any:
         def inside(*args: Any) -> Any:
@@ -218,8 +270,10 @@ def profiled(ours: OurSide) -> dict[str, dict[str, float]]:
         return inside
 
     engine: Any = ours.trainer
-    parallel, model = engine.parallel, engine.packed_model
-    parallel.clip, model.hidden = labelled("clip", parallel.clip), labelled("forward", model.hidden)
+    parallel = engine.parallel
+    model = engine.packed_model
+    parallel.clip = labelled("clip", parallel.clip)
+    model.hidden = labelled("forward", model.hidden)
     with (
         patch.object(training_step, "pack_pieces", labelled("packing", training_step.pack_pieces)),
         torch.profiler.profile() as profile,
@@ -231,9 +285,11 @@ def profiled(ours: OurSide) -> dict[str, dict[str, float]]:
     parts = dict.fromkeys(PARTS.values(), 0.0)
     operators: Counter[str] = Counter()
     for event in profile.events():
-        names, at = "", event
+        names = ""
+        at = event
         while at is not None:
-            names, at = f"{names} {at.name}", at.cpu_parent
+            names = f"{names} {at.name}"
+            at = at.cpu_parent
         if part := next((part for record, part in PARTS.items() if record in names), None):
             parts[part] += event.self_cpu_time_total / 1e6
         operators[event.name] += event.self_cpu_time_total / 1e6
@@ -255,7 +311,9 @@ def jagged(rows: list[torch.Tensor]) -> torch.Tensor:
     return torch.nested.nested_tensor(rows, layout=torch.jagged)
 
 
-def against_trl(source: str, ours: OurSide, runner: asyncio.Runner, steps: int, recompute: bool) -> dict[str, Any]:
+def against_trl(
+    source: str, ours: OurSide, runner: asyncio.Runner, steps: int, recompute: bool
+) -> dict[str, Any]:
     """Alternate ``steps`` of TRL's and ours, after one of each that is not counted."""
     from datasets import Dataset
     from transformers import TrainerCallback
@@ -267,16 +325,22 @@ def against_trl(source: str, ours: OurSide, runner: asyncio.Runner, steps: int, 
     measured: list[Measured] = []
 
     class Alternate(TrainerCallback):
-        """Generation lies inside TRL's training step, so begin and end of the step enclose all of it."""
+        """Generation lies inside TRL's training step, so begin and end of the step enclose all of
+        it."""
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            self.tokens, self.began, self.cpu = state.num_input_tokens_seen, time.perf_counter(), time.process_time()
+            self.tokens = state.num_input_tokens_seen
+            self.began = time.perf_counter()
+            self.cpu = time.process_time()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            seconds, cpu = time.perf_counter() - self.began, time.process_time() - self.cpu
+            seconds = time.perf_counter() - self.began
+            cpu = time.process_time() - self.cpu
             theirs.append(Peer(seconds, cpu, int(state.num_input_tokens_seen - self.tokens)))
             number = len(measured)
-            measured.append(runner.run(ours.step(number, rows[number * GROUPS : (number + 1) * GROUPS])))
+            measured.append(
+                runner.run(ours.step(number, rows[number * GROUPS : (number + 1) * GROUPS]))
+            )
 
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(
@@ -312,7 +376,9 @@ def against_trl(source: str, ours: OurSide, runner: asyncio.Runner, steps: int, 
 
 def alone(ours: OurSide, runner: asyncio.Runner, steps: int) -> dict[str, Any]:
     rows = dataset(steps + 1)
-    measured = [runner.run(ours.step(i, rows[i * GROUPS : (i + 1) * GROUPS])) for i in range(steps + 1)]
+    measured = [
+        runner.run(ours.step(i, rows[i * GROUPS : (i + 1) * GROUPS])) for i in range(steps + 1)
+    ]
     return summary(None, [], measured[1:])
 
 
@@ -354,30 +420,51 @@ def show(result: dict[str, Any]) -> None:
         print(line(peer["name"], peer["seconds"], peer["tokens_per_step"], peer["tokens_per_s"]))
     print(line("asyncdock", result["seconds"], result["tokens_per_step"], result["tokens_per_s"]))
     if "peer" in result:
-        print(f"{'ratio':<14}{result['ratio']:>36.2f} x ({result['cpu_ratio']:.2f} x per CPU second)")
+        print(
+            f"{'ratio':<14}{result['ratio']:>36.2f} x ({result['cpu_ratio']:.2f} x per CPU second)"
+        )
     for part in ("generate", "train"):
         took, floor, share = (result[f"{part}_{key}"] for key in ("s", "floor_s", "share_of_floor"))
-        print(f"  {part:<12}{took:>10.2f} s, floor {floor:.2f} s: {share:.0%} of what the machine can do")
+        print(
+            f"  {part:<12}{took:>10.2f} s, floor {floor:.2f} s: {share:.0%} of what the machine "
+            f"can do"
+        )
     print(f"  {'sync':<12}{result['sync_s']:>10.2f} s")
-    print(f"  this machine just then: {result['matmul_gflops']:.0f} GFLOP/s, {result['read_gb_per_s']:.1f} GB/s")
+    print(
+        f"  this machine just then: {result['matmul_gflops']:.0f} GFLOP/s, "
+        f"{result['read_gb_per_s']:.1f} GB/s"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2", help="smollm2, or a directory in Hugging Face format")
-    parser.add_argument("--steps", type=int, default=3, help="counted steps of each side; one more comes before")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", default="smollm2", help="smollm2, or a directory in Hugging Face format"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=3, help="counted steps of each side; one more comes before"
+    )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--peer", choices=["plain", "default", "both", "none"], default="both")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the arithmetic")
-    parser.add_argument("--profile", action="store_true", help="print where the seconds of a train step go")
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], default="float32", help="of the arithmetic"
+    )
+    parser.add_argument(
+        "--profile", action="store_true", help="print where the seconds of a train step go"
+    )
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args()
-    if any(name not in os.environ for name in ENVIRONMENT):  # libgomp and glibc read it when the process starts
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**ENVIRONMENT, **os.environ})
+    # libgomp and glibc read it when the process starts
+    if any(name not in os.environ for name in ENVIRONMENT):
+        os.execve(
+            sys.executable, [sys.executable, *sys.orig_argv[1:]], {**ENVIRONMENT, **os.environ}
+        )
     torch.set_num_threads(args.threads)
     print(
-        f"{args.model} {args.dtype}, {args.threads} threads, {GROUPS} prompts x {ROWS} completions of at most {MAX_TOKENS} "
-        f"tokens, medians of {args.steps} steps\n"
+        f"{args.model} {args.dtype}, {args.threads} threads, {GROUPS} prompts x {ROWS} completions "
+        f"of at most {MAX_TOKENS} tokens, medians of {args.steps} steps\n"
         "tokens: completion + prompt, the prompt once per completion (TRL's count)"
     )
     if args.peer != "none":

@@ -1,20 +1,22 @@
-"""What an index costs at 10, 100 and 1,000 clients: calls, processor time, bytes and memory of a real Valkey server.
+"""What an index costs at 10, 100 and 1,000 clients: calls, processor time, bytes and memory of a
+real Valkey server.
 
     python -m benchmarks.index_scale [--clients 10 100 1000] [--seconds 20] [--rate 30] [--json FILE]
 
-A flow of four stages without models, on the embedded index over TCP. Groups of 8 samples arrive at a fixed rate, whatever
-the number of clients, so each client does less where there are more:
+A flow of four stages without models, on the embedded index over TCP. Groups of 8 samples arrive at
+a fixed rate, whatever the number of clients, so each client does less where there are more:
 
     admit ─▶ generate (80 of 100 clients): claim a group ─▶ commit each response when it ends ─▶ …
              score (16): claim ready rows ─▶ commit      credit (2): claim groups ─▶ commit      train (2): claim ─▶ release
 
-A client is a worker's connection to the index. It makes the calls that a worker makes, sleeps where a worker computes, and
-commits columns that are not read. Clients share a few processes. After the flow, while all clients still wait: one wake-up
-of a topic on which all of them wait (what a published version does), and the price of the calls that workers make by the
-clock.
+A client is a worker's connection to the index. It makes the calls that a worker makes, sleeps where
+a worker computes, and commits columns that are not read. Clients share a few processes. After the
+flow, while all clients still wait: one wake-up of a topic on which all of them wait (what a
+published version does), and the price of the calls that workers make by the clock.
 
-The figures to use are those of the server: its processor seconds, its count of calls, its bytes. Latency is of a machine on
-which clients and server share the cores. Every cell fails unless each sample was released once.
+The figures to use are those of the server: its processor seconds, its count of calls, its bytes.
+Latency is of a machine on which clients and server share the cores. Every cell fails unless each
+sample was released once.
 """
 
 from __future__ import annotations
@@ -44,15 +46,23 @@ from pipeline.index.claims import REF, Claim, Nothing, Stored, pack_made, ranges
 from pipeline.index.client import Index, RunConfig, StageSpec
 from pipeline.index.embedded import EmbeddedIndex
 
-GROUP, PROCESSES, SLAB = 8, 4, 1 << 20
-PROMPT, RESPONSE, SCORE, CREDIT = 1, 2, 4, 8
-STAGES = {  # stage: what it takes, needs, makes; its share of the clients; groups or rows of one claim
+GROUP = 8
+PROCESSES = 4
+SLAB = 1 << 20
+PROMPT = 1
+RESPONSE = 2
+SCORE = 4
+CREDIT = 8
+# stage: what it takes, needs, makes; its share of the clients; groups or rows of one claim
+STAGES = {
     "generate": ("groups", PROMPT, RESPONSE, 0.8, 1),
     "score": ("rows", RESPONSE, SCORE, 0.16, 32),
     "credit": ("groups", SCORE, CREDIT, 0.02, 8),
     "train": ("groups", CREDIT, 0, 0.02, 8),
 }
-CONFIG = RunConfig(tuple(StageSpec(name, t, n, m, releases=not m) for name, (t, n, m, _, _) in STAGES.items()))
+CONFIG = RunConfig(
+    tuple(StageSpec(name, t, n, m, releases=not m) for name, (t, n, m, _, _) in STAGES.items())
+)
 ALL = Topic("all")  # wakes every client at once
 UNITS = 1000  # calls of each kind in the last part
 
@@ -64,12 +74,21 @@ def counts(clients: int) -> dict[str, int]:
 
 
 class Client:
-    """One worker of ``stage``, until it is cancelled. ``busy``: seconds that it takes for a group."""
+    """One worker of ``stage``, until it is cancelled. ``busy``: seconds that it takes for a
+    group."""
 
     def __init__(self, url: str, stage: str, number: int, busy: float) -> None:
-        self.index, self.stage, self.busy = Index(url, "scale"), stage, busy
-        self.name, self.slot, self.block, self.place = f"{stage}-{number}", 0, 0, 0
-        self.released, self.seconds, self.found, self.empty = 0, list[float](), 0, 0
+        self.index = Index(url, "scale")
+        self.stage = stage
+        self.busy = busy
+        self.name = f"{stage}-{number}"
+        self.slot = 0
+        self.block = 0
+        self.place = 0
+        self.released = 0
+        self.seconds = list[float]()
+        self.found = 0
+        self.empty = 0
 
     async def run(self) -> None:
         _, _, makes, _, most = STAGES[self.stage]
@@ -78,7 +97,9 @@ class Client:
         self.block, self.place = block.number, (1 << 48) + block.offset  # type: ignore[union-attr]
         while True:
             began = time.perf_counter()
-            claim = await self.index.claim(self.stage, self.name, most, 60.0, version=0, home=1, patient=True)
+            claim = await self.index.claim(
+                self.stage, self.name, most, 60.0, version=0, home=1, patient=True
+            )
             self.seconds.append(time.perf_counter() - began)
             if isinstance(claim, Nothing):
                 self.empty += 1
@@ -103,7 +124,9 @@ class Client:
         part = claim.part(positions)
         edges, order = ranges(part.row)
         stored = (
-            stored_in(self.name, self.block, self.place, self.slot, len(part), makes) if makes else Stored(self.name, 1)
+            stored_in(self.name, self.block, self.place, self.slot, len(part), makes)
+            if makes
+            else Stored(self.name, 1)
         )
         self.slot += len(part)
         made = pack_made([(0, 100)] * len(part), order) if self.stage == "generate" else None
@@ -134,7 +157,10 @@ async def _process(url: str, wanted: list[tuple[str, int, float]], pipe: Connect
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     seconds = [each for client in clients for each in client.seconds]
-    totals = {name: sum(getattr(client, name) for client in clients) for name in ("released", "found", "empty")}
+    totals = {
+        name: sum(getattr(client, name) for client in clients)
+        for name in ("released", "found", "empty")
+    }
     pipe.send({**totals, "seconds": seconds})
     waits = [asyncio.create_task(client.index.woken(ALL, "", 60.0)) for client in clients]
     await asyncio.sleep(0)
@@ -148,7 +174,11 @@ async def _process(url: str, wanted: list[tuple[str, int, float]], pipe: Connect
 
 def stats(server: redis.Redis) -> dict[str, float]:
     info: dict[str, Any] = server.info("all")
-    calls = {key.removeprefix("cmdstat_"): value["calls"] for key, value in info.items() if key.startswith("cmdstat_")}
+    calls = {
+        key.removeprefix("cmdstat_"): value["calls"]
+        for key, value in info.items()
+        if key.startswith("cmdstat_")
+    }
     return {
         "cpu": info["used_cpu_user_main_thread"] + info["used_cpu_sys_main_thread"],
         "fcall": calls.get("fcall", 0),
@@ -163,7 +193,8 @@ def stats(server: redis.Redis) -> dict[str, float]:
 async def feed(index: Index, rate: float, seconds: float) -> int:
     """Admit ``rate`` groups a second for ``seconds``. Returns how many."""
     block = await index.allocate(1, "feed", SLAB)
-    began, groups = time.perf_counter(), 0
+    began = time.perf_counter()
+    groups = 0
     while (now := time.perf_counter() - began) < seconds:
         due = int(now * rate) + 1 - groups
         if due > 0:
@@ -176,7 +207,8 @@ async def feed(index: Index, rate: float, seconds: float) -> int:
 
 
 async def unit_costs(index: Index, server: redis.Redis) -> dict[str, float]:
-    """Processor microseconds of the server for calls that workers make by the clock or for each version."""
+    """Processor microseconds of the server for calls that workers make by the clock or for each
+    version."""
     event = WorkerEvent(stage="rollout", worker="rollout-0", name="x", change="ready")
     kinds: dict[str, Callable[[], Awaitable[Any]]] = {
         "warehouse heartbeat": lambda: index.announce_warehouse(1, "10.0.0.1", 1),
@@ -196,7 +228,10 @@ async def unit_costs(index: Index, server: redis.Redis) -> dict[str, float]:
 async def cell(clients: int, rate: float, seconds: float, home: Path) -> dict[str, Any]:
     """Run the flow with so many clients on a server of its own."""
     address = Address.parse("127.0.0.1")
-    with EmbeddedIndex(home, address=address) as started, redis.Redis.from_url(started.url) as server:
+    with (
+        EmbeddedIndex(home, address=address) as started,
+        redis.Redis.from_url(started.url) as server,
+    ):
         async with Index(address.url, "scale") as index:
             await index.init(CONFIG, {"published": 0, "trained": 0, "admitted": 0})
             await index.join_warehouse("w", "node", home, (clients + 8) * SLAB)
@@ -204,31 +239,43 @@ async def cell(clients: int, rate: float, seconds: float, home: Path) -> dict[st
             busy = 0.8 * number["generate"] / rate
             jobs = [(stage, n, busy) for stage, count in number.items() for n in range(count)]
             empty = stats(server)["memory"]
-            context, pipes, processes = multiprocessing.get_context("spawn"), list[Connection](), []
+            context = multiprocessing.get_context("spawn")
+            pipes = list[Connection]()
+            processes = []
             parts = min(PROCESSES, -(-clients // 50))
             for part in range(parts):
                 own, other = context.Pipe()
                 processes.append(
-                    context.Process(target=process, args=(address.url, jobs[part::parts], other), daemon=True)
+                    context.Process(
+                        target=process, args=(address.url, jobs[part::parts], other), daemon=True
+                    )
                 )
                 processes[-1].start()
                 pipes.append(own)
             await until(
                 lambda: stats(server)["connections"] >= 2 * clients + 2
             )  # of each: for calls, and one that waits
-            idle, before, began = await idle_cost(server), stats(server), time.perf_counter()
+            idle = await idle_cost(server)
+            before = stats(server)
+            began = time.perf_counter()
             groups = await feed(index, rate, seconds)
-            while (ledger := await index.ledger())["generated"] - ledger["in_flight"] < groups * GROUP:
-                assert time.perf_counter() - began < 10 * seconds + 4 * busy, "the flow does not keep up"
+            while (ledger := await index.ledger())["generated"] - ledger[
+                "in_flight"
+            ] < groups * GROUP:
+                assert time.perf_counter() - began < 10 * seconds + 4 * busy, (
+                    "the flow does not keep up"
+                )
                 await asyncio.sleep(0.2)
-            after, wall = stats(server), time.perf_counter() - began
+            after = stats(server)
+            wall = time.perf_counter() - began
             for pipe in pipes:
                 pipe.send("stop")
             reports = [await asyncio.to_thread(pipe.recv) for pipe in pipes]
             for pipe in pipes:
                 await asyncio.to_thread(pipe.recv)
             await until(lambda: server.info("clients")["blocked_clients"] >= clients)
-            woken, woke = stats(server)["cpu"], time.time()
+            woken = stats(server)["cpu"]
+            woke = time.time()
             await index.wake(ALL)
             last = max([await asyncio.to_thread(pipe.recv) for pipe in pipes])
             wake = {"cpu_ms": (stats(server)["cpu"] - woken) * 1e3, "last_ms": (last - woke) * 1e3}
@@ -247,13 +294,17 @@ async def cell(clients: int, rate: float, seconds: float, home: Path) -> dict[st
         "cpu_us_per_sample": used["cpu"] / rows * 1e6,
         "calls_per_sample": used["fcall"] / rows,
         "waits_per_sample": used["xread"] / rows,
-        "empty_claims_share": sum(r["empty"] for r in reports) / sum(r["empty"] + r["found"] for r in reports),
+        "empty_claims_share": sum(r["empty"] for r in reports)
+        / sum(r["empty"] + r["found"] for r in reports),
         "bytes_per_sample": (used["in"] + used["out"]) / rows,
         "samples_per_core_second": rows / used["cpu"],
         "memory_per_client": (before["memory"] - empty) / clients,
         "idle_cpu_share": idle,
         "wake_all": wake,
-        "latency_ms": {"p50": statistics.median(latency) * 1e3, "p99": sorted(latency)[int(0.99 * len(latency))] * 1e3},
+        "latency_ms": {
+            "p50": statistics.median(latency) * 1e3,
+            "p99": sorted(latency)[int(0.99 * len(latency))] * 1e3,
+        },
         "unit_cpu_us": units,
     }
 
@@ -268,13 +319,16 @@ async def until(condition: Callable[[], bool]) -> None:
 
 async def idle_cost(server: redis.Redis) -> float:
     """Share of one core that the server takes while all clients wait."""
-    before, began = stats(server)["cpu"], time.perf_counter()
+    before = stats(server)["cpu"]
+    began = time.perf_counter()
     await asyncio.sleep(3.0)
     return (stats(server)["cpu"] - before) / (time.perf_counter() - began)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--clients", type=int, nargs="+", default=[10, 100, 1000])
     parser.add_argument("--seconds", type=float, default=20.0, help="for which groups arrive")
     parser.add_argument("--rate", type=float, default=30.0, help="groups a second")

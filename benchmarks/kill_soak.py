@@ -1,4 +1,5 @@
-"""Kills a random process of real runs at random moments, from 0 s on, and checks that nothing is lost, doubled or left.
+"""Kills a random process of real runs at random moments, from 0 s on, and checks that nothing is
+lost, doubled or left.
 
 asyncdock run ─▶ index, fork server, workers (and the supervisor, with --supervisor: then `asyncdock resume` goes on)
      kill -9 of one of them, at a random moment ─┘   until the run has had its share; it must finish all the same
@@ -29,7 +30,9 @@ from orchestration.events_file import METRICS, read_metrics
 from pipeline.warehouse.arena import SHARED_VARIABLE, shared_memory_directory
 
 MARK = "ASYNCDOCK_SOAK"  # in the environment of all processes of a run
-STEPS, GROUPS, SIZE = 12, 4, 4
+STEPS = 12
+GROUPS = 4
+SIZE = 4
 RECIPE = f"""
 name = "soak"
 [model]
@@ -76,13 +79,20 @@ class Soak:
 
     def run_once(self, number: int) -> None:
         """One run to its end, through its kills. Raises Broken."""
-        out, mark = self.home / f"run{number}", uuid.uuid4().hex
+        out = self.home / f"run{number}"
+        mark = uuid.uuid4().hex
         recipe = self.home / "soak.toml"
         recipe.write_text(RECIPE)
         sockets = self.home / "t"  # short: sockets lie in it
         memory = Path(tempfile.mkdtemp(prefix="asyncdock-soak-", dir=shared_memory_directory()))
         sockets.mkdir(exist_ok=True)
-        env = {**os.environ, MARK: mark, SHARED_VARIABLE: str(memory), "TMPDIR": str(sockets), "OMP_NUM_THREADS": "1"}
+        env = {
+            **os.environ,
+            MARK: mark,
+            SHARED_VARIABLE: str(memory),
+            "TMPDIR": str(sockets),
+            "OMP_NUM_THREADS": "1",
+        }
         command = ["run", str(recipe), "--plain", "--out", str(out)]
         left = self.random.randint(2, self.most)
         log = self.home / f"run{number}.log"
@@ -93,7 +103,9 @@ class Soak:
                 if code == 0:
                     break
                 if not whole:
-                    raise Broken(f"run {number}: `asyncdock {command[0]}` ended with {code}\n{tail(log)}")
+                    raise Broken(
+                        f"run {number}: `asyncdock {command[0]}` ended with {code}\n{tail(log)}"
+                    )
                 if (out / "recipe.json").exists():
                     command = ["resume", str(out), "--plain"]
             if "Traceback" in log.read_text(errors="replace"):
@@ -109,31 +121,51 @@ class Soak:
                     os.kill(pid, 9)
             shutil.rmtree(memory, ignore_errors=True)
 
-    def _command(self, command: Sequence[str], env: dict[str, str], log: Path, most: int) -> tuple[int, int, bool]:
-        """Exit code of one command, how many of its processes were killed, and whether itself was."""
+    def _command(
+        self, command: Sequence[str], env: dict[str, str], log: Path, most: int
+    ) -> tuple[int, int, bool]:
+        """Exit code of one command, how many of its processes were killed, and whether itself
+        was."""
         gaps = [self.random.expovariate(1 / self.gap) for _ in range(most)]
         moments = list(itertools.accumulate(gaps))  # from 0 s on
-        began, killed, itself = time.monotonic(), 0, False
+        began = time.monotonic()
+        killed = 0
+        itself = False
         with log.open("ab") as file:
             process = psutil.Popen(
-                [sys.executable, "-P", "-m", "api.cli.main", *command], env=env, stdout=file, stderr=file, cwd=self.home
+                [sys.executable, "-P", "-m", "api.cli.main", *command],
+                env=env,
+                stdout=file,
+                stderr=file,
+                cwd=self.home,
             )
         while process.poll() is None:
             if time.monotonic() - began > self.deadline:
-                raise Broken(f"`asyncdock {command[0]}` has not ended in {self.deadline:.0f} s\n{tail(log)}")
-            if moments and time.monotonic() - began >= moments[0] and (victim := self._victim(process)):
+                raise Broken(
+                    f"`asyncdock {command[0]}` has not ended in {self.deadline:.0f} s\n{tail(log)}"
+                )
+            if (
+                moments
+                and time.monotonic() - began >= moments[0]
+                and (victim := self._victim(process))
+            ):
                 moments.pop(0)
                 with contextlib.suppress(psutil.NoSuchProcess):
                     name = "supervisor" if victim.pid == process.pid else kind(victim)
                     victim.kill()
-                    killed, itself = killed + 1, itself or victim.pid == process.pid
+                    killed = killed + 1
+                    itself = itself or victim.pid == process.pid
                     self.kills[name] += 1
             time.sleep(0.002)
         return process.returncode, killed, itself
 
     def _victim(self, process: psutil.Process) -> psutil.Process | None:
         try:
-            family = [child for child in process.children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
+            family = [
+                child
+                for child in process.children(recursive=True)
+                if child.status() != psutil.STATUS_ZOMBIE
+            ]
         except psutil.NoSuchProcess:
             return None
         family += [process] if self.supervisor else []
@@ -141,7 +173,8 @@ class Soak:
 
 
 def check_metrics(out: Path, steps: int, bound: int, *, summary: bool = True) -> None:
-    """Raises Broken where the run in ``out`` did not train each group once within ``bound``, or its ledger is wrong."""
+    """Raises Broken where the run in ``out`` did not train each group once within ``bound``, or its
+    ledger is wrong."""
     events = list(read_metrics(out / METRICS))
     made = [event.data for event in events if event.kind == "step"]
     if [step["step"] for step in made] != list(range(steps)):
@@ -193,15 +226,20 @@ def tail(log: Path) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n\n")[0])
     parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--supervisor", action="store_true", help="kill the command itself too; it is resumed")
-    parser.add_argument("--seed", type=int, default=None, help="default: another one each time; it is printed")
+    parser.add_argument(
+        "--supervisor", action="store_true", help="kill the command itself too; it is resumed"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=None, help="default: another one each time; it is printed"
+    )
     options = parser.parse_args(arguments)
     seed = random.randrange(2**32) if options.seed is None else options.seed
     print(f"seed {seed}", flush=True)
     with tempfile.TemporaryDirectory(prefix="adk-") as home:
-        soak, number = Soak(Path(home), random.Random(seed), options.supervisor), 0
+        soak = Soak(Path(home), random.Random(seed), options.supervisor)
+        number = 0
         while soak.kills.total() < options.kills:
             number += 1
             try:
@@ -209,7 +247,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             except Broken as broken:
                 print(f"BROKEN after {soak.kills.total()} kills: {broken}", file=sys.stderr)
                 return 1
-            print(f"run {number} finished; {soak.kills.total()} kills: {dict(soak.kills)}", flush=True)
+            print(
+                f"run {number} finished; {soak.kills.total()} kills: {dict(soak.kills)}", flush=True
+            )
             shutil.rmtree(soak.home / f"run{number}")
     return 0
 

@@ -1,15 +1,17 @@
-"""Learning, asynchronous against synchronous: recipes, as those of several algorithms, under staleness bounds and seeds.
+"""Learning, asynchronous against synchronous: recipes, as those of several algorithms, under
+staleness bounds and seeds.
 
     python -m benchmarks.learning tiny --staleness 0 1 2 --seeds 0 1 2 --json tiny.json --plot tiny.png
     python -m benchmarks.learning tiny dapo ppo --staleness 1 --metric explained_variance --json algorithms.json
     python -m benchmarks.learning quickstart quickstart:ppo quickstart:dapo --staleness 0 2 --json quickstart.json --resume
     python -m benchmarks.learning tiny --set train.steps=400 --set checkpoint.every=40 --ends 200 --staleness 0 2
 
-Each run is a real run in its own processes, one after the other. η = 0 is the synchronous run, to the bit. The table gives
-the mean reward of the first and of the last steps (``--ends``, five), the lowest of these last steps, the held-out reward
-before and after, seconds of training (from the first to the last step), how many swaps were probed and how many refused, and
-the largest gap of a probe as a share of its limit; with ``--metric``, its highest mean of five steps. The plot
-shows reward against generated tokens and against seconds: every seed thin, the mean of the seeds thick.
+Each run is a real run in its own processes, one after the other. η = 0 is the synchronous run, to
+the bit. The table gives the mean reward of the first and of the last steps (``--ends``, five), the
+lowest of these last steps, the held-out reward before and after, seconds of training (from the
+first to the last step), how many swaps were probed and how many refused, and the largest gap of a
+probe as a share of its limit; with ``--metric``, its highest mean of five steps. The plot shows
+reward against generated tokens and against seconds: every seed thin, the mean of the seeds thick.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ class Unfinished(RuntimeError):
 
 @dataclass(frozen=True)
 class Trial:
-    """One run: ``reward`` of each step, ``held_out`` reward by policy version, largest staleness, seconds."""
+    """One run: ``reward`` of each step, ``held_out`` reward by policy version, largest staleness,
+    seconds."""
 
     staleness: int
     seed: int
@@ -86,17 +89,28 @@ async def trial(
     seconds: float | None = None,
     enough: Callable[[Mapping[int, float]], bool] = lambda held_out: False,
 ) -> Trial:
-    """Run the recipe once, to its end or until its held-out scores are ``enough``. After ``seconds`` it is stopped: this
-    raises Unfinished, and the next call with the same folder resumes it. Raises RuntimeError when the run cannot finish."""
-    parts, stop = folder.parent / f"{folder.name}.json", asyncio.Event()
-    # Events as [seconds since training began, kind, data], of the parts of the run before this one too.
-    events: list[tuple[float, str, dict[str, Any]]] = json.loads(parts.read_text()) if parts.exists() else []
+    """Run the recipe once, to its end or until its held-out scores are ``enough``.
+
+    After ``seconds`` it is stopped: this raises Unfinished, and the next call with the same folder
+    resumes it. Raises RuntimeError when the run cannot finish.
+    """
+    parts = folder.parent / f"{folder.name}.json"
+    stop = asyncio.Event()
+    # Events as [seconds since training began, kind, data], of the parts of the run before this one
+    # too.
+    events: list[tuple[float, str, dict[str, Any]]] = (
+        json.loads(parts.read_text()) if parts.exists() else []
+    )
     if events:
         run = Run.resume(folder)
     else:
         shutil.rmtree(folder, ignore_errors=True)
-        run = Run.create(load_recipe(path, [*overrides, f"pipeline.staleness={staleness}", f"seed={seed}"]), folder)
-    before, began = max((at for at, _, _ in events), default=0.0), None
+        run = Run.create(
+            load_recipe(path, [*overrides, f"pipeline.staleness={staleness}", f"seed={seed}"]),
+            folder,
+        )
+    before = max((at for at, _, _ in events), default=0.0)
+    began = None
     events = [of for of in events if of[1] != "step" or of[2]["step"] < run.begins]
 
     async def follow() -> None:
@@ -109,7 +123,9 @@ async def trial(
                 stop.set()
 
     def scores() -> dict[int, float]:
-        return {data["version"]: data["reward_mean"] for _, kind, data in events if kind == "evaluation"}
+        return {
+            data["version"]: data["reward_mean"] for _, kind, data in events if kind == "evaluation"
+        }
 
     following = asyncio.create_task(follow())
     if seconds is not None:
@@ -124,10 +140,19 @@ async def trial(
         raise RuntimeError(f"seed {seed}, staleness {staleness}: {result.state}: {result.reason}")
     steps = [(at, data) for at, kind, data in events if kind == "step"]
     if [data["step"] for _, data in steps] != list(range(len(steps))):
-        raise RuntimeError(f"{folder.name}: a part of the run was killed, and its steps are not known; remove {parts}")
+        raise RuntimeError(
+            f"{folder.name}: a part of the run was killed, and its steps are not "
+            f"known; remove {parts}"
+        )
     gaps = [data for _, kind, data in events if kind == "sync" and "gap_mean" in data]
-    shares = [max(gap[name.removesuffix("_limit")] / gap[name] for name in gap if "_limit" in name) for gap in gaps]
-    refused = sum(kind == "worker" and data["change"] in ("died", "kept its weights") for _, kind, data in events)
+    shares = [
+        max(gap[name.removesuffix("_limit")] / gap[name] for name in gap if "_limit" in name)
+        for gap in gaps
+    ]
+    refused = sum(
+        kind == "worker" and data["change"] in ("died", "kept its weights")
+        for _, kind, data in events
+    )
     values = [step[metric] for _, step in steps if metric in step]
     return Trial(
         staleness,
@@ -143,7 +168,9 @@ async def trial(
         path.stem,
         [step["tokens_generated"] for _, step in steps],
         [at for at, _ in steps],
-        max(statistics.fmean(of) for of in zip(*(values[i:] for i in range(SMOOTHED)), strict=False))
+        max(
+            statistics.fmean(of) for of in zip(*(values[i:] for i in range(SMOOTHED)), strict=False)
+        )
         if values
         else None,
         statistics.fmean(step["staleness_mean"] for _, step in steps),
@@ -179,7 +206,9 @@ def table(trials: list[Trial], name: str, ends: int, metric: str | None) -> Tabl
         shown.add_column(column, justify="right")
     for (recipe, staleness), arm in arms(trials).items():
         for t in arm:
-            before, after = (f"{t.held_out[at(t.held_out)]:.3f}" if t.held_out else "–" for at in (min, max))
+            before, after = (
+                f"{t.held_out[at(t.held_out)]:.3f}" if t.held_out else "–" for at in (min, max)
+            )
             shown.add_row(
                 recipe,
                 str(staleness),
@@ -196,9 +225,16 @@ def table(trials: list[Trial], name: str, ends: int, metric: str | None) -> Tabl
                 *([f"{t.metric:.2f}" if t.metric is not None else "–"] if metric else []),
             )
         last = [t.last(ends) for t in arm]
-        spread, gain = statistics.pstdev(last), statistics.fmean(last) - statistics.fmean(t.first(ends) for t in arm)
+        spread = statistics.pstdev(last)
+        gain = statistics.fmean(last) - statistics.fmean(t.first(ends) for t in arm)
         lowest = min(min(t.reward[-ends:]) for t in arm)
-        cells = ("mean", "", f"{statistics.fmean(last):.3f} ± {spread:.3f}", f"{lowest:.3f}", f"{gain:+.3f}")
+        cells = (
+            "mean",
+            "",
+            f"{statistics.fmean(last):.3f} ± {spread:.3f}",
+            f"{lowest:.3f}",
+            f"{gain:+.3f}",
+        )
         shown.add_row(recipe, str(staleness), *cells, style="bold")
         shown.add_section()
     return shown
@@ -217,14 +253,23 @@ def plot(trials: list[Trial], name: str, path: Path) -> None:
         for colour, ((recipe, staleness), arm) in zip(colours, arms(trials).items(), strict=False):
             for t in arm:
                 axes.plot(getattr(t, what), t.reward, color=colour, linewidth=0.6, alpha=0.45)
-            mean = [statistics.fmean(rewards) for rewards in zip(*(t.reward for t in arm), strict=True)]
-            at = [statistics.fmean(places) for places in zip(*(getattr(t, what) for t in arm), strict=True)]
-            smooth = [statistics.fmean(mean[max(0, i - SMOOTHED + 1) : i + 1]) for i in range(len(mean))]
+            mean = [
+                statistics.fmean(rewards) for rewards in zip(*(t.reward for t in arm), strict=True)
+            ]
+            at = [
+                statistics.fmean(places)
+                for places in zip(*(getattr(t, what) for t in arm), strict=True)
+            ]
+            smooth = [
+                statistics.fmean(mean[max(0, i - SMOOTHED + 1) : i + 1]) for i in range(len(mean))
+            ]
             label = (f"{recipe}, " if several else "") + f"η = {staleness}, {len(arm)} seeds"
             axes.plot(at, smooth, color=colour, linewidth=2.4, label=label)
         axes.set_xlabel("generated tokens" if what == "tokens" else "seconds of training")
         axes.grid(alpha=0.25)
-    figure.suptitle(f"{name}: reward while training (thick: mean of the seeds, over {SMOOTHED} steps)")
+    figure.suptitle(
+        f"{name}: reward while training (thick: mean of the seeds, over {SMOOTHED} steps)"
+    )
     panels[0].set_ylabel("mean reward")
     panels[1].legend(frameon=False, loc="lower right", fontsize=8)
     figure.savefig(path, dpi=130)
@@ -233,7 +278,9 @@ def plot(trials: list[Trial], name: str, path: Path) -> None:
 async def measure(options: argparse.Namespace) -> list[Trial]:
     trials = read_trials(options.json) if options.json.exists() and options.resume else []
     done = {(t.recipe, t.staleness, t.seed) for t in trials}
-    for recipe, staleness, seed in itertools.product(options.recipe, options.staleness, options.seeds):
+    for recipe, staleness, seed in itertools.product(
+        options.recipe, options.staleness, options.seeds
+    ):
         given, _, algorithm = recipe.partition(":")
         path = Path(given) if given.endswith(".toml") else Path("recipes") / f"{given}.toml"
         label = f"{path.stem}:{algorithm}" if algorithm else path.stem
@@ -242,8 +289,13 @@ async def measure(options: argparse.Namespace) -> list[Trial]:
         with contextlib.ExitStack() as stack:
             folder = options.keep or stack.enter_context(tempfile.TemporaryDirectory())
             out = Path(folder) / f"{label.replace(':', '-')}-{staleness}-{seed}"
-            overrides = [*([f"algorithm.name={algorithm}"] if algorithm else []), *(options.set or [])]
-            one = await trial(path, overrides, staleness, seed, out, options.metric, options.seconds)
+            overrides = [
+                *([f"algorithm.name={algorithm}"] if algorithm else []),
+                *(options.set or []),
+            ]
+            one = await trial(
+                path, overrides, staleness, seed, out, options.metric, options.seconds
+            )
             trials.append(replace(one, recipe=label))
         write_trials(options.json, trials)
     return trials
@@ -251,7 +303,10 @@ async def measure(options: argparse.Namespace) -> list[Trial]:
 
 def read_trials(path: Path) -> list[Trial]:
     found = json.loads(path.read_text())["trials"]
-    return [Trial(**{**one, "held_out": {int(v): r for v, r in one["held_out"].items()}}) for one in found]
+    return [
+        Trial(**{**one, "held_out": {int(v): r for v, r in one["held_out"].items()}})
+        for one in found
+    ]
 
 
 def write_trials(path: Path, trials: list[Trial]) -> None:
@@ -259,17 +314,25 @@ def write_trials(path: Path, trials: list[Trial]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument(
-        "recipe", nargs="+", help="a recipe's path, or its name in recipes/; with :ALGORITHM, that one in its place"
+        "recipe",
+        nargs="+",
+        help="a recipe's path, or its name in recipes/; with :ALGORITHM, that one in its place",
     )
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--set", action="append", metavar="KEY=VALUE")
     parser.add_argument("--metric", help="of steps: its highest mean of five steps is shown too")
-    parser.add_argument("--ends", type=int, default=5, help="number of first and of last steps to average")
-    parser.add_argument("--json", type=Path, default=Path("learning.json"), help="written after each run")
-    parser.add_argument("--resume", action="store_true", help="keep the runs that --json already holds")
+    parser.add_argument(
+        "--ends", type=int, default=5, help="number of first and of last steps to average"
+    )
+    parser.add_argument(
+        "--json", type=Path, default=Path("learning.json"), help="written after each run"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="keep the runs that --json already holds"
+    )
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="where the runs' folders stay")
     parser.add_argument(

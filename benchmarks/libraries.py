@@ -1,10 +1,11 @@
-"""Our own code beside the library that could do the same, where the library was measured and not taken.
+"""Our own code beside the library that could do the same, where the library was measured and not
+taken.
 
     python -m benchmarks.libraries [--smoke] [--json FILE]
 
 `pipeline.index.link`: redis-py's client, stamina. `pipeline.compat.loop_thread`: anyio's portal.
-`api.client.transport`: httpx, on loopback. `orchestration.processes.forkserver`: multiprocessing's. Medians of rounds in
-which the two take turns.
+`api.client.transport`: httpx, on loopback. `orchestration.processes.forkserver`: multiprocessing's.
+Medians of rounds in which the two take turns.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ from pipeline.index.embedded import EmbeddedIndex
 from pipeline.index.link import Link
 
 ROOT = Path(__file__).resolve().parent.parent
-ROUNDS, TOGETHER = 3, 64
+ROUNDS = 3
+TOGETHER = 64
 
 Call = Callable[[], Awaitable[Any]]
 
@@ -82,12 +84,19 @@ async def by_stamina() -> None:
 
 async def index_calls(count: int) -> AsyncIterator[Row]:
     with tempfile.TemporaryDirectory() as folder, EmbeddedIndex(Path(folder)) as server:
-        link, client = Link(server.url), redis.asyncio.Redis.from_url(server.url)
-        ours, theirs = partial(link.send, ("GET", "key")), partial(client.get, "key")
+        link = Link(server.url)
+        client = redis.asyncio.Redis.from_url(server.url)
+        ours = partial(link.send, ("GET", "key"))
+        theirs = partial(client.get, "key")
         yield await compare("a call to the index", "redis-py", count, ours, theirs)
-        many, most = f"{TOGETHER} calls to the index at once", 1 + count // TOGETHER
-        yield await compare(many, "redis-py", most, partial(together, ours), partial(together, theirs))
-        yield await compare("a retry that is not needed", "stamina", count, partial(link.retry, nothing), by_stamina)
+        many = f"{TOGETHER} calls to the index at once"
+        most = 1 + count // TOGETHER
+        yield await compare(
+            many, "redis-py", most, partial(together, ours), partial(together, theirs)
+        )
+        yield await compare(
+            "a retry that is not needed", "stamina", count, partial(link.retry, nothing), by_stamina
+        )
         await client.aclose()
         await link.close()
 
@@ -108,7 +117,8 @@ async def thread_calls(count: int) -> AsyncIterator[Row]:
 
 def serve(listening: socket.socket, nbytes: int) -> None:
     """An HTTP server, in a process of its own."""
-    app, body = web.Application(), bytes(nbytes)
+    app = web.Application()
+    body = bytes(nbytes)
 
     async def answer(request: web.Request) -> web.Response:
         return web.json_response({}) if request.path == "/small" else web.Response(body=body)
@@ -120,11 +130,16 @@ def serve(listening: socket.socket, nbytes: int) -> None:
 async def downloads(count: int, nbytes: int) -> AsyncIterator[Row]:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        server = multiprocessing.get_context("spawn").Process(target=serve, args=(listening, nbytes), daemon=True)
+        server = multiprocessing.get_context("spawn").Process(
+            target=serve, args=(listening, nbytes), daemon=True
+        )
         server.start()
     try:
         async with Transport(url) as ours, httpx.AsyncClient(base_url=url, timeout=60) as theirs:
-            for what, path, times in (("a small request", "small", count), (f"{nbytes >> 20} MiB", "large", 5)):
+            for what, path, times in (
+                ("a small request", "small", count),
+                (f"{nbytes >> 20} MiB", "large", 5),
+            ):
                 get = partial(ours.send, "GET", f"/{path}"), partial(theirs.get, f"/{path}")
                 yield await compare(what, "httpx", times, *get)
     finally:
@@ -153,22 +168,33 @@ async def multiprocessed(entry: Callable[[Sequence[str]], object] = len, *argume
 
 
 async def processes(count: int, forks: ForkServer, preload: Sequence[str]) -> AsyncIterator[Row]:
-    multiprocessing.get_context("forkserver").set_forkserver_preload([*preload, "benchmarks.libraries"])
+    multiprocessing.get_context("forkserver").set_forkserver_preload(
+        [*preload, "benchmarks.libraries"]
+    )
     yield await compare("a child", "multiprocessing", count, partial(forked, forks), multiprocessed)
     with tempfile.NamedTemporaryFile("r") as ours, tempfile.NamedTemporaryFile("r") as theirs:
         await forked(forks, "benchmarks.libraries:first_child", "ours", ours.name)
         await multiprocessed(first_child, "theirs", theirs.name)
-        yield Row("a child's first child", "multiprocessing", float(ours.read()), float(theirs.read()))
+        yield Row(
+            "a child's first child", "multiprocessing", float(ours.read()), float(theirs.read())
+        )
 
 
 async def measure(smoke: bool, forks: ForkServer) -> list[Row]:
     count, nbytes, preload = (20, 1 << 20, ()) if smoke else (3000, 64 << 20, PRELOAD)
-    parts = index_calls(count), thread_calls(count), downloads(count, nbytes), processes(count // 20, forks, preload)
+    parts = (
+        index_calls(count),
+        thread_calls(count),
+        downloads(count, nbytes),
+        processes(count // 20, forks, preload),
+    )
     return [row for part in parts async for row in part]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--smoke", action="store_true", help="few calls, to see that it works")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(argv)

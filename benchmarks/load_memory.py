@@ -1,13 +1,15 @@
-"""Peak memory of each process while an engine is made from a checkpoint: read whole by transformers, and read by shards.
+"""Peak memory of each process while an engine is made from a checkpoint: read whole by
+transformers, and read by shards.
 
     python -m benchmarks.load_memory [--model smollm2] [--ranks 1 2] [--dtype float32 bfloat16] [--json FILE]
 
-For each dtype: the torch rollout engine, and the torch train engine on one rank and on several that shard layers (dp, gloo).
-Each process is a new one; peak memory is the high-water mark of its resident memory above what it had when torch and
-transformers were imported and the ranks had met. "read": until the weights are in their place; "ready": until the engine is,
-which has compared its logits with the plain forward's, and for that gathered layers, embeddings and head. Pages of a mapped
-file count once they are touched. "shard": bytes of the parameters that a process holds. The command fails when the two ways
-end with other weights.
+For each dtype: the torch rollout engine, and the torch train engine on one rank and on several that
+shard layers (dp, gloo). Each process is a new one; peak memory is the high-water mark of its
+resident memory above what it had when torch and transformers were imported and the ranks had met.
+"read": until the weights are in their place; "ready": until the engine is, which has compared its
+logits with the plain forward's, and for that gathered layers, embeddings and head. Pages of a
+mapped file count once they are touched. "shard": bytes of the parameters that a process holds. The
+command fails when the two ways end with other weights.
 """
 
 from __future__ import annotations
@@ -50,13 +52,18 @@ def status(name: str) -> int:
 def measure(
     way: str, engine: str, folder: Path, dtype: torch.dtype, ranks: RankCoordinates, meeting: Path
 ) -> dict[str, Any]:
-    """Make ``engine`` in this process, one of ``ranks``. Returns bytes, and a digest of the weights that it holds."""
+    """Make ``engine`` in this process, one of ``ranks``.
+
+    Returns bytes, and a digest of the weights that it holds.
+    """
     read: list[int] = []
     # The model is compared with its plain forward when its weights are in their place.
     installs = "install_packed_attention"
     for place, name in ((interface, installs), (sharded, installs), (TorchDecoder, "_take_over")):
         after = getattr(place, name)
-        setattr(place, name, lambda *given, after=after: (read.append(status("VmHWM")), after(*given)))
+        setattr(
+            place, name, lambda *given, after=after: (read.append(status("VmHWM")), after(*given))
+        )
     if ranks.world > 1:
         join(ranks, FileStore(str(meeting), ranks.world), torch.device("cpu"), 300.0)
     torch.ones(64, 64) @ torch.ones(64, 64)
@@ -64,7 +71,9 @@ def measure(
     before = status("VmRSS")
     weights = None
     if way == "whole":
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True).eval()
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, local_files_only=True
+        ).eval()
     elif ranks.world > 1:
         opened = model_skeleton(str(folder), dtype=dtype)
         assert opened is not None
@@ -82,7 +91,12 @@ def measure(
         held = TorchTrainEngine(model, parallel=Sharded(ranks, weights=weights), **OPTIONS).shards()
         shard = sum(tensor.nbytes for tensor in held.values())
         digest_of(digest, held.items())
-    return {"shard": shard, "read": read[0] - before, "ready": status("VmHWM") - before, "digest": digest.hexdigest()}
+    return {
+        "shard": shard,
+        "read": read[0] - before,
+        "ready": status("VmHWM") - before,
+        "digest": digest.hexdigest(),
+    }
 
 
 def digest_of(digest: Any, tensors: Any) -> None:
@@ -97,14 +111,17 @@ def processes(way: str, engine: str, folder: Path, dtype: str, count: int) -> li
         program = [sys.executable, "-m", "benchmarks.load_memory"]
         command = [*program, "--one", way, engine, str(folder), dtype, str(count), home]
         env = {**os.environ, **ENVIRONMENT}  # as workers have
-        begun = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, env=env) for rank in range(count)]
+        begun = [
+            subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, env=env)
+            for rank in range(count)
+        ]
         printed = [process.communicate()[0] for process in begun]
     assert not any(process.returncode for process in begun)
     return [json.loads(text.splitlines()[-1]) for text in printed]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
@@ -115,9 +132,16 @@ def main() -> None:
     if options.one:
         way, engine, folder, dtype, count, home, rank = options.one
         ranks = Layout.for_training(dp=int(count)).coordinates(int(rank))
-        print(json.dumps(measure(way, engine, Path(folder), getattr(torch, dtype), ranks, Path(home) / "meeting")))
+        print(
+            json.dumps(
+                measure(
+                    way, engine, Path(folder), getattr(torch, dtype), ranks, Path(home) / "meeting"
+                )
+            )
+        )
         return
-    folder, rows = model_folder(options.model), []
+    folder = model_folder(options.model)
+    rows = []
     print(
         f"{'dtype':9} {'engine':10} {'rank':>5} {'shard MiB':>10} "
         + " ".join(f"{way + ': read ready':>22}" for way in WAYS)
@@ -128,10 +152,14 @@ def main() -> None:
             for rank in range(count):
                 at = {way: found[way][rank] for way in WAYS}
                 assert len({one["digest"] for one in at.values()}) == 1, "the weights differ"
-                figures = [f"{at[way]['read'] / MIB:14.0f} {at[way]['ready'] / MIB:7.0f}" for way in WAYS]
+                figures = [
+                    f"{at[way]['read'] / MIB:14.0f} {at[way]['ready'] / MIB:7.0f}" for way in WAYS
+                ]
                 name = engine if count == 1 else f"{engine} dp={count}"
                 print(
-                    f"{dtype:9} {name:10} {rank:5} {at[WAYS[0]]['shard'] / MIB:10.0f} {' '.join(figures)}", flush=True
+                    f"{dtype:9} {name:10} {rank:5} {at[WAYS[0]]['shard'] / MIB:10.0f} "
+                    f"{' '.join(figures)}",
+                    flush=True,
                 )
                 rows.append({"dtype": dtype, "engine": engine, "ranks": count, "rank": rank, **at})
     if options.json:

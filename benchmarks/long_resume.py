@@ -5,9 +5,9 @@
 
     python -m benchmarks.long_resume [--steps 1000000] [--times 5] [--json FILE]
 
-Both commands are started in turn; seconds are from the start of the command to its line of the first step, and the
-processor seconds are those of all processes of the run until then. After that line the run is killed, so that the next
-resume goes on from the same checkpoint.
+Both commands are started in turn; seconds are from the start of the command to its line of the
+first step, and the processor seconds are those of all processes of the run until then. After that
+line the run is killed, so that the next resume goes on from the same checkpoint.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ LOOK_SECONDS = 0.005
 
 @dataclass(frozen=True)
 class FirstStep:
-    """``seconds``: from the start of a command to its first step; ``processor_seconds``: of all its processes."""
+    """``seconds``: from the start of a command to its first step; ``processor_seconds``: of all its
+    processes."""
 
     seconds: float
     processor_seconds: float
@@ -66,12 +67,19 @@ def until(arguments: Sequence[str], home: Path, reached: Callable[[bytes], bool]
     began = time.monotonic()
     try:
         with log.open("wb") as output:
-            process = subprocess.Popen([*COMMAND, *arguments], env=environment, stdout=output, stderr=output, cwd=home)
+            process = subprocess.Popen(
+                [*COMMAND, *arguments], env=environment, stdout=output, stderr=output, cwd=home
+            )
         while not reached(log.read_bytes()):
             if process.poll() is not None:
-                raise Broken(f"`asyncdock {arguments[0]}` ended with {process.returncode}\n{tail(log)}")
+                raise Broken(
+                    f"`asyncdock {arguments[0]}` ended with {process.returncode}\n{tail(log)}"
+                )
             if time.monotonic() - began > DEADLINE_SECONDS:
-                raise Broken(f"`asyncdock {arguments[0]}` has made no step in {DEADLINE_SECONDS:.0f} s\n{tail(log)}")
+                raise Broken(
+                    f"`asyncdock {arguments[0]}` has made no step in "
+                    f"{DEADLINE_SECONDS:.0f} s\n{tail(log)}"
+                )
             time.sleep(LOOK_SECONDS)
         return FirstStep(time.monotonic() - began, processor_seconds(marked(mark)))
     finally:
@@ -103,8 +111,8 @@ def run_command(recipe: Path, out: Path, steps: int) -> list[str]:
 
 
 def long_run(home: Path, recipe: Path, steps: int) -> Path:
-    """A run that has made ``steps`` steps, as far as its folder says: the checkpoint of a real run of 25 steps, renumbered,
-    and the events of a run of that many steps."""
+    """A run that has made ``steps`` steps, as far as its folder says: the checkpoint of a real run
+    of 25 steps, renumbered, and the events of a run of that many steps."""
     out = home / "long"
     first = out / "checkpoints" / checkpoint.name_of(FIRST_CHECKPOINT)
     until(run_command(recipe, out, steps + 1000), home, lambda _: first.is_dir())
@@ -122,7 +130,8 @@ def long_run(home: Path, recipe: Path, steps: int) -> Path:
 
 
 def renumber(folder: Path, version: int) -> None:
-    """Make the checkpoint in ``folder`` one of policy ``version``, in what it says and in its name."""
+    """Make the checkpoint in ``folder`` one of policy ``version``, in what it says and in its
+    name."""
     state = json.loads((folder / checkpoint.STATE).read_text())
     factor, rest = divmod(version, state["version"])
     if rest:
@@ -141,15 +150,23 @@ def measure(home: Path, steps: int, times: int) -> dict[str, list[FirstStep]]:
     figures: dict[str, list[FirstStep]] = {"new": [], "resumed": []}
     for number in range(times):
         new = home / f"new-{number}"
-        figures["new"].append(until(run_command(recipe, new, steps), home, lambda output: bool(steps_in(output))))
-        resumed = until(["resume", str(long), "--plain"], home, lambda output: steps + 1 in steps_in(output))
+        figures["new"].append(
+            until(run_command(recipe, new, steps), home, lambda output: bool(steps_in(output)))
+        )
+        resumed = until(
+            ["resume", str(long), "--plain"], home, lambda output: steps + 1 in steps_in(output)
+        )
         figures["resumed"].append(resumed)
     return figures
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=1_000_000, help=f"a multiple of {FIRST_CHECKPOINT}")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--steps", type=int, default=1_000_000, help=f"a multiple of {FIRST_CHECKPOINT}"
+    )
     parser.add_argument("--times", type=int, default=5, help="each of the two commands is started")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args(arguments)
@@ -162,7 +179,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def table(figures: dict[str, list[FirstStep]], steps: int) -> str:
-    """A Markdown table of medians, and below it the median of the differences of neighbouring starts."""
+    """A Markdown table of medians, and below it the median of the differences of neighbouring
+    starts."""
     lines = ["| until its first step | s | processor s |", "|---|---|---|"]
     names = {"new": "a new run", "resumed": f"a run resumed after {steps:,} steps"}
     for name, firsts in figures.items():
@@ -171,7 +189,9 @@ def table(figures: dict[str, list[FirstStep]], steps: int) -> str:
         lines.append(f"| {names[name]} | {seconds:.2f} | {processor:.2f} |")
     pairs = list(zip(figures["new"], figures["resumed"], strict=True))
     seconds = statistics.median(resumed.seconds - new.seconds for new, resumed in pairs)
-    processor = statistics.median(resumed.processor_seconds - new.processor_seconds for new, resumed in pairs)
+    processor = statistics.median(
+        resumed.processor_seconds - new.processor_seconds for new, resumed in pairs
+    )
     lines.append(f"| difference | {seconds:+.2f} | {processor:+.2f} |")
     return "\n".join(lines)
 

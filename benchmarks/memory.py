@@ -1,4 +1,5 @@
-"""Memory of the processes with torch engines: derived from a recipe, beside what such a process really takes.
+"""Memory of the processes with torch engines: derived from a recipe, beside what such a process
+really takes.
 
     for each case:  random model ▶ folder ▶ a fresh process: warm up on a small model ▶ (resident memory) ▶ the engine of
                     the recipe, at its longest rows ▶ highest resident memory ▶ compare
@@ -11,11 +12,13 @@
     python -m benchmarks.memory --live [--case NAME …]
     python -m benchmarks.memory --varied 300 [--case NAME …] [--side train rollout]
 
-``--live``: instead, of ``train``, what torch's allocator has given and not got back, at most, in the second step: without
-what the C library keeps, and without the copy for a checkpoint. This is what a device would need.
+``--live``: instead, of ``train``, what torch's allocator has given and not got back, at most, in
+the second step: without what the C library keeps, and without the copy for a checkpoint. This is
+what a device would need.
 
-``--varied STEPS``: instead, resident memory after each tenth of so many steps (train) or batches (rollout) of rows of random
-lengths, above that after the first one. Environment variables that are set replace those of workers.
+``--varied STEPS``: instead, resident memory after each tenth of so many steps (train) or batches
+(rollout) of rows of random lengths, above that after the first one. Environment variables that are
+set replace those of workers.
 
 CPU and Linux only. Exit code 1: a total is further than 15 % from what was measured.
 """
@@ -56,7 +59,13 @@ SMALL: dict[str, Any] = {
     "num_attention_heads": 8,
 }
 SMALL |= {"num_key_value_heads": 2, "vocab_size": 4096, "tie_word_embeddings": True}
-FIRST = {**SMALL, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 64}
+FIRST = {
+    **SMALL,
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "vocab_size": 64,
+}
 ROUTED = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 768, "head_dim": 48}
 EXPERTS = {**SMALL, **ROUTED}
 MANY_WORDS = {**SMALL, "num_hidden_layers": 2, "vocab_size": 49152}
@@ -66,16 +75,27 @@ LORA: Changes = {"model.lora": {"rank": 16}}
 LONG: Changes = {"rollout.max_tokens": 1024, "algorithm.group_size": 2, "train.token_budget": 2080}
 TWO_RANKS: Changes = {"train.dp": 2, "train.groups_per_step": 2}
 STAGES: Changes = {"train.pp": 2, "train.groups_per_step": 4}  # and as many micro-batches
-QUICKSTART: Changes = {"prompts.max_prompt_tokens": 64, "rollout.max_rows": 64, "rollout.max_tokens": 16}
-QUICKSTART |= {"train.groups_per_step": 4, "train.token_budget": 2048}  # as in recipes/quickstart.toml
+QUICKSTART: Changes = {
+    "prompts.max_prompt_tokens": 64,
+    "rollout.max_rows": 64,
+    "rollout.max_tokens": 16,
+}
+# as in recipes/quickstart.toml
+QUICKSTART |= {"train.groups_per_step": 4, "train.token_budget": 2048}
 
 
 def long_rows(tokens: int) -> Changes:
     """A step of two responses of so many tokens, in a micro-batch each."""
-    return {**LONG, "rollout.max_tokens": tokens, "train.token_budget": tokens + 32, "rollout.max_rows": 2}
+    return {
+        **LONG,
+        "rollout.max_tokens": tokens,
+        "train.token_budget": tokens + 32,
+        "rollout.max_rows": 2,
+    }
 
 
-TWICE = {**long_rows(2048), "train.cp": 2, "train.token_budget": 1040}  # for a rank as many tokens as of rows of 1k
+# for a rank as many tokens as of rows of 1k
+TWICE = {**long_rows(2048), "train.cp": 2, "train.token_budget": 1040}
 
 CASES: dict[str, tuple[Model, Changes]] = {
     "small": (SMALL, {}),
@@ -119,12 +139,19 @@ TOLERANCE = 0.15
 def recipe_of(source: str, changes: Changes) -> Recipe:
     data: dict[str, Any] = {
         "name": "memory",
-        "model": {"source": source, "vocabulary": "model"},  # the tokenizer of "tiny" has far fewer tokens
+        # the tokenizer of "tiny" has far fewer tokens
+        "model": {"source": source, "vocabulary": "model"},
         "prompts": {"source": "builtin", "task": "repeat", "max_prompt_tokens": 32},
         "rollout": {"max_rows": 16, "max_tokens": 64, "threads": 2, "device": "cpu"},
         "reward": {"functions": [{"name": "spelling"}]},
         "algorithm": {"group_size": 8, "options": {"kl_coef": 0.01}},
-        "train": {"steps": 2, "groups_per_step": 1, "token_budget": 640, "threads": 2, "device": "cpu"},
+        "train": {
+            "steps": 2,
+            "groups_per_step": 1,
+            "token_budget": 640,
+            "threads": 2,
+            "device": "cpu",
+        },
         "pipeline": {"arena": "1GiB"},
         "checkpoint": {"every": 1},
     }
@@ -141,7 +168,8 @@ def make_model(config: dict[str, Any], folder: Path, dtype: str = "float32") -> 
     from stages.models import tiny_tokenizer
 
     torch.manual_seed(0)
-    config_class, model_class = LlamaConfig, LlamaForCausalLM
+    config_class = LlamaConfig
+    model_class = LlamaForCausalLM
     if "num_experts" in config:
         config_class, model_class = Qwen3MoeConfig, Qwen3MoeForCausalLM  # type: ignore[assignment]
     model: Any = model_class(config_class(**config, max_position_embeddings=8192))  # type: ignore[arg-type]
@@ -163,11 +191,16 @@ def forget_peak() -> None:
 
 
 def measured(side: Engine, recipe: Recipe, other: str, ranks: RankCoordinates) -> int:
-    """The highest resident memory of this process while it works, above that before. It works with the model in the folder
-    ``other`` first, which loads libraries and fills their buffers."""
+    """The highest resident memory of this process while it works, above that before.
+
+    It works with the model in the folder ``other`` first, which loads libraries and fills their
+    buffers.
+    """
     work = WORK[side]
     work(
-        recipe.model_copy(update={"model": recipe.model.model_copy(update={"source": other})}), ranks, Path(other, "0")
+        recipe.model_copy(update={"model": recipe.model.model_copy(update={"source": other})}),
+        ranks,
+        Path(other, "0"),
     )
     gc.collect()
     forget_peak()
@@ -177,7 +210,8 @@ def measured(side: Engine, recipe: Recipe, other: str, ranks: RankCoordinates) -
 
 
 def rows_of_a_step(recipe: Recipe, chance: random.Random | None = None) -> Any:
-    """The columns of one replica's rows of a step, as long as the recipe allows, or of random lengths by ``chance``."""
+    """The columns of one replica's rows of a step, as long as the recipe allows, or of random
+    lengths by ``chance``."""
     import torch
     from tensordict import TensorDict
 
@@ -188,13 +222,21 @@ def rows_of_a_step(recipe: Recipe, chance: random.Random | None = None) -> Any:
         rows = [torch.full((length,), value, dtype=dtype) for length in lengths]
         return torch.nested.nested_tensor(rows, layout=torch.jagged)
 
-    places, longest = torch.arange(count), recipe.rollout.max_tokens
+    places = torch.arange(count)
+    longest = recipe.rollout.max_tokens
     prompts = [recipe.prompts.max_prompt_tokens or 0] * count
     responses = [chance.randint(1, longest) if chance else longest for _ in range(count)]
-    columns = {"group": places // size, "place": places % size, "advantage": 1.0 - 2.0 * (places % 2)}
+    columns = {
+        "group": places // size,
+        "place": places % size,
+        "advantage": 1.0 - 2.0 * (places % 2),
+    }
     columns["prompt_ids"] = ragged(prompts, 5, torch.int64)
     columns["response_ids"] = ragged(responses, 7, torch.int64)
-    columns |= {name: ragged(responses, -3.0, torch.float32) for name in ("rollout_logprobs", "ref_logprobs")}
+    columns |= {
+        name: ragged(responses, -3.0, torch.float32)
+        for name in ("rollout_logprobs", "ref_logprobs")
+    }
     return TensorDict(columns, [count])
 
 
@@ -208,7 +250,8 @@ def train(recipe: Recipe, ranks: RankCoordinates, meeting: Path) -> None:
 
     store = FileStore(str(meeting), ranks.world)
     engine = train_engine(recipe, *((ranks, store) if ranks.world > 1 else ()))
-    rows, algorithm = rows_of_a_step(recipe), algorithm_of(recipe)
+    rows = rows_of_a_step(recipe)
+    algorithm = algorithm_of(recipe)
     writer = Writer(engine)
     engine.train_batch(rows, algorithm)
     writer.copy()
@@ -226,9 +269,11 @@ def live(recipe: Recipe, ranks: RankCoordinates, meeting: Path) -> int:
 
     store = FileStore(str(meeting), ranks.world)
     engine: Any = train_engine(recipe, *((ranks, store) if ranks.world > 1 else ()))
-    rows, algorithm = rows_of_a_step(recipe), algorithm_of(recipe)
+    rows = rows_of_a_step(recipe)
+    algorithm = algorithm_of(recipe)
     engine.train_batch(rows, algorithm)
-    held = 3 * sum(parameter.nbytes for parameter in engine.trained.values())  # with AdamW's moments
+    # with AdamW's moments
+    held = 3 * sum(parameter.nbytes for parameter in engine.trained.values())
     if engine.packed_model.dtype != next(iter(engine.trained.values())).dtype and ranks.world == 1:
         held += sum(parameter.nbytes for parameter in engine.model.parameters())
     record = Allocations()
@@ -257,7 +302,8 @@ async def generate(recipe: Recipe) -> None:
     from stages.adapters.names import adapter_shapes
     from stages.engines.protocols import GroupRequest, SamplingParams
 
-    engine, size = rollout_engine(recipe, version=0), recipe.algorithm.group_size
+    engine = rollout_engine(recipe, version=0)
+    size = recipe.algorithm.group_size
     params = SamplingParams(max_tokens=recipe.rollout.max_tokens)
     ids = torch.full((recipe.prompts.max_prompt_tokens or 0,), 5)
     groups = range(recipe.rollout.max_rows // size)
@@ -270,7 +316,9 @@ async def generate(recipe: Recipe) -> None:
 
     async def swap() -> None:
         for version in itertools.count(1):
-            await engine.load_weights(version, {n: torch.zeros(shape, dtype=dtype) for n, shape in shapes.items()})
+            await engine.load_weights(
+                version, {n: torch.zeros(shape, dtype=dtype) for n, shape in shapes.items()}
+            )
 
     swapping = asyncio.create_task(swap())
     async with aclosing(engine.generate(requests)) as ended:  # type: ignore[type-var]
@@ -282,15 +330,19 @@ async def generate(recipe: Recipe) -> None:
 
 
 async def growth(side: Engine, recipe: Recipe, steps: int) -> list[int]:
-    """Bytes of this process after each tenth of ``steps`` steps of rows of random lengths, above those after the first."""
+    """Bytes of this process after each tenth of ``steps`` steps of rows of random lengths, above
+    those after the first."""
     import torch
 
     from orchestration.recipe.flow import algorithm_of
     from orchestration.run.engines import rollout_engine, train_engine
     from stages.engines.protocols import GroupRequest, SamplingParams
 
-    chance, found = random.Random(0), list[int]()
-    rows, longest, prompt = recipe.rollout.max_rows, recipe.rollout.max_tokens, recipe.prompts.max_prompt_tokens or 1
+    chance = random.Random(0)
+    found = list[int]()
+    rows = recipe.rollout.max_rows
+    longest = recipe.rollout.max_tokens
+    prompt = recipe.prompts.max_prompt_tokens or 1
     trainer = train_engine(recipe) if side == "train" else None
     engine = rollout_engine(recipe, version=0) if side == "rollout" else None
     for step in range(steps + 1):
@@ -299,7 +351,9 @@ async def growth(side: Engine, recipe: Recipe, steps: int) -> list[int]:
         if engine is not None:
             lengths = [SamplingParams(max_tokens=chance.randint(1, longest)) for _ in range(rows)]
             ids = torch.full((prompt,), 5)
-            async for _ in engine.generate([GroupRequest(row, (0,), ids, lengths[row], row) for row in range(rows)]):
+            async for _ in engine.generate(
+                [GroupRequest(row, (0,), ids, lengths[row], row) for row in range(rows)]
+            ):
                 pass
         if step % (steps // 10) == 0:
             found.append(resident())
@@ -316,15 +370,18 @@ WORK: dict[Engine, Callable[[Recipe, RankCoordinates, Path], None]] = {
 
 
 def in_children(side: Engine, recipe: Recipe, of_torch: bool) -> int:
-    """What :func:`measured`, or ``of_torch`` :func:`live` returns in a process of its own for each rank of the side: the
-    most."""
+    """What :func:`measured`, or ``of_torch`` :func:`live` returns in a process of its own for each
+    rank of the side: the most."""
     os.environ.update({**ENVIRONMENT, **os.environ})  # as workers have
     of = recipe.train.layout.coordinates(0) if side == "train" else ALONE
     with tempfile.TemporaryDirectory(prefix="adk-memory-") as other, ExitStack() as stack:
         layers = {"num_hidden_layers": max(FIRST["num_hidden_layers"], of.layout.virtual_stages)}
         routed = ROUTED if experts_of(config_of(recipe.model.source))[0] else {}
         make_model({**FIRST, **layers, **routed}, Path(other))
-        children = [stack.enter_context(multiprocessing.get_context("spawn").Pool(1)) for _ in range(of.world)]
+        children = [
+            stack.enter_context(multiprocessing.get_context("spawn").Pool(1))
+            for _ in range(of.world)
+        ]
         found = [
             child.apply_async(live, (recipe, replace(of, rank=rank), Path(other, "1")))
             if of_torch
@@ -344,9 +401,14 @@ def compare(
         recipe = recipe_of(model if isinstance(model, str) else home, changes)
         for side, parts in memory_of(recipe).items():
             if of_torch:
-                parts = {part: size for part, size in parts.items() if part not in (*HOST_PARTS, *CPU_PARTS)}
+                parts = {
+                    part: size
+                    for part, size in parts.items()
+                    if part not in (*HOST_PARTS, *CPU_PARTS)
+                }
             if side in sides:
-                total, taken = sum(parts.values()), in_children(side, recipe, of_torch)
+                total = sum(parts.values())
+                taken = in_children(side, recipe, of_torch)
                 yield {"side": side, "derived": total, "measured": taken, "parts": parts}
 
 
@@ -363,7 +425,10 @@ def show_growth(cases: Collection[str], sides: Collection[Engine], steps: int) -
                 make_model(model, Path(home), changes.get("model.dtype", "float32"))
             recipe = recipe_of(model if isinstance(model, str) else home, changes)
             sizes = child.apply(run_growth, (side, recipe, steps))
-        print(f"| {name} | {side} | {', '.join(f'{size / 2**20:,.0f}' for size in sizes)} |", flush=True)
+        print(
+            f"| {name} | {side} | {', '.join(f'{size / 2**20:,.0f}' for size in sizes)} |",
+            flush=True,
+        )
     return 0
 
 
@@ -372,22 +437,38 @@ def run_growth(side: Engine, recipe: Recipe, steps: int) -> list[int]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--case", nargs="*", default=list(CASES), choices=list(CASES))
     parser.add_argument("--side", nargs="*", default=list(WORK), choices=list(WORK))
-    parser.add_argument("--varied", type=int, metavar="STEPS", help="growth over so many steps instead, at least 10")
-    parser.add_argument("--live", action="store_true", help="what torch has allocated in a train step instead")
+    parser.add_argument(
+        "--varied", type=int, metavar="STEPS", help="growth over so many steps instead, at least 10"
+    )
+    parser.add_argument(
+        "--live", action="store_true", help="what torch has allocated in a train step instead"
+    )
     arguments = parser.parse_args()
     if arguments.varied:
         return show_growth(arguments.case, arguments.side, arguments.varied)
     found: list[dict[str, Any]] = []
-    print("| case | process | derived, MiB | measured, MiB | ratio | parts, MiB |\n|---|---|---|---|---|---|")
+    print(
+        "| case | process | derived, MiB | measured, MiB | ratio | parts, MiB "
+        "|\n|---|---|---|---|---|---|"
+    )
     for name in arguments.case:
-        for row in compare(*CASES[name], ["train"] if arguments.live else arguments.side, arguments.live):
+        for row in compare(
+            *CASES[name], ["train"] if arguments.live else arguments.side, arguments.live
+        ):
             found.append({"case": name, **row})
-            parts = ", ".join(f"{part} {size / 2**20:,.0f}" for part, size in row["parts"].items() if size >= 2**20)
-            derived, taken = row["derived"], row["measured"]
+            parts = ", ".join(
+                f"{part} {size / 2**20:,.0f}"
+                for part, size in row["parts"].items()
+                if size >= 2**20
+            )
+            derived = row["derived"]
+            taken = row["measured"]
             sizes = f"{derived / 2**20:,.0f} | {taken / 2**20:,.0f} | {derived / taken:.2f}"
             print(f"| {name} | {row['side']} | {sizes} | {parts} |", flush=True)
     if arguments.json:

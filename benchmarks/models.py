@@ -1,13 +1,16 @@
-"""The table of model families: what each engine computes, beside transformers' plain forward of the same checkpoint.
+"""The table of model families: what each engine computes, beside transformers' plain forward of the
+same checkpoint.
 
     python -m benchmarks.models [--family NAME …] [--dtype float32|bfloat16 …] [--vllm .venv-vllm/bin/python] [--json FILE]
     python -m benchmarks.models --checkpoint FOLDER [--dtype …] [--vllm …]
 
-Each family is a tiny checkpoint with random weights (benchmarks/families.py), written by `save_pretrained`. Sequences are
-64 tokens long, windows have 16 and rope changes at 32. A cell is what `asyncdock check` says of a recipe that asks for it:
-a refusal, or figures. Figures are differences of logprobs, "largest / mean" over all response tokens, judged by the limits
-that a probe of a run applies (docs/weights.md). The command ends with 1 when a cell is outside of its limits or fails.
-`--checkpoint FOLDER` prints the row of your own checkpoint. The folder is only read.
+Each family is a tiny checkpoint with random weights (benchmarks/families.py), written by
+`save_pretrained`. Sequences are 64 tokens long, windows have 16 and rope changes at 32. A cell is
+what `asyncdock check` says of a recipe that asks for it: a refusal, or figures. Figures are
+differences of logprobs, "largest / mean" over all response tokens, judged by the limits that a
+probe of a run applies (docs/weights.md). The command ends with 1 when a cell is outside of its
+limits or fails. `--checkpoint FOLDER` prints the row of your own checkpoint. The folder is only
+read.
 
   rollout     torch engine: generated in groups that share a prompt; its logprobs
   train       torch engine: packed groups; its logprobs, and its gradient ("g", relative difference of the whole gradient)
@@ -49,7 +52,10 @@ from stages.parallel.layout import RankCoordinates
 from stages.parallel.placement import train_placement
 from stages.weights.store import Gap, Probe, ProbeRule, gap
 
-PROMPTS, ROWS, LENGTH = (10, 24), 3, 64  # tokens of the prompts; rows of a group; tokens of a sequence
+# tokens of the prompts; rows of a group; tokens of a sequence
+PROMPTS = (10, 24)
+ROWS = 3
+LENGTH = 64
 GRADIENT = 1e-4  # relative difference in float32, at most
 COLUMNS = ("rollout", "train", "dp", "tp", "weights", "checkpoint", "vllm")
 SECRET = b"of the table of models"
@@ -69,11 +75,15 @@ class Failed(Exception):
     """Figures that are outside of their limits."""
 
 
-# --- what is asked ---------------------------------------------------------------------------------------------------
+# --- what is asked
+# --------------------------------------------------------------------------------------------------
 
 
-def recipe_problems(folder: Path, dtype: str, changes: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """What `asyncdock check` says of a recipe with this model and ``changes``, one sentence each."""
+def recipe_problems(
+    folder: Path, dtype: str, changes: Mapping[str, Mapping[str, Any]]
+) -> list[str]:
+    """What `asyncdock check` says of a recipe with this model and ``changes``, one sentence
+    each."""
     recipe: dict[str, dict[str, Any]] = {
         "model": {"source": str(folder), "dtype": dtype},
         "prompts": {"source": "builtin", "task": "repeat"},
@@ -98,7 +108,13 @@ ASKED: dict[str, Mapping[str, Mapping[str, Any]]] = {  # the recipe of each colu
     "colocated": {"launch": {"placement": "colocated"}},
     "vllm": {"rollout": {"engine": "vllm"}},
 }
-OTHER_SIDE = {"rollout": "train", "train": "rollout", "dp": "rollout", "tp": "rollout", "vllm": "train"}
+OTHER_SIDE = {
+    "rollout": "train",
+    "train": "rollout",
+    "dp": "rollout",
+    "tp": "rollout",
+    "vllm": "train",
+}
 
 
 def refusal(folder: Path, dtype: str, column: str) -> str:
@@ -112,7 +128,8 @@ def refusal(folder: Path, dtype: str, column: str) -> str:
     return ""
 
 
-# --- the plain forward -----------------------------------------------------------------------------------------------
+# --- the plain forward
+# -----------------------------------------------------------------------------------------------
 
 
 def sequences(seed: int = 0, vocabulary: int = VOCABULARY) -> Rows:
@@ -127,7 +144,8 @@ def sequences(seed: int = 0, vocabulary: int = VOCABULARY) -> Rows:
 
 
 def vocabulary_of(model: Any) -> int:
-    """How many token ids rows are drawn from: VOCABULARY, or all of ``model`` where it has fewer."""
+    """How many token ids rows are drawn from: VOCABULARY, or all of ``model`` where it has
+    fewer."""
     return min(VOCABULARY, int(model.get_input_embeddings().num_embeddings))
 
 
@@ -144,18 +162,22 @@ def plain_model(folder: Path, dtype: torch.dtype) -> Any:
 
 
 def unchanged_model(folder: Path, dtype: torch.dtype) -> Any:
-    """transformers' model; one with longrope has its long factors for sequences of any length, as vLLM and the engines
-    have."""
+    """transformers' model; one with longrope has its long factors for sequences of any length, as
+    vLLM and the engines have."""
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":
         rope["short_factor"] = rope["long_factor"]
-    return AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype, local_files_only=True).eval()
+    return AutoModelForCausalLM.from_pretrained(
+        folder, config=config, dtype=dtype, local_files_only=True
+    ).eval()
 
 
 def plain_logprobs(model: Any, prompt: torch.Tensor, response: torch.Tensor) -> torch.Tensor:
     """float32 [T], by transformers' own forward of the one sequence."""
-    logits = model(input_ids=torch.cat([prompt, response])[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
+    logits = model(input_ids=torch.cat([prompt, response])[None], use_cache=False).logits[
+        0, len(prompt) - 1 : -1
+    ]
     return logits.float().log_softmax(-1).gather(-1, response[:, None])[:, 0]
 
 
@@ -164,13 +186,18 @@ def plain_rows(model: Any, rows: Rows) -> torch.Tensor:
     return torch.cat([plain_logprobs(model, prompt, response) for prompt, response in rows])
 
 
-def plain_gradient(folder: Path, batch: TensorDict, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    """The gradient of one GRPO step at equal policies, by transformers' own forward in ``dtype``: of each row, its advantage
-    times the sum of its logprobs, over all tokens."""
+def plain_gradient(
+    folder: Path, batch: TensorDict, dtype: torch.dtype = torch.float32
+) -> dict[str, torch.Tensor]:
+    """The gradient of one GRPO step at equal policies, by transformers' own forward in ``dtype``:
+    of each row, its advantage times the sum of its logprobs, over all tokens."""
     model = unchanged_model(folder, dtype)
-    prompts, responses = batch["prompt_ids"].unbind(), batch["response_ids"].unbind()
+    prompts = batch["prompt_ids"].unbind()
+    responses = batch["response_ids"].unbind()
     total = sum(len(response) for response in responses)
-    for prompt, response, advantage in zip(prompts, responses, batch["advantage"].tolist(), strict=True):
+    for prompt, response, advantage in zip(
+        prompts, responses, batch["advantage"].tolist(), strict=True
+    ):
         (-advantage * plain_logprobs(model, prompt, response).sum() / total).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
@@ -184,7 +211,10 @@ def batch_of(rows: Rows, logprobs: torch.Tensor) -> TensorDict:
         "response_ids": [response for _, response in rows],
         "rollout_logprobs": list(logprobs.split(lengths)),
     }
-    batch = {name: torch.nested.nested_tensor(values, layout=torch.jagged) for name, values in columns.items()}
+    batch = {
+        name: torch.nested.nested_tensor(values, layout=torch.jagged)
+        for name, values in columns.items()
+    }
     count = len(rows)
     return TensorDict(
         {
@@ -197,7 +227,8 @@ def batch_of(rows: Rows, logprobs: torch.Tensor) -> TensorDict:
     )
 
 
-# --- judging ---------------------------------------------------------------------------------------------------------
+# --- judging
+# --------------------------------------------------------------------------------------------------
 
 
 def judged(found: torch.Tensor, expected: torch.Tensor, rule: ProbeRule) -> Gap:
@@ -218,21 +249,30 @@ def shown(gaps: Iterable[Gap], gradient: float | None = None) -> str:
 def gradient_gap(
     found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], limit: float = math.inf
 ) -> float:
-    """The 2-norm of the difference over that of the gradient. Raises Failed beyond ``limit``; in float32 the difference of
-    each parameter is held to a hundred times as much."""
+    """The 2-norm of the difference over that of the gradient.
+
+    Raises Failed beyond ``limit``; in float32 the difference of each parameter is held to a hundred
+    times as much.
+    """
     if missing := found.keys() ^ expected.keys():
         raise Failed(f"gradients of other parameters: {sorted(missing)[:3]}")
-    squares = {name: float((found[name].float() - value).square().sum()) for name, value in expected.items()}
+    squares = {
+        name: float((found[name].float() - value).square().sum())
+        for name, value in expected.items()
+    }
     norms = {name: float(value.square().sum()) for name, value in expected.items()}
     whole = (sum(squares.values()) / sum(norms.values())) ** 0.5
     worst = max(norms, key=lambda name: squares[name] / max(norms[name], 1e-12))
     each = (squares[worst] / max(norms[worst], 1e-12)) ** 0.5
     if whole > limit or (limit == GRADIENT and each > 100 * limit):
-        raise Failed(f"the gradient differs by {whole:.2g} of its norm, that of {worst} by {each:.2g}")
+        raise Failed(
+            f"the gradient differs by {whole:.2g} of its norm, that of {worst} by {each:.2g}"
+        )
     return whole
 
 
-# --- engines ---------------------------------------------------------------------------------------------------------
+# --- engines
+# --------------------------------------------------------------------------------------------------
 
 
 def requests(seed: int, prompts: Sequence[torch.Tensor]) -> list[GroupRequest]:
@@ -248,7 +288,9 @@ def requests(seed: int, prompts: Sequence[torch.Tensor]) -> list[GroupRequest]:
     ]
 
 
-async def generated(engine: RolloutEngine, vocabulary: int, seed: int = 0) -> tuple[Rows, torch.Tensor]:
+async def generated(
+    engine: RolloutEngine, vocabulary: int, seed: int = 0
+) -> tuple[Rows, torch.Tensor]:
     """Rows that ``engine`` has generated to their full length, and its logprobs."""
     prompts = [sequences(seed, vocabulary)[number * ROWS][0] for number in range(len(PROMPTS))]
     found = [done async for done in engine.generate(requests(seed, prompts))]
@@ -268,8 +310,9 @@ def train_engine_options(dtype: torch.dtype) -> dict[str, Any]:
 
 
 def one_step(engine: Any, batch: TensorDict) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Logprobs of ``batch`` before an optimizer step on it, and the step's gradients, whole, by parameter name. The batch
-    counts as generated by the engine itself: what another's logprobs differ by would weight its tokens."""
+    """Logprobs of ``batch`` before an optimizer step on it, and the step's gradients, whole, by
+    parameter name. The batch counts as generated by the engine itself: what another's logprobs
+    differ by would weight its tokens."""
     from stages.engines.torch.parallel.sharded import whole
 
     gradients: dict[str, torch.Tensor] = {}
@@ -287,16 +330,22 @@ def one_step(engine: Any, batch: TensorDict) -> tuple[torch.Tensor, dict[str, to
 
 
 class Checkpoint:
-    """The checkpoint in ``folder`` in one dtype, with what the columns are compared with. ``home``: folder to write into."""
+    """The checkpoint in ``folder`` in one dtype, with what the columns are compared with.
+
+    ``home``: folder to write into.
+    """
 
     def __init__(self, folder: Path, dtype: torch.dtype, home: Path) -> None:
-        self.folder, self.dtype, self.home = folder, dtype, home
+        self.folder = folder
+        self.dtype = dtype
+        self.home = home
         self.plain = plain_model(self.folder, dtype)
         self.rule = ProbeRule.of(dtype, self.plain.config)
         self.rows = sequences(vocabulary=vocabulary_of(self.plain))
         self.expected = plain_rows(self.plain, self.rows)
         self.batch = batch_of(self.rows, self.expected)
-        self.gradient, self.gradient_limit = plain_gradient(self.folder, self.batch), GRADIENT
+        self.gradient = plain_gradient(self.folder, self.batch)
+        self.gradient_limit = GRADIENT
         if dtype != torch.float32:  # transformers' own roundings, and as many of the engine's
             rounded = plain_gradient(self.folder, self.batch, dtype)
             self.gradient_limit = 2 * gradient_gap(rounded, self.gradient)
@@ -305,7 +354,9 @@ class Checkpoint:
         from stages.engines.torch.rollout import TorchRolloutEngine
 
         async def run() -> tuple[Rows, torch.Tensor]:
-            engine = TorchRolloutEngine(loaded(self.folder, self.dtype), max_rows=4, device="cpu", context=LENGTH)
+            engine = TorchRolloutEngine(
+                loaded(self.folder, self.dtype), max_rows=4, device="cpu", context=LENGTH
+            )
             try:
                 return await generated(engine, vocabulary_of(self.plain))
             finally:
@@ -317,10 +368,13 @@ class Checkpoint:
     def train(self) -> str:
         from stages.engines.torch.train import TorchTrainEngine
 
-        engine = TorchTrainEngine(loaded(self.folder, self.dtype), **train_engine_options(self.dtype))
+        engine = TorchTrainEngine(
+            loaded(self.folder, self.dtype), **train_engine_options(self.dtype)
+        )
         logprobs, gradient = one_step(engine, self.batch)
         return shown(
-            [judged(logprobs, self.expected, self.rule)], gradient_gap(gradient, self.gradient, self.gradient_limit)
+            [judged(logprobs, self.expected, self.rule)],
+            gradient_gap(gradient, self.gradient, self.gradient_limit),
         )
 
     def sharded(self, dp: int, tp: int) -> str:
@@ -344,16 +398,18 @@ class Checkpoint:
         from stages.weights.depot import Depot
         from stages.weights.store import WeightStore
 
-        trainer = TorchTrainEngine(loaded(self.folder, self.dtype), **train_engine_options(self.dtype))
+        trainer = TorchTrainEngine(
+            loaded(self.folder, self.dtype), **train_engine_options(self.dtype)
+        )
         store = WeightStore(self.home / "shared")
         sender = WeightSender(WeightStore(self.home / "sent"), host="127.0.0.1", secret=SECRET)
         transports = ((store, store), (sender, Depot(self.home / "received", secret=SECRET)))
 
         async def run() -> list[Gap]:
-            engine, gaps = (
-                TorchRolloutEngine(loaded(self.folder, self.dtype), max_rows=4, device="cpu", context=LENGTH),
-                [],
+            engine = TorchRolloutEngine(
+                loaded(self.folder, self.dtype), max_rows=4, device="cpu", context=LENGTH
             )
+            gaps = []
             try:
                 for version, (publisher, reader) in enumerate(transports, 1):
                     one_step(trainer, self.batch)
@@ -376,14 +432,20 @@ class Checkpoint:
     def checkpoint(self) -> str:
         from stages.engines.torch.train import TorchTrainEngine
 
-        trainer = TorchTrainEngine(loaded(self.folder, self.dtype), **train_engine_options(self.dtype))
+        trainer = TorchTrainEngine(
+            loaded(self.folder, self.dtype), **train_engine_options(self.dtype)
+        )
         one_step(trainer, self.batch)
         trainer.save_pretrained(self.home / "saved")
-        _compare("one process", plain_model(self.home / "saved", self.dtype), dict(trainer.weights()))
+        _compare(
+            "one process", plain_model(self.home / "saved", self.dtype), dict(trainer.weights())
+        )
         if refused := refusal(self.folder, _name(self.dtype), "dp"):
             return f"equal; of ranks: {refused}"
         folder = self.home / "saved-2"
-        weights = on_ranks(2, 1, _saved, str(self.folder), self.dtype, self.rows, self.expected, str(folder))[0]
+        weights = on_ranks(
+            2, 1, _saved, str(self.folder), self.dtype, self.rows, self.expected, str(folder)
+        )[0]
         _compare("two ranks", plain_model(folder, self.dtype), weights)
         return "equal"
 
@@ -400,22 +462,30 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-# --- ranks -----------------------------------------------------------------------------------------------------------
+# --- ranks
+# --------------------------------------------------------------------------------------------------
 
 
 def _engine(ranks: RankCoordinates, folder: str, dtype: torch.dtype) -> Any:
     from stages.engines.torch.parallel.sharded import Sharded
     from stages.engines.torch.train import TorchTrainEngine
 
-    return TorchTrainEngine(loaded(Path(folder), dtype), parallel=Sharded(ranks), **train_engine_options(dtype))
+    return TorchTrainEngine(
+        loaded(Path(folder), dtype), parallel=Sharded(ranks), **train_engine_options(dtype)
+    )
 
 
-def _share(ranks: RankCoordinates, rows: Rows, expected: torch.Tensor) -> tuple[TensorDict, torch.Tensor]:
+def _share(
+    ranks: RankCoordinates, rows: Rows, expected: torch.Tensor
+) -> tuple[TensorDict, torch.Tensor]:
     """Every second row of a replica's, and the places of its tokens among all."""
-    batch, places = batch_of(rows, expected), torch.arange(len(expected)).split([len(r) for _, r in rows])
+    batch = batch_of(rows, expected)
+    places = torch.arange(len(expected)).split([len(r) for _, r in rows])
     own = list(range(ranks.replica, len(rows), ranks.layout.replicas))
     columns = {
-        name: torch.nested.nested_tensor([batch[name].unbind()[at] for at in own], layout=torch.jagged)
+        name: torch.nested.nested_tensor(
+            [batch[name].unbind()[at] for at in own], layout=torch.jagged
+        )
         if batch[name].is_nested
         else batch[name][own]
         for name in batch.keys()  # noqa: SIM118
@@ -423,24 +493,35 @@ def _share(ranks: RankCoordinates, rows: Rows, expected: torch.Tensor) -> tuple[
     return TensorDict(columns, [len(own)]), torch.cat([places[at] for at in own])
 
 
-def _sharded(ranks: RankCoordinates, folder: str, dtype: torch.dtype, rows: Rows, expected: torch.Tensor) -> Any:
+def _sharded(
+    ranks: RankCoordinates, folder: str, dtype: torch.dtype, rows: Rows, expected: torch.Tensor
+) -> Any:
     share, places = _share(ranks, rows, expected)
     logprobs, gradients = one_step(_engine(ranks, folder, dtype), share)
     return places, logprobs, gradients if ranks.rank == 0 else {}
 
 
 def _saved(
-    ranks: RankCoordinates, folder: str, dtype: torch.dtype, rows: Rows, expected: torch.Tensor, target: str
+    ranks: RankCoordinates,
+    folder: str,
+    dtype: torch.dtype,
+    rows: Rows,
+    expected: torch.Tensor,
+    target: str,
 ) -> Any:
     engine = _engine(ranks, folder, dtype)
     one_step(engine, _share(ranks, rows, expected)[0])
     engine.save_pretrained(Path(target))
     return (
-        {name: value.clone() for name, value in engine.weights()} if ranks.rank == 0 else list(engine.weights()) and {}
+        {name: value.clone() for name, value in engine.weights()}
+        if ranks.rank == 0
+        else list(engine.weights()) and {}
     )
 
 
-def _swapped(ranks: RankCoordinates, folder: str, dtype: torch.dtype, rows: Rows, expected: torch.Tensor) -> None:
+def _swapped(
+    ranks: RankCoordinates, folder: str, dtype: torch.dtype, rows: Rows, expected: torch.Tensor
+) -> None:
     """The allgather-swap of a colocated run, from the ranks into a decoder on each: bit for bit."""
     from stages.engines.torch.decoding.decoder import TorchDecoder
     from stages.parallel.layout import Layout
@@ -473,7 +554,8 @@ def _swapped(ranks: RankCoordinates, folder: str, dtype: torch.dtype, rows: Rows
 
 
 def on_ranks(dp: int, tp: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """``work(ranks, *arguments)`` on each of dp · tp processes of one group; what each returned, by rank."""
+    """``work(ranks, *arguments)`` on each of dp · tp processes of one group; what each returned, by
+    rank."""
     from tests.ranks import on_ranks as run
 
     try:
@@ -482,15 +564,21 @@ def on_ranks(dp: int, tp: int, work: Callable[..., Any], *arguments: Any) -> lis
         raise Failed(str(error).strip().splitlines()[-1]) from error
 
 
-# --- vLLM, in an environment of its own ------------------------------------------------------------------------------
+# --- vLLM, in an environment of its own
+# ------------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def changed(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Move each parameter of ``model`` by as much as half of its numbers differ. Returns them by name."""
+    """Move each parameter of ``model`` by as much as half of its numbers differ.
+
+    Returns them by name.
+    """
     made = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
-        noise = torch.randn(parameter.shape, generator=made) * 0.5 * parameter.float().std(correction=0)
+        noise = (
+            torch.randn(parameter.shape, generator=made) * 0.5 * parameter.float().std(correction=0)
+        )
         yield name, parameter.add_(noise.to(parameter.dtype))
 
 
@@ -503,7 +591,8 @@ def vllm(home: Path, folder: Path, dtype: torch.dtype) -> str:
     shared = home / "vllm"
     shared.mkdir()
     Credentials(SECRET, shared).write(shared)
-    before, after = plain_model(folder, dtype), plain_model(folder, dtype)
+    before = plain_model(folder, dtype)
+    after = plain_model(folder, dtype)
     weights = dict(changed(after))
     rule = ProbeRule.of(dtype, before.config)
     sender = WeightSender(WeightStore(home / "offered"), host="127.0.0.1", secret=SECRET)
@@ -523,7 +612,9 @@ def vllm(home: Path, folder: Path, dtype: torch.dtype) -> str:
             gaps = [await measure(engine, before, "its own weights")]
             await engine.load_weights(1, weights)
             gaps.append(await measure(engine, after, "weights from shared memory"))
-            await engine.load_weights(2, {name: p.detach() for name, p in before.named_parameters()})
+            await engine.load_weights(
+                2, {name: p.detach() for name, p in before.named_parameters()}
+            )
             await engine.load_weights(3, await engine.receive(sender.publish(3, weights.items())))
             gaps.append(await measure(engine, after, "weights from the network"))
             return gaps
@@ -556,13 +647,19 @@ def vllm_cell(python: Path, home: Path, folder: Path, dtype: str) -> Cell:
     environment = os.environ | {"PYTHONPATH": str(Path.cwd()), "VLLM_LOGGING_LEVEL": "ERROR"}
     try:
         ended = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=VLLM_SECONDS, check=False
+            command,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=VLLM_SECONDS,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         return Cell("fails", f"no answer in {VLLM_SECONDS:.0f} s")
     if os.environ.get("MODELS_TRACE"):
         print(ended.stderr, file=sys.stderr)
-    found = [line for line in ended.stdout.splitlines() if line.startswith('{"state"')]  # threads may write after it
+    # threads may write after it
+    found = [line for line in ended.stdout.splitlines() if line.startswith('{"state"')]
     return Cell(**json.loads(found[-1])) if found else Cell("fails", _last_error(ended.stderr))
 
 
@@ -571,7 +668,8 @@ def _last_error(text: str) -> str:
     return (errors or text.strip().splitlines() or ["no message"])[-1][-300:]
 
 
-# --- the table -------------------------------------------------------------------------------------------------------
+# --- the table
+# --------------------------------------------------------------------------------------------------
 
 
 def measured(work: Callable[[], str]) -> Cell:
@@ -586,15 +684,23 @@ def measured(work: Callable[[], str]) -> Cell:
 
 
 def row(
-    name: str, dtype: torch.dtype, columns: Sequence[str], python: Path | None, own: Path | None = None
+    name: str,
+    dtype: torch.dtype,
+    columns: Sequence[str],
+    python: Path | None,
+    own: Path | None = None,
 ) -> Iterator[tuple[str, Cell]]:
     """The cells of a family's checkpoint, or of the one in the folder ``own``, by column."""
     with tempfile.TemporaryDirectory(prefix="adk-models-") as folder:
         home = Path(folder)
         checkpoint = Checkpoint(own or write(name, home / "model", dtype), dtype, home)
         for column in columns:
-            needs = {"weights": ("rollout", "train"), "checkpoint": ("train",)}.get(column, (column,))
-            refused = next(filter(None, (refusal(checkpoint.folder, _name(dtype), need) for need in needs)), "")
+            needs = {"weights": ("rollout", "train"), "checkpoint": ("train",)}.get(
+                column, (column,)
+            )
+            refused = next(
+                filter(None, (refusal(checkpoint.folder, _name(dtype), need) for need in needs)), ""
+            )
             if refused:
                 cell = Cell("refused", refused)
             elif column != "vllm":
@@ -603,7 +709,9 @@ def row(
                 cell = vllm_cell(python, home, checkpoint.folder, _name(dtype))
             else:
                 continue
-            print(f"{name:16}{_name(dtype):10}{column:11}{cell.state}: {cell.text}", file=sys.stderr)
+            print(
+                f"{name:16}{_name(dtype):10}{column:11}{cell.state}: {cell.text}", file=sys.stderr
+            )
             yield column, cell
 
 
@@ -613,7 +721,12 @@ def markdown(table: Mapping[str, Mapping[str, Mapping[str, Cell]]]) -> str:
     lines: list[str] = []
     for dtype, families in table.items():
         columns = [name for name in COLUMNS if any(name in cells for cells in families.values())]
-        lines += [f"**{dtype}**", "", f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+        lines += [
+            f"**{dtype}**",
+            "",
+            f"| | {' | '.join(columns)} |",
+            "|---" * (len(columns) + 1) + "|",
+        ]
         for family, cells in families.items():
             texts = []
             for column in columns:
@@ -621,20 +734,28 @@ def markdown(table: Mapping[str, Mapping[str, Mapping[str, Cell]]]) -> str:
                 if cell.state == "refused" and cell.text not in refusals:
                     refusals.append(cell.text)
                 number = f"no ({refusals.index(cell.text) + 1})" if cell.state == "refused" else ""
-                texts.append(number or (cell.text if cell.state == "works" else f"FAILS: {cell.text}"))
+                texts.append(
+                    number or (cell.text if cell.state == "works" else f"FAILS: {cell.text}")
+                )
             lines.append(f"| {family} | {' | '.join(texts)} |")
         lines.append("")
     return "\n".join([*lines, *(f"{number}. {text}" for number, text in enumerate(refusals, 1))])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--family", action="append", choices=list(FAMILIES))
-    parser.add_argument("--checkpoint", type=Path, metavar="FOLDER", help="of your own, in place of the families")
+    parser.add_argument(
+        "--checkpoint", type=Path, metavar="FOLDER", help="of your own, in place of the families"
+    )
     parser.add_argument("--dtype", action="append", choices=["float32", "bfloat16"])
     parser.add_argument("--column", action="append", choices=COLUMNS)
-    parser.add_argument("--vllm", type=Path, metavar="PYTHON", help="Python of an environment with vLLM")
-    parser.add_argument("--json", type=Path, help="results; cells that are there already are replaced or kept")
+    parser.add_argument(
+        "--vllm", type=Path, metavar="PYTHON", help="Python of an environment with vLLM"
+    )
+    parser.add_argument(
+        "--json", type=Path, help="results; cells that are there already are replaced or kept"
+    )
     parser.add_argument("--inside-vllm", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     transformers.utils.logging.set_verbosity_error()
@@ -650,19 +771,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     table: dict[str, dict[str, dict[str, Cell]]] = {}
     if options.json and options.json.exists():
         saved = json.loads(options.json.read_text())
-        table = {d: {f: {c: Cell(**cell) for c, cell in cs.items()} for f, cs in fs.items()} for d, fs in saved.items()}
+        table = {
+            d: {f: {c: Cell(**cell) for c, cell in cs.items()} for f, cs in fs.items()}
+            for d, fs in saved.items()
+        }
     for dtype in dtypes:
         for family in families:
-            for column, cell in row(family, getattr(torch, dtype), options.column or COLUMNS, options.vllm, own):
+            for column, cell in row(
+                family, getattr(torch, dtype), options.column or COLUMNS, options.vllm, own
+            ):
                 table.setdefault(dtype, {}).setdefault(family, {})[column] = cell
                 if options.json:  # after each cell: one takes minutes
                     plain = {
-                        d: {f: {c: asdict(x) for c, x in cs.items()} for f, cs in fs.items()} for d, fs in table.items()
+                        d: {f: {c: asdict(x) for c, x in cs.items()} for f, cs in fs.items()}
+                        for d, fs in table.items()
                     }
                     options.json.write_text(json.dumps(plain, indent=1))
     table = {d: {f: fs[f] for f in (*FAMILIES, *families) if f in fs} for d, fs in table.items()}
     print(markdown(table))
-    return int(any(cell.state == "fails" for fs in table.values() for cells in fs.values() for cell in cells.values()))
+    return int(
+        any(
+            cell.state == "fails"
+            for fs in table.values()
+            for cells in fs.values()
+            for cell in cells.values()
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Router replay of a model with experts: the gap between the engines with and without it, what it costs, and what is learnt.
+"""Router replay of a model with experts: the gap between the engines with and without it, what it
+costs, and what is learnt.
 
     engines   one process, equal weights: rows are generated, and their logprobs computed by the trainer with its own choices
               of experts and with the rollout's; seconds of both engines with and without the column, in turns; its bytes
@@ -7,8 +8,9 @@
     python -m benchmarks.moe [--recipe moe] [--engine torch] [--dtypes float32 bfloat16] [--tokens 48] [--repeats 5]
                              [--routers own replay] [--staleness 0 2] [--seeds 0 1 2] [--set KEY=VALUE] [--json FILE]
 
-``--engine vllm`` generates with vLLM, which returns no experts: there is a gap without replay alone. Ratios are medians of
-those of neighbouring turns. Gaps of runs are means over the steps, of all tokens and of those that the weights trained made.
+``--engine vllm`` generates with vLLM, which returns no experts: there is a gap without replay
+alone. Ratios are medians of those of neighbouring turns. Gaps of runs are means over the steps, of
+all tokens and of those that the weights trained made.
 """
 
 from __future__ import annotations
@@ -46,18 +48,30 @@ ONE_PROCESS = ["launch.launcher=inline", "train.dp=1", "train.ep=1"]
 
 def requests(recipe: Recipe) -> list[GroupRequest]:
     """Those of a train step."""
-    tokenizer, size = tokenizer_of(recipe), recipe.algorithm.group_size
-    prompts = load_prompts(recipe.prompts, tokenizer, recipe.seed, limits=prompt_limits(recipe)).train
+    tokenizer = tokenizer_of(recipe)
+    size = recipe.algorithm.group_size
+    prompts = load_prompts(
+        recipe.prompts, tokenizer, recipe.seed, limits=prompt_limits(recipe)
+    ).train
     params = sampling_of(recipe, tokenizer)
     return [
-        GroupRequest(group, tuple(range(size)), prompts.prompt(group).ids, params, group_seed(recipe.seed, group))
+        GroupRequest(
+            group,
+            tuple(range(size)),
+            prompts.prompt(group).ids,
+            params,
+            group_seed(recipe.seed, group),
+        )
         for group in range(recipe.train.groups_per_step)
     ]
 
 
-async def generated(engine: RolloutEngine, asked: Sequence[GroupRequest]) -> tuple[list[Completion], float]:
+async def generated(
+    engine: RolloutEngine, asked: Sequence[GroupRequest]
+) -> tuple[list[Completion], float]:
     """The responses, and the seconds that they took."""
-    began, found = time.perf_counter(), []
+    began = time.perf_counter()
+    found = []
     async for done in engine.generate(asked):
         found.append(done)
     return sorted(found, key=lambda one: (one.group, one.place)), time.perf_counter() - began
@@ -66,21 +80,32 @@ async def generated(engine: RolloutEngine, asked: Sequence[GroupRequest]) -> tup
 def rows_of(asked: Sequence[GroupRequest], done: Sequence[Completion]) -> TensorDict:
     batch = _batch(list(done))
     prompts = {request.group: request.prompt_ids for request in asked}
-    batch["prompt_ids"] = torch.nested.nested_tensor([prompts[one.group] for one in done], layout=torch.jagged)
+    batch["prompt_ids"] = torch.nested.nested_tensor(
+        [prompts[one.group] for one in done], layout=torch.jagged
+    )
     batch["advantage"] = torch.randn(len(done), generator=torch.Generator().manual_seed(0))
     return batch
 
 
 def gap_of(batch: TensorDict, logprobs: torch.Tensor) -> dict[str, float]:
-    difference = torch.cat(list(logprobs.unbind())) - torch.cat(list(batch["rollout_logprobs"].unbind()))
+    difference = torch.cat(list(logprobs.unbind())) - torch.cat(
+        list(batch["rollout_logprobs"].unbind())
+    )
     k3 = difference.exp() - 1 - difference
-    return {"mean": float(difference.abs().mean()), "max": float(difference.abs().max()), "k3": float(k3.mean())}
+    return {
+        "mean": float(difference.abs().mean()),
+        "max": float(difference.abs().max()),
+        "k3": float(k3.mean()),
+    }
 
 
 def bytes_of(recipe: Recipe, done: Sequence[Completion]) -> dict[str, float]:
     """Mean bytes of a sample's columns, as they are stored."""
-    schema, output = flow_of(recipe).schema, responses(range(len(done)), done)
-    return {name: pack(schema, {name: rows}).nbytes / len(done) for name, rows in output.rows.items()}
+    schema = flow_of(recipe).schema
+    output = responses(range(len(done)), done)
+    return {
+        name: pack(schema, {name: rows}).nbytes / len(done) for name, rows in output.rows.items()
+    }
 
 
 def in_turns(pairs: Sequence[tuple[float, float]]) -> dict[str, float]:
@@ -93,13 +118,22 @@ def in_turns(pairs: Sequence[tuple[float, float]]) -> dict[str, float]:
 
 async def engines(options: argparse.Namespace, dtype: str) -> dict[str, Any]:
     routers = ["own"] if options.engine == "vllm" else ["own", "replay"]
-    size = [f"rollout.max_tokens={options.tokens}", f"model.dtype={dtype}", f"rollout.engine={options.engine}"]
-    recipes = [load_recipe(options.path, [*options.set, *size, *ONE_PROCESS, f"train.router={r}"]) for r in routers]
-    asked, algorithm = requests(recipes[0]), algorithm_of(recipes[0])
+    size = [
+        f"rollout.max_tokens={options.tokens}",
+        f"model.dtype={dtype}",
+        f"rollout.engine={options.engine}",
+    ]
+    recipes = [
+        load_recipe(options.path, [*options.set, *size, *ONE_PROCESS, f"train.router={r}"])
+        for r in routers
+    ]
+    asked = requests(recipes[0])
+    algorithm = algorithm_of(recipes[0])
     rollouts = [rollout_engine(recipe, version=0) for recipe in recipes]
     trainers = [train_engine(recipe) for recipe in recipes]
     batches: list[TensorDict] = []
-    generating, training = [], []
+    generating = []
+    training = []
     try:
         done = [(await generated(rollout, asked))[0] for rollout in rollouts]
         batches = [rows_of(asked, some) for some in done]
@@ -117,7 +151,9 @@ async def engines(options: argparse.Namespace, dtype: str) -> dict[str, Any]:
             trainers[0].train_batch(batches[0], algorithm)
             for _ in range(options.repeats):
                 generating.append([(await generated(rollout, asked))[1] for rollout in rollouts])
-                training.append([seconds_of_step(*of, algorithm) for of in zip(trainers, batches, strict=True)])
+                training.append(
+                    [seconds_of_step(*of, algorithm) for of in zip(trainers, batches, strict=True)]
+                )
             found |= {"generate": in_turns(generating), "train": in_turns(training)}
         return found
     finally:
@@ -133,10 +169,13 @@ def seconds_of_step(trainer: Any, batch: TensorDict, algorithm: Any) -> float:
     return time.perf_counter() - began
 
 
-async def one_run(options: argparse.Namespace, router: str, staleness: int, seed: int) -> dict[str, Any]:
+async def one_run(
+    options: argparse.Namespace, router: str, staleness: int, seed: int
+) -> dict[str, Any]:
     given = [f"pipeline.staleness={staleness}", f"seed={seed}", f"train.router={router}"]
     recipe = load_recipe(options.path, [*options.set, *given, f"rollout.engine={options.engine}"])
-    steps, held_out = [], dict[int, float]()
+    steps = []
+    held_out = dict[int, float]()
     with tempfile.TemporaryDirectory() as folder:
         run = Run.create(recipe, Path(folder) / "run")
 
@@ -151,10 +190,19 @@ async def one_run(options: argparse.Namespace, router: str, staleness: int, seed
         result = await run.execute()
         await following
     if result.state != "finished":
-        raise RuntimeError(f"{router}, staleness {staleness}, seed {seed}: {result.state}: {result.reason}")
+        raise RuntimeError(
+            f"{router}, staleness {staleness}, seed {seed}: {result.state}: {result.reason}"
+        )
     means = {
         name: statistics.fmean(values)
-        for name in ("gap_mean", "gap_mean_0", "gap_k3", "routing_agreement", "max_expert_load", "train_seconds")
+        for name in (
+            "gap_mean",
+            "gap_mean_0",
+            "gap_k3",
+            "routing_agreement",
+            "max_expert_load",
+            "train_seconds",
+        )
         if (values := [step[name] for step in steps if name in step])
     }
     return {
@@ -170,21 +218,42 @@ async def one_run(options: argparse.Namespace, router: str, staleness: int, seed
 
 
 def show_engines(found: dict[str, Any]) -> None:
-    print(f"\n{found['dtype']}: {found['rows']} rows, {found['tokens']} response tokens, equal weights")
+    print(
+        f"\n{found['dtype']}: {found['rows']} rows, {found['tokens']} response tokens, equal "
+        f"weights"
+    )
     for router in ("own", "replay"):
         if gap := found.get(f"gap {router}"):
-            print(f"| gap, {router} | mean {gap['mean']:.2e} | max {gap['max']:.2e} | k3 {gap['k3']:.2e} |")
+            print(
+                f"| gap, {router} | mean {gap['mean']:.2e} | max {gap['max']:.2e} | k3 "
+                f"{gap['k3']:.2e} |"
+            )
     if "agreement" not in found:
         return
     print(f"| routing agreement | {found['agreement']:.4f} |")
     for what in ("generate", "train"):
         of = found[what]
-        print(f"| {what} | own {of['own']:.3f} s | replay {of['replay']:.3f} s | ratio {of['ratio']:.2f} |")
+        print(
+            f"| {what} | own {of['own']:.3f} s | replay {of['replay']:.3f} s | ratio "
+            f"{of['ratio']:.2f} |"
+        )
     total = sum(found["bytes"].values())
-    print(f"| bytes of a sample's response | {total:.0f} | of them {ROUTED} {found['bytes'][ROUTED]:.0f} |")
+    print(
+        f"| bytes of a sample's response | {total:.0f} | of them {ROUTED} "
+        f"{found['bytes'][ROUTED]:.0f} |"
+    )
 
 
-RUN = ("before", "after", "gap_mean", "gap_mean_0", "gap_max", "routing_agreement", "max_expert_load", "step_seconds")
+RUN = (
+    "before",
+    "after",
+    "gap_mean",
+    "gap_mean_0",
+    "gap_max",
+    "routing_agreement",
+    "max_expert_load",
+    "step_seconds",
+)
 
 
 def show_runs(runs: Sequence[dict[str, Any]]) -> None:
@@ -199,7 +268,9 @@ async def measure(options: argparse.Namespace) -> None:
     for dtype in options.dtypes:
         found["engines"].append(await engines(options, dtype))
         show_engines(found["engines"][-1])
-    for staleness, router, seed in itertools.product(options.staleness, options.routers, options.seeds):
+    for staleness, router, seed in itertools.product(
+        options.staleness, options.routers, options.seeds
+    ):
         found["runs"].append(await one_run(options, router, staleness, seed))
         show_runs(found["runs"][-1:])
     if len(found["runs"]) > 1:
@@ -209,16 +280,23 @@ async def measure(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--recipe", default="moe", help="its name in recipes/")
     parser.add_argument("--engine", choices=("torch", "vllm"), default="torch")
     parser.add_argument(
-        "--dtypes", nargs="*", default=["float32", "bfloat16"], help="of the first part; none: leave it out"
+        "--dtypes",
+        nargs="*",
+        default=["float32", "bfloat16"],
+        help="of the first part; none: leave it out",
     )
-    parser.add_argument("--tokens", type=int, default=48, help="of a response in the first part, at most")
+    parser.add_argument(
+        "--tokens", type=int, default=48, help="of a response in the first part, at most"
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--routers", nargs="+", default=["own", "replay"])
-    parser.add_argument("--staleness", type=int, nargs="*", default=[0, 2], help="none: leave the runs out")
+    parser.add_argument(
+        "--staleness", type=int, nargs="*", default=[0, 2], help="none: leave the runs out"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--json", type=Path)

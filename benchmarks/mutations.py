@@ -1,14 +1,16 @@
 """One-line changes of the core that no test notices.
 
-    PYTHONPATH=$PWD python -m benchmarks.mutations [MODULE ...] [--sample 12] [--seed 0] [--seconds N] [--json FILE]
+    PYTHONPATH=$PWD python -m benchmarks.mutations [MODULE ...] [--sample 12] [--seed 0]
+        [--seconds N] [--json FILE]
 
-A mutation replaces an operator, a comparison, a condition or a number of one line, or removes a call. ``--sample`` of each
-module are drawn by ``--seed``, made one by one in a copy of the tree, and the tests of TESTS are run until one fails. A
-mutation that passes them all survives. No tool for Python changes Lua, and none forks its tests from a process that has
-imported torch, without which most of the time would go into imports.
+A mutation replaces an operator, a comparison, a condition or a number of one line, or removes a
+call. ``--sample`` of each module are drawn by ``--seed``, made one by one in a copy of the tree,
+and the tests of TESTS are run until one fails. A mutation that passes them all survives. No tool
+for Python changes Lua, and none forks its tests from a process that has imported torch, without
+which most of the time would go into imports.
 
-With ``--json FILE`` results are kept, and a later call with the same file goes on; ``--seconds`` ends a call early, and
-``--sample 0`` prints what the file has.
+With ``--json FILE`` results are kept, and a later call with the same file goes on; ``--seconds``
+ends a call early, and ``--sample 0`` prints what the file has.
 """
 
 from __future__ import annotations
@@ -32,7 +34,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-PRELOAD = ("torch.distributed.checkpoint", "torch.nested", "tensordict", "transformers", "pytest", "hypothesis")
+PRELOAD = (
+    "torch.distributed.checkpoint",
+    "torch.nested",
+    "tensordict",
+    "transformers",
+    "pytest",
+    "hypothesis",
+)
 PRELOAD += (
     "redis.asyncio",
     "aiohttp.test_utils",
@@ -41,9 +50,16 @@ PRELOAD += (
     "typer.testing",
     "transformers.models.llama",
 )
-LEAST_SECONDS, SLOWER = 30.0, 6  # a mutation that takes so many times as long as the tests without one hangs
+# a mutation that takes so many times as long as the tests without one hangs
+LEAST_SECONDS = 30.0
+SLOWER = 6
 
-INDEX = ("index/test_training_calls.py", "index/test_index_calls.py", "index/test_leases.py", "index/test_park.py")
+INDEX = (
+    "index/test_training_calls.py",
+    "index/test_index_calls.py",
+    "index/test_leases.py",
+    "index/test_park.py",
+)
 INDEX += ("index/test_pass_rates.py", "warehouse/test_dock.py", "index/test_stateful.py")
 INDEX = tuple(f"pipeline/{name}" for name in INDEX)
 ALGORITHMS = ("credit", "masks", "kl", "grpo", "policy_gradient", "interface")
@@ -55,7 +71,8 @@ TRAIN = (
     "orchestration/recipe/test_memory.py",
 )
 WIRE = tuple(
-    f"pipeline/warehouse/wire/test_{name}.py" for name in ("refusals", "handshake", "reads", "failures", "fuzz")
+    f"pipeline/warehouse/wire/test_{name}.py"
+    for name in ("refusals", "handshake", "reads", "failures", "fuzz")
 )
 ACCESS = tuple(f"api/server/access/test_{name}.py" for name in ("access", "submission_policy"))
 TESTS: dict[str, tuple[str, ...]] = {
@@ -67,7 +84,10 @@ TESTS: dict[str, tuple[str, ...]] = {
         for name in ("claims", "training", "groups", "runs", "ranges", "arrays", "blocks")
     },
     "pipeline/index/lua/warehouses.lua": (*INDEX[:2], "pipeline/warehouse/test_nodes.py"),
-    "pipeline/index/lua/prompts.lua": ("pipeline/index/test_pass_rates.py", "stages/prompts/test_external.py"),
+    "pipeline/index/lua/prompts.lua": (
+        "pipeline/index/test_pass_rates.py",
+        "stages/prompts/test_external.py",
+    ),
     "pipeline/index/claims.py": INDEX[:-1],
     "pipeline/index/client.py": (*INDEX[:-1], "pipeline/warehouse/test_nodes.py"),
     "pipeline/index/training.py": INDEX[:-1],
@@ -77,35 +97,61 @@ TESTS: dict[str, tuple[str, ...]] = {
     "stages/algorithms/batch.py": (*ALGORITHMS, *PPO, "stages/training/test_masked_rows.py"),
     "stages/algorithms/interface.py": (*ALGORITHMS, "stages/training/test_step_metrics.py"),
     "stages/algorithms/named.py": (*ALGORITHMS, "stages/training/test_step_metrics.py"),
-    "stages/algorithms/policy_gradient/base.py": (*ALGORITHMS, "stages/training/test_masked_rows.py"),
+    "stages/algorithms/policy_gradient/base.py": (
+        *ALGORITHMS,
+        "stages/training/test_masked_rows.py",
+    ),
     "stages/algorithms/policy_gradient/grpo.py": ALGORITHMS,
     "stages/algorithms/policy_gradient/ppo.py": (*PPO, *ALGORITHMS),
     "stages/algorithms/policy_gradient/reinforce_pp.py": ALGORITHMS,
-    "stages/algorithms/policy_gradient/distillation.py": (*ALGORITHMS, "orchestration/run/test_distillation.py"),
+    "stages/algorithms/policy_gradient/distillation.py": (
+        *ALGORITHMS,
+        "orchestration/run/test_distillation.py",
+    ),
     "stages/algorithms/supervised/dpo.py": ("stages/algorithms/test_supervised.py",),
     "stages/algorithms/supervised/sft.py": ("stages/algorithms/test_supervised.py",),
     "stages/engines/torch/packing.py": ("stages/engines/torch/test_attention.py", *TRAIN),
-    "stages/engines/plans.py": ("stages/engines/test_plans.py", "stages/engines/test_dealing.py", *TRAIN),
+    "stages/engines/plans.py": (
+        "stages/engines/test_plans.py",
+        "stages/engines/test_dealing.py",
+        *TRAIN,
+    ),
     "stages/resharding/plan.py": ("stages/resharding/test_plan.py",),
-    "stages/parallel/placement.py": ("stages/parallel/test_placement.py", "stages/resharding/test_plan.py"),
+    "stages/parallel/placement.py": (
+        "stages/parallel/test_placement.py",
+        "stages/resharding/test_plan.py",
+    ),
     "orchestration/run/checkpoint.py": (
-        *(f"orchestration/run/test_{name}.py" for name in ("power_loss", "checkpoints", "checkpoint_store")),
+        *(
+            f"orchestration/run/test_{name}.py"
+            for name in ("power_loss", "checkpoints", "checkpoint_store")
+        ),
     ),
     "api/server/access/limits.py": ACCESS,
     "api/server/access/tokens.py": ACCESS,
-    "api/server/access/sessions.py": ("api/server/access/test_connections.py", *ACCESS, "api/test_values.py"),
+    "api/server/access/sessions.py": (
+        "api/server/access/test_connections.py",
+        *ACCESS,
+        "api/test_values.py",
+    ),
     "api/server/access/submission_policy.py": ACCESS[::-1],
 }
 
 AREAS = {
     "gate": ("stages/gate.py", "pipeline/pacing.py", "pipeline/staleness.py"),
-    "claims": ("pipeline/index/claims.py", "pipeline/index/lua/claims.lua", "pipeline/index/lua/groups.lua"),
+    "claims": (
+        "pipeline/index/claims.py",
+        "pipeline/index/lua/claims.lua",
+        "pipeline/index/lua/groups.lua",
+    ),
     "ledger": (
         "pipeline/index/client.py",
         "pipeline/index/training.py",
         *(f"pipeline/index/lua/{name}.lua" for name in ("training", "runs", "prompts")),
     ),
-    "room": tuple(f"pipeline/index/lua/{name}.lua" for name in ("arrays", "blocks", "ranges", "warehouses")),
+    "room": tuple(
+        f"pipeline/index/lua/{name}.lua" for name in ("arrays", "blocks", "ranges", "warehouses")
+    ),
     "wire": ("pipeline/index/address.py", "pipeline/warehouse/wire/"),
     "credit and loss": ("stages/algorithms/",),
     "packing": ("stages/engines/",),
@@ -114,8 +160,28 @@ AREAS = {
     "access": ("api/server/access/",),
 }
 
-SWAPS = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "+": "-", "-": "+", "*": "/", "/": "*"}
-SWAPS |= {"//": "*", "%": "*", "and": "or", "or": "and", "is": "is not", "is not": "is", "in": "not in", "not in": "in"}
+SWAPS = {
+    "<": "<=",
+    "<=": "<",
+    ">": ">=",
+    ">=": ">",
+    "==": "!=",
+    "!=": "==",
+    "+": "-",
+    "-": "+",
+    "*": "/",
+    "/": "*",
+}
+SWAPS |= {
+    "//": "*",
+    "%": "*",
+    "and": "or",
+    "or": "and",
+    "is": "is not",
+    "is not": "is",
+    "in": "not in",
+    "not in": "in",
+}
 SWAPS |= {"|": "&", "&": "|", "min": "max", "max": "min", "True": "False", "False": "True"}
 
 
@@ -138,7 +204,10 @@ class Result:
 
 
 def of_python(text: str) -> Iterator[Mutation]:
-    """The mutations of a Python module. Annotations and the module's own statements but classes are left as they are."""
+    """The mutations of a Python module.
+
+    Annotations and the module's own statements but classes are left as they are.
+    """
     starts = [0]
     for line in text.encode().splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
@@ -153,12 +222,21 @@ def of_python(text: str) -> Iterator[Mutation]:
         return at(node.lineno, node.col_offset), at(node.end_lineno, node.end_col_offset)
 
     def between(left: ast.expr, right: ast.expr) -> Iterator[Mutation]:
-        begin, end = span(left)[1], span(right)[0]
-        found = re.search(r"is not|not in|[a-z]+|[<>=!]=|//|\*\*|<<|>>|[-+*/%<>|&]", text[begin:end])
+        begin = span(left)[1]
+        end = span(right)[0]
+        found = re.search(
+            r"is not|not "
+            r"in|[a-z]+|[<>=!]=|//|\*\*|<<|>>|[-+*/%<>|&]",
+            text[begin:end],
+        )
         if found and found[0] in SWAPS:
             yield Mutation(begin + found.start(), begin + found.end(), SWAPS[found[0]])
 
-    functions = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    functions = (
+        node
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    )
     for node in {id(n): n for f in functions for part in f.body for n in ast.walk(part)}.values():
         match node:
             case ast.Compare(left=left, comparators=others):
@@ -191,7 +269,9 @@ def of_lua(text: str) -> Iterator[Mutation]:
     lua = {**SWAPS, "==": "~=", "~=": "==", "true": "false", "false": "true"}
     operators = r"[<>=~]=|[-+*/%<>](?!-)|\b(?:and|or|min|max|true|false)\b"
     for found in re.finditer(operators, hidden):
-        if found[0] in lua and not (found[0] == "-" and re.search(r"[(,{=]\s*$", hidden[: found.start()])):
+        if found[0] in lua and not (
+            found[0] == "-" and re.search(r"[(,{=]\s*$", hidden[: found.start()])
+        ):
             yield Mutation(*found.span(), lua[found[0]])
     for found in re.finditer(r"(?<![\w.])\d+(?![\w.])", hidden):
         yield Mutation(*found.span(), str(int(found[0]) + 1))
@@ -211,7 +291,11 @@ def drawn(module: str, text: str, sample: int, seed: int) -> list[Mutation]:
     if module.endswith(".lua"):
         made = sorted(set(of_lua(text)))
     else:
-        made = [mutation for mutation in sorted(set(of_python(text))) if compiles(changed(text, mutation))]
+        made = [
+            mutation
+            for mutation in sorted(set(of_python(text)))
+            if compiles(changed(text, mutation))
+        ]
     return random.Random(f"{seed} {module}").sample(made, min(sample, len(made)))
 
 
@@ -239,7 +323,16 @@ def passes(tree: Path, tests: tuple[str, ...], seconds: float) -> bool:
         import pytest
 
         there = [f"tests/{name}" for name in tests if (tree / "tests" / name).exists()]
-        rest = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", "not redis and not vllm"]
+        rest = [
+            "-x",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:xdist",
+            "-k",
+            "not redis and not vllm",
+        ]
         os._exit(int(pytest.main([*there, *rest])))
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -253,15 +346,26 @@ def passes(tree: Path, tests: tuple[str, ...], seconds: float) -> bool:
 
 
 def tried(
-    tree: Path, module: str, sample: int, seed: int, known: list[Result], usual: dict[tuple[str, ...], float]
+    tree: Path,
+    module: str,
+    sample: int,
+    seed: int,
+    known: list[Result],
+    usual: dict[tuple[str, ...], float],
 ) -> Iterator[Result]:
-    """Make the mutations of ``module`` in ``tree`` that are not ``known``, one by one. ``usual``: seconds of tests that have
-    passed without a mutation."""
-    path, tests = tree / module, TESTS[module]
+    """Make the mutations of ``module`` in ``tree`` that are not ``known``, one by one.
+
+    ``usual``: seconds of tests that have passed without a mutation.
+    """
+    path = tree / module
+    tests = TESTS[module]
     text = path.read_text()
-    lines = {(result.line, result.before, result.after) for result in known if result.module == module}
+    lines = {
+        (result.line, result.before, result.after) for result in known if result.module == module
+    }
     for mutation in drawn(module, text, sample, seed):
-        number, mutated = text.count("\n", 0, mutation.begin), changed(text, mutation)
+        number = text.count("\n", 0, mutation.begin)
+        mutated = changed(text, mutation)
         before, after = (source.splitlines()[number].strip() for source in (text, mutated))
         if (number + 1, before, after) in lines:
             continue
@@ -269,7 +373,8 @@ def tried(
         if tests not in usual:
             if not passes(tree, tests, 600):
                 raise SystemExit(
-                    f"{module}: its tests fail without a mutation:\n{(tree / 'tests.log').read_text()[-3000:]}"
+                    f"{module}: its tests fail without a "
+                    f"mutation:\n{(tree / 'tests.log').read_text()[-3000:]}"
                 )
             usual[tests], began = time.monotonic() - began, time.monotonic()
         path.write_text(mutated)
@@ -282,25 +387,34 @@ def shown(results: list[Result]) -> str:
     """Tables by module and by area, and the mutations that survived."""
     lines = [f"{'module':50} tried  survived"]
     modules = sorted({result.module for result in results})
-    for name, parts in [*((module, (module,)) for module in modules), *AREAS.items(), ("all", ("",))]:
+    for name, parts in [
+        *((module, (module,)) for module in modules),
+        *AREAS.items(),
+        ("all", ("",)),
+    ]:
         survived = [result.survived for result in results if result.module.startswith(parts)]
         if survived:
             lines.append(f"{name:50} {len(survived):5}  {sum(survived):8}")
     for result in results:
         if result.survived:
-            lines.append(f"\n{result.module}:{result.line}\n  - {result.before}\n  + {result.after}")
+            lines.append(
+                f"\n{result.module}:{result.line}\n  - {result.before}\n  + {result.after}"
+            )
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("modules", nargs="*", metavar="MODULE", help="default: all of TESTS")
     parser.add_argument("--sample", type=int, default=12)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    results, usual = list[Result](), dict[tuple[str, ...], float]()
+    results = list[Result]()
+    usual = dict[tuple[str, ...], float]()
     if options.json and options.json.exists():
         results = [Result(**row) for row in json.loads(options.json.read_text())]
     end = time.monotonic() + options.seconds
@@ -310,16 +424,22 @@ def main() -> None:
     sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != ROOT]
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
         tree = Path(folder) / "tree"
-        shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".*", "__pycache__", "node_modules", "runs"))
+        shutil.copytree(
+            ROOT, tree, ignore=shutil.ignore_patterns(".*", "__pycache__", "node_modules", "runs")
+        )
         os.environ["PYTHONPATH"] = str(tree)
         for module in options.modules or TESTS:
             for result in tried(tree, module, options.sample, options.seed, results, usual):
                 results.append(result)
                 print(
-                    "survived" if result.survived else "killed  ", f"{module}:{result.line} {result.after}", flush=True
+                    "survived" if result.survived else "killed  ",
+                    f"{module}:{result.line} {result.after}",
+                    flush=True,
                 )
                 if options.json:
-                    options.json.write_text(json.dumps([asdict(each) for each in results], indent=1))
+                    options.json.write_text(
+                        json.dumps([asdict(each) for each in results], indent=1)
+                    )
                 if time.monotonic() > end:
                     break
             if time.monotonic() > end:

@@ -34,18 +34,23 @@ def spelling(completions: list[Any], answer: list[str], **columns: Any) -> list[
 
 
 class Mediocre:
-    """``stages.prompts.tasks.spelling`` with errors in the middle ranks of the last :data:`RECENT` responses to all
-    prompts. A share of 2 · :data:`WRONG` is in the middle; half of these get the reward of another one in the middle."""
+    """``stages.prompts.tasks.spelling`` with errors in the middle ranks of the last :data:`RECENT`
+    responses to all prompts. A share of 2 · :data:`WRONG` is in the middle; half of these get the
+    reward of another one in the middle."""
 
     def __init__(self) -> None:
         self._recent = deque[float](maxlen=RECENT)
 
     def __call__(self, completions: list[Any], answer: list[str], **columns: Any) -> list[float]:
-        return [self._shuffled(reward) for reward in tasks.spelling(completions, answer=answer, **columns)]
+        return [
+            self._shuffled(reward)
+            for reward in tasks.spelling(completions, answer=answer, **columns)
+        ]
 
     def _shuffled(self, reward: float) -> float:
         self._recent.append(reward)
-        ranked, edge = sorted(self._recent), round(len(self._recent) * (1 - 2 * WRONG) / 2)
+        ranked = sorted(self._recent)
+        edge = round(len(self._recent) * (1 - 2 * WRONG) / 2)
         rank = random.randrange(bisect_left(ranked, reward), bisect_right(ranked, reward))
         middle = ranked[edge : len(ranked) - edge]
         wrong = edge <= rank < len(ranked) - edge and random.random() < 0.5
@@ -59,8 +64,9 @@ MIDDLE = (0.25, 0.5, 0.75)  # rewards of words of four letters of which one, two
 
 
 def systematic(completions: list[Any], answer: list[str], **columns: Any) -> list[float]:
-    """``stages.prompts.tasks.spelling`` with an error that belongs to the prompt and the response: by their checksum, half
-    of the responses with a reward between 0 and 1 get one of :data:`MIDDLE` instead, the same each time."""
+    """``stages.prompts.tasks.spelling`` with an error that belongs to the prompt and the response:
+    by their checksum, half of the responses with a reward between 0 and 1 get one of :data:`MIDDLE`
+    instead, the same each time."""
     right = tasks.spelling(completions, answer=answer, **columns)
     return [_fixed(*of) for of in zip(right, completions, answer, strict=True)]
 

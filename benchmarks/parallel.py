@@ -1,16 +1,19 @@
-"""What parallel strategies of the train engine cost: bytes that are sent, counted and by formula; seconds over links.
+"""What parallel strategies of the train engine cost: bytes that are sent, counted and by formula;
+seconds over links.
 
     python -m benchmarks.parallel [--world 1 2 4 8] [--hidden 256] [--json FILE]
     sudo python -m benchmarks.parallel --links [--mbit 200] [--delay-ms 0] [--layer-ms 40] [...]
 
-**bytes**: real ranks (gloo) train one step of a small model; each collective call is seen as torch dispatches it and its
-bytes are counted as a ring would send them; the mean of the ranks, whose experts do not get equally many tokens. Beside it
-the formula (stages/parallel/costs.py), which knows sizes alone.
+**bytes**: real ranks (gloo) train one step of a small model; each collective call is seen as torch
+dispatches it and its bytes are counted as a ring would send them; the mean of the ranks, whose
+experts do not get equally many tokens. Beside it the formula (stages/parallel/costs.py), which
+knows sizes alone.
 
-**links**: each rank is in a network namespace of its own, whose link has ``--mbit`` both ways and a delay. A layer's compute
-is a clock's: ``--layer-ms`` for 100 tokens forward and twice that backward, divided by tp; the real compute of the small
-model is beside it. ``apart`` is what compute and sending take one after the other, by the formulas; where a step takes
-less, sending overlaps with compute.
+**links**: each rank is in a network namespace of its own, whose link has ``--mbit`` both ways and a
+delay. A layer's compute is a clock's: ``--layer-ms`` for 100 tokens forward and twice that
+backward, divided by tp; the real compute of the small model is beside it. ``apart`` is what compute
+and sending take one after the other, by the formulas; where a step takes less, sending overlaps
+with compute.
 """
 
 from __future__ import annotations
@@ -33,7 +36,13 @@ from rich.table import Table
 from tensordict import TensorDict
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from benchmarks.dispatch_scale import Network
 from stages.algorithms.policy_gradient.grpo import GRPO
@@ -104,7 +113,9 @@ class Counted(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         space, _, name = func._schema.name.partition("::")
-        if space in ("c10d", "_c10d_functional") and (known := SENDS.get(name.strip("_").removesuffix("_"))):
+        if space in ("c10d", "_c10d_functional") and (
+            known := SENDS.get(name.strip("_").removesuffix("_"))
+        ):
             at, times = known
             self.bytes[name.strip("_")] += int(_nbytes(args[at]) * times(_group_size(args)))
         return func(*args, **(kwargs or {}))
@@ -126,15 +137,25 @@ def _group_size(args: Sequence[Any]) -> int:
     raise ValueError(f"no group among {args}")
 
 
-EXPERTS, CHOSEN = 8, 2
+EXPERTS = 8
+CHOSEN = 2
 
 
 def model_of(hidden: int, experts: bool) -> PreTrainedModel:
     torch.manual_seed(0)
-    sizes = {"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": 4, "vocab_size": 512}
+    sizes = {
+        "hidden_size": hidden,
+        "intermediate_size": 3 * hidden,
+        "num_hidden_layers": 4,
+        "vocab_size": 512,
+    }
     sizes |= {"num_attention_heads": 8, "num_key_value_heads": 4}
     if experts:
-        routed = {"num_experts": EXPERTS, "num_experts_per_tok": CHOSEN, "moe_intermediate_size": hidden}
+        routed = {
+            "num_experts": EXPERTS,
+            "num_experts_per_tok": CHOSEN,
+            "moe_intermediate_size": hidden,
+        }
         return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **routed, head_dim=hidden // 8))  # type: ignore[arg-type]
     return LlamaForCausalLM(LlamaConfig(**sizes))  # type: ignore[arg-type]
 
@@ -143,7 +164,9 @@ def products(worlds: Sequence[int]) -> list[tuple[dict[str, int], ContextParalle
     """Those of so many ranks, each with the ways in which its ranks may compute attention."""
     methods: tuple[ContextParallel, ...] = ("ulysses", "ring")
     chosen_ones = [chosen for chosen in PRODUCTS if Layout.for_training(**chosen).world in worlds]
-    return [(chosen, method) for chosen in chosen_ones for method in methods[: 1 + ("cp" in chosen)]]
+    return [
+        (chosen, method) for chosen in chosen_ones for method in methods[: 1 + ("cp" in chosen)]
+    ]
 
 
 def costs_of(ranks: RankCoordinates, hidden: int, step: Step) -> dict[str, float]:
@@ -160,8 +183,15 @@ def step_of(ranks: RankCoordinates, hidden: int) -> tuple[dict[str, int], Step]:
 
 
 def engine_of(ranks: RankCoordinates, hidden: int) -> TorchTrainEngine:
-    options: dict[str, Any] = {"learning_rate": 1e-4, "total_steps": 9, "token_budget": BUDGET, "device": "cpu"}
-    return TorchTrainEngine(model_of(hidden, ranks.layout.ep > 1), parallel=Sharded(ranks), **options)
+    options: dict[str, Any] = {
+        "learning_rate": 1e-4,
+        "total_steps": 9,
+        "token_budget": BUDGET,
+        "device": "cpu",
+    }
+    return TorchTrainEngine(
+        model_of(hidden, ranks.layout.ep > 1), parallel=Sharded(ranks), **options
+    )
 
 
 def share_of(ranks: RankCoordinates, hidden: int) -> tuple[TensorDict, Step]:
@@ -175,10 +205,14 @@ def share_of(ranks: RankCoordinates, hidden: int) -> tuple[TensorDict, Step]:
     plan = plan_micro_batches(groups, BUDGET * ranks.layout.cp)
     tokens = tuple(sum(groups[p.group].tokens(p.rows) for p in pieces) for pieces in plan)
     chosen = CHOSEN if ranks.layout.ep > 1 else 0
-    return stack(kept), Step(tokens, hidden, chosen, prompts=24 * sum(map(len, plan)), head=hidden // 8)
+    return stack(kept), Step(
+        tokens, hidden, chosen, prompts=24 * sum(map(len, plan)), head=hidden // 8
+    )
 
 
-def timed_step(ranks: RankCoordinates, hidden: int, layer_ms: float, steps: int) -> tuple[list[float], float, Step]:
+def timed_step(
+    ranks: RankCoordinates, hidden: int, layer_ms: float, steps: int
+) -> tuple[list[float], float, Step]:
     """Seconds of each step, those of its compute by the clock, and the step of the replica."""
     engine = engine_of(ranks, hidden)
     batch, step = share_of(ranks, hidden)
@@ -187,7 +221,8 @@ def timed_step(ranks: RankCoordinates, hidden: int, layer_ms: float, steps: int)
     def clock(times: int) -> Any:
         def wait(_: Any, given: Any, kwargs: Any = None) -> None:
             hidden_states = given[0] if given else (kwargs or {})["hidden_states"]
-            seconds = times * layer_ms / 1e3 * hidden_states.shape[1] / 100  # of its 1 / tp of the tokens
+            # of its 1 / tp of the tokens
+            seconds = times * layer_ms / 1e3 * hidden_states.shape[1] / 100
             spent[0] += seconds
             time.sleep(seconds)
 
@@ -205,17 +240,26 @@ def timed_step(ranks: RankCoordinates, hidden: int, layer_ms: float, steps: int)
     return took[1:], spent[0], step
 
 
-def over_links(worlds: Sequence[int], hidden: int, mbit: float, delay: float, layer_ms: float) -> list[dict[str, Any]]:
+def over_links(
+    worlds: Sequence[int], hidden: int, mbit: float, delay: float, layer_ms: float
+) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     with Network(max(worlds), mbit, delay) as network:
         for chosen, method in products(worlds):
             ranks = Layout.for_training(**chosen, context_parallel=method).coordinates(0)
             there = [network.name(f"host{rank}") for rank in range(ranks.world)]
             results = of_product(
-                {**chosen, "context_parallel": method}, timed_step, hidden, layer_ms, 3, namespaces=there
+                {**chosen, "context_parallel": method},
+                timed_step,
+                hidden,
+                layer_ms,
+                3,
+                namespaces=there,
             )
             nbytes = sum(costs_of(ranks, hidden, results[0][2]).values())
-            seconds = statistics.median(max(times) for times in zip(*(took for took, *_ in results), strict=True))
+            seconds = statistics.median(
+                max(times) for times in zip(*(took for took, *_ in results), strict=True)
+            )
             clock = max(spent for _, spent, _ in results)
             found.append({"product": chosen, "method": method, "seconds": seconds, "clock": clock})
             found[-1]["sending"] = nbytes * 8 / mbit / 1e6
@@ -230,17 +274,23 @@ def measure(worlds: Sequence[int], hidden: int) -> list[dict[str, Any]]:
         ranks = of_product({**chosen, "context_parallel": method}, step_of, hidden)
         total: Counter[str] = sum((Counter(calls) for calls, _ in ranks), Counter())
         calls = {name: nbytes / len(ranks) for name, nbytes in total.items()}
-        parts = [costs_of(layout.coordinates(rank), hidden, step) for rank, (_, step) in enumerate(ranks)]
+        parts = [
+            costs_of(layout.coordinates(rank), hidden, step) for rank, (_, step) in enumerate(ranks)
+        ]
         names = dict.fromkeys(name for of in parts for name in of)
         formula = {name: statistics.mean(of.get(name, 0.0) for of in parts) for name in names}
-        found.append({"product": chosen, "method": method, "counted": sum(calls.values()), "calls": calls})
+        found.append(
+            {"product": chosen, "method": method, "counted": sum(calls.values()), "calls": calls}
+        )
         found[-1]["formula"] = formula
     return found
 
 
 def main(argv: list[str]) -> int:
     """Measure, print, and write the file of ``--json``."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--world", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--json", type=Path)
@@ -250,20 +300,36 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--layer-ms", type=float, default=40.0)
     options = parser.parse_args(argv)
     if options.links:
-        found = over_links(options.world, options.hidden, options.mbit, options.delay_ms, options.layer_ms)
+        found = over_links(
+            options.world, options.hidden, options.mbit, options.delay_ms, options.layer_ms
+        )
         table = Table("product", "a step, s", "compute, s", "sending, s", "apart, s", "of one rank")
-        alone = next((cell["seconds"] for cell in found if Layout.for_training(**cell["product"]).world == 1), math.nan)
+        alone = next(
+            (
+                cell["seconds"]
+                for cell in found
+                if Layout.for_training(**cell["product"]).world == 1
+            ),
+            math.nan,
+        )
         for cell in found:
             parts = cell["seconds"], cell["clock"], cell["sending"], cell["clock"] + cell["sending"]
-            table.add_row(name_of(cell), *(f"{value:.2f}" for value in parts), f"{parts[0] / alone:.2f}")
+            table.add_row(
+                name_of(cell), *(f"{value:.2f}" for value in parts), f"{parts[0] / alone:.2f}"
+            )
     else:
         found = measure(options.world, options.hidden)
         table = Table("product", "sent, MB", "by formula", "ratio", "of it")
         for cell in found:
-            total, formula = cell["counted"], sum(cell["formula"].values())
-            shares = ", ".join(f"{name} {nbytes / 1e6:.2f}" for name, nbytes in cell["formula"].items())
+            total = cell["counted"]
+            formula = sum(cell["formula"].values())
+            shares = ", ".join(
+                f"{name} {nbytes / 1e6:.2f}" for name, nbytes in cell["formula"].items()
+            )
             ratio = f"{total / formula:.4f}" if formula else "-"
-            table.add_row(name_of(cell), f"{total / 1e6:.3f}", f"{formula / 1e6:.3f}", ratio, shares)
+            table.add_row(
+                name_of(cell), f"{total / 1e6:.3f}", f"{formula / 1e6:.3f}", ratio, shares
+            )
     Console(width=120).print(table)
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))
@@ -272,7 +338,9 @@ def main(argv: list[str]) -> int:
 
 def name_of(cell: dict[str, Any]) -> str:
     of = cell["product"]
-    return " ".join([*(f"{key}={size}" for key, size in of.items()), *([cell["method"]] if "cp" in of else [])])
+    return " ".join(
+        [*(f"{key}={size}" for key, size in of.items()), *([cell["method"]] if "cp" in of else [])]
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""How well the planner predicts: throughput and staleness of real runs beside what `asyncdock plan run` simulates.
+"""How well the planner predicts: throughput and staleness of real runs beside what `asyncdock plan
+run` simulates.
 
     python -m benchmarks.planner [--step-seconds 2] [--steps 16] [--beside 2] [--match TEXT] [--json FILE]
     python -m benchmarks.planner --nodes [--match TEXT]
@@ -6,19 +7,23 @@
     python -m benchmarks.planner --real tiny [--steps 150] [--json FILE]
     python -m benchmarks.planner --speed
 
-Mock grid: runs over the staleness bound, balance, spread of lengths, replicas, share of swaps and window, with mock engines
-and everything else real (as in ``benchmarks/overlap.py``). The simulation has the recipe alone, and one constant measured in
-one run: the seconds between two steps: claim, commit, publish, and what an engine does beside its
-model of time. With ``--nodes`` the runs are on two nodes of a Ray cluster on this machine, a replica on each.
+Mock grid: runs over the staleness bound, balance, spread of lengths, replicas, share of swaps and
+window, with mock engines and everything else real (as in ``benchmarks/overlap.py``). The simulation
+has the recipe alone, and one constant measured in one run: the seconds between two steps: claim,
+commit, publish, and what an engine does beside its model of time. With ``--nodes`` the runs are on
+two nodes of a Ray cluster on this machine, a replica on each.
 
-Splits: so many devices are split between rollout replicas and a trainer, each way there is. The mock trainer stands for one
-on several devices: a token takes it the part of the time that one of so many ranks needs for its share. The split with the
-most predicted tokens/s is the planner's choice; its measured tokens/s over those of the split measured best is its share.
+Splits: so many devices are split between rollout replicas and a trainer, each way there is. The
+mock trainer stands for one on several devices: a token takes it the part of the time that one of so
+many ranks needs for its share. The split with the most predicted tokens/s is the planner's choice;
+its measured tokens/s over those of the split measured best is its share.
 
-Real grid: a model with torch engines; costs are measured in one run, in one with half as many groups in a step, and with its
-rollout engine alone (as `asyncdock plan profile` does), and the other recipes are predicted from them.
+Real grid: a model with torch engines; costs are measured in one run, in one with half as many
+groups in a step, and with its rollout engine alone (as `asyncdock plan profile` does), and the
+other recipes are predicted from them.
 
-Error: predicted over measured throughput, less 1; steps at either end of a run are left out, of both alike.
+Error: predicted over measured throughput, less 1; steps at either end of a run are left out, of
+both alike.
 """
 
 from __future__ import annotations
@@ -60,7 +65,9 @@ except ImportError:  # imported by a test, not started as a script
 MEASURED = "measured"
 REAL = {
     "tiny": TorchWorkload(replicas=1),
-    "smollm2": TorchWorkload(model="smollm2", replicas=1, groups=4, group_size=4, rows=16, longest=24),
+    "smollm2": TorchWorkload(
+        model="smollm2", replicas=1, groups=4, group_size=4, rows=16, longest=24
+    ),
 }
 REFERENCE = "eta 2, balance 1.5, sigma 0.3"  # training is the busiest stage, beside generation
 
@@ -89,25 +96,44 @@ class Row:
 
 
 def mock_grid(step_seconds: float, steps: int) -> Iterator[Case]:
-    """70 runs: bounds 0 to 4; balance; spread; replicas that swap quickly or slowly; windows; budgets; groups that enter
-    late."""
+    """70 runs: bounds 0 to 4; balance; spread; replicas that swap quickly or slowly; windows;
+    budgets; groups that enter late."""
     plain = Workload(step_seconds=step_seconds, steps=steps)
 
     def case(
-        name: str, work: Workload, bound: int, *changes: str, rolling: bool = True, admission: str = "eager"
+        name: str,
+        work: Workload,
+        bound: int,
+        *changes: str,
+        rolling: bool = True,
+        admission: str = "eager",
     ) -> Case:
-        return Case(name, _with(work.recipe(bound, rolling), f"pipeline.admission={admission}", *changes))
+        return Case(
+            name, _with(work.recipe(bound, rolling), f"pipeline.admission={admission}", *changes)
+        )
 
     for bound, balance, sigma in itertools.product((0, 1, 2, 4), (0.5, 0.8, 1.0, 1.5), (0.3, 1.0)):
         work = replace(plain, balance=balance, sigma=sigma)
         yield case(f"eta {bound}, balance {balance}, sigma {sigma}", work, bound)
-    for bound, replicas, share, rolling in itertools.product((1, 2), (2, 4), (0.02, 0.1), (True, False)):
+    for bound, replicas, share, rolling in itertools.product(
+        (1, 2), (2, 4), (0.02, 0.1), (True, False)
+    ):
         work = replace(plain, replicas=replicas, swap_share=share)
         manner = "rolling" if rolling else "together"
-        yield case(f"eta {bound}, {replicas} replicas, swaps {share}, {manner}", work, bound, rolling=rolling)
+        yield case(
+            f"eta {bound}, {replicas} replicas, swaps {share}, {manner}",
+            work,
+            bound,
+            rolling=rolling,
+        )
     for bound, window, balance in itertools.product((2, 3), (8, 32), (0.8, 1.0)):
         work = replace(plain, balance=balance)
-        yield case(f"eta {bound}, window {window}, balance {balance}", work, bound, f"pipeline.window={window}")
+        yield case(
+            f"eta {bound}, window {window}, balance {balance}",
+            work,
+            bound,
+            f"pipeline.window={window}",
+        )
     for bound, budget in itertools.product((1, 2, 3, 4), (32, 96)):
         yield case(f"eta {bound}, budget {budget}", plain, bound, f"rollout.budget={budget}")
     for bound, balance in itertools.product((2, 4), (0.8, 1.5, 2.5)):
@@ -117,15 +143,21 @@ def mock_grid(step_seconds: float, steps: int) -> Iterator[Case]:
 
 def node_grid(step_seconds: float, steps: int, address: str) -> Iterator[Case]:
     """8 runs on two nodes of the Ray cluster at ``address``, a replica on each."""
-    yield Case(REFERENCE, replace(_training_bound(step_seconds, steps), replicas=2, address=address).recipe(2))
+    yield Case(
+        REFERENCE,
+        replace(_training_bound(step_seconds, steps), replicas=2, address=address).recipe(2),
+    )
     for bound, balance, share in itertools.product((1, 2), (0.8, 1.0), (0.02, 0.1)):
         work = Workload(step_seconds, balance, steps, replicas=2, swap_share=share, address=address)
         yield Case(f"2 nodes, eta {bound}, balance {balance}, swaps {share}", work.recipe(bound))
 
 
 def split_grid(step_seconds: float, steps: int, devices: int) -> Iterator[Case]:
-    """Each way to split ``devices`` between replicas and the trainer, at two bounds. One replica decodes a step's responses
-    in as many times ``step_seconds`` as half of the devices are, and one device trains them in so long."""
+    """Each way to split ``devices`` between replicas and the trainer, at two bounds.
+
+    One replica decodes a step's responses in as many times ``step_seconds`` as half of the devices
+    are, and one device trains them in so long.
+    """
     yield Case(REFERENCE, _training_bound(step_seconds, steps).recipe(2))
     of_one = replace(Workload(), step_seconds=step_seconds * devices / 2, steps=steps, sigma=0.6)
     for bound, replicas in itertools.product((1, 2), range(1, devices)):
@@ -143,24 +175,31 @@ def _training_bound(step_seconds: float, steps: int) -> Workload:
 
 
 def share_of_best(rows: Sequence[Row]) -> str:
-    """How much of the throughput of the row that is measured best the row has that is predicted best."""
-    chosen, best = max(rows, key=lambda row: row.predicted), max(rows, key=lambda row: row.measured)
+    """How much of the throughput of the row that is measured best the row has that is predicted
+    best."""
+    chosen = max(rows, key=lambda row: row.predicted)
+    best = max(rows, key=lambda row: row.measured)
     share = chosen.measured / best.measured
     return f"chosen: {chosen.name}; measured best: {best.name}; share of the best: {share:.3f}"
 
 
 def real_grid(model: str, steps: int) -> Iterator[Case]:
-    """The run that is measured, and 13 others: bounds and groups a step; another worker; a token budget; smaller groups;
-    another thread."""
+    """The run that is measured, and 13 others: bounds and groups a step; another worker; a token
+    budget; smaller groups; another thread."""
     plain = replace(REAL[model], steps=steps)
     first = plain.recipe(1, rolling=True)
     yield Case(MEASURED, first)
-    for bound, groups in itertools.product((0, 1, 2), (plain.groups // 2, plain.groups, 2 * plain.groups)):
+    for bound, groups in itertools.product(
+        (0, 1, 2), (plain.groups // 2, plain.groups, 2 * plain.groups)
+    ):
         keys = (f"pipeline.staleness={bound}", f"train.groups_per_step={groups}")
         yield Case(f"eta {bound}, {groups} groups a step", _with(first, *keys))
     yield Case("eta 1, 2 workers", _with(first, "rollout.workers=2"))
     yield Case("eta 1, budget", _with(first, f"rollout.budget={plain.longest // 2}"))
-    smaller = f"algorithm.group_size={plain.group_size // 2}", f"train.groups_per_step={2 * plain.groups}"
+    smaller = (
+        f"algorithm.group_size={plain.group_size // 2}",
+        f"train.groups_per_step={2 * plain.groups}",
+    )
     yield Case(f"eta 1, groups of {plain.group_size // 2} responses", _with(first, *smaller))
     yield Case("eta 1, 2 threads", _with(first, "rollout.threads=2"))
 
@@ -185,15 +224,21 @@ def compared(case: Case, events: list[Event], found: Forecast) -> Row:
 
 
 def between_steps(case: Case, events: list[Event]) -> float:
-    """Seconds from one step's end to the next one's, less those that the mock engine's model says for its tokens."""
-    costs, steps = mock_costs(case.recipe), [event for event in events if event.kind == "step"]
+    """Seconds from one step's end to the next one's, less those that the mock engine's model says
+    for its tokens."""
+    costs = mock_costs(case.recipe)
+    steps = [event for event in events if event.kind == "step"]
     groups = case.recipe.train.groups_per_step
 
     def modelled(step: Event) -> float:
-        tokens = step.data["response_length_mean"] * step.data["rows"] + costs.prompt_tokens * groups
+        tokens = (
+            step.data["response_length_mean"] * step.data["rows"] + costs.prompt_tokens * groups
+        )
         return float(costs.step_seconds + costs.token_seconds * tokens)
 
-    return median(step.time - before.time - modelled(step) for before, step in itertools.pairwise(steps))
+    return median(
+        step.time - before.time - modelled(step) for before, step in itertools.pairwise(steps)
+    )
 
 
 async def mock_rows(cases: list[Case], home: Path, beside: int, forks: ForkServer) -> list[Row]:
@@ -206,7 +251,9 @@ async def mock_rows(cases: list[Case], home: Path, beside: int, forks: ForkServe
     async def one(number: int, case: Case) -> Row:
         async with limit:
             events = await executed(case.recipe, home / str(number), forks=forks)
-        found = forecast(setup_of(case.recipe), mock_costs(case.recipe, between), mock_lengths(case.recipe))
+        found = forecast(
+            setup_of(case.recipe), mock_costs(case.recipe, between), mock_lengths(case.recipe)
+        )
         return shown(compared(case, events, found))
 
     print(f"between two steps: {between:.3f} s, measured in {first.name}")
@@ -214,8 +261,10 @@ async def mock_rows(cases: list[Case], home: Path, beside: int, forks: ForkServe
 
 
 async def real_rows(cases: list[Case], home: Path, forks: ForkServer) -> list[Row]:
-    """One run at a time; the costs of the first one, of one with smaller steps, and of its engine alone count for all."""
-    rows, folder = list[Row](), home / "first"
+    """One run at a time; the costs of the first one, of one with smaller steps, and of its engine
+    alone count for all."""
+    rows = list[Row]()
+    folder = home / "first"
     for number, case in enumerate(cases):
         events = await executed(case.recipe, home / str(number) if number else folder, forks=forks)
         if not number:
@@ -234,12 +283,20 @@ def shown(row: Row) -> Row:
 
 
 def speed() -> list[dict[str, float]]:
-    """Samples a second that are simulated, at 1, 8 and 64 replicas, and at the sizes of 384, 1,000 and 10,000 devices."""
+    """Samples a second that are simulated, at 1, 8 and 64 replicas, and at the sizes of 384, 1,000
+    and 10,000 devices."""
     rows = []
     for replicas in (1, 8, 64, 256, 768, 7680):
         plan = StalenessPlan(2, 64 * min(replicas, 64), 1)
         setup = Setup(
-            plan, 8, 12, replicas=replicas, max_rows=256, most_rows=256, first_groups=64, at_once=max(1, replicas // 4)
+            plan,
+            8,
+            12,
+            replicas=replicas,
+            max_rows=256,
+            most_rows=256,
+            first_groups=64,
+            at_once=max(1, replicas // 4),
         )
         costs = Costs(
             row_rate=30.0,
@@ -252,7 +309,12 @@ def speed() -> list[dict[str, float]]:
         began = time.perf_counter()
         forecast(setup, costs, DrawnLengths(8, 2048, median=200, sigma=0.8))
         seconds = time.perf_counter() - began
-        rows.append({"replicas": replicas, "samples_per_second": setup.steps * plan.groups_per_step * 8 / seconds})
+        rows.append(
+            {
+                "replicas": replicas,
+                "samples_per_second": setup.steps * plan.groups_per_step * 8 / seconds,
+            }
+        )
     return rows
 
 
@@ -260,25 +322,33 @@ def table(rows: list[Row]) -> str:
     lines = [f"{'run':48} {'predicted':>10} {'measured':>10} {'error':>7}  staleness max"]
     for row in rows:
         stale = f"{row.staleness_predicted} {row.staleness_measured}"
-        lines.append(f"{row.name:48} {row.predicted:10.0f} {row.measured:10.0f} {row.error:+7.1%}  {stale}")
+        lines.append(
+            f"{row.name:48} {row.predicted:10.0f} {row.measured:10.0f} {row.error:+7.1%}  {stale}"
+        )
     errors = sorted(abs(row.error) for row in rows)
     equal = sum(row.staleness_predicted == row.staleness_measured for row in rows)
     within = sum(error <= 0.05 for error in errors)
     lines.append(
-        f"{len(rows)} runs: error {median(errors):.1%} in the median, {errors[-1]:.1%} at most, within 5 % in {within}; "
-        f"largest staleness equal in {equal}"
+        f"{len(rows)} runs: error {median(errors):.1%} in the median, {errors[-1]:.1%} at most, "
+        f"within 5 % in {within}; largest staleness equal in {equal}"
     )
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--step-seconds", type=float, default=2.0)
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--beside", type=int, default=2, help="runs at a time")
-    parser.add_argument("--match", default="", metavar="TEXT", help="only runs with TEXT in their names")
+    parser.add_argument(
+        "--match", default="", metavar="TEXT", help="only runs with TEXT in their names"
+    )
     parser.add_argument("--nodes", action="store_true", help="on two nodes of a Ray cluster")
-    parser.add_argument("--splits", type=int, default=0, metavar="DEVICES", help="every split of so many devices")
+    parser.add_argument(
+        "--splits", type=int, default=0, metavar="DEVICES", help="every split of so many devices"
+    )
     parser.add_argument("--real", choices=sorted(REAL), help="real engines with this model")
     parser.add_argument("--speed", action="store_true")
     parser.add_argument("--json", type=Path, metavar="FILE")
@@ -301,15 +371,27 @@ def main() -> None:
                 grid = split_grid(options.step_seconds, options.steps, options.splits)
             else:
                 grid = mock_grid(options.step_seconds, options.steps)
-            cases = [case for case in grid if options.match in case.name or case.name in (MEASURED, REFERENCE)]
-            work = real_rows(cases, path, forks) if options.real else mock_rows(cases, path, options.beside, forks)
+            cases = [
+                case
+                for case in grid
+                if options.match in case.name or case.name in (MEASURED, REFERENCE)
+            ]
+            work = (
+                real_rows(cases, path, forks)
+                if options.real
+                else mock_rows(cases, path, options.beside, forks)
+            )
             rows = asyncio.run(work)
         print(table(rows))
         if options.splits:
             for bound in (1, 2):
                 print(
                     share_of_best(
-                        [row for row in rows if row.name.startswith(f"eta {bound}, ") and row.name != REFERENCE]
+                        [
+                            row
+                            for row in rows
+                            if row.name.startswith(f"eta {bound}, ") and row.name != REFERENCE
+                        ]
                     )
                 )
         document = [{**asdict(row), "error": row.error} for row in rows]

@@ -3,12 +3,13 @@ simulation (`orchestration/simulation`), with every assumption named.
 
     python -m benchmarks.planner_scale [--devices 64 384 1000 10000] [--json FILE]
 
-Model: a dense 7B (the sizes of Qwen2.5-7B), bfloat16. Device: 150 TFLOP/s and 1.2 TB/s that are really reached, about half
-of an Ascend 910B's data sheet; 200 GB/s between the 8 devices of a node, 25 GB/s between nodes. Prompts of 2,000 tokens,
-responses log-normal (sigma 0.8) with 2,000 on average and 16,384 at most, groups of 16. Ranks are data-parallel.
+Model: a dense 7B (the sizes of Qwen2.5-7B), bfloat16. Device: 150 TFLOP/s and 1.2 TB/s that are
+really reached, about half of an Ascend 910B's data sheet; 200 GB/s between the 8 devices of a node,
+25 GB/s between nodes. Prompts of 2,000 tokens, responses log-normal (sigma 0.8) with 2,000 on
+average and 16,384 at most, groups of 16. Ranks are data-parallel.
 
-Index: 505 µs of its one thread for a sample and 6 calls a second of 85 µs for each worker, at 1,000 clients
-(docs/scale.md).
+Index: 505 µs of its one thread for a sample and 6 calls a second of 85 µs for each worker, at 1,000
+clients (docs/scale.md).
 """
 
 from __future__ import annotations
@@ -37,15 +38,21 @@ except ImportError:  # imported by a test, not started as a script
     from benchmarks.overlap import Workload
 
 HARDWARE = Hardware(flops=150e12, bandwidth=1.2e12)
-PROMPT, RESPONSE, LONGEST, SIGMA, SIZE = 2000, 2000, 16384, 0.8, 16
+PROMPT = 2000
+RESPONSE = 2000
+LONGEST = 16384
+SIGMA = 0.8
+SIZE = 16
 STEPS = 16
-SAMPLE_SECONDS, WORKER_SECONDS = 505e-6, 6 * 85e-6  # of the index's thread: a sample, and a second of a worker
+# of the index's thread: a sample, and a second of a worker
+SAMPLE_SECONDS = 505e-6
+WORKER_SECONDS = 6 * 85e-6
 
 
 @dataclass(frozen=True)
 class Row:
-    """``linearity``: tokens/s of a device over those of the first row. ``index``: share of its one thread that the run
-    needs."""
+    """``linearity``: tokens/s of a device over those of the first row. ``index``: share of its one
+    thread that the run needs."""
 
     devices: int
     rollouts: int
@@ -66,8 +73,12 @@ def lengths(seed: int = 0) -> DrawnLengths:
     return DrawnLengths(SIZE, LONGEST, median=median, sigma=SIGMA, seed=seed)
 
 
-def cluster(model: Path, rollouts: int, ranks: int, groups: int, bound: int, *, colocated: bool = False) -> Recipe:
-    base = recipe_of("mock", {"rollout.engine": "mock", "train.engine": "mock", "algorithm.options": {}})
+def cluster(
+    model: Path, rollouts: int, ranks: int, groups: int, bound: int, *, colocated: bool = False
+) -> Recipe:
+    base = recipe_of(
+        "mock", {"rollout.engine": "mock", "train.engine": "mock", "algorithm.options": {}}
+    )
     return compare_recipe(
         base,
         [
@@ -99,14 +110,21 @@ def costs_of(recipe: Recipe, share: float = 1.0) -> Costs:
     return replace(costs, row_rate=costs.row_rate * share, row_seconds=costs.row_seconds / share)
 
 
-def best(model: Path, devices: int, groups: int, bound: int, share: float = 1.0) -> tuple[Recipe, Forecast]:
-    """The split of ``devices`` with the highest throughput, among those around the one that keeps both stages as busy."""
+def best(
+    model: Path, devices: int, groups: int, bound: int, share: float = 1.0
+) -> tuple[Recipe, Forecast]:
+    """The split of ``devices`` with the highest throughput, among those around the one that keeps
+    both stages as busy."""
     found: list[tuple[Recipe, Forecast]] = []
-    low, high = 1, min(devices - 1, groups)
-    while high - low > max(1, devices // 64):  # throughput rises with the trainer's share until generation limits it
+    low = 1
+    high = min(devices - 1, groups)
+    # throughput rises with the trainer's share until generation limits it
+    while high - low > max(1, devices // 64):
         ranks = (low + high) // 2
         recipe = cluster(model, devices - ranks, ranks, groups, bound)
-        found.append((recipe, forecast(setup_of(recipe, steps=STEPS), costs_of(recipe, share), lengths())))
+        found.append(
+            (recipe, forecast(setup_of(recipe, steps=STEPS), costs_of(recipe, share), lengths()))
+        )
         if found[-1][1].busiest == "training":
             low = ranks
         else:
@@ -118,11 +136,13 @@ def sizes(model: Path, counts: list[int], bound: int = 2) -> list[Row]:
     """The work grows with the devices: two groups of a step for three devices."""
     rows: list[Row] = []
     for devices in counts:
-        began, groups = time.perf_counter(), max(8, 2 * devices // 3)
+        began = time.perf_counter()
+        groups = max(8, 2 * devices // 3)
         recipe, found = best(model, devices, groups, bound)
         each = found.tokens_per_second / devices
         linearity = each / (rows[0].tokens_per_second / rows[0].devices) if rows else 1.0
-        samples, workers = found.tokens_per_second / RESPONSE, recipe.rollout.workers + recipe.train.dp
+        samples = found.tokens_per_second / RESPONSE
+        workers = recipe.rollout.workers + recipe.train.dp
         index = samples * SAMPLE_SECONDS + workers * WORKER_SECONDS
         rows.append(
             Row(
@@ -145,7 +165,8 @@ def sizes(model: Path, counts: list[int], bound: int = 2) -> list[Row]:
 
 
 HEADER = (
-    "devices  rollout + training  tokens/s a device  linearity  busiest      staleness  s a step  index  planned in"
+    "devices  rollout + training  tokens/s a device  linearity  busiest      staleness  s a step  "
+    "index  planned in"
 )
 
 
@@ -153,21 +174,27 @@ def line(row: Row) -> str:
     split = f"{row.rollouts} + {row.ranks}"
     each = row.tokens_per_second / row.devices
     return (
-        f"{row.devices:7}  {split:>18}  {each:17.0f}  {row.linearity:9.3f}  {row.busiest:11}  {row.staleness_mean:9.2f}  "
-        f"{row.step_seconds:8.0f}  {row.index:5.0%}  {row.seconds:8.1f} s"
+        f"{row.devices:7}  {split:>18}  {each:17.0f}  {row.linearity:9.3f}  {row.busiest:11}  "
+        f"{row.staleness_mean:9.2f}  {row.step_seconds:8.0f}  {row.index:5.0%}  {row.seconds:8.1f} "
+        f"s"
     )
 
 
 def published(model: Path) -> dict[str, float]:
     """Ratios that papers report, beside those that the simulation gives."""
-    work, plain = Workload(steps=40), {}
+    work = Workload(steps=40)
+    plain = {}
     for bound in (0, 1, 2):
         recipe = work.recipe(bound)
-        plain[bound] = forecast(setup_of(recipe), mock_costs(recipe), mock_lengths(recipe)).tokens_per_second
+        plain[bound] = forecast(
+            setup_of(recipe), mock_costs(recipe), mock_lengths(recipe)
+        ).tokens_per_second
     ratios = dict[str, float]()
     for share in (1.0, 0.2):
         together = cluster(model, 64, 64, 64, 0, colocated=True)
-        synchronous = forecast(setup_of(together, steps=STEPS), costs_of(together, share), lengths()).tokens_per_second
+        synchronous = forecast(
+            setup_of(together, steps=STEPS), costs_of(together, share), lengths()
+        ).tokens_per_second
         recipe, split = best(model, 64, 64, 2, share)
         name = f"64 devices, decoding at {share:g} of what memory allows"
         ratios[f"{name}: devices that generate"] = recipe.rollout.workers
@@ -180,7 +207,9 @@ def published(model: Path) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--devices", type=int, nargs="+", default=[64, 384, 1000, 10_000])
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()

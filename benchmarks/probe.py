@@ -1,4 +1,5 @@
-"""How far the logprobs of two engines lie apart, with the same weights and after a swap that went wrong: the probe's limits.
+"""How far the logprobs of two engines lie apart, with the same weights and after a swap that went
+wrong: the probe's limits.
 
     python -m benchmarks.probe [RECIPE] [--dtype bfloat16] [--seeds 0 1 2] [--steps 4] [--no-faults] [--set KEY=VALUE]
                                [--json FILE]
@@ -41,7 +42,16 @@ from stages.engines.torch.head.logits import float32_logits
 from stages.models import load_model
 from stages.prompts.sources import load_prompts
 from stages.training.update import probe_rows
-from stages.weights.store import Gap, Probe, ProbeFailed, ProbeJudge, ProbeLimits, gap, probed, scored
+from stages.weights.store import (
+    Gap,
+    Probe,
+    ProbeFailed,
+    ProbeJudge,
+    ProbeLimits,
+    gap,
+    probed,
+    scored,
+)
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 ENDS: tuple[tuple[str, Any], ...] = (("least", min), ("largest", max))
@@ -67,10 +77,12 @@ class Pair:
     def __init__(self, recipe: Recipe) -> None:
         rule = probe_rule(recipe)
         assert rule is not None, "sync.probe is on"
-        self.recipe, self.version = recipe, 0
+        self.recipe = recipe
+        self.version = 0
         self.trainer: TrainEngine = train_engine(recipe)
         self.rollout: RolloutEngine = rollout_engine(recipe, version=0)
-        self.judge, self.rows = ProbeJudge(rule), list[list[int]]()
+        self.judge = ProbeJudge(rule)
+        self.rows = list[list[int]]()
         tokenizer = tokenizer_of(recipe)
         self.prompts = load_prompts(recipe.prompts, tokenizer, recipe.seed).train
         self.sampling = sampling_of(recipe, tokenizer)
@@ -92,10 +104,13 @@ class Pair:
 
     async def step(self) -> Probe:
         """Generate, train; the probe of the new weights."""
-        size, requests = self.recipe.algorithm.group_size, dict[int, GroupRequest]()
+        size = self.recipe.algorithm.group_size
+        requests = dict[int, GroupRequest]()
         for _ in range(self.recipe.train.groups_per_step):
             ids = torch.as_tensor(self.prompts.prompt(self._asked).ids)
-            requests[self._asked] = GroupRequest(self._asked, tuple(range(size)), ids, self.sampling, self.recipe.seed)
+            requests[self._asked] = GroupRequest(
+                self._asked, tuple(range(size)), ids, self.sampling, self.recipe.seed
+            )
             self._asked += 1
         made = [done async for done in self.rollout.generate(list(requests.values()))]
         made.sort(key=lambda done: (done.group, done.place))
@@ -106,7 +121,9 @@ class Pair:
 
     def _batch(self, prompts: Sequence[torch.Tensor], made: Sequence[Completion]) -> TensorDict:
         places = {"group": [done.group for done in made], "place": [done.place for done in made]}
-        batch = TensorDict({name: torch.tensor(values) for name, values in places.items()}, [len(made)])
+        batch = TensorDict(
+            {name: torch.tensor(values) for name, values in places.items()}, [len(made)]
+        )
         batch["prompt_ids"] = _jagged(prompts)
         batch["response_ids"] = _jagged([done.token_ids for done in made])
         batch["rollout_logprobs"] = _jagged([done.logprobs for done in made])
@@ -127,7 +144,8 @@ async def measure(recipe: Recipe, steps: int, faults: bool, found: Found) -> Non
     pair = Pair(recipe)
     try:
         for step in range(steps):
-            probe, new = await pair.step(), pair.weights()
+            probe = await pair.step()
+            new = pair.weights()
             if step:  # before it, the judge has nothing to compare with
                 _note(found, "undelivered update", pair.judge, probe, await pair.score(probe))
             await pair.load(new)
@@ -148,44 +166,76 @@ async def measure(recipe: Recipe, steps: int, faults: bool, found: Found) -> Non
                 _note(found, name, pair.judge, probe, await pair.score(probe))
             await pair.load(new)
             for times in TEMPERATURES:
-                _note(found, f"temperature × {times:g}", pair.judge, probe, await pair.score(probe, times))
+                _note(
+                    found,
+                    f"temperature × {times:g}",
+                    pair.judge,
+                    probe,
+                    await pair.score(probe, times),
+                )
     finally:
         await pair.close()
 
 
-def _note(found: Found, name: str, judge: ProbeJudge, probe: Probe, scores: list[torch.Tensor]) -> None:
+def _note(
+    found: Found, name: str, judge: ProbeJudge, probe: Probe, scores: list[torch.Tensor]
+) -> None:
     reason = ""
     try:
         copy.deepcopy(judge).judge(probe, scores)
     except ProbeFailed as failed:
         reason = str(failed)
     found.faults.setdefault(name, []).append((_gap(probe, scores), reason))
-    print(f"{name}: {_line(found.faults[name][-1][0])} {'refused' if reason else 'ACCEPTED'}", flush=True)
+    print(
+        f"{name}: {_line(found.faults[name][-1][0])} {'refused' if reason else 'ACCEPTED'}",
+        flush=True,
+    )
 
 
 def _gap(probe: Probe, scores: Sequence[torch.Tensor]) -> Gap:
-    return gap(torch.tensor([value for row in probe.logprobs for value in row]), torch.cat(list(scores)))
+    return gap(
+        torch.tensor([value for row in probe.logprobs for value in row]), torch.cat(list(scores))
+    )
 
 
 def _line(one: Gap) -> str:
-    return f"mean {one.mean:.2g}, 95 % {one.q95:.2g}, max {one.max:.2g}, k3 {one.k3:.2g}, {one.tokens} tokens"
+    return (
+        f"mean {one.mean:.2g}, 95 % {one.q95:.2g}, max {one.max:.2g}, k3 {one.k3:.2g}, "
+        f"{one.tokens} tokens"
+    )
 
 
 def damages(weights: Weights) -> Iterator[tuple[str, Weights]]:
     """Weights with one fault each, by its name; of a Llama's parameters."""
     count = 1 + max(int(name.split(".")[2]) for name in weights if name.startswith("model.layers."))
-    for one, two, which in ((0, 1, "first"), (count // 2 - 1, count // 2, "middle"), (count - 2, count - 1, "last")):
+    for one, two, which in (
+        (0, 1, "first"),
+        (count // 2 - 1, count // 2, "middle"),
+        (count - 2, count - 1, "last"),
+    ):
         yield f"{which} two layers swapped", _exchanged(weights, one, two)
     for layer, which in ((0, "first"), (count // 2, "middle"), (count - 1, "last")):
         for part in ("self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj"):
-            yield f"{part} of the {which} layer is zero", _changed(weights, layer, part, torch.zeros_like)
+            yield (
+                (f"{part} of the {which} layer is zero"),
+                _changed(weights, layer, part, torch.zeros_like),
+            )
         yield (
             f"mlp.up_proj of the {which} layer: rows moved by one",
             _changed(weights, layer, "mlp.up_proj", lambda w: w.roll(1, 0)),
         )
-        yield f"mlp.down_proj of the {which} layer: half is zero", _changed(weights, layer, "mlp.down_proj", _half)
-        yield f"mlp.down_proj of the {which} layer: one exponent bit", _changed(weights, layer, "mlp.down_proj", _bit)
-        yield f"mlp.gate_proj of the {which} layer: 1 % shuffled", _changed(weights, layer, "mlp.gate_proj", _shuffled)
+        yield (
+            (f"mlp.down_proj of the {which} layer: half is zero"),
+            _changed(weights, layer, "mlp.down_proj", _half),
+        )
+        yield (
+            (f"mlp.down_proj of the {which} layer: one exponent bit"),
+            _changed(weights, layer, "mlp.down_proj", _bit),
+        )
+        yield (
+            (f"mlp.gate_proj of the {which} layer: 1 % shuffled"),
+            _changed(weights, layer, "mlp.gate_proj", _shuffled),
+        )
     embedding = "model.embed_tokens.weight"
     yield "embedding: rows moved by one", {**weights, embedding: weights[embedding].roll(1, 0)}
 
@@ -196,8 +246,13 @@ def _changed(weights: Weights, layer: int, part: str, change: Any) -> Weights:
 
 
 def _exchanged(weights: Weights, one: int, two: int) -> Weights:
-    to = {f"model.layers.{one}.": f"model.layers.{two}.", f"model.layers.{two}.": f"model.layers.{one}."}
-    names = {n: n for n in weights} | {n: to[p] + n[len(p) :] for n in weights for p in to if n.startswith(p)}
+    to = {
+        f"model.layers.{one}.": f"model.layers.{two}.",
+        f"model.layers.{two}.": f"model.layers.{one}.",
+    }
+    names = {n: n for n in weights} | {
+        n: to[p] + n[len(p) :] for n in weights for p in to if n.startswith(p)
+    }
     return {name: weights[source] for name, source in names.items()}
 
 
@@ -215,7 +270,8 @@ def _bit(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _shuffled(weight: torch.Tensor) -> torch.Tensor:
-    weight, random = weight.clone(), torch.Generator().manual_seed(0)
+    weight = weight.clone()
+    random = torch.Generator().manual_seed(0)
     flat = weight.view(-1)
     places = torch.randperm(len(flat), generator=random)[: len(flat) // 100]
     flat[places] = flat[places.roll(1)]
@@ -226,18 +282,25 @@ def _shuffled(weight: torch.Tensor) -> torch.Tensor:
 def against_float32(
     recipe: Recipe, probe: Probe, weights: Weights, scores: Sequence[torch.Tensor], found: Found
 ) -> Iterator[tuple[str, list[torch.Tensor]]]:
-    """The logprobs of a model with the same weights that computes in float32, each engine's place taken by its errors: what
-    is yielded differs from the probe's by how far that engine is off."""
+    """The logprobs of a model with the same weights that computes in float32, each engine's place
+    taken by its errors: what is yielded differs from the probe's by how far that engine is off."""
     dtype = getattr(torch, recipe.model.dtype)
-    exact, lower = (load_model(recipe.model.source, dtype=d, seed=recipe.seed)[0] for d in (torch.float32, dtype))
+    exact, lower = (
+        load_model(recipe.model.source, dtype=d, seed=recipe.seed)[0]
+        for d in (torch.float32, dtype)
+    )
     for model in (exact, lower):
         model.load_state_dict(weights, strict=False)
-    logprobs, errors = [], list[list[torch.Tensor]]()
+    logprobs = []
+    errors = list[list[torch.Tensor]]()
     ends: dict[str, list[torch.Tensor]] = {
         name: [] for name in ("head float32", "head bfloat16", "head, softmax bfloat16")
     }
     for ids in map(torch.tensor, probe.sequences):
-        one, other = (m(input_ids=ids[None], output_hidden_states=True, use_cache=False) for m in (exact, lower))
+        one, other = (
+            m(input_ids=ids[None], output_hidden_states=True, use_cache=False)
+            for m in (exact, lower)
+        )
         logprobs.append(one.logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0])
         pairs = zip(one.hidden_states[1:], other.hidden_states[1:], strict=True)
         errors.append([((b.float() - a).norm(dim=-1) / a.norm(dim=-1))[0] for a, b in pairs])
@@ -255,38 +318,61 @@ def against_float32(
         [t + e - x for t, e, x in zip(trainer, logprobs, scores, strict=True)],
     )
     for name, rows in ends.items():
-        yield f"plain forward, {name}", [t + e - x for t, e, x in zip(trainer, logprobs, rows, strict=True)]
+        yield (
+            (f"plain forward, {name}"),
+            [t + e - x for t, e, x in zip(trainer, logprobs, rows, strict=True)],
+        )
 
 
 def table(found: Found, recipe: Recipe, seeds: Sequence[int]) -> str:
-    equal, limits = found.equal, found.limits
+    equal = found.equal
+    limits = found.limits
     shares = [
         {name: getattr(gap, name) / getattr(limit, name) for name in ("mean", "q95", "max", "k3")}
         for gap, limit in zip(equal, limits, strict=True)
     ]
-    name, steps = f"{recipe.name}, {recipe.model.dtype}", len(equal) // len(seeds)
+    name = f"{recipe.name}, {recipe.model.dtype}"
+    steps = len(equal) // len(seeds)
     lines = [
         f"{name}: {len(seeds)} seeds × {steps} steps, probes of {min(g.tokens for g in equal)} to "
-        f"{max(g.tokens for g in equal)} tokens; refused at equal weights: {found.refused} of {len(equal)}",
+        f"{max(g.tokens for g in equal)} tokens; refused at equal weights: {found.refused} of "
+        f"{len(equal)}",
         "",
         f"{'equal weights':<44}{'mean':>9}{'95 %':>9}{'max':>9}{'k3':>9}",
         _row("median probe", _over(equal, 0.5)),
         _row("largest of all probes", _over(equal, 1.0)),
-        *(_row(f"{which} limit", {n: at(getattr(one, n) for one in limits) for n in shares[0]}) for which, at in ENDS),
-        _row("largest share of its limit", {n: max(share[n] for share in shares) for n in shares[0]}),
+        *(
+            _row(f"{which} limit", {n: at(getattr(one, n) for one in limits) for n in shares[0]})
+            for which, at in ENDS
+        ),
+        _row(
+            "largest share of its limit", {n: max(share[n] for share in shares) for n in shares[0]}
+        ),
         *(_row(which, _over(gaps, 0.5)) for which, gaps in found.exact.items()),
     ]
     if found.layers:
         at = sorted(
-            {0, len(found.layers) // 4, len(found.layers) // 2, 3 * len(found.layers) // 4, len(found.layers) - 2}
+            {
+                0,
+                len(found.layers) // 4,
+                len(found.layers) // 2,
+                3 * len(found.layers) // 4,
+                len(found.layers) - 2,
+            }
         )
         errors = ", ".join(f"{found.layers[i]:.2%} after {i + 1}" for i in at if i >= 0)
-        lines += ["", f"error of the hidden states against float32, median over tokens, by layers: {errors}"]
+        lines += [
+            "",
+            f"error of the hidden states against float32, median over tokens, by layers: {errors}",
+        ]
     if found.faults:
         lines += ["", f"{'fault, least of the seeds':<52}{'mean':>9}{'95 %':>9}  refused"]
     for fault, seen in found.faults.items():
-        least, refused = _over([g for g, _ in seen], 0.0), sum(bool(reason) for _, reason in seen)
-        lines.append(f"{fault:<52}{least['mean']:>9.2g}{least['q95']:>9.2g}  {refused} of {len(seen)}")
+        least = _over([g for g, _ in seen], 0.0)
+        refused = sum(bool(reason) for _, reason in seen)
+        lines.append(
+            f"{fault:<52}{least['mean']:>9.2g}{least['q95']:>9.2g}  {refused} of {len(seen)}"
+        )
     return "\n".join(lines)
 
 
@@ -300,7 +386,7 @@ def _row(name: str, values: Mapping[str, float]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("recipe", nargs="?", default="quickstart", help="a recipe's name or file")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -309,10 +395,14 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--json", type=Path, metavar="FILE")
     asked = parser.parse_args()
-    path = Path(asked.recipe) if asked.recipe.endswith(".toml") else RECIPES / f"{asked.recipe}.toml"
+    path = (
+        Path(asked.recipe) if asked.recipe.endswith(".toml") else RECIPES / f"{asked.recipe}.toml"
+    )
     found = Found()
     for seed in asked.seeds:
-        recipe = load_recipe(path, [f"model.dtype={asked.dtype}", f"seed={seed}", "train.warmup_steps=0", *asked.set])
+        recipe = load_recipe(
+            path, [f"model.dtype={asked.dtype}", f"seed={seed}", "train.warmup_steps=0", *asked.set]
+        )
         asyncio.run(measure(recipe, asked.steps, not asked.no_faults, found))
     print("\n" + table(found, recipe, asked.seeds))
     if asked.json:

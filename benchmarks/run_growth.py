@@ -1,4 +1,5 @@
-"""What grows in a real run: memory, threads and descriptors of its processes, its index and its files, by steps done.
+"""What grows in a real run: memory, threads and descriptors of its processes, its index and its
+files, by steps done.
 
     asyncdock run (mock engines that do not sleep) ──at some numbers of steps──▶ samples ──least squares──▶ slopes
 
@@ -57,7 +58,8 @@ BOUNDS = {
     "index: events": "100,000",
     "index: memory": "100,000 events",
     "memory: index": "100,000 events",
-    "memory: all, shared pages once": "the lines of its processes, and pages that two of them share no more",
+    "memory: all, shared pages "
+    "once": "the lines of its processes, and pages that two of them share no more",
     "shared memory": "`pipeline.arena`: a page has memory from its first use on",
 }
 FILES = {
@@ -84,7 +86,9 @@ class Trend:
         Trend(last=7.0, slope=0.1, error=0.0)
         """
         slope, intercept = statistics.linear_regression(steps, values)
-        residuals = [value - intercept - slope * step for step, value in zip(steps, values, strict=True)]
+        residuals = [
+            value - intercept - slope * step for step, value in zip(steps, values, strict=True)
+        ]
         mean = statistics.fmean(steps)
         spread = math.fsum((step - mean) ** 2 for step in steps)
         squares = math.fsum(residual**2 for residual in residuals)
@@ -97,7 +101,8 @@ class Trend:
 
 @dataclass
 class Growth:
-    """Samples of a run: ``values`` by name, each at so many ``steps`` and ``seconds`` after the first one."""
+    """Samples of a run: ``values`` by name, each at so many ``steps`` and ``seconds`` after the
+    first one."""
 
     steps: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
@@ -113,27 +118,40 @@ class Growth:
 
     def trends(self) -> dict[str, Trend]:
         begin = int(SETTLED * len(self.steps))
-        return {name: Trend.of(self.steps[begin:], values[begin:]) for name, values in sorted(self.values.items())}
+        return {
+            name: Trend.of(self.steps[begin:], values[begin:])
+            for name, values in sorted(self.values.items())
+        }
 
     @property
     def steps_per_second(self) -> float:
         return (self.steps[-1] - self.steps[0]) / (self.seconds[-1] - self.seconds[0])
 
     def to_json(self) -> dict[str, Any]:
-        trends = {name: {**asdict(trend), "grows": trend.grows} for name, trend in self.trends().items()}
+        trends = {
+            name: {**asdict(trend), "grows": trend.grows} for name, trend in self.trends().items()
+        }
         return {**asdict(self), "trends": trends, "steps_per_second": self.steps_per_second}
 
 
-def grown(home: Path, steps: int, samples: int = SAMPLES, command: Sequence[str] = COMMAND) -> Growth:
-    """Run ``steps`` steps in ``home``. Returns the samples, of an interrupted run those until then. Raises Broken where
-    the run fails."""
-    mark, out, recipe, log = uuid.uuid4().hex, home / "run", home / "run.toml", home / "run.log"
+def grown(
+    home: Path, steps: int, samples: int = SAMPLES, command: Sequence[str] = COMMAND
+) -> Growth:
+    """Run ``steps`` steps in ``home``.
+
+    Returns the samples, of an interrupted run those until then. Raises Broken where the run fails.
+    """
+    mark = uuid.uuid4().hex
+    out = home / "run"
+    recipe = home / "run.toml"
+    log = home / "run.log"
     recipe.write_text(RECIPE)
     memory = Path(tempfile.mkdtemp(prefix="asyncdock-endurance-", dir=shared_memory_directory()))
     environment = {**os.environ, MARK: mark, SHARED_VARIABLE: str(memory), "OMP_NUM_THREADS": "1"}
     settings = [f"--set={setting}" for setting in (*SETTINGS, f"train.steps={steps}")]
     arguments = [*command, "run", str(recipe), "--plain", "--out", str(out), *settings]
-    growth, every = Growth(), steps / (samples + 1)
+    growth = Growth()
+    every = steps / (samples + 1)
     try:
         with log.open("wb") as file:
             process = psutil.Popen(arguments, env=environment, stdout=file, stderr=file)
@@ -163,7 +181,8 @@ def steps_done(log: Path) -> int:
 
 
 def sizes(command: psutil.Process, out: Path, memory: Path) -> dict[str, float]:
-    """Bytes and counts now of the run in ``out``, which ``command`` executes with shared memory in ``memory``."""
+    """Bytes and counts now of the run in ``out``, which ``command`` executes with shared memory in
+    ``memory``."""
     found = collections.Counter[str]()
     for process in [command, *command.children(recursive=True)]:
         with contextlib.suppress(psutil.Error, ProcessLookupError, FileNotFoundError):
@@ -177,8 +196,12 @@ def sizes(command: psutil.Process, out: Path, memory: Path) -> dict[str, float]:
     with redis.Redis.from_url(where["index"]) as index:
         found["index: keys"] = index.dbsize()
         found["index: memory"] = index.info("memory")["used_memory"]
-        found["index: events"] = sum(index.xlen(key) for key in index.scan_iter("*events", _type="stream"))
-    found["shared memory"] = sum(path.stat().st_blocks * 512 for path in memory.rglob("*") if path.is_file())
+        found["index: events"] = sum(
+            index.xlen(key) for key in index.scan_iter("*events", _type="stream")
+        )
+    found["shared memory"] = sum(
+        path.stat().st_blocks * 512 for path in memory.rglob("*") if path.is_file()
+    )
     for folder, _, files in os.walk(out):  # passes over what is removed meanwhile
         for file in files:
             path = Path(folder) / file
@@ -190,14 +213,16 @@ def sizes(command: psutil.Process, out: Path, memory: Path) -> dict[str, float]:
 
 
 def memory_of(pid: int) -> tuple[int, int]:
-    """Bytes of memory without a file behind them, swapped out or not, that a process has: all of them, and its part of those
-    that it shares. Not its resident set, which the kernel makes smaller and the process larger again when it reads its
-    program, nor what it has for itself alone: that grows when a process that it was forked with writes to a page."""
+    """Bytes of memory without a file behind them, swapped out or not, that a process has: all of
+    them, and its part of those that it shares. Not its resident set, which the kernel makes smaller
+    and the process larger again when it reads its program, nor what it has for itself alone: that
+    grows when a process that it was forked with writes to a page."""
     found = collections.Counter[str]()
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]:
         name, size = line.split()[:2]
         found[name] += 1024 * int(size)
-    swapped, part = found["Swap:"], found["SwapPss:"]
+    swapped = found["Swap:"]
+    part = found["SwapPss:"]
     return found["Anonymous:"] + swapped, found["Pss_Anon:"] + part
 
 
@@ -209,13 +234,19 @@ def growth_table(growth: Growth) -> str:
     ]
     trends = growth.trends()
     for name, trend in trends.items():
-        is_size = name.startswith(("memory", "files", "shared", "index: memory")) and "number" not in name
+        is_size = (
+            name.startswith(("memory", "files", "shared", "index: memory")) and "number" not in name
+        )
         last = f"{trend.last / 2**20:,.2f} MiB" if is_size else f"{trend.last:,.0f}"
-        slope, error = (f"{value:,.0f} B" if is_size else f"{value:.4f}" for value in (trend.slope, trend.error))
+        slope, error = (
+            f"{value:,.0f} B" if is_size else f"{value:.4f}" for value in (trend.slope, trend.error)
+        )
         grows = "yes" if trend.grows else ""
         lines.append(f"| {name} | {last} | {slope} | {error} | {grows} | {BOUNDS.get(name, '')} |")
     without = [name for name, trend in trends.items() if trend.grows and name not in BOUNDS]
     lines.append("")
     lines.append(f"{growth.steps[-1]:,} steps, {growth.steps_per_second:.1f} a second")
-    lines.append(f"grows beyond {DEVIATIONS} errors, with no bound named: {', '.join(without) or 'nothing'}")
+    lines.append(
+        f"grows beyond {DEVIATIONS} errors, with no bound named: {', '.join(without) or 'nothing'}"
+    )
     return "\n".join(lines)

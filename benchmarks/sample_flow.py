@@ -1,4 +1,5 @@
-"""The sample flow side by side with TransferQueue and Ray's object store, and with what memory itself can do.
+"""The sample flow side by side with TransferQueue and Ray's object store, and with what memory
+itself can do.
 
     pip install -e '.[bench]'
     python -m benchmarks.sample_flow [--peers ours,transferqueue,ray] [--cases a,a2,b,c,c2] [--repeats 3] [--json FILE]
@@ -10,16 +11,17 @@ Two processes for each arm, a producer and a consumer, in turns:
     consumer                 claim + get ──▶ tensors to compute on, in the order asked             get's time ends
                                              ──▶ every byte read, compared with what was put       (not in the time)
 
-Arms take turns within a round, so that other work on the machine slows all of them; ratios are taken round by round, and
-medians of them reported. The first put of each arm and case goes into untouched memory, and is reported apart.
-Peers run in two modes, every other round in each, and keep whichever figure is better for them:
+Arms take turns within a round, so that other work on the machine slows all of them; ratios are
+taken round by round, and medians of them reported. The first put of each arm and case goes into
+untouched memory, and is reported apart. Peers run in two modes, every other round in each, and keep
+whichever figure is better for them:
 
   TransferQueue   with ``polling_mode`` and one storage unit; and as it is by default (two units, no polling)
   Ray             ``ray.put`` and ``ray.get`` as they are by default; and with its zero-copy tensors switched on. Ray has
                   no claim: handing the reference over is left out of its time, which is in its favour
 
-memcpy is numpy's copy of the same bytes, in one thread: into memory used before (warm), into newly mapped pages (fresh),
-and into newly mapped pages of a shared file, as an arena is (shared).
+memcpy is numpy's copy of the same bytes, in one thread: into memory used before (warm), into newly
+mapped pages (fresh), and into newly mapped pages of a shared file, as an arena is (shared).
 """
 
 from __future__ import annotations
@@ -81,7 +83,8 @@ MODES = {
 
 @dataclass(frozen=True)
 class Case:
-    """``rows`` samples of ``shortest`` to ``longest`` tokens each, ragged when these differ; 32 bytes a token."""
+    """``rows`` samples of ``shortest`` to ``longest`` tokens each, ragged when these differ; 32
+    bytes a token."""
 
     name: str
     rows: int
@@ -104,12 +107,17 @@ class Case:
 
     @property
     def label(self) -> str:
-        tokens = f"U({self.shortest}..{self.longest}) ragged" if self.ragged else f"{self.longest} dense"
+        tokens = (
+            (f"U({self.shortest}..{self.longest}) ragged")
+            if self.ragged
+            else f"{self.longest} dense"
+        )
         return f"{self.name}: {self.rows} x {tokens}"
 
     def make(self, seed: int = 0) -> TensorDict:
         """Random columns: dense [rows, tokens], or jagged nested tensors over packed values."""
-        generator, lengths = torch.Generator().manual_seed(seed), self.lengths
+        generator = torch.Generator().manual_seed(seed)
+        lengths = self.lengths
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
         rows = TensorDict({}, batch_size=[self.rows])
         for name, dtype in COLUMNS:
@@ -129,7 +137,9 @@ CASES = (
     Case("c", 64, 512, 8192),
     Case("c2", 1024, 16, 240),
 )
-THIN, FAT = Case("thin", 512, 128, 128), Case("fat", 512, 8192, 8192)  # as many rows, 64 times the bytes
+# as many rows, 64 times the bytes
+THIN = Case("thin", 512, 128, 128)
+FAT = Case("fat", 512, 8192, 8192)
 ONE = Case("one", 1, 8192, 8192)
 SINGLE = Case("single", 1, 128, 128)
 TINY = Case("tiny", 1, 1, 1)
@@ -186,13 +196,16 @@ class Memory:
     """What copying the case's bytes takes, in seconds."""
 
     def __init__(self, case: Case, directory: Path) -> None:
-        self._parts = [packed(column)[0].view(torch.uint8).numpy() for column in case.make().values()]
+        self._parts = [
+            packed(column)[0].view(torch.uint8).numpy() for column in case.make().values()
+        ]
         self._directory = directory
         self._warm = np.zeros(case.nbytes, np.uint8)
         self._copy(self._warm)
 
     def _copy(self, target: np.ndarray) -> float:
-        began, at = time.perf_counter(), 0
+        began = time.perf_counter()
+        at = 0
         for part in self._parts:
             np.copyto(target[at : at + part.nbytes], part)
             at += part.nbytes
@@ -219,10 +232,12 @@ class Arm(Protocol):
     ordered: bool  # whether rows are promised in the order in which they were put
 
     def open(self, case: Case, flow: str) -> None:
-        """Begin with an empty flow of ``case``'s samples; both processes call it, the producer first."""
+        """Begin with an empty flow of ``case``'s samples; both processes call it, the producer
+        first."""
 
     def leave(self) -> None:
-        """Both processes leave the flow, the consumer first; its samples are not needed any more."""
+        """Both processes leave the flow, the consumer first; its samples are not needed any
+        more."""
 
     def put(self, rows: TensorDict) -> tuple[float, Any]:
         """Returns what the consumer needs to get the rows, if anything."""
@@ -233,20 +248,25 @@ class Arm(Protocol):
         """The rows just got are not needed any more."""
 
     def single_puts(self, rows: Sequence[TensorDict]) -> dict[str, float]:
-        """Put rows one by one, as fast as one client can: seconds of each way to do it; each way puts all rows."""
+        """Put rows one by one, as fast as one client can: seconds of each way to do it; each way
+        puts all rows."""
 
 
 class Ours:
     """The dock. The only class here that knows its calls; both processes open the same run.
 
-    Bytes lie in an arena of a few batches, so that after a few turns all of it was written before: it is *warm*.
+    Bytes lie in an arena of a few batches, so that after a few turns all of it was written before:
+    it is *warm*.
     """
 
     ordered = True
 
     def __init__(self, url: str, directory: str, worker: str) -> None:
-        self._url, self._directory, self._worker = url, Path(directory), worker
-        self._runner, self._opened = asyncio.Runner(), contextlib.AsyncExitStack()
+        self._url = url
+        self._directory = Path(directory)
+        self._worker = worker
+        self._runner = asyncio.Runner()
+        self._opened = contextlib.AsyncExitStack()
         self._home: Path | None = None
 
     def open(self, case: Case, flow: str) -> None:
@@ -257,13 +277,23 @@ class Ours:
         schema = Schema(columns)
         self._names = [column.name for column in columns]
         stage = StageSpec("consume", "rows", needs=schema.mask(self._names), makes=0, releases=True)
-        self._open(flow, schema, [stage], max(4 * case.nbytes, 64 << 20))  # a recipe's default, or four batches
+        # a recipe's default, or four batches
+        self._open(flow, schema, [stage], max(4 * case.nbytes, 64 << 20))
 
     def _open(self, flow: str, schema: Schema, stages: list[StageSpec], arena: int) -> None:
-        self._arena_bytes, self._home = arena, self._directory / flow
+        self._arena_bytes = arena
+        self._home = self._directory / flow
         self._dock = self._runner.run(
             self._opened.enter_async_context(
-                Dock.open(self._url, flow, schema, stages, worker=self._worker, directory=self._home, arena=arena)
+                Dock.open(
+                    self._url,
+                    flow,
+                    schema,
+                    stages,
+                    worker=self._worker,
+                    directory=self._home,
+                    arena=arena,
+                )
             )
         )
 
@@ -305,18 +335,25 @@ class Ours:
     # ── what the peers have nothing like ──
 
     def open_tiny(self, flow: str, stages: int, rows: int) -> None:
-        """A flow of rows with one tiny column for each of ``stages`` stages, each made by the one before; the last
-        releases the rows."""
+        """A flow of rows with one tiny column for each of ``stages`` stages, each made by the one
+        before; the last releases the rows."""
         schema = Schema([Column.scalar(f"tiny{i}", torch.int64) for i in range(stages)])
         specs = [
-            StageSpec(f"stage{i}", "rows", 1 << i, 1 << i + 1 if i < stages - 1 else 0, releases=i == stages - 1)
+            StageSpec(
+                f"stage{i}",
+                "rows",
+                1 << i,
+                1 << i + 1 if i < stages - 1 else 0,
+                releases=i == stages - 1,
+            )
             for i in range(stages)
         ]
         self._open(flow, schema, specs, (64 << 20) + 512 * rows)
 
     def stream(self, rows: int, batch: int, stages: int) -> tuple[float, float, int]:
-        """Put ``rows`` rows and work all stages, each in a task of its own: when the first put began and the last
-        commit ended, on the clock that all processes share, and how many rows the last stage committed here."""
+        """Put ``rows`` rows and work all stages, each in a task of its own: when the first put
+        began and the last commit ended, on the clock that all processes share, and how many rows
+        the last stage committed here."""
 
         async def feed() -> float:
             began = time.perf_counter()
@@ -325,7 +362,9 @@ class Ours:
             return began
 
         async def work(i: int, fed: asyncio.Task[float]) -> tuple[float, int]:
-            last, count, made = 0.0, 0, f"tiny{i + 1}"
+            last = 0.0
+            count = 0
+            made = f"tiny{i + 1}"
             while True:
                 claim = await self._dock.claim(f"stage{i}", most=batch, timeout=1.0)
                 if claim is None:
@@ -334,7 +373,8 @@ class Ours:
                     continue
                 outputs = {made: torch.arange(len(claim))} if i < stages - 1 else None
                 await self._dock.commit(claim, range(len(claim)), outputs)
-                last, count = time.perf_counter(), count + len(claim)
+                last = time.perf_counter()
+                count = count + len(claim)
 
         async def run() -> tuple[float, float, int]:
             async with asyncio.TaskGroup() as tasks:
@@ -352,7 +392,8 @@ class Ours:
         self._runner.run(fill())
 
     def turnover(self, batch: int, turns: int) -> list[tuple[float, float]]:
-        """Claim and commit ``batch`` rows, as many put before each turn: the index stays as full as it is."""
+        """Claim and commit ``batch`` rows, as many put before each turn: the index stays as full as
+        it is."""
 
         async def turn() -> tuple[float, float]:
             await self._dock.put({"tiny0": torch.arange(batch)})
@@ -385,8 +426,9 @@ class Ours:
 class TransferQueue:
     """TransferQueue's own client, asynchronous, on one long-lived loop, as its documentation asks.
 
-    A fetch hands rows out by their global index, and indexes of cleared rows are used again in the order of clearing, so
-    rows come back in another order than they were put; its rows are compared as a set.
+    A fetch hands rows out by their global index, and indexes of cleared rows are used again in the
+    order of clearing, so rows come back in another order than they were put; its rows are compared
+    as a set.
     """
 
     ordered = False
@@ -395,7 +437,8 @@ class TransferQueue:
         import transfer_queue
 
         transfer_queue.interface._maybe_create_tq_client()
-        self._client, self._tq = transfer_queue.get_client(), transfer_queue
+        self._client = transfer_queue.get_client()
+        self._tq = transfer_queue
         self._runner = asyncio.Runner()
         self._flow = ""
         self._fields = [name for name, _ in COLUMNS]
@@ -415,7 +458,11 @@ class TransferQueue:
         async def get() -> tuple[float, TensorDict]:
             began = time.perf_counter()
             self._meta = await self._client.async_get_meta(
-                data_fields=self._fields, batch_size=count, partition_id=self._flow, mode="fetch", task_name="consume"
+                data_fields=self._fields,
+                batch_size=count,
+                partition_id=self._flow,
+                mode="fetch",
+                task_name="consume",
             )
             rows = await self._client.async_get_data(self._meta)
             return time.perf_counter() - began, rows
@@ -442,13 +489,18 @@ class TransferQueue:
 
             async def put(i: int, row: TensorDict) -> None:
                 async with limit:
-                    await self._tq.async_kv_put(key=f"many-{i}", partition_id=self._flow, fields=row)
+                    await self._tq.async_kv_put(
+                        key=f"many-{i}", partition_id=self._flow, fields=row
+                    )
 
             began = time.perf_counter()
             await asyncio.gather(*(put(i, row) for i, row in enumerate(rows)))
             return time.perf_counter() - began
 
-        return {"one after another": self._runner.run(one_by_one()), "64 in flight": self._runner.run(together())}
+        return {
+            "one after another": self._runner.run(one_by_one()),
+            "64 in flight": self._runner.run(together()),
+        }
 
     def leave(self) -> None: ...
 
@@ -490,7 +542,8 @@ class RayStore:
 
 # ── processes ──
 
-Sums = tuple[dict[str, str], int | None]  # a fingerprint; and one without regard to order, for arms that keep none
+# a fingerprint; and one without regard to order, for arms that keep none
+Sums = tuple[dict[str, str], int | None]
 
 
 class Side:
@@ -512,11 +565,15 @@ class Side:
         stamp(self._rows, self._turn)
         seconds, reference = self._arm.put(self._rows)
         sums = fingerprint(self._rows), None if self._arm.ordered else unordered(self._rows)
-        return seconds, [reference], sums  # in a list, Ray hands a reference on instead of its value
+        # in a list, Ray hands a reference on instead of its value
+        return seconds, [reference], sums
 
-    def get(self, reference: list[Any], count: int, emptied: bool = False) -> tuple[float, float, float, Sums]:
-        """Seconds of getting, of reading every byte once, and of being done; and the rows' checksums. ``emptied``: after
-        other work of this process has pushed everything out of the processor's caches."""
+    def get(
+        self, reference: list[Any], count: int, emptied: bool = False
+    ) -> tuple[float, float, float, Sums]:
+        """Seconds of getting, of reading every byte once, and of being done; and the rows'
+        checksums. ``emptied``: after other work of this process has pushed everything out of the
+        processor's caches."""
         if emptied:
             np.copyto(self._swept[0], self._swept[1])
         seconds, rows = self._arm.get(reference[0], count)
@@ -644,7 +701,9 @@ class Pair:
         get, read, done, came = self.consumer.call("get", reference, case.rows, emptied)
         wrong = [name for name in sent[0] if sent[0][name] != came[0][name]]
         if wrong and (sent[1] is None or sent[1] != came[1]):
-            raise AssertionError(f"{self.name} ({self.mode}), case {case.label}: columns {wrong} came back changed")
+            raise AssertionError(
+                f"{self.name} ({self.mode}), case {case.label}: columns {wrong} came back changed"
+            )
         return Turn(put, get, read, done, in_order=not wrong)
 
     def close(self) -> None:
@@ -654,7 +713,8 @@ class Pair:
 
 @dataclass(frozen=True)
 class Turn:
-    """Seconds of one batch's way; ``read`` is the first reading of all bytes that came, checksums with it."""
+    """Seconds of one batch's way; ``read`` is the first reading of all bytes that came, checksums
+    with it."""
 
     put: float
     get: float
@@ -671,7 +731,8 @@ def peers_running(wanted: Sequence[str], mode: int) -> Iterator[list[Pair]]:
         return
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
-    os.environ["TQ_NUM_THREADS"] = str(min(8, os.cpu_count() or 8))  # what it would take itself, without its warning
+    # what it would take itself, without its warning
+    os.environ["TQ_NUM_THREADS"] = str(min(8, os.cpu_count() or 8))
     os.environ["RAY_ENABLE_ZERO_COPY_TORCH_TENSORS"] = str(mode)
     import ray
 
@@ -695,7 +756,12 @@ def peers_running(wanted: Sequence[str], mode: int) -> Iterator[list[Pair]]:
             }
             transfer_queue.init(OmegaConf.create(polling if mode == 0 else {}))
             pairs.append(
-                Pair("transferqueue", MODES["transferqueue"][mode], Actor(TransferQueue), Actor(TransferQueue))
+                Pair(
+                    "transferqueue",
+                    MODES["transferqueue"][mode],
+                    Actor(TransferQueue),
+                    Actor(TransferQueue),
+                )
             )
         if "ray" in wanted:
             pairs.append(Pair("ray", MODES["ray"][mode], Actor(RayStore), Actor(RayStore)))
@@ -713,7 +779,8 @@ def peers_running(wanted: Sequence[str], mode: int) -> Iterator[list[Pair]]:
 
 @dataclass(frozen=True)
 class Round:
-    """One arm's turns with one case in one round. ``cold`` is the first, ``turns`` those after it."""
+    """One arm's turns with one case in one round. ``cold`` is the first, ``turns`` those after
+    it."""
 
     number: int
     mode: str
@@ -759,12 +826,25 @@ class Plan:
 def quick(plan: Plan) -> Plan:
     """The same, small: does it run, and are the rows right? Its figures say little."""
     small = tuple(
-        replace(case, rows=max(2, case.rows // 16), shortest=max(2, case.shortest // 32), longest=case.longest // 8)
+        replace(
+            case,
+            rows=max(2, case.rows // 16),
+            shortest=max(2, case.shortest // 32),
+            longest=case.longest // 8,
+        )
         if case.ragged
-        else replace(case, rows=max(2, case.rows // 16), shortest=case.longest // 16, longest=case.longest // 16)
+        else replace(
+            case,
+            rows=max(2, case.rows // 16),
+            shortest=case.longest // 16,
+            longest=case.longest // 16,
+        )
         for case in plan.cases
     )
-    thin, fat = (replace(case, rows=32, shortest=n, longest=n) for case, n in ((plan.thin, 8), (plan.fat, 512)))
+    thin, fat = (
+        replace(case, rows=32, shortest=n, longest=n)
+        for case, n in ((plan.thin, 8), (plan.fat, 512))
+    )
     return replace(
         plan,
         cases=small,
@@ -783,14 +863,19 @@ def quick(plan: Plan) -> Plan:
 
 
 def measure(plan: Plan, home: Path, say: Callable[[str], None]) -> tuple[Measured, dict[str, Any]]:
-    """Everything in ``plan``; ``home`` lies in shared memory. Returns what the arms did, and what only ours can do."""
-    found, alone = Measured(), {}
+    """Everything in ``plan``; ``home`` lies in shared memory.
+
+    Returns what the arms did, and what only ours can do.
+    """
+    found = Measured()
+    alone = {}
     with contextlib.ExitStack() as stack:
         ours = stack.enter_context(our_side(home)) if plan.ours else None
         for number in range(plan.rounds):
             with peers_running(plan.peers, number % 2) as pairs:
                 arms = ([ours] if ours else []) + pairs
-                arms = arms[number % len(arms) :] + arms[: number % len(arms)]  # who goes first has the colder caches
+                # who goes first has the colder caches
+                arms = arms[number % len(arms) :] + arms[: number % len(arms)]
                 for case in plan.cases:
                     say(f"round {number + 1} of {plan.rounds}, {case.label}")
                     memory = Memory(case, home).measure()
@@ -800,40 +885,54 @@ def measure(plan: Plan, home: Path, say: Callable[[str], None]) -> tuple[Measure
                     say(f"round {number + 1} of {plan.rounds}, single samples")
                     for case in (plan.thin, plan.fat):
                         ours.open(case)
-                        turns = [ours.turn(case, emptied=True).get for _ in range(plan.turns + 1)][1:]
+                        turns = [ours.turn(case, emptied=True).get for _ in range(plan.turns + 1)][
+                            1:
+                        ]
                         found.emptied.setdefault(case.name, []).append(statistics.median(turns))
                     for arm in arms:
                         _measure_one(found, arm, plan.one, -(-plan.one_turns // plan.rounds))
-                        _measure_singles(found, arm, plan.single_puts if arm is ours else plan.single_puts // 10)
+                        _measure_singles(
+                            found, arm, plan.single_puts if arm is ours else plan.single_puts // 10
+                        )
                 gc.collect()
         if ours:
             alone = our_own(ours, plan, say)
     return found, alone
 
 
-def _measure_case(found: Measured, arm: Pair, case: Case, number: int, memory: dict[str, float], turns: int) -> None:
+def _measure_case(
+    found: Measured, arm: Pair, case: Case, number: int, memory: dict[str, float], turns: int
+) -> None:
     arm.open(case)
     cold = arm.turn(case)
     rounds = found.cases.setdefault(case.name, {}).setdefault(arm.name, [])
-    rounds.append(Round(number, arm.mode, memory, cold, tuple(arm.turn(case) for _ in range(turns))))
+    rounds.append(
+        Round(number, arm.mode, memory, cold, tuple(arm.turn(case) for _ in range(turns)))
+    )
 
 
 def _measure_one(found: Measured, arm: Pair, case: Case, turns: int) -> None:
     arm.open(case)
     for _ in range(3):
         arm.turn(case)
-    found.one.setdefault(arm.name, {}).setdefault(arm.mode, []).extend(arm.turn(case) for _ in range(turns))
+    found.one.setdefault(arm.name, {}).setdefault(arm.mode, []).extend(
+        arm.turn(case) for _ in range(turns)
+    )
 
 
 def _measure_singles(found: Measured, arm: Pair, count: int) -> None:
     arm.open(SINGLE)
     ways = arm.producer.call("single_puts", count)
     for way, seconds in ways.items():
-        found.singles.setdefault(arm.name, {}).setdefault(f"{arm.mode}, {way}", []).append(count / seconds)
+        found.singles.setdefault(arm.name, {}).setdefault(f"{arm.mode}, {way}", []).append(
+            count / seconds
+        )
     if arm.name != "ray":  # a reference for each row is all there is to claim
         came = arm.consumer.call("single_ids", [None], count * len(ways))
         if came != sorted(list(range(count)) * len(ways)):
-            raise AssertionError(f"{arm.name}: {count * len(ways)} single puts, and other rows came back")
+            raise AssertionError(
+                f"{arm.name}: {count * len(ways)} single puts, and other rows came back"
+            )
 
 
 @contextlib.contextmanager
@@ -841,7 +940,8 @@ def our_side(home: Path) -> Iterator[Pair]:
     """The dock in two processes, on an embedded index server."""
     with EmbeddedIndex(home / "index") as server:
         producer, consumer = (
-            Process(Ours, server.url, str(home / "flows"), worker) for worker in ("producer", "consumer")
+            Process(Ours, server.url, str(home / "flows"), worker)
+            for worker in ("producer", "consumer")
         )
         pair = Pair("ours", "", producer, consumer)
         try:
@@ -853,8 +953,11 @@ def our_side(home: Path) -> Iterator[Pair]:
 
 
 def our_own(pair: Pair, plan: Plan, say: Callable[[str], None]) -> dict[str, Any]:
-    """What the issue asks of the dock alone: the index's speed, its speed as it fills, and the arena's memory."""
-    both, batch, stages = (pair.producer, pair.consumer), 256, 3
+    """What the issue asks of the dock alone: the index's speed, its speed as it fills, and the
+    arena's memory."""
+    both = (pair.producer, pair.consumer)
+    batch = 256
+    stages = 3
     alone: dict[str, Any] = {}
 
     def open_tiny(name: str, count: int, rows: int) -> None:
@@ -872,8 +975,12 @@ def our_own(pair: Pair, plan: Plan, say: Callable[[str], None]) -> dict[str, Any
             results = [side.result() for side in both[:clients]]
             ended = sum(rows for *_, rows in results)
             if ended != plan.stream_rows:
-                raise AssertionError(f"{plan.stream_rows} rows went in, {ended} came through {stages} stages")
-            rates.append(ended / (max(last for _, last, _ in results) - min(first for first, *_ in results)))
+                raise AssertionError(
+                    f"{plan.stream_rows} rows went in, {ended} came through {stages} stages"
+                )
+            rates.append(
+                ended / (max(last for _, last, _ in results) - min(first for first, *_ in results))
+            )
         alone[f"stream_{clients}"] = rates
 
     for rows in plan.filled:
@@ -891,7 +998,8 @@ def our_own(pair: Pair, plan: Plan, say: Callable[[str], None]) -> dict[str, Any
     case = plan.cases[0]
     pair.open(case)
     resident = []
-    ahead = pair.producer.call("put")  # one batch waits while the next is written: two live ones at most
+    # one batch waits while the next is written: two live ones at most
+    ahead = pair.producer.call("put")
     for _ in range(plan.memory_turns):
         following = pair.producer.call("put")
         sums = pair.consumer.call("get", ahead[1], case.rows)[3]
@@ -913,7 +1021,8 @@ def our_own(pair: Pair, plan: Plan, say: Callable[[str], None]) -> dict[str, Any
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the issue's table: what was measured, the goal, and whether it was met (None: nothing to compare)."""
+    """One line of the issue's table: what was measured, the goal, and whether it was met (None:
+    nothing to compare)."""
 
     name: str
     measured: str
@@ -923,12 +1032,16 @@ class Row:
 
 
 def against(rounds: Sequence[Round], ours: Sequence[Round], what: str) -> dict[str, Any]:
-    """A peer's better mode for ``what``: its seconds, and how many times ours they are (median over shared rounds)."""
+    """A peer's better mode for ``what``: its seconds, and how many times ours they are (median over
+    shared rounds)."""
     own = {r.number: r.seconds(what) for r in ours}
     best: dict[str, Any] = {}
     for mode in {r.mode for r in rounds}:
         chosen = [r for r in rounds if r.mode == mode]
-        entry: dict[str, Any] = {"mode": mode, "seconds": statistics.median(r.seconds(what) for r in chosen)}
+        entry: dict[str, Any] = {
+            "mode": mode,
+            "seconds": statistics.median(r.seconds(what) for r in chosen),
+        }
         ratios = [r.seconds(what) / own[r.number] for r in chosen if r.number in own]
         if ratios:
             entry["ratio"] = statistics.median(ratios)
@@ -940,7 +1053,8 @@ def against(rounds: Sequence[Round], ours: Sequence[Round], what: str) -> dict[s
 
 def case_report(case: Case, arms: Mapping[str, Sequence[Round]]) -> dict[str, Any]:
     """One case: MB/s and us per sample of each arm, and ratios to ours."""
-    first, ours = next(iter(arms.values())), arms.get("ours", ())
+    first = next(iter(arms.values()))
+    ours = arms.get("ours", ())
     memory = {kind: statistics.median(r.memory[kind] for r in first) for kind in first[0].memory}
     report: dict[str, Any] = {
         "case": case.name,
@@ -965,15 +1079,22 @@ def case_report(case: Case, arms: Mapping[str, Sequence[Round]]) -> dict[str, An
         arm["cold_put"] = {"us": cold * 1e6, "mb_per_s": case.nbytes / cold / 1e6}
         arm["share_of_memcpy"] = {
             "warm": statistics.median(r.memory["warm"] / r.seconds("put") for r in rounds),
-            **{kind: statistics.median(r.memory[kind] / r.cold.put for r in rounds) for kind in ("fresh", "shared")},
+            **{
+                kind: statistics.median(r.memory[kind] / r.cold.put for r in rounds)
+                for kind in ("fresh", "shared")
+            },
         }
-        arm["turns_out_of_order"] = sum(not turn.in_order for r in rounds for turn in (r.cold, *r.turns))
+        arm["turns_out_of_order"] = sum(
+            not turn.in_order for r in rounds for turn in (r.cold, *r.turns)
+        )
         arm["turns"] = sum(1 + len(r.turns) for r in rounds)
         report["arms"][name] = arm
     return report
 
 
-def goals(plan: Plan, reports: Mapping[str, Any], found: Measured, alone: Mapping[str, Any]) -> list[Row]:
+def goals(
+    plan: Plan, reports: Mapping[str, Any], found: Measured, alone: Mapping[str, Any]
+) -> list[Row]:
     """The issue's table, with what was measured."""
     rows: list[Row] = []
 
@@ -985,9 +1106,14 @@ def goals(plan: Plan, reports: Mapping[str, Any], found: Measured, alone: Mappin
         return peer[what]["times_ours"] if peer else None
 
     def compare(case: str, what: str, floor: float, most_us: float | None = None) -> None:
-        ratio, us = times(case, what), reports[case]["arms"]["ours"][what]["us_per_sample"]
-        goal = f">= {floor:g} x TransferQueue" + (f", <= {most_us:g} us a sample" if most_us else "")
-        text = ("no TransferQueue" if ratio is None else f"{ratio:.1f} x TransferQueue") + f", {us:.1f} us a sample"
+        ratio = times(case, what)
+        us = reports[case]["arms"]["ours"][what]["us_per_sample"]
+        goal = (f">= {floor:g} x TransferQueue") + (
+            f", <= {most_us:g} us a sample" if most_us else ""
+        )
+        text = ("no TransferQueue" if ratio is None else f"{ratio:.1f} x TransferQueue") + (
+            f", {us:.1f} us a sample"
+        )
         fine = (ratio is None or ratio >= floor) and (most_us is None or us <= most_us)
         judged = ratio is not None or (most_us is not None and not fine)
         row(f"{what}, {case}", text, goal, fine if judged else None, ratio=ratio, us_per_sample=us)
@@ -997,22 +1123,21 @@ def goals(plan: Plan, reports: Mapping[str, Any], found: Measured, alone: Mappin
             share = reports[case]["arms"]["ours"]["share_of_memcpy"]
             row(
                 f"put, {case}",
-                f"{share['warm']:.2f} x warm memcpy (warm arena), {share['fresh']:.2f} x fresh memcpy (fresh arena; "
-                f"{share['shared']:.2f} x fresh shared pages)",
+                f"{share['warm']:.2f} x warm memcpy (warm arena), {share['fresh']:.2f} x fresh "
+                f"memcpy (fresh arena; {share['shared']:.2f} x fresh shared pages)",
                 ">= 0.8 x memcpy, warm or fresh",
                 share["warm"] >= 0.8 or share["fresh"] >= 0.8,
                 **share,
             )
             compare(case, "get", 20)
-    fat, thin = found.emptied[plan.fat.name], found.emptied[plan.thin.name]
-    ratio, by_bytes = (
-        statistics.median(a / b for a, b in zip(fat, thin, strict=True)),
-        plan.fat.nbytes / plan.thin.nbytes,
-    )
+    fat = found.emptied[plan.fat.name]
+    thin = found.emptied[plan.thin.name]
+    ratio = statistics.median(a / b for a, b in zip(fat, thin, strict=True))
+    by_bytes = plan.fat.nbytes / plan.thin.nbytes
     row(
         "get, same rows, other bytes, caches emptied before",
-        f"{by_bytes:.0f} x the bytes take {ratio:.2f} x the time ({statistics.median(thin) * 1e6:.0f} us and "
-        f"{statistics.median(fat) * 1e6:.0f} us)",
+        f"{by_bytes:.0f} x the bytes take {ratio:.2f} x the time "
+        f"({statistics.median(thin) * 1e6:.0f} us and {statistics.median(fat) * 1e6:.0f} us)",
         "independent of the bytes (<= 1.25 x)",
         ratio <= 1.25,
         ratio=ratio,
@@ -1060,7 +1185,9 @@ def goals(plan: Plan, reports: Mapping[str, Any], found: Measured, alone: Mappin
         arm: max((statistics.median(values), way) for way, values in ways.items())
         for arm, ways in found.singles.items()
     }
-    beside = ", ".join(f"{arm} {rate:.0f} ({way})" for arm, (rate, way) in rates.items() if arm != "ours")
+    beside = ", ".join(
+        f"{arm} {rate:.0f} ({way})" for arm, (rate, way) in rates.items() if arm != "ours"
+    )
     row(
         "single puts from one client",
         f"{rates['ours'][0]:.0f} a second" + (f"; {beside}" if beside else ""),
@@ -1078,7 +1205,8 @@ def goals(plan: Plan, reports: Mapping[str, Any], found: Measured, alone: Mappin
             samples_per_s=rate,
         )
     few, many = (alone[f"filled_{rows}"] for rows in plan.filled)
-    claim, commit = many["claim"] / few["claim"], many["commit"] / few["commit"]
+    claim = many["claim"] / few["claim"]
+    commit = many["commit"] / few["commit"]
     row(
         f"index with {plan.filled[1]:,} rows",
         f"claim {1e3 * many['claim']:.2f} ms, {claim:.2f} x that at {plan.filled[0]:,}; "
@@ -1093,10 +1221,12 @@ def goals(plan: Plan, reports: Mapping[str, Any], found: Measured, alone: Mappin
     memory = alone["memory"]
     row(
         f"memory after {plan.memory_turns} turns",
-        f"{memory['late'] / 1e6:.1f} MB resident ({memory['early'] / 1e6:.1f} MB after a fifth of them), at most "
-        f"{memory['live'] / 1e6:.1f} MB live, arena of {memory['configured'] / 1e6:.1f} MB",
+        f"{memory['late'] / 1e6:.1f} MB resident ({memory['early'] / 1e6:.1f} MB after a fifth of "
+        f"them), at most {memory['live'] / 1e6:.1f} MB live, arena of "
+        f"{memory['configured'] / 1e6:.1f} MB",
         "<= 1.1 x live + arena, and steady",
-        memory["late"] <= min(memory["configured"] * 1.01, 1.1 * memory["live"] + memory["configured"])
+        memory["late"]
+        <= min(memory["configured"] * 1.01, 1.1 * memory["live"] + memory["configured"])
         and memory["late"] <= 1.01 * memory["early"],
         **memory,
         resident_per_live=memory["late"] / memory["live"],
@@ -1110,19 +1240,27 @@ def show(reports: Sequence[Mapping[str, Any]], rows: Sequence[Row]) -> str:
         memory = ", ".join(f"{kind} {rate:.0f}" for kind, rate in report["memcpy_mb_per_s"].items())
         lines += ["", f"{report['label']}, {report['bytes'] / 1e6:.1f} MB; memcpy MB/s: {memory}"]
         lines.append(
-            f"  {'':<15}{'put MB/s':>10}{'us/sample':>11}{'x ours':>8}{'get MB/s':>12}{'us/sample':>11}{'x ours':>8}"
-            f"{'read MB/s':>12}{'cold put':>10}  better mode (put; get)"
+            f"  {'':<15}{'put MB/s':>10}{'us/sample':>11}{'x ours':>8}{'get MB/s':>12}"
+            f"{'us/sample':>11}{'x ours':>8}{'read MB/s':>12}{'cold put':>10}  better mode (put; "
+            f"get)"
         )
         for name, arm in report["arms"].items():
             line = f"  {name:<15}"
             for what in ("put", "get"):
                 ratio = arm[what]["times_ours"]
-                line += f"{arm[what]['mb_per_s']:>{10 if what == 'put' else 12}.0f}{arm[what]['us_per_sample']:>11.2f}"
+                line += (
+                    f"{arm[what]['mb_per_s']:>{10 if what == 'put' else 12}.0f}"
+                    f"{arm[what]['us_per_sample']:>11.2f}"
+                )
                 line += f"{'-' if ratio is None or name == 'ours' else f'{ratio:.1f}':>8}"
             line += f"{arm['read']['mb_per_s']:>12.0f}{arm['cold_put']['mb_per_s']:>10.0f}"
             line += f"  {arm['put']['mode']}; {arm['get']['mode']}" if name != "ours" else ""
             if arm["turns_out_of_order"]:
-                line += f"; rows in another order in {arm['turns_out_of_order']} of {arm['turns']} turns"
+                line += (
+                    f"; rows in another order in {arm['turns_out_of_order']} of "
+                    f"{arm['turns']} "
+                    f"turns"
+                )
             lines.append(line)
     if rows:
         lines += ["", f"{'':<4}{'goal':<44}  measured"]
@@ -1141,7 +1279,9 @@ def available(wanted: Sequence[str]) -> tuple[str, ...]:
         missing = [module for module in modules[peer] if importlib.util.find_spec(module) is None]
         if missing:
             print(
-                f"{peer}: left out, {' and '.join(missing)} not installed; pip install -e '.[bench]'", file=sys.stderr
+                f"{peer}: left out, {' and '.join(missing)} not installed; pip install -e "
+                f"'.[bench]'",
+                file=sys.stderr,
             )
         else:
             there.append(peer)
@@ -1157,18 +1297,31 @@ def _versions() -> dict[str, str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peers", default="ours,transferqueue,ray", help="arms, with commas between")
-    parser.add_argument("--cases", default=",".join(case.name for case in CASES), help="of: %(default)s")
-    parser.add_argument("--repeats", type=int, default=3, help="rounds in each of the peers' two modes")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--peers", default="ours,transferqueue,ray", help="arms, with commas between"
+    )
+    parser.add_argument(
+        "--cases", default=",".join(case.name for case in CASES), help="of: %(default)s"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="rounds in each of the peers' two modes"
+    )
     parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--quick", action="store_true", help="small sizes, few turns: does it run at all?")
+    parser.add_argument(
+        "--quick", action="store_true", help="small sizes, few turns: does it run at all?"
+    )
     options = parser.parse_args(arguments)
-    arms, names = options.peers.split(","), options.cases.split(",")
+    arms = options.peers.split(",")
+    names = options.cases.split(",")
     if unknown := set(arms) - {"ours", *PEERS}:
         parser.error(f"--peers {sorted(unknown)}: there are ours, {', '.join(PEERS)}")
     if unknown := set(names) - {case.name for case in CASES}:
-        parser.error(f"--cases {sorted(unknown)}: there are {', '.join(case.name for case in CASES)}")
+        parser.error(
+            f"--cases {sorted(unknown)}: there are {', '.join(case.name for case in CASES)}"
+        )
     peers = available([peer for peer in PEERS if peer in arms])
     if not peers and "ours" not in arms:
         parser.error(f"--peers {options.peers}: none of them can run here")
@@ -1183,14 +1336,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     quietly()
     loads = [os.getloadavg()[0]]
     with tempfile.TemporaryDirectory(prefix="flow-", dir=shared_memory_directory()) as home:
-        found, alone = measure(plan, Path(home), lambda text: print(text, file=sys.stderr, flush=True))
+        found, alone = measure(
+            plan, Path(home), lambda text: print(text, file=sys.stderr, flush=True)
+        )
     loads.append(os.getloadavg()[0])
     reports = {case.name: case_report(case, found.cases[case.name]) for case in plan.cases}
     rows = goals(plan, reports, found, alone) if plan.ours else []
     versions = _versions()
-    print(f"{os.cpu_count()} processors, {platform.machine()}; " + ", ".join(f"{k} {v}" for k, v in versions.items()))
-    print(f"load average {loads[0]:.1f} before, {loads[1]:.1f} after (this benchmark's own included)")
-    print(f"{plan.rounds} rounds, {plan.turns} turns in each after the first; medians; x ours: its time over ours")
+    print(
+        f"{os.cpu_count()} processors, "
+        f"{platform.machine()}; " + ", ".join(f"{k} {v}" for k, v in versions.items())
+    )
+    print(
+        f"load average {loads[0]:.1f} before, {loads[1]:.1f} after (this benchmark's own included)"
+    )
+    print(
+        f"{plan.rounds} rounds, {plan.turns} turns in each after the first; medians; x ours: its "
+        f"time over ours"
+    )
     print(show(list(reports.values()), rows))
     if options.json:
         result = {

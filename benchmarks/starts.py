@@ -1,4 +1,5 @@
-"""What a start costs: workers forked from a process that has imported everything, against workers that import it each.
+"""What a start costs: workers forked from a process that has imported everything, against workers
+that import it each.
 
     fork server, fork server in use already (as in a service), spawn ─▶ a run of mock engines, for each:
         execute ─▶ every worker is ready        seconds to the start of work
@@ -8,9 +9,10 @@
     python -m benchmarks.starts [--repeat 5] [--workers 2] [--json FILE]
     python -m benchmarks.starts --ray 3
 
-Arms take turns; medians are shown. The floor of a start by spawn is the workers' imports over the cores; that of a fork is
-one process's imports, or nothing where they are done. With ``--ray`` the arms are runs on a standing Ray cluster of so many
-raylets on this machine: the first one, for which each node imports everything, and those after it.
+Arms take turns; medians are shown. The floor of a start by spawn is the workers' imports over the
+cores; that of a fork is one process's imports, or nothing where they are done. With ``--ray`` the
+arms are runs on a standing Ray cluster of so many raylets on this machine: the first one, for which
+each node imports everything, and those after it.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ except ImportError:  # imported by a test, not started as a script
     from benchmarks.ray_cluster import on_ray, raylets
 
 ARMS = ("spawn", "forkserver", "in use already")
-FIRST, LATER = "on Ray, the first run", "on Ray, a later run"
+FIRST = "on Ray, the first run"
+LATER = "on Ray, a later run"
 VICTIM = "flow-0"
 
 
@@ -61,12 +64,18 @@ def recipe_of(method: str, workers: int, address: str = "") -> Recipe:
     )
 
 
-async def measure(method: str, workers: int, forks: ForkServer | None, address: str = "") -> dict[str, float]:
-    """Seconds until all are ready, seconds from a kill to its successor's readiness, private bytes of the workers."""
+async def measure(
+    method: str, workers: int, forks: ForkServer | None, address: str = ""
+) -> dict[str, float]:
+    """Seconds until all are ready, seconds from a kill to its successor's readiness, private bytes
+    of the workers."""
     with tempfile.TemporaryDirectory(prefix="asyncdock-starts-") as folder:
-        run, stop = Run.create(recipe_of(method, workers, address), Path(folder) / "run"), asyncio.Event()
+        run = Run.create(recipe_of(method, workers, address), Path(folder) / "run")
+        stop = asyncio.Event()
         run.forks = forks
-        began, killed, found = time.perf_counter(), 0.0, dict[str, float]()
+        began = time.perf_counter()
+        killed = 0.0
+        found = dict[str, float]()
         work = asyncio.create_task(run.execute(stop))
         try:
             async for event in run.events():
@@ -74,7 +83,9 @@ async def measure(method: str, workers: int, forks: ForkServer | None, address: 
                     found["start"] = time.perf_counter() - began
                     assert run.supervisor is not None
                     pids = run.supervisor.pids()
-                    found["private"] = sum(psutil.Process(pid).memory_full_info().uss for pid in pids.values() if pid)
+                    found["private"] = sum(
+                        psutil.Process(pid).memory_full_info().uss for pid in pids.values() if pid
+                    )
                     killed = time.perf_counter()
                     os.kill(pids[VICTIM], signal.SIGKILL)
                 elif (
@@ -98,25 +109,43 @@ async def compare(repeat: int, workers: int) -> dict[str, list[dict[str, float]]
         await measure("forkserver", workers, forks)  # its imports are done
         for _ in range(repeat):
             for arm in ARMS:
-                method, given = ("spawn", None) if arm == "spawn" else ("forkserver", forks if arm == ARMS[2] else None)
+                method, given = (
+                    ("spawn", None)
+                    if arm == "spawn"
+                    else ("forkserver", forks if arm == ARMS[2] else None)
+                )
                 found[arm].append(await measure(method, workers, given))
     return found
 
 
-async def compare_on_ray(repeat: int, workers: int, nodes: int) -> dict[str, list[dict[str, float]]]:
-    with contextlib.closing(ForkServer.start()) as forks, raylets(nodes, cpus=workers + 1) as cluster:
+async def compare_on_ray(
+    repeat: int, workers: int, nodes: int
+) -> dict[str, list[dict[str, float]]]:
+    with (
+        contextlib.closing(ForkServer.start()) as forks,
+        raylets(nodes, cpus=workers + 1) as cluster,
+    ):
         await measure("forkserver", workers, forks)  # its imports are done
-        runs = [await measure("forkserver", workers, forks, cluster.address) for _ in range(1 + repeat)]
+        runs = [
+            await measure("forkserver", workers, forks, cluster.address) for _ in range(1 + repeat)
+        ]
     return {FIRST: runs[:1], LATER: runs[1:]}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument(
-        "--workers", type=int, default=2, help="rollout workers; there are a flow and an update worker too"
+        "--workers",
+        type=int,
+        default=2,
+        help="rollout workers; there are a flow and an update worker too",
     )
-    parser.add_argument("--ray", type=int, default=0, metavar="RAYLETS", help="on a Ray cluster of so many raylets")
+    parser.add_argument(
+        "--ray", type=int, default=0, metavar="RAYLETS", help="on a Ray cluster of so many raylets"
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     measured = compare_on_ray(options.repeat, options.workers, options.ray) if options.ray else None
@@ -130,7 +159,9 @@ def main() -> None:
         )
         print(f"| {arm} | {start:.2f} | {recovery:.2f} | {private / 2**20:.0f} |")
     if options.json:
-        options.json.write_text(json.dumps({"workers": options.workers + 2, "cores": os.cpu_count(), "arms": found}))
+        options.json.write_text(
+            json.dumps({"workers": options.workers + 2, "cores": os.cpu_count(), "arms": found})
+        )
 
 
 if __name__ == "__main__":

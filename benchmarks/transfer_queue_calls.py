@@ -1,9 +1,11 @@
-"""The calls of `docs/from-transfer-queue.md`, timed: TransferQueue's own and ours, by turns in one run.
+"""The calls of `docs/from-transfer-queue.md`, timed: TransferQueue's own and ours, by turns in one
+run.
 
     python -m benchmarks.transfer_queue_calls [--rounds 7]      needs transferqueue==0.1.11 and ray
 
-Each case puts a batch, gets it and clears it; µs a sample, medians over the rounds, and how many times faster ours is.
-Columns are those of the sample flow's benchmark: three of int64 and two of float32.
+Each case puts a batch, gets it and clears it; µs a sample, medians over the rounds, and how many
+times faster ours is. Columns are those of the sample flow's benchmark: three of int64 and two of
+float32.
 """
 
 from __future__ import annotations
@@ -19,16 +21,32 @@ from tensordict import TensorDict
 from benchmarks import needs
 from pipeline.compat import transfer_queue as ours
 
-CASES = {"64 x 8192": (64, 8192), "1024 x 128": (1024, 128), "1024 x U(16-240)": (1024, 0), "1 x 8192": (1, 8192)}
-DTYPES = {"ids": torch.int64, "mask": torch.int64, "positions": torch.int64, "old": torch.float32, "ref": torch.float32}
+CASES = {
+    "64 x 8192": (64, 8192),
+    "1024 x 128": (1024, 128),
+    "1024 x U(16-240)": (1024, 0),
+    "1 x 8192": (1, 8192),
+}
+DTYPES = {
+    "ids": torch.int64,
+    "mask": torch.int64,
+    "positions": torch.int64,
+    "old": torch.float32,
+    "ref": torch.float32,
+}
 
 
 def rows(count: int, length: int) -> TensorDict:
     if length:
-        return TensorDict({name: torch.ones(count, length).to(d) for name, d in DTYPES.items()}, batch_size=[count])
+        return TensorDict(
+            {name: torch.ones(count, length).to(d) for name, d in DTYPES.items()},
+            batch_size=[count],
+        )
     lengths = torch.randint(16, 241, (count,), generator=torch.Generator().manual_seed(0)).tolist()
     fields = {
-        name: torch.nested.as_nested_tensor([torch.ones(n).to(dtype) for n in lengths], layout=torch.jagged)
+        name: torch.nested.as_nested_tensor(
+            [torch.ones(n).to(dtype) for n in lengths], layout=torch.jagged
+        )
         for name, dtype in DTYPES.items()
     }
     return TensorDict(fields, batch_size=[count])
@@ -51,7 +69,9 @@ def turn(queue: Any, fields: TensorDict, partition: str) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=7)
     rounds = parser.parse_args().rounds
     with needs("bench"):
@@ -66,9 +86,13 @@ def main() -> None:
         print(f"{'case':18} {'call':6} {'TransferQueue':>14} {'ours':>10}   ratio   (µs a sample)")
         for case, (count, length) in CASES.items():
             fields = rows(count, length)
-            both = [(turn(theirs, fields, case), turn(ours, fields, case)) for _ in range(rounds + 1)][1:]
+            both = [
+                (turn(theirs, fields, case), turn(ours, fields, case)) for _ in range(rounds + 1)
+            ][1:]
             for call in ("put", "get", "clear"):
-                a, b = (statistics.median(pair[i][call] for pair in both) / count * 1e6 for i in (0, 1))
+                a, b = (
+                    statistics.median(pair[i][call] for pair in both) / count * 1e6 for i in (0, 1)
+                )
                 print(f"{case:18} {call:6} {a:14.1f} {b:10.2f} {a / b:7.1f}")
     finally:
         ours.close()

@@ -35,20 +35,29 @@ def main() -> None:
         max_model_len=args.context,
         max_num_batched_tokens=max(4096, args.context),
         enable_prefix_caching=True,
-        block_size=32,  # the least there is; by default 128 on CPU: a shorter prompt would not be shared
+        # the least there is; by default 128 on CPU: a shorter prompt would not be shared
+        block_size=32,
         disable_log_stats=True,
     )
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
-        params = SamplingParams(n=1, temperature=0.0, max_tokens=asked["tokens"], ignore_eos=True, detokenize=False)
-        prompts = [{"prompt_token_ids": ids} for ids in asked["prompts"] for _ in range(asked["group"])]
-        began, cpu = time.perf_counter(), time.process_time()
+        params = SamplingParams(
+            n=1, temperature=0.0, max_tokens=asked["tokens"], ignore_eos=True, detokenize=False
+        )
+        prompts = [
+            {"prompt_token_ids": ids} for ids in asked["prompts"] for _ in range(asked["group"])
+        ]
+        began = time.perf_counter()
+        cpu = time.process_time()
         made = engine.generate(prompts, params, use_tqdm=False)
-        seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
+        seconds = time.perf_counter() - began
+        cpu = time.process_time() - cpu
         engine.reset_prefix_cache()
         tokens = [list(done.outputs[0].token_ids) for done in made]
-        print(json.dumps({"seconds": seconds, "cpu": cpu, "tokens": tokens}), file=answers, flush=True)
+        print(
+            json.dumps({"seconds": seconds, "cpu": cpu, "tokens": tokens}), file=answers, flush=True
+        )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,16 @@
-"""The vLLM rollout engine beside the trainer: how far their logprobs are apart, and what an update of the weights costs.
+"""The vLLM rollout engine beside the trainer: how far their logprobs are apart, and what an update
+of the weights costs.
 
-    .venv-vllm/bin/python -m benchmarks.vllm_rollout [--model smollm2|PATH] [--threads 2] [--json FILE]
+    .venv-vllm/bin/python -m benchmarks.vllm_rollout [--model smollm2|PATH] [--threads 2]
+        [--json FILE]
 
-Logprobs: ``groups`` prompts, 8 responses each, sampled at several temperatures; each token's logprob as vLLM reports it
-against what the torch trainer computes for the same tokens. Updates: with rows in flight, the seconds in which no token
-could be made (exposed) and those beside generation (hidden), for each transport and way of treating the rows. Of the exposed
-ones, ``pause`` is until vLLM has stopped between two tokens, ``load`` until its workers have split, fused and packed the
-weights. Beside them the seconds of a plain copy of the same bytes, taken in the same run. Medians.
+Logprobs: ``groups`` prompts, 8 responses each, sampled at several temperatures; each token's
+logprob as vLLM reports it against what the torch trainer computes for the same tokens. Updates:
+with rows in flight, the seconds in which no token could be made (exposed) and those beside
+generation (hidden), for each transport and way of treating the rows. Of the exposed ones, ``pause``
+is until vLLM has stopped between two tokens, ``load`` until its workers have split, fused and
+packed the weights. Beside them the seconds of a plain copy of the same bytes, taken in the same
+run. Medians.
 """
 
 from __future__ import annotations
@@ -42,7 +46,9 @@ ARMS: list[tuple[type[VllmRolloutEngine], str, str]] = [
 TEMPERATURES = (0.0, 0.7, 1.0)
 
 
-def build(kind: type[VllmRolloutEngine], source: str, threads: int, pause: Any, kv_cache: Any) -> VllmRolloutEngine:
+def build(
+    kind: type[VllmRolloutEngine], source: str, threads: int, pause: Any, kv_cache: Any
+) -> VllmRolloutEngine:
     return kind(
         model_folder(source),
         shared=shared_memory_directory() / f"asyncdock-benchmark-{time.monotonic_ns()}",
@@ -68,7 +74,9 @@ def requests(source: str, groups: int, params: SamplingParams) -> list[GroupRequ
     return made
 
 
-async def gap(engine: VllmRolloutEngine, trainer: TorchTrainEngine, asked: list[GroupRequest]) -> torch.Tensor:
+async def gap(
+    engine: VllmRolloutEngine, trainer: TorchTrainEngine, asked: list[GroupRequest]
+) -> torch.Tensor:
     """|vLLM's logprob - the trainer's| of every token."""
     done = [completion async for completion in engine.generate(asked)]
     done.sort(key=lambda completion: (completion.group, completion.place))
@@ -89,7 +97,8 @@ class Timed:
     """Calls of ``act``, each one's seconds."""
 
     def __init__(self, act: Callable[..., Awaitable[Any]]) -> None:
-        self.act, self.seconds = act, list[float]()
+        self.act = act
+        self.seconds = list[float]()
 
     async def __call__(self, *arguments: Any, **options: Any) -> Any:
         began = time.perf_counter()
@@ -100,16 +109,23 @@ class Timed:
 
 
 async def updates(
-    engine: VllmRolloutEngine, sender: WeightSender, asked: list[GroupRequest], weights: Any, repeats: int
+    engine: VllmRolloutEngine,
+    sender: WeightSender,
+    asked: list[GroupRequest],
+    weights: Any,
+    repeats: int,
 ) -> dict[str, float]:
-    found: dict[str, list[float]] = {name: [] for name in ("exposed", "hidden", "pause", "load", "copy")}
+    found: dict[str, list[float]] = {
+        name: [] for name in ("exposed", "hidden", "pause", "load", "copy")
+    }
     target = {name: torch.empty_like(tensor) for name, tensor in weights.items()}
     pause = engine._llm.pause_generation = Timed(engine._llm.pause_generation)
     load = engine._llm.update_weights = Timed(engine._llm.update_weights)
     for repeat in range(repeats + 1):
         stream = engine.generate(asked)
         await anext(stream)
-        received, version = 0.0, engine.version + 1
+        received = 0.0
+        version = engine.version + 1
         if isinstance(engine, VllmCollectiveEngine):
             published = await asyncio.to_thread(sender.publish, version, weights.items())
             began = time.perf_counter()
@@ -124,7 +140,13 @@ async def updates(
         copied = time.perf_counter() - began
         await stream.aclose()  # type: ignore[attr-defined]
         if repeat:  # the first one finds no page of the shared memory in place
-            took = (times.exposed, times.hidden + received, pause.seconds[-1], load.seconds[-1], copied)
+            took = (
+                times.exposed,
+                times.hidden + received,
+                pause.seconds[-1],
+                load.seconds[-1],
+                copied,
+            )
             for name, seconds in zip(found, took, strict=True):
                 found[name].append(seconds)
     return {name: statistics.median(seconds) for name, seconds in found.items()}
@@ -147,29 +169,56 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-async def arms(options: argparse.Namespace, sender: WeightSender, weights: Any, result: dict[str, Any]) -> None:
+async def arms(
+    options: argparse.Namespace, sender: WeightSender, weights: Any, result: dict[str, Any]
+) -> None:
     for arm, (kind, pause, kv_cache) in enumerate(ARMS):
         began = time.perf_counter()
-        engine = await asyncio.to_thread(build, kind, options.model, options.threads, pause, kv_cache)
+        engine = await asyncio.to_thread(
+            build, kind, options.model, options.threads, pause, kv_cache
+        )
         start = time.perf_counter() - began
         try:
             if not arm:
                 print(f"{'temperature':<14}{'tokens':>8}{'max gap':>12}{'mean gap':>12}")
                 for temperature in TEMPERATURES:
-                    own, _ = load_model(options.model, dtype=torch.float32, seed=0)  # the trainer keeps its model
-                    trainer = TorchTrainEngine(own, learning_rate=1e-6, total_steps=1, temperature=temperature)
+                    # the trainer keeps its model
+                    own, _ = load_model(options.model, dtype=torch.float32, seed=0)
+                    trainer = TorchTrainEngine(
+                        own, learning_rate=1e-6, total_steps=1, temperature=temperature
+                    )
                     params = SamplingParams(max_tokens=options.tokens, temperature=temperature)
-                    found = await gap(engine, trainer, requests(options.model, options.groups, params))
+                    found = await gap(
+                        engine, trainer, requests(options.model, options.groups, params)
+                    )
                     row = {"temperature": temperature, "tokens": len(found)}
                     row |= {"max": float(found.max()), "mean": float(found.mean())}
                     result["gap"].append(row)
-                    print(f"{temperature:<14}{len(found):>8}{row['max']:>12.2e}{row['mean']:>12.2e}", flush=True)
-                names = ("exposed s", "pause s", "load s", "hidden s", "copy s", "exposed/copy", "start s")
-                print(f"\n{'transport':<15}{'rows':<7}{'their KV':<10}" + "".join(f"{name:>13}" for name in names))
+                    print(
+                        f"{temperature:<14}{len(found):>8}{row['max']:>12.2e}{row['mean']:>12.2e}",
+                        flush=True,
+                    )
+                names = (
+                    "exposed s",
+                    "pause s",
+                    "load s",
+                    "hidden s",
+                    "copy s",
+                    "exposed/copy",
+                    "start s",
+                )
+                print(
+                    f"\n{'transport':<15}{'rows':<7}{'their KV':<10}"
+                    + "".join(f"{name:>13}" for name in names)
+                )
             # One response of a token, so that an update begins when the other 31 are being made.
             first, *rest = requests(options.model, 4, SamplingParams(max_tokens=400))
             short = GroupRequest(9, (0,), first.prompt_ids, SamplingParams(max_tokens=1), 9)
-            asked = [short, GroupRequest(0, first.places[1:], first.prompt_ids, first.params, 0), *rest]
+            asked = [
+                short,
+                GroupRequest(0, first.places[1:], first.prompt_ids, first.params, 0),
+                *rest,
+            ]
             transport = "collective" if issubclass(kind, VllmCollectiveEngine) else "shared_memory"
             row = {"transport": transport, "rows": pause, "kv_cache": kv_cache, "start": start}
             row |= await updates(engine, sender, asked, weights, options.repeats)
@@ -178,14 +227,18 @@ async def arms(options: argparse.Namespace, sender: WeightSender, weights: Any, 
         result["update"].append(row)
         print(
             f"{transport:<15}{pause:<7}{kv_cache:<10}"
-            + "".join(f"{row[name]:>13.2f}" for name in ("exposed", "pause", "load", "hidden", "copy"))
+            + "".join(
+                f"{row[name]:>13.2f}" for name in ("exposed", "pause", "load", "hidden", "copy")
+            )
             + f"{row['exposed'] / row['copy']:>13.1f}{start:>13.0f}",
             flush=True,
         )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--groups", type=int, default=8)

@@ -1,13 +1,15 @@
-"""Generated tokens to the same held-out score, when half of the prompts teach nothing: uniform sampling, drops, difficulty.
+"""Generated tokens to the same held-out score, when half of the prompts teach nothing: uniform
+sampling, drops, difficulty.
 
     python -m benchmarks.waste --seeds 0 1 2 --json waste.json --plot waste.png
 
-The recipe is ``tiny`` with three sources: half of the prompts want a letter repeated; a quarter is solved by any response;
-a quarter is never solved. Half of all prompts are held out. Each run begins with a model that some supervised steps have
-taught a part of it (:func:`base`). A run ends when two evaluations in a row have reached
-``--target`` on the held-out prompts that can be learned. The table has for each way of sampling and seed the tokens that
-were generated until the first of the two, what they are of those of uniform sampling, and what the ledger says of all
-generated tokens: trained, and dropped by reason. Runs that ``--json`` already holds are not repeated.
+The recipe is ``tiny`` with three sources: half of the prompts want a letter repeated; a quarter is
+solved by any response; a quarter is never solved. Half of all prompts are held out. Each run begins
+with a model that some supervised steps have taught a part of it (:func:`base`). A run ends when two
+evaluations in a row have reached ``--target`` on the held-out prompts that can be learned. The
+table has for each way of sampling and seed the tokens that were generated until the first of the
+two, what they are of those of uniform sampling, and what the ledger says of all generated tokens:
+trained, and dropped by reason. Runs that ``--json`` already holds are not repeated.
 """
 
 from __future__ import annotations
@@ -58,9 +60,9 @@ def warm_recipe(seed: int) -> Recipe:
 
 
 async def base(folder: Path, seed: int) -> Path:
-    """A model that solves part of what can be learned, as a model before RL does: ``tiny`` after WARM_STEPS of ``sft`` on
-    the prompts that are not held out. From random weights the runs differ by when they first find a letter, not by what they
-    sample."""
+    """A model that solves part of what can be learned, as a model before RL does: ``tiny`` after
+    WARM_STEPS of ``sft`` on the prompts that are not held out. From random weights the runs differ
+    by when they first find a letter, not by what they sample."""
     result = await Run.create(warm_recipe(seed), folder).execute()
     if result.checkpoint is None:
         raise RuntimeError(f"seed {seed}: the model to begin with was not trained: {result.reason}")
@@ -73,12 +75,18 @@ def recipe(folder: Path, model: Path) -> Path:
     data["model"] = {"source": str(model)}
     kinds: tuple[Callable[..., Any], ...] = (learnable, trivial, hopeless)
     sources = [
-        {"source": "datasets", "path": f"benchmarks.waste_rows:{of.__name__}", "weight": len(of()) / 32} for of in kinds
+        {
+            "source": "datasets",
+            "path": f"benchmarks.waste_rows:{of.__name__}",
+            "weight": len(of()) / 32,
+        }
+        for of in kinds
     ]
     data["prompts"] = {"sources": sources, "max_prompt_tokens": 16, "held_out": 0.5}
     data["reward"] = {"functions": [{"name": "benchmarks.waste_rows:reward"}]}
     data["evaluate"] = {"every": 5, "prompts": 128}
-    # Half of tiny's groups and a third of its learning rate: several passes over the prompts until they are learned.
+    # Half of tiny's groups and a third of its learning rate: several passes over the prompts until
+    # they are learned.
     data["train"] |= {"groups_per_step": 4, "learning_rate": 1e-3}
     data["launch"] = {"launcher": "inline"}
     path = folder / "waste.json"
@@ -87,7 +95,8 @@ def recipe(folder: Path, model: Path) -> Path:
 
 
 def reached(one: Trial, target: float) -> int | None:
-    """Tokens generated until the first of two evaluations in a row that are at least ``target``; None: never."""
+    """Tokens generated until the first of two evaluations in a row that are at least ``target``;
+    None: never."""
     versions = sorted(one.held_out)
     for version, following in itertools.pairwise(versions):
         if min(one.held_out[version], one.held_out[following]) >= target:
@@ -117,11 +126,15 @@ async def measure(options: argparse.Namespace) -> list[Trial]:
             path = recipe(folder, await base(folder / "base", seed))
             scaled = of_learnable(path, seed)
 
-            def enough(found: Mapping[int, float], scaled: Callable[[float], float] = scaled) -> bool:
+            def enough(
+                found: Mapping[int, float], scaled: Callable[[float], float] = scaled
+            ) -> bool:
                 high = [scaled(found[version]) >= options.target for version in sorted(found)]
                 return any(a and b for a, b in itertools.pairwise(high))
 
-            one = await trial(path, [*ARMS[arm], *sets], options.staleness, seed, folder / "run", enough=enough)
+            one = await trial(
+                path, [*ARMS[arm], *sets], options.staleness, seed, folder / "run", enough=enough
+            )
         held_out = {version: scaled(score) for version, score in one.held_out.items()}
         trials.append(replace(one, recipe=arm, held_out=held_out))
         write_trials(options.json, trials)
@@ -129,17 +142,32 @@ async def measure(options: argparse.Namespace) -> list[Trial]:
 
 
 def table(trials: list[Trial], target: float) -> Table:
-    shown = Table(title=f"tokens until a held-out score of {target:g} on prompts that can be learned")
-    for column in ("sampling", "seed", "tokens", "of uniform", "last", "generated", "trained", "dropped"):
+    shown = Table(
+        title=f"tokens until a held-out score of {target:g} on prompts that can be learned"
+    )
+    for column in (
+        "sampling",
+        "seed",
+        "tokens",
+        "of uniform",
+        "last",
+        "generated",
+        "trained",
+        "dropped",
+    ):
         shown.add_column(column, justify="right")
     base = {t.seed: reached(t, target) for t in trials if t.recipe == "uniform"}
     for arm in [arm for arm in ARMS if any(t.recipe == arm for t in trials)]:
         ratios = []
         for t in sorted((t for t in trials if t.recipe == arm), key=lambda t: t.seed):
-            tokens, uniform, ledger = reached(t, target), base.get(t.seed), t.ledger
+            tokens = reached(t, target)
+            uniform = base.get(t.seed)
+            ledger = t.ledger
             if tokens and uniform:
                 ratios.append(tokens / uniform)
-            dropped = ", ".join(f"{n} {reason}" for reason, n in ledger.get("dropped_tokens", {}).items())
+            dropped = ", ".join(
+                f"{n} {reason}" for reason, n in ledger.get("dropped_tokens", {}).items()
+            )
             shown.add_row(
                 arm,
                 str(t.seed),
@@ -168,7 +196,14 @@ def plot(trials: list[Trial], path: Path) -> None:
             versions = sorted(t.held_out)
             at = [t.tokens[version - 1] if version else 0 for version in versions]
             label = arm if not number else None
-            axes.plot(at, [t.held_out[v] for v in versions], color=colour, linewidth=1.4, alpha=0.8, label=label)
+            axes.plot(
+                at,
+                [t.held_out[v] for v in versions],
+                color=colour,
+                linewidth=1.4,
+                alpha=0.8,
+                label=label,
+            )
     axes.set_xlabel("generated tokens")
     axes.set_ylabel("held-out score of prompts that can be learned")
     axes.grid(alpha=0.25)
@@ -178,14 +213,18 @@ def plot(trials: list[Trial], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--staleness", type=int, default=1)
-    parser.add_argument("--target", type=float, default=0.95, help="held-out score of what can be learned")
+    parser.add_argument(
+        "--target", type=float, default=0.95, help="held-out score of what can be learned"
+    )
     parser.add_argument("--set", action="append", metavar="KEY=VALUE")
-    parser.add_argument("--json", type=Path, required=True, help="written after each run; its runs are not repeated")
+    parser.add_argument(
+        "--json", type=Path, required=True, help="written after each run; its runs are not repeated"
+    )
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
     configure()

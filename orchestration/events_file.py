@@ -1,9 +1,11 @@
-"""``metrics.jsonl``: the file of a run's events, one JSON object a line, in parts that are closed and compressed.
+"""``metrics.jsonl``: the file of a run's events, one JSON object a line, in parts that are closed
+and compressed.
 
     event ─▶ Kept ─▶ metrics.jsonl (open) ──4 MiB──▶ metrics/000007.jsonl ─▶ 000007.jsonl.gz ─▶ catalog.sqlite
                └ stage, span ─▶ detail.jsonl, some minutes      └───── a thread of this process ──────┘
 
-A process that is killed between two of these leaves a state that the next one goes on from; no event is lost or doubled.
+A process that is killed between two of these leaves a state that the next one goes on from; no
+event is lost or doubled.
 """
 
 from __future__ import annotations
@@ -45,18 +47,21 @@ log = structlog.get_logger()
 
 
 class MetricsFile:
-    """Writes the events that :class:`Kept` chooses as JSON lines; numbers that are not finite become null. An existing file
-    is continued after its last whole line; ``last`` is the greatest id of an event in it ("0": no event), and ``after`` the
-    one after which its run's events are to be given again: those that wait to be kept were lost with a former process. An
-    event that the run was rewound removes the events of what is made again."""
+    """Writes the events that :class:`Kept` chooses as JSON lines; numbers that are not finite
+    become null. An existing file is continued after its last whole line; ``last`` is the greatest
+    id of an event in it ("0": no event), and ``after`` the one after which its run's events are to
+    be given again: those that wait to be kept were lost with a former process. An event that the
+    run was rewound removes the events of what is made again."""
 
     def __init__(self, path: Path, segment_bytes: int = SEGMENT_BYTES) -> None:
-        self.path, self._segment_bytes = path, segment_bytes
+        self.path = path
+        self._segment_bytes = segment_bytes
         self.refused = ""  # why, in words
         self._waiting = b""  # lines that the disk has not taken yet
         self._closing: Future[None] | None = None
         self._thread: ThreadPoolExecutor | None = None
-        self._kept, self._facts = Kept(), Facts()
+        self._kept = Kept()
+        self._facts = Facts()
         segments = closed(path)
         _cut(path)
         if path.stat().st_size >= segment_bytes:
@@ -65,14 +70,21 @@ class MetricsFile:
         self._size = 0
         for event in self._read_open():
             self._kept.recall(event)
-        before = next((found for part in reversed(segments) if (found := _last_id(part)) != "0"), "0")
+        before = next(
+            (found for part in reversed(segments) if (found := _last_id(part)) != "0"), "0"
+        )
         self._detail = DetailFile(path)
         written = max(self._facts.last_id, before, key=order)
         self.last = max(written, self._detail.last, key=order) or "0"
-        self._former = written if written != "0" else ""  # events up to it were given to a former process
+        # events up to it were given to a former process
+        self._former = written if written != "0" else ""
         self._kept.seen = written
         milliseconds, _ = order(written)
-        self.after = f"{max(0, milliseconds - int(1000 * self._kept.seconds))}-0" if milliseconds > 0 else "0"
+        self.after = (
+            f"{max(0, milliseconds - int(1000 * self._kept.seconds))}-0"
+            if milliseconds > 0
+            else "0"
+        )
         if segments:
             self._tidy_soon()
 
@@ -86,9 +98,9 @@ class MetricsFile:
         self._size = self._facts.size
 
     def rewind(self, version: int) -> int:
-        """Remove steps, evaluations, publications and checkpoints after policy ``version``; a run that is resumed from there
-        makes them again. Torn lines stay. Returns the newest evaluated version of those that stay; -1: none. Raises OSError
-        with the room that it needs."""
+        """Remove steps, evaluations, publications and checkpoints after policy ``version``; a run
+        that is resumed from there makes them again. Torn lines stay. Returns the newest evaluated
+        version of those that stay; -1: none. Raises OSError with the room that it needs."""
         self._settle()
         self._kept.rewind(version)
         for segment in self._made_since(version):
@@ -99,11 +111,16 @@ class MetricsFile:
             self._file = self.path.open("ab", buffering=0)
             for _ in self._read_open():
                 pass
-        return max(self._facts.evaluated, *(facts.evaluated for facts in facts_of(self.path).values()), -1)
+        return max(
+            self._facts.evaluated, *(facts.evaluated for facts in facts_of(self.path).values()), -1
+        )
 
     def _made_since(self, version: int) -> list[Segment]:
-        """The closed parts that hold steps after ``version``, the newest first: what a kill leaves has no gap."""
-        numbers = {number for (number, _), facts in facts_of(self.path).items() if facts.made > version}
+        """The closed parts that hold steps after ``version``, the newest first: what a kill leaves
+        has no gap."""
+        numbers = {
+            number for (number, _), facts in facts_of(self.path).items() if facts.made > version
+        }
         return [segment for segment in reversed(closed(self.path)) if segment.number in numbers]
 
     def event(self, event: Event) -> None:
@@ -132,7 +149,8 @@ class MetricsFile:
         """Write the lines that wait, all of them or none."""
         if not self._waiting:
             return
-        file, written = self._file.fileno(), 0
+        file = self._file.fileno()
+        written = 0
         size = os.fstat(file).st_size
         try:
             while written < len(self._waiting):
@@ -140,14 +158,18 @@ class MetricsFile:
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.ftruncate(file, size)
-            was_refused, self.refused = self.refused, refusal(self.path, len(self._waiting), error)
+            was_refused = self.refused
+            self.refused = refusal(self.path, len(self._waiting), error)
             if not was_refused:
-                log.warning("events are kept in memory until their disk takes them", reason=self.refused)
+                log.warning(
+                    "events are kept in memory until their disk takes them", reason=self.refused
+                )
             return
         if self.refused:
             log.warning("the disk takes events again; none is lost", path=str(self.path))
         self._size = size + written
-        self._waiting, self.refused = b"", ""
+        self._waiting = b""
+        self.refused = ""
 
     def _close_part(self) -> None:
         """Begin a new open part. Where the disk refuses that, the present one goes on."""
@@ -155,12 +177,15 @@ class MetricsFile:
         try:
             close_part(self.path)
         except OSError as error:
-            log.warning("a part of a run's events stays open", path=str(self.path), reason=str(error))
+            log.warning(
+                "a part of a run's events stays open", path=str(self.path), reason=str(error)
+            )
             self._file = self.path.open("ab", buffering=0)
             self._segment_bytes += SEGMENT_BYTES
             return
         self._file = self.path.open("ab", buffering=0)
-        self._size, self._facts = 0, Facts()
+        self._size = 0
+        self._facts = Facts()
         self._tidy_soon()
 
     def _tidy_soon(self) -> None:
@@ -176,7 +201,10 @@ class MetricsFile:
         return self
 
     def close(self) -> str:
-        """Write what waits, and what the disk has refused so far. Returns why events are lost, "" where none is."""
+        """Write what waits, and what the disk has refused so far.
+
+        Returns why events are lost, "" where none is.
+        """
         for event in self._kept.rest():
             self._add(event)
         self._write()
@@ -192,7 +220,10 @@ class MetricsFile:
 
 
 def tidy(path: Path) -> None:
-    """Compress the closed parts of ``path`` and read what is new in them. What the disk refuses is done another time."""
+    """Compress the closed parts of ``path`` and read what is new in them.
+
+    What the disk refuses is done another time.
+    """
     try:
         for segment in closed(path):
             compress(segment)
@@ -200,11 +231,14 @@ def tidy(path: Path) -> None:
                 segment.path.with_suffix("").unlink(missing_ok=True)
         facts_of(path)
     except OSError as error:
-        log.warning("closed parts of a run's events are not compressed", path=str(path), reason=str(error))
+        log.warning(
+            "closed parts of a run's events are not compressed", path=str(path), reason=str(error)
+        )
 
 
 def _cut(path: Path) -> None:
-    """Remove what a kill has left after the last whole line of ``path``, which is made where there is none."""
+    """Remove what a kill has left after the last whole line of ``path``, which is made where there
+    is none."""
     with path.open("a+b") as file:
         size = file.seek(0, os.SEEK_END)
         begin = max(0, size - TAIL_BYTES)
@@ -244,7 +278,8 @@ def _stays(line: bytes, version: int) -> bool:
 
 
 def read_metrics(path: Path, last_bytes: int = 0, *, detail: bool = False) -> Iterator[Event]:
-    """The events of ``path`` and of its closed parts, or those in their last bytes; torn lines are left out, and logged.
+    """The events of ``path`` and of its closed parts, or those in their last bytes; torn lines are
+    left out, and logged.
     ``detail``: with the stage and span events of the last minutes, as they were sent."""
     events = _events(path, last_bytes)
     return with_detail(events, detail_of(path)) if detail else events
@@ -263,19 +298,23 @@ def _events(path: Path, last_bytes: int) -> Iterator[Event]:
 
 @functools.cache
 def _say_torn(path: Path, numbers: Sequence[int], count: int) -> None:
-    """Log once in this process that lines of ``path``, counted from where it was read on, are left out."""
+    """Log once in this process that lines of ``path``, counted from where it was read on, are left
+    out."""
     where = {"path": str(path), "lines": list(numbers), "count": count}
     log.warning("torn lines are left out, with their events; remove them from the file", **where)
 
 
 def newest_id(path: Path) -> str:
     """The greatest id of an event in ``path`` and its closed parts; "0": none."""
-    newest = max((id_of(line) for file, _, line in lines_of(path, TAIL_BYTES)), key=order, default="")
+    newest = max(
+        (id_of(line) for file, _, line in lines_of(path, TAIL_BYTES)), key=order, default=""
+    )
     return newest or "0"
 
 
 def newest_checkpoint(path: Path) -> int:
-    """The newest version of which a checkpoint is recorded in ``path`` and its closed parts; 0: none."""
+    """The newest version of which a checkpoint is recorded in ``path`` and its closed parts; 0:
+    none."""
     facts = Facts()
     with contextlib.suppress(FileNotFoundError), path.open("rb") as lines:
         for line in lines:
@@ -284,7 +323,8 @@ def newest_checkpoint(path: Path) -> int:
 
 
 def facts_of(path: Path) -> dict[tuple[int, int], Facts]:
-    """What is known of the closed parts of ``path``, by number and piece; those that are not known yet are read."""
+    """What is known of the closed parts of ``path``, by number and piece; those that are not known
+    yet are read."""
     if not closed(path):
         return {}
     from orchestration.history.catalog import Catalog  # SQLite, for runs that are long

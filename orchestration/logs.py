@@ -1,4 +1,5 @@
-"""Logs with structlog: readable lines on a terminal, elsewhere one JSON object a line; tracebacks go to a file."""
+"""Logs with structlog: readable lines on a terminal, elsewhere one JSON object a line; tracebacks
+go to a file."""
 
 from __future__ import annotations
 
@@ -49,26 +50,39 @@ class Current:
 
 
 class Repeats:
-    """Limits equal warnings and errors to ``burst`` per ``window`` of seconds, so that clients cannot fill the disk. The
-    first one of the next window contains the number of dropped ones."""
+    """Limits equal warnings and errors to ``burst`` per ``window`` of seconds, so that clients
+    cannot fill the disk. The first one of the next window contains the number of dropped ones."""
 
-    def __init__(self, burst: int = 20, window: float = 60.0, clock: Callable[[], float] = time.monotonic) -> None:
-        self.burst, self.window, self._clock = burst, window, clock
-        self._kinds: OrderedDict[object, tuple[float, int]] = OrderedDict()  # kind → begin of its window, lines in it
+    def __init__(
+        self, burst: int = 20, window: float = 60.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.burst = burst
+        self.window = window
+        self._clock = clock
+        # kind → begin of its window, lines in it
+        self._kinds: OrderedDict[object, tuple[float, int]] = OrderedDict()
 
     def count(self, kind: object) -> int:
-        """Count a line. Returns how many of its kind were dropped in the previous window, or -1 when it is to be dropped."""
+        """Count a line.
+
+        Returns how many of its kind were dropped in the previous window, or -1 when it is to be
+        dropped.
+        """
         now = self._clock()
         began, lines = self._kinds.pop(kind, (now, 0))
         dropped = 0
         if now - began >= self.window:
-            dropped, began, lines = max(0, lines - self.burst), now, 0
+            dropped = max(0, lines - self.burst)
+            began = now
+            lines = 0
         self._kinds[kind] = began, lines + 1
         while len(self._kinds) > MOST_KINDS:
             self._kinds.popitem(last=False)
         return dropped if lines < self.burst else -1
 
-    def __call__(self, logger: Any, name: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    def __call__(
+        self, logger: Any, name: str, event: structlog.typing.EventDict
+    ) -> structlog.typing.EventDict:
         """The limit as a structlog processor."""
         if name in LIMITED:
             if (dropped := self.count(event.get("event"))) < 0:
@@ -89,7 +103,8 @@ class Repeats:
 
 def limit_repeats() -> None:
     """Limit equal warnings and errors in this process, also those of asyncio and aiohttp."""
-    repeats, configured = Repeats(), structlog.get_config()["processors"]
+    repeats = Repeats()
+    configured = structlog.get_config()["processors"]
     if not any(isinstance(processor, Repeats) for processor in configured):
         structlog.configure(processors=[repeats, *configured])
         for library in ("asyncio", "aiohttp.server"):
@@ -97,9 +112,12 @@ def limit_repeats() -> None:
 
 
 def _tracebacks(path: Path) -> structlog.typing.Processor:
-    """Return a structlog processor that writes tracebacks to the file ``path`` and names the file in the line."""
+    """Return a structlog processor that writes tracebacks to the file ``path`` and names the file
+    in the line."""
 
-    def process(logger: object, method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    def process(
+        logger: object, method: str, event: structlog.typing.EventDict
+    ) -> structlog.typing.EventDict:
         error = event.pop("exc_info", None)
         if error is True or isinstance(error, tuple):
             error = (sys.exc_info() if error is True else error)[1]
@@ -119,13 +137,16 @@ class _Forward(logging.Handler):
 
 
 def errors_file() -> Path:
-    """Return the file for tracebacks of commands without a folder of their own: ``$XDG_STATE_HOME/asyncdock/errors.log``,
-    by default below ``~/.local/state``."""
+    """Return the file for tracebacks of commands without a folder of their own:
+    ``$XDG_STATE_HOME/asyncdock/errors.log``, by default below ``~/.local/state``."""
     return Unix("asyncdock").user_state_path / ERRORS
 
 
 def write_traceback(error: BaseException, path: Path) -> str:
-    """Append the traceback of ``error`` to the file ``path``, or to a temporary file. Returns the path that was written."""
+    """Append the traceback of ``error`` to the file ``path``, or to a temporary file.
+
+    Returns the path that was written.
+    """
     written = "".join(traceback.format_exception(error))
     command = " ".join(sys.argv[1:2])  # without its options, which may contain a secret
     entry = f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} {command}\n{written}\n"
@@ -133,7 +154,9 @@ def write_traceback(error: BaseException, path: Path) -> str:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and path.stat().st_size > ERRORS_BYTES:
             os.replace(path, path.with_suffix(".old.log"))
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a", errors="replace") as file:
+        with open(
+            os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a", errors="replace"
+        ) as file:
             file.write(entry)
         return str(path)
     except OSError:  # a full disk, a read-only folder
@@ -146,9 +169,14 @@ def write_traceback(error: BaseException, path: Path) -> str:
 
 
 def append_line(path: Path, event: str, **fields: object) -> None:
-    """Append a line as workers' logs have them to the file ``path``. A disk that refuses it is ignored."""
+    """Append a line as workers' logs have them to the file ``path``.
+
+    A disk that refuses it is ignored.
+    """
     time_of_day = datetime.now(UTC).isoformat().replace("+00:00", "Z")
-    line = json.dumps({"event": event, "level": "warning", "timestamp": time_of_day, **fields}, default=str)
+    line = json.dumps(
+        {"event": event, "level": "warning", "timestamp": time_of_day, **fields}, default=str
+    )
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:
@@ -156,7 +184,9 @@ def append_line(path: Path, event: str, **fields: object) -> None:
 
 
 def _escape(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
-    return {key: escaped(value) if isinstance(value, str) else value for key, value in event.items()}
+    return {
+        key: escaped(value) if isinstance(value, str) else value for key, value in event.items()
+    }
 
 
 def _plain_traceback(out: TextIO, error: structlog.typing.ExcInfo) -> None:
@@ -175,20 +205,28 @@ def _hide_progress_bars() -> None:
 
 
 def configure(*, terminal: bool | None = None, errors: Path | None = None) -> None:
-    """Send logs to standard error. ``terminal``: the form of lines; by default that of standard error. Tracebacks go to the
-    file ``errors`` (on a terminal by default :func:`errors_file`), unless ``ASYNCDOCK_TRACE`` is set."""
+    """Send logs to standard error.
+
+    ``terminal``: the form of lines; by default that of standard error. Tracebacks go to the file
+    ``errors`` (on a terminal by default :func:`errors_file`), unless ``ASYNCDOCK_TRACE`` is set.
+    """
     # tensordict triggers a deprecation warning of torch in every process; users cannot avoid it.
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     _hide_progress_bars()
     logging.getLogger("asyncio").handlers = [_Forward()]
     logging.getLogger("asyncio").propagate = False
     readable = sys.stderr.isatty() if terminal is None else terminal
-    errors = None if os.environ.get(TRACE_VARIABLE) else errors or (errors_file() if readable else None)
+    errors = (
+        None if os.environ.get(TRACE_VARIABLE) else errors or (errors_file() if readable else None)
+    )
     last: list[structlog.typing.Processor]
     if readable:
         last = [_escape, structlog.dev.ConsoleRenderer(exception_formatter=_plain_traceback)]
     else:
-        last = [structlog.processors.ExceptionRenderer(_TRACEBACKS), structlog.processors.JSONRenderer()]
+        last = [
+            structlog.processors.ExceptionRenderer(_TRACEBACKS),
+            structlog.processors.JSONRenderer(),
+        ]
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,

@@ -14,7 +14,16 @@ from orchestration.disk import replacing
 log = structlog.get_logger()
 
 # A folder with one of these entries belongs to a service or an agent.
-SERVICE_NAMES = {"server.lock", "service.lock", "service.json", "agent.lock", "authorization", "index", "runs", "cache"}
+SERVICE_NAMES = {
+    "server.lock",
+    "service.lock",
+    "service.json",
+    "agent.lock",
+    "authorization",
+    "index",
+    "runs",
+    "cache",
+}
 
 
 # The umask of a run's processes, by launch.readers.
@@ -22,30 +31,37 @@ MASKS = {"owner": 0o077, "group": 0o027, "all": 0o022}
 
 
 def keep_from_others(readers: str = "owner") -> None:
-    """Have what this process and its children create be read by ``readers`` alone, as launch.readers has it."""
+    """Have what this process and its children create be read by ``readers`` alone, as
+    launch.readers has it."""
     os.umask(MASKS[readers])
 
 
 class NotPrivate(ValueError):
-    """A folder or a file is not private, or cannot be made so; the message has the reason and the fix."""
+    """A folder or a file is not private, or cannot be made so; the message has the reason and the
+    fix."""
 
 
 def private_folder(path: Path) -> None:
-    """Create the folder ``path`` with mode 0700, or set this mode. Raises NotPrivate when the folder or a file in it belongs
-    to another user, or when the folder is not a service's. Root may use another user's folder, as a container does with one
-    of its host, but not one that this user can have put in root's way, as in /tmp."""
+    """Create the folder ``path`` with mode 0700, or set this mode.
+
+    Raises NotPrivate when the folder or a file in it belongs to another user, or when the folder is
+    not a service's. Root may use another user's folder, as a container does with one of its host,
+    but not one that this user can have put in root's way, as in /tmp.
+    """
     path.mkdir(parents=True, exist_ok=True, mode=0o700)
-    found, user = path.stat(), os.geteuid()
+    found = path.stat()
+    user = os.geteuid()
     mode = stat.S_IMODE(found.st_mode)
     if path.is_symlink() and (linked_by := path.lstat().st_uid) not in (0, user):
         raise NotPrivate(
-            f"data: {path} is a link that user {linked_by} made, and this process runs as user {user}; give the folder "
-            f"itself, by --data"
+            f"data: {path} is a link that user {linked_by} made, and this process runs as user "
+            f"{user}; give the folder itself, by --data"
         )
     if found.st_uid != user and (user != 0 or _is_shared(path)):
         raise NotPrivate(
-            f"data: {path} belongs to user {found.st_uid}, who can read what is put there, and this process runs as user "
-            f"{user}; give a folder of its own, for example --data {path / 'service'}"
+            f"data: {path} belongs to user {found.st_uid}, who can read what is put there, and "
+            f"this process runs as user {user}; give a folder of its own, for example --data "
+            f"{path / 'service'}"
         )
     if not mode & 0o077:
         return
@@ -53,21 +69,28 @@ def private_folder(path: Path) -> None:
         owners = {entry.name: entry.stat(follow_symlinks=False).st_uid for entry in entries}
     if owners and not owners.keys() & SERVICE_NAMES:
         raise NotPrivate(
-            f"data: {path} has mode {mode:03o}, so others can read it, and holds files that are not a service's; give a "
-            f"folder of its own, for example --data {path / 'service'}, or run `chmod 700 {path}`"
+            f"data: {path} has mode {mode:03o}, so others can read it, and holds files that are "
+            f"not a service's; give a folder of its own, for example --data {path / 'service'}, or "
+            f"run `chmod 700 {path}`"
         )
-    if mode & 0o022 and (foreign := sorted(name for name, owner in owners.items() if owner != user)):
+    if mode & 0o022 and (
+        foreign := sorted(name for name, owner in owners.items() if owner != user)
+    ):
         raise NotPrivate(
-            f"data: others may write to {path} (mode {mode:03o}), and {foreign[0]!r} in it belongs to user "
-            f"{owners[foreign[0]]}; remove what is not yours, and run `chmod 700 {path}`"
+            f"data: others may write to {path} (mode {mode:03o}), and {foreign[0]!r} in it belongs "
+            f"to user {owners[foreign[0]]}; remove what is not yours, and run `chmod 700 {path}`"
         )
     path.chmod(0o700)
-    log.warning("others could read the folder; now they cannot", folder=str(path), mode=f"{mode:03o}")
+    log.warning(
+        "others could read the folder; now they cannot", folder=str(path), mode=f"{mode:03o}"
+    )
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write ``text`` to the file ``path``, which only its owner can read. The file changes in one step. Raises
-    OSError with the room that it needs."""
+    """Write ``text`` to the file ``path``, which only its owner can read.
+
+    The file changes in one step. Raises OSError with the room that it needs.
+    """
     data = text.encode()
     with replacing(path, len(data)) as partial, open(partial, "xb", opener=_private) as file:
         file.write(data)
@@ -78,24 +101,30 @@ def _private(path: str, flags: int) -> int:
 
 
 def read_private(path: Path) -> str:
-    """Return the text of the file ``path``. Raises OSError, and NotPrivate as :func:`open_private`."""
+    """Return the text of the file ``path``. Raises OSError, and NotPrivate as
+    :func:`open_private`."""
     with open_private(path) as file:
         return file.read().decode()
 
 
 def open_private(path: Path) -> BinaryIO:
-    """Open the file ``path`` to read it, without following a link. Raises OSError, and NotPrivate unless it is a plain file
-    with one name that belongs to this user and that nobody else can read or write."""
+    """Open the file ``path`` to read it, without following a link.
+
+    Raises OSError, and NotPrivate unless it is a plain file with one name that belongs to this user
+    and that nobody else can read or write.
+    """
     file = open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")  # noqa: SIM115
-    found = os.fstat(file.fileno())  # of the open file, which cannot be replaced between check and read
+    # of the open file, which cannot be replaced between check and read
+    found = os.fstat(file.fileno())
     mode = stat.S_IMODE(found.st_mode)
     is_plain = stat.S_ISREG(found.st_mode) and found.st_nlink == 1
     if is_plain and found.st_uid == os.geteuid() and not mode & 0o077:
         return file
     file.close()
     raise NotPrivate(
-        f"{path} has mode {mode:03o}, belongs to user {found.st_uid} and has {found.st_nlink} names; it must be a plain "
-        f"file of user {os.geteuid()} alone; run `chmod 600 {path}` as its owner, or remove it"
+        f"{path} has mode {mode:03o}, belongs to user {found.st_uid} and has {found.st_nlink} "
+        f"names; it must be a plain file of user {os.geteuid()} alone; run `chmod 600 {path}` as "
+        f"its owner, or remove it"
     )
 
 
@@ -105,14 +134,19 @@ def _is_shared(path: Path) -> bool:
 
 
 def read_by_others(path: Path) -> str:
-    """Return a warning with its fix when other users can read the secret in the file ``path``, otherwise "".
+    """Return a warning with its fix when other users can read the secret in the file ``path``,
+    otherwise "".
 
-    No warning on a read-only mount: that is how a container gets a secret. Its mode cannot be changed here, and it lets
-    the container's user read a file that belongs to somebody else."""
+    No warning on a read-only mount: that is how a container gets a secret. Its mode cannot be
+    changed here, and it lets the container's user read a file that belongs to somebody else."""
     try:
         if os.statvfs(path).f_flag & os.ST_RDONLY:
             return ""
         mode = stat.S_IMODE(path.stat().st_mode)
     except OSError:
         return ""
-    return f"{path} can be read by others (mode {mode:03o}); run `chmod 600 {path}`" if mode & 0o077 else ""
+    return (
+        (f"{path} can be read by others (mode {mode:03o}); run `chmod 600 {path}`")
+        if mode & 0o077
+        else ""
+    )

@@ -1,9 +1,11 @@
-"""Standard output and standard error that survive their reader: a closed pipe, a terminal that is gone, a full disk.
+"""Standard output and standard error that survive their reader: a closed pipe, a terminal that is
+gone, a full disk.
 
     print, Rich, logs ──▶ Output.write ──▶ the descriptor
                              └─ refused ──▶ what comes later goes to /dev/null, or to the file of :func:`keep_errors_in`
 
-A full disk takes what comes later as soon as it has room. What was refused is in ``Output.refused``.
+A full disk takes what comes later as soon as it has room. What was refused is in
+``Output.refused``.
 """
 
 from __future__ import annotations
@@ -57,14 +59,16 @@ class Output(io.FileIO):
 
 
 def open_outputs() -> None:
-    """Make ``sys.stdout`` and ``sys.stderr`` text streams over an :class:`Output` each, but one that a caller in this
-    process has put in its place. A descriptor that was closed is opened: the next file would get its number."""
+    """Make ``sys.stdout`` and ``sys.stderr`` text streams over an :class:`Output` each, but one
+    that a caller in this process has put in its place. A descriptor that was closed is opened: the
+    next file would get its number."""
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
         except OSError:
             _open_null(descriptor)
-    sys.stdout, sys.stderr = _opened(sys.stdout, 1, "strict"), _opened(sys.stderr, 2, "backslashreplace")
+    sys.stdout = _opened(sys.stdout, 1, "strict")
+    sys.stderr = _opened(sys.stderr, 2, "backslashreplace")
 
 
 def _open_null(descriptor: int) -> None:
@@ -75,7 +79,8 @@ def _open_null(descriptor: int) -> None:
 
 
 def _opened(stream: Any, descriptor: int, errors: str) -> TextIO:
-    if stream is None:  # it was closed when Python started, and its number may be another file's by now
+    # it was closed when Python started, and its number may be another file's by now
+    if stream is None:
         return open(os.devnull, "w", encoding="utf-8")
     try:
         is_own = stream.fileno() == descriptor

@@ -1,1 +1,4 @@
-"""The sample flow: columns, the index, warehouses, controllers and the staleness gate. Knows tensors and Redis, not RL."""
+"""The sample flow: columns, the index, warehouses, controllers and the staleness gate.
+
+Knows tensors and Redis, not RL.
+"""

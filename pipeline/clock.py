@@ -13,13 +13,19 @@ Kind = Literal["busy", "waiting_input", "waiting_room", "other"]
 
 @dataclass
 class Clock:
-    """Attributes every instant to one kind: ``busy`` (rows are being processed), ``waiting_room`` (all work in progress
-    waits for bytes), ``waiting_input`` (there is nothing to claim), ``other``. ``working`` counts the claims that are being
-    processed, ``blocked`` those of them that wait for room."""
+    """Attributes every instant to one kind: ``busy`` (rows are being processed), ``waiting_room``
+    (all work in progress waits for bytes), ``waiting_input`` (there is nothing to claim),
+    ``other``. ``working`` counts the claims that are being processed, ``blocked`` those of them
+    that wait for room."""
 
     now: Callable[[], float] = time.monotonic
     seconds: dict[Kind, float] = field(
-        default_factory=lambda: {"busy": 0.0, "waiting_input": 0.0, "waiting_room": 0.0, "other": 0.0}
+        default_factory=lambda: {
+            "busy": 0.0,
+            "waiting_input": 0.0,
+            "waiting_room": 0.0,
+            "other": 0.0,
+        }
     )
     working: int = 0
     blocked: int = 0
@@ -48,7 +54,8 @@ class Clock:
             setattr(self, counter, getattr(self, counter) - 1)
 
     def account(self) -> None:
-        """Add the time since the last call to the present kind. Call it before a counter changes."""
+        """Add the time since the last call to the present kind. Call it before a counter
+        changes."""
         now = self.now()
         self.seconds[self.state()] += now - self._since
         self._since = now
@@ -56,4 +63,7 @@ class Clock:
     def read(self) -> dict[str, float]:
         """Seconds of each kind, and ``wall``, their sum."""
         self.account()
-        return {**{str(kind): spent for kind, spent in self.seconds.items()}, "wall": self._since - self.began}
+        return {
+            **{str(kind): spent for kind, spent in self.seconds.items()},
+            "wall": self._since - self.began,
+        }

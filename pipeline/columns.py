@@ -1,7 +1,8 @@
 """The columns of samples: their schema, and a column of many rows packed into one tensor.
 
-A *column* is a named field with a dtype and a shape: scalar, fixed, ragged (one dimension, with its own length in each
-row) or text. :mod:`pipeline.blocks` writes rows of columns into bytes and reads them back.
+A *column* is a named field with a dtype and a shape: scalar, fixed, ragged (one dimension, with its
+own length in each row) or text. :mod:`pipeline.blocks` writes rows of columns into bytes and reads
+them back.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ DTYPES: tuple[torch.dtype, ...] = (
 
 
 class ColumnError(Fatal, ProblemError, ValueError):
-    """A value does not fit its ``column``, or that is not there. ``subject``: its name in the message."""
+    """A value does not fit its ``column``, or that is not there.
+
+    ``subject``: its name in the message.
+    """
 
     def __init__(self, column: str, wrong: str, fix: str = "", subject: str = "") -> None:
         problem = Problem(f"columns.{column}" if column else "columns", None, wrong, fix)
@@ -39,8 +43,11 @@ class ColumnError(Fatal, ProblemError, ValueError):
 
 @dataclass(frozen=True)
 class Column:
-    """A named field of a sample. ``shape`` is ``()`` for a scalar, a tuple for fixed, None for ragged and text. A column
-    that is ``finite`` refuses NaN and infinities."""
+    """A named field of a sample.
+
+    ``shape`` is ``()`` for a scalar, a tuple for fixed, None for ragged and text. A column that is
+    ``finite`` refuses NaN and infinities.
+    """
 
     name: str
     dtype: Dtype
@@ -62,7 +69,9 @@ class Column:
         return cls(name, dtype, (), finite)
 
     @classmethod
-    def fixed(cls, name: str, dtype: torch.dtype, shape: Iterable[int], *, finite: bool = False) -> Column:
+    def fixed(
+        cls, name: str, dtype: torch.dtype, shape: Iterable[int], *, finite: bool = False
+    ) -> Column:
         return cls(name, dtype, tuple(shape), finite)
 
     @classmethod
@@ -102,7 +111,10 @@ class Column:
 
 
 class Schema:
-    """The ordered columns of a run. The index stores a column as the bit at its position; it takes ``most`` of them."""
+    """The ordered columns of a run.
+
+    The index stores a column as the bit at its position; it takes ``most`` of them.
+    """
 
     def __init__(self, columns: Iterable[Column], *, most: int = MAX_COLUMNS) -> None:
         self.columns = tuple(columns)
@@ -144,7 +156,9 @@ class Schema:
         return [column.name for bit, column in enumerate(self.columns) if mask >> bit & 1]
 
     def to_json(self) -> str:
-        return json.dumps([[c.name, str(c.dtype).removeprefix("torch."), c.shape, c.finite] for c in self.columns])
+        return json.dumps(
+            [[c.name, str(c.dtype).removeprefix("torch."), c.shape, c.finite] for c in self.columns]
+        )
 
     @classmethod
     def from_json(cls, text: str) -> Schema:
@@ -157,19 +171,23 @@ class Schema:
             )
             for name, dtype, shape, finite in json.loads(text)
         ]
-        return cls(columns, most=max(MAX_COLUMNS, len(columns)))  # the number was checked when the schema was made
+        # the number was checked when the schema was made
+        return cls(columns, most=max(MAX_COLUMNS, len(columns)))
 
 
 @dataclass(frozen=True)
 class Packed:
-    """One column of B rows without padding: ``values`` flat, one row after the other; ``offsets`` int64 [B + 1] in
-    elements, None for a dense column: its rows have one size."""
+    """One column of B rows without padding: ``values`` flat, one row after the other; ``offsets``
+    int64 [B + 1] in elements, None for a dense column: its rows have one size."""
 
     values: torch.Tensor
     offsets: torch.Tensor | None
 
     def __len__(self) -> int:
-        """Number of rows of a ragged column. Raises TypeError for a dense one, which has no offsets to count."""
+        """Number of rows of a ragged column.
+
+        Raises TypeError for a dense one, which has no offsets to count.
+        """
         if self.offsets is None:
             raise TypeError("a dense column has no offsets, and so no number of rows")
         return len(self.offsets) - 1
@@ -180,8 +198,9 @@ class Packed:
         return self.offsets.diff()
 
     def value(self, column: Column, rows: int, ragged: Ragged, fill: float = 0) -> Any:
-        """These ``rows`` rows of ``column`` for its reader: a dense column as a tensor [B, *shape], text as a list of B
-        strings, a ragged one as this object ("packed"), :meth:`jagged` or :meth:`padded` with ``fill``."""
+        """These ``rows`` rows of ``column`` for its reader: a dense column as a tensor [B, *shape],
+        text as a list of B strings, a ragged one as this object ("packed"), :meth:`jagged` or
+        :meth:`padded` with ``fill``."""
         if column.shape is not None:
             return self.values.view(rows, *column.shape)
         if column.dtype == "utf8":
@@ -210,15 +229,21 @@ class Packed:
     def select(self, positions: np.ndarray, rows: int) -> Packed:
         """A copy of the rows at ``positions`` (int64) of these ``rows`` rows, in that order."""
         if self.offsets is None:
-            values = self.values.view(rows, -1)[torch.from_numpy(positions)].view(-1) if rows else self.values
+            values = (
+                self.values.view(rows, -1)[torch.from_numpy(positions)].view(-1)
+                if rows
+                else self.values
+            )
             return Packed(values, None)
         bounds = self.offsets.numpy()
-        starts, sizes = bounds[:-1][positions], np.diff(bounds)[positions]
+        starts = bounds[:-1][positions]
+        sizes = np.diff(bounds)[positions]
         return Packed(self.values[torch.from_numpy(indexes_of(starts, sizes))], offsets_of(sizes))
 
 
 def in_order(parts: Sequence[tuple[np.ndarray, Packed]], count: int) -> Packed:
-    """One column of ``count`` rows from parts, each with the positions that its rows have in the whole."""
+    """One column of ``count`` rows from parts, each with the positions that its rows have in the
+    whole."""
     order = np.argsort(np.concatenate([positions for positions, _ in parts]), kind="stable")
     values = torch.cat([part.values for _, part in parts])
     if parts[0][1].offsets is None:
@@ -235,7 +260,8 @@ def offsets_of(lengths: Sequence[int] | np.ndarray) -> torch.Tensor:
 
 
 def indexes_of(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """The indexes starts[0], starts[0] + 1, … of each range in turn: ``lengths[i]`` of them from ``starts[i]``.
+    """The indexes starts[0], starts[0] + 1, … of each range in turn: ``lengths[i]`` of them from
+    ``starts[i]``.
 
     >>> indexes_of(np.array([7, 2]), np.array([2, 3])).tolist()
     [7, 8, 2, 3, 4]

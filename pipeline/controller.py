@@ -1,4 +1,5 @@
-"""Controller: the asyncio loop of one stage worker, which claims rows, processes them and commits the outputs.
+"""Controller: the asyncio loop of one stage worker, which claims rows, processes them and commits
+the outputs.
 
 claim ──▶ fetch ──▶ process ──▶ write + commit ──▶ (next claim)
   │                   └─ outputs are committed, or parked to be continued, one by one as the stage yields them
@@ -31,17 +32,20 @@ if TYPE_CHECKING:  # these import torch
 log = structlog.get_logger()
 
 EVENT_SECONDS = 0.5
-WAIT_SECONDS = 10.0  # a wait on the server is renewed this often, so that nothing depends on a single wake-up
+# a wait on the server is renewed this often, so that nothing depends on a single wake-up
+WAIT_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
 class Output:
     """Output of a stage for the rows at ``positions`` of its claim.
 
-    ``rows`` are the columns to write (None: none). ``generated`` gives (oldest policy version, tokens) of each row when the
-    stage makes responses; with ``parked`` the responses are unfinished, and the rows can be claimed again to continue them.
-    ``step``: all rows of the claim were trained in that optimizer step, and ``event`` becomes a `step` event atomically.
-    ``tokens`` is the number to report. ``dropped``: the reason for which the groups of the rows leave the run untrained.
+    ``rows`` are the columns to write (None: none). ``generated`` gives (oldest policy version,
+    tokens) of each row when the stage makes responses; with ``parked`` the responses are
+    unfinished, and the rows can be claimed again to continue them.
+    ``step``: all rows of the claim were trained in that optimizer step, and ``event`` becomes a
+    `step` event atomically. ``tokens`` is the number to report. ``dropped``: the reason for which
+    the groups of the rows leave the run untrained.
     """
 
     positions: Sequence[int] = ()
@@ -55,13 +59,17 @@ class Output:
 
 
 class Stage(Protocol):
-    """Code that processes the rows of a claim. ``fetches`` are the columns that :meth:`process` gets."""
+    """Code that processes the rows of a claim.
+
+    ``fetches`` are the columns that :meth:`process` gets.
+    """
 
     name: str
     fetches: tuple[str, ...]
 
     def room(self, held: int) -> int:
-        """How many more rows (or groups) to claim now, while ``held`` rows are not yet committed; 0: none."""
+        """How many more rows (or groups) to claim now, while ``held`` rows are not yet committed;
+        0: none."""
 
     def version(self) -> int | None:
         """The policy version that a generating stage has loaded; None for other stages."""
@@ -76,23 +84,33 @@ class Stage(Protocol):
 
 
 class Controller:
-    """Runs ``stage`` on the rows of ``dock`` until :meth:`stop`. ``number`` distinguishes the workers of a stage. ``spans``
-    are reported together with the controller's own, one for each claim."""
+    """Runs ``stage`` on the rows of ``dock`` until :meth:`stop`.
 
-    def __init__(self, dock: Dock, stage: Stage, *, number: int = 0, spans: Spans | None = None) -> None:
-        self.dock, self.stage, self.number = dock, stage, number
-        self.clock, self.spans = Clock(), spans or Spans()
+    ``number`` distinguishes the workers of a stage. ``spans`` are reported together with the
+    controller's own, one for each claim.
+    """
+
+    def __init__(
+        self, dock: Dock, stage: Stage, *, number: int = 0, spans: Spans | None = None
+    ) -> None:
+        self.dock = dock
+        self.stage = stage
+        self.number = number
+        self.clock = Clock()
+        self.spans = spans or Spans()
         self.rows = self.tokens = self.parked = 0
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by token
         self._held: dict[str, int] = {}  # rows not yet committed, by token
-        self._settled: set[str] = set()  # tokens of leases that end with their last commit; they are not renewed
+        # tokens of leases that end with their last commit; they are not renewed
+        self._settled: set[str] = set()
         self._stopping = False
         self._running = asyncio.Event()
         self._running.set()
         self._woken = asyncio.Event()
         self.is_idle = False  # the last claim found nothing
         self.on_nothing: Callable[[], None] = lambda: None  # called when a claim found nothing
-        self.on_end: Callable[[], None] = lambda: None  # called when all claimed rows are finished, after a stop
+        # called when all claimed rows are finished, after a stop
+        self.on_end: Callable[[], None] = lambda: None
         dock.writer.on_room = lambda: self.clock.during("blocked")
 
     @property
@@ -120,7 +138,10 @@ class Controller:
         self.wake()
 
     async def run(self) -> None:
-        """Run the loop. Raises the exceptions of the stage; the rows that it held are then redelivered."""
+        """Run the loop.
+
+        Raises the exceptions of the stage; the rows that it held are then redelivered.
+        """
         async with asyncio.TaskGroup() as tasks:
             concurrent = [tasks.create_task(self._renew()), tasks.create_task(self._report())]
             async with asyncio.TaskGroup() as handling:
@@ -171,7 +192,8 @@ class Controller:
             if self._stopping and claim.token not in self._settled and self._held[claim.token] > 0:
                 await self.dock.index.hand_back(claim)  # the stage gives back what it has not begun
         except (LeaseLost, StaleHandle) as lost:
-            # Another worker may hold these rows now: drop their outputs, and keep those that are committed.
+            # Another worker may hold these rows now: drop their outputs, and keep those that are
+            # committed.
             log.warning("lease lost", stage=self.stage.name, rows=len(claim), reason=str(lost))
             await self.dock.index.hand_back(claim)  # the rows that are left under the lease, if any
         finally:
@@ -209,7 +231,11 @@ class Controller:
                 continue
             kept = await self.dock.index.renew(self.stage.name, held, self.dock.lease)
             for token in set(held) - kept:
-                if token in self._tasks and token not in self._settled and self._held.get(token, 0) > 0:
+                if (
+                    token in self._tasks
+                    and token not in self._settled
+                    and self._held.get(token, 0) > 0
+                ):
                     log.warning("lease lost", stage=self.stage.name, lease=token[:8])
                     self._tasks[token].cancel()
 
@@ -220,7 +246,8 @@ class Controller:
 
     async def report(self) -> None:
         """Emit a `stage` event, and a `span` event when there are spans."""
-        worker, counts = f"{self.stage.name}-{self.number}", {"rows": self.rows, "tokens": self.tokens}
+        worker = f"{self.stage.name}-{self.number}"
+        counts = {"rows": self.rows, "tokens": self.tokens}
         counts |= {"parked": self.parked, "in_flight": self.held, **self.stage.figures()}
         await report_stage(self.dock.index, self.stage.name, worker, self.clock, self.spans, counts)
 
@@ -228,8 +255,13 @@ class Controller:
 async def report_stage(
     index: Index, stage: str, worker: str, clock: Clock, spans: Spans, counts: Mapping[str, Any]
 ) -> None:
-    """Emit the `stage` event of a worker, with the other ``counts`` that it has, and a `span` event when there are spans."""
-    figures: dict[str, Any] = {**clock.read(), **counts, "queue_depth": await index.queue_depth(stage)}
+    """Emit the `stage` event of a worker, with the other ``counts`` that it has, and a `span` event
+    when there are spans."""
+    figures: dict[str, Any] = {
+        **clock.read(),
+        **counts,
+        "queue_depth": await index.queue_depth(stage),
+    }
     await index.emit(StageEvent(stage=stage, worker=worker, **figures))
     taken, left_out = spans.take()
     if taken:

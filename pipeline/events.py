@@ -3,8 +3,9 @@
     StageEvent(…) ── Index.emit ──▶ the run's stream ──▶ Event(id, time, kind, data) ── decode ──▶ StageEvent(…)
                      (wire, time)                          └──▶ metrics.jsonl, server-sent events: ``data`` as it is
 
-A field that has its default value is not sent, and a kind or a field that this version does not know is ignored on decoding.
-A number that is not finite is null in JSON, so a decoded measurement may be None.
+A field that has its default value is not sent, and a kind or a field that this version does not
+know is ignored on decoding. A number that is not finite is null in JSON, so a decoded measurement
+may be None.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ Kind = Literal[
     "alarm",
     "forecast",
 ]
-RunState = Literal["created", "starting", "running", "paused", "stopping", "stopped", "finished", "failed"]
+RunState = Literal[
+    "created", "starting", "running", "paused", "stopping", "stopped", "finished", "failed"
+]
 ENDED: tuple[RunState, ...] = ("finished", "stopped", "failed")
 
 
@@ -64,7 +67,12 @@ class Payload:
     def defaults(cls) -> tuple[tuple[str, Any], ...]:
         """Names and defaults of the fields; ``dataclasses.MISSING`` where there is no default."""
         return tuple(
-            (one.name, one.default if one.default_factory is dataclasses.MISSING else one.default_factory())
+            (
+                one.name,
+                one.default
+                if one.default_factory is dataclasses.MISSING
+                else one.default_factory(),
+            )
             for one in dataclasses.fields(cls)  # type: ignore[arg-type]
         )
 
@@ -79,9 +87,14 @@ class Payload:
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Self:
-        """The payload that was sent as ``data``. A field without default that an older version did not send is None."""
+        """The payload that was sent as ``data``.
+
+        A field without default that an older version did not send is None.
+        """
         known = {
-            name: data.get(name) for name, default in cls.defaults() if name in data or default is dataclasses.MISSING
+            name: data.get(name)
+            for name, default in cls.defaults()
+            if name in data or default is dataclasses.MISSING
         }
         for name in _NESTED.keys() & known.keys():
             known[name] = [_NESTED[name].of(item) for item in known[name] or ()]
@@ -106,7 +119,8 @@ class StateEvent(EventData, kind="state"):
 
 
 class StepEvent(EventData, kind="step"):
-    """An optimizer step was made. Further numbers are the algorithm's and the engine's own metrics."""
+    """An optimizer step was made. Further numbers are the algorithm's and the engine's own
+    metrics."""
 
     step: Annotated[int, Doc("From 0.")]
     version: Annotated[int, Doc("Policy version that the step made.")]
@@ -115,8 +129,12 @@ class StepEvent(EventData, kind="step"):
     loss: Number = None
     reward_mean: Annotated[Number, Doc("Of the rows that have a reward; null where none has.")]
     reward_std: Number = None
-    reward_failed: Annotated[int, Doc("Rows on which a reward function failed; they are in no mean.")] = 0
-    reward_absent: Annotated[int, Doc("Rows to which no reward function applies; they are in no mean.")] = 0
+    reward_failed: Annotated[
+        int, Doc("Rows on which a reward function failed; they are in no mean.")
+    ] = 0
+    reward_absent: Annotated[
+        int, Doc("Rows to which no reward function applies; they are in no mean.")
+    ] = 0
     staleness_mean: Annotated[Number, Doc("Versions.")] = None
     staleness_p95: Annotated[Number, Doc("Versions.")] = None
     staleness_max: Annotated[Number, Doc("Versions.")] = None
@@ -128,11 +146,18 @@ class StepEvent(EventData, kind="step"):
     train_seconds: Seconds = None
     train_cpu_share: Annotated[
         Number,
-        Doc("Part of its time in which the thread that trains had a core: below 1 it waited for one, or a device."),
+        Doc(
+            "Part of its time in which the thread that trains had a core: below 1 it waited for "
+            "one, or a device."
+        ),
     ] = None
-    predicted_seconds: Annotated[Number, Doc("Seconds that a simulation with the costs of earlier steps says.")] = None
+    predicted_seconds: Annotated[
+        Number, Doc("Seconds that a simulation with the costs of earlier steps says.")
+    ] = None
     predicted_staleness: Annotated[Number, Doc("Mean staleness that it says, in versions.")] = None
-    skipped: Annotated[str, Doc("Why no step was taken: its loss or gradient was not finite. The weights stay.")] = ""
+    skipped: Annotated[
+        str, Doc("Why no step was taken: its loss or gradient was not finite. The weights stay.")
+    ] = ""
     metrics: Mapping[str, Number] = field(default_factory=dict)  # sent beside the fields above
 
     def wire(self) -> dict[str, Any]:
@@ -142,7 +167,9 @@ class StepEvent(EventData, kind="step"):
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Self:
         names = {name for name, _ in cls.defaults()}
-        return super().of({**data, "metrics": {name: value for name, value in data.items() if name not in names}})
+        return super().of(
+            {**data, "metrics": {name: value for name, value in data.items() if name not in names}}
+        )
 
 
 class Answer(Payload):
@@ -159,24 +186,35 @@ class EvaluationEvent(EventData, kind="evaluation"):
     version: Version
     step: Annotated[int, Doc("Steps that had been made.")]
     count: Annotated[int, Doc("Answers that have a reward.")]
-    failed: Annotated[int, Doc("Answers on which a reward function failed; they are in no mean.")] = 0
-    absent: Annotated[int, Doc("Answers to which no reward function applies; they are in no mean.")] = 0
+    failed: Annotated[
+        int, Doc("Answers on which a reward function failed; they are in no mean.")
+    ] = 0
+    absent: Annotated[
+        int, Doc("Answers to which no reward function applies; they are in no mean.")
+    ] = 0
     reason: Annotated[str, Doc("Why a reward function failed first in this run.")] = ""
     reward_mean: Annotated[Number, Doc("Of these `count` answers; null where there is none.")]
-    functions: Annotated[Mapping[str, Number], Doc("Mean score of each reward function, where there are several.")] = (
-        field(default_factory=dict)
-    )
+    functions: Annotated[
+        Mapping[str, Number], Doc("Mean score of each reward function, where there are several.")
+    ] = field(default_factory=dict)
     samples: Sequence[Answer]
-    due: Annotated[int | None, Doc("The version that was due, when the engine had gone past it.")] = None
-    missed: Annotated[int, Doc("Due versions since the last evaluation that the engine has passed over.")] = 0
+    due: Annotated[
+        int | None, Doc("The version that was due, when the engine had gone past it.")
+    ] = None
+    missed: Annotated[
+        int, Doc("Due versions since the last evaluation that the engine has passed over.")
+    ] = 0
     last_version: Annotated[int | None, Doc("The newest that gave an answer.")] = None
     seconds: Annotated[Number, Doc("From its beginning to the last answer.")] = None
     tokens: Annotated[int, Doc("Tokens of the answers.")] = 0
-    share: Annotated[Number, Doc("Of the engine's rows that it took in that time, on average.")] = None
+    share: Annotated[Number, Doc("Of the engine's rows that it took in that time, on average.")] = (
+        None
+    )
 
 
 class LedgerEvent(EventData, kind="ledger"):
-    """Samples and tokens since the run's beginning: generated = trained + filtered + remade + in flight."""
+    """Samples and tokens since the run's beginning: generated = trained + filtered + remade + in
+    flight."""
 
     generated: int
     trained: int
@@ -189,18 +227,32 @@ class LedgerEvent(EventData, kind="ledger"):
     filtered_tokens: int
     remade_tokens: int
     in_flight_tokens: int
-    skipped_steps: Annotated[int, Doc("Steps that were skipped; their samples count as trained.")] = 0
+    skipped_steps: Annotated[
+        int, Doc("Steps that were skipped; their samples count as trained.")
+    ] = 0
     spared_groups: Annotated[
         int,
-        Doc("Groups that were trained though they taught nothing: `algorithm.max_refill` let their step drop no more."),
+        Doc(
+            "Groups that were trained though they taught nothing: `algorithm.max_refill` let their "
+            "step drop no more."
+        ),
     ] = 0
-    dropped: Annotated[Mapping[str, int], Doc("Groups that were dropped, by reason.")] = field(default_factory=dict)
-    dropped_tokens: Annotated[Mapping[str, int], Doc("Filtered tokens, by reason.")] = field(default_factory=dict)
-    version: Annotated[int | None, Doc("Policy version of the trainer; null from older programs.")] = None
+    dropped: Annotated[Mapping[str, int], Doc("Groups that were dropped, by reason.")] = field(
+        default_factory=dict
+    )
+    dropped_tokens: Annotated[Mapping[str, int], Doc("Filtered tokens, by reason.")] = field(
+        default_factory=dict
+    )
+    version: Annotated[
+        int | None, Doc("Policy version of the trainer; null from older programs.")
+    ] = None
 
 
 class StageEvent(EventData, kind="stage"):
-    """A worker's share in a stage since its process began. Seconds; the four shares add up to `wall`."""
+    """A worker's share in a stage since its process began.
+
+    Seconds; the four shares add up to `wall`.
+    """
 
     stage: str
     worker: Worker
@@ -216,7 +268,10 @@ class StageEvent(EventData, kind="stage"):
     in_flight: Annotated[int, Doc("Rows that the worker holds.")]
     calls: Annotated[
         Mapping[str, Mapping[str, float]],
-        Doc("Of a reward stage, by function: its `calls`, those that `failed`, those made `again`, their `seconds`."),
+        Doc(
+            "Of a reward stage, by function: its `calls`, those that `failed`, those made `again`, "
+            "their `seconds`."
+        ),
     ] = field(default_factory=dict)
 
 
@@ -248,7 +303,10 @@ class SyncEvent(EventData, kind="sync"):
     publish_seconds: Seconds = None
     exposed_seconds: Annotated[Number, Doc("In which the engine made no token.")] = None
     hidden_seconds: Annotated[Number, Doc("Beside generation.")] = None
-    to: Annotated[str, Doc("In a colocated run: `generation` or `training`, which the weights were moved for.")] = ""
+    to: Annotated[
+        str,
+        Doc("In a colocated run: `generation` or `training`, which the weights were moved for."),
+    ] = ""
     gap_max: Annotated[Number, Doc("Largest difference of a probed logprob.")] = None
     gap_q95: Annotated[Number, Doc("Their 95th percentile.")] = None
     gap_mean: Number = None
@@ -259,16 +317,25 @@ class SyncEvent(EventData, kind="sync"):
     gap_k3_limit: Number = None
     gap_mean_limit: Number = None
     merged: Annotated[
-        int, Doc("Events that the run's file keeps as this one: seconds and bytes are sums, gaps the largest.")
+        int,
+        Doc(
+            "Events that the run's file keeps as this one: seconds and bytes are sums, gaps "
+            "the largest."
+        ),
     ] = 1
-    released_bytes: Annotated[int, Doc("In a colocated run: of training's memory, moved to the host.")] = 0
-    device_bytes: Annotated[dict[str, int], Doc("In a colocated run: most on the device, by phase.")] = field(
-        default_factory=dict
-    )
+    released_bytes: Annotated[
+        int, Doc("In a colocated run: of training's memory, moved to the host.")
+    ] = 0
+    device_bytes: Annotated[
+        dict[str, int], Doc("In a colocated run: most on the device, by phase.")
+    ] = field(default_factory=dict)
 
 
 class TurnEvent(EventData, kind="turn"):
-    """In a colocated run: training and generation have taken turns on a rank's device. Sizes in bytes."""
+    """In a colocated run: training and generation have taken turns on a rank's device.
+
+    Sizes in bytes.
+    """
 
     worker: Worker
     phase: str
@@ -284,7 +351,9 @@ class CheckpointEvent(EventData, kind="checkpoint"):
     version: Version
     path: Annotated[str, Doc("On the machine that runs it.")]
     requested: Annotated[bool, Doc("Whether it was requested.")]
-    exposed_seconds: Annotated[Number, Doc("In which training waited: the copy of its state.")] = 0.0
+    exposed_seconds: Annotated[Number, Doc("In which training waited: the copy of its state.")] = (
+        0.0
+    )
     seconds: Annotated[Number, Doc("Until it was whole, beside training.")] = 0.0
 
 
@@ -293,50 +362,71 @@ class WorkerEvent(EventData, kind="worker"):
 
     stage: str
     worker: Worker
-    change: Annotated[str, Doc("started, ready, stopped, died, restarted, absent, left, kept its weights, rewound, …")]
+    change: Annotated[
+        str,
+        Doc("started, ready, stopped, died, restarted, absent, left, kept its weights, rewound, …"),
+    ]
     pid: int = 0
     reason: str = ""
     name: Annotated[str, Doc("Of its present life.")] = ""
     version: Annotated[int | None, Doc("Policy version that a run was rewound to.")] = None
     node: Annotated[str, Doc("Name of the machine that it runs on; in `ready` events.")] = ""
-    host: Annotated[str, Doc("Name of the host that has started it, or that it is; in `ready` events.")] = ""
+    host: Annotated[
+        str, Doc("Name of the host that has started it, or that it is; in `ready` events.")
+    ] = ""
 
 
 class PromptEvent(EventData, kind="prompt"):
-    """Something about the run's prompts. One that another program put into it was left out, with its `position`; some are
-    too long, with how many were `skipped` and `cut` so far; or an epoch of a source has begun, with the `epochs` of all."""
+    """Something about the run's prompts.
+
+    One that another program put into it was left out, with its `position`; some are too long, with
+    how many were `skipped` and `cut` so far; or an epoch of a source has begun, with the `epochs`
+    of all.
+    """
 
     change: Literal["left out", "too long", "epoch"]
     reason: str
     position: int | None = None
     skipped: int = 0
     cut: int = 0
-    epochs: Annotated[Mapping[str, int], Doc("The epoch that each source is in, from 1, by its key in the recipe.")] = (
-        field(default_factory=dict)
-    )
+    epochs: Annotated[
+        Mapping[str, int],
+        Doc("The epoch that each source is in, from 1, by its key in the recipe."),
+    ] = field(default_factory=dict)
 
 
 class ForecastEvent(EventData, kind="forecast"):
-    """What the next steps will take, by a simulation with the costs of the last ones; and the staleness bound that this asks
-    for, where the run decides it."""
+    """What the next steps will take, by a simulation with the costs of the last ones; and the
+    staleness bound that this asks for, where the run decides it."""
 
     step: Annotated[int, Doc("From 0: the first one that it is about.")]
     step_seconds: Seconds
     tokens_per_second: Annotated[Number, Doc("Response tokens trained.")]
-    generation: Annotated[Number, Doc("Share of time in which the rollouts' decoding capacity is in use.")]
+    generation: Annotated[
+        Number, Doc("Share of time in which the rollouts' decoding capacity is in use.")
+    ]
     training: Annotated[Number, Doc("Share of time in which the trainer trains.")]
     staleness_mean: Annotated[Number, Doc("Versions.")]
     bound: Annotated[int, Doc("Staleness bound in use from now on, in versions.")]
     before: Annotated[int, Doc("Staleness bound until now.")]
-    drift: Annotated[Number, Doc("Seconds of the last steps over those that were forecast, less 1.")] = None
-    reason: Annotated[str, Doc("A drift or a change of the bound, in words; empty where there is neither.")] = ""
+    drift: Annotated[
+        Number, Doc("Seconds of the last steps over those that were forecast, less 1.")
+    ] = None
+    reason: Annotated[
+        str, Doc("A drift or a change of the bound, in words; empty where there is neither.")
+    ] = ""
 
 
 class AlarmEvent(EventData, kind="alarm"):
     """The guard has found something unusual. There is one event until the metric is usual again."""
 
-    metric: Annotated[str, Doc("A number of step events; or `probe_share`, `probe`, `tokenizer`, `dropped_groups`.")]
-    step: Annotated[int, Doc("From 0; of a swap, the step that made its version. -1: before the first one.")]
+    metric: Annotated[
+        str,
+        Doc("A number of step events; or `probe_share`, `probe`, `tokenizer`, `dropped_groups`."),
+    ]
+    step: Annotated[
+        int, Doc("From 0; of a swap, the step that made its version. -1: before the first one.")
+    ]
     value: Number
     usual: Annotated[Number, Doc("Median of the steps before.")] = None
     limit: Annotated[Number, Doc("That the value is past, where there is one.")] = None
@@ -346,12 +436,14 @@ class AlarmEvent(EventData, kind="alarm"):
 
 
 EVENTS: dict[str, type[EventData]] = {event.kind: event for event in EventData.__subclasses__()}
-_NESTED: dict[str, type[Payload]] = {"samples": Answer, "spans": Span}  # fields that are lists of payloads
+# fields that are lists of payloads
+_NESTED: dict[str, type[Payload]] = {"samples": Answer, "spans": Span}
 
 
 @dataclass(frozen=True)
 class Event:
-    """One entry of a run's event stream: ``time`` in Unix seconds, ``data`` the payload as it was sent."""
+    """One entry of a run's event stream: ``time`` in Unix seconds, ``data`` the payload as it was
+    sent."""
 
     id: str
     time: float

@@ -8,10 +8,12 @@ from typing import Any
 
 
 async def first_of(*work: Coroutine[Any, Any, Any], timeout: float | None = None) -> list[Any]:
-    """Run ``work`` concurrently until one of them ends, or for ``timeout`` seconds; cancel the others and wait for them.
+    """Run ``work`` concurrently until one of them ends, or for ``timeout`` seconds; cancel the
+    others and wait for them.
 
-    Returns one result for each awaitable, in the order given: None for those that had not ended. Raises the exception of
-    the first in that order that failed. When the caller is cancelled, all of them are cancelled and awaited.
+    Returns one result for each awaitable, in the order given: None for those that had not ended.
+    Raises the exception of the first in that order that failed. When the caller is cancelled, all
+    of them are cancelled and awaited.
 
     >>> async def example():
     ...     return await first_of(asyncio.sleep(0, "ready"), asyncio.sleep(60, "late"))
@@ -28,7 +30,10 @@ async def first_of(*work: Coroutine[Any, Any, Any], timeout: float | None = None
 
 
 async def cancel_all(*tasks: asyncio.Future[Any] | None) -> None:
-    """Cancel ``tasks`` (None: there is none) and wait until they have ended. What they raise is dropped."""
+    """Cancel ``tasks`` (None: there is none) and wait until they have ended.
+
+    What they raise is dropped.
+    """
     begun = [task for task in tasks if task is not None]
     for task in begun:
         task.cancel()

@@ -1,7 +1,9 @@
-"""Lock files: one process at a time holds a lock; a waiting process logs the holder's number, and has a deadline.
+"""Lock files: one process at a time holds a lock; a waiting process logs the holder's number, and
+has a deadline.
 
-The kernel frees a lock when its holder ends, even when it is killed. The library `filelock` does not name the holder, and
-changes to another kind of lock on file systems without flock, where callers here must decide.
+The kernel frees a lock when its holder ends, even when it is killed. The library `filelock` does
+not name the holder, and changes to another kind of lock on file systems without flock, where
+callers here must decide.
 """
 
 from __future__ import annotations
@@ -24,25 +26,39 @@ AGAIN_SECONDS = 0.05  # between two attempts: flock has no deadline of its own
 
 
 class Locked(RuntimeError):
-    """Another process holds a lock. ``process`` is its number, 0 when unknown; ``holder`` describes it for people."""
+    """Another process holds a lock.
+
+    ``process`` is its number, 0 when unknown; ``holder`` describes it for people.
+    """
 
     def __init__(self, path: Path, process: int, waited: float) -> None:
-        self.process, self.holder = process, _named(process)
+        self.process = process
+        self.holder = _named(process)
         duration = f" and did not free it for {waited:g} s" if waited else ""
-        super().__init__(f"{path}: {self.holder} holds this lock{duration}; end that process, or give another folder")
+        super().__init__(
+            f"{path}: {self.holder} holds this lock{duration}; end that process, or "
+            f"give another folder"
+        )
 
 
 @contextlib.contextmanager
 def locked(path: Path, *, wait: float = 0.0) -> Iterator[None]:
-    """Hold the lock file ``path``, waiting at most ``wait`` seconds. Raises Locked, or OSError when it is no plain file."""
+    """Hold the lock file ``path``, waiting at most ``wait`` seconds.
+
+    Raises Locked, or OSError when it is no plain file.
+    """
     with take(path, wait=wait):
         yield
 
 
 def take(path: Path, *, wait: float = 0.0) -> BinaryIO:
-    """Open and lock the file ``path``, until the file is closed; see :func:`locked`. The file is never removed: a process
-    that waits for a removed file would get a lock that others do not see."""
-    file = open(os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600), "r+b", buffering=0)  # noqa: SIM115
+    """Open and lock the file ``path``, until the file is closed; see :func:`locked`.
+
+    The file is never removed: a process that waits for a removed file would get a lock that others
+    do not see.
+    """
+    flags = os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK
+    file = open(os.open(path, flags, 0o600), "r+b", buffering=0)  # noqa: SIM115
     try:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(f"{path}: is no plain file, so it can be no lock; remove it")
@@ -56,7 +72,8 @@ def take(path: Path, *, wait: float = 0.0) -> BinaryIO:
 
 
 def _acquire(descriptor: int, path: Path, wait: float) -> None:
-    began, silent = time.monotonic(), True
+    began = time.monotonic()
+    silent = True
     while True:
         try:
             return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -65,7 +82,12 @@ def _acquire(descriptor: int, path: Path, wait: float) -> None:
             if waited >= wait:
                 raise Locked(path, holder(path), wait) from None
             if silent and waited >= QUIET_SECONDS:
-                log.warning("waiting for a lock", file=str(path), held_by=_named(holder(path)), at_most=f"{wait:g} s")
+                log.warning(
+                    "waiting for a lock",
+                    file=str(path),
+                    held_by=_named(holder(path)),
+                    at_most=f"{wait:g} s",
+                )
                 silent = False
             time.sleep(AGAIN_SECONDS)
 
@@ -73,12 +95,14 @@ def _acquire(descriptor: int, path: Path, wait: float) -> None:
 def holder(path: Path) -> int:
     """The number of the process that holds the lock file ``path``; 0 when unknown."""
     try:
-        inode, known = path.stat().st_ino, path.read_text().strip()
+        inode = path.stat().st_ino
+        known = path.read_text().strip()
     except OSError:
         return 0
     with contextlib.suppress(OSError):
         for line in Path("/proc/locks").read_text().splitlines():
-            fields = line.split()  # number: FLOCK ADVISORY WRITE process major:minor:inode begin end
+            # number: FLOCK ADVISORY WRITE process major:minor:inode begin end
+            fields = line.split()
             if fields[1] == "FLOCK" and fields[5].rpartition(":")[2] == str(inode):
                 return max(0, int(fields[4]))  # of a process in another container: 0, or -1
     return int(known) if known.isdigit() else 0
@@ -89,7 +113,13 @@ def _named(process: int) -> str:
     if not process:
         return "another process"
     with contextlib.suppress(OSError):
-        words = Path(f"/proc/{process}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        words = (
+            Path(f"/proc/{process}/cmdline")
+            .read_bytes()
+            .replace(b"\0", b" ")
+            .decode(errors="replace")
+            .strip()
+        )
         shown = "".join(c if c.isprintable() else "?" for c in words)
         return f"process {process} ({shown[:100]})"
     return f"process {process}"

@@ -1,8 +1,8 @@
 """Which node this is: identities, and the address by which other nodes reach it.
 
-Two machines, or two containers of one machine, never share an identity, unlike host names, paths and process numbers. Each
-is a hash of what the kernel says: its boot (another one on each machine and after each restart), and the number of the file
-system, folder or process namespace within it.
+Two machines, or two containers of one machine, never share an identity, unlike host names, paths
+and process numbers. Each is a hash of what the kernel says: its boot (another one on each machine
+and after each restart), and the number of the file system, folder or process namespace within it.
 """
 
 from __future__ import annotations
@@ -28,19 +28,21 @@ _PROCESSES = Path("/proc/self/ns/pid")
 
 
 def folder_id(folder: Path) -> str:
-    """Returns a digest of ``folder`` that no other folder has, also not the one at the same path in another container or on
-    another machine. Raises FileNotFoundError."""
+    """Returns a digest of ``folder`` that no other folder has, also not the one at the same path in
+    another container or on another machine. Raises FileNotFoundError."""
     found = folder.stat()
     return _digest(_boot(), found.st_dev, found.st_ino, folder.resolve())
 
 
 def node_id(folder: Path) -> str:
-    """Returns the name of the node that has ``folder``: the host name, for people, and :func:`folder_id`."""
+    """Returns the name of the node that has ``folder``: the host name, for people, and
+    :func:`folder_id`."""
     return f"{platform.node()}-{folder_id(folder)}"
 
 
 def is_here(node: str, folder: Path) -> bool:
-    """Whether ``node`` is the name that :func:`node_id` gives to ``folder`` here, so that files in it are the same ones."""
+    """Whether ``node`` is the name that :func:`node_id` gives to ``folder`` here, so that files in
+    it are the same ones."""
     try:
         return node == node_id(folder)
     except OSError:
@@ -48,8 +50,8 @@ def is_here(node: str, folder: Path) -> bool:
 
 
 def own_address() -> str:
-    """Returns the address of this machine on its network: by its default route, else of its first interface that has one,
-    else loopback."""
+    """Returns the address of this machine on its network: by its default route, else of its first
+    interface that has one, else loopback."""
     for family, beyond in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
         with contextlib.suppress(OSError):
             return route_to(beyond, family)
@@ -57,7 +59,10 @@ def own_address() -> str:
 
 
 def route_to(host: str, family: int = socket.AF_UNSPEC) -> str:
-    """Returns the address of this machine on the way to ``host``; nothing is sent. Raises OSError where there is no way."""
+    """Returns the address of this machine on the way to ``host``; nothing is sent.
+
+    Raises OSError where there is no way.
+    """
     family, _, _, _, address = socket.getaddrinfo(host, 9, family, socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)
@@ -77,21 +82,25 @@ def is_own(address: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether ``host`` is reached from this machine alone; no for unspecified addresses, and names that are not known."""
+    """Whether ``host`` is reached from this machine alone; no for unspecified addresses, and names
+    that are not known."""
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         return False
-    return all(ipaddress.ip_address(str(info[4][0]).partition("%")[0]).is_loopback for info in found)
+    return all(
+        ipaddress.ip_address(str(info[4][0]).partition("%")[0]).is_loopback for info in found
+    )
 
 
 def announced(host: str, route: str, others: str = "") -> str:
-    """Returns the address by which other nodes reach a server that listens on ``host``: ``host`` itself, or where that is
-    `auto` or stands for all addresses, the one that leads to the index, or ``others``.
+    """Returns the address by which other nodes reach a server that listens on ``host``: ``host``
+    itself, or where that is `auto` or stands for all addresses, the one that leads to the index, or
+    ``others``.
 
-    ``route``: the own address on the way to the index, "" where it is a Unix socket. ``others``: by which other machines
-    reach this one, where ``route`` does not show it. Raises ValueError where other nodes cannot reach ``host``, or no
-    address is known by which they do."""
+    ``route``: the own address on the way to the index, "" where it is a Unix socket. ``others``: by
+    which other machines reach this one, where ``route`` does not show it. Raises ValueError where
+    other nodes cannot reach ``host``, or no address is known by which they do."""
     infos = [] if host == AUTO else socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     addresses = [ipaddress.ip_address(str(info[4][0]).partition("%")[0]) for info in infos]
     local = not route or is_loopback(route)
@@ -99,26 +108,28 @@ def announced(host: str, route: str, others: str = "") -> str:
         leading = others if local else route
         if not leading:
             raise ValueError(
-                f"serve = {host!r}: stands for all addresses of this machine, and the index, which is on it too, does not "
+                f"serve = {host!r}: stands for all addresses of this machine, and the index, which "
+                f"is on it too, does not "
                 "show by which of them other nodes reach it; give that one"
             )
         version = ipaddress.ip_address(leading.partition("%")[0]).version
         if addresses and version not in [address.version for address in addresses]:
             raise ValueError(
-                f"serve = {host!r}: stands for addresses of IPv{addresses[0].version} alone, and other nodes reach this one "
-                f"at {leading}; give that one, or 'auto'"
+                f"serve = {host!r}: stands for addresses of IPv{addresses[0].version} alone, and "
+                f"other nodes reach this one at {leading}; give that one, or 'auto'"
             )
         return leading
     if all(address.is_loopback for address in addresses) and not local:
         raise ValueError(
-            f"serve = {host!r}: is reached from this machine alone, and the index is on another one; give the address by "
-            f"which other nodes reach this one, such as {route}"
+            f"serve = {host!r}: is reached from this machine alone, and the index is on another "
+            f"one; give the address by which other nodes reach this one, such as {route}"
         )
     return host
 
 
 def process_space() -> str:
-    """Returns a digest of where numbers of processes mean the same processes: this boot and this PID namespace."""
+    """Returns a digest of where numbers of processes mean the same processes: this boot and this
+    PID namespace."""
     try:
         namespace = os.readlink(_PROCESSES)
     except OSError:
@@ -127,8 +138,10 @@ def process_space() -> str:
 
 
 def owned_prefix(pid: int) -> str:
-    """Returns how the names of the temporary folders of process ``pid`` begin. Containers may share them, and number their
-    processes alike."""
+    """Returns how the names of the temporary folders of process ``pid`` begin.
+
+    Containers may share them, and number their processes alike.
+    """
     return f"asyncdock-{pid}-{process_space()[:6]}-"
 
 
@@ -149,8 +162,8 @@ def _interface_addresses() -> Iterator[str]:
 
 @functools.cache
 def _boot() -> str:
-    """Returns what tells this boot of this machine from all others; where the kernel gives no such number, its name and
-    network address."""
+    """Returns what tells this boot of this machine from all others; where the kernel gives no such
+    number, its name and network address."""
     try:
         return _BOOT.read_text().strip()
     except OSError:
@@ -158,4 +171,6 @@ def _boot() -> str:
 
 
 def _digest(*parts: object) -> str:
-    return hashlib.sha256("\0".join(map(str, parts)).encode(errors="surrogateescape")).hexdigest()[:12]
+    return hashlib.sha256("\0".join(map(str, parts)).encode(errors="surrogateescape")).hexdigest()[
+        :12
+    ]

@@ -1,12 +1,14 @@
-"""Just-in-time admission: the latest moment at which the groups of a step may enter without the trainer waiting for them.
+"""Just-in-time admission: the latest moment at which the groups of a step may enter without the
+trainer waiting for them.
 
     published v at t_v ──▶ step v + j begins at t_v + j·T at the earliest ──▶ its groups enter D before that
                                                          T: seconds of a step            D: seconds from entry to complete
 
-Groups that enter as early as the bound allows only get old while they wait for the trainer. T is the shortest of the last
-steps, without the time in which the trainer waited; D the longest of the last steps' groups, and a margin for the tail of
-the lengths. Both are measured all the time. Where generation is the busiest stage groups queue for it, D grows with the
-queue, and all enter as early as the bound allows. The bound itself is the index's (``pipeline/staleness.py``).
+Groups that enter as early as the bound allows only get old while they wait for the trainer. T is
+the shortest of the last steps, without the time in which the trainer waited; D the longest of the
+last steps' groups, and a margin for the tail of the lengths. Both are measured all the time. Where
+generation is the busiest stage groups queue for it, D grows with the queue, and all enter as early
+as the bound allows. The bound itself is the index's (``pipeline/staleness.py``).
 """
 
 from __future__ import annotations
@@ -19,7 +21,10 @@ from pipeline.staleness import StalenessPlan
 STEPS = 4  # that are remembered
 MARGIN = 1.25  # of D
 LOOKS = 32  # in a step
-SHORTEST_LOOK, FIRST_LOOK, LONGEST_LOOK = 0.02, 0.25, 1.0  # seconds; the first one before a step is measured
+# seconds; the first one before a step is measured
+SHORTEST_LOOK = 0.02
+FIRST_LOOK = 0.25
+LONGEST_LOOK = 1.0
 
 
 class Pacer:
@@ -29,17 +34,21 @@ class Pacer:
         self._plan = plan
         self._version: int | None = None
         self._since = 0.0  # when it was published
-        self._entered: dict[int, float] = {}  # step: when all of its groups were admitted, until they are complete
+        # step: when all of its groups were admitted, until they are complete
+        self._entered: dict[int, float] = {}
         self._next = 0  # the first step whose groups were not all admitted
         self._complete = (-1, 0.0)  # the newest step whose groups were complete, and when
         self._steps: deque[float] = deque(maxlen=STEPS)  # seconds
         self._leads: deque[float] = deque(maxlen=STEPS)
 
     def see(self, now: float, version: int, admitted: int, done: int) -> None:
-        """``version``: published; ``admitted``: groups; ``done``: those that were trained or can be picked."""
+        """``version``: published; ``admitted``: groups; ``done``: those that were trained or can be
+        picked."""
         size = self._plan.groups_per_step
         if self._version is None:
-            self._version, self._since, self._next = version, now, admitted // size
+            self._version = version
+            self._since = now
+            self._next = admitted // size
         while (self._next + 1) * size <= admitted:
             self._entered[self._next] = now
             self._next += 1
@@ -51,7 +60,8 @@ class Pacer:
             if version == self._version + 1:
                 begun = complete if step == self._version else self._since
                 self._steps.append(now - max(begun, self._since))
-            self._version, self._since = version, now
+            self._version = version
+            self._since = now
 
     @property
     def lead(self) -> float:

@@ -1,11 +1,13 @@
-"""A :class:`Problem` for each thing that is wrong, and errors that carry them. Imports no module of ours.
+"""A :class:`Problem` for each thing that is wrong, and errors that carry them.
+
+Imports no module of ours.
 
     raise PromptError(wrong, fix, "prompts.path", path)
         ├─▶ str(error)      prompts.path = "a.jsonl": does not exist; give another path
         └─▶ error.problems  read by whoever reports it: a recipe's check, the REST server
 
-No message is parsed: its words may change. Whether another attempt may succeed, an error of ours says
-by its base: :class:`Fatal`, :class:`Passing`, or neither.
+No message is parsed: its words may change. Whether another attempt may succeed, an error of ours
+says by its base: :class:`Fatal`, :class:`Passing`, or neither.
 """
 
 from __future__ import annotations

@@ -13,19 +13,27 @@ from contextlib import contextmanager
 
 from pipeline.events import Span
 
-MOST = 32  # spans of one report: a stage that works row by row makes thousands in half a second, too small to see
+# spans of one report: a stage that works row by row makes thousands in half a second, too small to
+# see
+MOST = 32
 
 
 class Spans:
-    """The spans of one worker since the last report: the ``most`` longest of them, and how many were left out."""
+    """The spans of one worker since the last report: the ``most`` longest of them, and how many
+    were left out."""
 
     def __init__(self, most: int = MOST) -> None:
-        self.most, self.left_out = most, 0
+        self.most = most
+        self.left_out = 0
         self._number = itertools.count()  # breaks ties between equal lengths
-        self._longest: list[tuple[float, int, str, float, int, int | None]] = []  # a heap, the shortest first
+        # a heap, the shortest first
+        self._longest: list[tuple[float, int, str, float, int, int | None]] = []
 
-    def add(self, name: str, start: float, seconds: float, *, rows: int = 0, version: int | None = None) -> None:
-        """Add a span that began at ``start`` (Unix seconds), with its number of rows and policy version."""
+    def add(
+        self, name: str, start: float, seconds: float, *, rows: int = 0, version: int | None = None
+    ) -> None:
+        """Add a span that began at ``start`` (Unix seconds), with its number of rows and policy
+        version."""
         span = (seconds, next(self._number), name, start, rows, version)
         if len(self._longest) < self.most:
             heapq.heappush(self._longest, span)
@@ -36,7 +44,8 @@ class Spans:
     @contextmanager
     def during(self, name: str, *, rows: int = 0, version: int | None = None) -> Iterator[None]:
         """Add a span for the code inside, also when it raises."""
-        start, began = time.time(), time.monotonic()
+        start = time.time()
+        began = time.monotonic()
         try:
             yield
         finally:
@@ -44,9 +53,17 @@ class Spans:
 
     def take(self) -> tuple[list[Span], int]:
         """Remove and return the spans, ordered by start, and how many were left out."""
-        spans, left_out = sorted(self._longest, key=lambda span: span[3]), self.left_out
-        self._longest, self.left_out = [], 0
+        spans = sorted(self._longest, key=lambda span: span[3])
+        left_out = self.left_out
+        self._longest = []
+        self.left_out = 0
         return [
-            Span(name=name, start=round(start, 6), seconds=round(seconds, 6), rows=rows, version=version)
+            Span(
+                name=name,
+                start=round(start, 6),
+                seconds=round(seconds, 6),
+                rows=rows,
+                version=version,
+            )
             for seconds, _, name, start, rows, version in spans
         ], left_out

@@ -1,1 +1,2 @@
-"""What happens to samples: prompts, rollout, reward, reference, advantage, update, weight sync, evaluation."""
+"""What happens to samples: prompts, rollout, reward, reference, advantage, update, weight sync,
+evaluation."""

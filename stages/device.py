@@ -1,9 +1,11 @@
-"""Devices: the one module that depends on their kinds. All other code uses ``torch.accelerator`` or this module.
+"""Devices: the one module that depends on their kinds.
+
+All other code uses ``torch.accelerator`` or this module.
 
     recipe "auto" | "cpu" | "cuda" | "npu" ──▶ select() ──▶ torch.device ──▶ backend(), host_empty(), synchronize(), …
 
-``torch.accelerator`` does not work on machines with a CPU only (torch 2.13 raises for ``synchronize`` and for the memory
-counters), so each function here handles the CPU.
+``torch.accelerator`` does not work on machines with a CPU only (torch 2.13 raises for
+``synchronize`` and for the memory counters), so each function here handles the CPU.
 """
 
 from __future__ import annotations
@@ -27,38 +29,49 @@ log = structlog.get_logger(__name__)
 
 AUTO = "auto"
 INSTALL_NPU = (
-    "install CANN, the version that torch-npu names, and source its set_env.sh, then pip install 'asyncdock[ascend]' "
-    "(torch 2.13 and its torch-npu)"
+    "install CANN, the version that torch-npu names, and source its set_env.sh, then pip install "
+    "'asyncdock[ascend]' (torch 2.13 and its torch-npu)"
 )
 
 
 class DeviceMissing(Fatal, RuntimeError):
-    """The requested device is not present. The message has what was looked for and what to install."""
+    """The requested device is not present. The message has what was looked for and what to
+    install."""
 
 
 def select(name: str = AUTO) -> torch.device:
-    """Returns the device ``name``: ``auto`` is the accelerator if there is one, else the CPU; ``npu`` imports torch_npu,
-    which adds the device to torch. A number selects one of several (``cuda:1``). Raises :class:`DeviceMissing`."""
+    """Returns the device ``name``: ``auto`` is the accelerator if there is one, else the CPU;
+    ``npu`` imports torch_npu, which adds the device to torch. A number selects one of several
+    (``cuda:1``). Raises :class:`DeviceMissing`."""
     if name == AUTO:
-        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        found = (
+            torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        )
         return torch.device("cpu") if found is None else select(found.type)
     kind, _, number = name.partition(":")
     if kind == "cpu":
         return torch.device("cpu")
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not deterministic
+    # without it cuBLAS is not deterministic
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if kind == "npu":
         try:
             importlib.import_module("torch_npu")
         except ImportError as error:
-            raise DeviceMissing(f"device {name!r}: torch_npu cannot be imported ({error}); {INSTALL_NPU}") from error
+            raise DeviceMissing(
+                f"device {name!r}: torch_npu cannot be imported ({error}); {INSTALL_NPU}"
+            ) from error
     if number and not number.isdecimal():
         raise DeviceMissing(f"device {name!r}: {number!r} is no number; write for example {kind}:0")
     there = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if there is None or there.type != kind:
         have = f"torch {torch.__version__} sees {there.type if there else 'no accelerator'} here"
-        raise DeviceMissing(f"device {name!r}: {have}; install the torch build and the driver for it, or set 'auto'")
+        raise DeviceMissing(
+            f"device {name!r}: {have}; install the torch build and the driver for it, or set 'auto'"
+        )
     if number and int(number) >= torch.accelerator.device_count():
-        raise DeviceMissing(f"device {name!r}: there are {torch.accelerator.device_count()}, counted from 0")
+        raise DeviceMissing(
+            f"device {name!r}: there are {torch.accelerator.device_count()}, counted from 0"
+        )
     return torch.device(name)
 
 
@@ -68,24 +81,30 @@ def on_cpu(name: str) -> bool:
 
 
 def memory_bytes(name: str) -> int | None:
-    """Memory of the accelerator that :func:`select` returns for ``name``; None for the CPU, and where that is not known."""
+    """Memory of the accelerator that :func:`select` returns for ``name``; None for the CPU, and
+    where that is not known."""
     try:
         device = select(name)
         module: Any = torch.get_device_module(device)
-        return None if device.type == "cpu" else int(module.get_device_properties(device).total_memory)
+        return (
+            None if device.type == "cpu" else int(module.get_device_properties(device).total_memory)
+        )
     except (AttributeError, DeviceMissing, RuntimeError):
         return None
 
 
 def may_fork() -> bool:
-    """Whether a process that has imported torch, and used no device, may be forked. torch's own backends initialise at their
-    first use; a plugin backend (torch_npu) may initialise at its import."""
+    """Whether a process that has imported torch, and used no device, may be forked. torch's own
+    backends initialise at their first use; a plugin backend (torch_npu) may initialise at its
+    import."""
     return torch._C._get_privateuse1_backend_name() == "privateuseone"
 
 
 def of_rank(device: torch.device, rank: int) -> torch.device:
-    """Returns the device of this kind that process ``rank`` of a node uses, round robin. ``device`` itself when it has a
-    number, and on the CPU."""
+    """Returns the device of this kind that process ``rank`` of a node uses, round robin.
+
+    ``device`` itself when it has a number, and on the CPU.
+    """
     if device.type == "cpu" or device.index is not None:
         return device
     return torch.device(device.type, rank % torch.accelerator.device_count())
@@ -103,18 +122,21 @@ def backend(device: torch.device) -> str:
 
 
 def splits_groups(device: torch.device) -> bool:
-    """Whether :func:`backend` can split a process group. torch's device meshes split one that is bound to a device, so only
-    such a group may be: NCCL and XCCL split; HCCL does not, up to torch_npu 2.13."""
+    """Whether :func:`backend` can split a process group. torch's device meshes split one that is
+    bound to a device, so only such a group may be: NCCL and XCCL split; HCCL does not, up to
+    torch_npu 2.13."""
     return device.type in ("cuda", "xpu")
 
 
 def widest_float(device: torch.device) -> torch.dtype:
-    """The dtype of sums that need many bits: float64, but float32 on NPUs and Apple's GPUs, which do not compute in it."""
+    """The dtype of sums that need many bits: float64, but float32 on NPUs and Apple's GPUs, which
+    do not compute in it."""
     return torch.float32 if device.type in ("npu", "mps") else torch.float64
 
 
 def multiplies_into_float32(device: torch.device) -> bool:
-    """Whether ``torch.mm`` accepts ``out_dtype=torch.float32`` for bfloat16 matrices on the device."""
+    """Whether ``torch.mm`` accepts ``out_dtype=torch.float32`` for bfloat16 matrices on the
+    device."""
     return device.type == "cuda" and torch.version.cuda is not None
 
 
@@ -123,12 +145,14 @@ def has_flash_attention(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def fused_attention(device: torch.device) -> tuple[Callable[..., tuple[torch.Tensor, ...]], ...] | None:
-    """Attention and its gradient by the device's own kernel for 16-bit numbers, as ``forward(q, k, v, causal, hidden,
-    scale)`` and ``backward((gradient, q, k, v, out, total), causal, hidden, scale)`` of
-    :mod:`stages.engines.torch.attention`; None: it has none beside torch's. torch_npu's has not been run by this project.
-    Source: torch_npu.npu_fusion_attention, whose backward takes maximum and sum of the softmax over keys that it does not
-    see, as in a ring."""
+def fused_attention(
+    device: torch.device,
+) -> tuple[Callable[..., tuple[torch.Tensor, ...]], ...] | None:
+    """Attention and its gradient by the device's own kernel for 16-bit numbers, as ``forward(q, k,
+    v, causal, hidden, scale)`` and ``backward((gradient, q, k, v, out, total), causal, hidden,
+    scale)`` of :mod:`stages.engines.torch.attention`; None: it has none beside torch's. torch_npu's
+    has not been run by this project. Source: torch_npu.npu_fusion_attention, whose backward takes
+    maximum and sum of the softmax over keys that it does not see, as in a ring."""
     if device.type != "npu":
         return None
     npu = importlib.import_module("torch_npu")
@@ -139,18 +163,30 @@ def fused_attention(device: torch.device) -> tuple[Callable[..., tuple[torch.Ten
         return {} if hidden is None else {"atten_mask": hidden}
 
     def forward(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, hidden: torch.Tensor | None, scale: float
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        causal: bool,
+        hidden: torch.Tensor | None,
+        scale: float,
     ) -> tuple[torch.Tensor, ...]:
         given = (x.contiguous() for x in (q, k, v))
-        found = npu.npu_fusion_attention(*given, q.shape[1], "BNSD", scale=scale, **seen(q, causal, hidden))
-        return found[0], (found[1] + found[2].log())[..., 0]  # maximum and sum: float32 [B, H, n, 8], 8 times the same
+        found = npu.npu_fusion_attention(
+            *given, q.shape[1], "BNSD", scale=scale, **seen(q, causal, hidden)
+        )
+        # maximum and sum: float32 [B, H, n, 8], 8 times the same
+        return found[0], (found[1] + found[2].log())[..., 0]
 
     def backward(
         given: tuple[torch.Tensor, ...], causal: bool, hidden: torch.Tensor | None, scale: float
     ) -> tuple[torch.Tensor, ...]:
         gradient, q, k, v, out, total = given
         largest = total.float()[..., None].expand(*total.shape, 8).contiguous()
-        softmax = {"softmax_max": largest, "softmax_sum": torch.ones_like(largest), "attention_in": out.contiguous()}
+        softmax = {
+            "softmax_max": largest,
+            "softmax_sum": torch.ones_like(largest),
+            "attention_in": out.contiguous(),
+        }
         parts = (x.contiguous() for x in (q, k, v, gradient))
         options = {**softmax, "scale_value": scale, **seen(q, causal, hidden)}
         return tuple(npu.npu_fusion_attention_grad(*parts, q.shape[1], "BNSD", **options)[:3])
@@ -160,15 +196,16 @@ def fused_attention(device: torch.device) -> tuple[Callable[..., tuple[torch.Ten
 
 @functools.cache
 def _compressed_causal_mask(device: torch.device) -> torch.Tensor:
-    """What npu_fusion_attention takes for a causal mask of any length (its mode 2): bool [2048, 2048], 4 MiB."""
+    """What npu_fusion_attention takes for a causal mask of any length (its mode 2): bool [2048,
+    2048], 4 MiB."""
     with torch.inference_mode(False):
         return torch.ones(2048, 2048, dtype=torch.bool, device=device).triu_(1)
 
 
 def fused_layers(device: torch.device) -> dict[str, Callable[..., torch.Tensor]]:
-    """Fused functions with gradients that are installed for the device: ``rms_norm(x, weight, epsilon)`` and ``swiglu(gate,
-    up)``. Liger Kernel's (extra ``kernels``) go before the device's own; none for a CPU. Liger's and torch_npu's have not
-    been run by this project."""
+    """Fused functions with gradients that are installed for the device: ``rms_norm(x, weight,
+    epsilon)`` and ``swiglu(gate, up)``. Liger Kernel's (extra ``kernels``) go before the device's
+    own; none for a CPU. Liger's and torch_npu's have not been run by this project."""
     if device.type not in ("cuda", "npu"):
         return {}
     found: dict[str, Callable[..., torch.Tensor]]
@@ -177,26 +214,36 @@ def fused_layers(device: torch.device) -> dict[str, Callable[..., torch.Tensor]]
         found = {"rms_norm": lambda x, weight, epsilon: npu.npu_rms_norm(x, weight, epsilon)[0]}
         found["swiglu"] = lambda gate, up: npu.npu_swiglu(torch.cat([gate, up], -1))
     else:
-        found = {"rms_norm": lambda x, weight, epsilon: torch.nn.functional.rms_norm(x, weight.shape, weight, epsilon)}
+        found = {
+            "rms_norm": lambda x, weight, epsilon: torch.nn.functional.rms_norm(
+                x, weight.shape, weight, epsilon
+            )
+        }
     try:
         norm = importlib.import_module("liger_kernel.ops.rms_norm").LigerRMSNormFunction
         swiglu = importlib.import_module("liger_kernel.ops.swiglu").LigerSiLUMulFunction
     except ImportError:
         return found
-    found["rms_norm"] = lambda x, weight, epsilon: norm.apply(x, weight, epsilon, 0.0, "llama", False)
+    found["rms_norm"] = lambda x, weight, epsilon: norm.apply(
+        x, weight, epsilon, 0.0, "llama", False
+    )
     return found | {"swiglu": swiglu.apply}
 
 
 @contextmanager
 def deterministic(device: torch.device) -> Iterator[None]:
-    """Inside, ``device`` computes the same bits from the same inputs each time. The CPU does so always. On an accelerator
-    sums of ``index_add_``, ``index_put_``, embeddings and attention otherwise have the order in which threads end. torch
-    raises for an operation that it has no deterministic algorithm for. One thread uses this at a time."""
+    """Inside, ``device`` computes the same bits from the same inputs each time.
+
+    The CPU does so always. On an accelerator sums of ``index_add_``, ``index_put_``, embeddings and
+    attention otherwise have the order in which threads end. torch raises for an operation that it
+    has no deterministic algorithm for. One thread uses this at a time.
+    """
     if device.type == "cpu":
         yield
         return
     config: Any = torch.utils.deterministic
-    before, fills = torch.are_deterministic_algorithms_enabled(), config.fill_uninitialized_memory
+    before = torch.are_deterministic_algorithms_enabled()
+    fills = config.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     config.fill_uninitialized_memory = False  # it only helps to find faults
     try:
@@ -207,7 +254,8 @@ def deterministic(device: torch.device) -> Iterator[None]:
 
 
 def host_empty(nbytes: int, device: torch.device) -> torch.Tensor:
-    """uint8 [nbytes] of host memory for copies from and to ``device``, page-locked where that is faster."""
+    """uint8 [nbytes] of host memory for copies from and to ``device``, page-locked where that is
+    faster."""
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
 
 
@@ -218,8 +266,11 @@ def synchronize(device: torch.device) -> None:
 
 
 def allocated(device: torch.device) -> int | None:
-    """Bytes of live tensors on ``device``; None on the CPU, where torch does not count them. The device's own module is
-    asked: ``torch.accelerator`` raises for torch_npu up to 2.12, and for mps."""
+    """Bytes of live tensors on ``device``; None on the CPU, where torch does not count them.
+
+    The device's own module is asked: ``torch.accelerator`` raises for torch_npu up to 2.12, and for
+    mps.
+    """
     if device.type == "cpu":
         return None
     module: Any = torch.get_device_module(device)
@@ -255,14 +306,18 @@ def seconds_between(start: Any, end: Any) -> float:
 
 
 def put(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy ``tensor`` to ``device``, from host memory through page-locked memory, without blocking the host."""
+    """Copy ``tensor`` to ``device``, from host memory through page-locked memory, without blocking
+    the host."""
     if tensor.device.type == "cpu" and device.type != "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
 
 
 def fetch(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Start to copy ``tensor`` to host memory. The returned function waits for that copy, not for work submitted later."""
+    """Start to copy ``tensor`` to host memory.
+
+    The returned function waits for that copy, not for work submitted later.
+    """
     if tensor.device.type == "cpu":
         return lambda: tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -277,10 +332,13 @@ def fetch(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
     return wait
 
 
-def record(device: torch.device, act: Callable[[], torch.Tensor]) -> tuple[Callable[[], Any], torch.Tensor]:
-    """Returns a function that runs ``act`` again on the same tensors, and the tensor of its results. Where the device can
-    (:func:`new_graph`), it replays a recording; else ``act`` is called, as where something in it may not be recorded: in
-    float32 the experts of a layer read numbers back to the host, in bfloat16 they do not."""
+def record(
+    device: torch.device, act: Callable[[], torch.Tensor]
+) -> tuple[Callable[[], Any], torch.Tensor]:
+    """Returns a function that runs ``act`` again on the same tensors, and the tensor of its
+    results. Where the device can (:func:`new_graph`), it replays a recording; else ``act`` is
+    called, as where something in it may not be recorded: in float32 the experts of a layer read
+    numbers back to the host, in bfloat16 they do not."""
     if (graph := new_graph(device)) is not None:
         try:
             return graph.replay, _recorded(device, graph, act)
@@ -302,12 +360,15 @@ def _recorded(device: torch.device, graph: Any, act: Callable[[], torch.Tensor])
 
 @functools.cache
 def _say_not_recorded(reason: str) -> None:
-    log.warning("steps are computed one operation after the other: the device could not record one", reason=reason)
+    log.warning(
+        "steps are computed one operation after the other: the device could not record one",
+        reason=reason,
+    )
 
 
 def new_graph(device: torch.device) -> Any:
-    """A graph for a recording on ``device``: ``torch.accelerator.Graph`` (torch 2.13, where the device implements it), or
-    CUDA's own before that; else None."""
+    """A graph for a recording on ``device``: ``torch.accelerator.Graph`` (torch 2.13, where the
+    device implements it), or CUDA's own before that; else None."""
     if device.type == "cuda" and not hasattr(torch.accelerator, "Graph"):
         return _CudaGraph()
     if device.type == "cpu" or not hasattr(torch.accelerator, "Graph"):
@@ -319,7 +380,8 @@ def new_graph(device: torch.device) -> Any:
 
 
 class _CudaGraph(torch.cuda.CUDAGraph):
-    """Records what its block enqueues on the current stream, as ``torch.accelerator.Graph`` does."""
+    """Records what its block enqueues on the current stream, as ``torch.accelerator.Graph``
+    does."""
 
     def __enter__(self) -> None:
         torch.cuda.synchronize()
@@ -332,10 +394,16 @@ class _CudaGraph(torch.cuda.CUDAGraph):
 
 @contextmanager
 def trimmed_by_layer(model: torch.nn.Module) -> Iterator[None]:
-    """Meanwhile, host memory that a layer of ``model`` has freed goes back to the system after each forward of it. Where the
-    C library is glibc, small blocks that stay would else keep it from using the freed ones between them again: an engine
-    that gathers one layer after the other would take the memory of all of them."""
-    layers = [layer for stack in model.modules() if isinstance(stack, torch.nn.ModuleList) for layer in stack]
+    """Meanwhile, host memory that a layer of ``model`` has freed goes back to the system after each
+    forward of it. Where the C library is glibc, small blocks that stay would else keep it from
+    using the freed ones between them again: an engine that gathers one layer after the other would
+    take the memory of all of them."""
+    layers = [
+        layer
+        for stack in model.modules()
+        if isinstance(stack, torch.nn.ModuleList)
+        for layer in stack
+    ]
     hooks = [layer.register_forward_hook(lambda *_: trim()) for layer in layers]
     try:
         yield

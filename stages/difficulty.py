@@ -1,16 +1,19 @@
-"""Sampling by difficulty: prompts that teach come each time, those that never taught anything rarely.
+"""Sampling by difficulty: prompts that teach come each time, those that never taught anything
+rarely.
 
     source ──▶ candidates in its own order ──▶ taken with the probability `share`, else passed over ──▶ prompt of a group
                                                      ▲
     rewards of a group ──▶ outcome ──▶ pass rate of its prompt, in the index, when the group leaves (trained or dropped)
 
-A choice depends on the seed, on the position in the source, and on the pass rates of that moment. Positions and pass rates
-are in the index and in checkpoints, so a run that is killed or resumed goes on with them, and a lost group gets its prompt
-again. With η = 0 every group of earlier steps has left when a step's prompts are chosen: a replayed run chooses the same.
+A choice depends on the seed, on the position in the source, and on the pass rates of that moment.
+Positions and pass rates are in the index and in checkpoints, so a run that is killed or resumed
+goes on with them, and a lost group gets its prompt again. With η = 0 every group of earlier steps
+has left when a step's prompts are chosen: a replayed run chooses the same.
 
-What is known of a prompt is soon out of date, because the policy learns: no share is below :data:`LEAST_SHARE`. Prompts that
-teach have one share, whatever their pass rate, and lose it slowly once they are solved: a policy that is trained on its
-hardest prompts alone forgets the others (docs/measurements/waste.md).
+What is known of a prompt is soon out of date, because the policy learns: no share is below
+:data:`LEAST_SHARE`. Prompts that teach have one share, whatever their pass rate, and lose it slowly
+once they are solved: a policy that is trained on its hardest prompts alone forgets the others
+(docs/measurements/waste.md).
 """
 
 from __future__ import annotations
@@ -28,15 +31,18 @@ if TYPE_CHECKING:
     from stages.prompts.sources import PromptSource
 
 LEAST_SHARE = 1 / 32  # of the times that a prompt is a candidate
-NEVER_TAUGHT, TAUGHT = 0.125, 0.9  # what is left of a prompt's share after a group with equal rewards
+# what is left of a prompt's share after a group with equal rewards
+NEVER_TAUGHT = 0.125
+TAUGHT = 0.9
 MOST_PASSED = 64  # candidates passed over for one group; the next one is taken
-MOST_PROMPTS = 65536  # with a pass rate, as in the index: those that changed least recently are forgotten
+# with a pass rate, as in the index: those that changed least recently are forgotten
+MOST_PROMPTS = 65536
 
 
 @dataclass(frozen=True)
 class PassRate:
-    """How the groups of a prompt did: ``reward``, the mean of the last one; ``taught``, whether any had different rewards;
-    ``streak``, the number of groups in a row that had not."""
+    """How the groups of a prompt did: ``reward``, the mean of the last one; ``taught``, whether any
+    had different rewards; ``streak``, the number of groups in a row that had not."""
 
     reward: float
     taught: bool
@@ -49,13 +55,15 @@ def outcome(rewards: Sequence[float]) -> tuple[float, bool]:
     >>> outcome([0.0, 1.0, 0.0, 0.0]), outcome([1.0, 1.0])
     ((0.25, True), (1.0, False))
     """
-    low, high = min(rewards), max(rewards)
+    low = min(rewards)
+    high = max(rewards)
     return (sum(rewards) / len(rewards), True) if low != high else (low, False)
 
 
 def share(rate: PassRate | None) -> float:
-    """The probability that a candidate is taken: 1 of a new one, and of one whose last group taught something. Each group in
-    a row that did not leaves nine tenths of it where an earlier one did, and an eighth where none ever did."""
+    """The probability that a candidate is taken: 1 of a new one, and of one whose last group taught
+    something. Each group in a row that did not leaves nine tenths of it where an earlier one did,
+    and an eighth where none ever did."""
     if rate is None:
         return 1.0
     return float(max(LEAST_SHARE, (TAUGHT if rate.taught else NEVER_TAUGHT) ** rate.streak))
@@ -71,15 +79,19 @@ class Difficulty:
     """Chooses prompts of ``source`` by the pass rates that it knows."""
 
     def __init__(self, source: PromptSource, seed: int) -> None:
-        self.source, self._seed = source, seed
+        self.source = source
+        self._seed = seed
         self.rates: dict[str, PassRate] = {}  # the least recently changed first
 
     def choose(self, position: int) -> tuple[int, Prompt, str]:
-        """The first candidate from ``position`` on that is taken: its position, the prompt, its key."""
+        """The first candidate from ``position`` on that is taken: its position, the prompt, its
+        key."""
         for candidate in range(position, position + MOST_PASSED):
             prompt = self.source.prompt(candidate)
             key = prompt_key(prompt)
-            digest = hashlib.blake2b(f"{self._seed}:{candidate}".encode(), digest_size=8, person=b"difficulty").digest()
+            digest = hashlib.blake2b(
+                f"{self._seed}:{candidate}".encode(), digest_size=8, person=b"difficulty"
+            ).digest()
             if int.from_bytes(digest, "big") < share(self.rates.get(key)) * 2**64:
                 return candidate, prompt, key
         candidate = position + MOST_PASSED
@@ -98,21 +110,34 @@ class Difficulty:
         """A group of the prompt ``key`` leaves: what the index does, for a loop without one."""
         reward, taught = outcome(rewards)
         before = self.rates.get(key, PassRate(0.0, False, 0))
-        self.put([(key, PassRate(reward, taught or before.taught, 0 if taught else before.streak + 1))])
+        self.put(
+            [(key, PassRate(reward, taught or before.taught, 0 if taught else before.streak + 1))]
+        )
 
 
 class IndexedDifficulty:
-    """The choices of a run: ``difficulty`` with pass rates and positions that are kept in the ``index``."""
+    """The choices of a run: ``difficulty`` with pass rates and positions that are kept in the
+    ``index``."""
 
     def __init__(self, index: Index, difficulty: Difficulty) -> None:
-        self._index, self._difficulty = index, difficulty
+        self._index = index
+        self._difficulty = difficulty
         self._changes = 0
 
-    async def prompts(self, groups: Sequence[int], admitted: int) -> Mapping[int, tuple[int, Prompt]]:
-        """Position and prompt of each of ``groups``, in their order. Those that have one keep it. ``admitted``: the first
-        group that never had a prompt; lost ones before it, of a run that sampled uniformly, had that of their number."""
-        known, difficulty = await self._index.pass_rates(groups, self._changes), self._difficulty
-        difficulty.put((key, PassRate(reward, bool(taught), streak)) for key, (reward, taught, streak) in known.rates)
+    async def prompts(
+        self, groups: Sequence[int], admitted: int
+    ) -> Mapping[int, tuple[int, Prompt]]:
+        """Position and prompt of each of ``groups``, in their order.
+
+        Those that have one keep it. ``admitted``: the first group that never had a prompt; lost
+        ones before it, of a run that sampled uniformly, had that of their number.
+        """
+        known = await self._index.pass_rates(groups, self._changes)
+        difficulty = self._difficulty
+        difficulty.put(
+            (key, PassRate(reward, bool(taught), streak))
+            for key, (reward, taught, streak) in known.rates
+        )
         self._changes = known.changes
         position = admitted if known.next is None else known.next
         found: dict[int, tuple[int, Prompt]] = {}

@@ -3,7 +3,8 @@
     columns ──▶ the stage's own? ──▶ dtype and shape (pack) ──▶ do they agree with each other? ──▶ commit
                      └─────────────┴── Misfit: column, row, fix ──┘
 
-A wrong value is reported to the program that sent it and reaches no trainer: it fails that program, not the run.
+A wrong value is reported to the program that sent it and reaches no trainer: it fails that program,
+not the run.
 """
 
 from __future__ import annotations
@@ -31,15 +32,17 @@ MOST_REWARD = 1e6  # of either sign: squares and sums of a batch stay well insid
 MOST_UNKNOWN_BYTES = 64 * 2**20  # of the weights of an unknown model, such as a mock's
 
 Columns = Mapping[str, Any]  # ragged ones as Packed, others as tensors [B, *shape]
-Layout = Mapping[str, tuple[str, Sequence[int]]]  # a model's weights: dtype ("float32") and shape by parameter name
+# a model's weights: dtype ("float32") and shape by parameter name
+Layout = Mapping[str, tuple[str, Sequence[int]]]
 
 
 @dataclass(frozen=True)
 class Terms:
-    """What an external program must know of a run: the model's number of tokens, how responses are drawn
-    (:class:`stages.engines.protocols.SamplingParams`), the seed, the number of reward functions, the weights that an
-    external trainer publishes (None: the model is not known, or the run trains it itself), and the fingerprint of the
-    tokenizer's vocabulary (:func:`fingerprint`)."""
+    """What an external program must know of a run: the model's number of tokens, how responses are
+    drawn (:class:`stages.engines.protocols.SamplingParams`), the seed, the number of reward
+    functions, the weights that an external trainer publishes (None: the model is not known, or the
+    run trains it itself), and the fingerprint of the tokenizer's vocabulary (:func:`fingerprint`).
+    """
 
     vocabulary: int
     sampling: dict[str, Any]
@@ -57,7 +60,8 @@ class Terms:
 
 
 class Misfit(ProblemError, ValueError):
-    """A value of an external stage that is refused: of a ``column``, or of one of :data:`FIELDS`."""
+    """A value of an external stage that is refused: of a ``column``, or of one of
+    :data:`FIELDS`."""
 
     def __init__(self, column: str, wrong: str, fix: str) -> None:
         problem = Problem(column if column in FIELDS else f"columns.{column}", None, wrong, fix)
@@ -65,8 +69,8 @@ class Misfit(ProblemError, ValueError):
 
 
 def fingerprint(vocabulary: Mapping[str, int]) -> str:
-    """Returns the sha256, in hex, of a tokenizer's ``get_vocab()``: of the JSON list of its [id, token] pairs by id, then by
-    token, in ASCII and without spaces.
+    """Returns the sha256, in hex, of a tokenizer's ``get_vocab()``: of the JSON list of its [id,
+    token] pairs by id, then by token, in ASCII and without spaces.
 
     >>> fingerprint({"b": 1, "a": 0})[:16]
     'ed2ad7c772b1dcb6'
@@ -78,52 +82,91 @@ def fingerprint(vocabulary: Mapping[str, int]) -> str:
 def check_tokenizer(given: str, terms: Terms) -> None:
     """Checks that a program's tokenizer, by its fingerprint, is the run's. Raises Misfit."""
     if terms.tokenizer and given != terms.tokenizer:
-        wrong = f"{given[:12]}… is not the fingerprint of the run's vocabulary, {terms.tokenizer[:12]}…"
-        fix = "load the tokenizer of the run's model.source; the fingerprint is that of stages.external_checks"
+        wrong = (
+            f"{given[:12]}… is not the fingerprint of the run's vocabulary, {terms.tokenizer[:12]}…"
+        )
+        fix = (
+            "load the tokenizer of the run's model.source; the fingerprint is that of "
+            "stages.external_checks"
+        )
         raise Misfit("tokenizer", wrong, fix)
 
 
 def check_columns(schema: Schema, columns: Columns, wanted: Sequence[str], rows: int) -> None:
-    """Checks that ``columns`` are the ``wanted`` ones, each with ``rows`` rows of its dtype and shape. Raises Misfit,
-    ColumnError."""
+    """Checks that ``columns`` are the ``wanted`` ones, each with ``rows`` rows of its dtype and
+    shape. Raises Misfit, ColumnError."""
     for name in wanted:
         if name not in columns:
             raise Misfit(name, "is missing", f"give all of {list(wanted)}")
     for name, value in columns.items():
         if name not in wanted:
-            raise Misfit(name, "is not one that this stage makes", f"give {list(wanted)} and no other")
+            raise Misfit(
+                name, "is not one that this stage makes", f"give {list(wanted)} and no other"
+            )
         is_packed = isinstance(value, Packed)
         if is_packed != (schema[name].shape is None):
-            wrong, give = ("has offsets", "values alone") if is_packed else ("has no offsets", "offsets too")
+            wrong, give = (
+                ("has offsets", "values alone") if is_packed else ("has no offsets", "offsets too")
+            )
             raise Misfit(name, wrong, f"it is {schema[name].describe()}: give {give}")
     packed = pack(schema, columns)
     if packed.rows != rows:
-        raise Misfit(wanted[0], f"has {packed.rows} rows where {rows} are put", "give one for each row of 'rows'")
+        raise Misfit(
+            wanted[0],
+            f"has {packed.rows} rows where {rows} are put",
+            "give one for each row of 'rows'",
+        )
 
 
-def check_responses(columns: Columns, terms: Terms, published: int, *, parked: bool = False) -> list[tuple[int, int]]:
-    """Checks responses, completed or ``parked``, of the right dtypes and shapes, and returns (oldest version, tokens) of
-    each. Raises Misfit."""
+def check_responses(
+    columns: Columns, terms: Terms, published: int, *, parked: bool = False
+) -> list[tuple[int, int]]:
+    """Checks responses, completed or ``parked``, of the right dtypes and shapes, and returns
+    (oldest version, tokens) of each. Raises Misfit."""
     ids, logprobs, versions = (columns[name] for name in PROGRESS)
-    lengths, most, last = ids.lengths(), int(terms.sampling["max_tokens"]), terms.vocabulary - 1
+    lengths = ids.lengths()
+    most = int(terms.sampling["max_tokens"])
+    last = terms.vocabulary - 1
     name = "response_ids"
-    _rows(lengths >= 1, name, lambda row: "has no token", "give at least one, the end of text if nothing else")
+    _rows(
+        lengths >= 1,
+        name,
+        lambda row: "has no token",
+        "give at least one, the end of text if nothing else",
+    )
     if parked:
-        _rows(lengths < most, name, lambda row: f"has all of max_tokens = {most}", "it has ended: commit it")
-    _rows(lengths <= most, name, lambda row: f"has {int(lengths[row])} tokens", f"at most max_tokens = {most}")
+        _rows(
+            lengths < most,
+            name,
+            lambda row: f"has all of max_tokens = {most}",
+            "it has ended: commit it",
+        )
+    _rows(
+        lengths <= most,
+        name,
+        lambda row: f"has {int(lengths[row])} tokens",
+        f"at most max_tokens = {most}",
+    )
     known = (ids.values >= 0) & (ids.values <= last)
     _values(known, ids, name, "a token that the model does not have", f"its tokens are 0 .. {last}")
     check_logprobs("rollout_logprobs", logprobs, lengths, LEAST_LOGPROB)
     if not parked:
-        flags = columns["truncated"].view(torch.uint8)  # a safetensors body may hold other bytes than 0 and 1
-        _rows(flags <= 1, "truncated", lambda row: f"has the byte {int(flags[row])}", "give false or true, as 0 or 1")
+        # a safetensors body may hold other bytes than 0 and 1
+        flags = columns["truncated"].view(torch.uint8)
+        _rows(
+            flags <= 1,
+            "truncated",
+            lambda row: f"has the byte {int(flags[row])}",
+            "give false or true, as 0 or 1",
+        )
     return _oldest_versions(versions, lengths, published)
 
 
 def check_rewards(columns: Columns) -> None:
-    """Checks that rewards float32 [B] are finite and scores float32 [B, K] finite or NaN (does not apply), both within
-    :data:`MOST_REWARD`. Raises Misfit."""
-    reward, scores = columns["reward"], columns["scores"]
+    """Checks that rewards float32 [B] are finite and scores float32 [B, K] finite or NaN (does not
+    apply), both within :data:`MOST_REWARD`. Raises Misfit."""
+    reward = columns["reward"]
+    scores = columns["scores"]
     fix = f"give numbers from {-MOST_REWARD:g} to {MOST_REWARD:g}"
     _rows(reward.abs() <= MOST_REWARD, "reward", lambda row: f"has {float(reward[row])}", fix)
     is_fine = ((scores.abs() <= MOST_REWARD) | scores.isnan()).all(dim=1)
@@ -131,31 +174,41 @@ def check_rewards(columns: Columns) -> None:
     _rows(is_fine, "scores", lambda row: f"has {scores[row].tolist()}", fix)
 
 
-def check_logprobs(name: str, logprobs: Packed, tokens: torch.Tensor, least: float = LEAST_REFERENCE) -> None:
-    """Checks that there is one logprob for each of ``tokens`` (int64 [B]), finite, from ``least`` to 0. Raises Misfit."""
-    found, values = logprobs.lengths(), logprobs.values
+def check_logprobs(
+    name: str, logprobs: Packed, tokens: torch.Tensor, least: float = LEAST_REFERENCE
+) -> None:
+    """Checks that there is one logprob for each of ``tokens`` (int64 [B]), finite, from ``least``
+    to 0. Raises Misfit."""
+    found = logprobs.lengths()
+    values = logprobs.values
     wrong = lambda row: f"has {int(found[row])} for {int(tokens[row])} tokens"  # noqa: E731
     _rows(found == tokens, name, wrong, "give one for each token")
     fix = "give the logprob of the token that was drawn"
     _values(values.isfinite(), logprobs, name, "a value that is not finite", fix)
-    is_logprob, fix = (values <= ROUNDING) & (values >= least), "give the natural logarithm of the token's probability"
+    is_logprob = (values <= ROUNDING) & (values >= least)
+    fix = "give the natural logarithm of the token's probability"
     _values(is_logprob, logprobs, name, f"a value that is no logprob between {least:g} and 0", fix)
 
 
 def nbytes_of(layout: Layout) -> int:
     """Returns the bytes of all tensors of ``layout``."""
-    return sum(getattr(torch, dtype).itemsize * math.prod(shape) for dtype, shape in layout.values())
+    return sum(
+        getattr(torch, dtype).itemsize * math.prod(shape) for dtype, shape in layout.values()
+    )
 
 
 def check_layout(found: Layout, wanted: Layout | None) -> None:
-    """Checks that weights have the names, dtypes and shapes of ``wanted``; None: any floating dtypes, and at most
-    :data:`MOST_UNKNOWN_BYTES`. Raises Misfit with the column `weights`."""
+    """Checks that weights have the names, dtypes and shapes of ``wanted``; None: any floating
+    dtypes, and at most :data:`MOST_UNKNOWN_BYTES`. Raises Misfit with the column `weights`."""
     if not found:
         raise Misfit("weights", "has no tensor", "give all of the model's parameters")
     for name, (dtype, shape) in found.items():
         _check_tensor(name, dtype, shape, wanted)
     if wanted is None and nbytes_of(found) > MOST_UNKNOWN_BYTES:
-        wrong = f"has {nbytes_of(found)} bytes, at most {MOST_UNKNOWN_BYTES} are allowed for an unknown model"
+        wrong = (
+            f"has {nbytes_of(found)} bytes, at most {MOST_UNKNOWN_BYTES} are allowed for an "
+            f"unknown model"
+        )
         raise Misfit("weights", wrong, "set model.source to the model that is trained")
     if wanted is not None and (missing := [name for name in wanted if name not in found]):
         raise Misfit("weights", f"lacks {_some(missing)}", "give all of the model's parameters")
@@ -169,9 +222,12 @@ def _check_tensor(name: str, dtype: str, shape: Sequence[int], wanted: Layout | 
         return
     if name not in wanted:
         raise Misfit(
-            "weights", f"has {name[:200]!r}, which the model does not have", f"its parameters are {_some(wanted)}"
+            "weights",
+            f"has {name[:200]!r}, which the model does not have",
+            f"its parameters are {_some(wanted)}",
         )
-    fits, has = f"{wanted[name][0]} {[*wanted[name][1]]}", f"{dtype} {[*shape]}"
+    fits = f"{wanted[name][0]} {[*wanted[name][1]]}"
+    has = f"{dtype} {[*shape]}"
     if has != fits:
         raise Misfit("weights", f"{name!r} is {has}", f"the model's is {fits}")
 
@@ -179,7 +235,8 @@ def _check_tensor(name: str, dtype: str, shape: Sequence[int], wanted: Layout | 
 def checked_weights(
     weights: Iterable[tuple[str, torch.Tensor]], wanted: Layout | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields ``weights`` after checking that each is finite, and all of them with :func:`check_layout`. Raises Misfit."""
+    """Yields ``weights`` after checking that each is finite, and all of them with
+    :func:`check_layout`. Raises Misfit."""
     found: dict[str, tuple[str, Sequence[int]]] = {}
     for name, value in weights:
         if name in found:
@@ -187,7 +244,11 @@ def checked_weights(
         found[name] = (str(value.dtype).removeprefix("torch."), list(value.shape))
         _check_tensor(name, *found[name], wanted)
         if not bool(value.isfinite().all()):
-            raise Misfit("weights", f"{name!r} has a value that is not finite", "find out why the training diverged")
+            raise Misfit(
+                "weights",
+                f"{name!r} has a value that is not finite",
+                "find out why the training diverged",
+            )
         yield name, value
     check_layout(found, wanted)
 
@@ -197,11 +258,20 @@ def _some(names: Iterable[str], most: int = 8) -> str:
     return ", ".join(known[:most]) + (f" and {len(known) - most} more" if len(known) > most else "")
 
 
-def _oldest_versions(versions: Packed, lengths: torch.Tensor, published: int) -> list[tuple[int, int]]:
-    """Returns (oldest version, tokens) of responses of ``lengths`` tokens, from their run-length encoded ``versions``."""
-    name, fix = "versions", "give version, tokens, version, tokens, … of each response"
+def _oldest_versions(
+    versions: Packed, lengths: torch.Tensor, published: int
+) -> list[tuple[int, int]]:
+    """Returns (oldest version, tokens) of responses of ``lengths`` tokens, from their run-length
+    encoded ``versions``."""
+    name = "versions"
+    fix = "give version, tokens, version, tokens, … of each response"
     numbers = versions.lengths()
-    _rows((numbers > 0) & (numbers % 2 == 0), name, lambda row: f"has {int(numbers[row])} numbers", fix)
+    _rows(
+        (numbers > 0) & (numbers % 2 == 0),
+        name,
+        lambda row: f"has {int(numbers[row])} numbers",
+        fix,
+    )
     version, count = versions.values.view(-1, 2).unbind(1)
     row_of = torch.repeat_interleave(torch.arange(len(numbers)), numbers // 2)
 
@@ -213,7 +283,8 @@ def _oldest_versions(versions: Packed, lengths: torch.Tensor, published: int) ->
     total[of_rows(count, "amax") > lengths] = -1  # a sum of larger ones might wrap around
     wrong = lambda row: f"counts {int(total[row])} tokens where it has {int(lengths[row])}"  # noqa: E731
     _rows(total == lengths, name, wrong, fix)
-    oldest, newest = of_rows(version, "amin"), of_rows(version, "amax")
+    oldest = of_rows(version, "amin")
+    newest = of_rows(version, "amax")
     wrong = lambda row: f"names versions {int(oldest[row])} to {int(newest[row])}"  # noqa: E731
     fix = f"the published ones are 0 .. {published}: name the one that made each token"
     _rows((oldest >= 0) & (newest <= published), name, wrong, fix)
@@ -228,7 +299,8 @@ def _rows(good: torch.Tensor, column: str, wrong: Callable[[int], str], fix: str
 
 
 def _values(good: torch.Tensor, packed: Packed, column: str, wrong: str, fix: str) -> None:
-    """Raises Misfit with the first value of ``packed`` for which ``good`` (bool [values]) is false."""
+    """Raises Misfit with the first value of ``packed`` for which ``good`` (bool [values]) is
+    false."""
     if not bool(good.all()):
         at = int((~good).nonzero()[0, 0])
         assert packed.offsets is not None

@@ -1,11 +1,14 @@
-"""The gate: where prompts enter. It holds the staleness bound by pacing, so that no sample has ever to be dropped.
+"""The gate: where prompts enter.
+
+It holds the staleness bound by pacing, so that no sample has ever to be dropped.
 
     published version v ──▶ admit groups below (v + S + 1)·P ──▶ sleep until a version is published, or more are due
                               ├ at once, or as late as the trainer allows (pipeline/pacing.py)
                               └ as far as there are prompts, when they come from outside
 
-Which prompt a group gets is a pure function of its number, so a lost group, or a resumed run, asks for the same again. With
-``difficulty`` it is chosen by pass rates instead, and the choice is kept in the index.
+Which prompt a group gets is a pure function of its number, so a lost group, or a resumed run, asks
+for the same again. With ``difficulty`` it is chosen by pass rates instead, and the choice is kept
+in the index.
 """
 
 from __future__ import annotations
@@ -32,8 +35,9 @@ WAIT_SECONDS = 10.0
 
 
 class Gate:
-    """Admits the groups of ``steps`` optimizer steps of P groups each, ``group_size`` samples a group, as the index's gate
-    allows and no earlier than ``pacer`` says; a group that was filtered out is replaced by one more."""
+    """Admits the groups of ``steps`` optimizer steps of P groups each, ``group_size`` samples a
+    group, as the index's gate allows and no earlier than ``pacer`` says; a group that was filtered
+    out is replaced by one more."""
 
     def __init__(
         self,
@@ -46,9 +50,13 @@ class Gate:
         difficulty: Difficulty | None = None,
         pacer: Pacer | None = None,
     ) -> None:
-        self.dock, self.source, self._pacer = dock, source, pacer
+        self.dock = dock
+        self.source = source
+        self._pacer = pacer
         self._chosen = None if difficulty is None else IndexedDifficulty(dock.index, difficulty)
-        self.group_size, self.steps, self.groups = group_size, steps, steps * groups_per_step
+        self.group_size = group_size
+        self.steps = steps
+        self.groups = steps * groups_per_step
         self.stopping = self.paused = False
         self._reported = {"skipped": 0, "cut": 0}  # prompts
         self._epochs: dict[str, int] = {}  # that were reported
@@ -61,14 +69,19 @@ class Gate:
             status = await index.status()
             limit = min(status.gate, self.groups + status.filtered, await self._due(status))
             numbers = [*sorted(status.remake), *range(status.admitted, limit)]
-            if isinstance(self.source, ExternalPrompts) and (available := self.source.available) is not None:
+            if (
+                isinstance(self.source, ExternalPrompts)
+                and (available := self.source.available) is not None
+            ):
                 numbers = [number for number in numbers if number < available]
             if numbers and not self.paused:
                 await self._admit(numbers, status.admitted)
             elif status.trained >= self.steps:
                 return
             else:
-                await index.wait(VERSION, status.wait, self._pacer.look() if self._pacer else WAIT_SECONDS)
+                await index.wait(
+                    VERSION, status.wait, self._pacer.look() if self._pacer else WAIT_SECONDS
+                )
 
     async def _due(self, status: RunStatus) -> int:
         """The number below which groups are due."""
@@ -91,16 +104,21 @@ class Gate:
         if begun:
             self._epochs |= begun
             reason = ", ".join(f"epoch {epoch} of {key}" for key, epoch in begun.items())
-            await self.dock.index.emit(PromptEvent(change="epoch", reason=reason, epochs=self._epochs))
+            await self.dock.index.emit(
+                PromptEvent(change="epoch", reason=reason, epochs=self._epochs)
+            )
 
     async def _report_too_long(self) -> None:
-        """Emit a ``prompt`` event with how many prompts were too long so far, if that has changed."""
+        """Emit a ``prompt`` event with how many prompts were too long so far, if that has
+        changed."""
         found = self.source.too_long
         counts = {"skipped": found.skipped, "cut": found.cut}
         if counts != self._reported:
             self._reported = counts
             done = " and ".join(f"{n} {what}" for what, n in counts.items() if n)
-            reason = f"prompts that are too long: {done}" + (f"; listed in {found.path}" if found.path else "")
+            reason = (f"prompts that are too long: {done}") + (
+                f"; listed in {found.path}" if found.path else ""
+            )
             log.warning(reason)
             await self.dock.index.emit(
                 PromptEvent(change="too long", reason=reason, skipped=found.skipped, cut=found.cut)
@@ -112,10 +130,13 @@ class Gate:
 
 
 def columns(prompts: Sequence[Prompt]) -> dict[str, object]:
-    """The columns that a prompt brings: its ids, and as JSON what its row gave, its other fields and its responses."""
+    """The columns that a prompt brings: its ids, and as JSON what its row gave, its other fields
+    and its responses."""
     made: dict[str, object] = {
         "prompt_ids": [prompt.ids[: prompt.context] for prompt in prompts],
         "given": [prompt.given_json for prompt in prompts],
         "fields": [prompt.fields_json for prompt in prompts],
     }
-    return made | ({GIVEN: [prompt.responses_json for prompt in prompts]} if prompts[0].responses else {})
+    return made | (
+        {GIVEN: [prompt.responses_json for prompt in prompts]} if prompts[0].responses else {}
+    )

@@ -1,7 +1,9 @@
-"""JSON Schema of keys with values that another model checks: options of an engine, an algorithm, a task.
+"""JSON Schema of keys with values that another model checks: options of an engine, an algorithm, a
+task.
 
-A recipe keeps such a table as it was given, since what it may hold depends on another key (``rollout.mock`` on
-``rollout.engine``, ``algorithm.options`` on ``algorithm.name``). Its schema is that of the model that it is checked against.
+A recipe keeps such a table as it was given, since what it may hold depends on another key
+(``rollout.mock`` on ``rollout.engine``, ``algorithm.options`` on ``algorithm.name``). Its schema is
+that of the model that it is checked against.
 """
 
 from __future__ import annotations
@@ -24,39 +26,46 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 
 def key(default: Any, meaning: str, **limits: Any) -> Any:
-    """Declare a key of a table: its default (``...``: required), its meaning for JSON Schema and the documentation, and
-    arguments of pydantic's ``Field``."""
+    """Declare a key of a table: its default (``...``: required), its meaning for JSON Schema and
+    the documentation, and arguments of pydantic's ``Field``."""
     return Field(default=default, description=meaning, **limits)
 
 
 def fault(wrong: str, fix: str) -> PydanticCustomError:
-    """Return what a validator raises of a value: what is ``wrong`` with it and the ``fix``, in the error's ``ctx``."""
+    """Return what a validator raises of a value: what is ``wrong`` with it and the ``fix``, in the
+    error's ``ctx``."""
     return PydanticCustomError("fault", "{wrong}; {fix}", {"wrong": wrong, "fix": fix})
 
 
 def faults(model: BaseModel, found: Iterable[tuple[str, str, str]]) -> None:
-    """Raise one ValidationError with all that is ``found``: fields of ``model``, each with what is wrong and the fix."""
+    """Raise one ValidationError with all that is ``found``: fields of ``model``, each with what is
+    wrong and the fix."""
     errors = [
-        InitErrorDetails(type=fault(wrong, fix), loc=(name,), input=getattr(model, name)) for name, wrong, fix in found
+        InitErrorDetails(type=fault(wrong, fix), loc=(name,), input=getattr(model, name))
+        for name, wrong, fix in found
     ]
     if errors:
         raise ValidationError.from_exception_data(type(model).__name__, errors)
 
 
 def unit(name: str) -> FieldInfo:
-    """Annotation of a number with its unit: ``x-unit`` in the JSON Schema, a column of docs/recipe.md."""
+    """Annotation of a number with its unit: ``x-unit`` in the JSON Schema, a column of
+    docs/recipe.md."""
     field: FieldInfo = Field(json_schema_extra={"x-unit": name})
     return field
 
 
 def schema_of(shown: Any) -> BeforeValidator:
-    """Annotation of a dict: its JSON Schema is that of the type ``shown``; the dict itself is not changed."""
+    """Annotation of a dict: its JSON Schema is that of the type ``shown``; the dict itself is not
+    changed."""
     return BeforeValidator(lambda value: value, json_schema_input_type=shown)
 
 
-def only_where(conditions: Mapping[str, str], table: str, core: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-    """The JSON Schema of a section whose ``table`` is a union: where the keys are as in ``conditions``, it is the first of
-    them (``if`` and ``then``)."""
+def only_where(
+    conditions: Mapping[str, str], table: str, core: Any, handler: GetJsonSchemaHandler
+) -> dict[str, Any]:
+    """The JSON Schema of a section whose ``table`` is a union: where the keys are as in
+    ``conditions``, it is the first of them (``if`` and ``then``)."""
     schema = handler(core)
     section = handler.resolve_ref_schema(schema)
     if handler.mode == "validation":
@@ -66,9 +75,14 @@ def only_where(conditions: Mapping[str, str], table: str, core: Any, handler: Ge
 
 
 def options_model(function: Callable[..., Any]) -> type[BaseModel]:
-    """A model with the keyword-only parameters of ``function``; their meanings are ``Annotated`` to their types."""
+    """A model with the keyword-only parameters of ``function``; their meanings are ``Annotated`` to
+    their types."""
     hints = get_type_hints(function, include_extras=True)
     parameters = inspect.signature(function).parameters.values()
-    fields: dict[str, Any] = {p.name: (hints[p.name], p.default) for p in parameters if p.kind is p.KEYWORD_ONLY}
+    fields: dict[str, Any] = {
+        p.name: (hints[p.name], p.default) for p in parameters if p.kind is p.KEYWORD_ONLY
+    }
     config = ConfigDict(extra="forbid", strict=True, frozen=True)
-    return create_model(f"{function.__name__.capitalize()}Config", __config__=config, __module__=__name__, **fields)
+    return create_model(
+        f"{function.__name__.capitalize()}Config", __config__=config, __module__=__name__, **fields
+    )

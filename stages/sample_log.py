@@ -4,8 +4,9 @@
     FOLDER/samples/  00000001.jsonl … 00000008.jsonl  00000009.jsonl ◀── written to         newest first ──▶ read
                       └ the oldest goes when all together are larger than `pipeline.keep_samples`, or the disk is nearly full
 
-A sample is one line. Samples of a step stand last first, so that reading backwards gives steps newest first, and each step's
-samples in the order of their groups. The first sample of a group has the prompt's row, too: ``given``, ``fields``.
+A sample is one line. Samples of a step stand last first, so that reading backwards gives steps
+newest first, and each step's samples in the order of their groups. The first sample of a group has
+the prompt's row, too: ``given``, ``fields``.
 """
 
 from __future__ import annotations
@@ -33,9 +34,20 @@ if TYPE_CHECKING:  # samples are read by the service without torch
 FOLDER = "samples"  # in the run's folder
 FILES = 8  # that share the room, at least
 LARGEST_FILE = 16 * 2**20  # bytes; a reader takes in a whole file
-RESERVED, RESERVED_SHARE = 2**30, 1 / 20  # of the disk stays free: so many bytes, or this share of it if that is less
+# of the disk stays free: so many bytes, or this share of it if that is less
+RESERVED = 2**30
+RESERVED_SHARE = 1 / 20
 MOST_SCANNED = 8 << 20  # bytes that one reading looks through
-COLUMNS = ("given", "fields", "response_ids", "versions", "truncated", "reward", "scores", "advantage")
+COLUMNS = (
+    "given",
+    "fields",
+    "response_ids",
+    "versions",
+    "truncated",
+    "reward",
+    "scores",
+    "advantage",
+)
 
 log = structlog.get_logger()
 
@@ -43,30 +55,42 @@ Sample = dict[str, Any]
 
 
 class SampleLog:
-    """Samples on disk below ``folder``, ``most`` bytes of them, and fewer when the disk has no room. One process writes,
-    others read."""
+    """Samples on disk below ``folder``, ``most`` bytes of them, and fewer when the disk has no
+    room. One process writes, others read."""
 
     def __init__(self, folder: Path, most: int) -> None:
-        self.folder, self.most = folder, most
+        self.folder = folder
+        self.most = most
         self._sizes: dict[int, int] | None = None  # bytes of the files, by their numbers
 
     def add(self, samples: Sequence[Sample]) -> bool:
-        """Add the samples of a step; returns False when the disk has no room for them. Raises OSError."""
+        """Add the samples of a step; returns False when the disk has no room for them.
+
+        Raises OSError.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         sizes = self._sizes
         if sizes is None:
-            sizes = self._sizes = {number: _path(self.folder, number).stat().st_size for number in _files(self.folder)}
-        lines = [json.dumps(s, ensure_ascii=False, separators=(",", ":")).encode() + b"\n" for s in reversed(samples)]
-        added, room = sum(map(len, lines)), self._room(sum(sizes.values()))
+            sizes = self._sizes = {
+                number: _path(self.folder, number).stat().st_size for number in _files(self.folder)
+            }
+        lines = [
+            json.dumps(s, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+            for s in reversed(samples)
+        ]
+        added = sum(map(len, lines))
+        room = self._room(sum(sizes.values()))
         if room < self.most:  # the disk is nearly full: remove files before writing
             self._remove_oldest(sizes, room - added)
             if added > self._room(sum(sizes.values())):
                 return False
-        number, at = max(sizes, default=1), 0
+        number = max(sizes, default=1)
+        at = 0
         while at < len(lines):
             with _path(self.folder, number).open("ab+") as file:
                 size = file.seek(0, os.SEEK_END)
-                if size and file.seek(size - 1) >= 0 and file.read(1) != b"\n":  # a kill cut the last line short
+                # a kill cut the last line short
+                if size and file.seek(size - 1) >= 0 and file.read(1) != b"\n":
                     size += file.write(b"\n")
                 while at < len(lines) and size < min(LARGEST_FILE, room / FILES):
                     size += file.write(lines[at])
@@ -77,7 +101,8 @@ class SampleLog:
         return True
 
     def rewind(self, step: int) -> None:
-        """Remove the samples of ``step`` and of later ones, which a run that goes on from there makes again."""
+        """Remove the samples of ``step`` and of later ones, which a run that goes on from there
+        makes again."""
         self._sizes = None
         for number in reversed(_files(self.folder)):
             path = _path(self.folder, number)
@@ -92,7 +117,9 @@ class SampleLog:
     def _room(self, taken: int) -> int:
         """Bytes for all samples, ``taken`` of which are in use."""
         disk = shutil.disk_usage(self.folder)
-        return min(self.most, max(0, taken + disk.free - min(RESERVED, int(disk.total * RESERVED_SHARE))))
+        return min(
+            self.most, max(0, taken + disk.free - min(RESERVED, int(disk.total * RESERVED_SHARE)))
+        )
 
     def _remove_oldest(self, sizes: dict[int, int], room: int) -> None:
         """Remove the oldest files until the others fit in ``room``; the newest one stays."""
@@ -105,11 +132,18 @@ class SampleLog:
 
 
 def read(
-    folder: Path, wanted: Callable[[Sample], bool], *, after: str = "", limit: int = 50, oldest_step: int = 0
+    folder: Path,
+    wanted: Callable[[Sample], bool],
+    *,
+    after: str = "",
+    limit: int = 50,
+    oldest_step: int = 0,
 ) -> tuple[list[Sample], str]:
-    """Samples below ``folder`` that are ``wanted``, newest step first, and the cursor of the next page ("": no more).
-    ``after``: cursor of an earlier page. Reading ends at a step before ``oldest_step``, and pauses after
-    :data:`MOST_SCANNED` bytes, so that a page may hold few samples. Raises ValueError for an invalid ``after``."""
+    """Samples below ``folder`` that are ``wanted``, newest step first, and the cursor of the next
+    page ("": no more).
+    ``after``: cursor of an earlier page. Reading ends at a step before ``oldest_step``, and pauses
+    after :data:`MOST_SCANNED` bytes, so that a page may hold few samples. Raises ValueError for an
+    invalid ``after``."""
     found: list[Sample] = []
     scanned = 0
     for number, place, line in _backwards(folder, after):
@@ -127,10 +161,15 @@ def read(
 
 
 def groups(folder: Path) -> Iterator[list[Sample]]:
-    """The samples of each group below ``folder`` by place, oldest step first. One group is in memory at a time."""
+    """The samples of each group below ``folder`` by place, oldest step first.
+
+    One group is in memory at a time.
+    """
     lines = (line for number in _files(folder) for line in _path(folder, number).open("rb"))
     samples = (sample for line in lines if (sample := _parsed(line)) is not None)
-    for _, members in itertools.groupby(samples, key=lambda sample: (sample["step"], sample["group"])):
+    for _, members in itertools.groupby(
+        samples, key=lambda sample: (sample["step"], sample["group"])
+    ):
         yield sorted(members, key=lambda sample: int(sample["place"]))
 
 
@@ -146,7 +185,9 @@ def _backwards(folder: Path, after: str) -> Iterator[tuple[int, int, bytes]]:
     """Lines from the last to the first, each with its file's number and its offset."""
     last, _, until = after.partition(":")
     if after and not (after.isascii() and last.isdigit() and until.isdigit()):
-        raise ValueError(f"after: {after!r} is no cursor; give the one that an earlier page ended with, or none")
+        raise ValueError(
+            f"after: {after!r} is no cursor; give the one that an earlier page ended with, or none"
+        )
     for number in reversed(_files(folder)):
         if after and number > int(last):
             continue
@@ -154,7 +195,9 @@ def _backwards(folder: Path, after: str) -> Iterator[tuple[int, int, bytes]]:
             data = _path(folder, number).read_bytes()
         except FileNotFoundError:  # removed meanwhile, after all older ones
             return
-        place = min(len(data), int(until)) if after and number == int(last) else data.rfind(b"\n") + 1
+        place = (
+            min(len(data), int(until)) if after and number == int(last) else data.rfind(b"\n") + 1
+        )
         while place > 0:
             begin = data.rfind(b"\n", 0, place - 1) + 1
             yield number, begin, data[begin : place - 1]
@@ -170,11 +213,19 @@ def _path(folder: Path, number: int) -> Path:
 
 
 class Recorder:
-    """Writes the samples of steps into ``book``. ``rewards`` are the names of the reward functions. A failing disk does not
-    end the run: it is logged, and recording stops."""
+    """Writes the samples of steps into ``book``.
 
-    def __init__(self, dock: Dock, tokenizer: Tokenizer, rewards: Sequence[str], book: SampleLog) -> None:
-        self.dock, self.tokenizer, self.rewards, self.book = dock, tokenizer, tuple(rewards), book
+    ``rewards`` are the names of the reward functions. A failing disk does not end the run: it is
+    logged, and recording stops.
+    """
+
+    def __init__(
+        self, dock: Dock, tokenizer: Tokenizer, rewards: Sequence[str], book: SampleLog
+    ) -> None:
+        self.dock = dock
+        self.tokenizer = tokenizer
+        self.rewards = tuple(rewards)
+        self.book = book
         self.stopped = self._full = False
 
     async def read(self, step: int, claim: Claim, stale: Sequence[int]) -> list[Sample]:
@@ -182,7 +233,11 @@ class Recorder:
         if self.stopped:
             return []
         schema = self.dock.schema
-        names = [name for name in COLUMNS if name in schema and (name != "advantage" or schema[name].shape == ())]
+        names = [
+            name
+            for name in COLUMNS
+            if name in schema and (name != "advantage" or schema[name].shape == ())
+        ]
         rows = await self.dock.fetch(claim, names)
         return await asyncio.to_thread(self._samples, step, claim, stale, rows)
 
@@ -191,17 +246,28 @@ class Recorder:
             try:
                 kept = await asyncio.to_thread(self.book.add, samples)
                 if not kept and not self._full:
-                    log.warning("the disk is nearly full: samples are not kept", folder=str(self.book.folder))
+                    log.warning(
+                        "the disk is nearly full: samples are not kept",
+                        folder=str(self.book.folder),
+                    )
                 self._full = not kept
             except OSError as refused:
                 self.stopped = True
-                log.warning("samples are not recorded any more", folder=str(self.book.folder), reason=str(refused))
+                log.warning(
+                    "samples are not recorded any more",
+                    folder=str(self.book.folder),
+                    reason=str(refused),
+                )
 
-    def _samples(self, step: int, claim: Claim, stale: Sequence[int], rows: TensorDict) -> list[Sample]:
+    def _samples(
+        self, step: int, claim: Claim, stale: Sequence[int], rows: TensorDict
+    ) -> list[Sample]:
         ids = [row.tolist() for row in rows["response_ids"].unbind()]
         versions = [row.tolist() for row in rows["versions"].unbind()]
         given = [json.loads(text) for text in rows["given"]]
-        fields = [json.loads(text) for text in rows["fields"]] if "fields" in rows else [{}] * len(ids)
+        fields = (
+            [json.loads(text) for text in rows["fields"]] if "fields" in rows else [{}] * len(ids)
+        )
         columns = {
             name: rows[name].tolist() if name in rows else [None] * len(claim)
             for name in ("truncated", "reward", "scores", "advantage")
@@ -235,11 +301,17 @@ class Recorder:
                 **({"failed": failures[at]} if failures[at] else {}),
                 "advantage": columns["advantage"][at],
                 "tokens": handles[at].tokens,
-                "versions": [list(pair) for pair in zip(versions[at][::2], versions[at][1::2], strict=True)],
+                "versions": [
+                    list(pair) for pair in zip(versions[at][::2], versions[at][1::2], strict=True)
+                ],
                 "staleness": int(stale[at]),
                 "truncated": columns["truncated"][at],
                 "ended": bool(ids[at]) and ids[at][-1] in ends,
-                **({"given": given[at], "fields": fields[at]} if first[handles[at].group] == at else {}),
+                **(
+                    {"given": given[at], "fields": fields[at]}
+                    if first[handles[at].group] == at
+                    else {}
+                ),
             }
             for at in order
         ]

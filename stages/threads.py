@@ -1,13 +1,14 @@
 """Functions that run in threads of their own.
 
-:func:`run_in_thread` starts a daemon thread: a function that never returns does not keep the process from ending.
-``asyncio.to_thread`` is for functions that surely end: its threads are joined, without a limit, before the loop and the
-process end.
+:func:`run_in_thread` starts a daemon thread: a function that never returns does not keep the
+process from ending.
+``asyncio.to_thread`` is for functions that surely end: its threads are joined, without a limit,
+before the loop and the process end.
 
-:func:`run_in_temporary_thread` is for one parallel computation beside a thread that computes all the time. OpenMP keeps
-helper threads for each thread that has used it, until that thread ends. When all of them together are more than the cores,
-libgomp's helpers do not spin, and every parallel loop begins with a system call, which takes most of the time of small
-loops.
+:func:`run_in_temporary_thread` is for one parallel computation beside a thread that computes all
+the time. OpenMP keeps helper threads for each thread that has used it, until that thread ends. When
+all of them together are more than the cores, libgomp's helpers do not spin, and every parallel loop
+begins with a system call, which takes most of the time of small loops.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ T = TypeVar("T")
 
 
 def deferred(work: Callable[[], T]) -> tuple[Future[T], Callable[[], None]]:
-    """Returns a future, and a function to call in a thread, which sets it to what ``work`` returns or raises. A future that
-    was cancelled before that is not set, and ``work`` is not called."""
+    """Returns a future, and a function to call in a thread, which sets it to what ``work`` returns
+    or raises. A future that was cancelled before that is not set, and ``work`` is not called."""
     outcome: Future[T] = Future()
 
     def run() -> None:
@@ -38,14 +39,17 @@ def deferred(work: Callable[[], T]) -> tuple[Future[T], Callable[[], None]]:
 
 
 def run_in_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:
-    """Returns a future of what ``work`` returns or raises in a daemon thread called ``name``. Cancelling the future does not
-    end the thread."""
+    """Returns a future of what ``work`` returns or raises in a daemon thread called ``name``.
+
+    Cancelling the future does not end the thread.
+    """
     outcome, run = deferred(work)
     threading.Thread(target=run, name=name, daemon=True).start()
     return asyncio.wrap_future(outcome)
 
 
 def run_in_temporary_thread(work: Callable[[], T]) -> T:
-    """Returns or raises what ``work`` does, when its thread and the OpenMP helpers of that thread have ended."""
+    """Returns or raises what ``work`` does, when its thread and the OpenMP helpers of that thread
+    have ended."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(work).result()

@@ -1,4 +1,5 @@
-"""Code of a user, named as ``module:attribute``: imports it, calls it, and reports where its errors come from."""
+"""Code of a user, named as ``module:attribute``: imports it, calls it, and reports where its errors
+come from."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ def find(
     installed: Callable[[], importlib.metadata.EntryPoints],
     form: str = "module:Class",
 ) -> Any:
-    """The object that the recipe's ``key`` calls ``name``: one of ``built_in``, an ``installed`` entry point, or
-    ``module:attribute``. Raises CodeUnusable."""
+    """The object that the recipe's ``key`` calls ``name``: one of ``built_in``, an ``installed``
+    entry point, or ``module:attribute``. Raises CodeUnusable."""
     if name in built_in:
         return built_in[name]
     place = name
@@ -40,21 +41,26 @@ def find(
         entries = installed()
         if name not in entries.names:
             names = sorted({*built_in, *entries.names})
-            raise CodeUnusable(Problem(key, name, "is not known", f"use {form!r} or one of {names}"))
+            raise CodeUnusable(
+                Problem(key, name, "is not known", f"use {form!r} or one of {names}")
+            )
         place = f"{entries[name].module}:{entries[name].attr}"
     return imported(place, key, name)
 
 
 def imported(place: str, key: str, name: str) -> Any:
-    """The attribute at ``place``, ``module:attribute``, which the recipe's ``key`` calls ``name``. Raises CodeUnusable with
-    the reason and the line."""
+    """The attribute at ``place``, ``module:attribute``, which the recipe's ``key`` calls ``name``.
+
+    Raises CodeUnusable with the reason and the line.
+    """
     module, _, attribute = place.partition(":")
     try:
         found = importlib.import_module(module)
     except (Exception, SystemExit) as error:  # a module may do anything while it is imported
         fix = "put its directory on PYTHONPATH, or correct the name"
         missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
-        if missing is None or not f"{module}.".startswith(f"{missing}."):  # it was found, and failed
+        # it was found, and failed
+        if missing is None or not f"{module}.".startswith(f"{missing}."):
             fix = f"correct {module}, or install what it needs"
         wrong = f"cannot be imported: {_shown(error)}"
         raise CodeUnusable(Problem(key, name, wrong, _hidden(error) or fix)) from error
@@ -69,7 +75,8 @@ def imported(place: str, key: str, name: str) -> Any:
 
 
 def _hidden(error: BaseException) -> str:
-    """The way out, when ``error`` shows that a module of the user's was meant where Python finds one of PACKAGES."""
+    """The way out, when ``error`` shows that a module of the user's was meant where Python finds
+    one of PACKAGES."""
     module = None
     if isinstance(error, ImportError):
         module = error.name
@@ -90,7 +97,11 @@ def _shown(error: BaseException) -> str:
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error.msg} ({_named(str(error.filename), error.lineno)})"
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if "importlib" not in frame.filename and frame.filename != __file__]
+    own = [
+        frame
+        for frame in frames
+        if "importlib" not in frame.filename and frame.filename != __file__
+    ]
     return f"{error!r}" + (f" ({_named(own[-1].filename, own[-1].lineno)})" if own else "")
 
 
@@ -103,10 +114,13 @@ async def call(function: Callable[..., Any], *arguments: Any, **named: Any) -> A
 
 
 def shown(value: Any) -> str:
-    """``value`` in an error message: a tensor or an array by its type and shape, anything else by its beginning."""
+    """``value`` in an error message: a tensor or an array by its type and shape, anything else by
+    its beginning."""
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         kind = str(value.dtype).removeprefix("torch.")
-        return f"a {type(value).__name__.lower()} of {kind} {[*map(str, value.shape)]}".replace("'", "")
+        return (f"a {type(value).__name__.lower()} of {kind} {[*map(str, value.shape)]}").replace(
+            "'", ""
+        )
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{name!r}: {shown(each)}" for name, each in value.items()) + "}"
     if isinstance(value, list | tuple) and value and hasattr(value[0], "dtype"):
@@ -115,18 +129,24 @@ def shown(value: Any) -> str:
 
 
 def place_in(frame: FrameType | None, function: Callable[..., Any]) -> str:
-    """File and line at which ``frame``, of a call of ``function`` that has not ended, is in the file of ``function``."""
+    """File and line at which ``frame``, of a call of ``function`` that has not ended, is in the
+    file of ``function``."""
     code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
     frames = traceback.extract_stack(frame) if frame is not None else []
-    lines = [each.lineno for each in frames if code is not None and each.filename == code.co_filename]
+    lines = [
+        each.lineno for each in frames if code is not None and each.filename == code.co_filename
+    ]
     return (
-        _named(code.co_filename, lines[-1] if lines else code.co_firstlineno) if code is not None else "unknown place"
+        _named(code.co_filename, lines[-1] if lines else code.co_firstlineno)
+        if code is not None
+        else "unknown place"
     )
 
 
 def place_of(error: BaseException, function: Callable[..., Any]) -> str:
-    """File and line at which ``error`` left the file of ``function``; the line where ``function`` begins when the error was
-    raised before it, as with wrong arguments. Then the way out, where a module of ours hides one that was meant."""
+    """File and line at which ``error`` left the file of ``function``; the line where ``function``
+    begins when the error was raised before it, as with wrong arguments. Then the way out, where a
+    module of ours hides one that was meant."""
     hidden = _hidden(error)
     place = _line_of(error, function)
     return f"{place}; {hidden}" if hidden else place

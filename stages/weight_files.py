@@ -1,11 +1,12 @@
-"""The safetensors files of a Hugging Face checkpoint, read tensor by tensor into a model that has no weights yet.
+"""The safetensors files of a Hugging Face checkpoint, read tensor by tensor into a model that has
+no weights yet.
 
     config.json, headers of the files ─▶ open_skeleton: parameters on the device ``meta``, buffers computed
     (the model may be sharded now)    ─▶ materialize: memory for what this process holds of it
     the files, one tensor at a time   ─▶ WeightFiles.fill: copies this process's part of the tensor
 
-So a process holds no more than its part of the model and one tensor. A file is mapped for one tensor at a time: the pages
-of a mapping count as the process's memory once they are read.
+So a process holds no more than its part of the model and one tensor. A file is mapped for one
+tensor at a time: the pages of a mapping count as the process's memory once they are read.
 """
 
 from __future__ import annotations
@@ -24,7 +25,13 @@ from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
@@ -37,7 +44,8 @@ from transformers.core_model_loading import (
 
 from pipeline.problems import Fatal
 
-INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
+INDEX = "model.safetensors.index.json"
+WEIGHTS = "model.safetensors"
 
 
 class NeedsOwnCode(Fatal, ValueError):
@@ -46,34 +54,42 @@ class NeedsOwnCode(Fatal, ValueError):
 
 @contextmanager
 def without_own_code(folder: Path) -> Iterator[None]:
-    """Raises NeedsOwnCode where transformers refuses the model in ``folder`` because code in it would have to be run."""
+    """Raises NeedsOwnCode where transformers refuses the model in ``folder`` because code in it
+    would have to be run."""
     try:
         yield
     except UnpicklingError as error:
         names = re.search(r"GLOBAL ([\w.]+)", str(error))
         what = f"that name {names[1]}" if names else "that are damaged"
         raise NeedsOwnCode(
-            f"{folder} has pickled weights {what}, and tensors alone are read of such files; save the model as safetensors "
+            f"{folder} has pickled weights {what}, and tensors alone are read of such files; save "
+            f"the model as safetensors "
             "where it comes from"
         ) from None
     except ValueError as error:
         if "trust_remote_code" not in str(error):
             raise
         raise NeedsOwnCode(
-            f"{folder} needs code of its own (`auto_map` in its config or tokenizer), which is never run; use a model of a "
+            f"{folder} needs code of its own (`auto_map` in its config or tokenizer), which is "
+            f"never run; use a model of a "
             "kind that transformers has, and save it with that"
         ) from None
 
 
 def read_config(folder: Path) -> PretrainedConfig:
-    """Returns the config of the model in ``folder``. Raises NeedsOwnCode, and what transformers raises."""
+    """Returns the config of the model in ``folder``.
+
+    Raises NeedsOwnCode, and what transformers raises.
+    """
     with without_own_code(folder):
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 class WeightFiles:
-    """The weights of a checkpoint under the parameter names of ``model``. ``files``: the file of each tensor, by its name
-    in the checkpoint."""
+    """The weights of a checkpoint under the parameter names of ``model``.
+
+    ``files``: the file of each tensor, by its name in the checkpoint.
+    """
 
     def __init__(self, files: Mapping[str, Path], model: PreTrainedModel) -> None:
         self._files = files
@@ -83,12 +99,16 @@ class WeightFiles:
         by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
         known: Any = model.state_dict()
         self._plain: dict[str, str] = {}  # the tensor's name in the checkpoint, by parameter
-        # Parameters that are made of several tensors, or otherwise than they are stored, by the first one that is made.
+        # Parameters that are made of several tensors, or otherwise than they are stored, by the
+        # first one that is made.
         self._converted: dict[str, tuple[WeightConverter, dict[str, list[str]]]] = {}
         for key in sorted(files, key=dot_natural_key):
-            name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, known)
+            name, pattern = rename_source_key(
+                key, renamings, converters, model.base_model_prefix, known
+            )
             if name not in known and key in known:
-                name, pattern = key, None
+                name = key
+                pattern = None
             if name in known and pattern is None:
                 self._plain[name] = key
             elif name in known and pattern is not None:
@@ -97,12 +117,15 @@ class WeightFiles:
 
     @torch.no_grad()
     def fill(self, model: PreTrainedModel) -> None:
-        """Read the weights into the parameters and saved buffers of ``model``: of a DTensor, the part of this rank. No
-        collective calls are made."""
+        """Read the weights into the parameters and saved buffers of ``model``: of a DTensor, the
+        part of this rank. No collective calls are made."""
         parameters = model.named_parameters(remove_duplicate=False)
-        tensors = {plain_name(name): tensor for name, tensor in (*parameters, *model.named_buffers())}
+        tensors = {
+            plain_name(name): tensor for name, tensor in (*parameters, *model.named_buffers())
+        }
         for name, key in self._plain.items():
-            for local, begins in _parts(tensors[name]) if name in tensors else ():  # or another pipeline stage has it
+            # or another pipeline stage has it
+            for local, begins in _parts(tensors[name]) if name in tensors else ():
                 local.copy_(self._tensor(key, begins, local.shape))
         for name, (converter, sources) in self._converted.items():
             if name not in tensors:
@@ -114,11 +137,13 @@ class WeightFiles:
                 for pattern, key in keys:
                     one.add_tensor(name, key, pattern, self._tensor(key))  # type: ignore[arg-type]
                 for made, value in one.convert(name, model=model, config=model.config).items():
-                    copy_part(tensors[made], value[0] if isinstance(value, list) else value, first or 0)
+                    copy_part(
+                        tensors[made], value[0] if isinstance(value, list) else value, first or 0
+                    )
 
     def tensors(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """Map each tensor of the checkpoint, one at a time: its name there, the parameter that it is ("" where parameters
-        are made of it otherwise), and the tensor."""
+        """Map each tensor of the checkpoint, one at a time: its name there, the parameter that it
+        is ("" where parameters are made of it otherwise), and the tensor."""
         parameters = {key: name for name, key in self._plain.items()}
         for key in self._files:
             yield key, parameters.get(key, ""), self._tensor(key)
@@ -127,19 +152,24 @@ class WeightFiles:
         """The shape of each tensor by its name in the checkpoint."""
         return dict(_shapes(self._files))
 
-    def _tensor(self, key: str, begins: Sequence[int] = (), shape: Sequence[int] = ()) -> torch.Tensor:
+    def _tensor(
+        self, key: str, begins: Sequence[int] = (), shape: Sequence[int] = ()
+    ) -> torch.Tensor:
         """Map the tensor ``key`` or, given ``shape``, its part that begins at ``begins``."""
         with safe_open(self._files[key], framework="pt") as file:
             if not shape:
                 return file.get_tensor(key)  # type: ignore[no-any-return]
-            box = tuple(slice(begin, begin + size) for begin, size in zip(begins, shape, strict=True))
+            box = tuple(
+                slice(begin, begin + size) for begin, size in zip(begins, shape, strict=True)
+            )
             return file.get_slice(key)[box]  # type: ignore[no-any-return]
 
 
 def open_skeleton(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, WeightFiles] | None:
-    """Returns the model in ``folder`` as ``from_pretrained`` makes it, in eval mode, but with its parameters, all of
-    ``dtype``, and saved buffers on the device ``meta``, and the files to read them from. Returns None for a checkpoint that
-    is not read this way: without safetensors, quantised, or not exactly with the weights of its config."""
+    """Returns the model in ``folder`` as ``from_pretrained`` makes it, in eval mode, but with its
+    parameters, all of ``dtype``, and saved buffers on the device ``meta``, and the files to read
+    them from. Returns None for a checkpoint that is not read this way: without safetensors,
+    quantised, or not exactly with the weights of its config."""
     files = _files(folder)
     config = read_config(folder)
     if not files or getattr(config, "quantization_config", None) is not None:
@@ -148,10 +178,19 @@ def open_skeleton(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, We
         kind = type(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
     stored = {key: _Stored(shape) for key, shape in _shapes(files)}
     # transformers converts and renames what it is given; on the device meta that takes no memory.
-    model, found = kind.from_pretrained(None, config=config, state_dict=stored, dtype=dtype, output_loading_info=True)
+    model, found = kind.from_pretrained(
+        None, config=config, state_dict=stored, dtype=dtype, output_loading_info=True
+    )
     saved = model.state_dict(keep_vars=True)
-    tied_apart = any(saved[a] is not saved[b] for a, b in getattr(model, "all_tied_weights_keys", {}).items())
-    if found["missing_keys"] or found["mismatched_keys"] or found.get("conversion_errors") or tied_apart:
+    tied_apart = any(
+        saved[a] is not saved[b] for a, b in getattr(model, "all_tied_weights_keys", {}).items()
+    )
+    if (
+        found["missing_keys"]
+        or found["mismatched_keys"]
+        or found.get("conversion_errors")
+        or tied_apart
+    ):
         return None
     model.name_or_path = model.config.name_or_path = str(folder)
     if (folder / "generation_config.json").is_file() and model.can_generate():
@@ -160,11 +199,14 @@ def open_skeleton(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, We
 
 
 def in_one_dtype(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """Give every parameter of ``model`` the dtype ``dtype``. Returns ``model``. Buffers keep theirs.
+    """Give every parameter of ``model`` the dtype ``dtype``.
 
-    transformers keeps some parameters in float32 beside bfloat16 (routers, from 5.24 those of most families with experts).
-    Published weights have one dtype, and FSDP2 shards parameters of one dtype. Routers compute in float32 in either case:
-    transformers casts the weights where it uses them.
+    Returns ``model``. Buffers keep theirs.
+
+    transformers keeps some parameters in float32 beside bfloat16 (routers, from 5.24 those of most
+    families with experts). Published weights have one dtype, and FSDP2 shards parameters of one
+    dtype. Routers compute in float32 in either case: transformers casts the weights where it uses
+    them.
     """
     for parameter in model.parameters():
         if parameter.is_floating_point():
@@ -173,9 +215,14 @@ def in_one_dtype(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:
-    """Give the tensors of ``model`` on the device ``meta`` memory on ``device``, without values. Tied ones stay tied."""
+    """Give the tensors of ``model`` on the device ``meta`` memory on ``device``, without values.
+
+    Tied ones stay tied.
+    """
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+        model._apply(
+            lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
+        )
         return
     made: dict[int, Any] = {}
     for module in model.modules():
@@ -189,12 +236,14 @@ def materialize(model: nn.Module, device: torch.device) -> None:
 
 
 def plain_name(name: str) -> str:
-    """The name that a parameter of a model with adapters (stages/adapters) has in the model without them."""
+    """The name that a parameter of a model with adapters (stages/adapters) has in the model without
+    them."""
     return name.replace(".base_layer.", ".")
 
 
 class _Stored:
-    """Stands for a tensor of a file where transformers converts a checkpoint: it becomes a tensor on the device meta."""
+    """Stands for a tensor of a file where transformers converts a checkpoint: it becomes a tensor
+    on the device meta."""
 
     def __init__(self, shape: Sequence[int]) -> None:
         self.shape = torch.Size(shape)
@@ -207,12 +256,15 @@ class _Stored:
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """Returns the safetensors file of each tensor, by the tensor's name; empty where there are none."""
+    """Returns the safetensors file of each tensor, by the tensor's name; empty where there are
+    none."""
     if (folder / INDEX).is_file():
         index = json.loads((folder / INDEX).read_text())
         for file in set(index["weight_map"].values()):
             if not isinstance(file, str) or Path(file).name != file:
-                raise ValueError(f"model: {folder / INDEX} names {file!r:.100}, which is no file beside it")
+                raise ValueError(
+                    f"model: {folder / INDEX} names {file!r:.100}, which is no file beside it"
+                )
         return {key: folder / file for key, file in index["weight_map"].items()}
     if not (folder / WEIGHTS).is_file():
         return {}
@@ -234,7 +286,9 @@ def _parts(tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, Sequence[int]]]
         yield tensor, [0] * tensor.ndim
         return
     local = tensor.to_local()
-    _, begins = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    _, begins = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
     if local.numel():
         yield local, begins
 
@@ -244,19 +298,24 @@ def _holds(tensor: torch.Tensor, row: int) -> Iterator[bool]:
 
 
 def copy_part(tensor: torch.Tensor, value: torch.Tensor, first: int = 0) -> None:
-    """Copy ``value``, rows from ``first`` on of the whole of ``tensor``, into what this process holds of it."""
+    """Copy ``value``, rows from ``first`` on of the whole of ``tensor``, into what this process
+    holds of it."""
     for local, begins in _parts(tensor):
-        low, high = max(first, begins[0]), min(first + len(value), begins[0] + len(local))
+        low = max(first, begins[0])
+        high = min(first + len(value), begins[0] + len(local))
         if low < high:
             rest = tuple(slice(b, b + n) for b, n in zip(begins[1:], local.shape[1:], strict=True))
-            local[low - begins[0] : high - begins[0]].copy_(value[(slice(low - first, high - first), *rest)])
+            local[low - begins[0] : high - begins[0]].copy_(
+                value[(slice(low - first, high - first), *rest)]
+            )
 
 
 def _pieces(
     converter: WeightConverter, sources: Mapping[str, Sequence[str]]
 ) -> Iterator[tuple[int | None, list[tuple[str, str]]]]:
-    """The conversions that make the whole parameter: of each, the row that it makes, None for all of them, and its tensors
-    as (pattern, name). Experts that are stacked are rows, which can be made one by one."""
+    """The conversions that make the whole parameter: of each, the row that it makes, None for all
+    of them, and its tensors as (pattern, name). Experts that are stacked are rows, which can be
+    made one by one."""
     stack, *then = converter.operations
     by_row = isinstance(stack, MergeModulelist) and stack.dim == 0
     by_row = by_row and all(isinstance(one, Concatenate) and one.dim > 0 for one in then)

@@ -16,8 +16,11 @@ class Allocations:
         self._profile.stop()
 
     def sizes(self) -> list[int]:
-        """Bytes, negative where they were freed. A mapped file counts with its whole size. What was allocated before
-        the recording is not counted when it is freed."""
+        """Bytes, negative where they were freed.
+
+        A mapped file counts with its whole size. What was allocated before the recording is not
+        counted when it is freed.
+        """
         recorded: list = self._profile.profiler.kineto_results.events()  # type: ignore[type-arg, union-attr]
         events = sorted(recorded, key=lambda event: event.start_ns())
         return [event.nbytes() for event in events if event.name() == "[memory]"]

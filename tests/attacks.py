@@ -1,4 +1,6 @@
-"""The hostile suite: which tests attack which boundary of SECURITY.md. ``pytest -m attack`` runs them, and counts what held.
+"""The hostile suite: which tests attack which boundary of SECURITY.md.
+
+``pytest -m attack`` runs them, and counts what held.
 
 A name is a file below ``tests/``, or ``FILE::test``, all parameters of it.
 """
@@ -117,7 +119,8 @@ def mark(items: Iterable[pytest.Item]) -> None:
 
 
 def summary(stats: Mapping[str, list[pytest.TestReport]]) -> list[str]:
-    """Lines that say for each boundary how many attacks held, failed, and could not be tried on this machine."""
+    """Lines that say for each boundary how many attacks held, failed, and could not be tried on
+    this machine."""
     counts: Counter[tuple[str, str]] = Counter()
     for outcome, reports in stats.items():
         for report in reports:
@@ -126,7 +129,7 @@ def summary(stats: Mapping[str, list[pytest.TestReport]]) -> list[str]:
                     counts[boundary, "failed" if outcome == "error" else outcome] += 1
     width = max(map(len, BOUNDARIES))
     return [
-        f"{boundary:{width}}  {counts[boundary, 'passed']:4} held, {counts[boundary, 'failed']} did not, "
-        f"{counts[boundary, 'skipped']} were not tried here"
+        f"{boundary:{width}}  {counts[boundary, 'passed']:4} held, {counts[boundary, 'failed']} "
+        f"did not, {counts[boundary, 'skipped']} were not tried here"
         for boundary in BOUNDARIES
     ]

@@ -15,13 +15,16 @@ def tiny_rows() -> tuple[TensorDict, list[tuple[list[int], list[int]]]]:
     """A train batch of the tiny model's tokens; and prompt and response of each row."""
     batch = make_batch()
     for name in ("prompt_ids", "response_ids"):
-        batch[name] = torch.nested.nested_tensor([row % 40 for row in batch[name].unbind()], layout=torch.jagged)
+        batch[name] = torch.nested.nested_tensor(
+            [row % 40 for row in batch[name].unbind()], layout=torch.jagged
+        )
     pairs = zip(batch["prompt_ids"].unbind(), batch["response_ids"].unbind(), strict=True)
     return batch, [(prompt.tolist(), response.tolist()) for prompt, response in pairs]
 
 
 def make_batch(groups: Sequence[tuple[int, Sequence[int]]] = RAGGED, seed: int = 0) -> TensorDict:
-    """A train batch of groups given as (prompt length, response lengths), with all columns that an algorithm may ask."""
+    """A train batch of groups given as (prompt length, response lengths), with all columns that an
+    algorithm may ask."""
     rng = torch.Generator().manual_seed(seed)
     rows: list[dict[str, torch.Tensor]] = []
     for group, (prompt_length, lengths) in enumerate(groups):

@@ -1,4 +1,5 @@
-"""The command ``asyncdock``, with fork servers that have made their imports already (`tests/forked.py`)."""
+"""The command ``asyncdock``, with fork servers that have made their imports already
+(`tests/forked.py`)."""
 
 from __future__ import annotations
 

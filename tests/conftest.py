@@ -23,8 +23,9 @@ from pipeline.warehouse.arena import SHARED_VARIABLE, shared_memory_directory
 from tests import attacks, forked, long
 from tests.servers import REDIS, WITHOUT_REDIS, RedisServer
 
-# A run of the suite says something about the code alone: the same examples each time. New ones are looked for with
-# `pytest --hypothesis-profile=explore`. How long an example takes is the machine's matter.
+# A run of the suite says something about the code alone: the same examples each time. New ones are
+# looked for with `pytest --hypothesis-profile=explore`. How long an example takes is the machine's
+# matter.
 untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("fixed", untimed, derandomize=True)
 settings.register_profile("explore", untimed, derandomize=False)
@@ -34,8 +35,8 @@ settings.load_profile("fixed")
 gc.disable()  # until all is collected: collections of garbage take a quarter of the time of imports
 
 
-# Folders and files with tests that take long: real runs, services, kills. They come first, so that the last minutes of a run
-# of the suite have short files, which all its processes share.
+# Folders and files with tests that take long: real runs, services, kills. They come first, so that
+# the last minutes of a run of the suite have short files, which all its processes share.
 LONG = (
     *(
         "orchestration/cluster/",
@@ -80,7 +81,8 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session")
 def shared_memory() -> Iterator[dict[str, str]]:
-    """Shared memory of this session alone, empty at its end; filled with the module after which each entry was there."""
+    """Shared memory of this session alone, empty at its end; filled with the module after which
+    each entry was there."""
     home = Path(tempfile.mkdtemp(prefix="asyncdock-tests-", dir=shared_memory_directory()))
     home.chmod(0o1777)  # as /dev/shm: tests start processes of other users
     os.environ[SHARED_VARIABLE] = str(home)
@@ -91,11 +93,15 @@ def shared_memory() -> Iterator[dict[str, str]]:
         time.sleep(0.05)  # a killed process is about to end; nothing announces it
     os.environ.pop(SHARED_VARIABLE)
     shutil.rmtree(home)
-    assert not left, f"left in shared memory: { {name: appeared.get(name, 'the last module') for name in left} }"
+    assert not left, (
+        f"left in shared memory: { {name: appeared.get(name, 'the last module') for name in left} }"
+    )
 
 
 @pytest.fixture(scope="module", autouse=True)
-def shared_memory_of_module(shared_memory: dict[str, str], request: pytest.FixtureRequest) -> Iterator[None]:
+def shared_memory_of_module(
+    shared_memory: dict[str, str], request: pytest.FixtureRequest
+) -> Iterator[None]:
     yield
     for path in shared_memory_directory().iterdir():
         shared_memory.setdefault(path.name, request.node.name)
@@ -103,8 +109,12 @@ def shared_memory_of_module(shared_memory: dict[str, str], request: pytest.Fixtu
 
 @pytest.fixture(autouse=True, scope="session")
 def state_home(shared_memory: dict[str, str]) -> Iterator[None]:
-    """Commands that the tests start write their error logs to a temporary folder, not to the home of the user."""
-    with tempfile.TemporaryDirectory(prefix="asyncdock-state-") as folder, pytest.MonkeyPatch.context() as patch:
+    """Commands that the tests start write their error logs to a temporary folder, not to the home
+    of the user."""
+    with (
+        tempfile.TemporaryDirectory(prefix="asyncdock-state-") as folder,
+        pytest.MonkeyPatch.context() as patch,
+    ):
         patch.setenv("XDG_STATE_HOME", folder)
         forked.environment.update(os.environ)
         yield
@@ -121,17 +131,22 @@ def umask_as_it_was() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def logs_as_they_were() -> Iterator[None]:
-    """A command that a test runs in this process sends logs to what pytest captures for this test alone."""
-    before, asyncio_log = structlog.get_config(), logging.getLogger("asyncio")
-    handlers, propagate = asyncio_log.handlers, asyncio_log.propagate
+    """A command that a test runs in this process sends logs to what pytest captures for this test
+    alone."""
+    before = structlog.get_config()
+    asyncio_log = logging.getLogger("asyncio")
+    handlers = asyncio_log.handlers
+    propagate = asyncio_log.propagate
     yield
     structlog.configure(**before)
-    asyncio_log.handlers, asyncio_log.propagate = handlers, propagate
+    asyncio_log.handlers = handlers
+    asyncio_log.propagate = propagate
 
 
 @pytest.fixture(scope="session", params=["valkey", "redis"])
 def index_url(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Whatever uses an index is run on both servers: the embedded Valkey, and Redis with a password."""
+    """Whatever uses an index is run on both servers: the embedded Valkey, and Redis with a
+    password."""
     with tempfile.TemporaryDirectory(prefix="adk-") as home:
         if request.param == "valkey":
             with EmbeddedIndex(Path(home)) as server:

@@ -1,4 +1,6 @@
-"""The documents and logs of a run, as the code declares and uses them. Makes the table of docs/run-documents.md.
+"""The documents and logs of a run, as the code declares and uses them.
+
+Makes the table of docs/run-documents.md.
 
 documents.py files ──▶ declarations ─┐
 all other sources ──▶ uses ──────────┴▶ page: python -m tests.documents docs/run-documents.md
@@ -49,7 +51,10 @@ def sources(*folders: str) -> Iterator[Path]:
 
 @cache
 def declarations() -> dict[str, Declaration]:
-    """All declarations by name, with the modules that use them. The text below each one is required."""
+    """All declarations by name, with the modules that use them.
+
+    The text below each one is required.
+    """
     declared: dict[str, Declaration] = {}
     for file in FILES:
         body = ast.parse((ROOT / file).read_text(encoding="utf-8")).body
@@ -65,7 +70,9 @@ def declarations() -> dict[str, Declaration]:
             assert isinstance(following.value, ast.Constant), f"{file}: no text below {name}"
             about, _, removed = str(following.value.value).partition("\n\nremoved: ")
             key = ast.literal_eval(call.args[0])
-            declared[name] = Declaration(name, kind, key, _type(statement, call), _line(about), _line(removed), file)
+            declared[name] = Declaration(
+                name, kind, key, _type(statement, call), _line(about), _line(removed), file
+            )
     for path in sources(*PACKAGES):
         module = path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".")
         for name, method in uses(path, declared):
@@ -79,8 +86,10 @@ def declarations() -> dict[str, Declaration]:
 
 
 def uses(path: Path, declared: dict[str, Declaration]) -> Iterator[tuple[str, str]]:
-    """Each use of a declaration in a file: its name, and the method, "" where it is handed on. A log that an
-    attribute holds is used by the methods of that attribute."""
+    """Each use of a declaration in a file: its name, and the method, "" where it is handed on.
+
+    A log that an attribute holds is used by the methods of that attribute.
+    """
     text = path.read_text(encoding="utf-8")
     if "documents" not in text:
         return
@@ -88,7 +97,9 @@ def uses(path: Path, declared: dict[str, Declaration]) -> Iterator[tuple[str, st
     imported = {
         alias.name
         for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.module and f"{node.module.replace('.', '/')}.py" in FILES
+        if isinstance(node, ast.ImportFrom)
+        and node.module
+        and f"{node.module.replace('.', '/')}.py" in FILES
         for alias in node.names
         if alias.name in declared
     }
@@ -124,12 +135,19 @@ def page() -> str:
             "| key | value | what it says | written by | read by |",
             "| --- | --- | --- | --- | --- |",
         ]
-        for each in (each for each in declared.values() if each.file == file and each.kind != "Topic"):
+        for each in (
+            each for each in declared.values() if each.file == file and each.kind != "Topic"
+        ):
             key = f"doc:{each.key}" if each.kind == "Document" else each.key
             about = f"{each.about} Removed {each.removed}." if each.removed else each.about
-            lines.append(f"| `{key}` | {each.type} | {about} | {_modules(each.writers)} | {_modules(each.readers)} |")
+            lines.append(
+                f"| `{key}` | {each.type} | {about} | {_modules(each.writers)} | "
+                f"{_modules(each.readers)} |"
+            )
         lines += ["", "| topic | woken when |", "| --- | --- |"]
-        for each in (each for each in declared.values() if each.file == file and each.kind == "Topic"):
+        for each in (
+            each for each in declared.values() if each.file == file and each.kind == "Topic"
+        ):
             lines.append(f"| `wake:{each.key}` | {each.about} |")
         lines.append("")
     return "\n".join(lines)
@@ -141,7 +159,11 @@ def _modules(modules: set[str]) -> str:
 
 def _kind(call: ast.Call) -> str | None:
     text = ast.unparse(call.func)
-    return text.partition(".")[0] if text in (*KINDS, "Document.of_class", "Document.of_json") else None
+    return (
+        text.partition(".")[0]
+        if text in (*KINDS, "Document.of_class", "Document.of_json")
+        else None
+    )
 
 
 def _type(statement: ast.Assign | ast.AnnAssign, call: ast.Call) -> str:

@@ -1,4 +1,5 @@
-"""Processes of the tests that need torch and the product are forked from one that has imported both, once for all tests.
+"""Processes of the tests that need torch and the product are forked from one that has imported
+both, once for all tests.
 
 forks() ──▶ ranks                             (multiprocessing's fork server, with PRELOAD)
    └──▶ one process that listens ──▶ fork servers of the commands that tests start with ``asyncdock()``
@@ -30,17 +31,26 @@ from orchestration.processes.forkserver import ENVIRONMENT, ForkServer, _fork, _
 from orchestration.processes.forkserver import PRELOAD as PRELOADED
 from pipeline.index.embedded import die_with_parent
 
-ADDRESS = "ASYNCDOCK_TESTS_FORKS"  # environment variable: the abstract socket on which fork servers are asked for
-PRELOAD = [*PRELOADED, "peft", "tests.stages.sharded", "tests.stages.resharding.swaps", "stages.weights.collective"]
+# environment variable: the abstract socket on which fork servers are asked for
+ADDRESS = "ASYNCDOCK_TESTS_FORKS"
+PRELOAD = [
+    *PRELOADED,
+    "peft",
+    "tests.stages.sharded",
+    "tests.stages.resharding.swaps",
+    "stages.weights.collective",
+]
 ROOT = Path(__file__).resolve().parents[1]
 _start = ForkServer.start
-environment: dict[str, str] = {}  # of the session: what a test has changed for itself is not passed on to later ones
+# of the session: what a test has changed for itself is not passed on to later ones
+environment: dict[str, str] = {}
 _own: list[int] = []  # the process of the server that has imported PRELOAD
 
 
 def forks() -> ForkServerContext:
-    """A context whose processes are forked from a server with PRELOAD. multiprocessing has one server for a process, which
-    imports the list that was set before its first use: a server with another list is ended first."""
+    """A context whose processes are forked from a server with PRELOAD. multiprocessing has one
+    server for a process, which imports the list that was set before its first use: a server with
+    another list is ended first."""
     context = multiprocessing.get_context("forkserver")
     server = forkserver._forkserver  # type: ignore[attr-defined]
     if [server._forkserver_pid] != _own:
@@ -54,7 +64,10 @@ def forks() -> ForkServerContext:
 
 
 def program(code: str, *arguments: str) -> tuple[BaseProcess, TextIO]:
-    """Start Python ``code``, as ``python -c`` does, in a process that has imported torch. Returns it, and its output."""
+    """Start Python ``code``, as ``python -c`` does, in a process that has imported torch.
+
+    Returns it, and its output.
+    """
     here, there = forks().Pipe(duplex=False)
     process = forks().Process(target=_execute, args=(code, arguments, there), daemon=True)
     process.start()
@@ -80,19 +93,25 @@ def listen() -> None:
 
 
 def asyncdock() -> list[str]:
-    """The beginning of a command line: ``asyncdock`` with fork servers that have no imports to make, for tests of something
-    else than a start. Its environment must have the variables of this one, and ROOT as PYTHONPATH."""
+    """The beginning of a command line: ``asyncdock`` with fork servers that have no imports to
+    make, for tests of something else than a start. Its environment must have the variables of this
+    one, and ROOT as PYTHONPATH."""
     listen()
     return [sys.executable, "-P", "-m", "tests.command"]
 
 
-def fork_server(preload: Sequence[str] = PRELOADED, environment: Mapping[str, str] | None = None) -> ForkServer:
-    """What ``ForkServer.start`` returns, with the imports made where a process of the tests listens. What its children show
-    in /proc is then of that process, and not ``environment``."""
+def fork_server(
+    preload: Sequence[str] = PRELOADED, environment: Mapping[str, str] | None = None
+) -> ForkServer:
+    """What ``ForkServer.start`` returns, with the imports made where a process of the tests
+    listens. What its children show in /proc is then of that process, and not ``environment``."""
     if preload is not PRELOADED or ADDRESS not in os.environ:
         return _start(preload, environment)
     ours, theirs = _socketpair()
-    settings = {"path": [path for path in sys.path if path], "threads": os.environ.get("OMP_NUM_THREADS")}
+    settings = {
+        "path": [path for path in sys.path if path],
+        "threads": os.environ.get("OMP_NUM_THREADS"),
+    }
     with theirs, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
         line.connect(f"\0{os.environ[ADDRESS]}")
         socket.send_fds(line, [json.dumps(settings).encode()], [theirs.fileno()])
@@ -102,8 +121,9 @@ def fork_server(preload: Sequence[str] = PRELOADED, environment: Mapping[str, st
 
 
 def _fork_servers(line: socket.socket, owner: int) -> None:
-    """In the listening process: fork a server for each request, which is a message with the end of its line, the path of its
-    modules and its number of threads. The answer is its process number. Ends with the process ``owner`` of the tests."""
+    """In the listening process: fork a server for each request, which is a message with the end of
+    its line, the path of its modules and its number of threads. The answer is its process number.
+    Ends with the process ``owner`` of the tests."""
     ended = os.pidfd_open(owner)
     die_with_parent(os.getppid())
     os.setsid()  # it does not get Ctrl-C

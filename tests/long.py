@@ -2,8 +2,8 @@
 
     pytest --durations=0 ─▶ python -m tests.long ─▶ tests/long.txt: the tests that took most of the time, by name
 
-A test is one function with all its parameters. Of each file the shortest stays in `make test`, unless it is very long: few
-parts are without one.
+A test is one function with all its parameters. Of each file the shortest stays in `make test`,
+unless it is very long: few parts are without one.
 """
 
 from __future__ import annotations
@@ -35,13 +35,16 @@ def mark(items: Iterable[pytest.Item]) -> None:
 
 
 def choose(seconds: dict[str, float], share: float = SHARE) -> list[str]:
-    """The longest tests, without which the others take ``share`` of all ``seconds``; of a file one stays out.
+    """The longest tests, without which the others take ``share`` of all ``seconds``; of a file one
+    stays out.
 
     >>> choose({"a.py::x": 500.0, "a.py::y": 0.1, "b.py::z": 0.2, "c.py::v": 0.4, "c.py::w": 0.3}, share=0.0)
     ['a.py::x', 'c.py::v']
     """
     left = sum(seconds.values())
-    most, very_long, chosen = share * left, VERY_LONG * left, []
+    most = share * left
+    very_long = VERY_LONG * left
+    chosen = []
     of_file = defaultdict(set)
     for test in seconds:
         of_file[test.partition("::")[0]].add(test)

@@ -1,5 +1,5 @@
-"""Machines of a network, as far as one kernel can imitate them: each has a network, a host name, shared memory and process
-numbers of its own."""
+"""Machines of a network, as far as one kernel can imitate them: each has a network, a host name,
+shared memory and process numbers of its own."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class Machines:
-    """Two machines, and an index on a third one, at ``url`` for them and at ``near`` for this process. All see the same
-    disk, as from a network file system."""
+    """Two machines, and an index on a third one, at ``url`` for them and at ``near`` for this
+    process. All see the same disk, as from a network file system."""
 
     def __init__(self, network: Network, near: str) -> None:
-        self._network, self.near, self.url = network, near, f"redis://{network.address(-1)}:{PORT}"
+        self._network = network
+        self.near = near
+        self.url = f"redis://{network.address(-1)}:{PORT}"
         self._started: list[subprocess.Popen[str]] = []
 
     def address(self, machine: int) -> str:
@@ -40,11 +42,26 @@ class Machines:
         hidden: Sequence[Path] = (),
         **options: Any,
     ) -> subprocess.Popen[str]:
-        """Run the Python ``module`` on ``machine``, whose host name is ``name``. ``hidden``: folders in whose place it has
-        empty ones."""
-        mounts = [f"mount -t tmpfs none {folder}" for folder in (shared_memory_directory(), *hidden)]
+        """Run the Python ``module`` on ``machine``, whose host name is ``name``.
+
+        ``hidden``: folders in whose place it has empty ones.
+        """
+        mounts = [
+            f"mount -t tmpfs none {folder}" for folder in (shared_memory_directory(), *hidden)
+        ]
         inside = " && ".join([f"hostname {name}", *mounts, 'exec "$0" "$@"'])
-        apart = ["unshare", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", inside]
+        apart = [
+            "unshare",
+            "--uts",
+            "--mount",
+            "--pid",
+            "--fork",
+            "--kill-child",
+            "--mount-proc",
+            "sh",
+            "-c",
+            inside,
+        ]
         network = ["nsenter", f"--net=/run/netns/{self._network.name(f'host{machine}')}"]
         command = [*network, *apart, sys.executable, "-P", "-m", module, *arguments]
         pipes: dict[str, int | IO[Any]] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}

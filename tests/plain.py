@@ -1,4 +1,5 @@
-"""A plain installation: an environment with this package, as pip installs it, and what its dependencies ask for."""
+"""A plain installation: an environment with this package, as pip installs it, and what its
+dependencies ask for."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ SOURCES = (
 
 
 def required() -> dict[str, Distribution]:
-    """The distributions that ``pip install .`` installs without an extra, as they are installed here, by their names."""
+    """The distributions that ``pip install .`` installs without an extra, as they are installed
+    here, by their names."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     closure: dict[str, Distribution] = {}
     pending = [(Requirement(text), "") for text in project["dependencies"]]
@@ -39,8 +41,8 @@ def required() -> dict[str, Distribution]:
 
 
 def make_plain_environment(folder: Path) -> Path:
-    """Make ``folder`` a virtual environment: links to the dependencies that are installed here, and this package by pip.
-    Returns its folder of commands."""
+    """Make ``folder`` a virtual environment: links to the dependencies that are installed here, and
+    this package by pip. Returns its folder of commands."""
     venv.create(folder, symlinks=True, with_pip=False)
     packages = next(folder.glob("lib/python*/site-packages"))
     closure = required()

@@ -25,7 +25,9 @@ from tests.forked import forks
 DEADLINE = 270.0
 
 
-def on_ranks(dp: int, tp: int, work: Callable[..., Any], *arguments: Any, timeout: float = DEADLINE) -> list[Any]:
+def on_ranks(
+    dp: int, tp: int, work: Callable[..., Any], *arguments: Any, timeout: float = DEADLINE
+) -> list[Any]:
     """:func:`of_product` with dp · tp ranks."""
     return of_product({"dp": dp, "tp": tp}, work, *arguments, timeout=timeout)
 
@@ -38,9 +40,10 @@ def of_product(
     namespaces: Sequence[str] = (),
     device: str = "cpu",
 ) -> list[Any]:
-    """``work(ranks, *arguments)`` on each rank of a group with the strategies ``chosen``, one thread each; what each
-    returned, by rank. Raises what the first of them to fail raised, as text, and ends the others. ``timeout`` is that of
-    their collectives. ``namespaces``: of the network, one for each rank, where ``eth0`` leads to the others.
+    """``work(ranks, *arguments)`` on each rank of a group with the strategies ``chosen``, one
+    thread each; what each returned, by rank. Raises what the first of them to fail raised, as text,
+    and ends the others. ``timeout`` is that of their collectives. ``namespaces``: of the network,
+    one for each rank, where ``eth0`` leads to the others.
     ``device``: that the group computes on."""
     context = forks()
     results: Any = context.Queue()
@@ -78,9 +81,17 @@ def _collect(results: Any, processes: list[BaseProcess]) -> list[Any]:
         try:
             rank, error, result = results.get(timeout=1.0)
         except queue.Empty:
-            died = [rank for rank, p in enumerate(processes) if p.exitcode is not None and rank not in found]
-            assert not died, f"rank {died[0]} ended with {processes[died[0]].exitcode} without a message"
-            assert time.monotonic() < deadline, f"only ranks {sorted(found)} are done after {DEADLINE:.0f} s"
+            died = [
+                rank
+                for rank, p in enumerate(processes)
+                if p.exitcode is not None and rank not in found
+            ]
+            assert not died, (
+                f"rank {died[0]} ended with {processes[died[0]].exitcode} without a message"
+            )
+            assert time.monotonic() < deadline, (
+                f"only ranks {sorted(found)} are done after {DEADLINE:.0f} s"
+            )
             continue
         assert not error, f"rank {rank}:\n{error}"
         found[rank] = result

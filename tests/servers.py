@@ -1,4 +1,5 @@
-"""Index servers that tests start for themselves: the embedded Valkey, and Debian's redis-server where it is installed."""
+"""Index servers that tests start for themselves: the embedded Valkey, and Debian's redis-server
+where it is installed."""
 
 from __future__ import annotations
 
@@ -27,11 +28,14 @@ WITHOUT_REDIS = "redis-server is not installed (Debian: apt install redis-server
 
 
 class RedisServer:
-    """``redis-server`` on a free port of loopback, with a password, and inside TLS when ``certificate`` is the directory of
-    cert.pem and key.pem. Its data (append-only file) lie in ``directory``."""
+    """``redis-server`` on a free port of loopback, with a password, and inside TLS when
+    ``certificate`` is the directory of cert.pem and key.pem. Its data (append-only file) lie in
+    ``directory``."""
 
     def __init__(self, directory: Path, *, password: str, certificate: Path | None = None) -> None:
-        self.directory, self.password, self.certificate = directory, password, certificate
+        self.directory = directory
+        self.password = password
+        self.certificate = certificate
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
@@ -43,17 +47,31 @@ class RedisServer:
 
     def start(self) -> None:
         assert REDIS is not None, WITHOUT_REDIS
-        options = {"bind": "127.0.0.1", "requirepass": self.password, "dir": str(self.directory), "save": ""}
+        options = {
+            "bind": "127.0.0.1",
+            "requirepass": self.password,
+            "dir": str(self.directory),
+            "save": "",
+        }
         options |= {"appendonly": "yes", "logfile": str(self.directory / "redis.log")}
         if self.certificate is None:
             options |= {"port": str(self.port)}
         else:
-            cert, key = str(self.certificate / "cert.pem"), str(self.certificate / "key.pem")
-            options |= {"port": "0", "tls-port": str(self.port), "tls-cert-file": cert, "tls-key-file": key}
+            cert = str(self.certificate / "cert.pem")
+            key = str(self.certificate / "key.pem")
+            options |= {
+                "port": "0",
+                "tls-port": str(self.port),
+                "tls-cert-file": cert,
+                "tls-key-file": key,
+            }
             options |= {"tls-ca-cert-file": cert, "tls-auth-clients": "no"}
         arguments = [part for name, value in options.items() for part in (f"--{name}", value)]
-        self.process = subprocess.Popen([REDIS, *arguments], preexec_fn=partial(die_with_parent, os.getpid()))
-        client, deadline = redis.Redis.from_url(self.url), time.monotonic() + 15
+        self.process = subprocess.Popen(
+            [REDIS, *arguments], preexec_fn=partial(die_with_parent, os.getpid())
+        )
+        client = redis.Redis.from_url(self.url)
+        deadline = time.monotonic() + 15
         while True:
             try:
                 client.ping()
@@ -71,8 +89,10 @@ class RedisServer:
 
 @contextmanager
 def s3_server(bucket: str = "bucket") -> Iterator[str]:
-    """An S3 server (moto) on a free port of loopback, with an empty ``bucket``; its URL. It is the endpoint of this process
-    and its children meanwhile."""
+    """An S3 server (moto) on a free port of loopback, with an empty ``bucket``; its URL.
+
+    It is the endpoint of this process and its children meanwhile.
+    """
     command = [sys.executable, "-m", "moto.server", "--host", "127.0.0.1", "--port", "0"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
@@ -84,8 +104,13 @@ def s3_server(bucket: str = "bucket") -> Iterator[str]:
                 break
         else:
             raise AssertionError("".join(lines))
-        threading.Thread(target=server.stdout.read, daemon=True).start()  # otherwise its log of requests fills the pipe
-        given = {"AWS_ACCESS_KEY_ID": "tests", "AWS_SECRET_ACCESS_KEY": "tests-only", "AWS_ENDPOINT_URL": found[1]}
+        # otherwise its log of requests fills the pipe
+        threading.Thread(target=server.stdout.read, daemon=True).start()
+        given = {
+            "AWS_ACCESS_KEY_ID": "tests",
+            "AWS_SECRET_ACCESS_KEY": "tests-only",
+            "AWS_ENDPOINT_URL": found[1],
+        }
         with pytest.MonkeyPatch.context() as patch:
             for name, value in {**given, "AWS_DEFAULT_REGION": "us-east-1"}.items():
                 patch.setenv(name, value)
@@ -99,11 +124,23 @@ def s3_server(bucket: str = "bucket") -> Iterator[str]:
 
 
 def self_signed(directory: Path, *addresses: str) -> Path:
-    """A key and a certificate for ``localhost``, 127.0.0.1 and ``addresses``, made by the openssl command."""
+    """A key and a certificate for ``localhost``, 127.0.0.1 and ``addresses``, made by the openssl
+    command."""
     names = ",".join(["DNS:localhost", *(f"IP:{address}" for address in ("127.0.0.1", *addresses))])
     subprocess.run(
         [
-            *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"),
+            *(
+                "openssl",
+                "req",
+                "-x509",
+                "-newkey",
+                "rsa:2048",
+                "-nodes",
+                "-days",
+                "2",
+                "-subj",
+                "/CN=localhost",
+            ),
             *("-addext", f"subjectAltName={names}"),
             *("-keyout", str(directory / "key.pem"), "-out", str(directory / "cert.pem")),
         ],
@@ -114,11 +151,13 @@ def self_signed(directory: Path, *addresses: str) -> Path:
 
 
 class Cable:
-    """A TCP way to ``target`` that can be cut, in either direction or both: what is sent then is lost, without a notice,
-    as with a pulled cable. ``async with Cable(...) as cable: connect to cable.port``."""
+    """A TCP way to ``target`` that can be cut, in either direction or both: what is sent then is
+    lost, without a notice, as with a pulled cable. ``async with Cable(...) as cable: connect to
+    cable.port``."""
 
     def __init__(self, target: tuple[str, int] | str) -> None:
-        self.target, self.whole = target, {"there": True, "back": True}
+        self.target = target
+        self.whole = {"there": True, "back": True}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Cable:
@@ -127,7 +166,10 @@ class Cable:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._server.close()
         for task in self._tasks:
@@ -151,7 +193,9 @@ class Cable:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _carry(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, way: str) -> None:
+    async def _carry(
+        self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, way: str
+    ) -> None:
         try:
             while data := await source.read(1 << 16):
                 if self.whole[way]:

@@ -1,4 +1,5 @@
-"""A clock that a test sets for some processes, as `date -s` sets a machine's: ``shifted_clock.c``, loaded into them."""
+"""A clock that a test sets for some processes, as `date -s` sets a machine's: ``shifted_clock.c``,
+loaded into them."""
 
 from __future__ import annotations
 
@@ -19,8 +20,11 @@ class ShiftedClock:
 
     def __init__(self, folder: Path) -> None:
         assert COMPILER is not None, WITHOUT_COMPILER
-        self._library, self._file = folder / "shifted_clock.so", folder / "shift"
-        subprocess.run([COMPILER, "-O1", "-shared", "-fPIC", "-o", self._library, SOURCE, "-ldl"], check=True)
+        self._library = folder / "shifted_clock.so"
+        self._file = folder / "shift"
+        subprocess.run(
+            [COMPILER, "-O1", "-shared", "-fPIC", "-o", self._library, SOURCE, "-ldl"], check=True
+        )
         self._file.write_bytes(bytes(8))
         self.environment = {"LD_PRELOAD": str(self._library), "SHIFTED_CLOCK": str(self._file)}
 

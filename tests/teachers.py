@@ -17,8 +17,9 @@ from stages.models import load_model
 
 @dataclass
 class TinyTeacher:
-    """``way``: which of the two ways it gives logprobs of a prompt by, or "none". ``busy``: requests that are answered with
-    503 first. ``shift``: by how much its tokens differ from those of the tiny model. ``key``: that it wants."""
+    """``way``: which of the two ways it gives logprobs of a prompt by, or "none". ``busy``:
+    requests that are answered with 503 first. ``shift``: by how much its tokens differ from those
+    of the tiny model. ``key``: that it wants."""
 
     source: str = "tiny"
     way: str = "prompt_logprobs"
@@ -75,7 +76,10 @@ class TinyTeacher:
         if self.way == "prompt_logprobs" and "prompt_logprobs" in body:
             texts = [self.tokenizer.decode([token]) for token in ids]
             entries = zip(ids[1:], values, texts[1:], strict=True)
-            choice["prompt_logprobs"] = [None, *({str(t): {"logprob": v, "decoded_token": s}} for t, v, s in entries)]
+            choice["prompt_logprobs"] = [
+                None,
+                *({str(t): {"logprob": v, "decoded_token": s}} for t, v, s in entries),
+            ]
         if self.way == "echo" and body.get("echo"):
             texts = [self.tokenizer.decode([token + self.shift]) for token in ids]
             choice["logprobs"] = {"token_logprobs": [None, *values], "tokens": texts}
@@ -85,7 +89,8 @@ class TinyTeacher:
 @contextmanager
 def serving(teacher: TinyTeacher) -> Iterator[TinyTeacher]:
     """Serve ``teacher`` on a free port of loopback; it has the URL."""
-    loop, ready = asyncio.new_event_loop(), threading.Event()
+    loop = asyncio.new_event_loop()
+    ready = threading.Event()
 
     async def start() -> web.AppRunner:
         app = web.Application()

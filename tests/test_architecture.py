@@ -20,9 +20,11 @@ def test_every_file_of_the_page_exists() -> None:
 
 
 def test_the_picture_of_the_folders_is_true() -> None:
-    """Each folder of the picture exists, and each folder with Python files is in it (a deeper one by its parent)."""
+    """Each folder of the picture exists, and each folder with Python files is in it (a deeper one
+    by its parent)."""
     picture = PAGE.partition("```text\n")[2].partition("```")[0]
-    drawn, stack = set[str](), list[str]()
+    drawn = set[str]()
+    stack = list[str]()
     for line in picture.strip().splitlines():
         match = re.match(r"^((?:│   |    )*(?:├── |└── )?)((?:\w+/ )*\w+/)", line)
         assert match, line

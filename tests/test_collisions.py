@@ -1,4 +1,5 @@
-"""The names of the four packages, taken by a user's module or by another distribution: what the command says.
+"""The names of the four packages, taken by a user's module or by another distribution: what the
+command says.
 
 Real commands, in a plain environment (tests.plain) and an empty folder.
 """
@@ -45,9 +46,15 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def asyncdock(commands: Path, folder: Path, *arguments: str, **variables: str) -> tuple[int, str, str]:
+def asyncdock(
+    commands: Path, folder: Path, *arguments: str, **variables: str
+) -> tuple[int, str, str]:
     """Exit code, standard output and standard error of the command."""
-    passed = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "XDG_", "VIRTUAL_"))}
+    passed = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PYTHON", "XDG_", "VIRTUAL_"))
+    }
     done = subprocess.run(
         [commands / "asyncdock", *arguments],
         cwd=folder,
@@ -67,7 +74,9 @@ def check_reward(commands: Path, folder: Path, name: str) -> tuple[int, str]:
 
 def pip(commands: Path, *arguments: str) -> None:
     command = [sys.executable, "-m", "pip", "--python", str(commands / "python"), *arguments]
-    subprocess.run([*command, "--quiet", "--disable-pip-version-check"], check=True, capture_output=True)
+    subprocess.run(
+        [*command, "--quiet", "--disable-pip-version-check"], check=True, capture_output=True
+    )
 
 
 def wheel(folder: Path, name: str, *files: str) -> Path:
@@ -84,7 +93,8 @@ def wheel(folder: Path, name: str, *files: str) -> Path:
     return path
 
 
-# --- a module of the user's ---------------------------------------------------------------------------------------------
+# --- a module of the user's
+# ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", PACKAGES)
@@ -99,7 +109,9 @@ def test_a_module_on_the_path_is_named_with_the_way_out(
 
     code, output, errors = asyncdock(commands, tmp_path, "recipes", PYTHONPATH=".")
     assert (code, output) == (1, "")
-    assert errors.startswith(f"error: {place} hides asyncdock's: {name!r} is a package of asyncdock, as are ")
+    assert errors.startswith(
+        f"error: {place} hides asyncdock's: {name!r} is a package of asyncdock, as are "
+    )
     assert WAY_OUT.format(place, place.name) in errors
     assert f"take {tmp_path} off PYTHONPATH" in errors
     assert errors.count("\n") == 1
@@ -150,7 +162,9 @@ def test_a_mistake_in_a_name_of_ours_stays_what_it_is(commands: Path, tmp_path: 
     assert "is hidden" not in errors
 
 
-def test_an_error_while_a_function_runs_names_it_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_while_a_function_runs_names_it_too(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def brevity() -> None:
         from api.helpers import x  # noqa: F401
 
@@ -160,32 +174,53 @@ def test_an_error_while_a_function_runs_names_it_too(folder: Path, monkeypatch: 
     assert WAY_OUT.format(folder / "api", "api") in place_of(raised.value, brevity)
 
 
-# --- another distribution -----------------------------------------------------------------------------------------------
+# --- another distribution
+# -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def installed(commands: Path, tmp_path: Path) -> Iterator[Path]:
-    """The commands of an environment to which the test may do anything; afterwards it is as it was."""
+    """The commands of an environment to which the test may do anything; afterwards it is as it
+    was."""
     yield commands
     subprocess.run(
-        [sys.executable, "-m", "pip", "--python", str(commands / "python"), "uninstall", "--yes", "api-tools"],
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "--python",
+            str(commands / "python"),
+            "uninstall",
+            "--yes",
+            "api-tools",
+        ],
         capture_output=True,
     )
     reinstall(commands)
 
 
 def reinstall(commands: Path) -> None:
-    options = ("--force-reinstall", "--no-deps", "--no-index", "--no-build-isolation", "--no-compile")
+    options = (
+        "--force-reinstall",
+        "--no-deps",
+        "--no-index",
+        "--no-build-isolation",
+        "--no-compile",
+    )
     pip(commands, "install", *options, str(commands.parent / "source"))
 
 
-def test_a_distribution_that_overwrites_a_file_is_named_and_the_way_out_works(installed: Path, tmp_path: Path) -> None:
+def test_a_distribution_that_overwrites_a_file_is_named_and_the_way_out_works(
+    installed: Path, tmp_path: Path
+) -> None:
     tools = wheel(tmp_path, "api-tools", "api/__init__.py", "api/routes.py")
     pip(installed, "install", "--no-index", "--no-deps", str(tools))
     code, output, errors = asyncdock(installed, tmp_path, "recipes")
     assert (code, output) == (1, "")
     assert errors.startswith("error: api-tools 2.1 has overwritten api/__init__.py of asyncdock; ")
-    assert "pip uninstall api-tools, then pip install --force-reinstall --no-deps asyncdock" in errors
+    assert (
+        "pip uninstall api-tools, then pip install --force-reinstall --no-deps asyncdock" in errors
+    )
 
     pip(installed, "uninstall", "--yes", "api-tools")
     code, output, errors = asyncdock(installed, tmp_path, "recipes")
@@ -199,7 +234,13 @@ def test_a_distribution_that_overwrites_a_file_is_named_and_the_way_out_works(in
 
 
 def test_files_of_a_distribution_beside_ours_are_a_warning(installed: Path, tmp_path: Path) -> None:
-    pip(installed, "install", "--no-index", "--no-deps", str(wheel(tmp_path, "api-tools", "api/routes.py")))
+    pip(
+        installed,
+        "install",
+        "--no-index",
+        "--no-deps",
+        str(wheel(tmp_path, "api-tools", "api/routes.py")),
+    )
     code, output, errors = asyncdock(installed, tmp_path, "recipes", "--json")
     assert code == 0
     assert output.startswith("[")
@@ -213,7 +254,9 @@ def test_a_distribution_found_before_ours_is_named(installed: Path, tmp_path: Pa
     pip(installed, "install", "--no-index", "--no-deps", "--target", str(target), str(tools))
     code, _, errors = asyncdock(installed, tmp_path, "recipes", PYTHONPATH=str(target))
     assert code == 1
-    assert errors.startswith(f"error: {target}/api/__init__.py of api-tools 2.1 hides asyncdock's: ")
+    assert errors.startswith(
+        f"error: {target}/api/__init__.py of api-tools 2.1 hides asyncdock's: "
+    )
 
 
 def test_a_file_changed_by_hand_is_the_users_affair(installed: Path, tmp_path: Path) -> None:
@@ -224,6 +267,8 @@ def test_a_file_changed_by_hand_is_the_users_affair(installed: Path, tmp_path: P
 
 
 def test_the_names_are_those_that_are_installed() -> None:
-    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"][
+        "setuptools"
+    ]
     found = [pattern.removesuffix("*") for pattern in setuptools["packages"]["find"]["include"]]
     assert sorted(found) == sorted([*PACKAGES, "recipes"])

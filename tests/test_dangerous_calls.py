@@ -1,6 +1,8 @@
-"""Every call that can execute what it reads, in the packages and in the libraries that score responses.
+"""Every call that can execute what it reads, in the packages and in the libraries that score
+responses.
 
-A new one fails here, until the table has it, with the reason why what it reads is trusted or cannot do harm.
+A new one fails here, until the table has it, with the reason why what it reads is trusted or cannot
+do harm.
 """
 
 from __future__ import annotations
@@ -85,11 +87,14 @@ def dotted(node: ast.expr, names: dict[str, str]) -> str:
 
 def is_dangerous(name: str) -> bool:
     parts = name.split(".")
-    return name.startswith(STARTS) or any(".".join(parts[:count]) in DANGEROUS for count in range(1, len(parts) + 1))
+    return name.startswith(STARTS) or any(
+        ".".join(parts[:count]) in DANGEROUS for count in range(1, len(parts) + 1)
+    )
 
 
 def dangerous_calls(source: str) -> Iterator[str]:
-    """The dotted names of what is called, or subclassed, in ``source``; ``shell=True`` is one of its own."""
+    """The dotted names of what is called, or subclassed, in ``source``; ``shell=True`` is one of
+    its own."""
     tree = ast.parse(source)
     names = imported_names(tree)
     for node in ast.walk(tree):
@@ -122,10 +127,19 @@ OWN_COMMAND = "Python, with a module of ours and values that are passed as they 
 # (file, what it calls): how often, and why what it reads is trusted.
 ALLOWED: dict[tuple[str, str], tuple[int, str]] = {
     ("pipeline/documents/kinds.py", "importlib.import_module"): (1, OWN_NAME),
-    ("pipeline/index/embedded.py", "subprocess.Popen"): (1, "the server that is installed with the package; no shell"),
-    ("stages/algorithms/registry.py", "importlib.import_module"): (2, "names of files below its own folder"),
+    ("pipeline/index/embedded.py", "subprocess.Popen"): (
+        1,
+        "the server that is installed with the package; no shell",
+    ),
+    ("stages/algorithms/registry.py", "importlib.import_module"): (
+        2,
+        "names of files below its own folder",
+    ),
     ("stages/device.py", "importlib.import_module"): (5, OWN_NAME),
-    ("stages/device_names.py", "subprocess.run"): (1, "Python, with a program that is in the source"),
+    ("stages/device_names.py", "subprocess.run"): (
+        1,
+        "Python, with a program that is in the source",
+    ),
     ("stages/engines/vllm/library.py", "importlib.import_module"): (3, OWN_NAME),
     ("stages/user_code.py", "importlib.import_module"): (
         1,
@@ -138,10 +152,16 @@ ALLOWED: dict[tuple[str, str], tuple[int, str]] = {
         1,
         "what its owner, the parent process, tells it",
     ),
-    ("orchestration/processes/handles.py", "subprocess.run"): (1, "ps with a number, where there is no /proc"),
+    ("orchestration/processes/handles.py", "subprocess.run"): (
+        1,
+        "ps with a number, where there is no /proc",
+    ),
     ("orchestration/processes/starter.py", "subprocess.Popen"): (1, OWN_COMMAND),
     ("orchestration/processes/confined.py", "subprocess.Popen"): (1, OWN_COMMAND),
-    ("orchestration/run/storage/shards.py", "pickle.Unpickler"): (1, "it finds stand-ins of its own alone"),
+    ("orchestration/run/storage/shards.py", "pickle.Unpickler"): (
+        1,
+        "it finds stand-ins of its own alone",
+    ),
     ("orchestration/run/storage/shards.py", "torch.load"): (
         1,
         "with weights_only, and no class beside torch's is allowed",
@@ -171,7 +191,9 @@ def test_each_call_that_may_execute_what_it_reads_has_its_reason() -> None:
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_a_library_that_scores_responses_evaluates_and_so_it_runs_in_the_sandbox(library: str) -> None:
+def test_a_library_that_scores_responses_evaluates_and_so_it_runs_in_the_sandbox(
+    library: str,
+) -> None:
     spec = importlib.util.find_spec(library)
     if spec is None or spec.origin is None:
         pytest.skip(f"{library} is not installed")
@@ -179,7 +201,8 @@ def test_a_library_that_scores_responses_evaluates_and_so_it_runs_in_the_sandbox
     assert calls_below(folder, folder), "none any more: its rewards may be called in the worker"
 
 
-# Files of reasoning_gym that evaluate texts of their own data, to make a row. Their scorers compare texts.
+# Files of reasoning_gym that evaluate texts of their own data, to make a row. Their scorers compare
+# texts.
 MAKES_ROWS = {
     "arithmetic/basic_arithmetic.py",
     "arithmetic/gsm_symbolic/generators_00_49.py",
@@ -209,6 +232,6 @@ def test_no_scorer_of_reasoning_gym_evaluates_that_gets_no_other_function_here()
         ("import os\nos.execv('/bin/sh', [])", ["os.execv"]),
         ("model.eval()\nre.compile('a')\njson.loads('1')\nself.load()", []),
     ],
-)  # fmt: skip
+)
 def test_what_is_found(source: str, found: list[str]) -> None:
     assert sorted(dangerous_calls(source)) == sorted(found)

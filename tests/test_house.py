@@ -1,10 +1,14 @@
-"""The layout of the four packages: direction of imports, no circles, and sizes that a reader can hold in the head."""
+"""The layout of the four packages: direction of imports, no circles, and sizes that a reader can
+hold in the head."""
 
 from __future__ import annotations
 
 import ast
+import io
+import re
 import subprocess
 import sys
+import tokenize
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -12,9 +16,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-SIZES = ("dp", "dp_replicate", "tp", "cp", "context_parallel", "pp", "vpp", "ep")  # keys of a recipe's section
+# keys of a recipe's section
+SIZES = ("dp", "dp_replicate", "tp", "cp", "context_parallel", "pp", "vpp", "ep")
 PACKAGES = ["pipeline", "stages", "orchestration", "api"]  # each imports only those before it
-FILE_LINES, CLASS_LINES, FILES_IN_FOLDER = 640, 300, 12
+FILE_TOKENS = 4600
+CLASS_TOKENS = 2800
+LINE_COLUMNS = 100
+FILES_IN_FOLDER = 12
 
 
 def sources(*packages: str) -> list[Path]:
@@ -24,10 +32,14 @@ def sources(*packages: str) -> list[Path]:
 
 
 def imports(path: Path) -> Iterator[tuple[str, int]]:
-    """The modules that a file imports, at its top or in a function, with their lines; not those for type checkers."""
+    """The modules that a file imports, at its top or in a function, with their lines; not those for
+    type checkers."""
 
     def visit(node: ast.AST) -> Iterator[tuple[str, int]]:
-        if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+        if isinstance(node, ast.If) and ast.unparse(node.test) in (
+            "TYPE_CHECKING",
+            "typing.TYPE_CHECKING",
+        ):
             return
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
@@ -50,7 +62,11 @@ def module_of(path: Path) -> str:
 def test_no_package_imports_one_above_it(package: str) -> None:
     above = set(PACKAGES[PACKAGES.index(package) + 1 :])
     for path in sources(package):
-        wrong = {f"{name} (line {line})" for name, line in imports(path) if name.partition(".")[0] in above}
+        wrong = {
+            f"{name} (line {line})"
+            for name, line in imports(path)
+            if name.partition(".")[0] in above
+        }
         assert not wrong, f"{path.relative_to(ROOT)} imports {wrong}"
 
 
@@ -66,47 +82,115 @@ def test_no_files_import_each_other_in_a_circle() -> None:
         pytest.fail(" → ".join(reversed(error.args[1])))
 
 
+LAYOUT = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENCODING,
+    tokenize.ENDMARKER,
+}
+
+
+def docstring_lines(tree: ast.AST) -> dict[int, int]:
+    """The last line of each docstring, by its first one."""
+    return {
+        node.lineno: node.end_lineno or node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    }
+
+
+def code_tokens(source: str, tree: ast.AST) -> list[tokenize.TokenInfo]:
+    """The tokens of ``source`` without comments, docstrings and layout: what its size is counted
+    in."""
+    documented = docstring_lines(tree)
+    return [
+        token
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type not in LAYOUT
+        and not (token.type == tokenize.STRING and token.start[0] in documented)
+    ]
+
+
 def test_files_and_classes_are_short() -> None:
     long = []
-    for path in [*sources(*PACKAGES), *(file for package in PACKAGES for file in (ROOT / package).rglob("*.lua"))]:
-        lines = path.read_text(encoding="utf-8").count("\n")
-        if lines > FILE_LINES:
-            long.append(f"{path.relative_to(ROOT)}: {lines} lines")
-        if path.suffix == ".py":
-            long += [
-                f"{path.relative_to(ROOT)}: class {node.name} has {size} lines"
-                for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-                if isinstance(node, ast.ClassDef) and (size := (node.end_lineno or 0) - node.lineno + 1) > CLASS_LINES
-            ]
-    assert not long, f"at most {FILE_LINES} lines a file and {CLASS_LINES} a class: {long}"
+    for path in sources(*PACKAGES):
+        source = path.read_text(encoding="utf-8")
+        tree = ast.parse(source)
+        rows = [token.start[0] for token in code_tokens(source, tree)]
+        name = path.relative_to(ROOT)
+        if len(rows) > FILE_TOKENS:
+            long.append(f"{name}: {len(rows)} tokens")
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                last = node.end_lineno or node.lineno
+                size = sum(node.lineno <= row <= last for row in rows)
+                if size > CLASS_TOKENS:
+                    long.append(f"{name}: class {node.name} has {size} tokens")
+    assert not long, f"at most {FILE_TOKENS} tokens a file and {CLASS_TOKENS} a class: {long}"
+
+
+def test_lines_of_code_are_at_most_a_hundred_columns_wide() -> None:
+    """Pictures in docstrings may be wider, and so may a comment for a checker after the code."""
+    wide = []
+    for path in sources(*PACKAGES):
+        source = path.read_text(encoding="utf-8")
+        pictures = set[int]()
+        for first, last in docstring_lines(ast.parse(source)).items():
+            pictures.update(range(first, last + 1))
+        for number, line in enumerate(source.splitlines(), 1):
+            code = re.sub(r"  # (type: ignore|noqa).*", "", line)
+            if len(code) > LINE_COLUMNS and number not in pictures:
+                wide.append(f"{path.relative_to(ROOT)}:{number}")
+    assert not wide, f"wider than {LINE_COLUMNS} columns: {wide}"
 
 
 def test_folders_hold_a_dozen_files_at_most() -> None:
     full = {}
     for package in PACKAGES:
-        for folder in [ROOT / package, *(path for path in (ROOT / package).rglob("*") if path.is_dir())]:
+        for folder in [
+            ROOT / package,
+            *(path for path in (ROOT / package).rglob("*") if path.is_dir()),
+        ]:
             if folder.name != "__pycache__":
                 full[str(folder.relative_to(ROOT))] = sum(
-                    file.is_file() and file.name not in ("__init__.py", "py.typed") for file in folder.iterdir()
+                    file.is_file() and file.name not in ("__init__.py", "py.typed")
+                    for file in folder.iterdir()
                 )
-    assert not (crowded := {folder: count for folder, count in full.items() if count > FILES_IN_FOLDER}), crowded
+    assert not (
+        crowded := {folder: count for folder, count in full.items() if count > FILES_IN_FOLDER}
+    ), crowded
 
 
 def test_the_flow_alone_needs_no_model_library() -> None:
     wanted = "[name for name in ('transformers', 'vllm', 'ray') if name in sys.modules]"
     code = f"import pipeline.warehouse.dock, pipeline.controller, sys; print({wanted})"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
     assert out.stdout.strip() == "[]"
 
 
 def test_few_files_read_the_sizes_of_a_parallel_strategy() -> None:
-    """What else depends on them asks a layout for what they mean (stages/parallel/layout.py). Process groups of the
-    same names, as ``meshes.tp``, are no sizes."""
+    """What else depends on them asks a layout for what they mean (stages/parallel/layout.py).
+
+    Process groups of the same names, as ``meshes.tp``, are no sizes.
+    """
     readers: dict[str, list[str]] = {}
     for path in sources(*PACKAGES):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Attribute) and node.attr in SIZES and isinstance(node.ctx, ast.Load):
+            if (
+                isinstance(node, ast.Attribute)
+                and node.attr in SIZES
+                and isinstance(node.ctx, ast.Load)
+            ):
                 owner = ast.unparse(node.value)
                 if not owner.endswith("meshes"):
-                    readers.setdefault(str(path.relative_to(ROOT)), []).append(f"{owner}.{node.attr}")
+                    readers.setdefault(str(path.relative_to(ROOT)), []).append(
+                        f"{owner}.{node.attr}"
+                    )
     assert len(readers) <= 8, readers

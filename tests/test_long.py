@@ -17,9 +17,17 @@ from tests.test_house import ROOT
 def functions_of(file: str) -> set[str]:
     """Names of the functions of ``file``, and CLASS::NAME of those of its classes."""
     tree = ast.parse((ROOT / "tests" / file).read_text(encoding="utf-8"))
-    within = [("", tree), *((f"{node.name}::", node) for node in tree.body if isinstance(node, ast.ClassDef))]
+    within = [
+        ("", tree),
+        *((f"{node.name}::", node) for node in tree.body if isinstance(node, ast.ClassDef)),
+    ]
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
-    return {f"{prefix}{node.name}" for prefix, place in within for node in place.body if isinstance(node, kinds)}
+    return {
+        f"{prefix}{node.name}"
+        for prefix, place in within
+        for node in place.body
+        if isinstance(node, kinds)
+    }
 
 
 def test_each_name_is_a_test() -> None:
@@ -31,7 +39,9 @@ def test_each_name_is_a_test() -> None:
         assert listed <= functions_of(file), f"{file}: take out what is no test any more"
 
 
-def test_the_longest_are_chosen_from_what_pytest_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_longest_are_chosen_from_what_pytest_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     said = """
     9.00s call     tests/a.py::test_long[1-x]
     0.50s setup    tests/a.py::test_long[2-x]

@@ -1,4 +1,5 @@
-"""What is built for the package index: the wheel, the source archive, and the checkout after a build."""
+"""What is built for the package index: the wheel, the source archive, and the checkout after a
+build."""
 
 from __future__ import annotations
 
@@ -23,10 +24,13 @@ TARGET = re.compile(r"(!?)\[[^\]]*\]\(([^)\s]+)")
 
 
 def built(hook: str, checkout: Path, folder: Path) -> Path:
-    """What pip's ``hook`` of the build makes of ``checkout``, in a process of its own as pip does it."""
+    """What pip's ``hook`` of the build makes of ``checkout``, in a process of its own as pip does
+    it."""
     folder.mkdir(exist_ok=True)
     code = f"import sys; from setuptools import build_meta; build_meta.{hook}(sys.argv[1])"
-    done = subprocess.run([sys.executable, "-c", code, str(folder)], cwd=checkout, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(folder)], cwd=checkout, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     return next(folder.iterdir())
 
@@ -37,7 +41,8 @@ def listing(folder: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the sources, with what earlier builds used to leave: a module, and a list of files, that are no more."""
+    """A copy of the sources, with what earlier builds used to leave: a module, and a list of files,
+    that are no more."""
     folder = tmp_path_factory.mktemp("checkout")
     without_caches = shutil.ignore_patterns("__pycache__")
     for name in (*SOURCES, "docs", "tests"):
@@ -83,7 +88,11 @@ def test_the_wheel_has_each_file_of_the_packages_and_no_other(wheel: Path) -> No
         names = {name for name in packed.namelist() if ".dist-info/" not in name}
     expected = {"asyncdock_command.py"}
     for package in ("pipeline", "stages", "orchestration", "api", "recipes"):
-        files = [path for path in (ROOT / package).rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+        files = [
+            path
+            for path in (ROOT / package).rglob("*")
+            if path.is_file() and "__pycache__" not in path.parts
+        ]
         expected |= {str(path.relative_to(ROOT)) for path in files}
         assert package == "recipes" or f"{package}/py.typed" in names
     assert names == expected
@@ -117,6 +126,12 @@ def test_every_link_and_picture_of_the_index_page_is_absolute(metadata: Message)
 def test_the_source_archive_has_the_docs_and_no_stray_files(archive: list[str]) -> None:
     assert "docs/architecture.md" in archive
     assert "docs/images/dashboard-light.png" in archive
-    assert {"setup.py", "pyproject.toml", "asyncdock_command.py", "README.md", "LICENSE"} <= set(archive)
-    stray = [name for name in archive if name.startswith(("tests", "build", "benchmarks")) or name == "notes.txt"]
+    assert {"setup.py", "pyproject.toml", "asyncdock_command.py", "README.md", "LICENSE"} <= set(
+        archive
+    )
+    stray = [
+        name
+        for name in archive
+        if name.startswith(("tests", "build", "benchmarks")) or name == "notes.txt"
+    ]
     assert stray == []

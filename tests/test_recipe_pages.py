@@ -1,4 +1,5 @@
-"""Recipes in the documentation: each TOML block is checked as ``asyncdock check`` does, with the files that it names."""
+"""Recipes in the documentation: each TOML block is checked as ``asyncdock check`` does, with the
+files that it names."""
 
 from __future__ import annotations
 
@@ -33,14 +34,18 @@ REST: dict[str, dict[str, Any]] = {
     "train": {"steps": 10},
 }
 MODULES = {
-    "my_rewards": "def brevity(completions, **columns):\n    return [1.0] * len(completions)\n\njudge = brevity\n",
+    "my_rewards": "def brevity(completions, **columns):\n    return [1.0] * "
+    "len(completions)\n\njudge = brevity\n",
     "math_rewards": "def correct(completions, **columns):\n    return [1.0] * len(completions)\n",
-    "my_data": 'def questions():\n    return [{"prompt": "How high is it?", "answer": "4806"}] * 3\n',
+    "my_data": 'def questions():\n    return [{"prompt": "How high is it?", "answer": "4806"}] * '
+    "3\n",
 }
 
 
 def blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    return re.findall(
+        rf"^```{language}\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    )
 
 
 TOML = [(page, text) for page in PAGES for text in blocks(page, "toml")]
@@ -60,13 +65,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (made / "words.txt").write_text("word\n")
     (made / "conversations.jsonl").write_text(conversation)
     (made / "sums.jsonl").write_text(blocks(ROOT / "docs" / "rewards.md", "json")[0])
-    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if enable_thinking %}<think>{% endif %}"
+    template = (
+        "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if enable_thinking "
+        "%}<think>{% endif %}"
+    )
     (made / "chat.jinja").write_text(template)
     rows = [{"prompt": "How high is it?", "answer": "4806"}]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), made / "questions.parquet")
-    datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)}).save_to_disk(str(made / "questions"))
-    engines = next(code for code in blocks(ROOT / "docs" / "engines.md", "python") if "def fast(" in code)
-    stages = next(code for code in blocks(ROOT / "docs" / "flow.md", "python") if "class Judge(" in code)
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)}).save_to_disk(
+        str(made / "questions")
+    )
+    engines = next(
+        code for code in blocks(ROOT / "docs" / "engines.md", "python") if "def fast(" in code
+    )
+    stages = next(
+        code for code in blocks(ROOT / "docs" / "flow.md", "python") if "class Judge(" in code
+    )
     for name, code in {**MODULES, "my_engines": engines, "my_stages": stages}.items():
         (made / f"{name}.py").write_text(f"from __future__ import annotations\n\n{code}")
     model, tokenizer = load_model("tiny", dtype=torch.float32, seed=0)
@@ -81,7 +95,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The working directory is :func:`folder`; the machine has the four cores that README.md asks for, and vLLM."""
+    """The working directory is :func:`folder`; the machine has the four cores that README.md asks
+    for, and vLLM."""
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
@@ -103,7 +118,9 @@ def completed(text: str) -> Recipe:
     return parse_recipe({"name": "page", **data})
 
 
-@pytest.mark.parametrize(("page", "text"), TOML, ids=lambda value: value.name if isinstance(value, Path) else "")
+@pytest.mark.parametrize(
+    ("page", "text"), TOML, ids=lambda value: value.name if isinstance(value, Path) else ""
+)
 def test_a_recipe_on_a_page_is_sound(page: Path, text: str, there: Path) -> None:
     completed(text)
 
@@ -115,7 +132,9 @@ def test_the_recipes_of_the_readme_are_whole(text: str, there: Path) -> None:
     } == dict.fromkeys(REST, True)
 
 
-@pytest.mark.parametrize("text", SOURCES, ids=lambda text: tomllib.loads(text)["prompts"].get("source", "several"))
+@pytest.mark.parametrize(
+    "text", SOURCES, ids=lambda text: tomllib.loads(text)["prompts"].get("source", "several")
+)
 def test_each_source_of_prompts_gives_prompts_as_the_page_shows(text: str, there: Path) -> None:
     options = completed(text).prompts
     if options.source == "external":
@@ -155,10 +174,13 @@ def test_every_source_of_prompts_has_an_example() -> None:
     assert [len(prompts["sources"]) for prompts in shown if "sources" in prompts] == [2]
 
 
-# --- the reference of keys ----------------------------------------------------------------------------------------------
+# --- the reference of keys
+# ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("file", [KEYS, KEYS.with_name("algorithms.md")], ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    "file", [KEYS, KEYS.with_name("algorithms.md")], ids=lambda file: file.stem
+)
 def test_the_reference_is_what_the_model_says(file: Path) -> None:
     assert file.read_text(encoding="utf-8") == rewrite(file), (
         f"run: python -m orchestration.recipe.keys docs/{file.name}"
@@ -177,8 +199,13 @@ def test_every_default_is_what_a_recipe_without_the_key_gets() -> None:
     """The reference's defaults, given as TOML, are the recipe's own."""
     plain = parse_recipe({"name": "page", **REST}).model_dump()
     for key in (key for section in sections() for key in section.keys):
-        parts, found = key.key.split("."), plain
-        if key.default in ("", "required") or parts[:2] in (["rollout", "mock"], ["train", "mock"]) or "N" in parts:
+        parts = key.key.split(".")
+        found = plain
+        if (
+            key.default in ("", "required")
+            or parts[:2] in (["rollout", "mock"], ["train", "mock"])
+            or "N" in parts
+        ):
             continue
         if parts[1:2] in (["options"], ["config"]) or parts[-1] in REST.get(parts[0], {}):
             continue

@@ -1,4 +1,5 @@
-"""SECURITY.md and the hostile suite name the same boundaries, and each test of the suite is there."""
+"""SECURITY.md and the hostile suite name the same boundaries, and each test of the suite is
+there."""
 
 from __future__ import annotations
 
@@ -23,6 +24,12 @@ def test_each_attack_is_a_test(boundary: str) -> None:
     for name in BOUNDARIES[boundary]:
         file, _, test = name.partition("::")
         tree = ast.parse((ROOT / "tests" / file).read_text(encoding="utf-8"))
-        functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
-        assert test in functions or (not test and any(function.startswith("test_") for function in functions)), name
+        functions = {
+            node.name
+            for node in tree.body
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        }
+        assert test in functions or (
+            not test and any(function.startswith("test_") for function in functions)
+        ), name
         assert boundary in boundaries_of(f"tests/{file}::{test}[with a parameter]")

@@ -1,4 +1,5 @@
-"""What is loaded of files is data: no call may run code of a model's folder, or unpickle what others have written."""
+"""What is loaded of files is data: no call may run code of a model's folder, or unpickle what
+others have written."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from tests.test_house import PACKAGES, ROOT, sources
 LOADERS = {"from_pretrained", "from_config"}
 # Calls that have no such argument, and what they read.
 WITHOUT = {
-    ("stages/weight_files.py", "kind.from_pretrained"): "a class of transformers, and no folder: tensors are given",
+    ("stages/weight_files.py", "kind.from_pretrained"): "a class of transformers, and no folder: "
+    "tensors are given",
     ("stages/weight_files.py", "GenerationConfig.from_pretrained"): "JSON alone",
 }
 # Reads of pickles: none but these.
@@ -25,7 +27,17 @@ PICKLES = {
     ("orchestration/run/storage/shards.py", "torch.load"): "with weights_only",
     ("orchestration/run/storage/shards.py", "pickle.Unpickler"): "makes stand-ins of its own alone",
 }
-UNPICKLING = ("pickle", "torch.load", "joblib", "dill", "cloudpickle", "shelve", "marshal", "numpy.load", "np.load")
+UNPICKLING = (
+    "pickle",
+    "torch.load",
+    "joblib",
+    "dill",
+    "cloudpickle",
+    "shelve",
+    "marshal",
+    "numpy.load",
+    "np.load",
+)
 
 
 @dataclass
@@ -50,7 +62,8 @@ def named(path: Path) -> str:
 
 
 def test_models_are_loaded_without_code_of_their_folders() -> None:
-    wrong, seen = [], set()
+    wrong = []
+    seen = set()
     for path in sources(*PACKAGES):
         for name, node in calls(path):
             if name.rpartition(".")[2] not in LOADERS or not isinstance(node, ast.Call):
@@ -58,23 +71,36 @@ def test_models_are_loaded_without_code_of_their_folders() -> None:
             seen.add((named(path), name))
             given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
             if given.get("trust_remote_code") != "False" and (named(path), name) not in WITHOUT:
-                wrong.append(f"{named(path)}, line {node.lineno}: {name} without trust_remote_code=False")
+                wrong.append(
+                    f"{named(path)}, line {node.lineno}: {name} without trust_remote_code=False"
+                )
     assert not wrong, wrong
     assert WITHOUT.keys() <= seen, "an exception for nothing"
-    with pytest.raises(ValueError, match=r"rollout\.vllm\.trust_remote_code = True: is set by this engine"):
-        engine_arguments(SimpleNamespace(AsyncEngineArgs=EngineArguments), {}, {"trust_remote_code": True})
-    assert engine_arguments(SimpleNamespace(AsyncEngineArgs=EngineArguments), {}, {}).trust_remote_code is False
+    with pytest.raises(
+        ValueError,
+        match=r"rollout\.vllm\.trust_remote_code = True: is set by this "
+        r"engine",
+    ):
+        engine_arguments(
+            SimpleNamespace(AsyncEngineArgs=EngineArguments), {}, {"trust_remote_code": True}
+        )
+    assert (
+        engine_arguments(SimpleNamespace(AsyncEngineArgs=EngineArguments), {}, {}).trust_remote_code
+        is False
+    )
 
 
 def test_nothing_unpickles_what_a_file_says() -> None:
-    wrong, seen = [], set()
+    wrong = []
+    seen = set()
     for path in sources(*PACKAGES):
         for name, node in calls(path):
             if not any(name == each or name.startswith(f"{each}.") for each in UNPICKLING):
                 continue
             seen.add((named(path), name))
             safe = isinstance(node, ast.ClassDef) or any(
-                keyword.arg == "weights_only" and ast.unparse(keyword.value) == "True" for keyword in node.keywords
+                keyword.arg == "weights_only" and ast.unparse(keyword.value) == "True"
+                for keyword in node.keywords
             )
             if not safe or (named(path), name) not in PICKLES:
                 wrong.append(f"{named(path)}, line {node.lineno}: {name}")
@@ -88,4 +114,6 @@ def test_torchs_own_reader_of_checkpoints_is_not_used() -> None:
         if named(path) == "orchestration/run/storage/shards.py":
             continue
         names = {name for name, _ in calls(path)}
-        assert not names & {"dcp.load", "dcp.FileSystemReader", "dcp.DefaultLoadPlanner"}, named(path)
+        assert not names & {"dcp.load", "dcp.FileSystemReader", "dcp.DefaultLoadPlanner"}, named(
+            path
+        )

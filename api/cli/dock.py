@@ -25,22 +25,34 @@ T = TypeVar("T")
 
 MOST_VALUES = 24  # of a row's column that are shown
 
-dock_app = typer.Typer(help="Look into the sample flow of a run that is alive.", no_args_is_help=True)
+dock_app = typer.Typer(
+    help="Look into the sample flow of a run that is alive.", no_args_is_help=True
+)
 
 RunDir = Annotated[
-    Path | None, typer.Argument(metavar="[RUN_DIR]", callback=run_folder, help="The folder of a run that is alive.")
+    Path | None,
+    typer.Argument(
+        metavar="[RUN_DIR]", callback=run_folder, help="The folder of a run that is alive."
+    ),
 ]
-UrlOption = Annotated[str, typer.Option("--index", metavar="URL", help="The index, instead of RUN_DIR.")]
+UrlOption = Annotated[
+    str, typer.Option("--index", metavar="URL", help="The index, instead of RUN_DIR.")
+]
 RunOption = Annotated[str, typer.Option("--run", metavar="ID", help="The run's id in that index.")]
 
 
 @dock_app.command()
-def status(run_dir: RunDir = None, index: UrlOption = "", run: RunOption = "", as_json: JsonOption = False) -> None:
+def status(
+    run_dir: RunDir = None, index: UrlOption = "", run: RunOption = "", as_json: JsonOption = False
+) -> None:
     """Warehouses and their bytes, rows at each stage, leases and their ages, and the ledger."""
 
     async def read(dock: Any) -> dict[str, Any]:
-        stats, config = await dock.index.stats(), await dock.index.config()
-        stats["stages"] = {stage["name"]: stats["stages"][stage["name"]] for stage in config["stages"]}
+        stats = await dock.index.stats()
+        config = await dock.index.config()
+        stats["stages"] = {
+            stage["name"]: stats["stages"][stage["name"]] for stage in config["stages"]
+        }
         now = (await dock.index.waiting()).now / 1000  # leases have a time of their own
         return {
             "run": dock.index.run,
@@ -64,7 +76,9 @@ def inspect(
     """The rows of one group: their states, and the columns that they have so far."""
     rows = _with_dock(run_dir, index, run, lambda dock: dock.inspect(group))
     if not rows:
-        refuse(f"group: {group} is not there; it is not admitted yet, or released after its training")
+        refuse(
+            f"group: {group} is not there; it is not admitted yet, or released after its training"
+        )
     print_json(rows) if as_json else safe_console().print(group_view(group, rows))
 
 
@@ -72,11 +86,14 @@ def status_view(found: Mapping[str, Any]) -> RenderableType:
     """Return what ``status`` prints."""
     from orchestration.recipe.values import format_size
 
-    stats, ledger = found["stats"], found["ledger"]
+    stats = found["stats"]
+    ledger = found["ledger"]
     warehouses = table("warehouse", "node", "used", "of", "")
     for name, w in sorted((stats["warehouses"] or {}).items()):
         state = "leaving" if w["leaving"] else f"{w['used'] / w['capacity']:.0%}"
-        warehouses.add_row(name, w["node"], format_size(w["used"]), format_size(w["capacity"]), state)
+        warehouses.add_row(
+            name, w["node"], format_size(w["used"]), format_size(w["capacity"]), state
+        )
     stages = table("stage", "takes", "ready", "leased")
     for name, stage in stats["stages"].items():
         unit = "rows" if stage["takes"] == "rows" else "groups"
@@ -84,19 +101,34 @@ def status_view(found: Mapping[str, Any]) -> RenderableType:
     now = found["now"]
     leases = table("lease", "stage", "worker", "rows", "age", "expires in")
     for lease in stats["leases"] or ():
-        age, left = f"{now - lease['since']:.1f} s", f"{lease['due'] - now:.1f} s"
-        leases.add_row(lease["lease"], lease["stage"], lease["worker"], str(lease["rows"]), age, left)
+        age = f"{now - lease['since']:.1f} s"
+        left = f"{lease['due'] - now:.1f} s"
+        leases.add_row(
+            lease["lease"], lease["stage"], lease["worker"], str(lease["rows"]), age, left
+        )
     counts = table("ledger", "samples", "tokens")
     for name in ("generated", "trained", "filtered", "remade", "in_flight"):
         counts.add_row(name.replace("_", " "), str(ledger[name]), str(ledger[f"{name}_tokens"]))
     for reason, groups in ledger["dropped"].items():
-        counts.add_row(f"dropped: {reason}", f"{groups} groups", str(ledger["dropped_tokens"][reason]))
+        counts.add_row(
+            f"dropped: {reason}", f"{groups} groups", str(ledger["dropped_tokens"][reason])
+        )
     head = (
         f"{found['run']}: version {stats['published']} published, {stats['trained']} trained; "
-        f"{stats['admitted']} groups admitted of {stats['gate']} that the gate allows, {stats['open']} not yet trained; "
-        f"{ledger['redelivered']} rows delivered again"
+        f"{stats['admitted']} groups admitted of {stats['gate']} that the gate allows, "
+        f"{stats['open']} not yet trained; {ledger['redelivered']} rows delivered again"
     )
-    return Group(head, "", warehouses, "", stages, "", leases if leases.row_count else "no leases", "", counts)
+    return Group(
+        head,
+        "",
+        warehouses,
+        "",
+        stages,
+        "",
+        leases if leases.row_count else "no leases",
+        "",
+        counts,
+    )
 
 
 def group_view(group: int, rows: Sequence[Mapping[str, Any]]) -> RenderableType:
@@ -105,23 +137,34 @@ def group_view(group: int, rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     for row in rows:
         version = f"oldest version {row['oldest_version']}, " if row["oldest_version"] >= 0 else ""
         stages = ", ".join(row["done"]) or "none"
-        made = table(f"row {row['row']}", f"{row['state']}, {version}{row['tokens']} tokens; done: {stages}")
+        made = table(
+            f"row {row['row']}", f"{row['state']}, {version}{row['tokens']} tokens; done: {stages}"
+        )
         for name, value in row["columns"].items():
             made.add_row(name, _short(value))
         parts += ["", made]
     return Group(*parts)
 
 
-def _with_dock(run_dir: Path | None, index: str, run: str, read: Callable[[Any], Awaitable[T]]) -> T:
-    """Return what ``read`` returns with the dock of the run. Ends the command when there is no such live run."""
+def _with_dock(
+    run_dir: Path | None, index: str, run: str, read: Callable[[Any], Awaitable[T]]
+) -> T:
+    """Return what ``read`` returns with the dock of the run.
+
+    Ends the command when there is no such live run.
+    """
     if run_dir is not None:
         from orchestration.service.lifecycle import WHERE
 
         try:
             where = json.loads((run_dir / WHERE).read_text())
-            index, run = str(where["index"]), str(where["run"])
+            index = str(where["index"])
+            run = str(where["run"])
         except OSError:
-            refuse(f"run: {run_dir} is not the folder of a run that is alive; or give --index and --run")
+            refuse(
+                f"run: {run_dir} is not the folder of a run that is alive; or give --index and "
+                f"--run"
+            )
         except (ValueError, LookupError, TypeError) as error:
             refuse(f"run: {run_dir / WHERE} is damaged ({error!r:.100}); give --index and --run")
     if not index or not run:

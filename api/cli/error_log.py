@@ -17,8 +17,11 @@ from stages.device_names import PLUGIN_FAILED, SOURCE_CANN
 
 @contextlib.contextmanager
 def errors_in_words() -> Iterator[None]:
-    """Turn any error into a sentence on standard error and exit code 1. Its traceback is written to
-    :func:`orchestration.logs.errors_file`; with ``ASYNCDOCK_TRACE`` set (``--trace``) the error is raised unchanged."""
+    """Turn any error into a sentence on standard error and exit code 1.
+
+    Its traceback is written to :func:`orchestration.logs.errors_file`; with ``ASYNCDOCK_TRACE`` set
+    (``--trace``) the error is raised unchanged.
+    """
     if os.environ.get(TRACE_VARIABLE):
         yield
         return

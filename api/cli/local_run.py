@@ -36,8 +36,13 @@ if TYPE_CHECKING:
 LAST_EVENTS_SECONDS = 5.0  # how long the view waits for the last events after the run has ended
 
 
-def create_and_show(create: Callable[[], Run], forks: ForkServer | None, *, json: bool, plain: bool) -> int:
-    """Execute the run that ``create`` returns. Returns the exit code; ends the command when the run cannot be created."""
+def create_and_show(
+    create: Callable[[], Run], forks: ForkServer | None, *, json: bool, plain: bool
+) -> int:
+    """Execute the run that ``create`` returns.
+
+    Returns the exit code; ends the command when the run cannot be created.
+    """
     from orchestration.private_files import keep_from_others
     from orchestration.run.run import RunError, RunLocked
 
@@ -47,7 +52,10 @@ def create_and_show(create: Callable[[], Run], forks: ForkServer | None, *, json
     except RunLocked as locked:
         refuse(locked, FAILED)
     except OSError as error:
-        refuse(f"out: the folder of the run cannot be written ({error}); give one with room and permission, by --out")
+        refuse(
+            f"out: the folder of the run cannot be written ({error}); give one with room and "
+            f"permission, by --out"
+        )
     except (RunError, ValueError) as error:
         refuse(error)
     keep_from_others(run.recipe.launch.readers)
@@ -58,8 +66,8 @@ def create_and_show(create: Callable[[], Run], forks: ForkServer | None, *, json
 
 
 def new_folder(runs: Path, recipe: Recipe) -> Path:
-    """Create the folder of a run below ``runs`` with a unique name: that of ``recipe``, the time, and a number where two
-    start in one second. Its mode is that of ``launch.readers``."""
+    """Create the folder of a run below ``runs`` with a unique name: that of ``recipe``, the time,
+    and a number where two start in one second. Its mode is that of ``launch.readers``."""
     from orchestration.private_files import MASKS
 
     name = f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -81,8 +89,9 @@ def new_folder(runs: Path, recipe: Recipe) -> Path:
 
 @contextlib.contextmanager
 def original_folder(run_dir: Path) -> Iterator[None]:
-    """Change to the folder in which the run in ``run_dir`` was started, so that its modules and files are found. Stays in
-    the current folder when there is no such run, or its folder does not exist."""
+    """Change to the folder in which the run in ``run_dir`` was started, so that its modules and
+    files are found. Stays in the current folder when there is no such run, or its folder does not
+    exist."""
     from orchestration.run.run import BEGUN_IN
 
     recorded = run_dir / BEGUN_IN
@@ -97,8 +106,11 @@ def original_folder(run_dir: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def fork_server() -> Iterator[ForkServer | None]:
-    """Start the fork server of a run's workers; it imports while this process loads the recipe. None where unsupported.
-    Garbage is not collected until :func:`create_and_show`: imports make little, and would take a quarter longer."""
+    """Start the fork server of a run's workers; it imports while this process loads the recipe.
+
+    None where unsupported. Garbage is not collected until :func:`create_and_show`: imports make
+    little, and would take a quarter longer.
+    """
     from orchestration.processes.forkserver import ForkServer, ForkServerDied
 
     gc.disable()
@@ -123,22 +135,29 @@ def show_run(run: Run, *, json: bool, plain: bool) -> int:
 
         newest = latest(run.out_dir / "checkpoints")
         begins = resume_text(newest.version if newest else 0, run.recipe.train.steps)
-        screen.print(f"[bold yellow]Ended at once.[/] Go on {begins} with:", markup=True, highlight=False)
-        screen.print(f"  asyncdock resume {run.out_dir}", highlight=False, markup=False, soft_wrap=True)
+        screen.print(
+            f"[bold yellow]Ended at once.[/] Go on {begins} with:", markup=True, highlight=False
+        )
+        screen.print(
+            f"  asyncdock resume {run.out_dir}", highlight=False, markup=False, soft_wrap=True
+        )
         return INTERRUPTED
     _report(run, outcome, screen)
     return OF_STATE[outcome.state]
 
 
 async def watch_run(run: Run, console: Console, *, json: bool, plain: bool) -> RunResult | None:
-    """Execute ``run`` while a view follows its events, which are also written to ``metrics.jsonl``. Returns None when it
-    was cancelled by a second interrupt."""
+    """Execute ``run`` while a view follows its events, which are also written to ``metrics.jsonl``.
+
+    Returns None when it was cancelled by a second interrupt.
+    """
     from api.telemetry.progress import Progress
     from orchestration import logs
     from orchestration.events_file import METRICS, MetricsFile
     from pipeline.events import Event, next_id
 
-    recipe, log_file = run.recipe, run.out_dir / "logs" / RUN_LOG
+    recipe = run.recipe
+    log_file = run.out_dir / "logs" / RUN_LOG
     keep_errors_in(log_file)
     progress = Progress(recipe.name, recipe.train.steps, recipe.pipeline.staleness, recipe.devices)
     with contextlib.ExitStack() as stack:
@@ -146,7 +165,8 @@ async def watch_run(run: Run, console: Console, *, json: bool, plain: bool) -> R
         # After the view has begun: a live view prints standard error above itself.
         logs.configure(errors=run.out_dir / "logs" / ERRORS)
         metrics = stack.enter_context(MetricsFile(run.out_dir / METRICS))
-        run.last_event = metrics.last  # also of events that are removed: who has seen them goes on after their ids
+        # also of events that are removed: who has seen them goes on after their ids
+        run.last_event = metrics.last
         run.evaluated = metrics.rewind(run.begins)
         reader = Reader(log_file)
 
@@ -162,7 +182,8 @@ async def watch_run(run: Run, console: Console, *, json: bool, plain: bool) -> R
             async for event in run.events():
                 if is_first and run.joining:
                     text = f"Other machines join with:\n  {run.joining}"
-                    console.print(text, markup=False, highlight=False, soft_wrap=True)  # a live view stays below it
+                    # a live view stays below it
+                    console.print(text, markup=False, highlight=False, soft_wrap=True)
                 is_first = False
                 show_event(event)
 
@@ -171,25 +192,36 @@ async def watch_run(run: Run, console: Console, *, json: bool, plain: bool) -> R
             ended = {"state": outcome.state, "reason": outcome.reason}
             show_event(Event(next_id(metrics.last), time.time(), "state", ended))
         if outcome is not None and (lost := metrics.close()):
-            return replace(outcome, state="failed", reason=f"the run has {outcome.state}, and {lost}")
+            return replace(
+                outcome, state="failed", reason=f"the run has {outcome.state}, and {lost}"
+            )
         return outcome
 
 
 class Reader:
-    """Watches whether the output of this command has a reader, and writes to ``log_file`` when it has none any more."""
+    """Watches whether the output of this command has a reader, and writes to ``log_file`` when it
+    has none any more."""
 
     def __init__(self, log_file: Path) -> None:
-        self._log_file, self._is_noted = log_file, False
+        self._log_file = log_file
+        self._is_noted = False
 
     def look(self) -> None:
         if self._is_noted or not output_is_gone():
             return
         self._is_noted = True
-        append_line(self._log_file, "nobody reads the output of this command any more; the run goes on")
+        append_line(
+            self._log_file, "nobody reads the output of this command any more; the run goes on"
+        )
 
 
-async def execute(run: Run, follow: Callable[[], Any], say: Callable[[str], None]) -> RunResult | None:
-    """Execute ``run`` while ``follow`` shows it. The first interrupt stops it, the second cancels it (returns None)."""
+async def execute(
+    run: Run, follow: Callable[[], Any], say: Callable[[str], None]
+) -> RunResult | None:
+    """Execute ``run`` while ``follow`` shows it.
+
+    The first interrupt stops it, the second cancels it (returns None).
+    """
     stop = asyncio.Event()
     following = asyncio.create_task(follow())
     executing = asyncio.create_task(run.execute(stop))
@@ -204,13 +236,18 @@ async def execute(run: Run, follow: Callable[[], Any], say: Callable[[str], None
         if not stop.is_set():
             stop.set()
             seconds = run.recipe.launch.stop_timeout
-            say(f"Stopping cleanly, with a checkpoint, within {seconds:.0f} s; Ctrl-C once more ends it at once.")
+            say(
+                f"Stopping cleanly, with a checkpoint, within {seconds:.0f} s; Ctrl-C once more "
+                f"ends it at once."
+            )
         elif not executing.cancelling():  # a second cancellation would interrupt its cleanup
             executing.cancel()
             say("Ending at once.")
 
-    loop, signals = asyncio.get_running_loop(), [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # ignored when the command was started with nohup
+    loop = asyncio.get_running_loop()
+    signals = [signal.SIGINT, signal.SIGTERM]
+    # ignored when the command was started with nohup
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         signals.append(signal.SIGHUP)
     for number in signals:
         loop.add_signal_handler(number, interrupt)
@@ -240,8 +277,11 @@ def _report(run: Run, outcome: RunResult, console: Console) -> None:
 
     model = outcome.checkpoint.model if outcome.checkpoint else None
     saved = outcome.checkpoint.version if outcome.checkpoint else 0
-    report = write_report(run.out_dir, run.recipe, seconds=outcome.seconds, checkpoint=model, saved=saved)
-    shown_before = {} if console.stderr else {"reason": ""}  # the view on standard output has shown the reason
+    report = write_report(
+        run.out_dir, run.recipe, seconds=outcome.seconds, checkpoint=model, saved=saved
+    )
+    # the view on standard output has shown the reason
+    shown_before = {} if console.stderr else {"reason": ""}
     console.print()
     console.print(summary_table(report.summary | shown_before), markup=False)
     for note in report.notes:

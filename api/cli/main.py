@@ -59,12 +59,15 @@ LONGEST_EXAMPLE = 2000  # characters of a prompt that `check` prints
 
 app = typer.Typer(
     help="Asynchronous RL post-training of language models.",
-    epilog="Exit codes: 0 done or finished, 1 failed, 2 wrong input, 3 no service or not allowed, 130 stopped.",
+    epilog="Exit codes: 0 done or finished, 1 failed, 2 wrong input, 3 no service or not allowed, "
+    "130 stopped.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # its panels cut long messages
 )
-plan_app = typer.Typer(help="Predict what a run would do, and plan its swaps.", no_args_is_help=True)
+plan_app = typer.Typer(
+    help="Predict what a run would do, and plan its swaps.", no_args_is_help=True
+)
 
 
 @app.callback(invoke_without_command=True)
@@ -88,30 +91,40 @@ def _before_any(
 def run(
     recipe: RecipeArgument,
     set_: SetOption = None,
-    out: Annotated[Path | None, typer.Option("--out", help="A new folder. Default: runs/NAME-TIME.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="A new folder. Default: runs/NAME-TIME.")
+    ] = None,
     as_json: EventsOption = False,
     plain: PlainOption = False,
 ) -> None:
     """Train as RECIPE says, and show it live. Ctrl-C stops cleanly, a second one at once."""
-    path, here = find(recipe).resolve(), Path.cwd()
+    path = find(recipe).resolve()
+    here = Path.cwd()
     with original_folder(path.parent), fork_server() as forks:
         loaded = load(path, set_, here / (out or "runs"))
         from orchestration.run.run import Run
 
         folder = (lambda: here / out) if out else (lambda: new_folder(here / "runs", loaded))
-        raise typer.Exit(create_and_show(lambda: Run.create(loaded, folder()), forks, json=as_json, plain=plain))
+        raise typer.Exit(
+            create_and_show(lambda: Run.create(loaded, folder()), forks, json=as_json, plain=plain)
+        )
 
 
 @app.command()
 def resume(
     run_dir: Annotated[
         Path,
-        typer.Argument(metavar="RUN_DIR", callback=run_folder, help="The folder of a run that did not finish."),
+        typer.Argument(
+            metavar="RUN_DIR", callback=run_folder, help="The folder of a run that did not finish."
+        ),
     ],
     set_: SetOption = None,
     start_version: FromOption = None,
     trust: Annotated[
-        bool, typer.Option("--trust", help="Also where the folder is another user's: run what its recipe names.")
+        bool,
+        typer.Option(
+            "--trust", help="Also where the folder is another user's: run what its recipe names."
+        ),
     ] = False,
     as_json: EventsOption = False,
     plain: PlainOption = False,
@@ -132,11 +145,15 @@ def check(
     recipe: RecipeArgument,
     set_: SetOption = None,
     graph: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the flow as a picture: FILE.svg, or FILE.mmd (Mermaid).")
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Write the flow as a picture: FILE.svg, or FILE.mmd (Mermaid)."
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Validate RECIPE without running it, and print what follows from it: sizes, and the flow of its samples."""
+    """Validate RECIPE without running it, and print what follows from it: sizes, and the flow of
+    its samples."""
     if graph is not None and graph.suffix not in (".svg", ".mmd"):
         refuse(f"--graph: {str(graph)!r} is no picture; give a name that ends in .svg or .mmd")
     loaded = load(find(recipe), set_)
@@ -147,7 +164,8 @@ def check(
 
     cluster = _cluster_at(loaded.launch.address) if loaded.launch.on_cluster else ""
     follows = plan(loaded)
-    # Without a chat template the model reads the prompt as it is. An example would only cost the import of torch.
+    # Without a chat template the model reads the prompt as it is. An example would only cost the
+    # import of torch.
     plain = loaded.model.source in PLAIN_MODELS and not loaded.prompts.chat_template
     try:
         examples = [] if plain and not as_json else example_prompts(loaded)
@@ -161,7 +179,8 @@ def check(
     from orchestration.recipe.flow import flow_of
     from stages.flow.graph import to_mermaid, to_svg, to_text
 
-    flow, screen = flow_of(loaded), safe_console()
+    flow = flow_of(loaded)
+    screen = safe_console()
     screen.print(plan_table(loaded, follows))
     if cluster:
         screen.print(f"\n{cluster}", markup=False, highlight=False, soft_wrap=True)
@@ -169,15 +188,24 @@ def check(
     if sources := prompt_sources(loaded):
         screen.print("\n" + "\n".join(sources), markup=False, highlight=False, soft_wrap=True)
     for example in examples:
-        text = example.text[:LONGEST_EXAMPLE] + (" …" if len(example.text) > LONGEST_EXAMPLE else "")
+        text = example.text[:LONGEST_EXAMPLE] + (
+            " …" if len(example.text) > LONGEST_EXAMPLE else ""
+        )
         title = f"prompt of {example.where}, {example.tokens} tokens"
-        screen.print(f"\n{title}\n{indent(text, '  ')}", markup=False, highlight=False, soft_wrap=True)
+        screen.print(
+            f"\n{title}\n{indent(text, '  ')}", markup=False, highlight=False, soft_wrap=True
+        )
     if graph is not None:
-        graph.write_text(to_svg(flow) if graph.suffix == ".svg" else to_mermaid(flow), encoding="utf-8")
+        graph.write_text(
+            to_svg(flow) if graph.suffix == ".svg" else to_mermaid(flow), encoding="utf-8"
+        )
 
 
 def _cluster_at(address: str) -> str:
-    """Return the Ray cluster of ``launch.address`` in words. Ends the command where the cluster refuses this machine."""
+    """Return the Ray cluster of ``launch.address`` in words.
+
+    Ends the command where the cluster refuses this machine.
+    """
     from orchestration.cluster.ray_cluster import LOCAL, ClusterRefused, look
 
     try:
@@ -185,7 +213,9 @@ def _cluster_at(address: str) -> str:
     except ClusterRefused as error:
         refuse(error)
     if cluster.address == LOCAL:
-        return f"cluster: none on this machine; the run starts one with Ray {cluster.ray}, and ends it"
+        return (
+            f"cluster: none on this machine; the run starts one with Ray {cluster.ray}, and ends it"
+        )
     version = f", Ray {cluster.ray}" if cluster.ray else ""
     token = f", with the token of {cluster.token}" if cluster.token else ""
     return f"cluster: {cluster.address}{version}{token}"
@@ -193,20 +223,30 @@ def _cluster_at(address: str) -> str:
 
 @app.command()
 def recipes(
-    keys: Annotated[bool, typer.Option("--keys", help="Print the reference of a recipe's keys instead.")] = False,
+    keys: Annotated[
+        bool, typer.Option("--keys", help="Print the reference of a recipe's keys instead.")
+    ] = False,
     section: Annotated[
-        str, typer.Argument(metavar="[SECTION]", help="With --keys: only of this section, as rollout.vllm.")
+        str,
+        typer.Argument(
+            metavar="[SECTION]", help="With --keys: only of this section, as rollout.vllm."
+        ),
     ] = "",
     as_json: JsonOption = False,
 ) -> None:
     """List the recipes that can be run by name, or with --keys the keys of a recipe."""
     if section and not keys:
-        refuse(f"recipes: {section!r} is given without --keys; write `asyncdock recipes --keys {section}`")
+        refuse(
+            f"recipes: {section!r} is given without --keys; write `asyncdock recipes --keys "
+            f"{section}`"
+        )
     if keys:
         return _print_keys(section, as_json=as_json)
     found = [(name, description(path), path) for name, path in stored().items()]
     if as_json:
-        return print_json([{"name": name, "description": text, "path": str(path)} for name, text, path in found])
+        return print_json(
+            [{"name": name, "description": text, "path": str(path)} for name, text, path in found]
+        )
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     for name, text, _ in found:
@@ -221,7 +261,10 @@ def _print_keys(section: str, *, as_json: bool) -> None:
     known = [key for part in sections() for key in part.keys]
     wanted = [key for key in known if f"{key.key}.".startswith(f"{section}." if section else "")]
     if not wanted:
-        refuse(f"recipes: {section!r} is no section of a recipe; {suggest(section, [s.name for s in sections()][1:])}")
+        refuse(
+            f"recipes: {section!r} is no section of a recipe; "
+            f"{suggest(section, [s.name for s in sections()][1:])}"
+        )
     if as_json:
         return print_json([asdict(key) for key in wanted])
     screen = safe_console(markup=True, highlight=False, soft_wrap=True)
@@ -236,24 +279,36 @@ def _print_keys(section: str, *, as_json: bool) -> None:
 def plan_reshard(
     recipe: RecipeArgument,
     train: Annotated[
-        str, typer.Option(metavar="LAYOUT", help="As 'dp=2,tp=2'; dp shards as FSDP2 does. Default: the recipe's.")
+        str,
+        typer.Option(
+            metavar="LAYOUT", help="As 'dp=2,tp=2'; dp shards as FSDP2 does. Default: the recipe's."
+        ),
     ] = "",
     rollout: Annotated[
-        str, typer.Option(metavar="LAYOUT", help="As 'dp=4,tp=1'; dp are replicas. Default: the recipe's engines.")
+        str,
+        typer.Option(
+            metavar="LAYOUT", help="As 'dp=4,tp=1'; dp are replicas. Default: the recipe's engines."
+        ),
     ] = "",
     set_: SetOption = None,
     bucket: Annotated[
-        str, typer.Option(metavar="SIZE", help="Bytes of one of the two buckets. Default: sync.bucket.")
+        str,
+        typer.Option(metavar="SIZE", help="Bytes of one of the two buckets. Default: sync.bucket."),
     ] = "",
-    ranks_per_node: Annotated[int | None, typer.Option(help="Default: all are on one node.")] = None,
+    ranks_per_node: Annotated[
+        int | None, typer.Option(help="Default: all are on one node.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Plan the allgather-swap of RECIPE's model from its training layout to its rollout layout."""
-    loaded = load(find(recipe), set_, files=False)  # the model's config is enough; its weights are not read
+    # the model's config is enough; its weights are not read
+    loaded = load(find(recipe), set_, files=False)
     from api.cli.reshard import PlanRefused, reshard_report, reshard_view
 
     try:
-        report = reshard_report(loaded, train, rollout, bucket=bucket, ranks_per_node=ranks_per_node)
+        report = reshard_report(
+            loaded, train, rollout, bucket=bucket, ranks_per_node=ranks_per_node
+        )
     except PlanRefused as error:
         refuse(error)
     print_json(report) if as_json else safe_console().print(reshard_view(report))
@@ -278,7 +333,10 @@ app.command()(logout)
 
 
 def main() -> None:
-    """Run the command. Modules in the current folder can be named in recipes, as ``my_reward:exact``."""
+    """Run the command.
+
+    Modules in the current folder can be named in recipes, as ``my_reward:exact``.
+    """
     open_outputs()
     sys.path.append(os.getcwd())  # last, so that it shadows nothing
     arguments = sys.argv[1:]
@@ -300,13 +358,15 @@ def main() -> None:
 
 
 def _written(code: int) -> int:
-    """Return the exit code of a command that would end with ``code``: a result that its disk has not taken is none. A
-    reader that has gone does not want the rest."""
+    """Return the exit code of a command that would end with ``code``: a result that its disk has
+    not taken is none. A reader that has gone does not want the rest."""
     sys.stdout.flush()
     output = output_of(sys.stdout)
     if output is None or output.refused is None or output.is_gone:
         return code
-    complain(f"error: standard output cannot be written ({output.refused}); write it to a disk with room")
+    complain(
+        f"error: standard output cannot be written ({output.refused}); write it to a disk with room"
+    )
     return code or FAILED
 
 

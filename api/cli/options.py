@@ -10,10 +10,17 @@ import typer
 from api.client.credentials import SERVER_VARIABLE
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-EventsOption = Annotated[bool, typer.Option("--json", help="Print every event as one line of JSON.")]
-PlainOption = Annotated[bool, typer.Option("--plain", help="Print one line a step, on a terminal too.")]
+EventsOption = Annotated[
+    bool, typer.Option("--json", help="Print every event as one line of JSON.")
+]
+PlainOption = Annotated[
+    bool, typer.Option("--plain", help="Print one line a step, on a terminal too.")
+]
 SetOption = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key, as train.steps=10. Repeatable.")
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Override a key, as train.steps=10. Repeatable."
+    ),
 ]
 FromOption = Annotated[
     int | None,
@@ -21,14 +28,19 @@ FromOption = Annotated[
         "--from",
         min=0,
         metavar="VERSION",
-        help="Go on from the checkpoint of this version; newer ones are set aside. 0: from the beginning.",
+        help="Go on from the checkpoint of this version; newer ones are set aside. 0: from the "
+        "beginning.",
     ),
 ]
 ServerOption = Annotated[
-    str, typer.Option("--server", envvar=SERVER_VARIABLE, metavar="URL", help="The service, as http://HOST:PORT.")
+    str,
+    typer.Option(
+        "--server", envvar=SERVER_VARIABLE, metavar="URL", help="The service, as http://HOST:PORT."
+    ),
 ]
 DataOption = Annotated[
-    Path, typer.Option("--data", metavar="DIR", help="The service's folder: its index and its runs.")
+    Path,
+    typer.Option("--data", metavar="DIR", help="The service's folder: its index and its runs."),
 ]
 IndexOption = Annotated[
     str,
@@ -36,7 +48,8 @@ IndexOption = Annotated[
         "--index",
         metavar="URL",
         envvar="ASYNCDOCK_INDEX",
-        help="The service's Redis or Valkey (redis://, rediss://, unix://). Default: its own below DIR. Prefer the "
-        "environment variable: other users of the machine can read command lines.",
+        help="The service's Redis or Valkey (redis://, rediss://, unix://). Default: its own below "
+        "DIR. Prefer the environment variable: other users of the machine can read command "
+        "lines.",
     ),
 ]

@@ -21,8 +21,10 @@ def refuse(message: object, code: int = BAD_INPUT) -> NoReturn:
 
 
 def advised(arguments: str) -> str:
-    """Return the ``asyncdock`` command with these arguments as the reader has to type it. In a container this is not
-    what the program was called with: ``ASYNCDOCK_COMMAND`` is then what runs it there.
+    """Return the ``asyncdock`` command with these arguments as the reader has to type it.
+
+    In a container this is not what the program was called with: ``ASYNCDOCK_COMMAND`` is then what
+    runs it there.
 
     >>> advised("runs list")
     'asyncdock runs list'
@@ -36,8 +38,11 @@ def print_json(value: Any) -> None:
 
 
 def table(*columns: str, right: tuple[str, ...] = (), **options: Any) -> Table:
-    """Return a table without borders. No column but the last is broken into lines; those in ``right`` are aligned right.
-    Columns without names have no row of names."""
+    """Return a table without borders.
+
+    No column but the last is broken into lines; those in ``right`` are aligned right. Columns
+    without names have no row of names.
+    """
     made = Table(box=None, show_header=any(columns), pad_edge=False, show_edge=False, **options)
     for column in columns:
         justify = "right" if column in right else "left"

@@ -1,4 +1,5 @@
-"""``asyncdock pairs``: preference pairs of a run's samples, as prompts of another run (stages.preference_pairs)."""
+"""``asyncdock pairs``: preference pairs of a run's samples, as prompts of another run
+(stages.preference_pairs)."""
 
 from __future__ import annotations
 
@@ -16,17 +17,28 @@ from orchestration.streams import NO_ROOM
 
 def pairs_command(
     run_dir: Annotated[
-        Path, typer.Argument(metavar="RUN_DIR", callback=run_folder, help="The folder of a run, which may go on.")
+        Path,
+        typer.Argument(
+            metavar="RUN_DIR", callback=run_folder, help="The folder of a run, which may go on."
+        ),
     ],
-    out: Annotated[Path, typer.Option(metavar="FILE", help="A name that ends in .jsonl or .parquet.")],
+    out: Annotated[
+        Path, typer.Option(metavar="FILE", help="A name that ends in .jsonl or .parquet.")
+    ],
     margin: Annotated[
-        float, typer.Option(min=0.0, help="Least difference of the two rewards. 0: all that differ.")
+        float,
+        typer.Option(min=0.0, help="Least difference of the two rewards. 0: all that differ."),
     ] = 0.0,
     whole: Annotated[
-        bool, typer.Option("--whole", help="Leave out responses that were cut at rollout.max_tokens or a stop text.")
+        bool,
+        typer.Option(
+            "--whole",
+            help="Leave out responses that were cut at rollout.max_tokens or a stop text.",
+        ),
     ] = False,
 ) -> None:
-    """Write preference pairs for DPO: of each group that the run was trained on, the best response against the worst."""
+    """Write preference pairs for DPO: of each group that the run was trained on, the best response
+    against the worst."""
     from stages.preference_pairs import PairsError, export_pairs
 
     try:

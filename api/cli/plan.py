@@ -1,4 +1,5 @@
-"""``asyncdock plan run``, ``what-if`` and ``profile``: what a run of a recipe will do, before it runs.
+"""``asyncdock plan run``, ``what-if`` and ``profile``: what a run of a recipe will do, before it
+runs.
 
 RECIPE ─┬─ costs: a run's folder, or the mock engines' options ─▶ simulation ─▶ throughput, shares, staleness, time
         └─ --search --devices N ─▶ each split and staleness that fits ─▶ ranked, and the best written as a recipe
@@ -32,7 +33,13 @@ if TYPE_CHECKING:
 
 PROFILE_STEPS = 8
 WHAT_IF = {  # numbers of a forecast that are compared, and their forms
-    **{"tokens_per_second": ",.0f", "step_seconds": ".3g", "generation": ".1%", "training": ".1%", "waiting": ".1%"},
+    **{
+        "tokens_per_second": ",.0f",
+        "step_seconds": ".3g",
+        "generation": ".1%",
+        "training": ".1%",
+        "waiting": ".1%",
+    },
     **{"staleness_mean": ".2f", "staleness_p95": "d", "staleness_max": "d"},
 }
 MOST_CHOICES = 12  # that are printed
@@ -41,7 +48,13 @@ SIGMA = 0.5  # of the logarithm of a length, where none is measured
 TENSOR_PARALLEL = (1, 2, 4, 8)
 
 DevicesOption = Annotated[
-    int, typer.Option("--devices", metavar="N", min=0, help="Devices to split, with --search. Default: the recipe's.")
+    int,
+    typer.Option(
+        "--devices",
+        metavar="N",
+        min=0,
+        help="Devices to split, with --search. Default: the recipe's.",
+    ),
 ]
 
 
@@ -50,38 +63,65 @@ def plan_run(
     set_: SetOption = None,
     costs: Annotated[
         Path | None,
-        typer.Option("--costs", metavar="RUN_DIR", callback=run_folder, help="Use the costs measured in this run."),
+        typer.Option(
+            "--costs",
+            metavar="RUN_DIR",
+            callback=run_folder,
+            help="Use the costs measured in this run.",
+        ),
     ] = None,
-    steps: Annotated[int, typer.Option("--steps", min=0, help="Optimizer steps. Default: the recipe's.")] = 0,
+    steps: Annotated[
+        int, typer.Option("--steps", min=0, help="Optimizer steps. Default: the recipe's.")
+    ] = 0,
     hardware: Annotated[
         str,
         typer.Option(
-            "--hardware", metavar="NUMBERS", help="Of a device, as flops=400e12,bandwidth=3e12, to derive costs."
+            "--hardware",
+            metavar="NUMBERS",
+            help="Of a device, as flops=400e12,bandwidth=3e12, to derive costs.",
         ),
     ] = "",
     response_tokens: Annotated[
         float,
-        typer.Option("--response-tokens", min=0, help="Mean length with --hardware. Default: half of the longest."),
+        typer.Option(
+            "--response-tokens",
+            min=0,
+            help="Mean length with --hardware. Default: half of the longest.",
+        ),
     ] = 0,
     failures: Annotated[
-        float, typer.Option("--failures", min=0, metavar="N", help="How often a rollout worker fails in an hour.")
+        float,
+        typer.Option(
+            "--failures", min=0, metavar="N", help="How often a rollout worker fails in an hour."
+        ),
     ] = 0,
-    price: Annotated[float, typer.Option("--price", min=0, help="Of a device, an hour: adds what the run costs.")] = 0,
+    price: Annotated[
+        float, typer.Option("--price", min=0, help="Of a device, an hour: adds what the run costs.")
+    ] = 0,
     search: Annotated[
         bool, typer.Option("--search", help="Rank the splits of the devices, and the staleness.")
     ] = False,
     devices: DevicesOption = 0,
     device_memory: Annotated[
         str,
-        typer.Option("--device-memory", metavar="SIZE", help="Of a device, as 80GiB: leaves out what does not fit."),
+        typer.Option(
+            "--device-memory",
+            metavar="SIZE",
+            help="Of a device, as 80GiB: leaves out what does not fit.",
+        ),
     ] = "",
     write: Annotated[
         Path | None,
-        typer.Option("--write", metavar="FILE", help="With --search: write the best choice, a recipe in JSON."),
+        typer.Option(
+            "--write",
+            metavar="FILE",
+            help="With --search: write the best choice, a recipe in JSON.",
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Predict what a run of RECIPE does: throughput, the share of each stage, staleness, and the time to its end.
+    """Predict what a run of RECIPE does: throughput, the share of each stage, staleness, and the
+    time to its end.
 
     With --costs RUN_DIR --set KEY=VALUE it answers what that run would do with other keys."""
     if (write or devices or device_memory) and not search:
@@ -94,9 +134,18 @@ def plan_run(
     if search:
         tensor_parallel = TENSOR_PARALLEL if hardware else ()
         return _search(
-            loaded, costs_of, lengths, devices or have, tensor_parallel, device_memory, failures, write, as_json=as_json
+            loaded,
+            costs_of,
+            lengths,
+            devices or have,
+            tensor_parallel,
+            device_memory,
+            failures,
+            write,
+            as_json=as_json,
         )
-    setup, of = replace(setup_of(loaded, steps=steps), failures=failures), costs_of(loaded)
+    setup = replace(setup_of(loaded, steps=steps), failures=failures)
+    of = costs_of(loaded)
     found = forecast(setup, of, lengths)
     better = forecast(replace(setup, replicas=setup.replicas + 1), of, lengths)
     later = replace(setup.plan, bound=setup.plan.bound + 1)
@@ -118,19 +167,28 @@ def plan_run(
 
 def plan_profile(
     recipe: RecipeArgument,
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="A new folder, for `plan run --costs DIR`.")],
+    out: Annotated[
+        Path, typer.Option("--out", metavar="DIR", help="A new folder, for `plan run --costs DIR`.")
+    ],
     set_: SetOption = None,
     plain: PlainOption = False,
 ) -> None:
-    """Measure the costs of RECIPE on this machine: execute a few optimizer steps of it in DIR, then its rollout engine
-    alone, then steps of half as many groups."""
-    path, here = find(recipe).resolve(), Path.cwd()
-    short = [f"train.steps={PROFILE_STEPS}", f"checkpoint.every={PROFILE_STEPS}", "evaluate.every=0"]
+    """Measure the costs of RECIPE on this machine: execute a few optimizer steps of it in DIR, then
+    its rollout engine alone, then steps of half as many groups."""
+    path = find(recipe).resolve()
+    here = Path.cwd()
+    short = [
+        f"train.steps={PROFILE_STEPS}",
+        f"checkpoint.every={PROFILE_STEPS}",
+        "evaluate.every=0",
+    ]
     with original_folder(path.parent), fork_server() as forks:
         loaded = load(path, [*short, *(set_ or [])], here / out)
         from orchestration.run.run import Run
 
-        code = create_and_show(lambda: Run.create(loaded, here / out), forks, json=False, plain=plain)
+        code = create_and_show(
+            lambda: Run.create(loaded, here / out), forks, json=False, plain=plain
+        )
         if code == 0 and loaded.runs_stage("rollout") and not loaded.prompts.responses:
             from orchestration.simulation.engine_profile import profile_engine
             from orchestration.simulation.recorded import SMALLER, with_smaller_steps
@@ -138,13 +196,19 @@ def plan_profile(
             profile_engine(loaded).write(here / out)
             if smaller := with_smaller_steps(loaded):
                 code = create_and_show(
-                    lambda: Run.create(smaller, here / out / SMALLER), forks, json=False, plain=plain
+                    lambda: Run.create(smaller, here / out / SMALLER),
+                    forks,
+                    json=False,
+                    plain=plain,
                 )
         raise typer.Exit(code)
 
 
 def plan_what_if(
-    folder: Annotated[Path, typer.Argument(metavar="RUN_DIR", callback=run_folder, help="A run, finished or running.")],
+    folder: Annotated[
+        Path,
+        typer.Argument(metavar="RUN_DIR", callback=run_folder, help="A run, finished or running."),
+    ],
     set_: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -161,12 +225,16 @@ def plan_what_if(
         return print_json({"now": asdict(now), "changed": asdict(changed)})
     shown = table("", "as it is", " ".join(set_ or ["unchanged"]), right=("as it is",))
     for name, form in WHAT_IF.items():
-        shown.add_row(name.replace("_", " "), *(format(getattr(one, name), form) for one in (now, changed)))
+        shown.add_row(
+            name.replace("_", " "), *(format(getattr(one, name), form) for one in (now, changed))
+        )
     shown.add_row("busiest", now.busiest, changed.busiest)
     safe_console().print(shown)
 
 
-def _costs(recipe: Recipe, folder: Path | None, hardware: str, response_tokens: float) -> tuple[CostsOf, LengthsOf]:
+def _costs(
+    recipe: Recipe, folder: Path | None, hardware: str, response_tokens: float
+) -> tuple[CostsOf, LengthsOf]:
     from orchestration.simulation.costs import DrawnLengths
     from orchestration.simulation.mock_costs import mock_costs, mock_lengths
     from orchestration.simulation.search import costs_of_run, scaled
@@ -182,7 +250,8 @@ def _costs(recipe: Recipe, folder: Path | None, hardware: str, response_tokens: 
     if hardware:
         from orchestration.simulation.analytic import Hardware, analytic_costs
 
-        longest, size = recipe.rollout.max_tokens, recipe.algorithm.group_size
+        longest = recipe.rollout.max_tokens
+        size = recipe.algorithm.group_size
         mean = response_tokens or longest / 2
         try:
             of = Hardware.of(hardware)
@@ -195,8 +264,9 @@ def _costs(recipe: Recipe, folder: Path | None, hardware: str, response_tokens: 
     if {recipe.rollout.engine, recipe.train.engine} == {"mock"}:
         return scaled(mock_costs(recipe), recipe.train.ranks), mock_lengths(recipe)
     refuse(
-        "--costs: what the engines of this recipe cost is not known; give the folder of a run of the same model on such "
-        "devices, or make one with `asyncdock plan profile RECIPE --out DIR`, or give numbers with --hardware"
+        "--costs: what the engines of this recipe cost is not known; give the folder of a run of "
+        "the same model on such devices, or make one with `asyncdock plan profile RECIPE --out "
+        "DIR`, or give numbers with --hardware"
     )
 
 
@@ -233,9 +303,14 @@ def _search(
     except ValueError as error:
         refuse(error)
     if not choices or choices[0].forecast is None:
-        refuse(f"--search: no split of {devices} devices can run. {choices[0].refused if choices else ''}")
+        refuse(
+            f"--search: no split of {devices} devices can run. "
+            f"{choices[0].refused if choices else ''}"
+        )
     if write is not None:
-        write.write_text(compare_recipe(recipe, choices[0].changes).to_json() + "\n", encoding="utf-8")
+        write.write_text(
+            compare_recipe(recipe, choices[0].changes).to_json() + "\n", encoding="utf-8"
+        )
     if as_json:
         return print_json({"choices": [asdict(choice) for choice in choices]})
     safe_console().print(_search_view(choices))
@@ -258,40 +333,61 @@ def _forecast_view(
         why = "generation: the rollout workers are busy for the largest share of the time"
     else:
         source = costs.sources.get("between_steps", "")
-        why = f"between steps: {costs.between_steps:.2g} s of claims, commits and publishing for each step ({source})"
+        why = (
+            f"between steps: {costs.between_steps:.2g} s of claims, commits and publishing for "
+            f"each step ({source})"
+        )
     rows = [
         (
             "throughput",
-            f"{found.tokens_per_second:,.0f} tokens/s trained, {found.step_seconds:.3g} s an optimizer step",
+            f"{found.tokens_per_second:,.0f} tokens/s trained, {found.step_seconds:.3g} s an "
+            f"optimizer step",
         ),
         (
             "share of time",
-            f"generation {found.generation:.1%}, training {found.training:.1%}, trainer waits {found.waiting:.1%}, "
-            f"between steps {found.between:.1%}",
+            f"generation {found.generation:.1%}, training {found.training:.1%}, trainer waits "
+            f"{found.waiting:.1%}, between steps {found.between:.1%}",
         ),
         ("limit", why),
         (
             "staleness",
-            f"mean {found.staleness_mean:.2f}, 95 % of samples {found.staleness_p95} or less, largest {found.staleness_max} "
-            f"(bound {recipe.pipeline.staleness})",
+            f"mean {found.staleness_mean:.2f}, 95 % of samples {found.staleness_p95} or less, "
+            f"largest {found.staleness_max} (bound {recipe.pipeline.staleness})",
         ),
         (
             "run",
             duration(found.seconds)
-            + (f", {price * devices * found.seconds / 3600:,.2f} for {devices} devices" if price else ""),
+            + (
+                f", {price * devices * found.seconds / 3600:,.2f} for {devices} devices"
+                if price
+                else ""
+            ),
         ),
-        ("one more", f"rollout worker {more:+.1%} tokens/s, version of pipeline.staleness {later:+.1%}"),
+        (
+            "one more",
+            f"rollout worker {more:+.1%} tokens/s, version of pipeline.staleness {later:+.1%}",
+        ),
     ]
     shown = table("", "")
     for name, text in rows:
         shown.add_row(name, text)
-    sources = sorted({of for name, of in costs.sources.items() if name != "restart_seconds" or failures})
+    sources = sorted(
+        {of for name, of in costs.sources.items() if name != "restart_seconds" or failures}
+    )
     return Group(shown, Text(f"\ncosts: {'; '.join(sources)}"))
 
 
 def _search_view(choices: list[Choice]) -> RenderableType:
     shown = table(
-        "", "keys", "devices", "tokens/s", "step", "generation", "training", "staleness", right=("devices", "tokens/s")
+        "",
+        "keys",
+        "devices",
+        "tokens/s",
+        "step",
+        "generation",
+        "training",
+        "staleness",
+        right=("devices", "tokens/s"),
     )
     runs = [choice for choice in choices if choice.forecast is not None]
     for choice in runs[:MOST_CHOICES]:
@@ -309,17 +405,25 @@ def _search_view(choices: list[Choice]) -> RenderableType:
     notes = [Text("* no other choice has both more tokens/s and a lower mean staleness")]
     left = [choice for choice in choices if choice.forecast is None]
     if left:
-        notes.append(Text(f"{len(left)} choices cannot run; the first: {' '.join(left[0].changes)}: {left[0].refused}"))
+        notes.append(
+            Text(
+                f"{len(left)} choices cannot run; the first: "
+                f"{' '.join(left[0].changes)}: {left[0].refused}"
+            )
+        )
     return Group(shown, *notes, Text(), Text(_pareto_plot(runs)))
 
 
 def _pareto_plot(runs: list[Choice]) -> str:
-    """Tokens/s to the right, mean staleness downwards, a line for each tenth of a version that occurs."""
+    """Tokens/s to the right, mean staleness downwards, a line for each tenth of a version that
+    occurs."""
     most = max(choice.forecast.tokens_per_second for choice in runs if choice.forecast)
     lines = dict[float, list[str]]()
     for choice in runs:
         if choice.forecast is not None:
-            line = lines.setdefault(round(choice.forecast.staleness_mean, 1), [" "] * (PLOT_WIDTH + 1))
+            line = lines.setdefault(
+                round(choice.forecast.staleness_mean, 1), [" "] * (PLOT_WIDTH + 1)
+            )
             at = round(PLOT_WIDTH * choice.forecast.tokens_per_second / most)
             line[at] = "*" if choice.pareto or line[at] == "*" else "·"
     body = [f"{age:9.1f} |{''.join(line).rstrip()}" for age, line in sorted(lines.items())]

@@ -1,4 +1,5 @@
-"""Finds and loads the recipes that a command names: a TOML file, a run's recipe.json, or a name of a stored recipe."""
+"""Finds and loads the recipes that a command names: a TOML file, a run's recipe.json, or a name of
+a stored recipe."""
 
 from __future__ import annotations
 
@@ -19,8 +20,13 @@ if TYPE_CHECKING:
 
 
 def complete_recipe(incomplete: str) -> Iterator[tuple[str, str]]:
-    """Yield the recipes that ``incomplete`` may be the beginning of, each with a help text, for shell completion."""
-    yield from ((name, escaped(description(path))) for name, path in stored().items() if name.startswith(incomplete))
+    """Yield the recipes that ``incomplete`` may be the beginning of, each with a help text, for
+    shell completion."""
+    yield from (
+        (name, escaped(description(path)))
+        for name, path in stored().items()
+        if name.startswith(incomplete)
+    )
     yield from complete_path(incomplete)
 
 
@@ -63,24 +69,34 @@ def description(path: Path) -> str:
 
 def find(name: str) -> Path:
     """Return the file of the recipe ``name``. Ends the command when there is none."""
-    path, known = Path(name), stored()
+    path = Path(name)
+    known = stored()
     if path.is_file():
         return path
     if (path / "recipe.json").is_file():
         refuse(
-            f"recipe: {name!r} is the folder of a run; continue it with `asyncdock resume {name}`, or start a run like it "
-            f"with `asyncdock run {path / 'recipe.json'}`"
+            f"recipe: {name!r} is the folder of a run; continue it with `asyncdock resume {name}`, "
+            f"or start a run like it with `asyncdock run {path / 'recipe.json'}`"
         )
     if name in known:
         return known[name]
     close = difflib.get_close_matches(path.stem, known, n=1)
-    hint = f"did you mean {close[0]!r}?" if close else f"use a path, or one of: {', '.join(known) or '(none found)'}"
+    hint = (
+        (f"did you mean {close[0]!r}?")
+        if close
+        else (f"use a path, or one of: {', '.join(known) or '(none found)'}")
+    )
     refuse(f"recipe: {name!r} is neither a file nor a known name; {hint}")
 
 
-def load(path: Path, overrides: list[str] | None, folder: Path | None = None, *, files: bool = True) -> Recipe:
-    """Return the recipe in ``path`` for a run in ``folder``. Ends the command when it has problems. ``files``: see
-    :func:`orchestration.recipe.load.parse_recipe`."""
+def load(
+    path: Path, overrides: list[str] | None, folder: Path | None = None, *, files: bool = True
+) -> Recipe:
+    """Return the recipe in ``path`` for a run in ``folder``.
+
+    Ends the command when it has problems. ``files``: see
+    :func:`orchestration.recipe.load.parse_recipe`.
+    """
     from orchestration.recipe.load import load_recipe
     from orchestration.recipe.problems import RecipeError
 

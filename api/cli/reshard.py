@@ -1,4 +1,5 @@
-"""``asyncdock plan reshard``: computes what an allgather-swap between two layouts moves and how much memory it takes.
+"""``asyncdock plan reshard``: computes what an allgather-swap between two layouts moves and how
+much memory it takes.
 
 recipe ──▶ the model's config ──▶ parameters ────────────┐
 recipe's layouts, or --train and --rollout ──▶ layouts ──┴▶ plan ──▶ bytes per phase and rank, compared with a naive swap
@@ -46,12 +47,19 @@ def reshard_report(
     bucket: str = "",
     ranks_per_node: int | None = None,
 ) -> dict[str, Any]:
-    """Return the plan for ``recipe``'s model, in bytes. Layouts and bucket are the recipe's where they are "". Raises
-    :class:`PlanRefused`."""
+    """Return the plan for ``recipe``'s model, in bytes.
+
+    Layouts and bucket are the recipe's where they are "". Raises :class:`PlanRefused`.
+    """
     if recipe.model.source == "mock":
-        raise PlanRefused("model.source: 'mock' has no parameters to lay out; use 'tiny', 'smollm2' or a checkpoint")
+        raise PlanRefused(
+            "model.source: 'mock' has no parameters to lay out; use 'tiny', "
+            "'smollm2' or a checkpoint"
+        )
     if ranks_per_node is not None and ranks_per_node < 1:
-        raise PlanRefused(f"--ranks-per-node: {ranks_per_node} is no number of ranks; use a whole number >= 1")
+        raise PlanRefused(
+            f"--ranks-per-node: {ranks_per_node} is no number of ranks; use a whole number >= 1"
+        )
     bucket_bytes = _bucket_bytes(bucket) if bucket else recipe.sync.bucket
 
     from stages.models import ModelNotFound
@@ -62,8 +70,9 @@ def reshard_report(
     target = _layout(rollout, "rollout") if rollout else rollout_layout(recipe, source.world)
     if source.world != target.world:
         raise PlanRefused(
-            f"--rollout: {rollout or str(target)!r} has {target.world} ranks where --train {train or str(source)!r} has "
-            f"{source.world}; they take turns on the same ranks, so make the products of dp, tp and pp equal"
+            f"--rollout: {rollout or str(target)!r} has {target.world} ranks where --train "
+            f"{train or str(source)!r} has {source.world}; they take turns on the same ranks, so "
+            f"make the products of dp, tp and pp equal"
         )
     try:
         model = trained_state(recipe)
@@ -80,10 +89,13 @@ def reshard_report(
     except LayoutError as error:
         raise PlanRefused(f"layout of {recipe.model.source}: {error}") from None
     except (ModelNotFound, ValueError, OSError, AttributeError) as error:
-        raise PlanRefused(f"model.source: {recipe.model.source!r} cannot be planned: {error}") from None
+        raise PlanRefused(
+            f"model.source: {recipe.model.source!r} cannot be planned: {error}"
+        ) from None
     if not rollout and not recipe.colocated:
         notes.append(
-            "launch.placement = 'separate': the engines of this recipe have other devices; planned as if they took turns"
+            "launch.placement = 'separate': the engines of this recipe have other devices; planned "
+            "as if they took turns"
         )
     return {
         "model": recipe.model.source,
@@ -114,7 +126,8 @@ def reshard_report(
 
 
 def _cannot_train(recipe: Recipe, layout: Layout) -> Iterator[str]:
-    """Yield why the train engine cannot run ``layout``, in the words of the recipe's check where it covers the case."""
+    """Yield why the train engine cannot run ``layout``, in the words of the recipe's check where it
+    covers the case."""
     if beyond := layout.beyond_train_engine:
         for part in beyond:
             key = f"train.{part.partition('=')[0]}"
@@ -131,7 +144,9 @@ def _cannot_train(recipe: Recipe, layout: Layout) -> Iterator[str]:
         from stages.models import load_config
 
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(load_config(recipe.model.source), trust_remote_code=False)
+            model = AutoModelForCausalLM.from_config(
+                load_config(recipe.model.source), trust_remote_code=False
+            )
         try:
             cuts(model, len(layout.group("tp", 0)))
         except ValueError as error:
@@ -156,19 +171,28 @@ def _bucket_bytes(text: str) -> int:
     except ValueError as error:
         raise PlanRefused(f"--bucket: {text!r} {error}") from None
     if not isinstance(size, int) or size < SMALLEST_BUCKET:
-        raise PlanRefused(f"--bucket: {text!r} is less than {SMALLEST_BUCKET} bytes; use for example 4MiB")
+        raise PlanRefused(
+            f"--bucket: {text!r} is less than {SMALLEST_BUCKET} bytes; use for example 4MiB"
+        )
     return size
 
 
 def reshard_view(report: Mapping[str, Any]) -> RenderableType:
     """Return what the command prints."""
-    experts = f", {format_size(report['expert_bytes'])} of it experts" if report["expert_bytes"] else ""
+    experts = (
+        (f", {format_size(report['expert_bytes'])} of it experts") if report["expert_bytes"] else ""
+    )
     bucket = format_size(report["bucket_bytes"])
-    generated = f", generating in {report['rollout_dtype']}" if report["rollout_dtype"] != report["dtype"] else ""
+    generated = (
+        (f", generating in {report['rollout_dtype']}")
+        if report["rollout_dtype"] != report["dtype"]
+        else ""
+    )
     head = Text(
-        f"{report['model']} in {report['dtype']}: {format_size(report['bytes'])}{experts}{generated}\n"
-        f"train   {report['train']}\nrollout {report['rollout']}\n"
-        f"{report['ranks']} ranks, {report['rounds']} rounds, buckets of {bucket}, two in flight"
+        f"{report['model']} in {report['dtype']}: "
+        f"{format_size(report['bytes'])}{experts}{generated}\ntrain   {report['train']}\nrollout "
+        f"{report['rollout']}\n{report['ranks']} ranks, {report['rounds']} rounds, buckets of "
+        f"{bucket}, two in flight"
     )
     notes = [Text(f"! {note}") for note in report["notes"]]
     largest = max(max(one["live"]) for one in report["phases"])
@@ -180,19 +204,31 @@ def reshard_view(report: Mapping[str, Any]) -> RenderableType:
     def figures(name: str, *columns: str) -> Table:
         return table(name, *columns, right=columns)
 
-    phases = figures(f"most of any rank, {name}", "received", "to/from host", "temporary", "live", "after")
+    phases = figures(
+        f"most of any rank, {name}", "received", "to/from host", "temporary", "live", "after"
+    )
     for one in report["phases"]:
         keys = ("moved", "host", "temporary", "live", "after")
         phases.add_row(one["phase"], *(figure(max(one[key])) for key in keys))
     live = {one["phase"]: one["live"] for one in report["phases"]}
     shown = [phase for phase in live if not phase.startswith("offload")]
-    ranks = figures(f"rank, {name}", "sends", "receives", "keeps", *(f"live: {shown[0]}", *shown[1:]))
+    ranks = figures(
+        f"rank, {name}", "sends", "receives", "keeps", *(f"live: {shown[0]}", *shown[1:])
+    )
     for rank in range(min(report["ranks"], MOST_RANKS)):
-        columns = (report["sent"], report["received"], report["kept"], *(live[phase] for phase in shown))
+        columns = (
+            report["sent"],
+            report["received"],
+            report["kept"],
+            *(live[phase] for phase in shown),
+        )
         ranks.add_row(str(rank), *(figure(column[rank]) for column in columns))
     more = report["ranks"] - MOST_RANKS
-    naive, counted = report["naive"], report["naive"]["redundant"]
-    redundant = figures(f"naive: gather, slice, keep both, {name}", "redundant, all ranks", "most of any")
+    naive = report["naive"]
+    counted = report["naive"]["redundant"]
+    redundant = figures(
+        f"naive: gather, slice, keep both, {name}", "redundant, all ranks", "most of any"
+    )
     redundant.add_row("counted", figure(sum(counted)), figure(max(counted)))
     redundant.add_row("N·(TW/UTP + EW·(1/UEP − 1/GEP))", figure(naive["general"]), "")
     redundant.add_row("MindSpeed RL, Eq. 3", figure(naive["eq3"]), "")

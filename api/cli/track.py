@@ -1,4 +1,5 @@
-"""``asyncdock track``: copies a run's events to TensorBoard, MLflow or W&B (api.telemetry.trackers).
+"""``asyncdock track``: copies a run's events to TensorBoard, MLflow or W&B
+(api.telemetry.trackers).
 
 RUN_DIR, or --server and a run's id ──▶ its events ──▶ the tracker's files in DIR
 """
@@ -23,15 +24,26 @@ from orchestration.streams import NO_ROOM
 
 def track_command(
     run: Annotated[
-        str, typer.Argument(metavar="RUN", callback=run_folder, help="The folder of a run; with --server, a run's id.")
+        str,
+        typer.Argument(
+            metavar="RUN",
+            callback=run_folder,
+            help="The folder of a run; with --server, a run's id.",
+        ),
     ],
-    to: Annotated[str, typer.Option(metavar="TRACKER", help="tensorboard, mlflow or wandb.")] = "tensorboard",
+    to: Annotated[
+        str, typer.Option(metavar="TRACKER", help="tensorboard, mlflow or wandb.")
+    ] = "tensorboard",
     into: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Its files. Default: TRACKER in the run's folder.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Its files. Default: TRACKER in the run's folder."),
     ] = None,
     server: Annotated[str, typer.Option(metavar="URL", help=f"As {DEFAULT_SERVER}.")] = "",
 ) -> None:
-    """Show a run in TensorBoard, MLflow or W&B, while it goes on or afterwards. Called again it goes on where it was."""
+    """Show a run in TensorBoard, MLflow or W&B, while it goes on or afterwards.
+
+    Called again it goes on where it was.
+    """
     from api.telemetry.trackers import TRACKERS, TrackError
 
     if to not in TRACKERS:
@@ -41,7 +53,9 @@ def track_command(
         refuse(f"run: {run} is not the folder of a run; or give --server and a run's id")
     into = into or (Path("runs") / run / to if server else folder / to)
     try:
-        count = asyncio.run(_from_server(run, to, into, server) if server else _from_folder(folder, to, into))
+        count = asyncio.run(
+            _from_server(run, to, into, server) if server else _from_folder(folder, to, into)
+        )
     except (TrackError, KeyringError) as error:
         refuse(error)
     except OSError as error:
@@ -58,7 +72,9 @@ async def _from_folder(folder: Path, to: str, into: Path) -> int:
 
     recipe = json.loads((folder / "recipe.json").read_text())
     name = folder.resolve().name  # noqa: ASYNC240
-    return await track(lambda after: events_of_folder(folder, after), name, into, TRACKERS[to], recipe)
+    return await track(
+        lambda after: events_of_folder(folder, after), name, into, TRACKERS[to], recipe
+    )
 
 
 async def _from_server(run: str, to: str, into: Path, server: str) -> int:
@@ -68,7 +84,9 @@ async def _from_server(run: str, to: str, into: Path, server: str) -> int:
     try:
         async with Client(server) as client:
             recipe = (await client.run(run)).recipe
-            return await track(lambda after: client.events(run, after=after), run, into, TRACKERS[to], recipe)
+            return await track(
+                lambda after: client.events(run, after=after), run, into, TRACKERS[to], recipe
+            )
     except ServiceError as error:
         unknown = isinstance(error, ApiProblem) and error.status == 404
         refuse(error, BAD_INPUT if unknown else NO_SERVICE)

@@ -1,7 +1,7 @@
 """Python clients of a service: ``from api.client import Client, SyncClient, ExternalStage``.
 
-The names are imported when they are first used: commands that need only the stored tokens stay quick, and only ExternalStage
-imports torch.
+The names are imported when they are first used: commands that need only the stored tokens stay
+quick, and only ExternalStage imports torch.
 """
 
 from importlib import import_module
@@ -21,7 +21,12 @@ if TYPE_CHECKING:
     from api.client.errors import WrongState as WrongState
     from api.client.external_stage import ExternalStage as ExternalStage
 
-_CLIENTS = {"Client": "client", "SyncClient": "client", "RunEvent": "client", "ExternalStage": "external_stage"}
+_CLIENTS = {
+    "Client": "client",
+    "SyncClient": "client",
+    "RunEvent": "client",
+    "ExternalStage": "external_stage",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,13 +1,15 @@
-"""The service from Python: :class:`Client` for asyncio, :class:`SyncClient` for everything else, notebooks included.
+"""The service from Python: :class:`Client` for asyncio, :class:`SyncClient` for everything else,
+notebooks included.
 
     Client.submit ──▶ Transport.send ──▶ one answer ──▶ a model of api.schemas.runs
     Client.events ──▶ stream after Last-Event-ID ──▶ complete events, each once ──▶ the caller
                         ▲   ├─▶ "end" ──▶ return
                         └───┴─▶ connection lost, silent, or "dropped" ──▶ wait as between attempts
 
-A submission carries an Idempotency-Key: when its answer is lost, it can be repeated and still starts one run. An event's id
-is its position in the run's stream. The client asks for the events after the last one that it yielded, and skips those
-before it, so that none is lost and none comes twice.
+A submission carries an Idempotency-Key: when its answer is lost, it can be repeated and still
+starts one run. An event's id is its position in the run's stream. The client asks for the events
+after the last one that it yielded, and skips those before it, so that none is lost and none comes
+twice.
 """
 
 from __future__ import annotations
@@ -19,7 +21,15 @@ import json
 import time
 import uuid
 import weakref
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 from urllib.parse import quote
 
@@ -64,8 +74,8 @@ class RunEvent(Event):
 class Client(Transport):
     """An AsyncDock service. Arguments as for :class:`Transport`.
 
-    Calls raise :class:`ApiProblem` and its kinds, :class:`Unreachable` and :class:`NotAsyncDock`. Close a client, or use it
-    as ``async with Client(...) as client``.
+    Calls raise :class:`ApiProblem` and its kinds, :class:`Unreachable` and :class:`NotAsyncDock`.
+    Close a client, or use it as ``async with Client(...) as client``.
     """
 
     # --- recipes
@@ -78,12 +88,18 @@ class Client(Transport):
         """One recipe of the service."""
         return await self._get(StoredRecipe, f"/v1/recipes/{_part('recipe', name)}")
 
-    async def check(self, recipe: str | Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> CheckedRecipe:
-        """What a run of ``recipe`` (as for :meth:`submit`) would be, or all of its errors. Starts nothing."""
+    async def check(
+        self, recipe: str | Mapping[str, Any], overrides: Mapping[str, Any] | None = None
+    ) -> CheckedRecipe:
+        """What a run of ``recipe`` (as for :meth:`submit`) would be, or all of its errors.
+
+        Starts nothing.
+        """
         return await self._post(CheckedRecipe, "/v1/recipes/check", submission(recipe, overrides))
 
     async def login_link(self) -> LinkView:
-        """A code that signs a browser in once, with what this client's token may: ``SERVER/#login=CODE``."""
+        """A code that signs a browser in once, with what this client's token may:
+        ``SERVER/#login=CODE``."""
         return await self._post(LinkView, "/v1/login/links")
 
     # --- runs
@@ -95,15 +111,21 @@ class Client(Transport):
         *,
         key: str | None = None,
     ) -> RunView:
-        """Start a run of ``recipe``: the name of one that the service has, or its tables. ``overrides`` by dotted key, as
-        ``{"train.steps": 10}``. Repeating a submission with the same ``key`` returns the run that the first one started."""
+        """Start a run of ``recipe``: the name of one that the service has, or its tables.
+
+        ``overrides`` by dotted key, as ``{"train.steps": 10}``. Repeating a submission with the
+        same ``key`` returns the run that the first one started.
+        """
         headers = {"Idempotency-Key": key or uuid.uuid4().hex}
         return await self._post(RunView, "/v1/runs", submission(recipe, overrides), headers)
 
     async def runs(
         self, *, state: str = "", name: str = "", owner: str = "", limit: int | None = None
     ) -> AsyncGenerator[RunView]:
-        """Runs, newest first, at most ``limit``; reads a page when it is needed. An empty filter matches every run."""
+        """Runs, newest first, at most ``limit``; reads a page when it is needed.
+
+        An empty filter matches every run.
+        """
         query = {"state": state, "name": name, "owner": owner}
         async for page in self._pages(RunPage, "/v1/runs", query, limit):
             for run in page.runs:
@@ -114,22 +136,32 @@ class Client(Transport):
         return await self._get(RunView, self._run(run))
 
     async def pause(self, run: str) -> RunView:
-        """Ask that no more samples begin; those in flight are completed. Does nothing to a paused run."""
+        """Ask that no more samples begin; those in flight are completed.
+
+        Does nothing to a paused run.
+        """
         return await self._post(RunView, self._run(run, "pause"))
 
     async def resume(
-        self, run: str, overrides: Mapping[str, Any] | None = None, *, start_version: int | None = None
+        self,
+        run: str,
+        overrides: Mapping[str, Any] | None = None,
+        *,
+        start_version: int | None = None,
     ) -> RunView:
-        """Let a paused run continue, or an ended one from its newest checkpoint, by way of the queue. ``overrides``, by
-        dotted key, change the recipe of an ended one for good. ``start_version``: of the checkpoint to go on from; newer
-        ones are set aside."""
+        """Let a paused run continue, or an ended one from its newest checkpoint, by way of the
+        queue. ``overrides``, by dotted key, change the recipe of an ended one for good.
+        ``start_version``: of the checkpoint to go on from; newer ones are set aside."""
         body: dict[str, Any] = {"overrides": dict(overrides)} if overrides else {}
         if start_version is not None:
             body["start_version"] = start_version
         return await self._post(RunView, self._run(run, "resume"), body or None)
 
     async def stop(self, run: str) -> RunView:
-        """Ask for a clean end, with a checkpoint. A run that still waits in the queue stops at once."""
+        """Ask for a clean end, with a checkpoint.
+
+        A run that still waits in the queue stops at once.
+        """
         return await self._post(RunView, self._run(run, "stop"))
 
     async def checkpoint(self, run: str) -> RunView:
@@ -137,16 +169,23 @@ class Client(Transport):
         return await self._post(RunView, self._run(run, "checkpoint"))
 
     async def scale(self, run: str, rollout: int) -> RunView:
-        """Ask for ``rollout`` rollout workers. Returns at once: they start and leave while the run goes on."""
+        """Ask for ``rollout`` rollout workers.
+
+        Returns at once: they start and leave while the run goes on.
+        """
         return await self._post(RunView, self._run(run, "scale"), {"rollout": rollout})
 
     async def what_if(self, run: str, overrides: Mapping[str, object]) -> WhatIfView:
-        """Simulate the run with its own measured costs, as it is and with ``overrides`` of its recipe (dotted keys)."""
-        return await self._post(WhatIfView, self._run(run, "what-if"), {"overrides": dict(overrides)})
+        """Simulate the run with its own measured costs, as it is and with ``overrides`` of its
+        recipe (dotted keys)."""
+        return await self._post(
+            WhatIfView, self._run(run, "what-if"), {"overrides": dict(overrides)}
+        )
 
     async def delete(self, run: str) -> None:
         """Remove an ended run, its data and its files."""
-        # Raises NotFound. Below, NotFound means that an earlier attempt removed the run and its answer was lost.
+        # Raises NotFound. Below, NotFound means that an earlier attempt removed the run and its
+        # answer was lost.
         await self.run(run)
         with contextlib.suppress(NotFound):
             await self.send("DELETE", self._run(run))
@@ -171,8 +210,14 @@ class Client(Transport):
         staleness_min: int | None = None,
         limit: int | None = None,
     ) -> AsyncGenerator[SampleView]:
-        """Trained samples that match the filters, at most ``limit``; reads a page when it is needed."""
-        query = {"step": step, "reward_min": reward_min, "reward_max": reward_max, "staleness_min": staleness_min}
+        """Trained samples that match the filters, at most ``limit``; reads a page when it is
+        needed."""
+        query = {
+            "step": step,
+            "reward_min": reward_min,
+            "reward_max": reward_max,
+            "staleness_min": staleness_min,
+        }
         async for page in self._pages(SamplePage, self._run(run, "samples"), query, limit):
             for sample in page.samples:
                 yield sample
@@ -195,8 +240,8 @@ class Client(Transport):
         every: float | None = None,
         names: Sequence[str] = (),
     ) -> MetricsView:
-        """The history between two times (Unix seconds), one point per ``every`` seconds; ``names`` of series and numbers, as
-        ``step.reward_mean``."""
+        """The history between two times (Unix seconds), one point per ``every`` seconds; ``names``
+        of series and numbers, as ``step.reward_mean``."""
         query = {"from": from_, "to": to, "every": every, "names": ",".join(names)}
         return await self._get(MetricsView, self._run(run, "metrics"), query)
 
@@ -208,12 +253,17 @@ class Client(Transport):
         except ValueError:
             raise self.not_understood(self._run(run, "trace"), "it is not JSON") from None
 
-    async def events(self, run: str, *, after: str = "", kinds: Sequence[str] = ()) -> AsyncGenerator[RunEvent]:
-        """Every event of ``run`` after the id ``after`` (from the beginning by default) as it comes; ends after the run's
-        last event. No event is lost and none comes twice, also when connections are lost. ``kinds`` as ``("step",)``.
+    async def events(
+        self, run: str, *, after: str = "", kinds: Sequence[str] = ()
+    ) -> AsyncGenerator[RunEvent]:
+        """Every event of ``run`` after the id ``after`` (from the beginning by default) as it
+        comes; ends after the run's last event. No event is lost and none comes twice, also when
+        connections are lost. ``kinds`` as ``("step",)``.
 
-        Iterate to the end, or in ``contextlib.aclosing``, which closes the connection when you leave the loop."""
-        path, query = self._run(run, "metrics/stream"), {"kinds": ",".join(kinds)}
+        Iterate to the end, or in ``contextlib.aclosing``, which closes the connection when you
+        leave the loop."""
+        path = self._run(run, "metrics/stream")
+        query = {"kinds": ",".join(kinds)}
         retries = Retries(self.patience, self.on_retry)
         while True:
             opened: float | None = None
@@ -225,11 +275,14 @@ class Client(Transport):
                         if message.event == "end":
                             return
                         if message.event == "dropped":
-                            raise Unreachable(self.server, f"it dropped the stream ({message.data})")
+                            raise Unreachable(
+                                self.server, f"it dropped the stream ({message.data})"
+                            )
                         if position <= self._position(path, after):
                             continue
                         after = message.id
-                        if message.data:  # without data: a heartbeat, with the position up to which nothing matches
+                        # without data: a heartbeat, with the position up to which nothing matches
+                        if message.data:
                             retries.restart()
                             yield self._event(path, message)
                 raise Unreachable(self.server, "the stream ended too early")
@@ -240,14 +293,19 @@ class Client(Transport):
             await retries.wait(failure)
 
     async def wait_until_ended(self, run: str, timeout: float | None = None) -> RunView:
-        """The run once it is finished, stopped or failed. Raises TimeoutError after ``timeout`` seconds."""
+        """The run once it is finished, stopped or failed.
+
+        Raises TimeoutError after ``timeout`` seconds.
+        """
         async with asyncio.timeout(timeout):
             after = ""
             while True:
                 view = await self.run(run)
                 if view.state in ENDED:
                     return view
-                async with contextlib.aclosing(self.events(run, after=after, kinds=("state",))) as events:
+                async with contextlib.aclosing(
+                    self.events(run, after=after, kinds=("state",))
+                ) as events:
                     async for event in events:
                         after = event.id
 
@@ -260,15 +318,23 @@ class Client(Transport):
     async def _get(self, model: type[M], path: str, query: Mapping[str, Any] | None = None) -> M:
         return self._read(model, path, await self.send("GET", path, query))
 
-    async def _post(self, model: type[M], path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> M:
-        sending = self.send("POST", path) if body is None else self.send_json("POST", path, body, headers)
+    async def _post(
+        self, model: type[M], path: str, body: Any = None, headers: Mapping[str, str] | None = None
+    ) -> M:
+        sending = (
+            self.send("POST", path) if body is None else self.send_json("POST", path, body, headers)
+        )
         return self._read(model, path, await sending)
 
     async def _pages(
         self, model: type[PageT], path: str, query: Mapping[str, Any], limit: int | None
     ) -> AsyncGenerator[PageT]:
-        """Pages of at most ``limit`` entries together. Some may have fewer than they were asked for."""
-        left, after = limit, ""
+        """Pages of at most ``limit`` entries together.
+
+        Some may have fewer than they were asked for.
+        """
+        left = limit
+        after = ""
         while left is None or left > 0:
             size = PAGE if left is None else min(left, PAGE)
             page = await self._get(model, path, {**query, "limit": size, "after": after})
@@ -276,7 +342,8 @@ class Client(Transport):
             if not page.next:
                 return
             entries = page.runs if isinstance(page, RunPage) else page.samples
-            after, left = page.next, None if left is None else left - len(entries)
+            after = page.next
+            left = None if left is None else left - len(entries)
 
     def _read(self, model: type[M], path: str, answer: Answer) -> M:
         try:
@@ -284,7 +351,9 @@ class Client(Transport):
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
             where = ".".join(str(part) for part in first["loc"])
-            raise self.not_understood(path, f"{where}: {first['msg']}" if where else first["msg"]) from None
+            raise self.not_understood(
+                path, f"{where}: {first['msg']}" if where else first["msg"]
+            ) from None
 
     def _position(self, path: str, event_id: str) -> tuple[int, int]:
         try:
@@ -300,9 +369,13 @@ class Client(Transport):
             raise self.not_understood(path, f"not an event: {message!r:.200}") from None
 
 
-def submission(recipe: str | Mapping[str, Any], overrides: Mapping[str, Any] | None) -> dict[str, Any]:
+def submission(
+    recipe: str | Mapping[str, Any], overrides: Mapping[str, Any] | None
+) -> dict[str, Any]:
     """Returns the body of a submission or a check."""
-    given: dict[str, Any] = {"recipe_name": recipe} if isinstance(recipe, str) else {"recipe": dict(recipe)}
+    given: dict[str, Any] = (
+        {"recipe_name": recipe} if isinstance(recipe, str) else {"recipe": dict(recipe)}
+    )
     return given | ({"overrides": dict(overrides)} if overrides else {})
 
 
@@ -313,7 +386,7 @@ def _part(name: str, value: str) -> str:
     return quote(value, safe="")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Without asyncio
 
 
@@ -349,9 +422,12 @@ def _iterating(
 
 
 class SyncClient:
-    """:class:`Client` with plain calls: the same methods, and iterators where it has async ones. Its event loop runs in a
-    thread of its own, so it works where another loop runs already, as in a notebook, and from several threads at once.
-    Close it, or use it as ``with SyncClient(...) as client``."""
+    """:class:`Client` with plain calls: the same methods, and iterators where it has async ones.
+
+    Its event loop runs in a thread of its own, so it works where another loop runs already, as in a
+    notebook, and from several threads at once. Close it, or use it as ``with SyncClient(...) as
+    client``.
+    """
 
     def __init__(
         self,
@@ -366,7 +442,8 @@ class SyncClient:
         with contextlib.ExitStack() as stack:
             self._portal = stack.enter_context(start_blocking_portal(name="asyncdock-client"))
             stack.callback(self._portal.call, self._client.close)
-            # A client that is not closed is closed with its last reference, or before the interpreter ends.
+            # A client that is not closed is closed with its last reference, or before the
+            # interpreter ends.
             self._close = weakref.finalize(self, stack.pop_all().close)
 
     @property

@@ -3,7 +3,8 @@
     the caller's ─▶ ASYNCDOCK_TOKEN ─▶ what `asyncdock login` has kept ─▶ that of a service of this user here ─▶ none
                                        tokens.json, mode 600              orchestration.service.own_services
 
-The client looks up the last one again at each request. It stops sending the token when that service has ended.
+The client looks up the last one again at each request. It stops sending the token when that service
+has ended.
 """
 
 from __future__ import annotations
@@ -27,12 +28,19 @@ class ServiceGone(ConnectionError):
 
 
 class KeyringError(RuntimeError):
-    """The file of tokens cannot be used; the message says why and what to do. It never holds a token."""
+    """The file of tokens cannot be used; the message says why and what to do.
+
+    It never holds a token.
+    """
 
 
 def keyring_file() -> Path:
     """``$XDG_CONFIG_HOME/asyncdock/tokens.json``, by default below ``~/.config``."""
-    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "asyncdock" / "tokens.json"
+    return (
+        Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
+        / "asyncdock"
+        / "tokens.json"
+    )
 
 
 def server_key(server: str) -> str:
@@ -43,28 +51,40 @@ def server_key(server: str) -> str:
     """
     parts = urlsplit(server)
     host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
-    return f"{parts.scheme}://{host}:{parts.port or PORTS.get(parts.scheme)}{parts.path.rstrip('/')}"
+    return (
+        f"{parts.scheme}://{host}:{parts.port or PORTS.get(parts.scheme)}{parts.path.rstrip('/')}"
+    )
 
 
 class Credential:
-    """The token for ``server``: ``token``, else the one that is found. Raises :class:`KeyringError`."""
+    """The token for ``server``: ``token``, else the one that is found.
+
+    Raises :class:`KeyringError`.
+    """
 
     def __init__(self, server: str, token: str | None = None) -> None:
-        self.server, self._token = server, token
+        self.server = server
+        self._token = token
         self._is_fixed = token is not None  # by the caller, the environment or the file
         self._service: OwnService | None = None
 
     def find(self) -> tuple[str, str | None]:
-        """Return the address to ask, and the token to send there, if there is one. Of a service of this user the address has
-        a number. Raises ServiceGone when there was such a service, and it does not listen now."""
+        """Return the address to ask, and the token to send there, if there is one.
+
+        Of a service of this user the address has a number. Raises ServiceGone when there was such a
+        service, and it does not listen now.
+        """
         if not self._is_fixed:
-            self._token = os.environ.get(TOKEN_VARIABLE) or _read(keyring_file()).get(server_key(self.server))
+            self._token = os.environ.get(TOKEN_VARIABLE) or _read(keyring_file()).get(
+                server_key(self.server)
+            )
             self._is_fixed = True
         if self._token is not None:
             return self.server, self._token
         if self._service is not None and self._service.listens:
             return self._service.url, self._service.token
-        before, self._service = self._service, find_service(self.server)
+        before = self._service
+        self._service = find_service(self.server)
         if self._service is not None:
             if before is not None:
                 before.close()
@@ -80,8 +100,8 @@ class Credential:
 
 
 def find_token(server: str) -> str | None:
-    """The token for ``server``: from the environment, else what `asyncdock login` has kept, else that of a service of this
-    user on this machine, else None. Raises :class:`KeyringError`."""
+    """The token for ``server``: from the environment, else what `asyncdock login` has kept, else
+    that of a service of this user on this machine, else None. Raises :class:`KeyringError`."""
     credential = Credential(server)
     try:
         return credential.find()[1]
@@ -90,7 +110,10 @@ def find_token(server: str) -> str | None:
 
 
 def token_source(server: str) -> str:
-    """Return in words where the token for ``server`` comes from; "" when there is none. Raises :class:`KeyringError`."""
+    """Return in words where the token for ``server`` comes from; "" when there is none.
+
+    Raises :class:`KeyringError`.
+    """
     if os.environ.get(TOKEN_VARIABLE):
         return f"the token in {TOKEN_VARIABLE}"
     if server_key(server) in _read(keyring_file()):
@@ -106,7 +129,10 @@ def remember(server: str, token: str) -> Path:
 
 
 def forget(server: str) -> bool:
-    """Removes the token of ``server``; returns False when there was none. Raises :class:`KeyringError`."""
+    """Removes the token of ``server``; returns False when there was none.
+
+    Raises :class:`KeyringError`.
+    """
     file = keyring_file()
     tokens = _read(file)
     if tokens.pop(server_key(server), None) is None:
@@ -118,22 +144,27 @@ def forget(server: str) -> bool:
 def _read(file: Path) -> dict[str, str]:
     try:
         with file.open(encoding="utf-8") as opened:
-            mode = os.fstat(opened.fileno())  # of the open file, which cannot be replaced between check and read
+            # of the open file, which cannot be replaced between check and read
+            mode = os.fstat(opened.fileno())
             if stat.S_IMODE(mode.st_mode) & 0o077 or mode.st_uid != os.geteuid():
                 raise KeyringError(
-                    f"{file} has mode {stat.S_IMODE(mode.st_mode):03o} and belongs to user {mode.st_uid}, so others may "
-                    f"read the tokens in it; run `chmod 600 {file}` as its owner, and revoke tokens that others have seen"
+                    f"{file} has mode {stat.S_IMODE(mode.st_mode):03o} and belongs to user "
+                    f"{mode.st_uid}, so others may read the tokens in it; run `chmod 600 {file}` "
+                    f"as its owner, and revoke tokens that others have seen"
                 )
             tokens = json.load(opened)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        why = type(error).__name__ if isinstance(error, ValueError) else str(error)  # a JSON error may quote the text
+        # a JSON error may quote the text
+        why = type(error).__name__ if isinstance(error, ValueError) else str(error)
         raise KeyringError(
             f"{file} cannot be read ({why}); repair it, or remove it and run `asyncdock login`"
         ) from None
     if not isinstance(tokens, dict) or not all(isinstance(token, str) for token in tokens.values()):
-        raise KeyringError(f"{file} is no table of tokens by server; remove it and run `asyncdock login`")
+        raise KeyringError(
+            f"{file} is no table of tokens by server; remove it and run `asyncdock login`"
+        )
     return tokens
 
 

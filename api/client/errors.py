@@ -10,13 +10,17 @@ from typing import Any
 
 PROBLEM = "application/problem+json"
 BUSY = (429, 503)
-NO_ROOM = "urn:asyncdock:no-room"  # a 503 that asks the caller to slow down: callers handle it themselves
+# a 503 that asks the caller to slow down: callers handle it themselves
+NO_ROOM = "urn:asyncdock:no-room"
 QUOTED = 300  # characters of a foreign answer that an error repeats
 
 
 class ServiceError(Exception):
-    """Base of the exceptions that calls raise. ``is_temporary``: the same call may succeed later, but not before
-    ``retry_after`` seconds have passed."""
+    """Base of the exceptions that calls raise.
+
+    ``is_temporary``: the same call may succeed later, but not before ``retry_after`` seconds have
+    passed.
+    """
 
     is_temporary = False
     retry_after = 0.0
@@ -26,7 +30,9 @@ class Unreachable(ServiceError, ConnectionError):
     """No complete answer came from ``server`` within the client's patience."""
 
     def __init__(self, server: str, why: str, *, is_temporary: bool = True) -> None:
-        self.server, self.why, self.is_temporary = server, why, is_temporary
+        self.server = server
+        self.why = why
+        self.is_temporary = is_temporary
         super().__init__(f"{server} cannot be reached: {why}")
 
 
@@ -35,8 +41,11 @@ class NotAsyncDock(ServiceError):
 
 
 class ApiProblem(ServiceError):
-    """The service refused the call with an RFC 9457 problem. ``field`` and ``value`` are what is wrong, ``fix`` is what to
-    do; ``errors`` lists every error of the request (tables with ``field``, ``value``, ``wrong``, ``fix``)."""
+    """The service refused the call with an RFC 9457 problem.
+
+    ``field`` and ``value`` are what is wrong, ``fix`` is what to do; ``errors`` lists every error
+    of the request (tables with ``field``, ``value``, ``wrong``, ``fix``).
+    """
 
     def __init__(
         self,
@@ -50,8 +59,14 @@ class ApiProblem(ServiceError):
         fix: str | None = None,
         errors: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        self.status, self.title, self.detail, self.type = status, title, detail, type
-        self.field, self.value, self.fix, self.errors = field, value, fix, list(errors)
+        self.status = status
+        self.title = title
+        self.detail = detail
+        self.type = type
+        self.field = field
+        self.value = value
+        self.fix = fix
+        self.errors = list(errors)
         self.is_temporary = status in BUSY and type != NO_ROOM
         super().__init__(status, title, detail)
 
@@ -59,10 +74,19 @@ class ApiProblem(ServiceError):
         if not self.errors:
             return _sentence(self.field, self.value, self.detail or self.title, self.fix)
         lines = [
-            _sentence(error.get("field"), error.get("value"), str(error.get("wrong", "is refused")), error.get("fix"))
+            _sentence(
+                error.get("field"),
+                error.get("value"),
+                str(error.get("wrong", "is refused")),
+                error.get("fix"),
+            )
             for error in self.errors
         ]
-        return lines[0] if len(lines) == 1 else "\n  ".join((f"{self.title}: {len(lines)} problems", *lines))
+        return (
+            lines[0]
+            if len(lines) == 1
+            else "\n  ".join((f"{self.title}: {len(lines)} problems", *lines))
+        )
 
 
 class WrongInput(ApiProblem):
@@ -90,14 +114,22 @@ PROBLEMS: dict[int, type[ApiProblem]] = {
 
 
 def problem_from(status: int, reason: str, content_type: str, body: bytes) -> ApiProblem:
-    """Returns the exception for an unsuccessful answer. Quotes a body that is not problem+json, such as a proxy's page."""
+    """Returns the exception for an unsuccessful answer.
+
+    Quotes a body that is not problem+json, such as a proxy's page.
+    """
     kind = PROBLEMS.get(status, ApiProblem)
     if content_type == PROBLEM:
         with contextlib.suppress(ValueError, TypeError, AttributeError):
             problem = json.loads(body)
-            known = {name: problem[name] for name in ("type", "field", "value", "fix") if problem.get(name) is not None}
+            known = {
+                name: problem[name]
+                for name in ("type", "field", "value", "fix")
+                if problem.get(name) is not None
+            }
             errors = [error for error in problem.get("errors") or () if isinstance(error, dict)]
-            title, detail = str(problem.get("title", reason)), str(problem.get("detail", ""))
+            title = str(problem.get("title", reason))
+            detail = str(problem.get("detail", ""))
             return kind(status, title, detail, **known, errors=errors)
     quoted = " ".join(body.decode(errors="replace").split())[:QUOTED]
     detail = f"{status} {reason}" + (f": {quoted}" if quoted else "")
@@ -105,7 +137,8 @@ def problem_from(status: int, reason: str, content_type: str, body: bytes) -> Ap
 
 
 def _sentence(field: str | None, value: Any, wrong: str, fix: str | None) -> str:
-    """``field = value: wrong; fix``, without the parts that are missing or that ``wrong`` already contains."""
+    """``field = value: wrong; fix``, without the parts that are missing or that ``wrong`` already
+    contains."""
     name = re.sub(r"^(path|query|header)\.", "", field or "")
     head = f"{name} = {json.dumps(value)}" if name and value is not None else name
     wrong = wrong if not fix else wrong.removesuffix(".")

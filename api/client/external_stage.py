@@ -3,9 +3,9 @@
     connect("http://…", run, …)               ─▶ HttpRun  ─▶ asyncdock serve ─▶ External ─┐
     connect("unix://… or redis://…", run, …)  ─▶ External ───────────────────────────────┴▶ index and warehouses
 
-Over HTTP columns travel as safetensors bodies; on the run's own node the index's way maps them from shared memory.
-Guarantees and exceptions are the same both ways, but for values that the run refuses: Misfit and ColumnError on the index
-are ApiProblem over HTTP.
+Over HTTP columns travel as safetensors bodies; on the run's own node the index's way maps them from
+shared memory. Guarantees and exceptions are the same both ways, but for values that the run
+refuses: Misfit and ColumnError on the index are ApiProblem over HTTP.
 """
 
 from __future__ import annotations
@@ -53,8 +53,13 @@ _EXCEPTIONS: dict[str, type[Exception]] = {  # by the last part of a problem's t
 class ExternalStage:
     """``stage`` of a run for one ``worker``. Made by :meth:`connect`."""
 
-    def __init__(self, run: External | HttpRun, stage: str, worker: str, tokenizer: str | None = None) -> None:
-        self.stage, self.worker, self._run, self._tokenizer = stage, worker, run, tokenizer
+    def __init__(
+        self, run: External | HttpRun, stage: str, worker: str, tokenizer: str | None = None
+    ) -> None:
+        self.stage = stage
+        self.worker = worker
+        self._run = run
+        self._tokenizer = tokenizer
 
     @staticmethod
     @asynccontextmanager
@@ -67,10 +72,12 @@ class ExternalStage:
         token: str = "",
         vocabulary: Mapping[str, int] | None = None,
     ) -> AsyncIterator[ExternalStage]:
-        """Joins ``run``. ``where``: a service's URL (http, https) with its bearer ``token``, or the URL of the run's index.
-        ``worker``: a name that no other worker of the stage has. On the index, leases that an earlier process of that name
-        held end at once. ``vocabulary``: the ``get_vocab()`` of this program's tokenizer; one that is not the run's is
-        refused at the first :meth:`get_experience`."""
+        """Joins ``run``. ``where``: a service's URL (http, https) with its bearer ``token``, or the
+        URL of the run's index.
+        ``worker``: a name that no other worker of the stage has. On the index, leases that an
+        earlier process of that name held end at once. ``vocabulary``: the ``get_vocab()`` of this
+        program's tokenizer; one that is not the run's is refused at the first
+        :meth:`get_experience`."""
         tokenizer = None if vocabulary is None else fingerprint(vocabulary)
         if where.startswith(("http://", "https://")):
             async with Transport(where, token or None, patience=PATIENCE) as http:
@@ -83,9 +90,17 @@ class ExternalStage:
             await external.close()
 
     async def put_prompts(
-        self, prompts: Sequence[Mapping[str, Any]], *, first: int | None = None, last: bool = False, wait: float = 30.0
+        self,
+        prompts: Sequence[Mapping[str, Any]],
+        *,
+        first: int | None = None,
+        last: bool = False,
+        wait: float = 30.0,
     ) -> int:
-        """Puts prompts from position ``first`` on, and returns the next free position. ``last``: no more will come."""
+        """Puts prompts from position ``first`` on, and returns the next free position.
+
+        ``last``: no more will come.
+        """
         return await self._run.put_prompts(prompts, first=first, last=last, timeout=wait)
 
     async def get_experience(
@@ -97,23 +112,39 @@ class ExternalStage:
         wait: float = 30.0,
         lease: float | None = None,
     ) -> Experience:
-        """Leases up to ``count`` rows (groups for rollout and reference, one batch for a trainer), waiting up to ``wait``
-        seconds for some. ``version``: the version that a rollout has loaded; default: that of the last
-        :meth:`weight_sync_notify`. Raises WeightsTooOld."""
-        asked: dict[str, Any] = {"columns": list(columns), "version": version, "wait": wait, "lease": lease}
-        return await self._run.get_experience(self.stage, self.worker, count, **asked, tokenizer=self._tokenizer)
+        """Leases up to ``count`` rows (groups for rollout and reference, one batch for a trainer),
+        waiting up to ``wait`` seconds for some. ``version``: the version that a rollout has loaded;
+        default: that of the last :meth:`weight_sync_notify`. Raises WeightsTooOld."""
+        asked: dict[str, Any] = {
+            "columns": list(columns),
+            "version": version,
+            "wait": wait,
+            "lease": lease,
+        }
+        return await self._run.get_experience(
+            self.stage, self.worker, count, **asked, tokenizer=self._tokenizer
+        )
 
     async def put_experience(
-        self, experience: Experience, columns: Columns, *, rows: Sequence[int] | None = None, park: bool = False
+        self,
+        experience: Experience,
+        columns: Columns,
+        *,
+        rows: Sequence[int] | None = None,
+        park: bool = False,
     ) -> int:
-        """Commits ``columns`` of ``rows`` (ids; default: all), or parks them (``park``) to be continued by any worker.
-        Returns the number of rows that the lease still holds. Raises LeaseLost when another worker has the rows, or an
-        earlier attempt of this call succeeded and its answer was lost."""
+        """Commits ``columns`` of ``rows`` (ids; default: all), or parks them (``park``) to be
+        continued by any worker. Returns the number of rows that the lease still holds. Raises
+        LeaseLost when another worker has the rows, or an earlier attempt of this call succeeded and
+        its answer was lost."""
         ids = experience.ids if rows is None else rows
         return await self._run.put_experience(_token(experience), ids, columns, park=park)
 
     async def put_step(self, experience: Experience, metrics: Mapping[str, float]) -> int:
-        """Ends a trainer's batch: its optimizer step was made. Returns the version to :meth:`publish`."""
+        """Ends a trainer's batch: its optimizer step was made.
+
+        Returns the version to :meth:`publish`.
+        """
         return await self._run.train(_token(experience), experience.trained, metrics)
 
     async def renew(self, experience: Experience, lease: float | None = None) -> None:
@@ -124,8 +155,11 @@ class ExternalStage:
         """Gives back the rows that the lease still holds."""
         await self._run.release(_token(experience))
 
-    async def weights(self, after: int = -1, *, wait: float = 0.0) -> tuple[int, dict[str, torch.Tensor]] | None:
-        """Returns the published version and a verified copy of its tensors, or None when it is not newer than ``after``."""
+    async def weights(
+        self, after: int = -1, *, wait: float = 0.0
+    ) -> tuple[int, dict[str, torch.Tensor]] | None:
+        """Returns the published version and a verified copy of its tensors, or None when it is not
+        newer than ``after``."""
         while published := await self._run.weights(after, wait):
             try:
                 return published.version, await self._run.read_weights(published.version)
@@ -133,9 +167,11 @@ class ExternalStage:
                 continue  # a newer version is published
         return None
 
-    async def weight_sync_notify(self, version: int, *, exposed: float = 0.0, hidden: float = 0.0) -> None:
-        """Reports that this worker has loaded ``version``, in ``exposed`` seconds without and ``hidden`` seconds beside
-        generation."""
+    async def weight_sync_notify(
+        self, version: int, *, exposed: float = 0.0, hidden: float = 0.0
+    ) -> None:
+        """Reports that this worker has loaded ``version``, in ``exposed`` seconds without and
+        ``hidden`` seconds beside generation."""
         await self._run.notify(self.worker, version, exposed=exposed, hidden=hidden)
 
     async def publish(self, version: int, weights: Weights, *, covered: int = 0) -> None:
@@ -153,16 +189,21 @@ class HttpRun:
     """The calls of :class:`orchestration.external.session.External`, over HTTP."""
 
     def __init__(self, http: Transport, run: str) -> None:
-        self._http, self._path = http, f"/v1/runs/{run}/"
+        self._http = http
+        self._path = f"/v1/runs/{run}/"
 
     async def _send(self, method: str, path: str, value: Any = None, **options: Any) -> Answer:
-        """Sends ``value`` as JSON, or a ``body`` of bytes. Raises the exception that External would raise, or
-        ServiceError."""
+        """Sends ``value`` as JSON, or a ``body`` of bytes.
+
+        Raises the exception that External would raise, or ServiceError.
+        """
         try:
             if value is not None:
                 return await self._http.send_json(method, self._path + path, value, silence=SILENCE)
             kind = {"Content-Type": BINARY}
-            return await self._http.send(method, self._path + path, headers=kind, silence=SILENCE, **options)
+            return await self._http.send(
+                method, self._path + path, headers=kind, silence=SILENCE, **options
+            )
         except ApiProblem as problem:
             if error := _EXCEPTIONS.get(problem.type.rpartition(":")[2]):
                 raise error(problem.detail) from None
@@ -171,26 +212,45 @@ class HttpRun:
     async def put_prompts(
         self, rows: Sequence[Mapping[str, Any]], *, first: int | None, last: bool, timeout: float
     ) -> int:
-        prompts, wait = sendable(rows), min(timeout, LONGEST_WAIT)
+        prompts = sendable(rows)
+        wait = min(timeout, LONGEST_WAIT)
         body = {"prompts": prompts, "first": first, "last": last, "wait": wait}
         return int(json.loads((await self._send("POST", "prompts", body)).body)["next"])
 
     async def get_experience(
-        self, stage: str, worker: str, most: int, *, wait: float, tokenizer: str | None, **options: Any
+        self,
+        stage: str,
+        worker: str,
+        most: int,
+        *,
+        wait: float,
+        tokenizer: str | None,
+        **options: Any,
     ) -> Experience:
-        asked = {"stage": stage, "worker": worker, "count": most, "wait": min(wait, LONGEST_WAIT), **options}
-        asked |= {} if tokenizer is None else {"tokenizer": tokenizer}  # servers before this field refuse it
+        asked = {
+            "stage": stage,
+            "worker": worker,
+            "count": most,
+            "wait": min(wait, LONGEST_WAIT),
+            **options,
+        }
+        # servers before this field refuse it
+        asked |= {} if tokenizer is None else {"tokenizer": tokenizer}
         return decode_experience((await self._send("POST", "experience/get", asked)).body)
 
     async def _put(self, control: Mapping[str, Any], columns: Columns) -> PutView:
         answer = await self._send("POST", "experience", body=to_body(json.dumps(control), columns))
         return PutView.model_validate_json(answer.body)
 
-    async def put_experience(self, token: str, rows: Sequence[int], columns: Columns, *, park: bool) -> int:
+    async def put_experience(
+        self, token: str, rows: Sequence[int], columns: Columns, *, park: bool
+    ) -> int:
         return (await self._put({"token": token, "rows": list(rows), "park": park}, columns)).left
 
     async def train(self, token: str, step: int, metrics: Mapping[str, float]) -> int:
-        version = (await self._put({"token": token, "step": step, "metrics": dict(metrics)}, {})).version
+        version = (
+            await self._put({"token": token, "step": step, "metrics": dict(metrics)}, {})
+        ).version
         assert version is not None
         return version
 
@@ -201,7 +261,9 @@ class HttpRun:
         await self._send("POST", f"leases/{token}/release")
 
     async def weights(self, after: int, wait: float) -> NewestVersion | None:
-        answer = await self._send("GET", "weights", query={"after": after, "wait": min(wait, LONGEST_WAIT)})
+        answer = await self._send(
+            "GET", "weights", query={"after": after, "wait": min(wait, LONGEST_WAIT)}
+        )
         version = WeightsView.model_validate_json(answer.body).version
         return None if version is None else NewestVersion(version)
 
@@ -213,11 +275,16 @@ class HttpRun:
         await self._send("POST", "weights/notify", body)
 
     async def publish(self, version: int, weights: Weights, *, covered: int) -> None:
-        body = save({name: tensor.clone() for name, tensor in weights}, {CONTROL: json.dumps({"version": version})})
+        body = save(
+            {name: tensor.clone() for name, tensor in weights},
+            {CONTROL: json.dumps({"version": version})},
+        )
         await self._send("PUT", f"weights/{version}", query={"covered": covered}, body=body)
 
 
 def _token(experience: Experience) -> str:
     if experience.token is None:
-        raise ValueError("experience: no rows came with it; check `if experience` before you use it")
+        raise ValueError(
+            "experience: no rows came with it; check `if experience` before you use it"
+        )
     return experience.token

@@ -3,8 +3,8 @@
     header   __metadata__ {"asyncdock": "{\\"token\\": …, \\"rows\\": […], …}"}, then the tensors' dtypes, shapes and offsets
     payload  response_ids int64 [3], response_ids.offsets int64 [3]; reward float32 [2]; text as uint8 with offsets
 
-Ragged columns are packed: the values of all rows in one tensor, and int64 offsets [B + 1] at which the rows begin. The
-columns of parked rows are called ``begun.NAME``.
+Ragged columns are packed: the values of all rows in one tensor, and int64 offsets [B + 1] at which
+the rows begin. The columns of parked rows are called ``begun.NAME``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ LONGEST_HEADER = 2 * 2**20
 
 
 class Unreadable(ValueError):
-    """Raised for a body that is not a safetensors file with experience in it. The message says why."""
+    """Raised for a body that is not a safetensors file with experience in it. The message says
+    why."""
 
 
 def encode_experience(schema: Schema, experience: Experience) -> bytes:
@@ -39,7 +40,9 @@ def encode_experience(schema: Schema, experience: Experience) -> bytes:
         "rows": [asdict(row) for row in experience.rows],
         "begun": {"rows": list(ids)} if ids else None,
     }
-    columns: dict[str, Packed | torch.Tensor] = {BEGUN + name: packed for name, packed in progress.items()}
+    columns: dict[str, Packed | torch.Tensor] = {
+        BEGUN + name: packed for name, packed in progress.items()
+    }
     for name, packed in experience.columns.items():
         shape = (len(experience.rows), *(schema[name].shape or ()))
         columns[name] = packed if packed.offsets is not None else packed.values.reshape(shape)
@@ -49,15 +52,25 @@ def encode_experience(schema: Schema, experience: Experience) -> bytes:
 def decode_experience(body: bytes) -> Experience:
     """Returns the experience in ``body``. Raises Unreadable."""
     text, found = from_body(body)
-    columns = {n: v if isinstance(v, Packed) else Packed(v.reshape(-1), None) for n, v in found.items()}
-    progress = {name.removeprefix(BEGUN): columns.pop(name) for name in list(columns) if name.startswith(BEGUN)}
+    columns = {
+        n: v if isinstance(v, Packed) else Packed(v.reshape(-1), None) for n, v in found.items()
+    }
+    progress = {
+        name.removeprefix(BEGUN): columns.pop(name)
+        for name in list(columns)
+        if name.startswith(BEGUN)
+    }
     try:
         control = json.loads(text)
         rows = [ExperienceRow(**row) for row in control["rows"]]
         begun = (control["begun"] or {"rows": []})["rows"]
-        return Experience(**{n: control[n] for n in FIELDS}, rows=rows, columns=columns, begun=(begun, progress))
+        return Experience(
+            **{n: control[n] for n in FIELDS}, rows=rows, columns=columns, begun=(begun, progress)
+        )
     except (ValueError, KeyError, TypeError) as error:
-        raise Unreadable(f"its metadata is not that of experience ({type(error).__name__}: {error})") from None
+        raise Unreadable(
+            f"its metadata is not that of experience ({type(error).__name__}: {error})"
+        ) from None
 
 
 def to_body(control: str, columns: Mapping[str, Packed | torch.Tensor]) -> bytes:
@@ -72,7 +85,10 @@ def to_body(control: str, columns: Mapping[str, Packed | torch.Tensor]) -> bytes
 
 
 def from_body(body: bytes) -> tuple[str, dict[str, Packed | torch.Tensor]]:
-    """Returns the JSON text and the columns of ``body``; ragged columns as Packed. Raises Unreadable."""
+    """Returns the JSON text and the columns of ``body``; ragged columns as Packed.
+
+    Raises Unreadable.
+    """
     length = int.from_bytes(body[:8], "little")
     if len(body) < 8 or length > min(LONGEST_HEADER, len(body) - 8):
         raise Unreadable("it does not begin with a safetensors header")
@@ -80,8 +96,17 @@ def from_body(body: bytes) -> tuple[str, dict[str, Packed | torch.Tensor]]:
         header = json.loads(body[8 : 8 + length])
         control = header.get("__metadata__", {}).get(CONTROL)
         tensors = load(body)
-    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise Unreadable(f"it is not a safetensors file ({type(error).__name__}: {error})") from None
+    except (
+        SafetensorError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ) as error:
+        raise Unreadable(
+            f"it is not a safetensors file ({type(error).__name__}: {error})"
+        ) from None
     if not isinstance(control, str):
         raise Unreadable(f"its header's __metadata__ has no {CONTROL!r}")
     columns: dict[str, Packed | torch.Tensor] = {}

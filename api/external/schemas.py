@@ -32,19 +32,23 @@ LeaseToken = Annotated[
     str,
     Field(
         pattern=r"^[0-9a-f]{32}$",
-        description="The token of a lease: 128 random bits, which only the bearer that claimed may use.",
+        description="The token of a lease: 128 random bits, which only the bearer that claimed may "
+        "use.",
     ),
 ]
 Wait = Annotated[float, Field(ge=0, le=60, description="Seconds.")]
-Lease = Annotated[float, Field(ge=0.1, le=3600, description="Seconds; by default pipeline.lease_seconds.")]
+Lease = Annotated[
+    float, Field(ge=0.1, le=3600, description="Seconds; by default pipeline.lease_seconds.")
+]
 
 
 class PutPrompts(Strict):
-    """``first``: the position of the first prompt, from 0; null: behind those that the run has. ``last``: no more will come;
-    from now on the prompts are repeated."""
+    """``first``: the position of the first prompt, from 0; null: behind those that the run has.
+    ``last``: no more will come; from now on the prompts are repeated."""
 
     prompts: list[dict[str, Any]] = Field(
-        max_length=MOST_ROWS, description="Rows with the prompt (a text or messages) and what the rewards need."
+        max_length=MOST_ROWS,
+        description="Rows with the prompt (a text or messages) and what the rewards need.",
     )
     first: Version | None = None
     last: bool = False
@@ -56,9 +60,9 @@ class FedView(BaseModel):
 
 
 class GetExperience(Strict):
-    """``count``: rows for reward, groups for rollout and reference; a trainer gets one batch. ``version``: the one that a
-    rollout has loaded; by default that of its last weights/notify. ``replay``: a trainer that lost its state gets the rows
-    of this step again, without a lease."""
+    """``count``: rows for reward, groups for rollout and reference; a trainer gets one batch.
+    ``version``: the one that a rollout has loaded; by default that of its last weights/notify.
+    ``replay``: a trainer that lost its state gets the rows of this step again, without a lease."""
 
     stage: ExternalStage
     worker: Worker
@@ -71,8 +75,9 @@ class GetExperience(Strict):
     lease: Lease | None = None
     tokenizer: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None = Field(
         None,
-        description="Fingerprint of the worker's vocabulary: the sha256, in hex, of the JSON list of its [id, token] pairs "
-        "by id, in ASCII and without spaces. One that is not the run's is refused.",
+        description="Fingerprint of the worker's vocabulary: the sha256, in hex, of the JSON list "
+        "of its [id, token] pairs by id, in ASCII and without spaces. One that is not "
+        "the run's is refused.",
     )
     replay: Version | None = None
 
@@ -81,8 +86,11 @@ Metric = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_./-]{0,63}$")]
 
 
 class PutExperience(Strict):
-    """The JSON beside the columns. ``rows``: ids that the lease holds. A trainer gives ``step`` (the ``trained`` of its
-    claim) and ``metrics`` instead."""
+    """The JSON beside the columns.
+
+    ``rows``: ids that the lease holds. A trainer gives ``step`` (the ``trained`` of its claim) and
+    ``metrics`` instead.
+    """
 
     token: LeaseToken
     rows: list[Version] = Field([], max_length=MOST_ROWS)
@@ -126,8 +134,10 @@ class TensorView(BaseModel):
 
 
 class LocalWeights(BaseModel):
-    """Where a program on the same machine can map the bytes. They are overwritten when two newer versions are published:
-    check each bucket after copying it."""
+    """Where a program on the same machine can map the bytes.
+
+    They are overwritten when two newer versions are published: check each bucket after copying it.
+    """
 
     node: str
     path: str
@@ -151,5 +161,7 @@ class PublishQuery(Strict):
 class Notify(Strict):
     worker: Worker
     version: Version
-    exposed: float = Field(0.0, ge=0, le=LARGEST, description="Seconds in which it generated no token.")
+    exposed: float = Field(
+        0.0, ge=0, le=LARGEST, description="Seconds in which it generated no token."
+    )
     hidden: float = Field(0.0, ge=0, le=LARGEST, description="Seconds beside generation.")

@@ -1,6 +1,8 @@
-"""One run's external stages, as the server serves them: bodies, files of weights, and refusals as problems.
+"""One run's external stages, as the server serves them: bodies, files of weights, and refusals as
+problems.
 
-Importing this file loads torch, which takes seconds: the server does so in a thread, at the first request that needs it.
+Importing this file loads torch, which takes seconds: the server does so in a thread, at the first
+request that needs it.
 """
 
 from __future__ import annotations
@@ -53,20 +55,26 @@ CONFLICTS: dict[type[Exception], tuple[str, str, str]] = {
 
 
 class Weights:
-    """The weights of one version as a safetensors file, removed after its last reader; ``digest`` is its sha256."""
+    """The weights of one version as a safetensors file, removed after its last reader; ``digest``
+    is its sha256."""
 
     def __init__(self, version: int, file: BufferedReader) -> None:
-        self.version, self.file = version, file
+        self.version = version
+        self.file = file
         self.digest = hashlib.file_digest(file, "sha256").hexdigest()
         self.nbytes = file.tell()
 
 
 class ExternalSession:
-    """The interface of one run, and the files of the newest requested versions. ``users``: requests in progress. ``used``:
-    when the last one ended, on the monotonic clock."""
+    """The interface of one run, and the files of the newest requested versions.
+
+    ``users``: requests in progress. ``used``: when the last one ended, on the monotonic clock.
+    """
 
     def __init__(self, external: External, folder: Path) -> None:
-        self.external, self.users, self.used = external, 0, time.monotonic()
+        self.external = external
+        self.users = 0
+        self.used = time.monotonic()
         self._folder = folder
         self._held: dict[int, Weights] = {}
         self._copying = asyncio.Lock()
@@ -82,7 +90,9 @@ class ExternalSession:
             return PutExperience.model_validate_json(control, strict=True), columns
         except Unreadable as error:
             fix = "send a safetensors file; docs/external.md describes its content"
-            raise HTTPProblem(400, f"The body cannot be read: {error}.", kind="body", field="body", fix=fix) from None
+            raise HTTPProblem(
+                400, f"The body cannot be read: {error}.", kind="body", field="body", fix=fix
+            ) from None
         except ValidationError as error:
             raise invalid_request(422, errors_of(error)) from None
 
@@ -106,7 +116,8 @@ class ExternalSession:
 
     async def publish(self, request: web.Request, version: int, covered: int) -> Published:
         """Publishes the weights in the body of ``request``."""
-        wanted, check = await self.external.may_publish(version), functools.partial(self.external.may_publish, version)
+        wanted = await self.external.may_publish(version)
+        check = functools.partial(self.external.may_publish, version)
         async with self._publishing:
             weights = await receive_weights(request, self._folder, longest_header(wanted), check)
             return await self.external.publish(version, weights, covered=covered)
@@ -116,9 +127,15 @@ class ExternalSession:
         view = WeightsView(version=None, state=state or "created", bytes=0, tensors=[], local=None)  # type: ignore[arg-type]
         if published is not None:
             path = (await self.external.place()).shared / f"weights-{published.slot}"
-            view.version, view.bytes = published.version, published.nbytes
-            view.tensors = [TensorView.model_validate(tensor, from_attributes=True) for tensor in published.tensors]
-            view.local = LocalWeights(node=platform.node(), path=str(path), buckets=list(published.buckets))
+            view.version = published.version
+            view.bytes = published.nbytes
+            view.tensors = [
+                TensorView.model_validate(tensor, from_attributes=True)
+                for tensor in published.tensors
+            ]
+            view.local = LocalWeights(
+                node=platform.node(), path=str(path), buckets=list(published.buckets)
+            )
         return view
 
     @contextlib.contextmanager
@@ -128,7 +145,9 @@ class ExternalSession:
             yield
         except NotExternal as error:
             [found] = error.problems
-            raise HTTPProblem(409, str(error), kind="not-external", field=found.key, fix=found.fix) from None
+            raise HTTPProblem(
+                409, str(error), kind="not-external", field=found.key, fix=found.fix
+            ) from None
         except (Misfit, ColumnError, PromptError) as error:
             [found] = error.problems
             kind = "prompt" if isinstance(error, PromptError) else "misfit"
@@ -136,7 +155,11 @@ class ExternalSession:
             fix = found.fix or None
             raise HTTPProblem(422, str(error), kind=kind, field=field, fix=fix) from None
         except (ExternalPromptsFull, NoRoom, WarehouseUnreachable) as error:
-            raise HTTPProblem(503, str(error), kind="no-room", fix="try again", headers={"Retry-After": "5"}) from None
+            raise HTTPProblem(
+                503, str(error), kind="no-room", fix="try again", headers={"Retry-After": "5"}
+            ) from None
         except tuple(CONFLICTS) as error:
-            kind, field, fix = next(found for refused, found in CONFLICTS.items() if isinstance(error, refused))
+            kind, field, fix = next(
+                found for refused, found in CONFLICTS.items() if isinstance(error, refused)
+            )
             raise HTTPProblem(409, str(error), kind=kind, field=field or None, fix=fix) from None

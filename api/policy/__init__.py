@@ -1,1 +1,2 @@
-"""The served policy: one handler of requests, in a process of the server's or in a deployment of Ray Serve."""
+"""The served policy: one handler of requests, in a process of the server's or in a deployment of
+Ray Serve."""

@@ -56,15 +56,20 @@ log = structlog.get_logger()
 
 DEFAULT_TOKENS = 16  # of a completion, as OpenAI has it
 UNLIKELY = -9999.0
-MOST_TOKENS = 1 << 20  # of all choices of one request: an answer is kept until its client has read it
-MOST_LOGPROBS = 1 << 17  # of all tokens of one request, with those of the likeliest ones: about a kilobyte each
+# of all choices of one request: an answer is kept until its client has read it
+MOST_TOKENS = 1 << 20
+# of all tokens of one request, with those of the likeliest ones: about a kilobyte each
+MOST_LOGPROBS = 1 << 17
 AT_ONCE = 64  # tokens that are decoded before other requests get their turn
 LONG = 2000  # tokens and likeliest ones of an answer that is written in a thread
 
 
-async def respond(policies: Policies, request: Request, owner: str = "") -> AsyncGenerator[bytes, None]:
-    """Yield the body of the answer to ``request``: JSON, or server-sent events where it asks for a stream. ``owner``: the id
-    of its token, which has a share of the engine. Raises HTTPProblem; after the first event an error is an event, too."""
+async def respond(
+    policies: Policies, request: Request, owner: str = ""
+) -> AsyncGenerator[bytes, None]:
+    """Yield the body of the answer to ``request``: JSON, or server-sent events where it asks for a
+    stream. ``owner``: the id of its token, which has a share of the engine. Raises HTTPProblem;
+    after the first event an error is an event, too."""
     begun = False
     try:
         async with (
@@ -94,43 +99,69 @@ def _failure(error: Exception) -> Exception:
             return problem_of(error)
         case ResponseFailed():
             log.error("a response failed", exc_info=error)
-            detail = f"The response failed in the engine, which goes on with others: {error.__cause__!r}."
+            detail = (
+                f"The response failed in the engine, which goes on with others: "
+                f"{error.__cause__!r}."
+            )
             return HTTPProblem(500, detail, kind="response", fix="change the request, or try again")
         case EngineFailed() | EngineClosed():
             log.error("an engine failed", exc_info=error)
             detail = "The engine of this policy failed; the next request opens another one."
-            return HTTPProblem(503, detail, kind="policy", fix="try again", headers={"Retry-After": "1"})
+            return HTTPProblem(
+                503, detail, kind="policy", fix="try again", headers={"Retry-After": "1"}
+            )
     return error
 
 
 class _Responder:
-    """The answer of ``policy`` to one request. Raises HTTPProblem for a request that it cannot serve."""
+    """The answer of ``policy`` to one request.
+
+    Raises HTTPProblem for a request that it cannot serve.
+    """
 
     def __init__(self, policy: ServedPolicy, request: Request, owner: str) -> None:
-        self._policy, self._request, self._tokenizer = policy, request, policy.tokenizer
-        self._owner, self._prompts = owner, list[list[int]]()
+        self._policy = policy
+        self._request = request
+        self._tokenizer = policy.tokenizer
+        self._owner = owner
+        self._prompts = list[list[int]]()
         self._chat = isinstance(request, ChatRequest)
         self._given = [] if isinstance(request, ChatRequest) else _several(request.prompt)
         if isinstance(request, ChatRequest):
-            self._has_logprobs, self._alternatives = bool(request.logprobs), request.top_logprobs or 0
+            self._has_logprobs = bool(request.logprobs)
+            self._alternatives = request.top_logprobs or 0
         else:
-            self._has_logprobs, self._alternatives = request.logprobs is not None, request.logprobs or 0
+            self._has_logprobs = request.logprobs is not None
+            self._alternatives = request.logprobs or 0
         if self._alternatives and not self._has_logprobs:
-            raise _refused("top_logprobs comes with logprobs alone.", "top_logprobs", "set logprobs to true")
+            raise _refused(
+                "top_logprobs comes with logprobs alone.", "top_logprobs", "set logprobs to true"
+            )
         self._each = request.n or 1  # choices of a prompt
         if (choices := (len(self._given) or 1) * self._each) > MOST_CHOICES:
-            raise _refused(f"These are {choices} choices.", "n", f"ask for at most {MOST_CHOICES} in one request")
+            raise _refused(
+                f"These are {choices} choices.",
+                "n",
+                f"ask for at most {MOST_CHOICES} in one request",
+            )
         self._params, self._pieces = self._sampling(), Pieces(self._tokenizer)
         self._refuse_many_tokens(choices)
         pieces = self._pieces if self._has_logprobs else None
-        self._choices = [ChoiceText(number, self._tokenizer, pieces, self._params.stop) for number in range(choices)]
+        self._choices = [
+            ChoiceText(number, self._tokenizer, pieces, self._params.stop)
+            for number in range(choices)
+        ]
         kind = "chat.completion.chunk" if request.stream else "chat.completion"
-        self._head: dict[str, Any] = {"object": kind if self._chat else "text_completion", "model": request.model}
+        self._head: dict[str, Any] = {
+            "object": kind if self._chat else "text_completion",
+            "model": request.model,
+        }
         self._head |= {"id": f"cmpl-{secrets.token_hex(12)}", "created": int(time.time())}
 
     async def parts(self) -> AsyncGenerator[bytes, None]:
         """Yield the whole answer as JSON, or its parts as tokens are made."""
-        made, options = 0, self._request.stream_options
+        made = 0
+        options = self._request.stream_options
         self._prompts = await self._read_prompts()
         async with self._policy.engines.engine(mixed=bool(self._request.mix_versions)) as engine:
             pinned = None if self._request.mix_versions else engine.version
@@ -142,7 +173,9 @@ class _Responder:
                     new = await self._added(choice, item)
                     made += len(new)
                     if any(pinned not in (None, token.version) for token in new):
-                        raise RuntimeError(f"an answer of version {pinned} has tokens of another one: {new}")
+                        raise RuntimeError(
+                            f"an answer of version {pinned} has tokens of another one: {new}"
+                        )
                     if self._request.stream and (choice.text or choice.reason):
                         yield await self._part([choice])
                     if all(one.reason for one in self._choices):
@@ -155,10 +188,14 @@ class _Responder:
             yield await self._part([], usage=usage)
 
     async def _added(self, choice: ChoiceText, item: Item) -> list[Token]:
-        """Add ``item`` to ``choice``. A response that comes at once is decoded in pieces, between which others go on."""
+        """Add ``item`` to ``choice``.
+
+        A response that comes at once is decoded in pieces, between which others go on.
+        """
         if not isinstance(item, Completion):
             return choice.add(item)
-        added, tokens = list[Token](), item.tokens()[choice.tokens :]
+        added = list[Token]()
+        tokens = item.tokens()[choice.tokens :]
         for number, token in enumerate(tokens[:-1]):
             added += choice.add(token)
             if choice.reason:
@@ -170,7 +207,9 @@ class _Responder:
     async def _items(self, engine: RolloutEngine) -> AsyncGenerator[Item, None]:
         groups = self._groups(engine)
         with self._policy.engines.rows_of(engine).claim(self._owner, len(self._choices)) as claim:
-            async with aclosing(shared(lambda part: self._started(engine, part), claim, groups)) as items:
+            async with aclosing(
+                shared(lambda part: self._started(engine, part), claim, groups)
+            ) as items:
                 async for item in items:
                     yield item
 
@@ -180,26 +219,36 @@ class _Responder:
             if isinstance(engine, StreamingEngine):
                 return engine.stream(groups, alternatives=self._alternatives)
             if self._alternatives:
-                raise _refused("The engine has no logprobs of other tokens.", "logprobs", "ask for 0 of them")
+                raise _refused(
+                    "The engine has no logprobs of other tokens.", "logprobs", "ask for 0 of them"
+                )
             return engine.generate(groups)
         except ValueError as error:
-            names = [found.key for found in error.problems] if isinstance(error, RequestRefused) else []
+            names = (
+                [found.key for found in error.problems] if isinstance(error, RequestRefused) else []
+            )
             raise _refused(str(error), self._field_of(names), "change it, or see /docs") from None
 
     def _groups(self, engine: RolloutEngine) -> list[GroupRequest]:
         seed = secrets.randbits(63) if self._request.seed is None else self._request.seed
-        places, groups = tuple(range(self._each)), list[GroupRequest]()
+        places = tuple(range(self._each))
+        groups = list[GroupRequest]()
         for number, ids in enumerate(self._prompts):
             params = self._params
-            if self._asked_tokens is None and isinstance(engine, BoundedEngine):  # a default is shortened
-                params = replace(params, max_tokens=max(1, min(params.max_tokens, engine.context - len(ids))))
+            # a default is shortened
+            if self._asked_tokens is None and isinstance(engine, BoundedEngine):
+                params = replace(
+                    params, max_tokens=max(1, min(params.max_tokens, engine.context - len(ids)))
+                )
             groups.append(GroupRequest(number, places, torch.tensor(ids), params, seed + number))
         return groups
 
     def _field_of(self, names: Sequence[str]) -> str:
         """Returns the field of the request for an engine's ``names`` of fields that it refuses."""
         for name in names:
-            if name in type(self._request).model_fields and (name != "max_tokens" or self._asked_tokens):
+            if name in type(self._request).model_fields and (
+                name != "max_tokens" or self._asked_tokens
+            ):
                 return name
         return "messages" if self._chat else "prompt"
 
@@ -224,14 +273,21 @@ class _Responder:
 
     def _refuse_many_tokens(self, choices: int) -> None:
         """Raise an HTTPProblem where the answer may be too large to be kept."""
-        context, tokens = self._context, self._params.max_tokens
+        context = self._context
+        tokens = self._params.max_tokens
         tokens = tokens if context is None else min(tokens, context)
-        field_name, most, what = "max_tokens", MOST_TOKENS, "tokens"
+        field_name = "max_tokens"
+        most = MOST_TOKENS
+        what = "tokens"
         if self._has_logprobs:
-            tokens, most, what = tokens * (1 + self._alternatives), MOST_LOGPROBS, "logprobs"
+            tokens = tokens * (1 + self._alternatives)
+            most = MOST_LOGPROBS
+            what = "logprobs"
             field_name = "top_logprobs" if self._chat else "logprobs"
         if choices * tokens > most:
-            detail = f"The answer may have {choices * tokens} {what}: {choices} choices of {tokens}."
+            detail = (
+                f"The answer may have {choices * tokens} {what}: {choices} choices of {tokens}."
+            )
             fix = f"ask for at most {most} in one request, by max_tokens or n"
             raise _refused(detail, field_name, fix)
 
@@ -243,13 +299,18 @@ class _Responder:
 
     async def _read_prompts(self) -> list[list[int]]:
         """Returns the tokens of each prompt. Raises HTTPProblem."""
-        field_name, texts = "messages" if self._chat else "prompt", self._policy.texts
+        field_name = "messages" if self._chat else "prompt"
+        texts = self._policy.texts
         try:
             if isinstance(self._request, ChatRequest):
-                prompts = await texts.chat(self._messages(self._request), self._owner, self._context)
+                prompts = await texts.chat(
+                    self._messages(self._request), self._owner, self._context
+                )
             else:
                 places = [place for place, one in enumerate(self._given) if isinstance(one, str)]
-                ids = await texts.ids([self._given[place] for place in places], self._owner, self._context)
+                ids = await texts.ids(
+                    [self._given[place] for place in places], self._owner, self._context
+                )
                 read = dict(zip(places, ids, strict=True))
                 prompts = [read.get(place, one) for place, one in enumerate(self._given)]
         except TextRefused as refused:
@@ -269,7 +330,11 @@ class _Responder:
 
         def written() -> bytes:
             views = [self._view(choice) for choice in choices]
-            return AnswerView(choices=views, **self._head, **more).model_dump_json(exclude_unset=True).encode()
+            return (
+                AnswerView(choices=views, **self._head, **more)
+                .model_dump_json(exclude_unset=True)
+                .encode()
+            )
 
         tokens = sum(choice.unsent for choice in choices) * (1 + self._alternatives)
         return written() if tokens < LONG else await asyncio.to_thread(written)
@@ -284,7 +349,13 @@ class _Responder:
             role: dict[str, Any] = {"role": "assistant"} if begins else {}
             text = {"delta" if self._request.stream else "message": ChatText(content=new, **role)}
         logprobs = self._logprobs(tokens) if self._has_logprobs else None
-        return Choice(index=choice.number, finish_reason=choice.reason, versions=versions, logprobs=logprobs, **text)
+        return Choice(
+            index=choice.number,
+            finish_reason=choice.reason,
+            versions=versions,
+            logprobs=logprobs,
+            **text,
+        )
 
     def _logprobs(self, tokens: Sequence[Placed]) -> ChatLogprobs | CompletionLogprobs:
         if self._chat:
@@ -292,7 +363,9 @@ class _Responder:
         return CompletionLogprobs(
             tokens=[self._name(placed) for placed in tokens],
             token_logprobs=[_finite(placed.token.logprob) for placed in tokens],
-            top_logprobs=[self._likeliest(placed) for placed in tokens] if self._alternatives else None,
+            top_logprobs=[self._likeliest(placed) for placed in tokens]
+            if self._alternatives
+            else None,
             text_offset=[placed.offset for placed in tokens],
         )
 
@@ -326,7 +399,8 @@ class _Responder:
         return self._pieces.name(placed.token.token_id, placed.own, prefix="bytes:")
 
     def _likeliest(self, placed: Placed) -> dict[str, float]:
-        """The logprobs of the likeliest tokens, and of ``placed``, by names of which each is there once."""
+        """The logprobs of the likeliest tokens, and of ``placed``, by names of which each is there
+        once."""
         candidates = self._candidates(placed)
         if placed not in candidates:
             candidates.append(placed)

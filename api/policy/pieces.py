@@ -1,4 +1,5 @@
-"""The tokens of a response as OpenAI's API names them: the bytes of each, its text, and where in the text it begins.
+"""The tokens of a response as OpenAI's API names them: the bytes of each, its text, and where in
+the text it begins.
 
 token ──▶ ResponseText ──▶ new text of one token, or of several that make a character together
   └─────▶ Pieces: its own bytes ──▶ each token of that text: its bytes, and the character at which it begins
@@ -27,7 +28,8 @@ class Pieces:
         self._decode = partial(tokenizer.decode, skip_special_tokens=True)
         self._added = dict(getattr(tokenizer, "added_tokens_decoder", {}))
         decoders = _decoders(tokenizer)
-        self._byte_level, self._byte_fallback = "ByteLevel" in decoders, "ByteFallback" in decoders
+        self._byte_level = "ByteLevel" in decoders
+        self._byte_fallback = "ByteFallback" in decoders
         # A token's text depends on whether it begins the response: it is decoded after this one.
         self._anchor: list[int] = tokenizer("a", add_special_tokens=False)["input_ids"]
         self._known: dict[int, bytes] = {}
@@ -39,14 +41,17 @@ class Pieces:
         return self._known[token]
 
     def name(self, token: int, own: bytes, *, prefix: str = "") -> str:
-        r"""The text of ``token`` with the bytes ``own``, or ``prefix`` and the bytes as ``\xf0\x9f`` where they are no text.
-        A special token has the name that the tokenizer gives it."""
+        r"""The text of ``token`` with the bytes ``own``, or ``prefix`` and the bytes as
+        ``\xf0\x9f`` where they are no text. A special token has the name that the tokenizer gives
+        it."""
         if not own:
             return str(self._tokenizer.decode([token]))
         try:
             return own.decode()
         except UnicodeDecodeError:
-            return prefix + "".join(chr(byte) if 0x20 <= byte < 0x7F else f"\\x{byte:02x}" for byte in own)
+            return prefix + "".join(
+                chr(byte) if 0x20 <= byte < 0x7F else f"\\x{byte:02x}" for byte in own
+            )
 
     def _bytes(self, token: int) -> bytes:
         if (added := self._added.get(token)) is not None:
@@ -72,11 +77,13 @@ def _decoders(tokenizer: Tokenizer) -> set[str]:
 
 
 def _byte_characters() -> dict[str, int]:
-    """The byte of each character that byte-level tokenizers write in its place: itself, or from U+0100 on where it is no
-    visible one (GPT-2's ``bytes_to_unicode``)."""
+    """The byte of each character that byte-level tokenizers write in its place: itself, or from
+    U+0100 on where it is no visible one (GPT-2's ``bytes_to_unicode``)."""
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(0x100) if byte not in visible]
-    return {chr(byte): byte for byte in visible} | {chr(0x100 + place): byte for place, byte in enumerate(hidden)}
+    return {chr(byte): byte for byte in visible} | {
+        chr(0x100 + place): byte for place, byte in enumerate(hidden)
+    }
 
 
 BYTES = _byte_characters()
@@ -84,7 +91,8 @@ BYTES = _byte_characters()
 
 @dataclass(frozen=True)
 class Placed:
-    """A token, the bytes of the text that it makes, and the character of the text at which they begin."""
+    """A token, the bytes of the text that it makes, and the character of the text at which they
+    begin."""
 
     token: Token
     own: bytes
@@ -92,11 +100,14 @@ class Placed:
 
 
 class ChoiceText:
-    """One choice of an answer: its new ``text``, and its tokens; without ``pieces`` these have no bytes. ``reason``: why it
-    has ended."""
+    """One choice of an answer: its new ``text``, and its tokens; without ``pieces`` these have no
+    bytes. ``reason``: why it has ended."""
 
-    def __init__(self, number: int, tokenizer: Tokenizer, pieces: Pieces | None, stops: Sequence[str]) -> None:
-        self.number, self._pieces = number, pieces
+    def __init__(
+        self, number: int, tokenizer: Tokenizer, pieces: Pieces | None, stops: Sequence[str]
+    ) -> None:
+        self.number = number
+        self._pieces = pieces
         self._decoded = ResponseText(tokenizer, stops)
         self._waiting: list[Token] = []  # for the rest of a character
         self._placed: list[Placed] = []
@@ -132,18 +143,26 @@ class ChoiceText:
         return new
 
     def take(self) -> tuple[str, list[Placed]]:
-        """Returns what has not been sent: text, and the tokens that begin in what was sent with it. All tokens at the end:
-        those of a stop string, and those without text, begin where the text ends."""
+        """Returns what has not been sent: text, and the tokens that begin in what was sent with it.
+
+        All tokens at the end: those of a stop string, and those without text, begin where the text
+        ends.
+        """
         end = (self.offset or 0) + len(self.text)
-        count = sum(bool(self.reason) or placed.offset < end for placed in self._placed)  # offsets ascend
-        text, self.text, self.offset = self.text, "", end
-        sent, self._placed = self._placed[:count], self._placed[count:]
+        # offsets ascend
+        count = sum(bool(self.reason) or placed.offset < end for placed in self._placed)
+        text = self.text
+        self.text = ""
+        self.offset = end
+        sent = self._placed[:count]
+        self._placed = self._placed[count:]
         return text, [Placed(one.token, one.own, min(one.offset, end)) for one in sent]
 
     def _place(self, *, all_of_them: bool = False) -> None:
         """Give the waiting tokens their places in the text, as far as it is decoded."""
         count = len(self._waiting) if all_of_them else len(self._waiting) - self._decoded.pending
-        tokens, self._waiting = self._waiting[:count], self._waiting[count:]
+        tokens = self._waiting[:count]
+        self._waiting = self._waiting[count:]
         if not tokens:
             return
         text = self._decoded.newest
@@ -151,7 +170,8 @@ class ChoiceText:
         if b"".join(own) != text.encode() and BROKEN not in text:
             own = [b""] * (count - 1) + [text.encode()]  # a first token may lose its space
         characters = codecs.getincrementaldecoder("utf-8")("replace")
-        begin, end = self._characters, self._characters + len(text)
+        begin = self._characters
+        end = self._characters + len(text)
         for token, part in zip(tokens, own, strict=True):
             self._placed.append(Placed(token, part, min(begin, end)))
             begin += len(characters.decode(part))

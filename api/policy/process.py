@@ -35,39 +35,54 @@ LOOK_SECONDS = 30.0  # between checks whether it is idle
 
 
 class PolicyProcess:
-    """The process of a server's policies, started when one is asked for. ``log``: file of its output; ``options``: of
-    :class:`orchestration.policy.served.Policies`."""
+    """The process of a server's policies, started when one is asked for.
+
+    ``log``: file of its output; ``options``: of :class:`orchestration.policy.served.Policies`.
+    """
 
     def __init__(self, log: Path, options: Mapping[str, Any]) -> None:
         path = os.pathsep.join(path for path in sys.path if path)
         env = {**os.environ, "PYTHONPATH": path, OPTIONS_VARIABLE: json.dumps(options)}
         self._launch = Launch("api.policy.worker:main", [], env, os.getcwd(), str(log), "policies")
-        self._requests, self._used = 0, 0.0
-        self._session: aiohttp.ClientSession | None = None  # of the process; None: the next request starts one
+        self._requests = 0
+        self._used = 0.0
+        # of the process; None: the next request starts one
+        self._session: aiohttp.ClientSession | None = None
         self._running = set[asyncio.Task[None]]()
 
     @contextlib.asynccontextmanager
-    async def post(self, path: str, body: bytes, owner: str) -> AsyncIterator[aiohttp.ClientResponse]:
-        """The process's answer to a request of the token with the id ``owner``. Raises HTTPProblem."""
+    async def post(
+        self, path: str, body: bytes, owner: str
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """The process's answer to a request of the token with the id ``owner``. Raises
+        HTTPProblem."""
         self._session = session = self._session or self._begin()
         self._requests += 1
         try:
             async with session.post(path, data=body, headers={OWNER: owner}) as answer:
                 yield answer
         except aiohttp.ClientError as error:
-            detail = f"The process of the policies ended ({type(error).__name__}); {self._launch.log} has the reason."
-            raise HTTPProblem(503, detail, kind="policy", fix="try again", headers={"Retry-After": "1"}) from error
+            detail = (
+                f"The process of the policies ended ({type(error).__name__}); "
+                f"{self._launch.log} has the reason."
+            )
+            raise HTTPProblem(
+                503, detail, kind="policy", fix="try again", headers={"Retry-After": "1"}
+            ) from error
         finally:
-            self._requests, self._used = self._requests - 1, time.monotonic()
+            self._requests = self._requests - 1
+            self._used = time.monotonic()
 
     def _begin(self) -> aiohttp.ClientSession:
         folder = tempfile.TemporaryDirectory(prefix="adk-")
         path = os.path.join(folder.name, "policies")
-        with socket.socket(socket.AF_UNIX) as listening:  # requests wait in it while the process starts
+        # requests wait in it while the process starts
+        with socket.socket(socket.AF_UNIX) as listening:
             listening.bind(path)
             listening.listen(MOST_STARTING)
             process = spawn(self._launch, listening.fileno())
-        connector, timeout = aiohttp.UnixConnector(path, limit=0), aiohttp.ClientTimeout(total=None)
+        connector = aiohttp.UnixConnector(path, limit=0)
+        timeout = aiohttp.ClientTimeout(total=None)
         session = aiohttp.ClientSession("http://policies", connector=connector, timeout=timeout)
         task = asyncio.create_task(self._keep(process, session, folder))
         self._running.add(task)
@@ -75,7 +90,10 @@ class PolicyProcess:
         return session
 
     async def _keep(
-        self, process: Process, session: aiohttp.ClientSession, folder: tempfile.TemporaryDirectory[str]
+        self,
+        process: Process,
+        session: aiohttp.ClientSession,
+        folder: tempfile.TemporaryDirectory[str],
     ) -> None:
         """Wait until ``process`` ends or is idle, and end it."""
         ended = asyncio.create_task(process.wait())

@@ -1,7 +1,8 @@
 """Process of a server's policies: ``python -m api.policy.worker``.
 
 ASYNCDOCK_POLICIES: options of Policies as JSON
-standard input, a listening socket: POST /v1/completions and /v1/chat/completions, with bodies that the server has checked
+standard input, a listening socket: POST /v1/completions and /v1/chat/completions, with bodies that
+the server has checked
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from orchestration.processes.forkserver import ForkServer
 from orchestration.streams import open_outputs
 
 
-async def _answer(policies: Policies, model: type[Request], request: web.Request) -> web.StreamResponse:
+async def _answer(
+    policies: Policies, model: type[Request], request: web.Request
+) -> web.StreamResponse:
     asked = model.model_validate_json(await request.read())
     async with aclosing(respond(policies, asked, request.headers.get(OWNER, ""))) as parts:
         first = await anext(parts)
@@ -43,7 +46,8 @@ async def _answer(policies: Policies, model: type[Request], request: web.Request
 
 
 async def _serve(options: dict[str, Any], forks: ForkServer) -> None:
-    policies, stop = Policies(**options, forks=forks), asyncio.Event()
+    policies = Policies(**options, forks=forks)
+    stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     app = web.Application(middlewares=[problems], client_max_size=2**30)
     for path, model in REQUESTS.items():
@@ -64,6 +68,7 @@ async def _serve(options: dict[str, Any], forks: ForkServer) -> None:
 if __name__ == "__main__":
     open_outputs()
     logs.configure()
-    # Before there are threads and engines: processes that read texts have all imports, and none of the secrets.
+    # Before there are threads and engines: processes that read texts have all imports, and none of
+    # the secrets.
     options = json.loads(os.environ.pop(OPTIONS_VARIABLE))
     asyncio.run(_serve(options, ForkServer.within()))

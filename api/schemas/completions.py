@@ -33,9 +33,13 @@ def _bounded(fix_of: Callable[[float], str]) -> AfterValidator:
 
 
 Temperature = Annotated[
-    float, _bounded(temperature_fix), Field(json_schema_extra={"minimum": 0, "maximum": MOST_TEMPERATURE})
+    float,
+    _bounded(temperature_fix),
+    Field(json_schema_extra={"minimum": 0, "maximum": MOST_TEMPERATURE}),
 ]
-TopP = Annotated[float, _bounded(top_p_fix), Field(json_schema_extra={"minimum": LEAST, "maximum": 1})]
+TopP = Annotated[
+    float, _bounded(top_p_fix), Field(json_schema_extra={"minimum": LEAST, "maximum": 1})
+]
 
 
 class StreamOptions(Strict):
@@ -44,15 +48,22 @@ class StreamOptions(Strict):
 
 
 class Sampling(Strict):
-    """What both kinds of requests have. ``mix_versions`` and ``top_k`` are AsyncDock's own. What of OpenAI's is not served
-    is taken with the value that it has by default, as some clients send it."""
+    """What both kinds of requests have.
 
-    model: str = Field(max_length=200, description="RUN, RUN@VERSION, or the name of a checkpoint that is served.")
+    ``mix_versions`` and ``top_k`` are AsyncDock's own. What of OpenAI's is not served is taken with
+    the value that it has by default, as some clients send it.
+    """
+
+    model: str = Field(
+        max_length=200, description="RUN, RUN@VERSION, or the name of a checkpoint that is served."
+    )
     temperature: Temperature | None = Field(None, description="0: the likeliest token.")
     top_p: TopP | None = None
     top_k: Annotated[int, Field(ge=0, le=2**31)] | None = Field(None, description="0: all tokens.")
     n: int | None = Field(None, ge=1, le=MOST_CHOICES, description="Choices of each prompt.")
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63, description="The same seed and version: the same tokens.")
+    seed: int | None = Field(
+        None, ge=-(2**63), lt=2**63, description="The same seed and version: the same tokens."
+    )
     stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -73,7 +84,12 @@ class Sampling(Strict):
 class CompletionRequest(Sampling):
     """A prompt, or several, as texts or tokens."""
 
-    prompt: str | Ids | Annotated[list[str], Field(min_length=1)] | Annotated[list[Ids], Field(min_length=1)]
+    prompt: (
+        str
+        | Ids
+        | Annotated[list[str], Field(min_length=1)]
+        | Annotated[list[Ids], Field(min_length=1)]
+    )
     max_tokens: Tokens | None = Field(None, description="Default: 16, or what the context leaves.")
     logprobs: int | None = Field(
         None, ge=0, le=20, description="Those of the sampled and of this many likeliest tokens."
@@ -108,7 +124,9 @@ class ChatMessage(Strict):
 
     @field_validator("content")
     @classmethod
-    def _has_content(cls, content: str | list[TextPart] | None, message: ValidationInfo) -> str | list[TextPart] | None:
+    def _has_content(
+        cls, content: str | list[TextPart] | None, message: ValidationInfo
+    ) -> str | list[TextPart] | None:
         if content is None and message.data.get("role") != "assistant":
             raise fault("is missing", "give a text: only an assistant's may be null")
         return content
@@ -133,7 +151,9 @@ class ChatRequest(Sampling):
     )
     max_completion_tokens: Tokens | None = Field(None, description="As max_tokens.")
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=20, description="With `logprobs`: also this many likeliest tokens.")
+    top_logprobs: int | None = Field(
+        None, ge=0, le=20, description="With `logprobs`: also this many likeliest tokens."
+    )
     response_format: ResponseFormat | None = None
     tools: Empty | None = Field(None, description="Not served, as `functions`.")
     tool_choice: Literal["none", "auto"] | None = None
@@ -154,7 +174,10 @@ class ChatRequest(Sampling):
 
 
 Request = CompletionRequest | ChatRequest
-REQUESTS: dict[str, type[Request]] = {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest}
+REQUESTS: dict[str, type[Request]] = {
+    "/v1/completions": CompletionRequest,
+    "/v1/chat/completions": ChatRequest,
+}
 
 
 class Usage(BaseModel):
@@ -166,7 +189,9 @@ class Usage(BaseModel):
 class TokenLogprob(BaseModel):
     token: str = Field(description=r"Its text; of a part of a character its bytes, as `\xf0\x9f`.")
     logprob: float
-    bytes: list[int] = Field(description="Those of the text that it makes; empty where it makes none.")
+    bytes: list[int] = Field(
+        description="Those of the text that it makes; empty where it makes none."
+    )
     top_logprobs: list[TokenLogprob] = Field(default=[], description="Of a sampled token.")
 
 
@@ -175,12 +200,17 @@ class ChatLogprobs(BaseModel):
 
 
 class CompletionLogprobs(BaseModel):
-    tokens: list[str] = Field(description=r"The text of each; of a part of a character `bytes:\xf0\x9f`.")
+    tokens: list[str] = Field(
+        description=r"The text of each; of a part of a character "
+        r"`bytes:\xf0\x9f`."
+    )
     token_logprobs: list[float]
     top_logprobs: list[dict[str, float]] | None = Field(
         description="By token, likeliest first; a second one with the same text is `token_id:N`."
     )
-    text_offset: list[int] = Field(description="In characters of the text, where each token begins.")
+    text_offset: list[int] = Field(
+        description="In characters of the text, where each token begins."
+    )
 
 
 class ChatText(BaseModel):
@@ -196,8 +226,12 @@ class Choice(BaseModel):
     message: ChatText | None = None
     delta: ChatText | None = None
     logprobs: CompletionLogprobs | ChatLogprobs | None
-    finish_reason: Literal["stop", "length"] | None = Field(description="Null until it ends, in a stream.")
-    versions: list[tuple[int, int]] = Field(description="Run-length encoded: (policy version, tokens that it made).")
+    finish_reason: Literal["stop", "length"] | None = Field(
+        description="Null until it ends, in a stream."
+    )
+    versions: list[tuple[int, int]] = Field(
+        description="Run-length encoded: (policy version, tokens that it made)."
+    )
 
 
 class AnswerView(BaseModel):

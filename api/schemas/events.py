@@ -1,6 +1,8 @@
-"""Payloads of the event stream, as ``GET /v1/runs/{run}/metrics/stream`` sends them: models made from ``pipeline.events``.
+"""Payloads of the event stream, as ``GET /v1/runs/{run}/metrics/stream`` sends them: models made
+from ``pipeline.events``.
 
-A number that is not finite is null. An event may hold more keys than are named here: those of a newer version.
+A number that is not finite is null. An event may hold more keys than are named here: those of a
+newer version.
 """
 
 from __future__ import annotations
@@ -35,13 +37,17 @@ class EndMessage(BaseModel):
 
 
 class DroppedMessage(BaseModel):
-    """The last message of a stream that the server gives up: connect again with the last id as Last-Event-ID."""
+    """The last message of a stream that the server gives up: connect again with the last id as
+    Last-Event-ID."""
 
     reason: str
 
 
 def _model(event: type[EventData]) -> type[EventModel]:
-    """The model of ``event``: its name, its description and its fields. The metrics of a step are further keys."""
+    """The model of ``event``: its name, its description and its fields.
+
+    The metrics of a step are further keys.
+    """
     hints = get_type_hints(event, include_extras=True)
     fields: dict[str, Any] = {
         name: (hints[name], ... if default is dataclasses.MISSING else default)
@@ -53,7 +59,8 @@ def _model(event: type[EventData]) -> type[EventModel]:
 
 
 MODELS = {kind: _model(event) for kind, event in EVENTS.items()}  # by kind
-MESSAGES: dict[str, type[BaseModel]] = {**MODELS, "end": EndMessage, "dropped": DroppedMessage}  # by their `event`
+# by their `event`
+MESSAGES: dict[str, type[BaseModel]] = {**MODELS, "end": EndMessage, "dropped": DroppedMessage}
 
 
 def numbers_of(kind: str) -> list[str]:

@@ -29,7 +29,10 @@ class RunPath(Strict):
 
 
 class RunView(BaseModel):
-    """A run as the list has it, and how far it is. ``created`` waits in the queue: ``position`` 1 is next."""
+    """A run as the list has it, and how far it is.
+
+    ``created`` waits in the queue: ``position`` 1 is next.
+    """
 
     id: str
     name: str
@@ -51,20 +54,27 @@ class RunView(BaseModel):
 
 
 class RunPage(BaseModel):
-    """Runs, newest first. ``next`` is the cursor of the next page (`after`), empty at the end: a page looks at 5,000 runs at
-    most, so it may hold fewer than asked for, or none, and not be the last."""
+    """Runs, newest first.
+
+    ``next`` is the cursor of the next page (`after`), empty at the end: a page looks at 5,000 runs
+    at most, so it may hold fewer than asked for, or none, and not be the last.
+    """
 
     runs: list[RunView]
     next: str
 
 
 class RunsQuery(Strict):
-    state: Literal["", "created", "starting", "running", "paused", "stopping", "stopped", "finished", "failed"] = Field(
-        "", description="Only runs in this state."
-    )
+    state: Literal[
+        "", "created", "starting", "running", "paused", "stopping", "stopped", "finished", "failed"
+    ] = Field("", description="Only runs in this state.")
     name: str = Field("", max_length=200, description="Only runs with this in their name.")
-    owner: str = Field("", max_length=200, description="Only runs that this token's name submitted.")
-    after: str = Field("", pattern=r"^[0-9]*$", max_length=15, description="`next` of the page before.")
+    owner: str = Field(
+        "", max_length=200, description="Only runs that this token's name submitted."
+    )
+    after: str = Field(
+        "", pattern=r"^[0-9]*$", max_length=15, description="`next` of the page before."
+    )
     limit: int = Field(50, ge=1, le=200)
 
 
@@ -74,15 +84,18 @@ class SubmitHeaders(Strict):
         alias="Idempotency-Key",
         pattern=r"^[\x21-\x7e]*$",
         max_length=200,
-        description="Any text of the client's own choice: a repeat under the same key is answered with the run that the "
-        "first one made.",
+        description="Any text of the client's own choice: a repeat under the same key is answered "
+        "with the run that the first one made.",
     )
 
 
 # A plain table in requests: the recipe's own checks give better errors than a schema.
 RecipeTable = Annotated[dict[str, Any], schema_of(Recipe)]
 Overrides = Annotated[
-    dict[str, Any], Field(description='Dotted keys and their values, as {"train.steps": 5}, which change single keys.')
+    dict[str, Any],
+    Field(
+        description='Dotted keys and their values, as {"train.steps": 5}, which change single keys.'
+    ),
 ]
 
 
@@ -107,8 +120,8 @@ class Resumption(Strict):
     start_version: int | None = Field(
         None,
         ge=0,
-        description="Of an ended run: go on from its checkpoint of this version (0: from the beginning), and set newer ones "
-        "aside. Default: from the newest.",
+        description="Of an ended run: go on from its checkpoint of this version (0: from the "
+        "beginning), and set newer ones aside. Default: from the newest.",
     )
 
 
@@ -119,20 +132,27 @@ class WhatIf(Strict):
 
 
 class ForecastView(BaseModel):
-    """What a simulation of a run says. Shares are of the time between its first and last steps; staleness in versions."""
+    """What a simulation of a run says.
+
+    Shares are of the time between its first and last steps; staleness in versions.
+    """
 
     model_config = ConfigDict(from_attributes=True)
 
     tokens_per_second: float = Field(description="Response tokens trained.")
     step_seconds: float
-    generation: float = Field(description="Share in which the rollouts' decoding capacity is in use.")
+    generation: float = Field(
+        description="Share in which the rollouts' decoding capacity is in use."
+    )
     training: float = Field(description="Share in which the trainer trains.")
     waiting: float = Field(description="Share in which the trainer waits for samples.")
     staleness_mean: float
     staleness_p95: int
     staleness_max: int
     between: float = Field(description="Share between two steps: claims, commits, publishing.")
-    busiest: str = Field(description="What limits the throughput: generation, training, or between steps.")
+    busiest: str = Field(
+        description="What limits the throughput: generation, training, or between steps."
+    )
 
 
 class WhatIfView(BaseModel):
@@ -149,7 +169,9 @@ class Scaling(Strict):
 
 
 def _which(body: Any) -> str | None:
-    given = {"recipe", "recipe_name"} & set(body if isinstance(body, dict) else getattr(type(body), "model_fields", ()))
+    given = {"recipe", "recipe_name"} & set(
+        body if isinstance(body, dict) else getattr(type(body), "model_fields", ())
+    )
     return given.pop() if len(given) == 1 else None
 
 
@@ -169,13 +191,20 @@ class RecipeSubmission(
 
 
 class StageWorker(StageEvent, kind="stage"):
-    """A worker's share in a stage since its process began. Seconds; the four shares add up to ``wall``."""
+    """A worker's share in a stage since its process began.
+
+    Seconds; the four shares add up to ``wall``.
+    """
 
     process: Annotated[str, Doc("The worker process that it runs in; empty for an external one.")]
-    state: Annotated[str, Doc("Last change of that process: started, ready, died, restarted, stopped.")]
+    state: Annotated[
+        str, Doc("Last change of that process: started, ready, died, restarted, stopped.")
+    ]
     pid: int
     node: Annotated[str, Doc("Name of the machine of that process, once it was ready.")] = ""
-    host: Annotated[str, Doc("Name of the host that started it; empty on the machine that executes the run.")] = ""
+    host: Annotated[
+        str, Doc("Name of the host that started it; empty on the machine that executes the run.")
+    ] = ""
 
 
 class Stage(BaseModel):
@@ -231,8 +260,12 @@ class StagesView(BaseModel):
     published: int = Field(description="The newest policy version that rollout may use.")
     trained: int = Field(description="Optimizer steps done.")
     gate: Gate
-    alarms: list[AlarmView] = Field(description="The newest alarms of the guard, at most 100, the oldest first.")
-    epochs: dict[str, int] = Field(description="The epoch that each source of prompts is in, from 1, by its key.")
+    alarms: list[AlarmView] = Field(
+        description="The newest alarms of the guard, at most 100, the oldest first."
+    )
+    epochs: dict[str, int] = Field(
+        description="The epoch that each source of prompts is in, from 1, by its key."
+    )
     flow: dict[str, Any] = Field(description="As the plan's: stages, and the columns between them.")
 
 
@@ -244,7 +277,9 @@ class WaitingView(BaseModel):
 
 class CheckpointView(BaseModel):
     version: int
-    path: str = Field(description="On the machine that runs it; `model` in it opens with transformers.")
+    path: str = Field(
+        description="On the machine that runs it; `model` in it opens with transformers."
+    )
     time: Seconds
     bytes: int
 
@@ -256,7 +291,9 @@ class CheckpointsView(BaseModel):
 
 
 class LogsQuery(Strict):
-    worker: str = Field("", max_length=100, description="As rollout-0; without one, all workers' lines by time.")
+    worker: str = Field(
+        "", max_length=100, description="As rollout-0; without one, all workers' lines by time."
+    )
     lines: int = Field(200, ge=1, le=5000, description="The last so many.")
 
 
@@ -287,9 +324,12 @@ class CheckedRecipe(BaseModel):
     recipe: dict[str, Any]
     plan: Plan
     prompts: list[str] = Field(
-        description="Files, splits and rows that the prompts are read from, and the columns whose values are converted."
+        description="Files, splits and rows that the prompts are read from, and the columns whose "
+        "values are converted."
     )
-    examples: list[ExamplePrompt] = Field(description="The first prompt of each source, as the model reads it.")
+    examples: list[ExamplePrompt] = Field(
+        description="The first prompt of each source, as the model reads it."
+    )
 
 
 class Schema(RootModel[dict[str, Any]]):
@@ -304,26 +344,40 @@ class SampleView(BaseModel):
     step: int = Field(description="That trained it.")
     prompt: Text
     response: Text
-    reward: float | None = Field(description="Null where no reward function applies, or there is none.")
-    rewards: dict[str, float | None] = Field(description="Of each function; null where it failed or does not apply.")
-    failed: list[str] = Field([], description="Reward functions that failed on it, and counted as 0.")
+    reward: float | None = Field(
+        description="Null where no reward function applies, or there is none."
+    )
+    rewards: dict[str, float | None] = Field(
+        description="Of each function; null where it failed or does not apply."
+    )
+    failed: list[str] = Field(
+        [], description="Reward functions that failed on it, and counted as 0."
+    )
     advantage: float | None
     tokens: int = Field(description="Of the response.")
-    versions: list[tuple[int, int]] = Field(description="Policy version and tokens, in the response's order.")
+    versions: list[tuple[int, int]] = Field(
+        description="Policy version and tokens, in the response's order."
+    )
     staleness: int
     truncated: bool
 
 
 class SamplePage(BaseModel):
-    """Newest step first. ``next`` is the cursor of the next page (`after`), empty at the end: a page may hold fewer samples
-    than asked for, or none, and not be the last."""
+    """Newest step first.
+
+    ``next`` is the cursor of the next page (`after`), empty at the end: a page may hold fewer
+    samples than asked for, or none, and not be the last.
+    """
 
     samples: list[SampleView]
     next: str
 
 
 class MetricsView(BaseModel):
-    """Series by name (`step`, `stage/rollout-0`), each as columns: `time` and its numbers. Times in Unix seconds."""
+    """Series by name (`step`, `stage/rollout-0`), each as columns: `time` and its numbers.
+
+    Times in Unix seconds.
+    """
 
     from_: float = Field(alias="from")
     to: float

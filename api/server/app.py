@@ -56,8 +56,13 @@ class ServeError(RuntimeError):
     """The server cannot start; the message has the reason and the fix."""
 
 
-def build_app(settings: Settings, registry: Registry, checks: Checks | None = None) -> web.Application:
-    """Return the application over the index of ``registry``. The caller closes ``registry`` and ``checks``."""
+def build_app(
+    settings: Settings, registry: Registry, checks: Checks | None = None
+) -> web.Application:
+    """Return the application over the index of ``registry``.
+
+    The caller closes ``registry`` and ``checks``.
+    """
     app = web.Application(middlewares=[problems, admit_connection, admission(settings)])
     app[SERVICE] = Service(settings, registry, checks)
     watch(app)
@@ -86,7 +91,10 @@ async def _background_tasks(app: web.Application) -> AsyncIterator[None]:
 
 
 async def listen(app: web.Application, settings: Settings) -> tuple[web.AppRunner, str]:
-    """Open the port. Returns the runner, which the caller cleans up, and the URL. Raises ServeError."""
+    """Open the port.
+
+    Returns the runner, which the caller cleans up, and the URL. Raises ServeError.
+    """
     tls = _tls(settings)
     runner = web.AppRunner(app, shutdown_timeout=CLOSING_SECONDS)
     await runner.setup()
@@ -99,7 +107,11 @@ async def listen(app: web.Application, settings: Settings) -> tuple[web.AppRunne
         if not isinstance(error, OSError):
             raise ServeError(str(error)) from None
         taken = error.errno == errno.EADDRINUSE
-        why = "is taken by another program" if taken else f"cannot be used ({error.strerror or error})"
+        why = (
+            ("is taken by another program")
+            if taken
+            else f"cannot be used ({error.strerror or error})"
+        )
         raise ServeError(f"listen: {where} {why}; give another one with --listen") from None
     host, port = site.sockets[0].getsockname()[:2]
     name = f"[{host}]" if ":" in host else host
@@ -120,18 +132,23 @@ def _tls(settings: Settings) -> ssl.SSLContext | None:
 
 @contextlib.contextmanager
 def only_server(data: Path) -> Iterator[None]:
-    """Hold the lock of the data folder; the kernel frees it when the process ends. Raises ServeError."""
+    """Hold the lock of the data folder; the kernel frees it when the process ends.
+
+    Raises ServeError.
+    """
     with contextlib.ExitStack() as stack:
         try:
             private_folder(data)
             stack.enter_context(locked(data / LOCK))
         except Locked as held:
             raise ServeError(
-                f"data: {data} is served by another server (process {held.process}); stop it, or give another --data"
+                f"data: {data} is served by another server (process {held.process}); stop it, or "
+                f"give another --data"
             ) from None
         except OSError as error:
             raise ServeError(
-                f"data: {data} cannot be used ({error}); give a folder that can be written, by --data"
+                f"data: {data} cannot be used ({error}); give a folder that can be written, by "
+                f"--data"
             ) from None
         except ValueError as error:
             raise ServeError(str(error)) from None
@@ -139,8 +156,10 @@ def only_server(data: Path) -> Iterator[None]:
 
 
 async def serve(settings: Settings, stop: asyncio.Event, ready: Callable[[str, str], None]) -> None:
-    """Serve until ``stop`` is set, with an agent for ``settings.runs`` concurrent runs. Calls ``ready`` with the URL and the
-    code of a login link ("": none). Raises ServeError."""
+    """Serve until ``stop`` is set, with an agent for ``settings.runs`` concurrent runs.
+
+    Calls ``ready`` with the URL and the code of a login link ("": none). Raises ServeError.
+    """
     limit_repeats()
     raise_descriptor_limit()
     with only_server(settings.data):
@@ -157,7 +176,11 @@ async def serve(settings: Settings, stop: asyncio.Event, ready: Callable[[str, s
                     reduce_collections()
                     ready(where, app[SERVICE].logins.link(own, os.geteuid()) if own else "")
                     if settings.runs:
-                        beside = [Agent(registry.link.url, settings.data, settings.runs, index=index).run(stop)]
+                        beside = [
+                            Agent(registry.link.url, settings.data, settings.runs, index=index).run(
+                                stop
+                            )
+                        ]
                     else:
                         beside = [] if index is None else [index.keep()]
                     await first_of(stop.wait(), *beside)
@@ -175,8 +198,11 @@ async def serve(settings: Settings, stop: asyncio.Event, ready: Callable[[str, s
 
 
 def reduce_collections() -> None:
-    """Exclude what exists at the start from garbage collection, and collect old objects rarely. With hundreds of readers,
-    full collections, which block every answer, determined the 99th percentile of request times (benchmarks/api.py)."""
+    """Exclude what exists at the start from garbage collection, and collect old objects rarely.
+
+    With hundreds of readers, full collections, which block every answer, determined the 99th
+    percentile of request times (benchmarks/api.py).
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLD)
@@ -194,8 +220,9 @@ async def _connect(settings: Settings, index: ServiceIndex | None) -> Registry:
 
 
 async def _own_token(settings: Settings, tokens: Tokens) -> Token | None:
-    """Return the token of the user who runs the server, which is kept in the folder of ``settings``; None where none is
-    needed, and where a deployment has made tokens for a server that others reach. Raises ServeError."""
+    """Return the token of the user who runs the server, which is kept in the folder of
+    ``settings``; None where none is needed, and where a deployment has made tokens for a server
+    that others reach. Raises ServeError."""
     try:
         is_kept = (settings.data / AUTHORIZATION).exists()
         if settings.no_token or (not settings.loopback and not is_kept and await tokens.list()):
@@ -209,12 +236,14 @@ def _warn(settings: Settings) -> None:
     """Log what is insecure in the settings."""
     if settings.no_token:
         log.warning(
-            "no token is asked for: every user of this machine may read, start, change and delete the runs, and so "
-            "runs code as this user; without --no-token only those may who have a token"
+            "no token is asked for: every user of this machine may read, start, change and delete "
+            "the runs, and so runs code as this user; without --no-token only those may who have a "
+            "token"
         )
     if not settings.loopback and settings.tls_certificate is None:
         log.warning(
-            "tokens travel in the clear; give --tls-certificate and --tls-key, or put a TLS proxy in front of it"
+            "tokens travel in the clear; give --tls-certificate and --tls-key, or put a TLS proxy "
+            "in front of it"
         )
     if settings.tls_key is not None and (open_to_all := read_by_others(settings.tls_key)):
         log.warning(f"tls_key: {open_to_all}")

@@ -15,11 +15,17 @@ BINARY = "application/octet-stream"
 PIECE = 2**20  # bytes that are read or written at once
 
 
-async def read_body(request: web.Request, limit: int, seconds: float, *, media_type: str = JSON) -> bytes:
-    """Return the request's body. Raises an HTTPProblem: 413 past ``limit`` bytes, 408 when it does not arrive within
-    ``seconds``, 415 when it is not ``media_type``, 400 when it is incomplete."""
+async def read_body(
+    request: web.Request, limit: int, seconds: float, *, media_type: str = JSON
+) -> bytes:
+    """Return the request's body.
+
+    Raises an HTTPProblem: 413 past ``limit`` bytes, 408 when it does not arrive within ``seconds``,
+    415 when it is not ``media_type``, 400 when it is incomplete.
+    """
     check_media_type(request, media_type)
-    body, length = bytearray(), request.content_length or 0
+    body = bytearray()
+    length = request.content_length or 0
     with transfer_problems(f"The body did not arrive within {seconds:.0f} s."):
         async with asyncio.timeout(seconds):
             while length <= limit and (part := await request.content.readany()):
@@ -33,34 +39,50 @@ async def read_body(request: web.Request, limit: int, seconds: float, *, media_t
 def too_large(limit: int) -> HTTPProblem:
     """Return the problem of a body of more than ``limit`` bytes."""
     fix = f"send at most {limit} bytes"
-    return HTTPProblem(413, f"The body is larger than {limit} bytes.", kind="too-large", field="body", fix=fix)
+    return HTTPProblem(
+        413, f"The body is larger than {limit} bytes.", kind="too-large", field="body", fix=fix
+    )
 
 
 def check_media_type(request: web.Request, media_type: str) -> None:
     """Raise an HTTPProblem (415) when the body is not ``media_type``, or is compressed."""
-    if request.content_type != media_type or request.headers.get("Content-Encoding", "identity") != "identity":
+    if (
+        request.content_type != media_type
+        or request.headers.get("Content-Encoding", "identity") != "identity"
+    ):
         sent = request.headers.get("Content-Type", "")
         fix = f"send the header 'Content-Type: {media_type}', and no Content-Encoding"
         raise HTTPProblem(
-            415, "The body is of another media type.", kind="media-type", field="body", value=sent, fix=fix
+            415,
+            "The body is of another media type.",
+            kind="media-type",
+            field="body",
+            value=sent,
+            fix=fix,
         )
 
 
 @contextlib.contextmanager
 def transfer_problems(too_slow: str) -> Iterator[None]:
-    """Turn a TimeoutError (its problem has the detail ``too_slow``) and an incomplete body into HTTPProblems."""
+    """Turn a TimeoutError (its problem has the detail ``too_slow``) and an incomplete body into
+    HTTPProblems."""
     try:
         yield
     except TimeoutError:
         headers = {"Connection": "close"}
-        raise HTTPProblem(408, too_slow, kind="slow-body", fix="send it faster", headers=headers) from None
+        raise HTTPProblem(
+            408, too_slow, kind="slow-body", fix="send it faster", headers=headers
+        ) from None
     except (web.RequestPayloadError, ConnectionError) as error:
         detail = f"The body cannot be read ({type(error).__name__})."
         raise HTTPProblem(400, detail, kind="broken-body", fix="send all of it") from None
 
 
 def refuse_many_values(body: bytes, most: int) -> None:
-    """Raise an HTTPProblem (413) for JSON that takes long to parse. Counts these characters inside of texts too."""
+    """Raise an HTTPProblem (413) for JSON that takes long to parse.
+
+    Counts these characters inside of texts too.
+    """
     count = body.count
     for found, limit, kind in (
         (count(b","), most, "values"),

@@ -1,4 +1,5 @@
-"""Process that checks recipes, and simulates runs, for :mod:`api.server.recipe_checks`, one at a time.
+"""Process that checks recipes, and simulates runs, for :mod:`api.server.recipe_checks`, one at a
+time.
 
 a line of JSON on standard input ──▶ accept ──▶ plan ──▶ answer       {"recipe": …, "plan": …}, or {"problem": …}
                                  └─▶ what-if ──▶ {"now": …, "changed": …}
@@ -23,7 +24,8 @@ from orchestration.recipe.planner import plan
 from orchestration.recipe.schema import Recipe
 from orchestration.streams import open_outputs
 
-LONGEST_SECONDS = 300  # of one check, after which the process ends; a server that still runs kills it long before
+# of one check, after which the process ends; a server that still runs kills it long before
+LONGEST_SECONDS = 300
 MEMORY_BYTES = 2 << 30  # that one check may take
 TOO_LARGE = {
     "problem": HTTPProblem(
@@ -37,23 +39,33 @@ TOO_LARGE = {
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Check the recipe in the ``submission`` of ``request``, a body as text; or the ``recipe`` of a run in ``folder`` that
-    goes on with the ``overrides``. The request also has the server's ``settings``, and whether to return the ``plan`` and
-    example prompts too. With ``what_if``, the folder of a run, simulate that run as it is and with the ``overrides``."""
+    """Check the recipe in the ``submission`` of ``request``, a body as text; or the ``recipe`` of a
+    run in ``folder`` that goes on with the ``overrides``. The request also has the server's
+    ``settings``, and whether to return the ``plan`` and example prompts too. With ``what_if``, the
+    folder of a run, simulate that run as it is and with the ``overrides``."""
     try:
         if "what_if" in request:
             return _what_if(Path(request["what_if"]), request["overrides"])
         settings = Settings.model_validate(request["settings"])
         if "overrides" in request:
-            recipe = accept(settings, request["recipe"], request["overrides"], resumed=Path(request["folder"]))
+            recipe = accept(
+                settings, request["recipe"], request["overrides"], resumed=Path(request["folder"])
+            )
         else:
-            submitted = RecipeSubmission.model_validate_json(request["submission"], strict=True).root
+            submitted = RecipeSubmission.model_validate_json(
+                request["submission"], strict=True
+            ).root
             recipe = accepted(settings, submitted)
         if not request["plan"]:
             return {"recipe": recipe.to_json()}
         examples = [asdict(example) for example in example_prompts(recipe)]
         prompts = prompt_sources(recipe)
-        return {"recipe": recipe.to_json(), "plan": asdict(plan(recipe)), "prompts": prompts, "examples": examples}
+        return {
+            "recipe": recipe.to_json(),
+            "plan": asdict(plan(recipe)),
+            "prompts": prompts,
+            "examples": examples,
+        }
     except MemoryError:
         return TOO_LARGE
     except Exception as error:
@@ -71,12 +83,18 @@ def _what_if(folder: Path, overrides: list[str]) -> dict[str, Any]:
         [found] = lacking.problems
         detail = f"{found.wrong}; {found.fix}"
         raise HTTPProblem(409, detail, kind="not-measured", fix=fix) from None
-    views = {"now": ForecastView.model_validate(now), "changed": ForecastView.model_validate(changed)}
+    views = {
+        "now": ForecastView.model_validate(now),
+        "changed": ForecastView.model_validate(changed),
+    }
     return {name: view.model_dump(mode="json") for name, view in views.items()}
 
 
 def accepted(settings: Settings, submitted: WholeRecipe | NamedRecipe) -> Recipe:
-    """Return the recipe that is submitted. Raises RecipeError, and HTTPProblem when no stored recipe has its name."""
+    """Return the recipe that is submitted.
+
+    Raises RecipeError, and HTTPProblem when no stored recipe has its name.
+    """
     if isinstance(submitted, WholeRecipe):
         recipe = submitted.recipe
     else:
@@ -92,7 +110,11 @@ def main() -> None:
     os.dup2(2, 1)  # code that a recipe names may print, which must not mix with answers
     open_outputs()
     logs.configure()
-    limits: dict[str, Any] = {"memory": MEMORY_BYTES, "seconds": LONGEST_SECONDS, "too_large": TOO_LARGE}
+    limits: dict[str, Any] = {
+        "memory": MEMORY_BYTES,
+        "seconds": LONGEST_SECONDS,
+        "too_large": TOO_LARGE,
+    }
     answer_questions(answer, sys.stdin.buffer, answers, **limits)
 
 

@@ -33,16 +33,19 @@ class ExternalSessions:
     """The sessions of the runs that had a request lately."""
 
     def __init__(self, data: Path, registry: Registry) -> None:
-        self._data, self._registry = data, registry
+        self._data = data
+        self._registry = registry
         self._runs: dict[str, ExternalSession] = {}
 
     @contextlib.asynccontextmanager
     async def run(self, run: str) -> AsyncIterator[ExternalSession]:
-        """Yields the session of ``run``, and turns its exceptions into problems. Raises UnknownRun."""
+        """Yields the session of ``run``, and turns its exceptions into problems. Raises
+        UnknownRun."""
         record = await self._registry.get(run)
         await self._close_idle()
         if run not in self._runs:
-            index, recipe = Index(self._registry.link, run), Recipe.model_validate(record.recipe)
+            index = Index(self._registry.link, run)
+            recipe = Recipe.model_validate(record.recipe)
             opened = await asyncio.to_thread(_open_session, index, recipe, self._data)
             self._runs.setdefault(run, opened)  # another request may have opened one meanwhile
         session = self._runs[run]
@@ -56,7 +59,9 @@ class ExternalSessions:
 
     async def _close_idle(self) -> None:
         since = time.monotonic() - IDLE_SECONDS
-        idle = [run for run, session in self._runs.items() if not session.users and session.used < since]
+        idle = [
+            run for run, session in self._runs.items() if not session.users and session.used < since
+        ]
         for session in [self._runs.pop(run) for run in idle]:
             await session.external.close()
 

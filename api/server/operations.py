@@ -1,4 +1,5 @@
-"""The decorator ``@operation``: routing, authorization, validation and documentation of a request handler.
+"""The decorator ``@operation``: routing, authorization, validation and documentation of a request
+handler.
 
     @operation("GET", "/v1/runs/{run}", scope="read", summary="One run", tag="runs", errors=(404,))
     async def get_run(service: Service, path: RunPath) -> RunView: ...
@@ -6,9 +7,10 @@
     request ──▶ token and scope ──▶ path, query, headers, body into pydantic models ──▶ handler ──▶ answer
                     └ 401, 403             └ 400, 408, 413, 415, 422: all errors at once
 
-A handler takes the service, and by name what it needs of ``path``, ``query``, ``headers``, ``body`` (a pydantic model each),
-``raw`` (the bytes of ``body``) and ``request``. It returns a pydantic model, None (204), a :class:`Reply` when status or
-headers depend on the result, a text, or, with ``produces``, a response.
+A handler takes the service, and by name what it needs of ``path``, ``query``, ``headers``, ``body``
+(a pydantic model each), ``raw`` (the bytes of ``body``) and ``request``. It returns a pydantic
+model, None (204), a :class:`Reply` when status or headers depend on the result, a text, or, with
+``produces``, a response.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ from api.server.service import PRINCIPAL, SERVICE
 T = TypeVar("T")
 Method = Literal["GET", "POST", "PUT", "PATCH", "DELETE"]
 PARTS = ("path", "query", "headers", "body")
-_FIELDS = {"path": "path.", "query": "query.", "headers": "header.", "body": ""}  # prefixes of field names in errors
+# prefixes of field names in errors
+_FIELDS = {"path": "path.", "query": "query.", "headers": "header.", "body": ""}
 BODY_VALUES = 100_000  # of a JSON body: parsing it blocks the event loop
 GONE_SECONDS = 0.25  # between checks whether the client of a long request is still connected
 _MARK = "__operation__"
@@ -68,14 +71,15 @@ class Reply(Generic[T]):
 class Operation:
     """A handler and the arguments of its decorator.
 
-    ``owned``: only for the owner of the run of ``path``, and for scope admin. ``also``: further statuses of success and
-    their meaning. ``errors``: statuses of problems beside the general ones.
-    ``produces``: media type of an answer that is not a model. ``consumes``: media type of a body that the handler reads
-    itself. ``sends``: headers of a successful answer and their meaning. ``seconds``: deadline (None:
-    the server's; 0: none). ``body_limit``: bytes (None: the server's). ``body_values``: limit of values in a JSON body, ten
-    times that of its tables and lists, and of its keys. ``body_optional``: no body is read as an empty object. ``hidden``:
-    not in the document. ``events``: payload models of an event stream. ``streams``: whether it answers an event stream, too,
-    where the body asks for one.
+    ``owned``: only for the owner of the run of ``path``, and for scope admin. ``also``: further
+    statuses of success and their meaning. ``errors``: statuses of problems beside the general ones.
+    ``produces``: media type of an answer that is not a model. ``consumes``: media type of a body
+    that the handler reads itself. ``sends``: headers of a successful answer and their meaning.
+    ``seconds``: deadline (None: the server's; 0: none). ``body_limit``: bytes (None: the server's).
+    ``body_values``: limit of values in a JSON body, ten times that of its tables and lists, and of
+    its keys. ``body_optional``: no body is read as an empty object. ``hidden``: not in the
+    document. ``events``: payload models of an event stream. ``streams``: whether it answers an
+    event stream, too, where the body asks for one.
     """
 
     method: Method
@@ -120,7 +124,8 @@ class Operation:
         found = {403, 429, *self.errors}
         found |= {400} if self.parts else set()
         found |= {401} if self.scope else set()
-        found |= {503} if self.scope or self.seconds != 0 else set()  # tokens are looked up in the index
+        # tokens are looked up in the index
+        found |= {503} if self.scope or self.seconds != 0 else set()
         found |= {400, 408, 413, 415, 422} if "body" in self.parts or self.consumes else set()
         return tuple(sorted(found))
 
@@ -129,7 +134,9 @@ class Operation:
         service = request.app[SERVICE]
         seconds = service.settings.handler_seconds if self.seconds is None else self.seconds
         deadline = asyncio.timeout(seconds or None)
-        async with service.authorised(request, self.scope) if self.scope else contextlib.nullcontext():
+        async with (
+            service.authorised(request, self.scope) if self.scope else contextlib.nullcontext()
+        ):
             arguments = await self._arguments(request)
             try:
                 async with deadline:
@@ -140,12 +147,15 @@ class Operation:
                 if not deadline.expired():
                     raise
                 detail = f"This took more than {seconds:.0f} s and was given up."
-                raise HTTPProblem(503, detail, kind="timeout", fix="try again", headers={"Retry-After": "5"}) from None
+                raise HTTPProblem(
+                    503, detail, kind="timeout", fix="try again", headers={"Retry-After": "5"}
+                ) from None
 
     async def _arguments(self, request: web.Request) -> dict[str, Any]:
         """Return the handler's arguments. Raises one HTTPProblem with all errors of the request."""
         arguments: dict[str, Any] = {"request": request} if "request" in self.hints else {}
-        settings, status = request.app[SERVICE].settings, 400
+        settings = request.app[SERVICE].settings
+        status = 400
         errors: list[Wrong] = []
         for name, model in self.parts.items():
             try:
@@ -154,25 +164,36 @@ class Operation:
                 elif self.body_optional and not request.body_exists:
                     arguments["body"] = model()
                 elif not errors:  # errors in other parts are reported first
-                    body = await read_body(request, self.body_limit or settings.body_limit, settings.body_seconds)
+                    body = await read_body(
+                        request, self.body_limit or settings.body_limit, settings.body_seconds
+                    )
                     refuse_many_values(body, self.body_values)
                     status = 422
-                    arguments["body"] = model.model_validate_json(body, strict=True)  # "1" is not accepted as a number
+                    # "1" is not accepted as a number
+                    arguments["body"] = model.model_validate_json(body, strict=True)
                     if "raw" in self.hints:
                         arguments["raw"] = body
             except pydantic.ValidationError as error:
-                if error.error_count() == 1 and error.errors(include_input=False)[0]["type"] == "json_invalid":
+                if (
+                    error.error_count() == 1
+                    and error.errors(include_input=False)[0]["type"] == "json_invalid"
+                ):
                     status = 400
                 found = errors_of(error, _FIELDS[name])
-                if issubclass(model, RootModel):  # a union: the name of the tried model is not part of the field
-                    found = [w.model_copy(update={"field": w.field.partition(".")[2] or "body"}) for w in found]
+                # a union: the name of the tried model is not part of the field
+                if issubclass(model, RootModel):
+                    found = [
+                        w.model_copy(update={"field": w.field.partition(".")[2] or "body"})
+                        for w in found
+                    ]
                 errors += found
         if errors:
             raise invalid_request(status, errors)
         return arguments
 
     def _response(self, answer: Any) -> web.StreamResponse:
-        status, headers = self.status, {}
+        status = self.status
+        headers = {}
         if isinstance(answer, Reply):
             answer, status, headers = answer.body, answer.status, dict(answer.headers)
         if isinstance(answer, web.StreamResponse):
@@ -182,7 +203,9 @@ class Operation:
         if isinstance(answer, BaseModel):
             text = answer.model_dump_json(by_alias=True)
             return web.Response(status=status, text=text, content_type=JSON, headers=headers)
-        return web.Response(status=status, text=answer, content_type=self.produces, charset="utf-8", headers=headers)
+        return web.Response(
+            status=status, text=answer, content_type=self.produces, charset="utf-8", headers=headers
+        )
 
 
 def operation(
@@ -209,22 +232,31 @@ def build_routes(app: web.Application, modules: Iterable[types.ModuleType]) -> N
 
 
 async def while_wanted(request: web.Request, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of ``work``. Cancels it when the handler is cancelled, the client leaves, or the server closes."""
-    task, closing = asyncio.create_task(work), request.app[SERVICE].closing
+    """Return the result of ``work``.
+
+    Cancels it when the handler is cancelled, the client leaves, or the server closes.
+    """
+    task = asyncio.create_task(work)
+    closing = request.app[SERVICE].closing
     try:
         while not (await asyncio.wait([task], timeout=GONE_SECONDS))[0]:
             if request.transport is None or request.transport.is_closing():
                 raise HTTPProblem(400, "The client has gone.", kind="gone")
             if closing.is_set():
-                raise HTTPProblem(503, "The server is going down.", kind="closing", headers={"Retry-After": "5"})
+                raise HTTPProblem(
+                    503, "The server is going down.", kind="closing", headers={"Retry-After": "5"}
+                )
         return task.result()
     finally:
         task.cancel()
 
 
 def _part(name: str, model: type[BaseModel], request: web.Request) -> dict[str, Any]:
-    """Return the path, query or headers of a request as its model takes them. A query key that is given twice becomes a
-    list, which the model refuses where it expects one value."""
+    """Return the path, query or headers of a request as its model takes them.
+
+    A query key that is given twice becomes a list, which the model refuses where it expects one
+    value.
+    """
     if name == "path":
         return dict(request.match_info)
     fields = {info.alias or key: info for key, info in model.model_fields.items()}
@@ -234,4 +266,7 @@ def _part(name: str, model: type[BaseModel], request: web.Request) -> dict[str, 
     for key, value in request.query.items():
         found.setdefault(key, []).append(value)
     lists = {key for key, info in fields.items() if get_origin(info.annotation) is list}
-    return {key: values if key in lists or len(values) > 1 else values[0] for key, values in found.items()}
+    return {
+        key: values if key in lists or len(values) > 1 else values[0]
+        for key, values in found.items()
+    }

@@ -1,4 +1,5 @@
-"""Errors of the REST server as RFC 9457 problems: ``application/problem+json`` with field, value and fix.
+"""Errors of the REST server as RFC 9457 problems: ``application/problem+json`` with field, value
+and fix.
 
 exception below a handler ──▶ problem_of ──▶ HTTPProblem ──▶ response
   HTTPProblem: unchanged     pydantic, RecipeError: all errors at once     unexpected: 500, logged, without details
@@ -34,7 +35,8 @@ LONGEST_VALUE = 200  # characters of a value that are sent back
 LONGEST_READ = 4096  # characters of a value that are read for that
 MOST_ERRORS = 100  # that are listed
 TOO_MANY_ERRORS = 2000  # of which none are listed: pydantic builds the list of all of them
-# User and password of a URL, up to the last "@". Linear time: a match starts after "://" only and ends at "/".
+# User and password of a URL, up to the last "@". Linear time: a match starts after "://" only and
+# ends at "/".
 _PASSWORD = re.compile(r"(?<=\w://)[^\s/]+@")
 
 
@@ -50,11 +52,14 @@ class Wrong(BaseModel):
 
 
 class ProblemDetails(BaseModel):
-    """RFC 9457, with ``field``, ``value`` and ``fix`` of the first thing that is wrong, and ``errors`` with all of them."""
+    """RFC 9457, with ``field``, ``value`` and ``fix`` of the first thing that is wrong, and
+    ``errors`` with all of them."""
 
     model_config = ConfigDict(extra="forbid")
 
-    type: str = Field(default="about:blank", description="What kind of problem: a URN that stays as it is.")
+    type: str = Field(
+        default="about:blank", description="What kind of problem: a URN that stays as it is."
+    )
     title: str
     status: int = Field(ge=400, le=599)
     detail: Text
@@ -66,7 +71,10 @@ class ProblemDetails(BaseModel):
 
 
 class HTTPProblem(Exception):
-    """An answer that is a problem. ``kind`` is a stable short name for programs (``urn:asyncdock:KIND``)."""
+    """An answer that is a problem.
+
+    ``kind`` is a stable short name for programs (``urn:asyncdock:KIND``).
+    """
 
     def __init__(
         self,
@@ -82,7 +90,8 @@ class HTTPProblem(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(detail)
-        self.status, self.headers = status, dict(headers or {})
+        self.status = status
+        self.headers = dict(headers or {})
         self.details = ProblemDetails(
             type=f"urn:asyncdock:{kind}" if kind else "about:blank",
             title=title or http.HTTPStatus(status).phrase,
@@ -137,16 +146,25 @@ def without_password(text: str) -> str:
 
 
 def errors_of(error: pydantic.ValidationError, prefix: str = "") -> list[Wrong]:
-    """Return all of pydantic's errors in one part of a request. Values of headers are not sent back."""
+    """Return all of pydantic's errors in one part of a request.
+
+    Values of headers are not sent back.
+    """
     if (count := error.error_count()) > TOO_MANY_ERRORS:
         field = prefix.rstrip(".") or "body"
-        return [Wrong(field=field, wrong=f"has {count} errors, too many to be listed", fix="see /docs")]
+        return [
+            Wrong(field=field, wrong=f"has {count} errors, too many to be listed", fix="see /docs")
+        ]
     errors = []
     for item in error.errors(include_url=False)[:MOST_ERRORS]:
         field = prefix + ".".join(str(part) for part in item["loc"])
         wrong, fix = _wrong_and_fix(item)
         # A missing field has no value; pydantic reports the object that lacks it.
-        value = None if item["type"] in ("missing", "json_invalid") or prefix == "header." else shown(item["input"])
+        value = (
+            None
+            if item["type"] in ("missing", "json_invalid") or prefix == "header."
+            else shown(item["input"])
+        )
         errors.append(Wrong(field=field or "body", value=value, wrong=wrong, fix=fix))
     return errors
 
@@ -157,15 +175,24 @@ def invalid_request(status: int, errors: Sequence[Wrong]) -> HTTPProblem:
 
 def several(status: int, kind: str, title: str, errors: Sequence[Wrong]) -> HTTPProblem:
     """Return one problem with ``errors``; its field, value and fix are those of the first one."""
-    first, more = errors[0], len(errors) - 1
+    first = errors[0]
+    more = len(errors) - 1
     detail = f"{first.field} {first.wrong}" + (f", and {more} more" if more else "")
     return HTTPProblem(
-        status, detail, title=title, kind=kind, field=first.field, value=first.value, fix=first.fix, errors=errors
+        status,
+        detail,
+        title=title,
+        kind=kind,
+        field=first.field,
+        value=first.value,
+        fix=first.fix,
+        errors=errors,
     )
 
 
 def _wrong_and_fix(error: ErrorDetails) -> tuple[str, str]:
-    message, context = error["msg"], error.get("ctx", {})
+    message = error["msg"]
+    context = error.get("ctx", {})
     match error["type"]:
         case "missing":
             return "is missing", "give it"
@@ -181,7 +208,10 @@ def _wrong_and_fix(error: ErrorDetails) -> tuple[str, str]:
 
 
 def problem_of(error: Exception) -> HTTPProblem:
-    """Return ``error`` as a problem. An unexpected one is logged, and the problem has no details of it."""
+    """Return ``error`` as a problem.
+
+    An unexpected one is logged, and the problem has no details of it.
+    """
     match error:
         case HTTPProblem():
             return error
@@ -194,42 +224,73 @@ def problem_of(error: Exception) -> HTTPProblem:
         case IndexUnreachable():
             detail = "The index does not answer; runs go on by themselves as soon as it does."
             headers = {"Retry-After": str(RETRY_SECONDS)}
-            return HTTPProblem(503, detail, kind="index-unreachable", fix="try again shortly", headers=headers)
+            return HTTPProblem(
+                503, detail, kind="index-unreachable", fix="try again shortly", headers=headers
+            )
         case UnknownRun():
             return HTTPProblem(
-                404, "There is no such run.", kind="unknown-run", field="path.run", fix="see GET /v1/runs"
+                404,
+                "There is no such run.",
+                kind="unknown-run",
+                field="path.run",
+                fix="see GET /v1/runs",
             )
         case PolicyUnknown():
-            return HTTPProblem(404, str(error), kind="unknown-model", field="model", fix="see GET /v1/models")
+            return HTTPProblem(
+                404, str(error), kind="unknown-model", field="model", fix="see GET /v1/models"
+            )
         case TurnsFull():
             fix = "wait until some of them are answered"
-            return HTTPProblem(429, f"{error}.".capitalize(), kind="turns", fix=fix, headers={"Retry-After": "10"})
+            return HTTPProblem(
+                429, f"{error}.".capitalize(), kind="turns", fix=fix, headers={"Retry-After": "10"}
+            )
         case PoliciesBusy():
-            return HTTPProblem(503, str(error), kind="policies", field="model", headers={"Retry-After": "10"})
+            return HTTPProblem(
+                503, str(error), kind="policies", field="model", headers={"Retry-After": "10"}
+            )
         case WrongState():
             fix = "wait until it is in a state in which it can, or leave it"
-            return HTTPProblem(409, str(error), kind="wrong-state", field="state", value=error.state, fix=fix)
-        case KeyReused():
-            field, fix = "header.Idempotency-Key", "give another key, or repeat the first request exactly"
             return HTTPProblem(
-                422, "This key came with another request before.", kind="key-reused", field=field, fix=fix
+                409, str(error), kind="wrong-state", field="state", value=error.state, fix=fix
+            )
+        case KeyReused():
+            field = "header.Idempotency-Key"
+            fix = "give another key, or repeat the first request exactly"
+            return HTTPProblem(
+                422,
+                "This key came with another request before.",
+                kind="key-reused",
+                field=field,
+                fix=fix,
             )
         case web.HTTPException():  # aiohttp's own: no such path, wrong method, too large
-            headers = {name: value for name, value in error.headers.items() if name.lower() in ("allow", "location")}
+            headers = {
+                name: value
+                for name, value in error.headers.items()
+                if name.lower() in ("allow", "location")
+            }
             if error.status == 404:
-                detail, kind, fix = "There is nothing at this path.", "no-such-path", "see /docs"
+                detail = "There is nothing at this path."
+                kind = "no-such-path"
+                fix = "see /docs"
                 return HTTPProblem(404, detail, kind=kind, fix=fix, headers=headers)
             if error.status == 405:
-                detail, fix = "This path has no such method.", f"use {headers.get('Allow', 'another method')}"
+                detail = "This path has no such method."
+                fix = f"use {headers.get('Allow', 'another method')}"
                 return HTTPProblem(405, detail, kind="method", fix=fix, headers=headers)
-            return HTTPProblem(error.status, error.reason or "The request was refused.", headers=headers)
+            return HTTPProblem(
+                error.status, error.reason or "The request was refused.", headers=headers
+            )
     log.error("a request failed", error=type(error).__name__, exc_info=error)
-    return HTTPProblem(500, "Something went wrong here; the server's log has the reason.", kind="internal")
+    return HTTPProblem(
+        500, "Something went wrong here; the server's log has the reason.", kind="internal"
+    )
 
 
 @web.middleware
 async def problems(request: web.Request, handler: Any) -> web.StreamResponse:
-    """Turn every exception of a handler into a problem; one after the headers were sent ends the connection."""
+    """Turn every exception of a handler into a problem; one after the headers were sent ends the
+    connection."""
     try:
         return await handler(request)
     except Exception as error:

@@ -1,4 +1,5 @@
-"""Checks the recipes of requests, and simulates runs, in processes of :mod:`api.server.check_worker`."""
+"""Checks the recipes of requests, and simulates runs, in processes of
+:mod:`api.server.check_worker`."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ AT_ONCE = 4  # checks and simulations, each of another token; others wait for th
 
 
 class Checks(Confined):
-    """See :class:`~orchestration.processes.confined.Confined`. :func:`api.server.check_worker.answer` has the questions."""
+    """See :class:`~orchestration.processes.confined.Confined`.
+    :func:`api.server.check_worker.answer` has the questions."""
 
     def __init__(self) -> None:
         super().__init__(partial(Interpreter, "api.server.check_worker"), most=AT_ONCE)

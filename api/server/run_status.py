@@ -1,4 +1,5 @@
-"""Status of the runs of a service, from their events: totals with each worker's newest event, and the newest step.
+"""Status of the runs of a service, from their events: totals with each worker's newest event, and
+the newest step.
 
 events of a run ──(only new ones)──▶ RunStatus: RunTotals      one for each run, at most MOST_TOTALS of them
 what its runner has added up ──────▶┘ where these are too many, or are not in the index any more
@@ -25,15 +26,18 @@ MOST_STEPS = 10_000  # runs with their newest step in memory
 
 
 class RunStatus:
-    """The ``totals`` of a run's events up to the id ``after``; ``read`` is when, on the monotonic clock."""
+    """The ``totals`` of a run's events up to the id ``after``; ``read`` is when, on the monotonic
+    clock."""
 
     def __init__(self) -> None:
         self.totals = RunTotals()
-        self.after, self.read = "0", -math.inf
+        self.after = "0"
+        self.read = -math.inf
         self.lock = asyncio.Lock()
 
     def process(self, worker: str) -> str:
-        """The process that runs a stage's worker: its own, or the one of the light stages; "" for an external worker."""
+        """The process that runs a stage's worker: its own, or the one of the light stages; "" for
+        an external worker."""
         if worker in self.totals.processes:
             return worker
         return "" if worker.startswith(PREFIX) else "flow-0"
@@ -43,7 +47,8 @@ class RunStatus:
         if time.monotonic() - self.read > OLD_SECONDS:
             recorded = await recorded_totals(index)
             if order(recorded.after) > order(self.after):
-                self.totals, self.after = recorded.totals, recorded.after
+                self.totals = recorded.totals
+                self.after = recorded.after
         while events := await index.past_events(self.after):
             for event in events:
                 self.totals.apply(event)
@@ -79,8 +84,11 @@ class RunStatuses:
             fresh = ended == record.ended  # read after its end: it has no further step
         if record.state != "created" and not fresh:
             event = await index.newest("step")
-            newest_step = StepEvent.of(event.data) if event else (await recorded_totals(index)).totals.step
-            read, step = time.monotonic(), newest_step or step
+            newest_step = (
+                StepEvent.of(event.data) if event else (await recorded_totals(index)).totals.step
+            )
+            read = time.monotonic()
+            step = newest_step or step
         if record.state in ENDED or step is not None:
             self._steps[record.id] = read, record.ended, step
         while len(self._steps) > MOST_STEPS:

@@ -1,4 +1,5 @@
-"""What request handlers use: the settings, the registry of runs, the indexes of runs, and authorization.
+"""What request handlers use: the settings, the registry of runs, the indexes of runs, and
+authorization.
 
 The service owns connections and nothing else: closing it does not change any run.
 """
@@ -37,7 +38,8 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 INDEX_SECONDS = 10.0  # for which a request waits for an index that restarts
 MOST_HELD = 2000  # requests that wait or stream, unless connections are limited to fewer
 OTHERS_SHARE = 8  # of them, one of so many is left to other tokens and addresses than one
-PRINCIPAL = web.RequestKey("principal", Token)  # the token of a request for an operation with a scope
+# the token of a request for an operation with a scope
+PRINCIPAL = web.RequestKey("principal", Token)
 NO_TOKEN = "none"  # is as if no token came: clients of OpenAI's API cannot be made without one
 MOST_OWNERS = 10_000  # of runs that are remembered
 GIVEN_UP_SECONDS = 60.0  # after a run's end; those who follow it have read its last events by then
@@ -48,18 +50,23 @@ LOCAL = Token("local", OWN, "admin", 0.0, None)  # the token of every request wh
 class Settings(BaseModel):
     """Settings of ``asyncdock serve``. Sizes in bytes, times in seconds.
 
-    ``index``: a URL; "" for a server of its own under ``data``. ``runs``: how many execute at once; 0: other agents execute
-    them. ``roots``: folders below which every path in a recipe must lie. ``recipes``: folders of stored recipes, before the
-    package's. ``allow_*``: ``module:name`` that a recipe may name beside installed ones; ``allow_listen``: addresses where
-    its runs may open ports, ``allow_teachers``: URLs that they may ask as teachers, ``allow_checkpoints``,
-    ``allow_clusters``: values that ``checkpoint.url`` and ``launch.address`` may have. ``allow_networks``: reward functions
-    that may have the network in their sandbox, ``allow_environment``: variables that they may see; ``unsandboxed_code``:
-    those of ``allow_rewards`` may run without a sandbox. ``no_token``: every request is the owner's; on loopback alone.
+    ``index``: a URL; "" for a server of its own under ``data``. ``runs``: how many execute at once;
+    0: other agents execute them. ``roots``: folders below which every path in a recipe must lie.
+    ``recipes``: folders of stored recipes, before the package's. ``allow_*``: ``module:name`` that
+    a recipe may name beside installed ones; ``allow_listen``: addresses where its runs may open
+    ports, ``allow_teachers``: URLs that they may ask as teachers, ``allow_checkpoints``,
+    ``allow_clusters``: values that ``checkpoint.url`` and ``launch.address`` may have.
+    ``allow_networks``: reward functions that may have the network in their sandbox,
+    ``allow_environment``: variables that they may see; ``unsandboxed_code``: those of
+    ``allow_rewards`` may run without a sandbox. ``no_token``: every request is the owner's; on
+    loopback alone.
     ``hosts``: further host names (behind a proxy).
     ``header_seconds``: until a request's headers are complete. ``max_connections``,
-    ``max_connections_per_address``: 0: derived from the limit of open files. ``rate``, ``burst``: requests of one client,
-    per second and at once. ``max_waiting``: runs in the queue. ``max_workers``, ``max_arena``: limits of one recipe.
-    ``policies``: how many are open at once; 0: none. ``checkpoints``: folders of models that are served, by name.
+    ``max_connections_per_address``: 0: derived from the limit of open files. ``rate``, ``burst``:
+    requests of one client, per second and at once. ``max_waiting``: runs in the queue.
+    ``max_workers``, ``max_arena``: limits of one recipe.
+    ``policies``: how many are open at once; 0: none. ``checkpoints``: folders of models that are
+    served, by name.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -111,11 +118,13 @@ class Settings(BaseModel):
     def _others_need_a_token(self) -> Self:
         if self.no_token and (self.hosts or not self.loopback):
             reached = (
-                f"a proxy reaches it as {self.hosts[0]}" if self.hosts else f"{self.host} is reached from elsewhere"
+                f"a proxy reaches it as {self.hosts[0]}"
+                if self.hosts
+                else f"{self.host} is reached from elsewhere"
             )
             raise ValueError(
-                f"no_token: {reached}, and whoever reaches a service without tokens runs code as its user; leave "
-                f"--no-token out, or listen on 127.0.0.1 without --host-name"
+                f"no_token: {reached}, and whoever reaches a service without tokens runs code as "
+                f"its user; leave --no-token out, or listen on 127.0.0.1 without --host-name"
             )
         return self
 
@@ -128,8 +137,8 @@ Find = Callable[[str], Awaitable[Token | None]]
 
 
 async def allowed(find: Find, headers: Mapping[str, str], scope: Scope, *, needed: bool) -> Token:
-    """Return the token of a request, which ``find`` looks up; LOCAL where none came and none is ``needed``. Raises an
-    HTTPProblem (401, 403)."""
+    """Return the token of a request, which ``find`` looks up; LOCAL where none came and none is
+    ``needed``. Raises an HTTPProblem (401, 403)."""
     kind, _, presented = headers.get("Authorization", "").partition(" ")
     kind = "" if presented == NO_TOKEN else kind
     if not kind and not needed:
@@ -138,10 +147,17 @@ async def allowed(find: Find, headers: Mapping[str, str], scope: Scope, *, neede
     if token is None:
         wrong = "The token is not valid." if kind else "A token is needed."
         fix = (
-            "send the header 'Authorization: Bearer TOKEN'. The user who runs the service has it in the file "
-            "`authorization` of its folder (curl -H @FILE), and makes one for others with `asyncdock token create`"
+            "send the header 'Authorization: Bearer TOKEN'. The user who runs the service has it "
+            "in the file `authorization` of its folder (curl -H @FILE), and makes one for others "
+            "with `asyncdock token create`"
         )
-        raise HTTPProblem(401, wrong, kind="token", fix=fix, headers={"WWW-Authenticate": 'Bearer realm="asyncdock"'})
+        raise HTTPProblem(
+            401,
+            wrong,
+            kind="token",
+            fix=fix,
+            headers={"WWW-Authenticate": 'Bearer realm="asyncdock"'},
+        )
     if not token.may(scope):
         detail = f"This needs a token of scope {scope}; the one given has scope {token.scope}."
         raise HTTPProblem(403, detail, kind="scope", fix=f"ask for a token of scope {scope}")
@@ -149,21 +165,30 @@ async def allowed(find: Find, headers: Mapping[str, str], scope: Scope, *, neede
 
 
 class Service:
-    """State of one server. ``closing`` is set when the server closes: streams then send a last message and end. ``checks``
-    that are passed in are closed by the caller."""
+    """State of one server.
 
-    def __init__(self, settings: Settings, registry: Registry, checks: Checks | None = None) -> None:
-        self.settings, self.registry, self.tokens = settings, registry, Tokens(registry.link)
+    ``closing`` is set when the server closes: streams then send a last message and end. ``checks``
+    that are passed in are closed by the caller.
+    """
+
+    def __init__(
+        self, settings: Settings, registry: Registry, checks: Checks | None = None
+    ) -> None:
+        self.settings = settings
+        self.registry = registry
+        self.tokens = Tokens(registry.link)
         self.sessions, self.logins = Sessions(self.tokens), Logins(self.tokens)
         self._owners = dict[str, str]()
-        self.checks, self._owns_checks = checks or Checks(), checks is None
+        self.checks = checks or Checks()
+        self._owns_checks = checks is None
         self.closing = asyncio.Event()
         self.run_statuses = RunStatuses()
         self.external_sessions = ExternalSessions(settings.data, registry)
         folders = {name: str(folder) for name, folder in settings.checkpoints.items()}
         options = {"index": registry.link.url, "checkpoints": folders, "most": settings.policies}
         self.policies = PolicyProcess(settings.data / "policies.log", options)
-        self.most_held, self._held = MOST_HELD, Counter[str]()
+        self.most_held = MOST_HELD
+        self._held = Counter[str]()
 
     def index(self, run: str) -> Index:
         """Return the index of ``run``. It has no connections of its own, and need not be closed."""
@@ -171,8 +196,11 @@ class Service:
 
     @contextlib.contextmanager
     def held(self, request: web.Request) -> Iterator[bool]:
-        """Count a request that waits or streams without a deadline. Yields False when there are too many, of all clients,
-        of its token, or of its address: the other connections are kept for requests that are answered at once."""
+        """Count a request that waits or streams without a deadline.
+
+        Yields False when there are too many, of all clients, of its token, or of its address: the
+        other connections are kept for requests that are answered at once.
+        """
         of_one = self.most_held - self.most_held // OTHERS_SHARE
         counted = {"": self.most_held, f"token {request[PRINCIPAL].id}": of_one}
         counted[f"address {client_of(request.remote or '')}"] = of_one
@@ -191,8 +219,11 @@ class Service:
 
     @contextlib.asynccontextmanager
     async def authorised(self, request: web.Request, scope: Scope) -> AsyncIterator[None]:
-        """Surround the handling of a request. Raises an HTTPProblem (401, 403) when its token is not valid or lacks
-        ``scope``, or when it becomes so while the request is handled."""
+        """Surround the handling of a request.
+
+        Raises an HTTPProblem (401, 403) when its token is not valid or lacks ``scope``, or when it
+        becomes so while the request is handled.
+        """
         request[PRINCIPAL] = token = await self._token(request, scope)
         if token is LOCAL:
             yield
@@ -201,15 +232,19 @@ class Service:
                 yield
 
     async def _token(self, request: web.Request, scope: Scope) -> Token:
-        return await allowed(self.find_token, request.headers, scope, needed=self.settings.tokens_needed)
+        return await allowed(
+            self.find_token, request.headers, scope, needed=self.settings.tokens_needed
+        )
 
     async def find_token(self, presented: str) -> Token | None:
-        """Return the token that a request presents, itself or by a session of it; None when it is not valid."""
+        """Return the token that a request presents, itself or by a session of it; None when it is
+        not valid."""
         finds = self.logins.find if presented.startswith(PREFIX) else self.tokens.find
         return await finds(presented)
 
     async def refuse_others(self, token: Token, run: str) -> None:
-        """Raises an HTTPProblem (403) unless ``token`` has the name that owns ``run``, or the scope admin; UnknownRun."""
+        """Raises an HTTPProblem (403) unless ``token`` has the name that owns ``run``, or the scope
+        admin; UnknownRun."""
         if token.may("admin"):
             return
         if run not in self._owners:
@@ -219,12 +254,19 @@ class Service:
         owner = self._owners[run]
         if owner != token.name:
             whose = f"belongs to {owner!r}" if owner else "has no owner"
-            fix = f"ask {owner} to do it, or use a token of scope admin" if owner else "use a token of scope admin"
+            fix = (
+                (f"ask {owner} to do it, or use a token of scope admin")
+                if owner
+                else "use a token of scope admin"
+            )
             detail = f"Run {run!r} {whose}; the token that came is {token.name!r}'s."
             raise HTTPProblem(403, detail, kind="owner", field="path.run", value=run, fix=fix)
 
     async def give_up_events(self) -> None:
-        """Have the index give up the events of ended runs that this server can read in their files. Without end."""
+        """Have the index give up the events of ended runs that this server can read in their files.
+
+        Without end.
+        """
         while True:
             try:
                 for record in await self.registry.whole(GIVEN_UP_SECONDS, GIVEN_UP_AT_ONCE):
@@ -234,13 +276,18 @@ class Service:
             await asyncio.sleep(GIVEN_UP_SECONDS / 4)
 
     async def _give_up(self, record: RunRecord) -> bool:
-        """Returns whether the index has given up the events of ``record``. One that fails does not keep others waiting."""
+        """Returns whether the index has given up the events of ``record``.
+
+        One that fails does not keep others waiting.
+        """
         try:
             return await give_up(self.index(record.id), self.folder(record) / METRICS)
         except IndexUnreachable:
             raise
         except Exception as error:
-            log.warning("events of an ended run stay in the index for now", run=record.id, error=repr(error))
+            log.warning(
+                "events of an ended run stay in the index for now", run=record.id, error=repr(error)
+            )
             return False
 
     async def forget(self, run: str) -> None:
@@ -258,4 +305,5 @@ class Service:
 
 
 SERVICE = web.AppKey("service", Service)
-DOCUMENT: web.AppKey[Callable[[], dict[str, Any]]] = web.AppKey("document")  # builds the OpenAPI document, once
+# builds the OpenAPI document, once
+DOCUMENT: web.AppKey[Callable[[], dict[str, Any]]] = web.AppKey("document")

@@ -1,14 +1,17 @@
-"""Fan-out of a run's events to many listeners: the index is read once, and each event is encoded once.
+"""Fan-out of a run's events to many listeners: the index is read once, and each event is encoded
+once.
 
     index ── XREAD, blocking ──▶ Fanout ── a batch, at most every 50 ms ──▶ its bytes ──▶ every listener's socket
                                   ▲ joins when it is up to date                 └ too much unsent: `dropped`, closed
     history ── pages after Last-Event-ID ──▶ a new listener, at the pace at which it reads
 
-No event is missing or sent twice between history and live: a listener joins with the id of its last event, in the turn of
-the event loop in which that is not behind the fanout, and of the next batch it gets only the events after that id.
+No event is missing or sent twice between history and live: a listener joins with the id of its last
+event, in the turn of the event loop in which that is not behind the fanout, and of the next batch
+it gets only the events after that id.
 
-A reader that does not read costs at most MOST_UNSENT bytes: of a page of history it takes what has room, and the rest of the
-page is read again when its socket has taken that. What was freed goes back to the system once readers have left.
+A reader that does not read costs at most MOST_UNSENT bytes: of a page of history it takes what has
+room, and the rest of the page is read again when its socket has taken that. What was freed goes
+back to the system once readers have left.
 """
 
 from __future__ import annotations
@@ -44,7 +47,8 @@ DELIVERIES_AT_ONCE = 25  # before other tasks get their turn: each costs a syste
 HEARTBEAT_SECONDS = 10.0
 MOST_UNSENT = 24 << 10  # bytes in the write buffer of a reader; with more it is too slow
 EVENTS_OF_A_DELIVERY = 64  # at most: a delivery of few costs each reader a system call
-EVENTS_OF_A_WRITE = 16  # of the past, at most, of which a reader's buffer may hold some beyond its limit
+# of the past, at most, of which a reader's buffer may hold some beyond its limit
+EVENTS_OF_A_WRITE = 16
 SEND_BUFFER = 64 << 10  # bytes in the kernel, where it would grow to megabytes for each reader
 CATCH_UP_SECONDS = 30.0  # for a reader to take one page of history
 CLOSE_SECONDS = 5.0  # for a reader that is closed to take the rest of its buffer
@@ -85,7 +89,9 @@ class Batch:
     def payload(self, kinds: Kinds = None) -> bytes:
         if kinds not in self._payloads:
             pairs = zip(self.events, self._encoded, strict=True)
-            self._payloads[kinds] = b"".join(text for event, text in pairs if kinds is None or event.kind in kinds)
+            self._payloads[kinds] = b"".join(
+                text for event, text in pairs if kinds is None or event.kind in kinds
+            )
         return self._payloads[kinds]
 
     def after(self, event_id: str) -> Batch:
@@ -110,10 +116,14 @@ class Listener(Protocol):
     """Receiver of a run's events. Only :meth:`ready` may wait."""
 
     async def ready(self) -> None:
-        """Wait until it takes events of the past. Raises ConnectionError when it does not in time."""
+        """Wait until it takes events of the past. Raises ConnectionError when it does not in
+        time."""
 
     def catch_up(self, events: Sequence[Event]) -> str:
-        """Take some of ``events`` from the first one on, at least one. Returns the id of the last one."""
+        """Take some of ``events`` from the first one on, at least one.
+
+        Returns the id of the last one.
+        """
 
     def deliver(self, batch: Batch) -> None: ...
     def heartbeat(self, event_id: str) -> None: ...
@@ -122,8 +132,11 @@ class Listener(Protocol):
 
 
 class Fanout:
-    """Sends one run's events to its listeners. ``ending`` returns how the run has ended (None: it has not).
-    ``observe_delay`` is called with each event's age in seconds once it is on its way to all listeners."""
+    """Sends one run's events to its listeners.
+
+    ``ending`` returns how the run has ended (None: it has not). ``observe_delay`` is called with
+    each event's age in seconds once it is on its way to all listeners.
+    """
 
     def __init__(
         self,
@@ -132,17 +145,24 @@ class Fanout:
         *,
         observe_delay: Callable[[float], None] = lambda seconds: None,
     ) -> None:
-        self.history, self._read_ending, self._observe_delay = history, ending, observe_delay
+        self.history = history
+        self._read_ending = ending
+        self._observe_delay = observe_delay
         self.position = BEGINNING  # of the last event that was delivered
         self._live: set[Listener] = set()
-        self._joining: dict[Listener, str] = {}  # by the id of its last event, which is past `position`
-        self._starting, self._turn = asyncio.Lock(), asyncio.Semaphore(PAGES_AT_ONCE)
+        # by the id of its last event, which is past `position`
+        self._joining: dict[Listener, str] = {}
+        self._starting = asyncio.Lock()
+        self._turn = asyncio.Semaphore(PAGES_AT_ONCE)
         self._task: asyncio.Task[None] | None = None
         self._ending: Ending | None = None
         self._beat = time.monotonic()
 
     async def join(self, listener: Listener, after: str = BEGINNING) -> None:
-        """Send ``listener`` the events after ``after``. Returns when it is up to date; it gets later events as they come."""
+        """Send ``listener`` the events after ``after``.
+
+        Returns when it is up to date; it gets later events as they come.
+        """
         ending = await self._read_ending()
         if ending is not None:
             await self._replay(listener, BEGINNING if after == NOW else after, ending)
@@ -150,10 +170,13 @@ class Fanout:
         await self._start()
         after = self.position if after == NOW else after
         while order(after) < order(self.position):
-            position, before = self.position, after
+            position = self.position
+            before = after
             await listener.ready()
             async with self._turn:
-                after, ending = _caught_up(listener, await self.history.page(after, EVENTS_OF_A_PAGE), after, ending)
+                after, ending = _caught_up(
+                    listener, await self.history.page(after, EVENTS_OF_A_PAGE), after, ending
+                )
             if after == before and position == self.position:
                 break  # no event lies between the two
         if (ending := self._ending or ending) is not None:
@@ -172,14 +195,18 @@ class Fanout:
 
     async def _replay(self, listener: Listener, after: str, ending: Ending) -> None:
         """Send the history of a run that has ended, and its end."""
-        last, before = None, ""
-        patience = min(LAST_EVENT_SECONDS, ending.at + LAST_EVENT_SECONDS - time.time())  # the clock may have been set
+        last = None
+        before = ""
+        # the clock may have been set
+        patience = min(LAST_EVENT_SECONDS, ending.at + LAST_EVENT_SECONDS - time.time())
         until = time.monotonic() + patience
         while after != before:
             before = after
             await listener.ready()
             async with self._turn:
-                after, last = _caught_up(listener, await self.history.page(after, EVENTS_OF_A_PAGE), after, last)
+                after, last = _caught_up(
+                    listener, await self.history.page(after, EVENTS_OF_A_PAGE), after, last
+                )
         while last is None and time.monotonic() < until:  # the event comes just after the fact
             after, last = _caught_up(listener, await self.history.wait(after, 0.5), after, None)
             await listener.ready()
@@ -202,7 +229,8 @@ class Fanout:
                     self._beat = time.monotonic()
                     for listener in [*self._live, *self._joining]:
                         listener.heartbeat(self.position)
-                    if not events and (ending := await self._read_ending()) is not None:  # without a `state` event
+                    # without a `state` event
+                    if not events and (ending := await self._read_ending()) is not None:
                         self._end(ending)
                 elif len(events) < EVENTS_AT_ONCE:
                     await asyncio.sleep(FLUSH_SECONDS)  # events of this time are delivered together
@@ -215,7 +243,10 @@ class Fanout:
             self._drop_all("failed", "reading the run's events failed; connect again")
 
     async def _deliver(self, events: Sequence[Event]) -> None:
-        """Deliver to all listeners that are live now; other tasks run in between. One that joins meanwhile is past these."""
+        """Deliver to all listeners that are live now; other tasks run in between.
+
+        One that joins meanwhile is past these.
+        """
         if not events:
             return
         for begin in range(0, len(events), EVENTS_OF_A_DELIVERY):
@@ -227,7 +258,8 @@ class Fanout:
             self._end(ending)
 
     async def _deliver_some(self, events: Sequence[Event]) -> None:
-        batch, self.position = Batch(events), events[-1].id
+        batch = Batch(events)
+        self.position = events[-1].id
         for number, listener in enumerate(list(self._live), 1):
             if listener in self._live:
                 listener.deliver(batch)
@@ -254,8 +286,10 @@ class Fanout:
 def _caught_up(
     listener: Listener, page: Sequence[Event], after: str, ending: Ending | None
 ) -> tuple[str, Ending | None]:
-    """Give ``listener`` what it takes of ``page``, the events after ``after``. Returns the id of its last event, and the
-    ending up to there; ``ending``: before ``after``."""
+    """Give ``listener`` what it takes of ``page``, the events after ``after``.
+
+    Returns the id of its last event, and the ending up to there; ``ending``: before ``after``.
+    """
     if not page:
         return after, ending
     last = listener.catch_up(page)
@@ -279,7 +313,10 @@ def _ending_in(events: Sequence[Event], before: Ending | None = None) -> Ending 
 
 
 class Fanouts:
-    """The fanouts of a server, one for each run with listeners. ``make`` makes one for a run's record."""
+    """The fanouts of a server, one for each run with listeners.
+
+    ``make`` makes one for a run's record.
+    """
 
     def __init__(self, make: Callable[[RunRecord], Fanout]) -> None:
         self._make = make
@@ -306,8 +343,8 @@ class Fanouts:
                 await fanout.close()
 
     def _give_back(self, left: int) -> None:
-        """Give the memory that listeners held back to the system, once no more leave than ``left``: allocators keep it, and
-        the objects of connections that ended refer to each other."""
+        """Give the memory that listeners held back to the system, once no more leave than ``left``:
+        allocators keep it, and the objects of connections that ended refer to each other."""
         if self._left != left:
             asyncio.get_running_loop().call_later(LEFT_SECONDS, self._give_back, self._left)
             return
@@ -326,11 +363,17 @@ class Fanouts:
 
 
 class EventReader:
-    """A connection that events are sent to, straight to its socket. What the socket does not take is kept, up to ``most``
-    bytes; a reader that leaves more unread is dropped. :attr:`closed` becomes why it was dropped ("": it was not)."""
+    """A connection that events are sent to, straight to its socket.
 
-    def __init__(self, request: web.Request, kinds: Kinds = None, *, most: int = MOST_UNSENT) -> None:
-        self.kinds, self.most = kinds, most
+    What the socket does not take is kept, up to ``most`` bytes; a reader that leaves more unread is
+    dropped. :attr:`closed` becomes why it was dropped ("": it was not).
+    """
+
+    def __init__(
+        self, request: web.Request, kinds: Kinds = None, *, most: int = MOST_UNSENT
+    ) -> None:
+        self.kinds = kinds
+        self.most = most
         self.closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._request = request
         self.response = web.StreamResponse(headers=HEADERS)
@@ -342,8 +385,11 @@ class EventReader:
         transport = self._request.transport
         if transport is None:
             raise ConnectionResetError("the reader has gone")
-        self._transport, self._framed = transport, self._request.version >= HttpVersion11
-        if (connection := transport.get_extra_info("socket")) is not None and connection.family != socket.AF_UNIX:
+        self._transport = transport
+        self._framed = self._request.version >= HttpVersion11
+        if (
+            connection := transport.get_extra_info("socket")
+        ) is not None and connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
         transport.set_write_buffer_limits(high=self.most // 4, low=self.most // 8)
         await self.response.write(b"retry: 2000\n\n")
@@ -354,7 +400,9 @@ class EventReader:
                 if not self.closed.done():
                     await self._drained()
         except TimeoutError:
-            self.drop("slow", f"what was sent of the past was not taken within {CATCH_UP_SECONDS:.0f} s")
+            self.drop(
+                "slow", f"what was sent of the past was not taken within {CATCH_UP_SECONDS:.0f} s"
+            )
         if self.closed.done() or self._transport.is_closing():
             raise ConnectionResetError("the reader has gone, or was too slow")
 
@@ -363,7 +411,10 @@ class EventReader:
             part = events[begin : begin + EVENTS_OF_A_WRITE]
             if payload := Batch(part).payload(self.kinds):
                 self._put(payload)
-            if self._transport.is_closing() or self._transport.get_write_buffer_size() > self.most // 4:
+            if (
+                self._transport.is_closing()
+                or self._transport.get_write_buffer_size() > self.most // 4
+            ):
                 break
         return part[-1].id
 
@@ -395,7 +446,9 @@ class EventReader:
         if self._transport.is_closing():
             self.closed.set_result("")  # the client has closed it
         elif (unsent := self._transport.get_write_buffer_size()) > self.most:
-            self.drop("slow", f"too slow: {unsent} bytes were not taken; connect again with Last-Event-ID")
+            self.drop(
+                "slow", f"too slow: {unsent} bytes were not taken; connect again with Last-Event-ID"
+            )
         else:
             self._put(data)
 

@@ -1,12 +1,13 @@
-"""History of a run: all of its events in order of their ids, from the index and from the run's folder.
+"""History of a run: all of its events in order of their ids, from the index and from the run's
+folder.
 
     metrics/*.gz, metrics.jsonl  |0 ────────── older ones, those that are kept ─────────|─ ─ (the same again) ─ ─▶
     index                                                          oldest there |────────────────────▶ newest
 
     page(after) ──▶ below the oldest in the index: from the file; everything else: from the index
 
-An id is a Unix time in milliseconds and a number, given by the index's server, so ids only grow. A resumed run appends
-to the same file.
+An id is a Unix time in milliseconds and a number, given by the index's server, so ids only grow. A
+resumed run appends to the same file.
 """
 
 from __future__ import annotations
@@ -24,16 +25,25 @@ BEGINNING = "0"
 
 
 def id_at(seconds: float) -> str:
-    """An id before all events from the Unix time ``seconds`` on, by the clock of the index's server."""
+    """An id before all events from the Unix time ``seconds`` on, by the clock of the index's
+    server."""
     return f"{max(0, int(seconds * 1000) - 1)}-{2**63}"
 
 
 class History:
-    """All events of one run. ``index`` returns the run's index and is called at each use (None: the index is gone);
-    ``file`` is the run's ``metrics.jsonl``. ``detail``: with the stage and span events of the last minutes beside it."""
+    """All events of one run.
 
-    def __init__(self, index: Callable[[], Index] | None, file: Path, *, detail: bool = False) -> None:
-        self._index, self._file, self._detail = index, file, detail
+    ``index`` returns the run's index and is called at each use (None: the index is gone); ``file``
+    is the run's ``metrics.jsonl``. ``detail``: with the stage and span events of the last minutes
+    beside it.
+    """
+
+    def __init__(
+        self, index: Callable[[], Index] | None, file: Path, *, detail: bool = False
+    ) -> None:
+        self._index = index
+        self._file = file
+        self._detail = detail
         self._log = EventLog(file)
 
     async def newest(self) -> str:
@@ -41,13 +51,16 @@ class History:
         return await self._index().last_event_id() if self._index else BEGINNING
 
     async def page(self, after: str, count: int = EVENTS_AT_ONCE) -> list[Event]:
-        """The next events after ``after`` that exist now, at most ``count``, in order and without a gap."""
+        """The next events after ``after`` that exist now, at most ``count``, in order and without a
+        gap."""
         if self._index is None:
             return await asyncio.to_thread(self._of_file, after, count)
         oldest, newest = await self._index().event_ends()
         if newest == BEGINNING or order(after) < order(oldest):
             found = await asyncio.to_thread(self._of_file, after, count)
-            older = [event for event in found if newest == BEGINNING or order(event.id) < order(oldest)]
+            older = [
+                event for event in found if newest == BEGINNING or order(event.id) < order(oldest)
+            ]
             if older:
                 return older
         return await self._index().past_events(after, count)
@@ -66,8 +79,11 @@ class History:
         assert self._index is not None, "waiting for events needs an index"
         return await self._index().events(after, seconds)
 
-    async def pages(self, after: str = BEGINNING, until: float = float("inf")) -> AsyncIterator[list[Event]]:
-        """Pages of the events after ``after`` that exist now, up to the Unix time ``until`` by the index's clock."""
+    async def pages(
+        self, after: str = BEGINNING, until: float = float("inf")
+    ) -> AsyncIterator[list[Event]]:
+        """Pages of the events after ``after`` that exist now, up to the Unix time ``until`` by the
+        index's clock."""
         last = (int(until * 1000), 2**63) if until != float("inf") else None
         while page := await self.page(after):
             after = page[-1].id

@@ -1,11 +1,13 @@
-"""Trace of a run for Perfetto (ui.perfetto.dev) and chrome://tracing, in Chrome's trace event format (JSON).
+"""Trace of a run for Perfetto (ui.perfetto.dev) and chrome://tracing, in Chrome's trace event
+format (JSON).
 
     span   ──▶ X, a slice: one process for each worker, one track for each name of a span
     stage  ──▶ C, counters: queue depth and what is in flight          step ──▶ C: staleness, reward
     state, worker ──▶ i, instants                     process_name, thread_name and their order ──▶ M, when first seen
 
-Slices of one track must be nested or disjoint (Perfetto hides others). A worker may hold several claims at once, so each
-name of a span has as many tracks as it needs: a slice goes to the first free one.
+Slices of one track must be nested or disjoint (Perfetto hides others). A worker may hold several
+claims at once, so each name of a span has as many tracks as it needs: a slice goes to the first
+free one.
 """
 
 from __future__ import annotations
@@ -17,26 +19,33 @@ from typing import Any
 
 from pipeline.events import Event
 
-ORDER = ("run", "gate", "rollout", "reward", "reference", "critic", "advantage", "update")  # of processes, from the top
+# of processes, from the top
+ORDER = ("run", "gate", "rollout", "reward", "reference", "critic", "advantage", "update")
 RUN = "run"
 SECOND = 1_000_000  # the format counts microseconds
-REPORT_SECONDS = 5.0  # after the end of a trace, in which spans that began before it are still reported
+# after the end of a trace, in which spans that began before it are still reported
+REPORT_SECONDS = 5.0
 
 Slice = dict[str, Any]
 
 
 class Trace:
-    """Makes trace events of a run's events. Slices that overlap ``begin`` to ``end`` (Unix seconds) are kept."""
+    """Makes trace events of a run's events.
+
+    Slices that overlap ``begin`` to ``end`` (Unix seconds) are kept.
+    """
 
     def __init__(self, begin: float = 0.0, end: float = float("inf")) -> None:
-        self.begin, self.end = begin, end
+        self.begin = begin
+        self.end = end
         self._processes: dict[str, int] = {}
         self._tracks: dict[tuple[int, str, int], int] = {}
         # By the name of a span: the end of the last slice of each track, in µs.
         self._free: dict[tuple[int, str], list[int]] = {}
 
     def events(self, event: Event) -> Iterator[Slice]:
-        """Trace events for ``event``, with the names of processes and tracks that it is the first to use."""
+        """Trace events for ``event``, with the names of processes and tracks that it is the first
+        to use."""
         data = event.data
         if event.kind == "span":
             for span in data["spans"]:
@@ -45,8 +54,12 @@ class Trace:
         elif not self.begin <= event.time <= self.end:
             return
         elif event.kind == "stage":
-            yield from self._counter(data["worker"], event.time, "queue depth", {"waiting": data["queue_depth"]})
-            yield from self._counter(data["worker"], event.time, "in flight", {"rows": data["in_flight"]})
+            yield from self._counter(
+                data["worker"], event.time, "queue depth", {"waiting": data["queue_depth"]}
+            )
+            yield from self._counter(
+                data["worker"], event.time, "in flight", {"rows": data["in_flight"]}
+            )
         elif event.kind == "step":
             staleness = {name: data[f"staleness_{name}"] for name in ("mean", "max")}
             yield from self._counter(RUN, event.time, "staleness", staleness)
@@ -58,22 +71,46 @@ class Trace:
 
     def _slice(self, worker: str, span: dict[str, Any]) -> Iterator[Slice]:
         pid = yield from self._process(worker)
-        start, duration = round(span["start"] * SECOND), round(span["seconds"] * SECOND)
+        start = round(span["start"] * SECOND)
+        duration = round(span["seconds"] * SECOND)
         taken = self._free.setdefault((pid, span["name"]), [])
         lane = next((at for at, until in enumerate(taken) if until <= start), len(taken))
         taken[lane : lane + 1] = [start + duration]
         tid = yield from self._track(pid, span["name"], lane)
         args = {name: value for name, value in span.items() if name in ("rows", "version")}
         times = {"ts": start, "dur": duration}
-        yield {"ph": "X", "name": span["name"], "cat": "stage", "pid": pid, "tid": tid, **times, "args": args}
+        yield {
+            "ph": "X",
+            "name": span["name"],
+            "cat": "stage",
+            "pid": pid,
+            "tid": tid,
+            **times,
+            "args": args,
+        }
 
-    def _counter(self, worker: str, time: float, name: str, values: dict[str, Any]) -> Iterator[Slice]:
+    def _counter(
+        self, worker: str, time: float, name: str, values: dict[str, Any]
+    ) -> Iterator[Slice]:
         pid = yield from self._process(worker)
-        known = {key: value for key, value in values.items() if value is not None and math.isfinite(value)}
+        known = {
+            key: value
+            for key, value in values.items()
+            if value is not None and math.isfinite(value)
+        }
         if known:
-            yield {"ph": "C", "name": name, "pid": pid, "tid": 0, "ts": round(time * SECOND), "args": known}
+            yield {
+                "ph": "C",
+                "name": name,
+                "pid": pid,
+                "tid": 0,
+                "ts": round(time * SECOND),
+                "args": known,
+            }
 
-    def _instant(self, worker: str, time: float, name: str, data: Mapping[str, Any]) -> Iterator[Slice]:
+    def _instant(
+        self, worker: str, time: float, name: str, data: Mapping[str, Any]
+    ) -> Iterator[Slice]:
         pid = yield from self._process(worker)
         args = {"reason": data["reason"]} if data.get("reason") else {}
         where = {"pid": pid, "tid": 0, "ts": round(time * SECOND)}
@@ -94,7 +131,9 @@ class Trace:
         tid = self._tracks.get((pid, name, lane))
         if tid is None:
             tid = self._tracks[pid, name, lane] = len(self._tracks) + 1
-            yield _named("thread_name", pid, tid, name=name if lane == 0 else f"{name} ({lane + 1})")
+            yield _named(
+                "thread_name", pid, tid, name=name if lane == 0 else f"{name} ({lane + 1})"
+            )
             yield _named("thread_sort_index", pid, tid, sort_index=tid)
         return tid
 
@@ -109,7 +148,9 @@ async def trace_json(pages: AsyncIterator[Sequence[Event]], trace: Trace) -> Asy
     separator = b""
     async for page in pages:
         made = [
-            json.dumps(one, separators=(",", ":"), allow_nan=False) for event in page for one in trace.events(event)
+            json.dumps(one, separators=(",", ":"), allow_nan=False)
+            for event in page
+            for one in trace.events(event)
         ]
         if made:
             yield separator + ",\n".join(made).encode()

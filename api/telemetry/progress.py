@@ -123,7 +123,8 @@ class StepPoint:
 
     def before(self, key: int) -> Self:
         share = (key - self.first) / (self.last + 1 - self.first)
-        steps, rewarded = max(1, round(share * self.steps)), round(share * self.rewarded)
+        steps = max(1, round(share * self.steps))
+        rewarded = round(share * self.rewarded)
         return dataclasses.replace(
             self,
             last=key - 1,
@@ -216,20 +217,26 @@ class Message(NamedTuple):
 
 
 class Progress(RunTotals):
-    """A run of ``steps`` steps with the staleness bound ``bound`` on ``devices`` devices. Times in Unix seconds: ``began``
-    of the first event, ``running`` of the first event of training, ``stepped`` of the last step, ``now`` of the last
-    event."""
+    """A run of ``steps`` steps with the staleness bound ``bound`` on ``devices`` devices.
+
+    Times in Unix seconds: ``began`` of the first event, ``running`` of the first event of training,
+    ``stepped`` of the last step, ``now`` of the last event.
+    """
 
     def __init__(self, name: str, steps: int, bound: int, devices: int = 1) -> None:
         super().__init__()
-        self.name, self.steps, self.bound, self.devices = name, steps, bound, devices
+        self.name = name
+        self.steps = steps
+        self.bound = bound
+        self.devices = devices
         self.began: float | None = None
         self.running: float | None = None
         self.stepped: float | None = None
         self.now: float | None = None
         self.curve = Thinned[StepPoint]()  # of steps; one that is made again stands once
         self.last: StepEvent | None = None
-        self.evaluated = Thinned[EvaluationPoint]()  # by version; the first and the last with samples
+        # by version; the first and the last with samples
+        self.evaluated = Thinned[EvaluationPoint]()
         self.forecast: ForecastEvent | None = None  # the newest
         self.messages: deque[Message] = deque(maxlen=MESSAGES)
 
@@ -273,7 +280,8 @@ class Progress(RunTotals):
         self.last = step
 
     def _add_evaluation(self, event: EvaluationEvent) -> None:
-        points, point = self.evaluated.points, EvaluationPoint.of(event)
+        points = self.evaluated.points
+        point = EvaluationPoint.of(event)
         if len(points) > 1 and points[-1].last < event.version:
             points[-1] = points[-1].without_samples()
         if points and points[0].first < event.version < points[-1].last:  # it comes late
@@ -331,20 +339,27 @@ class Progress(RunTotals):
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Generated tokens per second over the last steps, or since training began where these made none: the responses of
-        a short run are all made before its second step. None before the first step."""
+        """Generated tokens per second over the last steps, or since training began where these made
+        none: the responses of a short run are all made before its second step. None before the
+        first step."""
         recent = self._recent(STEPS_OF_RATE + 1)
         seconds = sum(step.seconds or 0.0 for step in recent[1:])
         generated = recent[-1].tokens_generated - recent[0].tokens_generated if recent else 0
         if seconds > 0 and generated > 0:
             return float(generated / seconds)
-        if not recent or self.running is None or self.stepped is None or self.stepped <= self.running:
+        if (
+            not recent
+            or self.running is None
+            or self.stepped is None
+            or self.stepped <= self.running
+        ):
             return None
         return float(recent[-1].tokens_generated / (self.stepped - self.running))
 
     def busiest(self, *, recent: bool = True) -> tuple[str, float] | None:
-        """Returns the stage with the largest busy share (mean over its workers), and that share: of the last seconds, or
-        with ``recent=False`` of the whole run. None before a worker has reported."""
+        """Returns the stage with the largest busy share (mean over its workers), and that share: of
+        the last seconds, or with ``recent=False`` of the whole run. None before a worker has
+        reported."""
         by_stage = dict[str, list[float]]()
         for worker in self.workers.values():
             spent = worker.recent if recent else worker.totals

@@ -37,7 +37,8 @@ log = structlog.get_logger()
 
 STATES = ("created", "starting", "running", "paused", "stopping", *ENDED)
 # An ended run is still exposed to so many scrapes, of several servers perhaps, for so long at most;
-KEPT_SCRAPES, KEPT_SECONDS = 5, 300.0
+KEPT_SCRAPES = 5
+KEPT_SECONDS = 300.0
 MOST_ENDED = 20  # of many that end at once, the newest ones
 UNSCRAPED_SECONDS = 300.0  # without a scrape, after which runs are no longer followed
 CATCH_UP_SECONDS = 5.0  # for which a scrape waits for the past events of new runs
@@ -49,7 +50,8 @@ class RunListener:
     """Adds up the events of one run, as a listener of its fanout."""
 
     def __init__(self, record: RunRecord) -> None:
-        self.run, self.name = record.id, record.name
+        self.run = record.id
+        self.name = record.name
         self.steps_planned = int(record.recipe["train"]["steps"])
         self.bound = int(record.recipe["pipeline"]["staleness"])
         self.totals = RunTotals()
@@ -73,7 +75,8 @@ class RunListener:
         pass
 
     def end(self, ending: Ending) -> None:
-        self.totals.state, self.ended = ending.state, time.monotonic()
+        self.totals.state = ending.state
+        self.ended = time.monotonic()
 
     def drop(self, why: str, reason: str) -> None:
         self.dropped = True
@@ -85,7 +88,10 @@ class ServerMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.requests = Counter(
-            "asyncdock_http_requests", "Requests answered.", ("method", "route", "status"), registry=self.registry
+            "asyncdock_http_requests",
+            "Requests answered.",
+            ("method", "route", "status"),
+            registry=self.registry,
         )
         self.durations = Histogram(
             "asyncdock_http_request_duration_seconds",
@@ -94,7 +100,9 @@ class ServerMetrics:
             buckets=DURATIONS,
             registry=self.registry,
         )
-        self.readers = Gauge("asyncdock_stream_readers", "Readers of event streams now.", registry=self.registry)
+        self.readers = Gauge(
+            "asyncdock_stream_readers", "Readers of event streams now.", registry=self.registry
+        )
         self.dropped = Counter(
             "asyncdock_stream_readers_dropped",
             "Readers that were let go, and why.",
@@ -112,7 +120,10 @@ class ServerMetrics:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Callable[[str], None]]:
-        """Counts a reader while it is connected. Yields a function to call with why it was dropped ("": it was not)."""
+        """Counts a reader while it is connected.
+
+        Yields a function to call with why it was dropped ("": it was not).
+        """
         with self.readers.track_inprogress():
             yield lambda why: self.dropped.labels(why).inc() if why else None
 
@@ -127,8 +138,13 @@ class ServerMetrics:
             return response
         finally:
             resource = request.match_info.route.resource
-            route = resource.canonical if resource is not None else "none"  # a path could be anything
-            method = request.method if request.method in ("GET", "HEAD", "POST", "PUT", "DELETE") else "other"
+            # a path could be anything
+            route = resource.canonical if resource is not None else "none"
+            method = (
+                request.method
+                if request.method in ("GET", "HEAD", "POST", "PUT", "DELETE")
+                else "other"
+            )
             self.requests.labels(method, route, str(status)).inc()
             if not route.endswith("/stream"):
                 self.durations.labels(method, route).observe(time.perf_counter() - began)
@@ -138,7 +154,9 @@ class Exposition(Collector):
     """The text of ``GET /metrics``. Follows the active runs while it is scraped."""
 
     def __init__(self, registry: Registry, fanouts: Fanouts, server: ServerMetrics) -> None:
-        self._registry, self._fanouts, self._server = registry, fanouts, server
+        self._registry = registry
+        self._fanouts = fanouts
+        self._server = server
         self._own = CollectorRegistry()
         self._own.register(self)
         self._counts: dict[str, int] = {}
@@ -154,10 +172,13 @@ class Exposition(Collector):
             self._counts[record.state] = self._counts.get(record.state, 0) + 1
         joined = [self._follow(record) for record in active if record.id not in self._following]
         if joined:
-            await asyncio.wait([asyncio.ensure_future(event.wait()) for event in joined], timeout=CATCH_UP_SECONDS)
+            await asyncio.wait(
+                [asyncio.ensure_future(event.wait()) for event in joined], timeout=CATCH_UP_SECONDS
+            )
         for record in active:
             if record.id in self._runs:
-                self._runs[record.id].totals.state = record.state  # the registry knows that of a run without a runner
+                # the registry knows that of a run without a runner
+                self._runs[record.id].totals.state = record.state
         self._drop_ended()
         return generate_latest(self._own) + generate_latest(self._server.registry)
 
@@ -185,7 +206,8 @@ class Exposition(Collector):
         try:
             async with self._fanouts.listening(record, run) as fanout:
                 recorded = await recorded_totals(Index(self._registry.link, record.id))
-                run.totals, run.totals.state = recorded.totals, record.state
+                run.totals = recorded.totals
+                run.totals.state = record.state
                 await fanout.join(run, recorded.after)
                 self._runs[record.id] = run
                 caught_up.set()
@@ -221,7 +243,10 @@ Values = Callable[[RunListener], Mapping[Any, float | None]]  # by tuples of lab
 
 @dataclass(frozen=True)
 class Family:
-    """A metric of every run. ``values``: those of one run by their ``labels`` (None: there is none yet)."""
+    """A metric of every run.
+
+    ``values``: those of one run by their ``labels`` (None: there is none yet).
+    """
 
     kind: type[CounterMetricFamily | GaugeMetricFamily]
     name: str
@@ -249,57 +274,189 @@ def _of_step(number: str) -> Values:
 
 
 def _of_workers(number: Callable[[WorkerTotals], float]) -> Values:
-    return lambda run: {(one.latest.stage, name): number(one) for name, one in run.totals.workers.items()}
+    return lambda run: {
+        (one.latest.stage, name): number(one) for name, one in run.totals.workers.items()
+    }
 
 
 def _staleness(run: RunListener) -> Mapping[Any, float | None]:
-    found = {(stat,): getattr(run.totals.step, f"staleness_{stat}", None) for stat in ("mean", "p95", "max")}
+    found = {
+        (stat,): getattr(run.totals.step, f"staleness_{stat}", None)
+        for stat in ("mean", "p95", "max")
+    }
     return found | {("bound",): run.bound}
 
 
 def _stage_seconds(run: RunListener) -> Mapping[Any, float]:
     workers = run.totals.workers.items()
-    return {(one.latest.stage, name, state): one.totals[state] for name, one in workers for state in SHARES}
+    return {
+        (one.latest.stage, name, state): one.totals[state]
+        for name, one in workers
+        for state in SHARES
+    }
 
 
-COUNTER, GAUGE = CounterMetricFamily, GaugeMetricFamily
-BY_REASON, BY_WORKER = ("reason",), ("stage", "worker")
-TAKING = "Of taking new weights: publish by the trainer; at the engines what generation waited for (exposed), and not."
+COUNTER = CounterMetricFamily
+GAUGE = GaugeMetricFamily
+BY_REASON = ("reason",)
+BY_WORKER = ("stage", "worker")
+TAKING = (
+    "Of taking new weights: publish by the trainer; at the engines what generation waited for "
+    "(exposed), and not."
+)
 TOKENS = ("generated", "trained", "filtered")
 FAMILIES = (
-    Family(GAUGE, "run_info", "1 for each run.", ("name", "state"), lambda run: {(run.name, run.totals.state): 1}),
-    Family(GAUGE, "run_steps_planned", "Optimizer steps of the recipe.", (), lambda run: {(): run.steps_planned}),
-    Family(COUNTER, "run_steps", "Optimizer steps made.", (), lambda run: {(): getattr(run.totals.step, "version", 0)}),
-    Family(COUNTER, "run_restarts", "Times that something was started again.", (), lambda run: {(): run.totals.restarts}),
-    Family(COUNTER, "run_tokens", "Tokens by what became of them.", ("what",), lambda run: {
-        (what,): getattr(run.totals.step, f"tokens_{what}", 0) for what in TOKENS}),
-    Family(COUNTER, "run_dropped_groups", "Groups that left untrained, by reason.", BY_REASON, lambda run: {
-        (reason,): groups for reason, (groups, _) in run.totals.dropped.items()}),
-    Family(COUNTER, "run_dropped_tokens", "Their tokens, which count as filtered.", BY_REASON, lambda run: {
-        (reason,): tokens for reason, (_, tokens) in run.totals.dropped.items()}),
-    Family(COUNTER, "run_long_prompts", "Prompts that were too long.", ("what",), lambda run: {
-        ("skipped",): run.totals.prompts_skipped, ("cut",): run.totals.prompts_cut}),
-    Family(GAUGE, "run_prompt_epoch", "Epoch of a source of prompts, from 1.", ("source",), lambda run: {
-        (source,): epoch for source, epoch in run.totals.epochs.items()}),
-    Family(COUNTER, "run_skipped_steps", "Steps with a loss or gradient not finite.", (), lambda run: {
-        (): getattr(run.totals.ledger, "skipped_steps", 0)}),
-    Family(COUNTER, "run_alarms", "Alarms of the guard, by metric.", ("metric",), lambda run: {
-        (metric,): raised for metric, raised in run.totals.alarm_counts.items()}),
-    Family(GAUGE, "run_staleness_versions", "Of the newest step's samples, in policy versions; and the bound.", ("stat",),
-           _staleness),
-    Family(COUNTER, "sync_seconds", TAKING, ("part",), lambda run: {
-        (part,): seconds for part, seconds in run.totals.sync_seconds.items()}),
-    Family(COUNTER, "sync_bytes", "Bytes of weights that were published.", (), lambda run: {(): run.totals.published_bytes}),
-    Family(GAUGE, "run_reward_mean", "Mean reward of the newest step.", (), _of_step("reward_mean")),
+    Family(
+        GAUGE,
+        "run_info",
+        "1 for each run.",
+        ("name", "state"),
+        lambda run: {(run.name, run.totals.state): 1},
+    ),
+    Family(
+        GAUGE,
+        "run_steps_planned",
+        "Optimizer steps of the recipe.",
+        (),
+        lambda run: {(): run.steps_planned},
+    ),
+    Family(
+        COUNTER,
+        "run_steps",
+        "Optimizer steps made.",
+        (),
+        lambda run: {(): getattr(run.totals.step, "version", 0)},
+    ),
+    Family(
+        COUNTER,
+        "run_restarts",
+        "Times that something was started again.",
+        (),
+        lambda run: {(): run.totals.restarts},
+    ),
+    Family(
+        COUNTER,
+        "run_tokens",
+        "Tokens by what became of them.",
+        ("what",),
+        lambda run: {(what,): getattr(run.totals.step, f"tokens_{what}", 0) for what in TOKENS},
+    ),
+    Family(
+        COUNTER,
+        "run_dropped_groups",
+        "Groups that left untrained, by reason.",
+        BY_REASON,
+        lambda run: {(reason,): groups for reason, (groups, _) in run.totals.dropped.items()},
+    ),
+    Family(
+        COUNTER,
+        "run_dropped_tokens",
+        "Their tokens, which count as filtered.",
+        BY_REASON,
+        lambda run: {(reason,): tokens for reason, (_, tokens) in run.totals.dropped.items()},
+    ),
+    Family(
+        COUNTER,
+        "run_long_prompts",
+        "Prompts that were too long.",
+        ("what",),
+        lambda run: {("skipped",): run.totals.prompts_skipped, ("cut",): run.totals.prompts_cut},
+    ),
+    Family(
+        GAUGE,
+        "run_prompt_epoch",
+        "Epoch of a source of prompts, from 1.",
+        ("source",),
+        lambda run: {(source,): epoch for source, epoch in run.totals.epochs.items()},
+    ),
+    Family(
+        COUNTER,
+        "run_skipped_steps",
+        "Steps with a loss or gradient not finite.",
+        (),
+        lambda run: {(): getattr(run.totals.ledger, "skipped_steps", 0)},
+    ),
+    Family(
+        COUNTER,
+        "run_alarms",
+        "Alarms of the guard, by metric.",
+        ("metric",),
+        lambda run: {(metric,): raised for metric, raised in run.totals.alarm_counts.items()},
+    ),
+    Family(
+        GAUGE,
+        "run_staleness_versions",
+        "Of the newest step's samples, in policy versions; and the bound.",
+        ("stat",),
+        _staleness,
+    ),
+    Family(
+        COUNTER,
+        "sync_seconds",
+        TAKING,
+        ("part",),
+        lambda run: {(part,): seconds for part, seconds in run.totals.sync_seconds.items()},
+    ),
+    Family(
+        COUNTER,
+        "sync_bytes",
+        "Bytes of weights that were published.",
+        (),
+        lambda run: {(): run.totals.published_bytes},
+    ),
+    Family(
+        GAUGE, "run_reward_mean", "Mean reward of the newest step.", (), _of_step("reward_mean")
+    ),
     Family(GAUGE, "run_loss", "Loss of the newest step.", (), _of_step("loss")),
-    Family(GAUGE, "run_kl", "KL divergence to the behaviour policy in the newest step (k3).", (), _of_step("kl_behaviour")),
-    Family(GAUGE, "run_entropy", "Entropy of the policy in nats, mean over trained tokens.", (), _of_step("entropy")),
-    Family(COUNTER, "stage_seconds", "Where a worker's time went; they add up to all of it.", (*BY_WORKER, "state"),
-           _stage_seconds),
-    Family(COUNTER, "stage_rows", "Samples done by a worker.", BY_WORKER, _of_workers(lambda one: one.totals["rows"])),
-    Family(COUNTER, "stage_tokens", "Tokens of these samples.", BY_WORKER, _of_workers(lambda one: one.totals["tokens"])),
-    Family(GAUGE, "stage_in_flight_rows", "Samples that a worker has in hand.", BY_WORKER,
-           _of_workers(lambda one: one.latest.in_flight)),
-    Family(GAUGE, "stage_queue_depth", "Ready for a stage, not claimed.", ("stage",), lambda run: {
-        (one.latest.stage,): one.latest.queue_depth for one in run.totals.workers.values()}),
-)  # fmt: skip
+    Family(
+        GAUGE,
+        "run_kl",
+        "KL divergence to the behaviour policy in the newest step (k3).",
+        (),
+        _of_step("kl_behaviour"),
+    ),
+    Family(
+        GAUGE,
+        "run_entropy",
+        "Entropy of the policy in nats, mean over trained tokens.",
+        (),
+        _of_step("entropy"),
+    ),
+    Family(
+        COUNTER,
+        "stage_seconds",
+        "Where a worker's time went; they add up to all of it.",
+        (*BY_WORKER, "state"),
+        _stage_seconds,
+    ),
+    Family(
+        COUNTER,
+        "stage_rows",
+        "Samples done by a worker.",
+        BY_WORKER,
+        _of_workers(lambda one: one.totals["rows"]),
+    ),
+    Family(
+        COUNTER,
+        "stage_tokens",
+        "Tokens of these samples.",
+        BY_WORKER,
+        _of_workers(lambda one: one.totals["tokens"]),
+    ),
+    Family(
+        GAUGE,
+        "stage_in_flight_rows",
+        "Samples that a worker has in hand.",
+        BY_WORKER,
+        _of_workers(lambda one: one.latest.in_flight),
+    ),
+    Family(
+        GAUGE,
+        "stage_queue_depth",
+        "Ready for a stage, not claimed.",
+        ("stage",),
+        lambda run: {
+            (one.latest.stage,): one.latest.queue_depth for one in run.totals.workers.values()
+        },
+    ),
+)

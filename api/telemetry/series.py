@@ -32,7 +32,8 @@ def width(seconds: float) -> float:
 
 
 class Wanted:
-    """A filter for series and their numbers: kinds, ``kind/worker``, ``kind.number``; without names it takes everything.
+    """A filter for series and their numbers: kinds, ``kind/worker``, ``kind.number``; without names
+    it takes everything.
 
     >>> wanted = Wanted(["step.loss", "stage/reward-0"])
     >>> wanted("step", "step", "loss"), wanted("step", "step", "reward_mean"), wanted("stage", "stage/reward-0", "rows")
@@ -58,20 +59,30 @@ class Wanted:
     @property
     def kinds(self) -> frozenset[str]:
         """Kinds of events that some name matches."""
-        return frozenset(name.partition(".")[0].partition("/")[0] for name in self.names) or frozenset(KINDS)
+        return frozenset(
+            name.partition(".")[0].partition("/")[0] for name in self.names
+        ) or frozenset(KINDS)
 
 
 def names_like(name: str, workers: Iterable[str], step: Mapping[str, object]) -> list[str]:
-    """The names of the kind of ``name`` in a run with ``workers`` whose newest step is the event ``step``; empty when there
-    are none yet, and any name may turn out to be one.
+    """The names of the kind of ``name`` in a run with ``workers`` whose newest step is the event
+    ``step``; empty when there are none yet, and any name may turn out to be one.
 
     >>> names_like("step.los", [], {"loss": 0.5, "groups": [1]})
     ['step', 'step.loss']
     """
     kind = name.partition(".")[0].partition("/")[0]
-    numbers = [key for key, value in step.items() if isinstance(value, int | float)] if kind == "step" else []
+    numbers = (
+        [key for key, value in step.items() if isinstance(value, int | float)]
+        if kind == "step"
+        else []
+    )
     if kind == "step":
         return [kind, *(f"{kind}.{number}" for number in numbers)] if numbers else []
     named = [f"{kind}/{worker}" for worker in sorted(workers)]
     of_all = [kind, *(f"{kind}.{number}" for number in numbers_of(kind))]
-    return [*named, *of_all, *(f"{one}.{number}" for one in named for number in numbers_of(kind))] if named else []
+    return (
+        [*named, *of_all, *(f"{one}.{number}" for one in named for number in numbers_of(kind))]
+        if named
+        else []
+    )

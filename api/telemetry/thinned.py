@@ -17,7 +17,9 @@ from collections.abc import Iterable
 from typing import Generic, Protocol, Self, TypeVar
 
 MOST = 1024  # points of a curve
-FIRST, LAST = 8, 128  # points at its ends that stay single
+# points at its ends that stay single
+FIRST = 8
+LAST = 128
 # A hundred points can be added until they are thinned again.
 MOST_MERGED = (MOST - FIRST - LAST) * 7 // 8
 
@@ -42,7 +44,8 @@ P = TypeVar("P", bound=Point)
 
 
 class Thinned(Generic[P]):
-    """The points of a curve in the order of their keys. ``width``: keys that a merged point covers."""
+    """The points of a curve in the order of their keys. ``width``: keys that a merged point
+    covers."""
 
     def __init__(self) -> None:
         self.points: list[P] = []
@@ -71,7 +74,9 @@ class Thinned(Generic[P]):
         return self.points if self.width == 1 else _merged(self.points, self.width)
 
     def _thin(self) -> None:
-        single, middle, last = self.points[:FIRST], self.points[FIRST:-LAST], self.points[-LAST:]
+        single = self.points[:FIRST]
+        middle = self.points[FIRST:-LAST]
+        last = self.points[-LAST:]
         merged = _merged(middle, self.width)
         while len(merged) > MOST_MERGED:
             self.width *= 2
@@ -81,4 +86,6 @@ class Thinned(Generic[P]):
 
 def _merged(points: Iterable[P], width: int) -> list[P]:
     groups = itertools.groupby(points, key=lambda point: point.first // width)
-    return [functools.reduce(lambda earlier, later: earlier.plus(later), group) for _, group in groups]
+    return [
+        functools.reduce(lambda earlier, later: earlier.plus(later), group) for _, group in groups
+    ]

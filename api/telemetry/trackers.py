@@ -4,7 +4,8 @@
                                          ▲                                        │
                                          └── continues after DIR/tracked.json ◀───┘  id of the last event shown
 
-A tracker that is slow or dies does not affect the run. MLflow and W&B are extras, imported when they are used.
+A tracker that is slow or dies does not affect the run. MLflow and W&B are extras, imported when
+they are used.
 """
 
 from __future__ import annotations
@@ -35,15 +36,21 @@ from pipeline.index.client import Index, IndexUnreachable
 TRACKED = "tracked.json"  # in the tracker's folder: the run's id and that of the last event shown
 MLFLOW_FILE = "mlflow.db"  # in the tracker's folder
 # MLflow's own limits: of one call, and of characters.
-MLFLOW_PARAMS, MLFLOW_METRICS, MLFLOW_NAME, MLFLOW_VALUE = 100, 1000, 250, 6000
-MLFLOW_STATUS = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}  # by a run's last state
+MLFLOW_PARAMS = 100
+MLFLOW_METRICS = 1000
+MLFLOW_NAME = 250
+MLFLOW_VALUE = 6000
+# by a run's last state
+MLFLOW_STATUS = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
 WAIT_SECONDS = 10.0
 SHOWN_AT_ONCE = 500  # points
-SAVE_SECONDS = 2.0  # between two writes of tracked.json; points since the last one are shown again after a kill
+# between two writes of tracked.json; points since the last one are shown again after a kill
+SAVE_SECONDS = 2.0
 
 
 class TrackError(RuntimeError):
-    """A run cannot be tracked, such as when a tracker's package is missing; the message says why and what to do."""
+    """A run cannot be tracked, such as when a tracker's package is missing; the message says why
+    and what to do."""
 
 
 @dataclass(frozen=True)
@@ -56,20 +63,27 @@ class Point:
 
 
 class Tracker(Protocol):
-    """Destination of points. ``key`` identifies the tracker's run, to continue it later ("": not needed)."""
+    """Destination of points.
+
+    ``key`` identifies the tracker's run, to continue it later ("": not needed).
+    """
 
     key: str
 
     def show(self, point: Point) -> None: ...
     def flush(self) -> None:
-        """Store what was shown. Does nothing where :meth:`show` returns when its point is stored."""
+        """Store what was shown. Does nothing where :meth:`show` returns when its point is
+        stored."""
 
     def close(self, state: str) -> None:
         """Show the run's newest ``state``; one that has not ended may be continued."""
 
 
 class Points:
-    """Makes points of events. The shares and rates of workers are those between two steps, and stand at the second one."""
+    """Makes points of events.
+
+    The shares and rates of workers are those between two steps, and stand at the second one.
+    """
 
     def __init__(self) -> None:
         self._totals = RunTotals()
@@ -83,12 +97,18 @@ class Points:
                 yield from self._point(event, "train", data)
                 yield from self._shares(event)
             case "evaluation":
-                means = {f"functions/{name}": mean for name, mean in data.get("functions", {}).items()}
+                means = {
+                    f"functions/{name}": mean for name, mean in data.get("functions", {}).items()
+                }
                 yield from self._point(event, "evaluation", {**data, **means})
             case "sync":
-                yield from self._point(event, f"sync/{data['worker']}", of_one(data), step=int(data["version"]))
+                yield from self._point(
+                    event, f"sync/{data['worker']}", of_one(data), step=int(data["version"])
+                )
             case "alarm":
-                yield from self._point(event, f"alarm/{data['metric']}", data, step=max(0, int(data["step"])))
+                yield from self._point(
+                    event, f"alarm/{data['metric']}", data, step=max(0, int(data["step"]))
+                )
 
     def _shares(self, event: Event) -> Iterator[Point]:
         for name, worker in self._totals.workers.items():
@@ -96,20 +116,27 @@ class Points:
             self._before[name] = worker.totals
             if counts["wall"] > 0:
                 parts = shares(counts)
-                numbers = {f"{part}_share": parts[part] for part in ("busy", "waiting_input", "waiting_room")}
+                numbers = {
+                    f"{part}_share": parts[part]
+                    for part in ("busy", "waiting_input", "waiting_room")
+                }
                 rate = per_second(counts, "tokens")
                 numbers |= {"tokens_per_second": rate, "queue_depth": worker.latest.queue_depth}
                 yield from self._point(event, f"stage/{name}", numbers)
 
     @staticmethod
-    def _point(event: Event, group: str, data: Mapping[str, Any], step: int | None = None) -> Iterator[Point]:
+    def _point(
+        event: Event, group: str, data: Mapping[str, Any], step: int | None = None
+    ) -> Iterator[Point]:
         found = finite_numbers(data).items()
-        numbers = {f"{group}/{name}": value for name, value in found if name not in ("step", "version")}
+        numbers = {
+            f"{group}/{name}": value for name, value in found if name not in ("step", "version")
+        }
         if numbers:
             yield Point(event.time, int(event.data["step"]) if step is None else step, numbers)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The trackers
 
 
@@ -126,8 +153,13 @@ class TensorBoard(Tracker):
             self._writer.add_text("recipe", f"```json\n{json.dumps(recipe, indent=1)}\n```", 0)
 
     def show(self, point: Point) -> None:
-        values = [self._summary.Value(tag=name, simple_value=value) for name, value in point.numbers.items()]
-        self._writer.file_writer.add_summary(self._summary(value=values), point.step, walltime=point.time)
+        values = [
+            self._summary.Value(tag=name, simple_value=value)
+            for name, value in point.numbers.items()
+        ]
+        self._writer.file_writer.add_summary(
+            self._summary(value=values), point.step, walltime=point.time
+        )
 
     def flush(self) -> None:
         self._writer.flush()
@@ -137,7 +169,8 @@ class TensorBoard(Tracker):
 
 
 class Mlflow(Tracker):
-    """A run in MLflow: at MLFLOW_TRACKING_URI where that is set, else in an SQLite database in ``folder``."""
+    """A run in MLflow: at MLFLOW_TRACKING_URI where that is set, else in an SQLite database in
+    ``folder``."""
 
     def __init__(self, folder: Path, name: str, recipe: Mapping[str, Any], key: str) -> None:
         mlflow = _module("mlflow", "mlflow")
@@ -158,9 +191,13 @@ class Mlflow(Tracker):
         known = self._client.get_experiment_by_name("asyncdock")
         # Without a place of its own, artifacts are put into the working directory.
         place = (self._folder / "artifacts").as_uri() if self._folder else None
-        experiment = known.experiment_id if known else self._client.create_experiment("asyncdock", place)
+        experiment = (
+            known.experiment_id if known else self._client.create_experiment("asyncdock", place)
+        )
         run = str(self._client.create_run(experiment, run_name=name).info.run_id)
-        params = [self._entities.Param(mlflow_name(key), shortened(value)) for key, value in _flat(recipe)]
+        params = [
+            self._entities.Param(mlflow_name(key), shortened(value)) for key, value in _flat(recipe)
+        ]
         for at in range(0, len(params), MLFLOW_PARAMS):
             self._client.log_batch(run, params=params[at : at + MLFLOW_PARAMS])
         return run
@@ -168,7 +205,8 @@ class Mlflow(Tracker):
     def show(self, point: Point) -> None:
         when = int(point.time * 1000)
         self._metrics += [
-            self._entities.Metric(mlflow_name(name), value, when, point.step) for name, value in point.numbers.items()
+            self._entities.Metric(mlflow_name(name), value, when, point.step)
+            for name, value in point.numbers.items()
         ]
         if len(self._metrics) >= MLFLOW_METRICS:
             self.flush()
@@ -191,7 +229,10 @@ class Mlflow(Tracker):
         try:
             yield
         except refusal as error:
-            fix = "set MLFLOW_TRACKING_URI to a server or database that it accepts, or give another --into"
+            fix = (
+                "set MLFLOW_TRACKING_URI to a server or database that it accepts, or give "
+                "another --into"
+            )
             raise TrackError(f"--to mlflow: {self._uri} refused: {error!s:.500}; {fix}") from error
 
 
@@ -205,7 +246,8 @@ def mlflow_name(name: str) -> str:
 
 
 def shortened(value: Any) -> str:
-    """``value`` as a text that MLflow accepts as a parameter: one that is too long says so at its end."""
+    """``value`` as a text that MLflow accepts as a parameter: one that is too long says so at its
+    end."""
     text = str(value)
     if len(text) <= MLFLOW_VALUE:
         return text
@@ -214,17 +256,29 @@ def shortened(value: Any) -> str:
 
 
 class WandB(Tracker):
-    """A run in Weights & Biases. Without WANDB_API_KEY, or with WANDB_MODE=offline, it lies in ``folder`` until
-    `wandb sync` takes it there."""
+    """A run in Weights & Biases.
+
+    Without WANDB_API_KEY, or with WANDB_MODE=offline, it lies in ``folder`` until `wandb sync`
+    takes it there.
+    """
 
     def __init__(self, folder: Path, name: str, recipe: Mapping[str, Any], key: str) -> None:
         wandb = _module("wandb", "wandb")
-        mode = os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") else "offline")
+        mode = os.environ.get("WANDB_MODE") or (
+            "online" if os.environ.get("WANDB_API_KEY") else "offline"
+        )
         self.key = key or secrets.token_hex(4)
         self._run = wandb.init(
-            project="asyncdock", name=name, id=self.key, resume="allow", mode=mode, dir=str(folder), config=dict(recipe)
+            project="asyncdock",
+            name=name,
+            id=self.key,
+            resume="allow",
+            mode=mode,
+            dir=str(folder),
+            config=dict(recipe),
         )
-        # Their own step must only grow; a `sync` of version v comes after step v. So the run's step is an axis of its own.
+        # Their own step must only grow; a `sync` of version v comes after step v. So the run's step
+        # is an axis of its own.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
@@ -235,7 +289,8 @@ class WandB(Tracker):
         self._run.finish(exit_code=int(state == "failed"))
 
 
-Make = Callable[[Path, str, Mapping[str, Any], str], Tracker]  # of its folder, the run, the recipe and the key
+# of its folder, the run, the recipe and the key
+Make = Callable[[Path, str, Mapping[str, Any], str], Tracker]
 TRACKERS: dict[str, Make] = {"tensorboard": TensorBoard, "mlflow": Mlflow, "wandb": WandB}
 
 
@@ -256,20 +311,23 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield f"{prefix}{key}", item
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Following a run
 
 
 async def events_of_folder(folder: Path, after: str) -> AsyncIterator[Event]:
-    """The events of the run in ``folder`` after the id ``after``; of a run that is alive, up to its end."""
+    """The events of the run in ``folder`` after the id ``after``; of a run that is alive, up to its
+    end."""
     from orchestration.service.lifecycle import WHERE
 
     where = folder / WHERE
     if where.exists():
         address = json.loads(where.read_text())
         async with Index(address["index"], address["run"]) as index:
-            history, state = History(lambda: index, folder / METRICS, detail=True), ""
-            with contextlib.suppress(IndexUnreachable):  # the run has ended meanwhile: its file has the rest
+            history = History(lambda: index, folder / METRICS, detail=True)
+            state = ""
+            # the run has ended meanwhile: its file has the rest
+            with contextlib.suppress(IndexUnreachable):
                 while True:
                     async for page in history.pages(after):
                         for event in page:
@@ -289,41 +347,60 @@ def _tracked(file: Path) -> dict[str, str] | None:
     """What was shown before; None: nothing. Raises TrackError for a damaged file."""
     try:
         known: dict[str, str] = json.loads(file.read_text())
-        return {**{key: known[key] for key in ("run", "after", "key")}, "state": known.get("state", "")}
+        return {
+            **{key: known[key] for key in ("run", "after", "key")},
+            "state": known.get("state", ""),
+        }
     except FileNotFoundError:
         return None
     except (ValueError, LookupError, TypeError) as error:
-        fix = "it says which events were shown: give another folder, or remove this one to show all of them again"
+        fix = (
+            "it says which events were shown: give another folder, or remove this one to show "
+            "all of them again"
+        )
         raise TrackError(f"--into: {file} is damaged ({error!r:.100}); {fix}") from None
 
 
 def _refuse_behind(after: str, metrics: Path) -> None:
-    """Raises TrackError when all events of the ended run with ``metrics`` are before ``after``, which the tracker has shown:
-    none would ever be shown again."""
+    """Raises TrackError when all events of the ended run with ``metrics`` are before ``after``,
+    which the tracker has shown: none would ever be shown again."""
     newest = newest_id(metrics)
     if order(after) > order(newest):
         raise TrackError(
-            f"--into: it has shown events up to id {after}, and {metrics} ends with {newest}: an older version has resumed "
-            "the run with a clock that was behind, or the file is another one; give another folder, which gets all events"
+            f"--into: it has shown events up to id {after}, and {metrics} ends with {newest}: an "
+            f"older version has resumed "
+            "the run with a clock that was behind, or the file is another one; give another "
+            "folder, which gets all events"
         )
 
 
 async def track(
-    events: Callable[[str], AsyncIterator[Event]], run: str, into: Path, make: Make, recipe: Mapping[str, Any]
+    events: Callable[[str], AsyncIterator[Event]],
+    run: str,
+    into: Path,
+    make: Make,
+    recipe: Mapping[str, Any],
 ) -> int:
-    """Show the events of ``run`` that earlier calls with ``into`` have not shown. Returns the number of points. Raises
-    TrackError when ``into`` holds another run."""
+    """Show the events of ``run`` that earlier calls with ``into`` have not shown.
+
+    Returns the number of points. Raises TrackError when ``into`` holds another run.
+    """
     into.mkdir(parents=True, exist_ok=True)  # noqa: ASYNC240
     file = into / TRACKED
     known = _tracked(file) or {"run": run, "after": BEGINNING, "key": ""}
     if known["run"] != run:
         raise TrackError(
-            f"--into: {into} has run {known['run']!r}, and {run!r} would be mixed with it; give another folder"
+            f"--into: {into} has run {known['run']!r}, and {run!r} would be mixed with it; give "
+            f"another folder"
         )
-    tracker, points, count = make(into, run, recipe, known["key"]), Points(), 0
+    tracker = make(into, run, recipe, known["key"])
+    points = Points()
+    count = 0
     waiting = deque[Point]()
     loop = asyncio.get_running_loop()
-    after, state, saved = known["after"], known.get("state", ""), loop.time()
+    after = known["after"]
+    state = known.get("state", "")
+    saved = loop.time()
 
     def show() -> None:
         nonlocal count
@@ -342,7 +419,8 @@ async def track(
     try:
         async for event in events(after):
             waiting += points.of(event)
-            after, state = event.id, event.data["state"] if event.kind == "state" else state
+            after = event.id
+            state = event.data["state"] if event.kind == "state" else state
             if loop.time() - saved > SAVE_SECONDS:
                 save()
                 saved = loop.time()

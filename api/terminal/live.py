@@ -32,8 +32,18 @@ GLYPHS = {
     "waiting_room": ("▚", "magenta"),
     "other": ("·", "dim"),
 }
-WORDS = {"busy": "busy", "waiting_input": "waiting for input", "waiting_room": "waiting for room", "other": "other"}
-STATE_STYLES = {"running": "bold green", "finished": "bold green", "failed": "bold red", "stopped": "bold yellow"}
+WORDS = {
+    "busy": "busy",
+    "waiting_input": "waiting for input",
+    "waiting_room": "waiting for room",
+    "other": "other",
+}
+STATE_STYLES = {
+    "running": "bold green",
+    "finished": "bold green",
+    "failed": "bold red",
+    "stopped": "bold yellow",
+}
 WIDE = 100  # columns from which a wider table is shown
 STARTING = "starting the workers (the first start of a model takes a while)"
 
@@ -61,10 +71,13 @@ def sparkline(values: Sequence[float], width: int, counts: Sequence[int] = ()) -
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return ""
-    low, high = min(finite), max(finite)
+    low = min(finite)
+    high = max(finite)
     top = len(SPARKS) - 1
     scale = top / (high - low) if high > low else 0.0
-    return "".join(SPARKS[round((v - low) * scale + 1e-9)] if math.isfinite(v) else " " for v in values)
+    return "".join(
+        SPARKS[round((v - low) * scale + 1e-9)] if math.isfinite(v) else " " for v in values
+    )
 
 
 def _averaged(values: Sequence[float], counts: Sequence[int], width: int) -> list[float]:
@@ -76,8 +89,14 @@ def _averaged(values: Sequence[float], counts: Sequence[int], width: int) -> lis
 
 
 def share_bar(shares: dict[str, float], width: int) -> Text:
-    """Bar of ``width`` glyphs with the shares of time. Its inner edges are rounded, so that the shares fill it."""
-    edges = [round(edge * width) for edge in itertools.accumulate((shares[name] for name in SHARES), initial=0.0)]
+    """Bar of ``width`` glyphs with the shares of time.
+
+    Its inner edges are rounded, so that the shares fill it.
+    """
+    edges = [
+        round(edge * width)
+        for edge in itertools.accumulate((shares[name] for name in SHARES), initial=0.0)
+    ]
     bar = Text()
     for name, (begin, end) in zip(SHARES, itertools.pairwise(edges), strict=True):
         glyph, style = GLYPHS[name]
@@ -136,7 +155,7 @@ def short_seconds(seconds: float | None) -> str:
     return f"{seconds * 1000:.2g} ms" if seconds < 0.1 else f"{seconds:.3g} s"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The live view
 
 
@@ -144,14 +163,16 @@ class LiveView:
     """Renders ``progress`` at the console's width. Used as ``Live(get_renderable=view.render)``."""
 
     def __init__(self, progress: Progress, console: Console) -> None:
-        self.progress, self.console = progress, console
+        self.progress = progress
+        self.console = console
         self.notice = ""  # one line for the user, such as what Ctrl-C does
 
     def notify(self, notice: str) -> None:
         self.notice = notice
 
     def render(self) -> RenderableType:
-        progress, width = self.progress, self.console.width
+        progress = self.progress
+        width = self.console.width
         parts: list[RenderableType] = [_header(progress), _learning(progress, width)]
         if progress.workers:
             parts.append(_stages(progress, width))
@@ -160,7 +181,8 @@ class LiveView:
             if progress.state != "failed" or not reason:
                 parts.append(Text(text, style="yellow", no_wrap=True, overflow="ellipsis"))
             elif reason == progress.reason or reason not in progress.reason:
-                parts.append(Text(text, style="yellow", overflow="fold"))  # whole: nothing else shows it
+                # whole: nothing else shows it
+                parts.append(Text(text, style="yellow", overflow="fold"))
         if self.notice:
             parts.append(Text(self.notice, style="bold yellow"))
         return Group(*parts)
@@ -171,14 +193,22 @@ def _header(progress: Progress) -> RenderableType:
     grid.add_column(no_wrap=True)
     grid.add_column(ratio=1)
     grid.add_column(no_wrap=True, justify="right")
-    name = Text.assemble((progress.name, "bold"), "  ", (progress.state, STATE_STYLES.get(progress.state, "bold cyan")))
+    name = Text.assemble(
+        (progress.name, "bold"),
+        "  ",
+        (progress.state, STATE_STYLES.get(progress.state, "bold cyan")),
+    )
     if progress.last or progress.state not in ("created", "starting"):
         name.append(f"  step {progress.steps_done}/{progress.steps}")
         left = "" if progress.ended else f", {duration(progress.seconds_left)} left"
         bar = ProgressBar(total=progress.steps, completed=progress.steps_done)
         grid.add_row(name, bar, f"{duration(progress.elapsed)} elapsed{left}")
     else:
-        grid.add_row(name, Text(STARTING, style="dim", no_wrap=True, overflow="ellipsis"), duration(progress.elapsed))
+        grid.add_row(
+            name,
+            Text(STARTING, style="dim", no_wrap=True, overflow="ellipsis"),
+            duration(progress.elapsed),
+        )
     return grid
 
 
@@ -197,10 +227,16 @@ def _learning(progress: Progress, width: int) -> RenderableType:
     left = [
         ("reward", reward),
         ("held out", _held_out(progress)),
-        ("loss", Text(f"{number(step and step.loss, '.4f')}   grad {number(measured.get('grad_norm'))}")),
+        (
+            "loss",
+            Text(f"{number(step and step.loss, '.4f')}   grad {number(measured.get('grad_norm'))}"),
+        ),
         (
             "KL",
-            Text(f"{number(measured.get('kl_behaviour'), '.2g')}   clipped {_percent(measured.get('clip_fraction'))}"),
+            Text(
+                f"{number(measured.get('kl_behaviour'), '.2g')}   clipped "
+                f"{_percent(measured.get('clip_fraction'))}"
+            ),
         ),
         ("entropy", Text(f"{number(measured.get('entropy'), '.3f')} nats")),
         ("effective", Text(f"{_percent(measured.get('ess'))} of tokens   lr {rate}")),
@@ -251,7 +287,9 @@ def _staleness(progress: Progress) -> Text:
     step = progress.last
     if step is None:
         return Text(f"bound {progress.bound}")
-    text = Text(f"{number(step.staleness_mean, '.2f')} mean  {number(step.staleness_max, '.0f')} max")
+    text = Text(
+        f"{number(step.staleness_mean, '.2f')} mean  {number(step.staleness_max, '.0f')} max"
+    )
     over = progress.staleness_max() > progress.bound
     return text.append(f"  bound {progress.bound}", style="bold red" if over else "dim")
 
@@ -270,7 +308,9 @@ def _weights(progress: Progress, width: int) -> Text:
         return Text("–")
     used = "–" if progress.swapped is None else f"v{progress.swapped.version}"
     text = Text(f"v{progress.published.version} out, {used} in use")
-    return text.append(f"  {format_size(progress.published.bytes)}" if width >= WIDE else "", style="dim")
+    return text.append(
+        f"  {format_size(progress.published.bytes)}" if width >= WIDE else "", style="dim"
+    )
 
 
 def _swap(progress: Progress) -> Text:
@@ -310,7 +350,12 @@ def _stages(progress: Progress, width: int) -> RenderableType:
         legend.append(f"restarts: {progress.restarts}", style="bold yellow")
     groups = ", ".join(f"{count(found[0])} {reason}" for reason, found in progress.dropped.items())
     calls = [Text(f" {line}", style="dim") for line in call_lines(progress)]
-    return Group(table, legend, *calls, *([Text(f" dropped groups: {groups}", style="yellow")] if groups else []))
+    return Group(
+        table,
+        legend,
+        *calls,
+        *([Text(f" dropped groups: {groups}", style="yellow")] if groups else []),
+    )
 
 
 def call_lines(progress: Progress) -> list[str]:
@@ -327,7 +372,7 @@ def _percent(share: float | None) -> str:
     return "–" if share is None or not math.isfinite(share) else f"{100 * share:.0f}%"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Plain lines
 
 
@@ -335,8 +380,10 @@ class PlainView:
     """Prints one line for each step, evaluation, change of state, death and restart."""
 
     def __init__(self, progress: Progress, console: Console) -> None:
-        self.progress, self.console = progress, console
-        self._death = ("", "")  # a line that is not printed yet, and its reason: the run may fail with the same one
+        self.progress = progress
+        self.console = console
+        # a line that is not printed yet, and its reason: the run may fail with the same one
+        self._death = ("", "")
 
     def event(self, event: Event) -> None:
         """Apply ``event`` to ``progress`` and print its line."""
@@ -360,22 +407,29 @@ def plain_line(progress: Progress, event: Event) -> str:
     """``event`` in one line, after ``progress`` has applied it; empty when it is not worth one."""
     match data := event.decoded():
         case StateEvent():
-            return f"run {progress.name}: {data.state}" + (f" ({data.reason})" if data.reason else "")
+            return (f"run {progress.name}: {data.state}") + (
+                f" ({data.reason})" if data.reason else ""
+            )
         case StepEvent(metrics=metrics):
             return (
-                f"step {data.step + 1}/{progress.steps}  reward {number(data.reward_mean, '.3f')}"
-                f"{unscored(data.reward_failed, data.reward_absent)}  "
-                f"loss {number(data.loss, '.4f')}  kl {number(metrics.get('kl_behaviour'), '.2g')}  "
-                f"clipped {_percent(metrics.get('clip_fraction'))}  entropy {number(metrics.get('entropy'), '.3f')}  "
-                f"staleness {number(data.staleness_mean, '.2f')} mean {number(data.staleness_max, '.0f')} max "
-                f"(bound {progress.bound})  {number(progress.tokens_per_second, ',.0f')} tokens/s  "
-                f"{number(data.seconds, '.2f')} s  {duration(progress.seconds_left)} left"
+                f"step {data.step + 1}/{progress.steps}  reward "
+                f"{number(data.reward_mean, '.3f')}"
+                f"{unscored(data.reward_failed, data.reward_absent)}  loss "
+                f"{number(data.loss, '.4f')}  kl {number(metrics.get('kl_behaviour'), '.2g')}  "
+                f"clipped {_percent(metrics.get('clip_fraction'))}  entropy "
+                f"{number(metrics.get('entropy'), '.3f')}  staleness "
+                f"{number(data.staleness_mean, '.2f')} mean {number(data.staleness_max, '.0f')} "
+                f"max (bound {progress.bound})  {number(progress.tokens_per_second, ',.0f')} "
+                f"tokens/s  {number(data.seconds, '.2f')} s  {duration(progress.seconds_left)} left"
             )
         case EvaluationEvent():
             reward = number(data.reward_mean, ".3f")
             why = f": {data.reason}" if data.reason else ""
             without = unscored(data.failed, data.absent)
-            return f"evaluation v{data.version}  reward {reward} of {data.count} held-out prompts{without}{why}"
+            return (
+                f"evaluation v{data.version}  reward {reward} of {data.count} held-out "
+                f"prompts{without}{why}"
+            )
         case AlarmEvent():
             return f"alarm at step {data.step + 1}: {data.reason}. {data.look}"
         case WorkerEvent(change="died" | "restarted"):

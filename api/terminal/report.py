@@ -34,19 +34,31 @@ from pipeline.compat.extras import ExtraMissing, extra
 from pipeline.events import EvaluationEvent
 from stages.prompts.too_long import TOO_LONG_FILE
 
-SUMMARY, PLOT, SAMPLES = "summary.json", "reward.png", "samples.md"
-TOO_LONG = {"skip": "longer ones are skipped", "cut": "longer ones are cut", "fail": "a longer one fails the run"}
+SUMMARY = "summary.json"
+PLOT = "reward.png"
+SAMPLES = "samples.md"
+TOO_LONG = {
+    "skip": "longer ones are skipped",
+    "cut": "longer ones are cut",
+    "fail": "a longer one fails the run",
+}
 MOST_ALARMS = 5  # newest ones that the table shows
 SAMPLES_COUNTED = ("generated", "trained", "filtered", "remade", "in_flight")  # of the ledger
 ENDS = 5  # steps at each end of a run that the summary compares
 # Okabe and Ito's colours, which the colour-blind can distinguish.
-BLUE, ORANGE, GREEN, RED, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#7F7F7F"
+BLUE = "#0072B2"
+ORANGE = "#E69F00"
+GREEN = "#009E73"
+RED = "#D55E00"
+GREY = "#7F7F7F"
 
 
 @dataclass(frozen=True)
 class Report:
-    """The files written and the summary. ``missing``: files that could not be made, and why; ``notes``: remarks for the
-    user."""
+    """The files written and the summary.
+
+    ``missing``: files that could not be made, and why; ``notes``: remarks for the user.
+    """
 
     summary: dict[str, Any]
     files: list[Path]
@@ -54,15 +66,21 @@ class Report:
     notes: list[str]
 
 
-def write_report(out_dir: Path, recipe: Recipe, *, seconds: float, checkpoint: Path | None, saved: int = 0) -> Report:
-    """Make the summary, the plot and the samples of the run in ``out_dir`` from its metrics. ``seconds`` is how long it
-    took, ``checkpoint`` the model that it made, ``saved`` the steps that its newest checkpoint holds."""
+def write_report(
+    out_dir: Path, recipe: Recipe, *, seconds: float, checkpoint: Path | None, saved: int = 0
+) -> Report:
+    """Make the summary, the plot and the samples of the run in ``out_dir`` from its metrics.
+
+    ``seconds`` is how long it took, ``checkpoint`` the model that it made, ``saved`` the steps that
+    its newest checkpoint holds.
+    """
     progress = Progress(recipe.name, recipe.train.steps, recipe.pipeline.staleness, recipe.devices)
     for event in read_metrics(out_dir / METRICS):
         progress.apply(event)
     summary = summarize(progress, seconds=seconds, checkpoint=checkpoint)
     summary["resume_after_step"] = None if progress.state == "finished" else saved
-    files, missing = list[Path](), list[str]()
+    files = list[Path]()
+    missing = list[str]()
 
     def written(name: str, write: Callable[[Path], object]) -> None:
         path = out_dir / name
@@ -73,7 +91,12 @@ def write_report(out_dir: Path, recipe: Recipe, *, seconds: float, checkpoint: P
         except (ExtraMissing, OSError) as error:
             missing.append(f"{name}: {error.strerror if isinstance(error, OSError) else error}")
 
-    written(SUMMARY, lambda path: path.write_text(json.dumps(finite(summary), indent=2) + "\n", encoding="utf-8"))
+    written(
+        SUMMARY,
+        lambda path: path.write_text(
+            json.dumps(finite(summary), indent=2) + "\n", encoding="utf-8"
+        ),
+    )
     if progress.evaluations:
         written(SAMPLES, lambda path: path.write_text(samples_markdown(progress), encoding="utf-8"))
     if progress.last:
@@ -82,39 +105,46 @@ def write_report(out_dir: Path, recipe: Recipe, *, seconds: float, checkpoint: P
 
 
 def _notes(progress: Progress) -> list[str]:
-    """A remark when all rewards were equal: every advantage was 0 then, and the steps have trained nothing."""
+    """A remark when all rewards were equal: every advantage was 0 then, and the steps have trained
+    nothing."""
     history = progress.history
     rewards = {reward for point in history for reward in (point.reward_low, point.reward_high)}
     are_equal = all(point.equal_rewards and point.rewarded == point.steps for point in history)
     if len(rewards) != 1 or not are_equal:
         return []
     return [
-        f"Every reward was {number(rewards.pop(), '.4g')}, in all {progress.steps_done} steps: there was nothing to learn "
-        "from. See what the reward function returns, and whether the responses can earn more (rollout.max_tokens, "
+        f"Every reward was {number(rewards.pop(), '.4g')}, in all {progress.steps_done} steps: "
+        f"there was nothing to learn "
+        "from. See what the reward function returns, and whether the responses can earn more "
+        "(rollout.max_tokens, "
         "prompts.template)."
     ]
 
 
 def log_of(out_dir: Path, worker: str) -> Path | None:
-    """The log of ``worker``, or the folder of all logs; None where there is none, as with the launcher
-    ``inline``."""
+    """The log of ``worker``, or the folder of all logs; None where there is none, as with the
+    launcher ``inline``."""
     logs = out_dir / "logs"
     if (log := logs / f"{worker}.log").is_file():
         return log
     return logs if logs.is_dir() else None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The summary
 
 
 def summarize(progress: Progress, *, seconds: float, checkpoint: Path | None) -> dict[str, Any]:
     """The run in numbers, as ``summary.json`` keeps them."""
-    history, rewards, last = progress.history, progress.rewards(), progress.last
+    history = progress.history
+    rewards = progress.rewards()
+    last = progress.last
     steps = sum(point.steps for point in history)
     compared = min(ENDS, -(-steps // 2))  # a short run's two ends must not be the same steps
-    first, final = _mean(rewards[:compared]), _mean(rewards[len(rewards) - compared :])
-    evaluations, stepping = progress.evaluated.points, progress.stepping_seconds
+    first = _mean(rewards[:compared])
+    final = _mean(rewards[len(rewards) - compared :])
+    evaluations = progress.evaluated.points
+    stepping = progress.stepping_seconds
     stale = math.fsum(point.staleness_sum for point in history)
     generated = last.tokens_generated - history[0].tokens_generated if last else 0
     speed = generated / stepping if stepping > 0 and generated > 0 else progress.tokens_per_second
@@ -163,10 +193,17 @@ def summarize(progress: Progress, *, seconds: float, checkpoint: Path | None) ->
         "prompts_skipped": progress.prompts_skipped,
         "prompts_cut": progress.prompts_cut,
         "epochs": progress.epochs,
-        "dropped": {reason: {"groups": found[0], "tokens": found[1]} for reason, found in progress.dropped.items()},
+        "dropped": {
+            reason: {"groups": found[0], "tokens": found[1]}
+            for reason, found in progress.dropped.items()
+        },
         "skipped_steps": progress.ledger.skipped_steps if progress.ledger else 0,
         "stages": {
-            name: {**shares(worker.totals), "rows": worker.totals["rows"], "tokens": worker.totals["tokens"]}
+            name: {
+                **shares(worker.totals),
+                "rows": worker.totals["rows"],
+                "tokens": worker.totals["tokens"],
+            }
             for name, worker in progress.workers.items()
         },
         "checkpoint": None if checkpoint is None else str(checkpoint),
@@ -175,24 +212,36 @@ def summarize(progress: Progress, *, seconds: float, checkpoint: Path | None) ->
 
 def summary_table(summary: Mapping[str, Any]) -> Table:
     """The summary as a table."""
-    compared, gain = summary["steps_compared"], summary["reward_gain"]
-    first, last = number(summary["reward_first_steps"], ".3f"), number(summary["reward_last_steps"], ".3f")
-    before, after = number(summary["held_out_first"], ".3f"), number(summary["held_out_last"], ".3f")
-    mean, highest = number(summary["staleness_mean"], ".2f"), number(summary["staleness_max"], ".0f")
+    compared = summary["steps_compared"]
+    gain = summary["reward_gain"]
+    first = number(summary["reward_first_steps"], ".3f")
+    last = number(summary["reward_last_steps"], ".3f")
+    before = number(summary["held_out_first"], ".3f")
+    after = number(summary["held_out_last"], ".3f")
+    mean = number(summary["staleness_mean"], ".2f")
+    highest = number(summary["staleness_max"], ".0f")
     tokens = f"{summary['tokens_generated']:,} generated, {summary['tokens_trained']:,} trained"
     if summary["tokens_filtered"]:
         tokens += f", {summary['tokens_filtered']:,} filtered"
     too_long = " and ".join(
-        f"{summary[f'prompts_{what}']} {what}" for what in ("skipped", "cut") if summary[f"prompts_{what}"]
+        f"{summary[f'prompts_{what}']} {what}"
+        for what in ("skipped", "cut")
+        if summary[f"prompts_{what}"]
     )
-    saved, skipped = summary.get("resume_after_step"), summary["skipped_steps"]
-    dropped = dropped_text({reason: (found["groups"], found["tokens"]) for reason, found in summary["dropped"].items()})
+    saved = summary.get("resume_after_step")
+    skipped = summary["skipped_steps"]
+    dropped = dropped_text(
+        {reason: (found["groups"], found["tokens"]) for reason, found in summary["dropped"].items()}
+    )
     return pairs_table(
-        ("steps", f"{summary['steps']} of {summary['steps_planned']} in {duration(summary['seconds'])}"),
+        (
+            "steps",
+            f"{summary['steps']} of {summary['steps_planned']} in {duration(summary['seconds'])}",
+        ),
         (
             "reward",
-            f"{first} → {last}  ({number(gain, '+.3f')}, mean of the first and last {compared} steps)"
-            + unscored(summary["reward_failed"], summary["reward_absent"]),
+            f"{first} → {last}  ({number(gain, '+.3f')}, mean of the first and last {compared} "
+            f"steps)" + unscored(summary["reward_failed"], summary["reward_absent"]),
         ),
         ("held out", "" if summary["held_out_first"] is None else f"{before} → {after}  (greedy)"),
         ("evaluation", evaluation_text(summary["evaluation"])),
@@ -203,11 +252,25 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
         ("prompts", too_long and f"{too_long} as too long, listed in {TOO_LONG_FILE}"),
         ("epoch", ", ".join(f"{epoch} of {key}" for key, epoch in summary["epochs"].items())),
         ("dropped", dropped),
-        ("skipped", skipped and f"{skipped:,} steps, as a loss or gradient was not finite; their rows are in skipped/"),
-        ("alarms", "; ".join(f"step {one['step'] + 1}: {one['reason']}" for one in summary["alarms"][-MOST_ALARMS:])),
+        (
+            "skipped",
+            skipped
+            and f"{skipped:,} steps, as a loss or gradient was not finite; their "
+            f"rows are in skipped/",
+        ),
+        (
+            "alarms",
+            "; ".join(
+                f"step {one['step'] + 1}: {one['reason']}"
+                for one in summary["alarms"][-MOST_ALARMS:]
+            ),
+        ),
         ("restarts", str(summary["restarts"] or "")),
         ("reason", summary["reason"]),
-        ("resume", "" if saved is None else resume_text(saved, summary["steps_planned"], summary["steps"])),
+        (
+            "resume",
+            "" if saved is None else resume_text(saved, summary["steps_planned"], summary["steps"]),
+        ),
         title=f"{summary['name']}: {summary['state']}",
         title_justify="left",
     )
@@ -215,7 +278,8 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
 
 def speed_text(summary: Mapping[str, Any]) -> str:
     """Tokens/s, of all and of each device, and the stage that sets the pace."""
-    each, devices = number(summary["tokens_per_second_per_device"], ",.0f"), summary["devices"]
+    each = number(summary["tokens_per_second_per_device"], ",.0f")
+    devices = summary["devices"]
     text = f"{number(summary['tokens_per_second'], ',.0f')} tokens/s, {each} a device ({devices})"
     if summary["busiest_stage"] is None:
         return text
@@ -227,7 +291,10 @@ def evaluation_text(cost: Mapping[str, Any]) -> str:
     if not cost["count"]:
         return ""
     share = cost["engine_seconds"] / cost["seconds"] if cost["seconds"] else 0.0
-    text = f"{cost['count']} of {cost['rows']:,} rows and {cost['tokens']:,} tokens, in {duration(cost['seconds'])}"
+    text = (
+        f"{cost['count']} of {cost['rows']:,} rows and {cost['tokens']:,} tokens, in "
+        f"{duration(cost['seconds'])}"
+    )
     text += f" at {share:.0%} of an engine, as {cost['engine_seconds']:,.1f} s of all of it"
     text += f"; {cost['missed']} due were passed over" if cost["missed"] else ""
     return text + unscored(cost["failed"], cost["absent"])
@@ -243,7 +310,9 @@ def samples_text(samples: Mapping[str, int]) -> str:
         return ""
     words = {"filtered": "dropped", "remade": "made again", "in_flight": "not used"}
     rest = [f"{samples[name]:,} {word}" for name, word in words.items() if samples[name]]
-    return f"{samples['generated']:,} generated: " + ", ".join([f"{samples['trained']:,} trained", *rest])
+    return (f"{samples['generated']:,} generated: ") + ", ".join(
+        [f"{samples['trained']:,} trained", *rest]
+    )
 
 
 def dropped_text(dropped: Mapping[str, tuple[int, int]]) -> str:
@@ -259,7 +328,8 @@ def dropped_text(dropped: Mapping[str, tuple[int, int]]) -> str:
 
 
 def resume_text(saved: int, steps: int, made: int = 0) -> str:
-    """Where a resumed run of ``steps`` begins, with ``saved`` of its ``made`` steps in the newest checkpoint.
+    """Where a resumed run of ``steps`` begins, with ``saved`` of its ``made`` steps in the newest
+    checkpoint.
 
     >>> resume_text(40, 200, 42)
     'after step 40 of 200; steps 41 to 42 are made again'
@@ -285,26 +355,41 @@ def plan_table(recipe: Recipe, plan: Plan) -> Table:
     """The plan of a recipe as a table, for ``asyncdock check``."""
     rows = [
         ("staleness bound", f"η = {plan.bound}; the oldest that can occur is {plan.max_age}"),
-        ("window", f"{plan.window} groups" + (", strictly in admission order" if plan.window == 1 else "")),
-        ("slack", f"S = {plan.slack} steps" + (", the synchronous order" if plan.slack == 0 else "")),
+        (
+            "window",
+            f"{plan.window} groups" + (", strictly in admission order" if plan.window == 1 else ""),
+        ),
+        (
+            "slack",
+            f"S = {plan.slack} steps" + (", the synchronous order" if plan.slack == 0 else ""),
+        ),
         (
             "one step",
-            f"{plan.groups_per_step} groups, {plan.rows_per_step} samples, ≤ {plan.tokens_per_step:,} new tokens",
+            f"{plan.groups_per_step} groups, {plan.rows_per_step} samples, ≤ "
+            f"{plan.tokens_per_step:,} new tokens",
         ),
         ("in flight", f"≤ {plan.groups_in_flight} groups, {plan.rows_in_flight} samples"),
         ("decoding", f"≤ {plan.decode_rows} samples at once"),
         ("kept for replay", f"≤ {plan.rows_retained} samples, until the next checkpoint"),
         (
             "prompts",
-            f"≤ {plan.prompt_tokens:,} tokens: {prompt_limits(recipe).why}; {TOO_LONG[recipe.prompts.too_long]}",
+            f"≤ {plan.prompt_tokens:,} tokens: {prompt_limits(recipe).why}; "
+            f"{TOO_LONG[recipe.prompts.too_long]}",
         ),
-        ("arena", f"{format_size(recipe.pipeline.arena)}, of which ≤ {format_size(plan.arena_bytes)} are needed"),
+        (
+            "arena",
+            f"{format_size(recipe.pipeline.arena)}, of which ≤ "
+            f"{format_size(plan.arena_bytes)} are needed",
+        ),
     ]
     if recipe.launch.launcher == "process" and (given := assign(recipe, on_this_node())):
         rows.append(("devices", shown(given.items())))
     if plan.parameters:
         rows += [
-            ("model", f"{plan.parameters:,} weights in {recipe.model.dtype}" + _trained(recipe, plan)),
+            (
+                "model",
+                f"{plan.parameters:,} weights in {recipe.model.dtype}" + _trained(recipe, plan),
+            ),
             (
                 "training",
                 f"{format_size(plan.train_bytes)} for weights, gradients and optimizer"
@@ -313,21 +398,26 @@ def plan_table(recipe: Recipe, plan: Plan) -> Table:
             ("rollout", f"{format_size(plan.rollout_bytes)} for weights, KV caches on top"),
             (
                 "checkpoints",
-                f"{format_size(plan.copy_bytes)} of host memory for each rank's copy, to write beside training",
+                f"{format_size(plan.copy_bytes)} of host memory for each rank's copy, to write "
+                f"beside training",
             ),
             ("weight sync", f"{format_size(plan.slot_bytes)} of shared memory"),
         ]
         if (turns := plan.turns) is not None:
             held = [
                 f"{format_size(turns.training)} to train",
-                f"or {format_size(turns.generating)} and ≤ {format_size(turns.caches)} of KV caches to generate",
-                f"{format_size(turns.between)} in between, {format_size(turns.buckets)} of it buckets",
+                f"or {format_size(turns.generating)} and ≤ {format_size(turns.caches)} of KV "
+                f"caches to generate",
+                f"{format_size(turns.between)} in between, {format_size(turns.buckets)} of it "
+                f"buckets",
                 f"{format_size(turns.host)} of host memory meanwhile",
             ]
             rows[-1] = ("each device", ", ".join(held))
         for side, parts in plan.memory.items():
             each = ", ".join(f"{part} {format_size(size)}" for part, size in parts.items() if size)
-            rows.append((f"memory, {side}", f"{format_size(sum(parts.values()))} at its peak: {each}"))
+            rows.append(
+                (f"memory, {side}", f"{format_size(sum(parts.values()))} at its peak: {each}")
+            )
         if plan.reference_bytes:
             rows.append(("reference", format_size(plan.reference_bytes)))
     rows += [("by the bound", plan.picked)] if plan.picked else []
@@ -335,20 +425,22 @@ def plan_table(recipe: Recipe, plan: Plan) -> Table:
     return pairs_table(*rows, title=f"{recipe.name}: sound", title_justify="left")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The plot
 
 
 def smooth(values: Sequence[float], span: int) -> list[float]:
     """Centred moving average over ``span`` values, fewer at the ends, without those that are not
     finite. It is exact to the rounding of the sum of all values."""
-    half, is_finite = span // 2, [math.isfinite(value) for value in values]
+    half = span // 2
+    is_finite = [math.isfinite(value) for value in values]
     summands = (value if ok else 0.0 for value, ok in zip(values, is_finite, strict=True))
     sums = [0.0, *itertools.accumulate(summands)]
     counts = [0, *itertools.accumulate(is_finite)]
     averages: list[float] = []
     for i in range(len(values)):
-        begin, end = max(0, i - half), min(len(values), i + half + 1)
+        begin = max(0, i - half)
+        end = min(len(values), i + half + 1)
         count = counts[end] - counts[begin]
         averages.append((sums[end] - sums[begin]) / count if count else math.nan)
     return averages
@@ -363,8 +455,10 @@ def write_plot(path: Path, progress: Progress) -> None:
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
 
-    points, width = progress.curve.even(), progress.curve.width
-    steps, rewards = [point.middle for point in points], [point.reward_mean for point in points]
+    points = progress.curve.even()
+    width = progress.curve.width
+    steps = [point.middle for point in points]
+    rewards = [point.reward_mean for point in points]
     figure = Figure(figsize=(8, 5.5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     reward, stale = figure.subplots(2, 1, sharex=True, height_ratios=[2.4, 1])
@@ -384,14 +478,24 @@ def write_plot(path: Path, progress: Progress) -> None:
         style = {"color": ORANGE, "marker": "D", "linewidth": 1, "linestyle": "--", "markersize": 5}
         reward.plot(list(evaluations), held_out, label="held out, greedy", **style)
     reward.set_ylabel("reward")
-    reward.set_title(f"{progress.name}: {progress.state} after {progress.steps_done} steps", loc="left", fontsize=11)
+    reward.set_title(
+        f"{progress.name}: {progress.state} after {progress.steps_done} steps",
+        loc="left",
+        fontsize=11,
+    )
     reward.legend(loc="best", frameon=False, fontsize=9)
 
     largest = [point.staleness_max for point in points]
     stale.step(steps, largest, where="mid", color=GREEN, label="max of a step")
     means = [point.staleness_mean for point in points]
     stale.plot(steps, means, color=GREY, linewidth=1.5, linestyle=":", label="mean")
-    stale.axhline(progress.bound, color=RED, linestyle="--", linewidth=1.2, label=f"bound η = {progress.bound}")
+    stale.axhline(
+        progress.bound,
+        color=RED,
+        linestyle="--",
+        linewidth=1.2,
+        label=f"bound η = {progress.bound}",
+    )
     stale.set_ylim(-0.1, max(progress.bound, progress.staleness_max()) + 0.6)
     stale.yaxis.set_major_locator(MaxNLocator(integer=True))
     stale.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -404,21 +508,24 @@ def write_plot(path: Path, progress: Progress) -> None:
     figure.savefig(path)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Samples before and after
 
 
 def samples_markdown(progress: Progress) -> str:
-    """The same held-out prompts answered by the first and the last evaluated version, side by side."""
+    """The same held-out prompts answered by the first and the last evaluated version, side by
+    side."""
     evaluations = progress.evaluated.points
-    first, last = evaluations[0].event, evaluations[-1].event
+    first = evaluations[0].event
+    last = evaluations[-1].event
     after = {sample.prompt: sample for sample in last.samples}
     lines = [
         f"# {progress.name}: held-out prompts before and after",
         "",
         f"Greedy answers. Mean reward: {_scored(first)}, {_scored(last)}.",
     ]
-    before = {sample.prompt: sample for sample in first.samples}  # a prompt asked twice is shown once
+    # a prompt asked twice is shown once
+    before = {sample.prompt: sample for sample in first.samples}
     for at, (prompt, sample) in enumerate(before.items(), start=1):
         other = after.get(prompt)
         answers = [_cell(sample.response), _cell(other.response) if other else ""]
@@ -439,7 +546,10 @@ def samples_markdown(progress: Progress) -> str:
 
 def _scored(evaluation: EvaluationEvent) -> str:
     """Such as "0.250 of 4 prompts with version 3  (1 failed)"."""
-    score = f"{number(evaluation.reward_mean, '.3f')} of {evaluation.count} prompts with version {evaluation.version}"
+    score = (
+        f"{number(evaluation.reward_mean, '.3f')} of {evaluation.count} prompts with version "
+        f"{evaluation.version}"
+    )
     return score + unscored(evaluation.failed, evaluation.absent)
 
 

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any, cast
 from orchestration.escapes import escaped
 
 if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderableType, RenderHook, RenderResult
+    from rich.console import (
+        Console,
+        ConsoleOptions,
+        ConsoleRenderable,
+        RenderableType,
+        RenderHook,
+        RenderResult,
+    )
     from rich.measure import Measurement
     from rich.table import Table
 
@@ -29,8 +36,11 @@ def complain(text: str) -> None:
 
 
 def safe_console(**options: Any) -> Console:
-    """A Rich console that escapes control characters in everything it prints. Text is markup only where ``markup`` is given
-    to it or to its ``print``. It is as wide as its terminal; without a terminal it does not wrap lines."""
+    """A Rich console that escapes control characters in everything it prints.
+
+    Text is markup only where ``markup`` is given to it or to its ``print``. It is as wide as its
+    terminal; without a terminal it does not wrap lines.
+    """
     from rich.console import Console
 
     stream = sys.stderr if options.get("stderr") else sys.stdout
@@ -53,7 +63,8 @@ def pairs_table(*rows: tuple[str, str], **options: Any) -> Table:
 
 
 class Safe:
-    """``renderable`` with its text escaped, for renderables that no render hook sees, such as those of a live view."""
+    """``renderable`` with its text escaped, for renderables that no render hook sees, such as those
+    of a live view."""
 
     def __init__(self, renderable: RenderableType) -> None:
         self._renderable = renderable

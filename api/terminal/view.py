@@ -25,7 +25,8 @@ REDRAWS_PER_SECOND = 4
 def viewing(
     progress: Progress, console: Console, *, json: bool, plain: bool
 ) -> Iterator[tuple[Callable[[Event], object], Callable[[str], None]]]:
-    """Two functions: one applies an event to ``progress`` and shows it, the other prints a line beside the view."""
+    """Two functions: one applies an event to ``progress`` and shows it, the other prints a line
+    beside the view."""
     from api.terminal.live import LiveView, PlainView
     from orchestration.history.lines import event_json
 
@@ -34,10 +35,17 @@ def viewing(
         write(event_json(event))
 
     if json or plain or not console.is_terminal:
-        yield print_json if json else PlainView(progress, console).event, functools.partial(console.print, markup=False)
+        yield (
+            print_json if json else PlainView(progress, console).event,
+            functools.partial(console.print, markup=False),
+        )
     else:
         from rich.live import Live
 
         view = LiveView(progress, console)
-        with Live(get_renderable=lambda: Safe(view.render()), console=console, refresh_per_second=REDRAWS_PER_SECOND):
+        with Live(
+            get_renderable=lambda: Safe(view.render()),
+            console=console,
+            refresh_per_second=REDRAWS_PER_SECOND,
+        ):
             yield progress.apply, view.notify

@@ -23,21 +23,29 @@ PACKAGES = ("pipeline", "stages", "orchestration", "api")
 
 
 class HostActor:
-    """Runs one host of a run. Ray gives it the resources of all workers that are placed on it; what it has started ends with
-    it."""
+    """Runs one host of a run.
+
+    Ray gives it the resources of all workers that are placed on it; what it has started ends with
+    it.
+    """
 
     def __init__(self) -> None:
-        os.environ.pop("OMP_NUM_THREADS", None)  # Ray's, for its own workers: the recipe gives engines their threads
+        # Ray's, for its own workers: the recipe gives engines their threads
+        os.environ.pop("OMP_NUM_THREADS", None)
         # Not the parent process: that is another one as soon as the raylet has died.
-        raylet, server = int(os.environ.get("RAY_RAYLET_PID") or os.getppid()), None
+        raylet = int(os.environ.get("RAY_RAYLET_PID") or os.getppid())
+        server = None
         with contextlib.suppress(ForkServerDied, ProcessLookupError):
             folder = Path(tempfile.gettempdir()) / f"{owned_prefix(raylet)}{_release()}"
             server = StandingForkServer(folder, raylet, (*PRELOAD, HOST))
         self._starter = Starter(server=server)
 
     async def run(self, url: str, run: str, folder: str, name: str, begun_in: str) -> None:
-        """Return when the run has ended. ``begun_in``: the folder in which it was begun, for modules that the recipe names,
-        where this node has it. Raises RuntimeError when the host fails."""
+        """Return when the run has ended.
+
+        ``begun_in``: the folder in which it was begun, for modules that the recipe names, where
+        this node has it. Raises RuntimeError when the host fails.
+        """
         log = Path(folder) / "logs" / f"{name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         environment = {**os.environ, INDEX_VARIABLE: url}
@@ -51,7 +59,8 @@ class HostActor:
 
 
 def _release() -> str:
-    """Returns a digest of this interpreter and the program's files: another release is forked from another server."""
+    """Returns a digest of this interpreter and the program's files: another release is forked from
+    another server."""
     top = Path(__file__).parents[2]
     files = sorted(path for package in PACKAGES for path in (top / package).rglob("*.py"))
     found = [sys.executable, *(f"{path} {path.stat().st_mtime_ns}" for path in files)]

@@ -2,9 +2,10 @@
 
     recipe ─▶ needs: resources of a worker ─▶ place: (kind, number) → node ─▶ bundles: what a run reserves on each node
 
-Ranks that train together are packed on as few nodes as they fit on; the ranks of one tensor-parallel replica, and the
-devices of one rollout engine, are within a node. Rollout engines go to the nodes with most room. What has no engine of its
-own (flow, rewards, stages of the recipe) runs on the head, and is not placed. Pure functions; resources have Ray's names.
+Ranks that train together are packed on as few nodes as they fit on; the ranks of one
+tensor-parallel replica, and the devices of one rollout engine, are within a node. Rollout engines
+go to the nodes with most room. What has no engine of its own (flow, rewards, stages of the recipe)
+runs on the head, and is not placed. Pure functions; resources have Ray's names.
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ class Node:
 
 
 def needs(recipe: Recipe, worker: Worker, devices: Collection[str]) -> Room:
-    """Returns the resources of one worker: a CPU for each of its threads, and its devices; ``devices``: the kinds that the
-    cluster has, by torch's names."""
-    section = getattr(recipe, worker[0] if worker[0] == "critic" else SIDES.get(worker[0], ""), None)
+    """Returns the resources of one worker: a CPU for each of its threads, and its devices;
+    ``devices``: the kinds that the cluster has, by torch's names."""
+    section = getattr(
+        recipe, worker[0] if worker[0] == "critic" else SIDES.get(worker[0], ""), None
+    )
     room: Room = {"CPU": float(getattr(section, "threads", 0) or 1)}
     name, several = wanted_devices(recipe, worker, devices) or ("cpu", 0)
     if resource := RESOURCES.get(name.partition(":")[0]):
@@ -42,7 +45,8 @@ def needs(recipe: Recipe, worker: Worker, devices: Collection[str]) -> Room:
 def place(
     recipe: Recipe, workers: Iterable[Worker], nodes: Sequence[Node], devices: Collection[str]
 ) -> dict[Worker, str]:
-    """Returns the node of each of ``workers`` that fits; of the ranks that train together all or none."""
+    """Returns the node of each of ``workers`` that fits; of the ranks that train together all or
+    none."""
     free = {node.name: dict(node.free) for node in nodes}
     placed: dict[Worker, str] = {}
     for unit in _units(recipe, workers):
@@ -54,7 +58,9 @@ def place(
     return placed
 
 
-def bundles(recipe: Recipe, placed: Mapping[Worker, str], devices: Collection[str]) -> dict[str, Room]:
+def bundles(
+    recipe: Recipe, placed: Mapping[Worker, str], devices: Collection[str]
+) -> dict[str, Room]:
     """Returns what the workers of each node take together: the bundles of a placement group."""
     reserved: dict[str, Room] = {}
     for worker, node in placed.items():
@@ -62,10 +68,18 @@ def bundles(recipe: Recipe, placed: Mapping[Worker, str], devices: Collection[st
     return reserved
 
 
-def describe_lack(recipe: Recipe, missing: Iterable[Worker], nodes: Sequence[Node], devices: Collection[str]) -> str:
+def describe_lack(
+    recipe: Recipe, missing: Iterable[Worker], nodes: Sequence[Node], devices: Collection[str]
+) -> str:
     """Returns in words which of ``missing`` has no room on ``nodes``."""
-    wants = [f"{kind}-{number} ({shown(needs(recipe, (kind, number), devices))})" for kind, number in missing]
-    return f"no room for {', '.join(wants)}; free are {'; '.join(shown(node.free) for node in nodes) or 'no nodes'}"
+    wants = [
+        f"{kind}-{number} ({shown(needs(recipe, (kind, number), devices))})"
+        for kind, number in missing
+    ]
+    return (
+        f"no room for {', '.join(wants)}; free are "
+        f"{'; '.join(shown(node.free) for node in nodes) or 'no nodes'}"
+    )
 
 
 def shown(room: Mapping[str, float]) -> str:
@@ -74,11 +88,14 @@ def shown(room: Mapping[str, float]) -> str:
     >>> shown({"CPU": 2.0, "GPU": 1.0, "memory": 1e9})
     'CPU 2, GPU 1'
     """
-    return ", ".join(f"{name} {room[name]:g}" for name in ("CPU", *RESOURCES.values()) if name in room)
+    return ", ".join(
+        f"{name} {room[name]:g}" for name in ("CPU", *RESOURCES.values()) if name in room
+    )
 
 
 def _units(recipe: Recipe, workers: Iterable[Worker]) -> list[list[Worker]]:
-    """Workers that are placed together: first the ranks that train, then each other worker alone."""
+    """Workers that are placed together: first the ranks that train, then each other worker
+    alone."""
     units: dict[object, list[Worker]] = {}
     for worker in sorted(workers, key=lambda worker: (list(SIDES).index(worker[0]), worker[1])):
         units.setdefault(kind_of(worker[0]).rank_group or worker, []).append(worker)
@@ -97,19 +114,25 @@ def _replicas(recipe: Recipe, unit: Sequence[Worker]) -> list[list[Worker]]:
 def _pack(
     replicas: Sequence[Sequence[Worker]], room: Mapping[Worker, Room], free: Mapping[str, Room]
 ) -> dict[Worker, str]:
-    """One worker on the node with most room. Several on one node where they fit on one, the one with least room to spare;
-    otherwise node by node, from the widest one."""
+    """One worker on the node with most room.
+
+    Several on one node where they fit on one, the one with least room to spare; otherwise node by
+    node, from the widest one.
+    """
     workers = [worker for replica in replicas for worker in replica]
     total = _sum(room[worker] for worker in workers)
     spare = {
-        name: min(has.get(key, 0.0) / amount for key, amount in total.items() if amount) for name, has in free.items()
+        name: min(has.get(key, 0.0) / amount for key, amount in total.items() if amount)
+        for name, has in free.items()
     }
-    widest, narrowest = (
-        sorted(free, key=lambda name: (-spare[name], name)),
-        sorted(free, key=lambda name: (spare[name], name)),
-    )
-    for pieces, names in (*([] if len(workers) == 1 else [([workers], narrowest)]), (replicas, widest)):
-        left, found = {name: dict(free[name]) for name in names}, dict[Worker, str]()
+    widest = sorted(free, key=lambda name: (-spare[name], name))
+    narrowest = sorted(free, key=lambda name: (spare[name], name))
+    for pieces, names in (
+        *([] if len(workers) == 1 else [([workers], narrowest)]),
+        (replicas, widest),
+    ):
+        left = {name: dict(free[name]) for name in names}
+        found = dict[Worker, str]()
         for piece in pieces:
             needed = _sum(room[worker] for worker in piece)
             if (name := next((name for name in names if _fits(needed, left[name])), None)) is None:

@@ -1,12 +1,15 @@
-"""The Ray cluster of a run: where it is, and whether it lets this program in. The process of a run's Ray driver begins here.
+"""The Ray cluster of a run: where it is, and whether it lets this program in.
+
+The process of a run's Ray driver begins here.
 
 launch.address ─▶ find: itself; `auto`: RAY_ADDRESS, else the cluster of `ray start` here, else `local`
                     └▶ ask: does it answer, take the token, have the same Ray and Python?
                          ├▶ ClusterRefused
                          └▶ Cluster, with the environment of the driver, which imports Ray only then
 
-Ray by itself takes 20 s to report a missing token as a timeout, and sends one only where its own mode says so. A process
-whose mode is not the cluster's cannot be answered. So the cluster is asked first, in one call of gRPC, without Ray.
+Ray by itself takes 20 s to report a missing token as a timeout, and sends one only where its own
+mode says so. A process whose mode is not the cluster's cannot be answered. So the cluster is asked
+first, in one call of gRPC, without Ray.
 """
 
 from __future__ import annotations
@@ -27,21 +30,27 @@ from typing import Any
 from orchestration.processes.environment import importable
 from pipeline.compat.extras import extra, is_installed
 
-AUTO, LOCAL, CLIENT = "auto", "local", "ray://"
-OWN_RESOURCE = "asyncdock-run"  # marks the cluster that a run has started for itself: no other run joins it
+AUTO = "auto"
+LOCAL = "local"
+CLIENT = "ray://"
+# marks the cluster that a run has started for itself: no other run joins it
+OWN_RESOURCE = "asyncdock-run"
 ANSWER_SECONDS = 10.0
-METADATA = ("ray.rpc.InternalKVGcsService/InternalKVGet", b"\n\x10CLUSTER_METADATA\x12\x07cluster")  # key and namespace
+# key and namespace
+METADATA = ("ray.rpc.InternalKVGcsService/InternalKVGet", b"\n\x10CLUSTER_METADATA\x12\x07cluster")
 CLIENT_INFO = ("ray.rpc.RayletDriver/ClusterInfo", b"")
 
 
 class ClusterRefused(RuntimeError):
-    """There is no such cluster, or it does not take this program; the message says why and what to do."""
+    """There is no such cluster, or it does not take this program; the message says why and what to
+    do."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """``address``: for `ray.init`. ``token``: where the token is from; "" where the cluster asks for none. ``environment``:
-    of the process that imports Ray. ``ray``: the cluster's version, "" where it was not told."""
+    """``address``: for `ray.init`. ``token``: where the token is from; "" where the cluster asks
+    for none. ``environment``: of the process that imports Ray. ``ray``: the cluster's version, ""
+    where it was not told."""
 
     address: str
     token: str = ""
@@ -49,18 +58,23 @@ class Cluster:
     environment: dict[str, str] = field(default_factory=dict, repr=False)
 
 
-def find(address: str, environment: Mapping[str, str] = os.environ, key: str = "launch.address") -> Cluster:
+def find(
+    address: str, environment: Mapping[str, str] = os.environ, key: str = "launch.address"
+) -> Cluster:
     """Return the cluster of ``address``, the value of ``key``. Raises ClusterRefused."""
     if address != AUTO:
         return _open(address, f"{key} = {address!r}", environment)
     given = environment.get("RAY_ADDRESS", "")
     if given not in ("", AUTO):
         return _open(given, f"{key} = 'auto', RAY_ADDRESS = {given!r}", environment)
-    began, by_itself = _address_of_ray_start(environment), _asks_by_itself(environment)
+    began = _address_of_ray_start(environment)
+    by_itself = _asks_by_itself(environment)
     has_ended = ("UNAVAILABLE", "DEADLINE_EXCEEDED")
     if began and (by_itself or _reply(began, METADATA, "")[0] not in has_ended):
         return _open(began, f"{key} = 'auto', the cluster of this machine at {began}", environment)
-    running = sorted({node["gcs-address"] for node in _nodes_here(environment) if _is_joinable(node)})
+    running = sorted(
+        {node["gcs-address"] for node in _nodes_here(environment) if _is_joinable(node)}
+    )
     running = [each for each in running if by_itself or _began_by_ray_start(each, environment)]
     if len(running) > 1:
         raise ClusterRefused(
@@ -68,14 +82,19 @@ def find(address: str, environment: Mapping[str, str] = os.environ, key: str = "
             "give one of them, here or as RAY_ADDRESS"
         )
     if running:
-        return _open(running[0], f"{key} = 'auto', the cluster of this machine at {running[0]}", environment)
+        return _open(
+            running[0], f"{key} = 'auto', the cluster of this machine at {running[0]}", environment
+        )
     return _open(LOCAL, f"{key} = 'auto'", environment)
 
 
 def look(address: str) -> Cluster:
-    """Return what :func:`find` does, from a process of its own: the threads of gRPC would not outlive a fork."""
+    """Return what :func:`find` does, from a process of its own: the threads of gRPC would not
+    outlive a fork."""
     command = [sys.executable, "-P", "-m", __spec__.name, address]
-    found = subprocess.run(command, env=importable(os.environ), stdout=subprocess.PIPE, text=True, check=True)
+    found = subprocess.run(
+        command, env=importable(os.environ), stdout=subprocess.PIPE, text=True, check=True
+    )
     reply = json.loads(found.stdout)
     if "failed" in reply:
         raise ClusterRefused(reply["failed"])
@@ -83,30 +102,41 @@ def look(address: str) -> Cluster:
 
 
 def _open(address: str, where: str, environment: Mapping[str, str]) -> Cluster:
-    """Return the cluster at ``address``, once it takes this program. ``where``: how it is called in messages."""
+    """Return the cluster at ``address``, once it takes this program.
+
+    ``where``: how it is called in messages.
+    """
     if address == LOCAL:
         own = {"RAY_worker_niceness": "0", "RAY_memory_monitor_refresh_ms": "0"}
         if environment.get("RAY_AUTH_MODE", "token") == "token":
-            own |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}  # which no other program knows
+            # which no other program knows
+            own |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         return Cluster(LOCAL, ray=importlib.metadata.version("ray"), environment=own)
     server = address.removeprefix(CLIENT)
     if not re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):[0-9]{1,5}", server):
-        raise ClusterRefused(f"{where}: is no address of a Ray cluster; write HOST:6379, or ray://HOST:10001")
+        raise ClusterRefused(
+            f"{where}: is no address of a Ray cluster; write HOST:6379, or ray://HOST:10001"
+        )
     if _asks_by_itself(environment):
         return Cluster(address)
     through_client = address.startswith(CLIENT)
     call = CLIENT_INFO if through_client else METADATA
     code, reply = _reply(server, call, "")
-    token, source = "", ""
+    token = ""
+    source = ""
     if code == "UNAUTHENTICATED":
         token, source = _token(where, environment)
         code, reply = _reply(server, call, token)
     if code in ("UNAUTHENTICATED", "PERMISSION_DENIED"):
         raise ClusterRefused(
-            f"{where}: refuses the token of {source}; take the one that `ray get-auth-token` prints on its head"
+            f"{where}: refuses the token of {source}; take the one that `ray get-auth-token` "
+            f"prints on its head"
         )
     if code in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):
-        fix = "start it (`ray start --head`), or leave the address out for the cluster of this machine"
+        fix = (
+            "start it (`ray start --head`), or leave the address out for the cluster of this "
+            "machine"
+        )
         raise ClusterRefused(f"{where}: nothing answers there ({_last_part(reply)}); {fix}")
     if not through_client and (code or b"{" not in reply):
         fix = "give its HOST:6379, or ray://HOST:10001 for the port of Ray's client"
@@ -116,18 +146,24 @@ def _open(address: str, where: str, environment: Mapping[str, str]) -> Cluster:
     if not through_client and sys.platform == "linux" and not _has_node_here(server):
         fix = f"run `ray start --address={server}` here, or give its ray://HOST:10001"
         raise ClusterRefused(f"{where}: this machine is no node of that cluster; {fix}")
-    mode = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token} if token else {"RAY_AUTH_MODE": "disabled"}
+    mode = (
+        {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+        if token
+        else {"RAY_AUTH_MODE": "disabled"}
+    )
     return Cluster(address, source, versions.get("ray_version", ""), mode)
 
 
 def _asks_by_itself(environment: Mapping[str, str]) -> bool:
-    """Whether Ray connects in a way that is not imitated here: TLS of its own, tokens of Kubernetes."""
+    """Whether Ray connects in a way that is not imitated here: TLS of its own, tokens of
+    Kubernetes."""
     own_tls = environment.get("RAY_USE_TLS", "0").lower() in ("1", "true")
     return own_tls or environment.get("RAY_AUTH_MODE") == "k8s" or not is_installed("grpc")
 
 
 def _reply(server: str, call: tuple[str, bytes], token: str) -> tuple[str, Any]:
-    """Return the name of gRPC's status, "" for success, and the reply's bytes or the text of the error."""
+    """Return the name of gRPC's status, "" for success, and the reply's bytes or the text of the
+    error."""
     with extra("ray"):
         import grpc
 
@@ -135,7 +171,9 @@ def _reply(server: str, call: tuple[str, bytes], token: str) -> tuple[str, Any]:
     metadata = [("authorization", f"Bearer {token}")] if token else []
     with grpc.insecure_channel(server, options=[("grpc.enable_http_proxy", 0)]) as channel:
         try:
-            return "", channel.unary_unary(f"/{method}")(request, timeout=ANSWER_SECONDS, metadata=metadata)
+            return "", channel.unary_unary(f"/{method}")(
+                request, timeout=ANSWER_SECONDS, metadata=metadata
+            )
         except grpc.RpcError as error:
             return error.code().name, error.details() or ""
 
@@ -150,17 +188,28 @@ def _last_part(text: str) -> str:
 
 
 def _token(where: str, environment: Mapping[str, str]) -> tuple[str, str]:
-    """Return the token, and where it is from, in Ray's order. Raises ClusterRefused where there is none."""
+    """Return the token, and where it is from, in Ray's order.
+
+    Raises ClusterRefused where there is none.
+    """
     if token := environment.get("RAY_AUTH_TOKEN", "").strip():
         return token, "RAY_AUTH_TOKEN"
     named = environment.get("RAY_AUTH_TOKEN_PATH", "")
-    path = Path(named) if named else Path(environment.get("HOME") or Path.home()) / ".ray" / "auth_token"
+    path = (
+        Path(named)
+        if named
+        else Path(environment.get("HOME") or Path.home()) / ".ray" / "auth_token"
+    )
     try:
         token = path.read_text().strip()
     except OSError as error:
-        token, named = "", named and f" (RAY_AUTH_TOKEN_PATH = {named!r}: {error.strerror})"
+        token = ""
+        named = named and f" (RAY_AUTH_TOKEN_PATH = {named!r}: {error.strerror})"
     if not token:
-        fix = f"set RAY_AUTH_TOKEN to what `ray get-auth-token` prints on its head, or put that into {path}"
+        fix = (
+            f"set RAY_AUTH_TOKEN to what `ray get-auth-token` prints on its head, or put that "
+            f"into {path}"
+        )
         raise ClusterRefused(f"{where}: asks for a token, and there is none{named}; {fix}")
     return token, str(path)
 
@@ -171,7 +220,9 @@ def _compare(cluster: Mapping[str, str], where: str, environment: Mapping[str, s
     ray_there = cluster.get("ray_version", "")
     if ray_there and ray_there != ray_here:
         fix = f"pip install 'ray[serve]=={ray_there}'"
-        raise ClusterRefused(f"{where}: has Ray {ray_there}, and this environment {ray_here}; {fix}")
+        raise ClusterRefused(
+            f"{where}: has Ray {ray_there}, and this environment {ray_here}; {fix}"
+        )
     python_here = platform.python_version()
     python_there = cluster.get("python_version", "")
     parts = 2 if environment.get("RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL") == "minor" else 3
@@ -186,7 +237,10 @@ def _temporary_folder(environment: Mapping[str, str]) -> Path:
 
 
 def _address_of_ray_start(environment: Mapping[str, str]) -> str:
-    """Return what the last `ray start` of this machine has recorded; "" for nothing. The cluster may have ended."""
+    """Return what the last `ray start` of this machine has recorded; "" for nothing.
+
+    The cluster may have ended.
+    """
     try:
         return (_temporary_folder(environment) / "ray_current_cluster").read_text().strip()
     except OSError:
@@ -194,8 +248,10 @@ def _address_of_ray_start(environment: Mapping[str, str]) -> str:
 
 
 def _began_by_ray_start(address: str, environment: Mapping[str, str]) -> bool:
-    """Whether the cluster at ``address`` is not that of another program, which ends it with itself. One that does not tell
-    without its token counts."""
+    """Whether the cluster at ``address`` is not that of another program, which ends it with itself.
+
+    One that does not tell without its token counts.
+    """
     code, reply = _reply(address, METADATA, "")
     if code == "UNAUTHENTICATED":
         try:
@@ -212,19 +268,28 @@ def _is_joinable(node: Mapping[str, str]) -> bool:
 
 
 def _nodes_here(environment: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    """Yield the options of the raylets of this user on this machine; those below ``RAY_TMPDIR`` where that is set."""
+    """Yield the options of the raylets of this user on this machine; those below ``RAY_TMPDIR``
+    where that is set."""
     below = str(_temporary_folder(environment)) if environment.get("RAY_TMPDIR") else ""
     for process in _raylets():
         options = _options(process)
         is_own = process.stat().st_uid == os.getuid()
-        if is_own and options.get("gcs-address") and (not below or options.get("temp_dir") == below):
+        if (
+            is_own
+            and options.get("gcs-address")
+            and (not below or options.get("temp_dir") == below)
+        ):
             yield options
 
 
 def _has_node_here(server: str) -> bool:
-    """Whether a raylet of this machine, of any user, has a head on the port of ``server``: its host has several names."""
+    """Whether a raylet of this machine, of any user, has a head on the port of ``server``: its host
+    has several names."""
     port = server.rpartition(":")[2]
-    return any(_options(process).get("gcs-address", "").rpartition(":")[2] == port for process in _raylets())
+    return any(
+        _options(process).get("gcs-address", "").rpartition(":")[2] == port
+        for process in _raylets()
+    )
 
 
 def _raylets() -> Iterator[Path]:
@@ -247,8 +312,9 @@ def _options(process: Path) -> dict[str, str]:
 
 
 def main() -> None:
-    """Find the cluster of `launch.address`, the first argument, and be the driver of a run there; ``cpus``, the second one:
-    of a node that is started for it. Without that one, print the cluster."""
+    """Find the cluster of `launch.address`, the first argument, and be the driver of a run there;
+    ``cpus``, the second one: of a node that is started for it. Without that one, print the cluster.
+    """
     address, *cpus = sys.argv[1:]
     try:
         cluster = find(address)
@@ -259,7 +325,8 @@ def main() -> None:
         del shown["environment"]
         return print(json.dumps(shown))
     os.environ |= cluster.environment
-    from orchestration.cluster.ray_driver import Driver  # imports Ray, which reads the environment once
+    # imports Ray, which reads the environment once
+    from orchestration.cluster.ray_driver import Driver
 
     Driver(OWN_RESOURCE if cluster.address == LOCAL else "").run(cluster.address, float(cpus[0]))
 

@@ -1,4 +1,5 @@
-"""The Ray driver of a run: a process that starts hosts on the nodes of a Ray cluster, as actors in placement groups.
+"""The Ray driver of a run: a process that starts hosts on the nodes of a Ray cluster, as actors in
+placement groups.
 
 :mod:`orchestration.cluster.ray_cluster` begins it, once it has found the cluster.
 
@@ -6,8 +7,9 @@
              {"do": "start", "hosts": [{node, bundle, …}]}             {"ended": name, "reason": …}, once for each host
              its end: the hosts end, and this process too              (one JSON object a line)
 
-It is apart from the supervisor, because Ray ends a process whose raylet dies. When it ends, its actors end. Ray restarts
-nothing (`max_restarts = 0`): the supervisor places the workers of a lost host again.
+It is apart from the supervisor, because Ray ends a process whose raylet dies. When it ends, its
+actors end. Ray restarts nothing (`max_restarts = 0`): the supervisor places the workers of a lost
+host again.
 """
 
 from __future__ import annotations
@@ -45,19 +47,32 @@ class Driver:
 
     def __init__(self, own_resource: str = "") -> None:
         self._own_resource = own_resource
-        self._out, self._lock = os.fdopen(os.dup(1), "w"), threading.Lock()
+        self._out = os.fdopen(os.dup(1), "w")
+        self._lock = threading.Lock()
         os.dup2(2, 1)  # what Ray prints goes to the log
         self._watching: list[threading.Thread] = []
 
     def run(self, address: str, cpus: float) -> None:
-        """Work until the standard input ends. A node of `local` has ``cpus`` at least, and is ended with its files."""
-        options: dict[str, Any] = {"namespace": "asyncdock", "log_to_driver": False, "logging_level": logging.ERROR}
+        """Work until the standard input ends.
+
+        A node of `local` has ``cpus`` at least, and is ended with its files.
+        """
+        options: dict[str, Any] = {
+            "namespace": "asyncdock",
+            "log_to_driver": False,
+            "logging_level": logging.ERROR,
+        }
         if self._own_resource:
-            options |= {"num_cpus": max(os.cpu_count() or 1, math.ceil(cpus)), "include_dashboard": False}
+            options |= {
+                "num_cpus": max(os.cpu_count() or 1, math.ceil(cpus)),
+                "include_dashboard": False,
+            }
             options |= {"resources": {self._own_resource: 1}, "object_store_memory": OBJECT_STORE}
         try:
             # A busy head may take longer to start a client's server than Ray waits for it.
-            for attempt in stamina.retry_context(ConnectionError, attempts=CONNECT_ATTEMPTS, timeout=None):
+            for attempt in stamina.retry_context(
+                ConnectionError, attempts=CONNECT_ATTEMPTS, timeout=None
+            ):
                 with attempt:
                     context: Any = ray.init(address=address, **options)
         except (OSError, RuntimeError, ValueError) as error:
@@ -68,7 +83,9 @@ class Driver:
                 nodes = self._nodes()
                 self._send(nodes=nodes, address=self._own_address(nodes), cluster=address)
             for host in request.get("hosts", ()):
-                self._watching.append(threading.Thread(target=self._watch, args=(host,), daemon=True))
+                self._watching.append(
+                    threading.Thread(target=self._watch, args=(host,), daemon=True)
+                )
                 self._watching[-1].start()
         for thread in self._watching:
             thread.join(END_SECONDS)
@@ -97,7 +114,8 @@ class Driver:
         }
 
     def _own_address(self, nodes: dict[str, Any]) -> str:
-        """Return the address by which the nodes reach this machine: as Ray knows it, where it is one of them."""
+        """Return the address by which the nodes reach this machine: as Ray knows it, where it is
+        one of them."""
         if self._own_resource:
             return LOOPBACK
         if not ray.util.client.ray.is_connected():
@@ -106,8 +124,11 @@ class Driver:
 
     def _watch(self, host: dict[str, Any]) -> None:
         """Start ``host`` and wait for its end; then what it had reserved is free again."""
-        bundle, reason = dict(host["bundle"]), ""
-        group = placement_group([host["bundle"]], bundle_label_selector=[{"ray.io/node-id": host["node"]}])
+        bundle = dict(host["bundle"])
+        reason = ""
+        group = placement_group(
+            [host["bundle"]], bundle_label_selector=[{"ray.io/node-id": host["node"]}]
+        )
         try:
             if not group.wait(GRANT_SECONDS):
                 raise TimeoutError(f"Ray did not grant {bundle} within {GRANT_SECONDS:.0f} s")
@@ -116,7 +137,9 @@ class Driver:
                 num_gpus=bundle.pop("GPU", 0),
                 resources=bundle,
                 max_restarts=0,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    group, placement_group_bundle_index=0
+                ),
             )
             handle: Any = actor.remote()
             ray.get(handle.run.remote(**host["run"]))

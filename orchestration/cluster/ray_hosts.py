@@ -39,30 +39,42 @@ log = structlog.get_logger()
 
 ASK_SECONDS = 2.0  # between two looks for nodes with room
 CONNECT_SECONDS = 60.0
-JOIN_SECONDS = 10.0  # in which a cluster that has just been started gets all of its nodes, with their resources
+# in which a cluster that has just been started gets all of its nodes, with their resources
+JOIN_SECONDS = 10.0
 END_SECONDS = 15.0  # for the driver to end the hosts
 
 
 class RayHosts:
-    """Places the workers of one run; see :class:`orchestration.run.launchers.Hosts`. Connect, then :meth:`begin`."""
+    """Places the workers of one run; see :class:`orchestration.run.launchers.Hosts`.
+
+    Connect, then :meth:`begin`.
+    """
 
     def __init__(self, recipe: Recipe, out: Path) -> None:
-        self._recipe, self._out, self._join = recipe, out, ""
+        self._recipe = recipe
+        self._out = out
+        self._join = ""
         self._first: dict[str, Any] | None = None  # the driver's answer, until it is used
         self._driver: asyncio.subprocess.Process | None = None
         self._reading: asyncio.Task[None] | None = None
         self._answers: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._placed: dict[Worker, str] = {}
-        self._hosts: dict[str, str] = {}  # each that was started → why it has ended, "" while it has not
-        self._placing, self._lack = asyncio.Lock(), ""
+        # each that was started → why it has ended, "" while it has not
+        self._hosts: dict[str, str] = {}
+        self._placing = asyncio.Lock()
+        self._lack = ""
         self._address: str | None = None
-        self._cluster = recipe.launch.address  # once it is found, where it is: another driver goes to the same one
+        # once it is found, where it is: another driver goes to the same one
+        self._cluster = recipe.launch.address
         self._index: Index
         self._began: float  # in monotonic seconds
 
     async def connect(self) -> str:
-        """Connect to the cluster. Returns the address by which its nodes reach this machine; loopback where there is no
-        cluster, which :meth:`host_of` reports."""
+        """Connect to the cluster.
+
+        Returns the address by which its nodes reach this machine; loopback where there is no
+        cluster, which :meth:`host_of` reports.
+        """
         if self._address is None:
             self._first = await self._answer()
             self._address = str(self._first.get("address", LOOPBACK))
@@ -70,12 +82,16 @@ class RayHosts:
 
     def begin(self, index: Index, join: str) -> None:
         """Take workers from now on. ``join``: the index's URL for the nodes."""
-        self._index, self._join, self._began = index, join, time.monotonic()
+        self._index = index
+        self._join = join
+        self._began = time.monotonic()
 
     async def host_of(self, worker: Worker) -> str:
-        """Wait until a host has a place for ``worker``, and return its name. Raises Unplaceable when no cluster
-        answers, or it could not hold the run if all of it were free, also a while after the beginning: only before the
-        first host is started."""
+        """Wait until a host has a place for ``worker``, and return its name.
+
+        Raises Unplaceable when no cluster answers, or it could not hold the run if all of it were
+        free, also a while after the beginning: only before the first host is started.
+        """
         while True:
             async with self._placing:
                 if not self._has_place(worker):
@@ -109,18 +125,29 @@ class RayHosts:
             await self._reading
 
     async def _place(self) -> None:
-        """Start hosts for all workers that have no place on a living one, as far as there is room."""
-        recipe, found = self._recipe, await self._ask()
+        """Start hosts for all workers that have no place on a living one, as far as there is
+        room."""
+        recipe = self._recipe
+        found = await self._ask()
         nodes = [Node(name, node["free"]) for name, node in found.items()]
-        devices = [kind for kind, name in RESOURCES.items() if any(node["total"].get(name) for node in found.values())]
+        devices = [
+            kind
+            for kind, name in RESOURCES.items()
+            if any(node["total"].get(name) for node in found.values())
+        ]
         missing = sorted(worker for worker in remote_workers(recipe) if not self._has_place(worker))
         placed = place(recipe, missing, nodes, devices)
         if lacking := [worker for worker in missing if worker not in placed]:
             lack = describe_lack(recipe, lacking, nodes, devices)
             empty = [Node(name, node["total"]) for name, node in found.items()]
-            is_too_small = not self._hosts and len(place(recipe, missing, empty, devices)) < len(missing)
+            is_too_small = not self._hosts and len(place(recipe, missing, empty, devices)) < len(
+                missing
+            )
             if is_too_small and time.monotonic() - self._began >= JOIN_SECONDS:
-                raise Unplaceable(f"launch.address = {recipe.launch.address!r}: {lack}; add nodes, or ask for less")
+                raise Unplaceable(
+                    f"launch.address = {recipe.launch.address!r}: {lack}; add nodes, "
+                    f"or ask for less"
+                )
             if is_too_small:
                 return
             if lack != self._lack:
@@ -130,7 +157,12 @@ class RayHosts:
             return
         hosts = {node: f"host-{uuid.uuid4().hex[:6]}" for node in placed.values()}
         folder = Path(tempfile.gettempdir()) / f"asyncdock-host-{self._index.run}"
-        run = {"url": self._join, "run": self._index.run, "folder": str(folder), "begun_in": os.getcwd()}
+        run = {
+            "url": self._join,
+            "run": self._index.run,
+            "folder": str(folder),
+            "begun_in": os.getcwd(),
+        }
         reserved = bundles(recipe, placed, devices)
         start = [
             {"name": name, "node": node, "bundle": reserved[node], "run": {**run, "name": name}}
@@ -141,9 +173,11 @@ class RayHosts:
         await self._send({"do": "start", "hosts": start})
 
     async def _ask(self) -> dict[str, Any]:
-        """Returns the nodes of the cluster, from a driver that is started where there is none; none while it cannot be
-        reached. Raises Unplaceable before the first host, where there is no cluster, or its nodes cannot reach the index."""
-        answer, self._first = self._first or await self._answer(), None
+        """Returns the nodes of the cluster, from a driver that is started where there is none; none
+        while it cannot be reached. Raises Unplaceable before the first host, where there is no
+        cluster, or its nodes cannot reach the index."""
+        answer = self._first or await self._answer()
+        self._first = None
         nodes: dict[str, Any] = answer.get("nodes", {})
         if self._hosts:
             return nodes
@@ -154,9 +188,18 @@ class RayHosts:
         host = urlsplit(self._join).hostname or ""
         elsewhere = [node["address"] for node in nodes.values() if not is_own(node["address"])]
         if elsewhere and is_loopback(host):
-            key = "pipeline.index" if self._recipe.pipeline.index != "embedded" else "pipeline.index_serve"
-            wrong = f"is reached from this machine alone, and the cluster has nodes at {', '.join(elsewhere)}"
-            raise Unplaceable(f"{key} = {host!r}: {wrong}; leave it out, or give an address that they reach")
+            key = (
+                "pipeline.index"
+                if self._recipe.pipeline.index != "embedded"
+                else "pipeline.index_serve"
+            )
+            wrong = (
+                f"is reached from this machine alone, and the cluster has nodes at "
+                f"{', '.join(elsewhere)}"
+            )
+            raise Unplaceable(
+                f"{key} = {host!r}: {wrong}; leave it out, or give an address that they reach"
+            )
         return nodes
 
     async def _answer(self) -> dict[str, Any]:
@@ -175,7 +218,9 @@ class RayHosts:
 
     async def _start_driver(self) -> None:
         self._answers = asyncio.Queue()
-        cpus = sum(needs(self._recipe, worker, ())["CPU"] for worker in remote_workers(self._recipe))
+        cpus = sum(
+            needs(self._recipe, worker, ())["CPU"] for worker in remote_workers(self._recipe)
+        )
         logs = self._out / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         with (logs / "ray.log").open("ab") as file:
@@ -208,7 +253,9 @@ class RayHosts:
                 self._answers.put_nowait(message)
         await driver.wait()
         self._driver = None
-        self._answers.put_nowait({"failed": f"its driver has ended; see {self._out / 'logs' / 'ray.log'}"})
+        self._answers.put_nowait(
+            {"failed": f"its driver has ended; see {self._out / 'logs' / 'ray.log'}"}
+        )
         if self._hosts:
             await self._lose(self._hosts, "the run's Ray driver has ended")
 

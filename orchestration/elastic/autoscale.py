@@ -2,13 +2,14 @@
 
     `stage` events ──▶ Window: seconds of trainer and rollouts ──▶ AutoscalePolicy ──▶ document "scale" ──▶ supervisor
 
-The policy is arithmetic, without clocks or I/O. In a window of W seconds the rollouts were busy for B seconds, all added up,
-while the trainer waited for samples for a share w of it. The number of rollouts that makes both equal is
+The policy is arithmetic, without clocks or I/O. In a window of W seconds the rollouts were busy for
+B seconds, all added up, while the trainer waited for samples for a share w of it. The number of
+rollouts that makes both equal is
 
     need = B / W / (1 − w)
 
-More than need would wait for the gate, fewer would let the trainer wait. B has what each rollout really did, so a window in
-which some join or leave counts as any other.
+More than need would wait for the gate, fewer would let the trainer wait. B has what each rollout
+really did, so a window in which some join or leave counts as any other.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ PATIENCE = 3  # windows in a row that call for fewer rollouts, before there are 
 
 @dataclass(frozen=True)
 class Load:
-    """Of a window: how many ``rollouts`` reported, how many of them were ``busy`` on average, and the share in which the
-    trainer ``waits`` for samples."""
+    """Of a window: how many ``rollouts`` reported, how many of them were ``busy`` on average, and
+    the share in which the trainer ``waits`` for samples."""
 
     rollouts: int
     busy: float
@@ -47,8 +48,10 @@ class Load:
 
 @dataclass
 class AutoscalePolicy:
-    """Decides the number of rollouts, from ``least`` to ``most``. Up at once; down by what :data:`PATIENCE` windows in a row
-    would allow, so that a short lull ends no worker. Between both lies a band in which the number stays.
+    """Decides the number of rollouts, from ``least`` to ``most``.
+
+    Up at once; down by what :data:`PATIENCE` windows in a row would allow, so that a short lull
+    ends no worker. Between both lies a band in which the number stays.
 
     >>> policy = AutoscalePolicy(1, 8)
     >>> policy.decide(2, Load(2, busy=2.0, waits=0.5))  # the trainer could make twice as many steps
@@ -59,10 +62,12 @@ class AutoscalePolicy:
 
     least: int
     most: int
-    _fewer: list[int] = field(default_factory=list)  # what the last windows in a row would have allowed
+    # what the last windows in a row would have allowed
+    _fewer: list[int] = field(default_factory=list)
 
     def decide(self, asked: int, load: Load) -> int:
-        """Returns how many rollouts to ask for after a window with ``load``, when ``asked`` were asked for until now."""
+        """Returns how many rollouts to ask for after a window with ``load``, when ``asked`` were
+        asked for until now."""
         need = load.busy / max(1e-3, 1 - load.waits)
         if load.waits > WAITS:
             self._fewer.clear()
@@ -85,23 +90,27 @@ class Window:
     """Seconds between two looks at the `stage` events of a run, from the first step on."""
 
     def __init__(self) -> None:
-        self._begin: dict[tuple[str, str], Mapping[str, Any]] = {}  # the figures of each worker at the window's begin
+        # the figures of each worker at the window's begin
+        self._begin: dict[tuple[str, str], Mapping[str, Any]] = {}
         self._now: dict[tuple[str, str], Mapping[str, Any]] = {}
 
     def add(self, event: Event) -> None:
         """Take an event of the run into account."""
         if event.kind == "stage" and event.data["stage"] in ("rollout", "update"):
-            worker, figures = (event.data["stage"], event.data["worker"]), event.data
+            worker = (event.data["stage"], event.data["worker"])
+            figures = event.data
             before = self._now.get(worker)
             if before is None or figures["wall"] < before["wall"]:  # its process has begun
                 self._begin[worker] = figures
-            elif worker[0] == "update" and not before["rows"]:  # until the first step it waits for any number
+            elif (
+                worker[0] == "update" and not before["rows"]
+            ):  # until the first step it waits for any number
                 self._begin = {**self._now, worker: figures}
             self._now[worker] = figures
 
     def load(self) -> Load | None:
-        """Returns the load, and begins the next window; None, and the window goes on, while the trainer, or each rollout,
-        has not reported a time."""
+        """Returns the load, and begins the next window; None, and the window goes on, while the
+        trainer, or each rollout, has not reported a time."""
 
         def spent(stage: str, key: str) -> list[float]:
             return [
@@ -110,10 +119,16 @@ class Window:
                 if worker[0] == stage and now["wall"] > self._begin[worker]["wall"]
             ]
 
-        busy, seconds, waiting = spent("rollout", "busy"), spent("update", "wall"), spent("update", "waiting_input")
+        busy = spent("rollout", "busy")
+        seconds = spent("update", "wall")
+        waiting = spent("update", "waiting_input")
         if not busy or not seconds:
             return None
-        self._now = {worker: now for worker, now in self._now.items() if now["wall"] > self._begin[worker]["wall"]}
+        self._now = {
+            worker: now
+            for worker, now in self._now.items()
+            if now["wall"] > self._begin[worker]["wall"]
+        }
         self._begin = dict(self._now)  # workers that are gone are forgotten
         waits = min(wait / wall for wait, wall in zip(waiting, seconds, strict=True))
         return Load(len(busy), sum(busy) / max(seconds), waits)
@@ -121,19 +136,31 @@ class Window:
 
 async def follow_load(index: Index, recipe: Recipe) -> None:
     """Scale the run of ``index`` as ``launch.autoscale`` of its ``recipe`` says, without end."""
-    section, decided, window = recipe.launch.autoscale, 0.0, Window()
+    section = recipe.launch.autoscale
+    decided = 0.0
+    window = Window()
     policy = AutoscalePolicy(section.min, section.max)
     async for event in index.follow((await index.event_ends())[1]):
         window.add(event)
         decided = decided or event.time
-        if event.kind != "stage" or event.time - decided < section.window or (load := window.load()) is None:
+        if (
+            event.kind != "stage"
+            or event.time - decided < section.window
+            or (load := window.load()) is None
+        ):
             continue
         decided = event.time
         asked = await SCALE.get(index) or recipe.rollout.workers
         wanted = policy.decide(asked, load)
         if wanted == asked:
             continue
-        log.info("scales the rollouts", before=asked, after=wanted, trainer_waits=load.waits, busy=load.busy)
+        log.info(
+            "scales the rollouts",
+            before=asked,
+            after=wanted,
+            trainer_waits=load.waits,
+            busy=load.busy,
+        )
         try:
             await request_scale(index, wanted)
         except (RecipeError, WrongState) as refused:

@@ -18,18 +18,30 @@ from pipeline.problems import Problem
 
 
 def scaled(recipe: Recipe, rollouts: int) -> Recipe:
-    """Returns ``recipe`` with ``rollouts`` rollout workers. Raises RecipeError when the run cannot have so many."""
+    """Returns ``recipe`` with ``rollouts`` rollout workers.
+
+    Raises RecipeError when the run cannot have so many.
+    """
     overrides = [f"{key}={value}" for key, value in overrides_of(recipe, rollouts).items()]
     return change_recipe(recipe, overrides, runs=True)
 
 
 def overrides_of(recipe: Recipe, rollouts: int) -> dict[str, int]:
-    """Returns the keys that change for ``rollouts`` rollout workers: those beyond the ones that the run's machine starts are
-    left to hosts, where it has any. Raises RecipeError where the number cannot change."""
+    """Returns the keys that change for ``rollouts`` rollout workers: those beyond the ones that the
+    run's machine starts are left to hosts, where it has any. Raises RecipeError where the number
+    cannot change."""
     if recipe.colocated or not recipe.runs_stage("rollout"):
         why = "cannot change: this run starts no rollout workers by themselves"
         raise RecipeError(
-            recipe.name, [Problem("rollout.workers", rollouts, why, "set launch.placement = 'separate' in a new run")]
+            recipe.name,
+            [
+                Problem(
+                    "rollout.workers",
+                    rollouts,
+                    why,
+                    "set launch.placement = 'separate' in a new run",
+                )
+            ],
         )
     remote = recipe.launch.remote_rollouts
     if remote:
@@ -38,9 +50,13 @@ def overrides_of(recipe: Recipe, rollouts: int) -> dict[str, int]:
 
 
 async def request_scale(index: Index, rollouts: int) -> str:
-    """Ask the run of ``index`` for ``rollouts`` rollout workers. Returns its state. Raises RecipeError where it cannot
-    have so many, and WrongState where it is not alive."""
-    state, recipe = (await index.state())[0], await RUN_RECIPE.get(index)
+    """Ask the run of ``index`` for ``rollouts`` rollout workers.
+
+    Returns its state. Raises RecipeError where it cannot have so many, and WrongState where it is
+    not alive.
+    """
+    state = (await index.state())[0]
+    recipe = await RUN_RECIPE.get(index)
     if recipe is None or state not in LIVE:
         raise WrongState(index.run, state, "scale")
     await asyncio.to_thread(scaled, recipe, rollouts)

@@ -3,8 +3,8 @@
     claim ──▶ waiting_input ──▶ rows under a lease: busy ──▶ last commit, release or end of the lease ──▶ other
     twice a second, for each worker that made a call lately: a `stage` event, and a `span` event of ended leases
 
-The events are those of the run's own workers, so that every reader shows both. The counts belong to this process: after a
-restart they begin at 0, as for a restarted worker.
+The events are those of the run's own workers, so that every reader shows both. The counts belong to
+this process: after a restart they begin at 0, as for a restarted worker.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ log = structlog.get_logger()
 
 PREFIX = "external-"  # of the names of these workers
 OVER = ("stopping", *ENDED)
-SILENT_SECONDS = 60.0  # without a lease or a claim, after which no more events are emitted for a worker
+# without a lease or a claim, after which no more events are emitted for a worker
+SILENT_SECONDS = 60.0
 MOST = 256  # workers of one run: they choose their names, and each name is a series in the metrics
 
 
 @dataclass
 class LeaseTime:
-    """A lease: ``began`` in Unix seconds, ``taken`` at the same moment and ``until`` (its deadline) in monotonic seconds;
-    ``left`` of its rows are not committed."""
+    """A lease: ``began`` in Unix seconds, ``taken`` at the same moment and ``until`` (its deadline)
+    in monotonic seconds; ``left`` of its rows are not committed."""
 
     began: float
     taken: float
@@ -74,7 +75,10 @@ class StageTime:
         self.spans.add(self.stage, lease.began, seconds, rows=lease.rows, version=lease.version)
 
     def is_silent(self) -> bool:
-        """Ends the leases that are past their deadline. Returns whether the worker made no claim lately."""
+        """Ends the leases that are past their deadline.
+
+        Returns whether the worker made no claim lately.
+        """
         now = time.monotonic()
         for token in [token for token, lease in self.leases.items() if lease.until < now]:
             self.end(token)
@@ -112,8 +116,8 @@ class StageTimes:
             times.leases[token].until = time.monotonic() + lease
 
     def put(self, part: Claim, left: int, tokens: int, *, park: bool = False) -> int:
-        """Records that the rows of ``part`` were committed, or parked, and that the lease still holds ``left``, which is
-        returned."""
+        """Records that the rows of ``part`` were committed, or parked, and that the lease still
+        holds ``left``, which is returned."""
         if times := self._of(part.token):
             times.tokens += tokens
             times.parked += len(part) * park
@@ -132,7 +136,8 @@ class StageTimes:
         return next((times for times in self._times.values() if token in times.leases), None)
 
     async def _report(self) -> None:
-        """Emits the events until all workers are silent or the run is over: an ended run takes no more events."""
+        """Emits the events until all workers are silent or the run is over: an ended run takes no
+        more events."""
         while self._times:
             await asyncio.sleep(EVENT_SECONDS)
             for key, times in list(self._times.items()):
@@ -142,9 +147,14 @@ class StageTimes:
                 state = (await self.index.state())[0]
                 if state in OVER:
                     return
-                for times in list(self._times.values()) if state else ():  # a run that waits in the queue has no events
+                # a run that waits in the queue has no events
+                for times in list(self._times.values()) if state else ():
                     counts = {"rows": times.rows, "tokens": times.tokens, "parked": times.parked}
                     counts["in_flight"] = sum(lease.left for lease in times.leases.values())
-                    await report_stage(self.index, times.stage, times.worker, times.clock, times.spans, counts)
+                    await report_stage(
+                        self.index, times.stage, times.worker, times.clock, times.spans, counts
+                    )
             except (IndexUnreachable, IndexRefused) as lost:
-                log.warning("events of external workers are lost", run=self.index.run, reason=str(lost))
+                log.warning(
+                    "events of external workers are lost", run=self.index.run, reason=str(lost)
+                )

@@ -7,7 +7,9 @@ class NotExternal(ProblemError, LookupError):
     """The run's own workers execute this stage."""
 
     def __init__(self, wrong: str, fix: str = "") -> None:
-        super().__init__(Problem("stage", None, wrong, fix), message=f"{wrong}; {fix}" if fix else wrong)
+        super().__init__(
+            Problem("stage", None, wrong, fix), message=f"{wrong}; {fix}" if fix else wrong
+        )
 
 
 class NotBegun(RuntimeError):
@@ -15,7 +17,8 @@ class NotBegun(RuntimeError):
 
 
 class WeightsTooOld(RuntimeError):
-    """A rollout must load a newer version: with the one that it has, it may make no token of the groups that wait."""
+    """A rollout must load a newer version: with the one that it has, it may make no token of the
+    groups that wait."""
 
 
 class WeightsGone(LookupError):

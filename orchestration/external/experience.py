@@ -13,9 +13,12 @@ from pipeline.columns import Packed
 
 @dataclass(frozen=True)
 class ExperienceRow:
-    """One row. ``id`` names it in commits, and never names another row. ``place`` is its index among the ``samples`` rows of
-    its group. ``oldest_version`` among its tokens is -1 before it is generated. ``seed`` is its group's, for engines that
-    draw tokens by seed, place and position."""
+    """One row.
+
+    ``id`` names it in commits, and never names another row. ``place`` is its index among the
+    ``samples`` rows of its group. ``oldest_version`` among its tokens is -1 before it is generated.
+    ``seed`` is its group's, for engines that draw tokens by seed, place and position.
+    """
 
     id: int
     group: int
@@ -28,10 +31,12 @@ class ExperienceRow:
 
 @dataclass(frozen=True)
 class Experience:
-    """The answer to a claim: rows under a lease of ``lease`` seconds, or none, when ``token`` is None.
+    """The answer to a claim: rows under a lease of ``lease`` seconds, or none, when ``token`` is
+    None.
 
-    ``columns`` by name; on the run's own node they are views of shared memory, valid while the lease is held. ``begun``: the
-    ids of rows that were parked, and the columns that these have so far. ``sampling``: how a rollout draws tokens.
+    ``columns`` by name; on the run's own node they are views of shared memory, valid while the
+    lease is held. ``begun``: the ids of rows that were parked, and the columns that these have so
+    far. ``sampling``: how a rollout draws tokens.
     """
 
     stage: str

@@ -1,12 +1,14 @@
-"""The stages of a run that other programs execute: AsyncFlow's service interface, over the run's index and warehouses.
+"""The stages of a run that other programs execute: AsyncFlow's service interface, over the run's
+index and warehouses.
 
     put_prompts ─▶ external prompts ─▶ gate ─▶ … ─▶ get_experience ─▶ (their engine) ─▶ put_experience ─▶ the next stage
                                                          ▲ lease, fencing token             └ commit, or park
     weights ─▶ (they load) ─▶ weight_sync_notify ─▶ the version with which their next rows are claimed
 
-Claims are not stored here: the token is all that a worker needs, so the process that serves this may be restarted at any
-time. External workers have the same guarantees as the run's own: rows of an expired lease are delivered again, a commit
-under it is refused, and no token is made with a version that is too old for its group.
+Claims are not stored here: the token is all that a worker needs, so the process that serves this
+may be restarted at any time. External workers have the same guarantees as the run's own: rows of an
+expired lease are delivered again, a commit under it is refused, and no token is made with a version
+that is too old for its group.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ from stages.prompts.external import put_prompts
 from stages.rollout.stage import PROGRESS, group_seed
 from stages.training.update import REWARDS, step_event
 
-CLAIMED = "running"  # the state in which rows can be claimed: a run that starts has no warehouse yet
+# the state in which rows can be claimed: a run that starts has no warehouse yet
+CLAIMED = "running"
 MOST_ROWS = 4096  # of one claim
 GROUPS = ("rollout", "reference")  # stages that take whole groups
 
@@ -55,9 +58,10 @@ GROUPS = ("rollout", "reference")  # stages that take whole groups
 class External(ExternalWeights):
     """The interface of one run to external stages.
 
-    ``worker`` names the process that serves it. An earlier process of that name that was killed leaves no block open.
-    Methods raise IndexUnreachable when the index cannot be reached. ``owner``, in all of them: the authenticated identity
-    of the caller, which owns the leases of its claims.
+    ``worker`` names the process that serves it. An earlier process of that name that was killed
+    leaves no block open. Methods raise IndexUnreachable when the index cannot be reached.
+    ``owner``, in all of them: the authenticated identity of the caller, which owns the leases of
+    its claims.
     """
 
     def __init__(self, index: Index, recipe: Recipe, *, worker: str = "external") -> None:
@@ -69,12 +73,17 @@ class External(ExternalWeights):
 
     @classmethod
     async def open(cls, url: str, run: str, *, worker: str = "external") -> External:
-        """Opens the run with id ``run`` on the index at ``url``. Raises LookupError when the index has no such run."""
+        """Opens the run with id ``run`` on the index at ``url``.
+
+        Raises LookupError when the index has no such run.
+        """
         index = Index(url, run)
         try:
             recipe = await RUN_RECIPE.get(index)
             if recipe is None:
-                raise LookupError(f"run: {run!r} is not in index {redacted(url)}; give the id of a run that is")
+                raise LookupError(
+                    f"run: {run!r} is not in index {redacted(url)}; give the id of a run that is"
+                )
         except BaseException:
             await index.close()
             raise
@@ -95,14 +104,24 @@ class External(ExternalWeights):
     # ── prompts ──
 
     async def put_prompts(
-        self, rows: Sequence[Mapping[str, Any]], *, first: int | None = None, last: bool = False, timeout: float = 30.0
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        *,
+        first: int | None = None,
+        last: bool = False,
+        timeout: float = 30.0,
     ) -> int:
-        """Adds prompts, as :func:`stages.prompts.external.put_prompts`. Raises NotExternal when the run has its own."""
+        """Adds prompts, as :func:`stages.prompts.external.put_prompts`.
+
+        Raises NotExternal when the run has its own.
+        """
         if self.recipe.prompts.source != "external":
             wrong = f"prompts.source = {self.recipe.prompts.source!r}: the run has its own prompts"
             raise NotExternal(wrong, "open one with prompts.source = 'external'")
         column = self.recipe.prompts.column
-        return await put_prompts(self.index, rows, column=column, first=first, last=last, timeout=timeout)
+        return await put_prompts(
+            self.index, rows, column=column, first=first, last=last, timeout=timeout
+        )
 
     # ── experience ──
 
@@ -119,13 +138,14 @@ class External(ExternalWeights):
         tokenizer: str | None = None,
         owner: str = DIRECT,
     ) -> Experience:
-        """Leases up to ``most`` rows of ``stage`` to ``worker`` (groups for stages that take groups, one batch for a
-        trainer), waiting up to ``wait`` seconds for some.
+        """Leases up to ``most`` rows of ``stage`` to ``worker`` (groups for stages that take
+        groups, one batch for a trainer), waiting up to ``wait`` seconds for some.
 
-        ``columns``: those to fetch; default: those that the stage needs. ``version``: the policy version that a rollout has
-        loaded; default: that of its last :meth:`notify`. ``lease`` in seconds. ``tokenizer``: fingerprint of the worker's
-        vocabulary (:func:`stages.external_checks.fingerprint`), refused where it is not the run's. Raises NotExternal,
-        WeightsTooOld, Misfit, ColumnError."""
+        ``columns``: those to fetch; default: those that the stage needs. ``version``: the policy
+        version that a rollout has loaded; default: that of its last :meth:`notify`. ``lease`` in
+        seconds. ``tokenizer``: fingerprint of the worker's vocabulary
+        (:func:`stages.external_checks.fingerprint`), refused where it is not the run's. Raises
+        NotExternal, WeightsTooOld, Misfit, ColumnError."""
         self._check_external(stage)
         if tokenizer is not None and TOKENIZER not in self.recipe.guard.off:
             check_tokenizer(tokenizer, await self.terms())
@@ -133,25 +153,40 @@ class External(ExternalWeights):
             version = await self._version(worker, version, owner)
         lease = lease or self.recipe.pipeline.lease_seconds
         with self._times.claiming(stage, worker) as time_spent:
-            claim, state, reason = await self._claim(stage, worker, most, version, wait, lease, owner)
+            claim, state, reason = await self._claim(
+                stage, worker, most, version, wait, lease, owner
+            )
             experience = await self._experience(stage, claim, lease, state, reason, columns)
             if claim is not None:
                 time_spent.begin(claim.token, len(claim), lease, version)
             return experience
 
     async def _claim(
-        self, stage: str, worker: str, most: int, version: int | None, wait: float, lease: float, owner: str
+        self,
+        stage: str,
+        worker: str,
+        most: int,
+        version: int | None,
+        wait: float,
+        lease: float,
+        owner: str,
     ) -> tuple[Claim | None, str, str]:
-        """Returns a claim, or None when ``wait`` seconds passed or the run ended, and the run's state with its reason."""
+        """Returns a claim, or None when ``wait`` seconds passed or the run ended, and the run's
+        state with its reason."""
         deadline = time.monotonic() + wait
-        most = max(1, min(most, MOST_ROWS // (self.recipe.algorithm.group_size if stage in GROUPS else 1)))
+        most = max(
+            1, min(most, MOST_ROWS // (self.recipe.algorithm.group_size if stage in GROUPS else 1))
+        )
         generated = version if stage == "rollout" else None
         while True:
             state, reason, position = await self.index.state()
-            topics, due = {STATE: position}, WAIT_SECONDS
+            topics = {STATE: position}
+            due = WAIT_SECONDS
             if state == CLAIMED:
                 home = (await self._warehouses()).home
-                found = await self.index.claim(stage, f"{PREFIX}{worker}", most, lease, generated, home, owner=owner)
+                found = await self.index.claim(
+                    stage, f"{PREFIX}{worker}", most, lease, generated, home, owner=owner
+                )
                 if isinstance(found, Claim):
                     return found, state, reason
                 if version is not None:
@@ -163,30 +198,47 @@ class External(ExternalWeights):
             await self.index.wait_any(topics, min(left, due))
 
     async def _experience(
-        self, stage: str, claim: Claim | None, lease: float, state: str, reason: str, columns: Sequence[str] = ()
+        self,
+        stage: str,
+        claim: Claim | None,
+        lease: float,
+        state: str,
+        reason: str,
+        columns: Sequence[str] = (),
     ) -> Experience:
-        """Returns the rows of ``claim``, or the answer without rows. Gives back rows that cannot be fetched."""
+        """Returns the rows of ``claim``, or the answer without rows.
+
+        Gives back rows that cannot be fetched.
+        """
         try:
             status = await self.index.status()
-            empty = Experience(stage, None, lease, state or "created", reason, status.published, status.trained)
+            empty = Experience(
+                stage, None, lease, state or "created", reason, status.published, status.trained
+            )
             if claim is None:
                 return empty
-            rows = [ExperienceRow(*row, group_seed(self.recipe.seed, row.group)) for row in claim.rows]
+            rows = [
+                ExperienceRow(*row, group_seed(self.recipe.seed, row.group)) for row in claim.rows
+            ]
             found, begun = await self._fetch(claim, columns)
             sampling = (await self.terms()).sampling if stage == "rollout" else {}
         except BaseException:
             if claim is not None:
                 await asyncio.shield(self.index.hand_back(claim))
             raise
-        return replace(empty, token=claim.token, rows=rows, columns=found, begun=begun, sampling=sampling)
+        return replace(
+            empty, token=claim.token, rows=rows, columns=found, begun=begun, sampling=sampling
+        )
 
     async def _fetch(
         self, claim: Claim, columns: Sequence[str]
     ) -> tuple[dict[str, Packed], tuple[list[int], dict[str, Packed]]]:
-        """Returns the columns of ``claim`` (default: those that its stage needs), and its parked rows: their ids and what
-        they have so far."""
+        """Returns the columns of ``claim`` (default: those that its stage needs), and its parked
+        rows: their ids and what they have so far."""
         dock = await self._warehouses()
-        found = await dock.fetch_packed(claim, list(columns) or dock.schema.names(await self._of_stage(claim, "needs")))
+        found = await dock.fetch_packed(
+            claim, list(columns) or dock.schema.names(await self._of_stage(claim, "needs"))
+        )
         if claim.stage != "rollout":
             return found, ([], {})
         refs = claim.refs[await dock.warehouses.producer("response_ids")]
@@ -195,7 +247,8 @@ class External(ExternalWeights):
         return found, (claim.row[positions].tolist(), progress)
 
     async def _of_stage(self, claim: Claim, what: str) -> Any:
-        """Returns the columns that the stage of ``claim`` ``needs`` or ``makes``, as the run declares them."""
+        """Returns the columns that the stage of ``claim`` ``needs`` or ``makes``, as the run
+        declares them."""
         config = await self.index.config()
         return next(stage[what] for stage in config["stages"] if stage["name"] == claim.stage)
 
@@ -205,31 +258,43 @@ class External(ExternalWeights):
             version = await LOADED.get(self.index, owner=owner, worker=worker)
             if version is None:
                 raise Misfit(
-                    "version", "is not known of this worker", "give it, or call weight_sync_notify with what was loaded"
+                    "version",
+                    "is not known of this worker",
+                    "give it, or call weight_sync_notify with what was loaded",
                 )
         await self._refuse_unpublished(version)
         return version
 
     async def _refuse_old(self, stage: str, version: int) -> None:
-        """Raises WeightsTooOld when rows wait that a newer version than ``version`` may generate."""
+        """Raises WeightsTooOld when rows wait that a newer version than ``version`` may
+        generate."""
         status = await self.index.status([version])
         if version < status.published and await self.index.queue_depth(stage):
             raise WeightsTooOld(
-                f"version {version} may make no tokens of the groups that wait, only of those below "
-                f"{status.gates[version]}; load version {status.published} and claim again"
+                f"version {version} may make no tokens of the groups that wait, only of those "
+                f"below {status.gates[version]}; load version {status.published} and claim again"
             )
 
     async def put_experience(
-        self, token: str, rows: Sequence[int], columns: Columns, *, park: bool = False, owner: str = DIRECT
+        self,
+        token: str,
+        rows: Sequence[int],
+        columns: Columns,
+        *,
+        park: bool = False,
+        owner: str = DIRECT,
     ) -> int:
-        """Commits ``columns`` of ``rows`` (ids) under a lease, or parks them (``park``) to be continued by any worker.
-        Returns the number of rows that the lease still holds. Raises LeaseLost, NotExternal, Misfit, ColumnError,
-        IndexRefused."""
+        """Commits ``columns`` of ``rows`` (ids) under a lease, or parks them (``park``) to be
+        continued by any worker. Returns the number of rows that the lease still holds. Raises
+        LeaseLost, NotExternal, Misfit, ColumnError, IndexRefused."""
         claim, left = await self._lease(token, owner)
         positions = _positions(claim, rows)
-        dock, part = await self._warehouses(), claim.part(positions)
+        dock = await self._warehouses()
+        part = claim.part(positions)
         if claim.stage == "update":
-            raise Misfit("columns", "are not taken for a train batch", "give the step that was made of it")
+            raise Misfit(
+                "columns", "are not taken for a train batch", "give the step that was made of it"
+            )
         if claim.stage != "rollout":
             if park:
                 fix = "park responses that have not ended, commit the rest"
@@ -239,7 +304,11 @@ class External(ExternalWeights):
             if claim.stage == "reward":
                 check_rewards(columns)
             if claim.stage == "reference":
-                check_logprobs("ref_logprobs", columns["ref_logprobs"], torch.from_numpy(part.tokens.astype("int64")))
+                check_logprobs(
+                    "ref_logprobs",
+                    columns["ref_logprobs"],
+                    torch.from_numpy(part.tokens.astype("int64")),
+                )
             await dock.commit(claim, positions, columns)
             return self._times.put(part, left - len(positions), int(part.tokens.sum()))
         wanted = PROGRESS if park else tuple(RESPONSE)
@@ -250,32 +319,44 @@ class External(ExternalWeights):
         put = dock.park if park else dock.commit
         await put(claim, positions, columns, generated=made)
         begun = int(part.tokens.sum())  # made before the rows were parked
-        return self._times.put(part, left - len(positions), sum(tokens for _, tokens in made) - begun, park=park)
+        return self._times.put(
+            part, left - len(positions), sum(tokens for _, tokens in made) - begun, park=park
+        )
 
     async def _refuse_stale(self, claim: Claim, oldest: Sequence[int]) -> None:
-        """Raises WeightsTooOld when a token of ``claim`` is of a version that is too old for its group."""
+        """Raises WeightsTooOld when a token of ``claim`` is of a version that is too old for its
+        group."""
         versions = sorted(set(oldest))
         gates = (await self.index.status(versions)).gates
         for group, version in zip(claim.group.tolist(), oldest, strict=True):
             if group >= gates[version]:
                 raise WeightsTooOld(
-                    f"column 'versions': version {version} may make no tokens of group {group}, only of those below "
-                    f"{gates[version]}; generate with the version that was claimed for, or with a newer one"
+                    f"column 'versions': version {version} may make no tokens of group {group}, "
+                    f"only of those below {gates[version]}; generate with the version that was "
+                    f"claimed for, or with a newer one"
                 )
 
-    async def train(self, token: str, step: int, metrics: Mapping[str, float], *, owner: str = DIRECT) -> int:
-        """Ends the train batch under ``token``: the trainer made its optimizer step. ``step``: the ``trained`` of its claim.
-        ``metrics`` go into the step's event. Returns the trainer's new version, to be published next. Raises LeaseLost,
-        NotExternal, BoundBroken, IndexRefused."""
+    async def train(
+        self, token: str, step: int, metrics: Mapping[str, float], *, owner: str = DIRECT
+    ) -> int:
+        """Ends the train batch under ``token``: the trainer made its optimizer step.
+
+        ``step``: the ``trained`` of its claim. ``metrics`` go into the step's event. Returns the
+        trainer's new version, to be published next. Raises LeaseLost, NotExternal, BoundBroken,
+        IndexRefused.
+        """
         claim, _ = await self._lease(token, owner)
         if claim.stage != "update":
-            raise Misfit("step", f"is not for stage {claim.stage!r}", "put the columns that it makes")
+            raise Misfit(
+                "step", f"is not for stage {claim.stage!r}", "put the columns that it makes"
+            )
         names = list(REWARDS[: 1 + self.recipe.runs_stage("reward")])
         dock = await self._warehouses()
         names = [name for name in names if name in dock.schema]
         rows = await dock.fetch(claim, names)
         rewards = {name: rows[name] for name in names}
-        ledger, now = await self.index.ledger(), time.time()
+        ledger = await self.index.ledger()
+        now = time.time()
         since = await STEPPED.get(self.index) or now
         stale = (step - claim.oldest_version.astype(int)).tolist()
         event = step_event(step, claim, rewards, stale, metrics, ledger, (now - since, now - since))
@@ -286,16 +367,21 @@ class External(ExternalWeights):
         return version
 
     async def replay(self, step: int) -> Experience:
-        """Returns the rows of a trained step that no checkpoint covers, without a lease, for an external trainer that lost
-        its state. Raises NotExternal, StaleHandle."""
+        """Returns the rows of a trained step that no checkpoint covers, without a lease, for an
+        external trainer that lost its state. Raises NotExternal, StaleHandle."""
         self._check_external("update")
         claim = await self.index.replay(step)
         claim.stage = "update"
         state, reason, _ = await self.index.state()
-        return await self._experience("update", claim, self.recipe.pipeline.lease_seconds, state, reason)
+        return await self._experience(
+            "update", claim, self.recipe.pipeline.lease_seconds, state, reason
+        )
 
     async def renew(self, token: str, lease: float | None = None, *, owner: str = DIRECT) -> float:
-        """Holds a lease for ``lease`` seconds from now, and returns these. Raises LeaseLost, NotExternal."""
+        """Holds a lease for ``lease`` seconds from now, and returns these.
+
+        Raises LeaseLost, NotExternal.
+        """
         claim, _ = await self._lease(token, owner)
         lease = lease or self.recipe.pipeline.lease_seconds
         if token not in await self.index.renew(claim.stage, [token], lease, owner):
@@ -305,8 +391,10 @@ class External(ExternalWeights):
         return lease
 
     async def release(self, token: str, *, owner: str = DIRECT) -> None:
-        """Gives back the rows that a lease still holds, to be claimed by others at once. Does nothing to a lease that has
-        ended, or that another owner has."""
+        """Gives back the rows that a lease still holds, to be claimed by others at once.
+
+        Does nothing to a lease that has ended, or that another owner has.
+        """
         found = await self.index.lease(token, owner)
         if found is None:
             return
@@ -315,12 +403,16 @@ class External(ExternalWeights):
         self._times.ended(token)
 
     async def _lease(self, token: str, owner: str) -> tuple[Claim, int]:
-        """Returns the claim under ``token`` and the number of rows that it still holds. A lease of another owner is
-        treated as one that has ended, so that a caller learns nothing of it."""
+        """Returns the claim under ``token`` and the number of rows that it still holds.
+
+        A lease of another owner is treated as one that has ended, so that a caller learns nothing
+        of it.
+        """
         found = await self.index.lease(token, owner)
         if found is None:
             raise LeaseLost(
-                f"token {token} has no lease any more: it expired, all of its rows are committed, or another caller has it"
+                f"token {token} has no lease any more: it expired, all of its rows are committed, "
+                f"or another caller has it"
             )
         self._check_external(found[0].stage)
         return found
@@ -338,7 +430,8 @@ class External(ExternalWeights):
                     secret=await SECRET.get(self.index) or b"",
                     tls=self.recipe.pipeline.tls_contexts(),
                 )
-                await self.index.forget_worker(self.worker)  # blocks that an earlier process of this name left open
+                # blocks that an earlier process of this name left open
+                await self.index.forget_worker(self.worker)
                 await dock.warehouses.enter()
                 self._dock = dock
             return self._dock
@@ -348,7 +441,11 @@ def _positions(claim: Claim, rows: Sequence[int]) -> list[int]:
     """Returns the positions in ``claim`` of the rows with these ids."""
     at = {row: position for position, row in enumerate(claim.row.tolist())}
     if lost := [row for row in rows if row not in at]:
-        raise LeaseLost(f"row {lost[0]} is not held by token {claim.token}; put rows of its claim, each once")
+        raise LeaseLost(
+            f"row {lost[0]} is not held by token {claim.token}; put rows of its claim, each once"
+        )
     if len(set(rows)) != len(rows) or not rows:
-        raise Misfit("rows", "is empty, or holds one twice", "give the id of each row that is put, once")
+        raise Misfit(
+            "rows", "is empty, or holds one twice", "give the id of each row that is put, once"
+        )
     return [at[row] for row in rows]

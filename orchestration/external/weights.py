@@ -26,7 +26,8 @@ from pipeline.warehouse.dock import NoRoom
 from stages.external_checks import Layout, Misfit, Terms, check_layout, checked_weights, nbytes_of
 from stages.weights.store import Published, WeightsDamaged, WeightStore
 
-DIRECT = "index"  # the owner of leases that were claimed on the index's URL; "" owns those of the run's own workers
+# the owner of leases that were claimed on the index's URL; "" owns those of the run's own workers
+DIRECT = "index"
 WAIT_SECONDS = 10.0  # after which a wait on the server is renewed
 
 
@@ -34,12 +35,14 @@ class ExternalWeights:
     """Reads and publishes the weights of one run, and what external programs must know of it."""
 
     def __init__(self, index: Index, recipe: Recipe) -> None:
-        self.index, self.recipe = index, recipe
+        self.index = index
+        self.recipe = recipe
         self._terms: Terms | None = None
         self._store: WeightStore | None = None
 
     async def weights(self, after: int = -1, wait: float = 0.0) -> Published | None:
-        """Returns the published version when it is newer than ``after``; waits up to ``wait`` seconds for one."""
+        """Returns the published version when it is newer than ``after``; waits up to ``wait``
+        seconds for one."""
         if not self.recipe.external.stages:
             wrong = "external.stages is empty: the run's own workers execute all stages"
             raise NotExternal(wrong, "open a run with some in it")
@@ -52,10 +55,13 @@ class ExternalWeights:
             left = deadline - time.monotonic()
             if left <= 0 or state in OVER:
                 return None
-            await self.index.wait_any({VERSION: newest.wait, STATE: position}, min(left, WAIT_SECONDS))
+            await self.index.wait_any(
+                {VERSION: newest.wait, STATE: position}, min(left, WAIT_SECONDS)
+            )
 
     async def read_weights(self, version: int) -> dict[str, torch.Tensor]:
-        """Returns a private, verified copy of one of the two newest versions. Raises WeightsGone."""
+        """Returns a private, verified copy of one of the two newest versions. Raises
+        WeightsGone."""
         record = await self.index.weights_record(version)
         if not record:
             raise WeightsGone(f"weights of version {version} are not held; ask for the newest")
@@ -66,39 +72,60 @@ class ExternalWeights:
             raise WeightsGone(f"{damaged}; ask for the newest") from None
 
     async def notify(
-        self, worker: str, version: int, *, exposed: float = 0.0, hidden: float = 0.0, owner: str = DIRECT
+        self,
+        worker: str,
+        version: int,
+        *,
+        exposed: float = 0.0,
+        hidden: float = 0.0,
+        owner: str = DIRECT,
     ) -> None:
-        """Records that ``worker`` has loaded ``version``, with which it claims from now on. ``exposed`` and ``hidden``:
-        seconds without and beside generation. Raises Misfit for a version that is not published."""
+        """Records that ``worker`` has loaded ``version``, with which it claims from now on.
+
+        ``exposed`` and ``hidden``: seconds without and beside generation. Raises Misfit for a
+        version that is not published.
+        """
         await self._refuse_unpublished(version)
         await LOADED.put(self.index, version, owner=owner, worker=worker)
         record = await self.index.weights_record(version)
-        await self._emit(worker, version, record["nbytes"] if record else 0, exposed=exposed, hidden=hidden)
+        await self._emit(
+            worker, version, record["nbytes"] if record else 0, exposed=exposed, hidden=hidden
+        )
 
     async def publish(
         self, version: int, weights: Iterable[tuple[str, torch.Tensor]], *, covered: int = 0
     ) -> Published:
-        """Publishes an external trainer's weights. ``version``: the one that :meth:`train` returned, or the one that the run
-        begins with. ``covered``: the trainer's own checkpoint covers the steps below; of the others at most checkpoint.every
-        are kept for :meth:`replay`. Raises NotExternal, Misfit."""
+        """Publishes an external trainer's weights.
+
+        ``version``: the one that :meth:`train` returned, or the one that the run begins with.
+        ``covered``: the trainer's own checkpoint covers the steps below; of the others at most
+        checkpoint.every are kept for :meth:`replay`. Raises NotExternal, Misfit.
+        """
         wanted = await self.may_publish(version)
-        began, store = time.monotonic(), await self._weight_store()
-        published = await asyncio.to_thread(store.publish, version, checked_weights(weights, wanted))
+        began = time.monotonic()
+        store = await self._weight_store()
+        published = await asyncio.to_thread(
+            store.publish, version, checked_weights(weights, wanted)
+        )
         await self.index.publish_weights(version, published.record())
         await self._emit("update", version, published.nbytes, publish=time.monotonic() - began)
         await self.index.release_steps(max(covered, version - self.recipe.checkpoint.every))
         return published
 
     async def may_publish(self, version: int, layout: Layout | None = None) -> Layout | None:
-        """Returns the names, dtypes and shapes that the weights of ``version`` must have (None: any, the model is not
-        known). Raises NotExternal, NotBegun, Misfit unless ``version`` is the next to be published and ``layout``, where
-        it is given, fits, and NoRoom when it does not fit into shared memory."""
+        """Returns the names, dtypes and shapes that the weights of ``version`` must have (None:
+        any, the model is not known). Raises NotExternal, NotBegun, Misfit unless ``version`` is the
+        next to be published and ``layout``, where it is given, fits, and NoRoom when it does not
+        fit into shared memory."""
         self._check_external("update")
-        place, terms = await self.place(), await self.terms()
+        place = await self.place()
+        terms = await self.terms()
         newest = await self.index.published_weights()
         trained = (await self.index.status()).trained
         if version != trained or (newest.record and version <= newest.version):
-            published = f"version {newest.version} is published" if newest.record else "none is published"
+            published = (
+                (f"version {newest.version} is published") if newest.record else "none is published"
+            )
             raise Misfit(
                 "version",
                 f"{version} cannot be published: the trainer is at {trained}, and {published}",
@@ -106,16 +133,25 @@ class ExternalWeights:
             )
         wanted = terms.weights
         if wanted is None and newest.record:
-            wanted = {t.name: (t.dtype, t.shape) for t in Published.from_record(newest.record).tensors}
+            wanted = {
+                t.name: (t.dtype, t.shape) for t in Published.from_record(newest.record).tensors
+            }
         if layout is not None:
             check_layout(layout, wanted)
             if nbytes_of(layout) > (free := shutil.disk_usage(place.shared).free):
-                raise NoRoom(f"weights: {nbytes_of(layout)} bytes do not fit into shared memory, where {free} are free")
+                raise NoRoom(
+                    f"weights: {nbytes_of(layout)} bytes do not fit into shared memory, "
+                    f"where {free} are free"
+                )
         return wanted
 
     async def _emit(self, worker: str, version: int, nbytes: int, **seconds: float) -> None:
-        times: Any = {f"{kind}_seconds": seconds.get(kind, 0.0) for kind in ("publish", "exposed", "hidden")}
-        await self.index.emit(SyncEvent(worker=f"{PREFIX}{worker}", version=version, bytes=nbytes, **times))
+        times: Any = {
+            f"{kind}_seconds": seconds.get(kind, 0.0) for kind in ("publish", "exposed", "hidden")
+        }
+        await self.index.emit(
+            SyncEvent(worker=f"{PREFIX}{worker}", version=version, bytes=nbytes, **times)
+        )
 
     async def _refuse_unpublished(self, version: int) -> None:
         newest = (await self.index.status()).published
@@ -123,7 +159,10 @@ class ExternalWeights:
             raise Misfit("version", f"{version} is not published", f"give one of 0 .. {newest}")
 
     async def terms(self) -> Terms:
-        """Returns what an external program must know of the run. Raises NotBegun before its workers have written it."""
+        """Returns what an external program must know of the run.
+
+        Raises NotBegun before its workers have written it.
+        """
         if self._terms is None:
             self._terms = await self._begun(EXTERNAL_TERMS)
         return self._terms
@@ -136,7 +175,9 @@ class ExternalWeights:
         """Returns a document of the index that the run writes when it begins. Raises NotBegun."""
         value = await document.get(self.index)
         if value is None:
-            raise NotBegun(f"run {self.index.run!r} has not begun; wait until its state is 'running'")
+            raise NotBegun(
+                f"run {self.index.run!r} has not begun; wait until its state is 'running'"
+            )
         return value
 
     def _check_external(self, stage: str) -> None:

@@ -1,4 +1,6 @@
-"""The guard's state machine: events in, alarms out. It does no I/O, so tests, a live run and a recorded one use the same.
+"""The guard's state machine: events in, alarms out.
+
+It does no I/O, so tests, a live run and a recorded one use the same.
 
 StepEvent, SyncEvent ─▶ Guard.observe ─▶ rule of each metric ─▶ AlarmEvent, once until the metric is usual again
                                            └─ the value joins the metric's window
@@ -19,18 +21,21 @@ from pipeline.events import AlarmEvent, EventData, StepEvent, SyncEvent
 WARM_UP = 8  # values before a trend is judged
 RECENT = 8  # steps that the chance of equal groups is estimated from
 NORMAL = 1.4826  # median absolute deviations in a standard deviation
-MARGIN = 2.0  # by which a step's mean may exceed the probe's limit: it is of other tokens, and of as few as 16
+# by which a step's mean may exceed the probe's limit: it is of other tokens, and of as few as 16
+MARGIN = 2.0
 # Below which a step of equal groups is an alarm; the latter where the mean jumps too.
-CHANCE, CHANCE_OF_JUMP = 1e-6, 1e-3
+CHANCE = 1e-6
+CHANCE_OF_JUMP = 1e-3
 JUMP = 4.0  # deviations of the mean reward
 
 
 @dataclass(frozen=True)
 class GuardOptions:
-    """``window``: steps that a value is compared with. ``sensitivity``: deviations that are an alarm. ``off``: metrics that
-    are not judged. ``gap_limit``: largest mean difference of two engines' logprobs with the same weights, as far as it is
-    known before the first probe (0: it is not). ``grad_clip``: gradients up to it are no alarm. ``rebuilds``: whether the
-    KV cache of a response in flight is computed again after a swap. ``constants``: metrics that are constant by
+    """``window``: steps that a value is compared with. ``sensitivity``: deviations that are an
+    alarm. ``off``: metrics that are not judged. ``gap_limit``: largest mean difference of two
+    engines' logprobs with the same weights, as far as it is known before the first probe (0: it is
+    not). ``grad_clip``: gradients up to it are no alarm. ``rebuilds``: whether the KV cache of a
+    response in flight is computed again after a swap. ``constants``: metrics that are constant by
     construction, and why; they are not judged."""
 
     window: int = 32
@@ -64,8 +69,11 @@ class Window:
 
 
 class Guard:
-    """Judges the steps and swaps of one run, in the order of its events. A step that comes again, in a run that went on from
-    a checkpoint, is judged again; the alarms that last are kept."""
+    """Judges the steps and swaps of one run, in the order of its events.
+
+    A step that comes again, in a run that went on from a checkpoint, is judged again; the alarms
+    that last are kept.
+    """
 
     def __init__(self, options: GuardOptions) -> None:
         self.options = options
@@ -83,7 +91,11 @@ class Guard:
             case SyncEvent(gap_mean=float() as gap, gap_mean_limit=float() as limit) if limit > 0:
                 self._gap_limit = limit
                 found = list(
-                    self._trends(event.version - 1, {"probe_share": gap / limit}, f"probe_share/{event.worker}")
+                    self._trends(
+                        event.version - 1,
+                        {"probe_share": gap / limit},
+                        f"probe_share/{event.worker}",
+                    )
                 )
             case _:
                 found = []
@@ -91,7 +103,8 @@ class Guard:
 
     def _of_step(self, event: StepEvent) -> Iterator[AlarmEvent]:
         values = finite_numbers({**asdict(event), **event.metrics})
-        rows, groups = event.rows, len(event.groups)
+        rows = event.rows
+        groups = len(event.groups)
         yield from self._limited(event.step, values, EQUAL_WEIGHTS)
         if self.options.rebuilds:
             yield from self._limited(event.step, values, RESUMED)
@@ -104,48 +117,79 @@ class Guard:
 
     def _limited(self, step: int, values: Mapping[str, float], rule: Rule) -> Iterator[AlarmEvent]:
         """Of a mean difference at equal weights, whose limit follows from the dtype."""
-        value, limit = values.get(rule.metric), MARGIN * self._gap_limit
+        value = values.get(rule.metric)
+        limit = MARGIN * self._gap_limit
         if value is None or not limit:
             return
-        reason = f"{_shown(value)} nats, where two engines with the same weights differ by at most {_shown(limit)}"
+        reason = (
+            f"{_shown(value)} nats, where two engines with the same weights differ by at "
+            f"most "
+            f"{_shown(limit)}"
+        )
         yield from self._changed(value > limit, rule, step, value, None, limit, reason)
 
-    def _constant(self, step: int, values: Mapping[str, float], groups: int) -> Iterator[AlarmEvent]:
-        """Of the share of groups with equal rewards: all of them are, which by the last steps' share is most unlikely."""
+    def _constant(
+        self, step: int, values: Mapping[str, float], groups: int
+    ) -> Iterator[AlarmEvent]:
+        """Of the share of groups with equal rewards: all of them are, which by the last steps'
+        share is most unlikely."""
         share = values.get(CONSTANT.metric)
         if share is None:
             return
-        window, reward = self._window(CONSTANT.metric), values.get("reward_mean", math.nan)
+        window = self._window(CONSTANT.metric)
+        reward = values.get("reward_mean", math.nan)
         recent = list(window.values)[-RECENT:]
-        judged, reason, usual = False, "", None
+        judged = False
+        reason = ""
+        usual = None
         if share == 1 and len(window.values) >= WARM_UP:
             usual = (sum(recent) * groups + 0.5) / (len(recent) * groups + 1)
             rewards = self._window("reward_mean")
             jumps = bool(rewards.values) and abs(rewards.deviations(reward, 1e-3)) > JUMP
             judged = usual**groups < (CHANCE_OF_JUMP if jumps else CHANCE)
-            reason = f"in all {groups} groups, where {usual:.0%} of them are usual; the mean reward is {_shown(reward)}"
+            reason = (
+                f"in all {groups} groups, where {usual:.0%} of them are usual; the mean "
+                f"reward is {_shown(reward)}"
+            )
         is_first = self._steps == WARM_UP - 1 and step < 2 * WARM_UP  # a few may have been skipped
-        if share == 1 and is_first and len(window.values) == WARM_UP - 1 and min(window.values) == 1:
-            judged, reason = True, f"in all groups of the first {WARM_UP} steps; the mean reward is {_shown(reward)}"
+        if (
+            share == 1
+            and is_first
+            and len(window.values) == WARM_UP - 1
+            and min(window.values) == 1
+        ):
+            judged = True
+            reason = (
+                f"in all groups of the first {WARM_UP} steps; the mean reward is {_shown(reward)}"
+            )
         lasts = share == 1 and CONSTANT.metric in self._alarmed
-        yield from self._changed(judged or lasts, CONSTANT, step, share, usual, 1.0, f"rewards are equal {reason}")
+        yield from self._changed(
+            judged or lasts, CONSTANT, step, share, usual, 1.0, f"rewards are equal {reason}"
+        )
         if not lasts and not judged:  # what is judged is not what is usual
             window.values.append(share)
 
-    def _collapsed(self, step: int, values: Mapping[str, float], rows: int, groups: int) -> Iterator[AlarmEvent]:
-        """Of the share of distinct responses: all of a step's are one text, which is unusual in the run."""
+    def _collapsed(
+        self, step: int, values: Mapping[str, float], rows: int, groups: int
+    ) -> Iterator[AlarmEvent]:
+        """Of the share of distinct responses: all of a step's are one text, which is unusual in the
+        run."""
         share = values.get(COLLAPSED.metric)
         if share is None:
             return
         window = self._window(COLLAPSED.metric)
         usual = window.median if window.values else None
         is_one = round(share * rows) <= 1 and groups > 1 and rows > groups
-        judged = is_one and (usual is None or usual * rows > 2.5 or COLLAPSED.metric in self._alarmed)
+        judged = is_one and (
+            usual is None or usual * rows > 2.5 or COLLAPSED.metric in self._alarmed
+        )
         before = "" if usual is None else f"; usual are {round(usual * rows)} different ones"
         reason = f"all {rows} responses to {groups} prompts are one text{before}"
         yield from self._changed(judged, COLLAPSED, step, share, usual, 1 / rows, reason)
 
-    def _trends(self, step: int, values: Mapping[str, float], key: str = "") -> Iterator[AlarmEvent]:
+    def _trends(
+        self, step: int, values: Mapping[str, float], key: str = ""
+    ) -> Iterator[AlarmEvent]:
         for rule in TRENDS:
             if (value := values.get(rule.metric)) is None or rule.metric in self.options.constants:
                 continue
@@ -158,7 +202,10 @@ class Guard:
         beyond = self.options.grad_clip if rule.metric == "grad_norm" else rule.beyond
         sign = -1 if rule.way == "down" else 1
         past = rule.limit is not None and sign * value > sign * rule.limit
-        usual, limit, reason, unusual = None, rule.limit, f"{_shown(value)}, past {rule.limit}", False
+        usual = None
+        limit = rule.limit
+        reason = f"{_shown(value)}, past {rule.limit}"
+        unusual = False
         if len(window.values) >= WARM_UP and (value > 0 or not rule.log):
             compared = math.log(value) if rule.log else value
             deviations = window.deviations(compared, rule.floor)
@@ -170,13 +217,20 @@ class Guard:
             if not past:
                 limit = None
                 reason = (
-                    f"{_shown(value)}, where {_shown(usual)} is usual (the median of {len(window.values)} values); it is "
-                    f"{off:.0f} deviations off"
+                    f"{_shown(value)}, where {_shown(usual)} is usual (the median of "
+                    f"{len(window.values)} values); it is {off:.0f} deviations off"
                 )
         yield from self._changed(past or unusual, rule, step, value, usual, limit, reason)
 
     def _changed(
-        self, judged: bool, rule: Rule, step: int, value: float, usual: float | None, limit: float | None, reason: str
+        self,
+        judged: bool,
+        rule: Rule,
+        step: int,
+        value: float,
+        usual: float | None,
+        limit: float | None,
+        reason: str,
     ) -> Iterator[AlarmEvent]:
         """The alarm, where one begins."""
         name = rule.metric

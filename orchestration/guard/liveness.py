@@ -22,7 +22,8 @@ from pipeline.index.client import Index
 
 log = structlog.get_logger()
 
-UNPLACED_SECONDS = 5.0  # until a worker that no host has started is absent: hosts that are there need less
+# until a worker that no host has started is absent: hosts that are there need less
+UNPLACED_SECONDS = 5.0
 
 
 class Liveness:
@@ -32,27 +33,40 @@ class Liveness:
     `launch.hang_timeout`."""
 
     def __init__(
-        self, index: Index, launch: LaunchSection, on_unplaced: Callable[[str, bool], Awaitable[None]]
+        self,
+        index: Index,
+        launch: LaunchSection,
+        on_unplaced: Callable[[str, bool], Awaitable[None]],
     ) -> None:
-        self._index, self._launch, self._on_unplaced = index, launch, on_unplaced
-        self._unplaced = launch.hang_timeout if launch.on_cluster else min(UNPLACED_SECONDS, launch.hang_timeout)
+        self._index = index
+        self._launch = launch
+        self._on_unplaced = on_unplaced
+        self._unplaced = (
+            launch.hang_timeout if launch.on_cluster else min(UNPLACED_SECONDS, launch.hang_timeout)
+        )
         self.lives: dict[str, Life] = {}
         self.hung: dict[str, str] = {}
-        self._silent: dict[str, tuple[int, float]] = {}  # by worker: its last sign of life, seconds since
-        self._progress, self._still = (0, 0, 0), 0.0  # rows and versions, seconds since they changed
+        # by worker: its last sign of life, seconds since
+        self._silent: dict[str, tuple[int, float]] = {}
+        self._progress = (0, 0, 0)
+        self._still = 0.0  # rows and versions, seconds since they changed
 
     async def run(self) -> None:
         """Watch, without end."""
-        before, pause = time.monotonic(), min(self._launch.beat_seconds, self._launch.stall_timeout / 8)
+        before = time.monotonic()
+        pause = min(self._launch.beat_seconds, self._launch.stall_timeout / 8)
         while True:
             await asyncio.sleep(pause)
-            alive, now = await self._index.alive(), time.monotonic()
-            passed, before = min(now - before, 2 * pause), now
+            alive = await self._index.alive()
+            now = time.monotonic()
+            passed = min(now - before, 2 * pause)
+            before = now
             self._silent = {name: self._silent.get(name, (0, 0.0)) for name in self.lives}
             for name, (last, silent) in list(self._silent.items()):
                 at = alive[name].at if name in alive else 0
                 self._silent[name] = at, silent = at, silent + passed if at == last else 0.0
-                if (life := self.lives.get(name)) is None:  # it has ended while this loop awaited something
+                # it has ended while this loop awaited something
+                if (life := self.lives.get(name)) is None:
                     continue
                 limit = "hang_timeout" if at else "startup_timeout"
                 if not life.pid:
@@ -62,7 +76,8 @@ class Liveness:
             await self._look_for_progress(passed)
 
     async def _look_for_progress(self, passed: float) -> None:
-        status, found = await self._index.status(), await self._index.waiting()
+        status = await self._index.status()
+        found = await self._index.waiting()
         progress = found.settled, status.published, status.admitted
         running = (await self._index.state())[0] == "running"
         self._still = self._still + passed if running and progress == self._progress else 0.0

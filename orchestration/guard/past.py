@@ -15,7 +15,8 @@ from orchestration.events_file import read_metrics
 from orchestration.history.facts import made_after
 from pipeline.events import Event, order
 
-# The kinds that the guard judges or acts on, and what it reads of them: a file may be of any origin.
+# The kinds that the guard judges or acts on, and what it reads of them: a file may be of any
+# origin.
 KINDS = {
     "step": {"step", "version", "rows", "groups"},
     "sync": {"version", "worker"},
@@ -30,7 +31,8 @@ class Past:
 
     def __init__(self, steps: int, judged: str) -> None:
         self.events: deque[Event] = deque()
-        self._most, self._judged = steps, order(judged)
+        self._most = steps
+        self._judged = order(judged)
         self._steps = deque[int]()  # numbers of the steps among the events
 
     def add(self, event: Event) -> None:
@@ -61,9 +63,11 @@ class Past:
 def read_past(path: Path, steps: int) -> list[Event]:
     """The last events of ``path`` of these kinds, with ``steps`` steps among them where there are
     as many in its last READ_BYTES. Empty without a file."""
-    events, before = list[Event](), -1
+    events = list[Event]()
+    before = -1
     for size in READ_BYTES:
-        count, events = 0, []
+        count = 0
+        events = []
         for event in read_metrics(path, size):
             count += 1
             if event.kind in KINDS:

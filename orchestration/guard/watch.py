@@ -1,5 +1,6 @@
-"""Follows a run's events, has the guard judge them, and acts on alarms. It runs beside the supervisor, so it sees every
-worker's events, and those of external trainers.
+"""Follows a run's events, has the guard judge them, and acts on alarms.
+
+It runs beside the supervisor, so it sees every worker's events, and those of external trainers.
 
     events ─▶ Guard.observe ─▶ alarm ─▶ events ─▶ warn: a line in the log
       (the run's stream)                            pause: running ─▶ paused, with the reason
@@ -41,8 +42,11 @@ class GuardFailed(Exception):
 
 def options_of(recipe: Recipe) -> GuardOptions:
     """Returns the options of the guard of a run of ``recipe``."""
-    rollout, sync, section = recipe.rollout, recipe.sync, recipe.guard
-    # Which of these keys counts is decided where engines are made; a table of vLLM's is refused with another engine.
+    rollout = recipe.rollout
+    sync = recipe.sync
+    section = recipe.guard
+    # Which of these keys counts is decided where engines are made; a table of vLLM's is refused
+    # with another engine.
     rebuilds = recipe.colocated or rollout.on_update == "cut" or rollout.vllm.kv_cache == "rebuild"
     float32 = sync.probe_mean_tolerance or (sync.probe_tolerance or 1e-3) / 5
     return GuardOptions(
@@ -52,7 +56,9 @@ def options_of(recipe: Recipe) -> GuardOptions:
         gap_limit=float32 if recipe.model.dtype == "float32" else 0.0,
         grad_clip=recipe.train.grad_clip,
         rebuilds=rebuilds or rollout.vllm.pause == "abort",
-        constants=algorithm_of(recipe).constants(recipe.pipeline.staleness) if recipe.runs_stage("update") else {},
+        constants=algorithm_of(recipe).constants(recipe.pipeline.staleness)
+        if recipe.runs_stage("update")
+        else {},
     )
 
 
@@ -67,15 +73,19 @@ class GuardWatch:
         on_alarm: Literal["warn", "pause", "fail"],
         folder: Path | None = None,
     ) -> None:
-        self.index, self.guard, self.on_alarm, self.folder = index, guard, on_alarm, folder
+        self.index = index
+        self.guard = guard
+        self.on_alarm = on_alarm
+        self.folder = folder
         self._after = "0"
         self._judged = (0, 0)
         self._taking = asyncio.Lock()
-        self._emitted: set[tuple[str, int]] = set()  # alarms of events after the last one that is known to be judged
+        # alarms of events after the last one that is known to be judged
+        self._emitted: set[tuple[str, int]] = set()
 
     async def begin(self) -> None:
-        """Say which metrics say nothing, and judge the events that a former supervisor has left, without alarms that were
-        raised before."""
+        """Say which metrics say nothing, and judge the events that a former supervisor has left,
+        without alarms that were raised before."""
         for metric, reason in self.guard.options.constants.items():
             log.warning("not judged", metric=metric, reason=reason)
         past, last = await self._past()
@@ -144,13 +154,18 @@ class GuardWatch:
             await self._act(data)
 
     async def _act(self, alarm: AlarmEvent) -> None:
-        log.warning("alarm", metric=alarm.metric, step=alarm.step, reason=alarm.reason, look=alarm.look)
+        log.warning(
+            "alarm", metric=alarm.metric, step=alarm.step, reason=alarm.reason, look=alarm.look
+        )
         if self.on_alarm == "warn":
             return
         reason = f"guard: step {alarm.step}: {alarm.reason}. {alarm.look}"
         if self.on_alarm == "fail":
             await JUDGED.put(self.index, self._after)
             raise GuardFailed(reason)
-        while (await self.index.transition(["running"], "paused", reason))[0] in ("created", "starting"):
+        while (await self.index.transition(["running"], "paused", reason))[0] in (
+            "created",
+            "starting",
+        ):
             _, _, after = await self.index.state()
             await self.index.wait(STATE, after, STATE_SECONDS)

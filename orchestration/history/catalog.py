@@ -1,9 +1,11 @@
-"""What a run's closed parts hold, in one SQLite file beside them: facts of each, and points of their series.
+"""What a run's closed parts hold, in one SQLite file beside them: facts of each, and points of
+their series.
 
     metrics/*.jsonl.gz ──Catalog.update──▶ metrics/catalog.sqlite ──▶ facts: versions, ids, steps, counts
                                                                   └─▶ points: each number of each series, at each level
 
-All of it is derived: a part that is new or was rewound is read again, and a file that is damaged is made again.
+All of it is derived: a part that is new or was rewound is read again, and a file that is damaged is
+made again.
 """
 
 from __future__ import annotations
@@ -44,8 +46,10 @@ log = structlog.get_logger()
 
 
 class Catalog:
-    """The catalog of the closed parts of ``path``, a ``metrics.jsonl``. Where its file cannot be written it is made in
-    memory. Use it as a context."""
+    """The catalog of the closed parts of ``path``, a ``metrics.jsonl``.
+
+    Where its file cannot be written it is made in memory. Use it as a context.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -59,11 +63,16 @@ class Catalog:
         self.database.close()
 
     def update(self) -> dict[Part, Facts]:
-        """Read the parts that it does not know. Returns the facts of all, in order. Raises OSError."""
+        """Read the parts that it does not know. Returns the facts of all, in order. Raises
+        OSError."""
         try:
             self._read_unknown()
         except sqlite3.OperationalError as refused:
-            log.warning("the catalog of a run's events is not kept", file=str(self._file), reason=str(refused))
+            log.warning(
+                "the catalog of a run's events is not kept",
+                file=str(self._file),
+                reason=str(refused),
+            )
             self._go_on_in_memory()
             self._read_unknown()
         except sqlite3.DatabaseError as damaged:
@@ -109,7 +118,8 @@ def _removed(numbers: Iterable[int]) -> Iterator[tuple[str, tuple[Any, ...]]]:
 
 def _rows(segment: Segment, stamp: str) -> Iterator[tuple[str, tuple[Any, ...]]]:
     """Statements that write all of ``segment``; one piece of it after the other is in memory."""
-    from orchestration.history.columns import levels_of, packed  # not needed where all parts are known
+    # not needed where all parts are known
+    from orchestration.history.columns import levels_of, packed
 
     yield from _removed([segment.number])
     for part, (facts, columns) in enumerate(_pieces(segment)):
@@ -121,13 +131,17 @@ def _rows(segment: Segment, stamp: str) -> Iterator[tuple[str, tuple[Any, ...]]]
                 for name, data in packed(reduced):
                     row = series, name, every, segment.number, part, data
                     yield "INSERT INTO points VALUES (?, ?, ?, ?, ?, ?)", row
-            yield from (("INSERT OR IGNORE INTO names VALUES (?, ?)", (series, name)) for name in points.values)
+            yield from (
+                ("INSERT OR IGNORE INTO names VALUES (?, ?)", (series, name))
+                for name in points.values
+            )
         known = segment.number, part, stamp, facts.to_json(), json.dumps(lengths)
         yield "INSERT INTO parts VALUES (?, ?, ?, ?, ?)", known
 
 
 def _opened(file: Path) -> sqlite3.Connection:
-    """The database in ``file``; one in memory where it cannot be made, and a new one where it is damaged."""
+    """The database in ``file``; one in memory where it cannot be made, and a new one where it is
+    damaged."""
     if not file.parent.is_dir():
         return _prepared(sqlite3.connect(":memory:"))
     for mode in ("rwc", "ro"):
@@ -150,7 +164,10 @@ def _made_again(file: Path, damaged: sqlite3.Error) -> sqlite3.Connection:
 
 def _connected(file: Path, mode: str) -> sqlite3.Connection:
     return sqlite3.connect(
-        f"file:{quote(str(file.absolute()))}?mode={mode}", uri=True, timeout=WAIT_SECONDS, isolation_level=None
+        f"file:{quote(str(file.absolute()))}?mode={mode}",
+        uri=True,
+        timeout=WAIT_SECONDS,
+        isolation_level=None,
     )
 
 
@@ -162,9 +179,12 @@ def _prepared(database: sqlite3.Connection) -> sqlite3.Connection:
         if version != _VERSION:
             if version:
                 database.executescript(
-                    "DROP TABLE IF EXISTS parts; DROP TABLE IF EXISTS points; DROP TABLE IF EXISTS names;"
+                    "DROP TABLE IF EXISTS parts; DROP TABLE IF EXISTS points; DROP TABLE IF EXISTS "
+                    "names;"
                 )
-            database.executescript(f"BEGIN IMMEDIATE; {_TABLES} PRAGMA user_version = {_VERSION}; COMMIT;")
+            database.executescript(
+                f"BEGIN IMMEDIATE; {_TABLES} PRAGMA user_version = {_VERSION}; COMMIT;"
+            )
     except BaseException:
         database.close()
         raise
@@ -172,15 +192,18 @@ def _prepared(database: sqlite3.Connection) -> sqlite3.Connection:
 
 
 def _pieces(segment: Segment) -> Iterator[tuple[Facts, Columns]]:
-    """What is known of ``segment``, for each :data:`SEGMENT_BYTES` of it; one with nothing where it is empty."""
+    """What is known of ``segment``, for each :data:`SEGMENT_BYTES` of it; one with nothing where it
+    is empty."""
     from orchestration.history.columns import Columns
 
-    facts, columns = Facts(), Columns()
+    facts = Facts()
+    columns = Columns()
     with segment.open() as lines:
         for line in lines:
             if (event := facts.line(line)) is not None:
                 columns.add(event)
             if facts.size >= 2 * SEGMENT_BYTES:
                 yield facts, columns
-                facts, columns = Facts(), Columns()
+                facts = Facts()
+                columns = Columns()
     yield facts, columns

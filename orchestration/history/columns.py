@@ -2,8 +2,9 @@
 
     events ──Columns.add──▶ raw points ──reduced(5 s)──▶ ──reduced(60 s)──▶ … ──reduced(every)──▶ what a chart shows
 
-A point has of each number a value and a count: of a mean the value is the sum, so that points are reduced again exactly.
-numpy is imported with this module, which a run loads when it closes its first part.
+A point has of each number a value and a count: of a mean the value is the sum, so that points are
+reduced again exactly. numpy is imported with this module, which a run loads when it closes its
+first part.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ Wanted = Callable[[str, str, str], bool]  # of a kind, a series, and the name of
 
 @dataclass(frozen=True)
 class Points:
-    """Points of one series, in order of ``times`` (Unix seconds): ``values`` [points] and ``counts`` [points] by number."""
+    """Points of one series, in order of ``times`` (Unix seconds): ``values`` [points] and
+    ``counts`` [points] by number."""
 
     times: Floats
     values: Mapping[str, Floats]
@@ -53,15 +55,23 @@ class Points:
         if chosen.all():
             return self
         values = {name: column[chosen] for name, column in self.values.items()}
-        return Points(self.times[chosen], values, {name: column[chosen] for name, column in self.counts.items()})
+        return Points(
+            self.times[chosen],
+            values,
+            {name: column[chosen] for name, column in self.counts.items()},
+        )
 
     def reduced(self, kind: str, every: float) -> Points:
-        """One point for each ``every`` seconds, from their beginning on; 0: as they are. A late one is of the newest."""
+        """One point for each ``every`` seconds, from their beginning on; 0: as they are.
+
+        A late one is of the newest.
+        """
         if every == 0 or not len(self):
             return self
         buckets = np.maximum.accumulate(np.floor(self.times / every) * every)
         starts = np.flatnonzero(np.diff(buckets, prepend=-math.inf))
-        values, counts = dict[str, Floats](), dict[str, Counts]()
+        values = dict[str, Floats]()
+        counts = dict[str, Counts]()
         for name, column in self.values.items():
             counted = self.counts[name]
             counts[name] = np.add.reduceat(counted, starts, dtype=np.uint32)
@@ -88,11 +98,13 @@ def _joined(way: str, column: Floats, counted: Counts, starts: NDArray[np.intp])
 
 
 def concatenated(pieces: Sequence[Points]) -> Points:
-    """The points of ``pieces``, one after the other; numbers that a piece lacks are absent there."""
+    """The points of ``pieces``, one after the other; numbers that a piece lacks are absent
+    there."""
     if len(pieces) == 1:
         return pieces[0]
     names = dict.fromkeys(name for piece in pieces for name in piece.values)
-    values, counts = dict[str, Floats](), dict[str, Counts]()
+    values = dict[str, Floats]()
+    counts = dict[str, Counts]()
     for name in names:
         columns = [piece.values.get(name, np.zeros(len(piece))) for piece in pieces]
         counted = [piece.counts.get(name, np.zeros(len(piece), np.uint32)) for piece in pieces]
@@ -107,7 +119,8 @@ class _Table:
 
 
 class Columns:
-    """Collects the numbers of events, by series; those that ``wanted`` says, by kind, series and name (None: all)."""
+    """Collects the numbers of events, by series; those that ``wanted`` says, by kind, series and
+    name (None: all)."""
 
     def __init__(self, wanted: Wanted | None = None) -> None:
         self._wanted = wanted
@@ -146,16 +159,21 @@ class Columns:
         for name, table in self._tables.items():
             rows = len(table.times)
             values = {
-                number: np.array(column + [math.nan] * (rows - len(column))) for number, column in table.numbers.items()
+                number: np.array(column + [math.nan] * (rows - len(column)))
+                for number, column in table.numbers.items()
             }
-            counts = {number: (~np.isnan(column)).astype(np.uint32) for number, column in values.items()}
+            counts = {
+                number: (~np.isnan(column)).astype(np.uint32) for number, column in values.items()
+            }
             yield name, Points(np.array(table.times), values, counts)
 
 
 def levels_of(name: str, points: Points) -> Iterator[tuple[int, Points]]:
-    """``points`` and those of each level, but of levels that have hardly fewer points than a finer one."""
+    """``points`` and those of each level, but of levels that have hardly fewer points than a finer
+    one."""
     yield 0, points
-    kind, least = name.partition("/")[0], len(points)
+    kind = name.partition("/")[0]
+    least = len(points)
     for every in LEVELS:
         points = points.reduced(kind, every)
         if 2 * len(points) <= least:
@@ -184,4 +202,6 @@ def unpacked(data: bytes, counted: bool = True) -> tuple[Floats, Counts]:
     """A column as :func:`packed` makes it, and its counts; ``counted``: it has counts."""
     content = zlib.decompress(data)
     size = len(content) // (12 if counted else 8)
-    return np.frombuffer(content, np.float64, size), np.frombuffer(content, np.uint32, -1 if counted else 0, 8 * size)
+    return np.frombuffer(content, np.float64, size), np.frombuffer(
+        content, np.uint32, -1 if counted else 0, 8 * size
+    )

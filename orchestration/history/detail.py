@@ -1,4 +1,5 @@
-"""The newest events that come by the clock, as they were sent: what each worker did and when, some minutes back.
+"""The newest events that come by the clock, as they were sent: what each worker did and when, some
+minutes back.
 
 stage, span ──▶ detail.jsonl ──at 4 MiB──▶ detail.old.jsonl, in place of the one before
 """
@@ -17,17 +18,23 @@ from orchestration.history.lines import event_json, event_of, id_of
 from orchestration.history.segments import events_after
 from pipeline.events import Event, order
 
-DETAIL, OLD = "detail.jsonl", "detail.old.jsonl"  # beside metrics.jsonl
+# beside metrics.jsonl
+DETAIL = "detail.jsonl"
+OLD = "detail.old.jsonl"
 MOST_BYTES = 4 << 20  # of each of both
 
 log = structlog.get_logger()
 
 
 class DetailFile:
-    """Appends events to the detail beside ``path``, a ``metrics.jsonl``. What its disk refuses is left out."""
+    """Appends events to the detail beside ``path``, a ``metrics.jsonl``.
+
+    What its disk refuses is left out.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._path, self._refused = path.with_name(DETAIL), False
+        self._path = path.with_name(DETAIL)
+        self._refused = False
         self.last = max(map(_last_id, files_of(path)), key=order, default="")  # when it was opened
         self._file = self._path.open("ab", buffering=0)
         with contextlib.suppress(OSError):

@@ -1,4 +1,5 @@
-"""What is known of a part of a run's file of events without reading it: its ids, steps, versions and counts."""
+"""What is known of a part of a run's file of events without reading it: its ids, steps, versions
+and counts."""
 
 from __future__ import annotations
 
@@ -17,8 +18,9 @@ KIND_OF_LINE = re.compile(rb'"kind": ?"([a-z]+)"')
 
 @dataclass
 class Facts:
-    """``made``: greatest version that an event reports and a rewind to before it removes; ``evaluated``, ``checkpoint``: the
-    newest versions of these; -1: none. Times in Unix seconds, steps from 0."""
+    """``made``: greatest version that an event reports and a rewind to before it removes;
+    ``evaluated``, ``checkpoint``: the newest versions of these; -1: none. Times in Unix seconds,
+    steps from 0."""
 
     first_id: str = ""
     last_id: str = ""
@@ -33,10 +35,18 @@ class Facts:
     counts: Counter[str] = field(default_factory=Counter)  # events by kind
 
     def line(self, line: bytes) -> Event | None:
-        """Add ``line``. Returns its event; None where it is torn, or of a kind that is only counted."""
+        """Add ``line``.
+
+        Returns its event; None where it is torn, or of a kind that is only counted.
+        """
         self.size += len(line)
         kind = KIND_OF_LINE.search(line, 0, 120)
-        if kind and kind[1] == b"span" and (found := ID_OF_LINE.match(line)) and line.endswith(b"}\n"):
+        if (
+            kind
+            and kind[1] == b"span"
+            and (found := ID_OF_LINE.match(line))
+            and line.endswith(b"}\n")
+        ):
             self._pass("span", found[1].decode())
             return None
         if (event := event_of(line)) is not None:
@@ -73,8 +83,8 @@ class Facts:
 
 
 def version_of(event: Event) -> int:
-    """The version to before which a rewind removes ``event``; -1: it stays in any case, as a ledger of an older program,
-    which does not say its version."""
+    """The version to before which a rewind removes ``event``; -1: it stays in any case, as a ledger
+    of an older program, which does not say its version."""
     data: Mapping[str, Any] = event.data
     if event.kind == "alarm":
         return _whole(data, "step") + 1
@@ -92,5 +102,6 @@ def _whole(data: Mapping[str, Any], name: str) -> int:
 
 
 def made_after(version: int, event: Event) -> bool:
-    """Whether ``event`` is of a step after ``version``: what reports it, or its versions, or the ledger then."""
+    """Whether ``event`` is of a step after ``version``: what reports it, or its versions, or the
+    ledger then."""
     return version_of(event) > version

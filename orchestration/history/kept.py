@@ -7,8 +7,8 @@
 
     the worker's or the run's end, a checkpoint (for syncs), close() ──▶ what waits for its minute is kept too
 
-An event that has waited gets the next free id after those that have passed, so that ids grow in the file: its own is less
-than those of the lines before it.
+An event that has waited gets the next free id after those that have passed, so that ids grow in the
+file: its own is less than those of the lines before it.
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ from pipeline.events import ENDED, Event, order
 
 EVERY = 60.0  # seconds between two kept events of one worker and kind
 MANY = 40  # from so many workers and kinds on the seconds grow with them: the bytes an hour do not
-LIVE = ("stage", "span")  # kinds that come by the clock; their newest ones are kept in a file of their own
-SUMS = ("bytes", "publish_seconds", "exposed_seconds", "hidden_seconds", "released_bytes")  # of merged syncs
+# kinds that come by the clock; their newest ones are kept in a file of their own
+LIVE = ("stage", "span")
+# of merged syncs
+SUMS = ("bytes", "publish_seconds", "exposed_seconds", "hidden_seconds", "released_bytes")
 Key = tuple[str, str, str]  # kind, worker, and of a turn its phase
 
 
 @dataclass
 class _Slot:
-    """``kept``: the newest event that was. ``waiting``: newer ones; more than one where a worker has begun again, or a
-    checkpoint was made between them. ``begins``: the last of them is the first of a worker's new process, which shows that
-    it began again: it stays beside later ones."""
+    """``kept``: the newest event that was. ``waiting``: newer ones; more than one where a worker
+    has begun again, or a checkpoint was made between them. ``begins``: the last of them is the
+    first of a worker's new process, which shows that it began again: it stays beside later ones."""
 
     kept: Event
     waiting: list[Event] = field(default_factory=list)
@@ -95,7 +97,9 @@ class Kept:
             return
         self._wait(slot, event)
         # A clock that was set back is no reason to wait longer.
-        if len(slot.waiting) == 1 and (slot.begins or abs(event.time - slot.kept.time) >= self.seconds):
+        if len(slot.waiting) == 1 and (
+            slot.begins or abs(event.time - slot.kept.time) >= self.seconds
+        ):
             kept = replace(slot.waiting[0], id=event.id)
             self._slots[key] = _Slot(kept)
             self._due.pop(key, None)
@@ -135,7 +139,8 @@ class Kept:
                 self.seen = f"{milliseconds}-{number + 1}"
                 slot.kept = replace(event, id=self.seen)
                 yield slot.kept
-            slot.waiting, slot.begins = [], False
+            slot.waiting = []
+            slot.begins = False
 
     def _wait(self, slot: _Slot, event: Event) -> None:
         begins = event.kind == "stage" and _wall(event) < _wall(slot.last)
@@ -146,11 +151,14 @@ class Kept:
         slot.begins = begins
 
     def _are_apart(self, first: Event, second: Event) -> bool:
-        """Whether two sync events are not merged: a checkpoint is between them, or one is a publication."""
+        """Whether two sync events are not merged: a checkpoint is between them, or one is a
+        publication."""
         if first.kind != "sync":
             return False
         is_between = _version(first) <= self._saved < _version(second)
-        return is_between or bool(first.data.get("publish_seconds")) != bool(second.data.get("publish_seconds"))
+        return is_between or bool(first.data.get("publish_seconds")) != bool(
+            second.data.get("publish_seconds")
+        )
 
 
 def _version(event: Event) -> int:
@@ -164,14 +172,19 @@ def _wall(event: Event) -> float:
 def _key(event: Event) -> Key | None:
     match event.kind:
         case "stage" | "sync" | "turn":
-            return event.kind, str(event.data.get("worker")), str(event.data.get("phase") or event.data.get("to") or "")
+            return (
+                event.kind,
+                str(event.data.get("worker")),
+                str(event.data.get("phase") or event.data.get("to") or ""),
+            )
         case "ledger":
             return event.kind, "", ""
     return None
 
 
 def merged(first: Event, second: Event) -> Event:
-    """One sync event in place of two of a worker: sums of seconds and bytes, the largest gaps, the rest of the newer one.
+    """One sync event in place of two of a worker: sums of seconds and bytes, the largest gaps, the
+    rest of the newer one.
 
     >>> one = Event("1-0", 1.0, "sync", {"worker": "rollout-0", "version": 1, "bytes": 8, "gap_max": 0.2})
     >>> merged(one, Event("2-0", 2.0, "sync", {**one.data, "version": 2, "gap_max": 0.1})).data

@@ -12,7 +12,8 @@ from pipeline.events import Event
 
 ID_OF_LINE = re.compile(rb'\{"id": ?"(\d+-\d+)"')
 DIGITS = 7  # of a number, in the files: more than a measurement has
-WHOLE = 1e4  # a number from here on has three decimals: seconds since a worker began keep their milliseconds
+# a number from here on has three decimals: seconds since a worker began keep their milliseconds
+WHOLE = 1e4
 _NUMBERS = (int, float)
 
 
@@ -23,14 +24,18 @@ def event_json(event: Event) -> str:
 
 
 def line_of(event: Event) -> bytes:
-    """The line of ``event`` in a run's file: short, its numbers rounded by :func:`rounded`, its time to milliseconds."""
+    """The line of ``event`` in a run's file: short, its numbers rounded by :func:`rounded`, its
+    time to milliseconds."""
     line = {
         "id": event.id,
         "time": round(event.time, 3),
         "kind": event.kind,
         "data": _short(finite(event.data)),
     }
-    return json.dumps(line, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n"
+    return (
+        json.dumps(line, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+        + b"\n"
+    )
 
 
 def rounded(value: float) -> float:
@@ -64,7 +69,8 @@ def finite(value: Any) -> Any:
 
 
 def event_of(line: bytes) -> Event | None:
-    """Returns the event of ``line``; None where it is torn: a full disk, or a kill, has cut it short."""
+    """Returns the event of ``line``; None where it is torn: a full disk, or a kill, has cut it
+    short."""
     try:
         event = json.loads(line) if line.endswith(b"\n") else None
     except ValueError:

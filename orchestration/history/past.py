@@ -1,4 +1,5 @@
-"""Points of any series of a run over any time, from its files: work by the points that are asked for, and one part.
+"""Points of any series of a run over any time, from its files: work by the points that are asked
+for, and one part.
 
 |begin                                                                                  end|
 ··part··|────part────|────part────|────part────|────part────|──── metrics.jsonl ────|········▶ the index has the rest
@@ -12,7 +13,14 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from orchestration.history.catalog import Catalog, Part
-from orchestration.history.columns import Columns, Points, Wanted, concatenated, levels_for, unpacked
+from orchestration.history.columns import (
+    Columns,
+    Points,
+    Wanted,
+    concatenated,
+    levels_for,
+    unpacked,
+)
 from orchestration.history.detail import detail_of
 from orchestration.history.facts import KIND_OF_LINE
 from orchestration.history.lines import event_of, id_of
@@ -23,16 +31,20 @@ from pipeline.events import Event, order
 FINE_SECONDS = 60.0  # shorter points of stages need the events as they were sent
 SAME_SECONDS = 1e-3  # events have their times in milliseconds
 _DATA = """
-SELECT number, part, data FROM points WHERE series = ? AND name = ? AND every = ? AND number BETWEEN ? AND ?
+SELECT number, part, data FROM points
+WHERE series = ? AND name = ? AND every = ? AND number BETWEEN ? AND ?
 """
 
 
 class Series:
-    """Collects points and events in order, ``every`` seconds to a point (0: each its own), of the numbers that are
-    ``wanted``. ``last``: the greatest id of the events in them; ``newest``: that of a series, where it is known."""
+    """Collects points and events in order, ``every`` seconds to a point (0: each its own), of the
+    numbers that are ``wanted``. ``last``: the greatest id of the events in them; ``newest``: that
+    of a series, where it is known."""
 
     def __init__(self, every: float, wanted: Wanted | None = None, most: int = MOST_POINTS) -> None:
-        self.every, self.wanted, self.most = every, wanted, most
+        self.every = every
+        self.wanted = wanted
+        self.most = most
         self.last = "0"
         self.newest: dict[str, str] = {}
         self.pieces: dict[str, list[Points]] = {}
@@ -58,8 +70,8 @@ class Series:
         self._events = Columns(self.wanted)
 
     def columns(self) -> Iterator[tuple[str, dict[str, list[float | None]]]]:
-        """Columns by series and number, as long as the series' ``time``; None where a point has no such number. Raises
-        TooMany past ``most`` points."""
+        """Columns by series and number, as long as the series' ``time``; None where a point has no
+        such number. Raises TooMany past ``most`` points."""
         self.settle()
         reduced = {
             name: concatenated(pieces).reduced(name.partition("/")[0], self.every).present()
@@ -69,12 +81,15 @@ class Series:
         for name, points in reduced.items():
             if not len(points):
                 continue
-            yield name, {"time": points.times.tolist(), **dict(points.numbers(name.partition("/")[0]))}
+            yield (
+                name,
+                {"time": points.times.tolist(), **dict(points.numbers(name.partition("/")[0]))},
+            )
 
 
 def past_of(path: Path, begin: float, end: float, every: float, wanted: Wanted) -> Series:
-    """The numbers that are ``wanted`` of the events from ``begin`` to ``end`` in ``path``, a ``metrics.jsonl``, and its
-    closed parts. Raises TooMany."""
+    """The numbers that are ``wanted`` of the events from ``begin`` to ``end`` in ``path``, a
+    ``metrics.jsonl``, and its closed parts. Raises TooMany."""
     past = Series(every, wanted)
     if closed(path):
         with Catalog(path) as catalog:
@@ -101,7 +116,8 @@ def _open_events(path: Path, past: Series) -> Iterator[Event]:
 
 
 def _refine(path: Path, past: Series, begin: float, end: float) -> None:
-    """Put the stage events of the last minutes, as they were sent, in place of those that were kept."""
+    """Put the stage events of the last minutes, as they were sent, in place of those that were
+    kept."""
     columns = Columns(past.wanted)
     for event in detail_of(path):
         if event.kind == "stage" and begin <= event.time <= end:
@@ -115,15 +131,25 @@ def _refine(path: Path, past: Series, begin: float, end: float) -> None:
 
 
 def _of_parts(catalog: Catalog, past: Series, begin: float, end: float) -> None:
-    facts, every = catalog.update(), past.every
-    past.last = max((known.last_id for known in facts.values() if known.last_id), key=order, default="0")
-    parts = {part: known for part, known in facts.items() if known.ends >= begin and known.begins <= end}
+    facts = catalog.update()
+    every = past.every
+    past.last = max(
+        (known.last_id for known in facts.values() if known.last_id), key=order, default="0"
+    )
+    parts = {
+        part: known for part, known in facts.items() if known.ends >= begin and known.begins <= end
+    }
     inside = {part for part, known in parts.items() if begin <= known.begins and known.ends <= end}
     rows = catalog.database.execute("SELECT number, part, lengths FROM parts")
-    lengths = {(number, part): json.loads(text) for number, part, text in rows if (number, part) in parts}
+    lengths = {
+        (number, part): json.loads(text) for number, part, text in rows if (number, part) in parts
+    }
     names = _names(catalog, past.wanted)
     if every == 0:  # what would be refused is not read
-        refuse_many(sum(lengths[part].get(series, {}).get("0", 0) for series in names for part in inside), past.most)
+        refuse_many(
+            sum(lengths[part].get(series, {}).get("0", 0) for series in names for part in inside),
+            past.most,
+        )
     for series, numbers in names.items():
         kind = series.partition("/")[0]
         plan = _plan(series, lengths, inside, every)
@@ -142,9 +168,13 @@ def _names(catalog: Catalog, wanted: Wanted | None) -> dict[str, list[str]]:
 
 
 def _plan(
-    series: str, lengths: Mapping[Part, Mapping[str, Mapping[str, int]]], inside: Collection[Part], every: float
+    series: str,
+    lengths: Mapping[Part, Mapping[str, Mapping[str, int]]],
+    inside: Collection[Part],
+    every: float,
 ) -> dict[Part, int]:
-    """The level that is read of each part that has the series: at an end of the time its events themselves."""
+    """The level that is read of each part that has the series: at an end of the time its events
+    themselves."""
     serving = levels_for(every)
     plan = dict[Part, int]()
     for part, of_part in lengths.items():
@@ -154,13 +184,17 @@ def _plan(
     return plan
 
 
-def _pieces(catalog: Catalog, series: str, names: list[str], plan: Mapping[Part, int]) -> Iterator[tuple[Part, Points]]:
+def _pieces(
+    catalog: Catalog, series: str, names: list[str], plan: Mapping[Part, int]
+) -> Iterator[tuple[Part, Points]]:
     """The points of each part of ``plan``, in order."""
     blobs = dict[Part, dict[str, bytes]]()
     for level in sorted(set(plan.values())):
         numbers = [number for (number, _), of in plan.items() if of == level]
         for name in ["", *names]:
-            rows = catalog.database.execute(_DATA, (series, name, level, min(numbers), max(numbers)))
+            rows = catalog.database.execute(
+                _DATA, (series, name, level, min(numbers), max(numbers))
+            )
             for number, part, data in rows:
                 if plan.get((number, part)) == level:
                     blobs.setdefault((number, part), {})[name] = data

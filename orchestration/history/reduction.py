@@ -2,8 +2,8 @@
 
     event ──▶ its series (`step`, `evaluation`, `ledger`, `stage/WORKER`, `sync/WORKER`)
 
-A point reduces each number of its events: a growing count to the last one, amounts of single events to their sum, maxima to
-the largest, everything else to the mean.
+A point reduces each number of its events: a growing count to the last one, amounts of single events
+to their sum, maxima to the largest, everything else to the mean.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ LAST: dict[str, frozenset[str] | None] = {
     "step": frozenset({"step", "version", "tokens_generated", "tokens_trained", "tokens_filtered"}),
     "evaluation": frozenset({"step", "version", "count", "failed", "absent"}),
     "ledger": None,  # all of it
-    "stage": frozenset({"busy", "waiting_input", "waiting_room", "other", "wall", "rows", "tokens", "parked"}),
+    "stage": frozenset(
+        {"busy", "waiting_input", "waiting_room", "other", "wall", "rows", "tokens", "parked"}
+    ),
     "sync": frozenset({"version"}),
 }
 SUM = {
@@ -59,4 +61,7 @@ class TooMany(ValueError):
 def refuse_many(points: int, most: int = MOST_POINTS) -> None:
     """Raises TooMany past ``most`` points."""
     if points > most:
-        raise TooMany(f"more than {most} points; ask for a shorter time, for some of the names, or with a larger every")
+        raise TooMany(
+            f"more than {most} points; ask for a shorter time, for some of the names, or "
+            f"with a larger every"
+        )

@@ -3,8 +3,9 @@
     metrics/000001.jsonl.gz  000002.jsonl.gz  …  000007.jsonl          metrics.jsonl
              closed: never written, but by a rewind    └ until compressed      └ open: new events are appended
 
-Closing is a rename, compressing is a rename: at any moment each event is in one of these names. A reader that meets a
-rename looks again. A part that is much larger than :data:`SEGMENT_BYTES`, as of a run of an older version, stays as it is.
+Closing is a rename, compressing is a rename: at any moment each event is in one of these names. A
+reader that meets a rename looks again. A part that is much larger than :data:`SEGMENT_BYTES`, as of
+a run of an older version, stays as it is.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from pipeline.events import Event, order
 
 FOLDER = "metrics"  # beside metrics.jsonl: the closed parts of it
 SEGMENT_BYTES = 4 << 20  # of a part when it is closed: a question may read all of one
-MOST_COMPRESSED = 8 * SEGMENT_BYTES  # a larger part is not compressed: a page of it is found without reading all
+# a larger part is not compressed: a page of it is found without reading all
+MOST_COMPRESSED = 8 * SEGMENT_BYTES
 LEVEL = 6  # of gzip
 LOOKS = 100  # at names that a writer changes meanwhile
 _NAME = re.compile(r"(\d{6,})\.jsonl(\.gz)?")
@@ -67,7 +69,8 @@ class Segment:
 
     @property
     def stamp(self) -> str:
-        """What says that its content is the same: gzip's checksum and size; of one that is not compressed, its size."""
+        """What says that its content is the same: gzip's checksum and size; of one that is not
+        compressed, its size."""
         if not self.compressed:
             return str(self.size)
         with self.path.open("rb") as file:
@@ -93,7 +96,10 @@ def folder_of(path: Path) -> Path:
 def closed(path: Path) -> list[Segment]:
     """The closed parts of ``path``, in order."""
     found: dict[int, Segment] = {}
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder_of(path)) as entries:
+    with (
+        contextlib.suppress(FileNotFoundError, NotADirectoryError),
+        os.scandir(folder_of(path)) as entries,
+    ):
         for entry in entries:
             if name := _NAME.fullmatch(entry.name):
                 number = int(name[1])
@@ -103,7 +109,8 @@ def closed(path: Path) -> list[Segment]:
 
 
 def parts(path: Path) -> tuple[list[Segment], BinaryIO | None]:
-    """The closed parts of ``path`` and the open one, of one moment; None where there is no open one."""
+    """The closed parts of ``path`` and the open one, of one moment; None where there is no open
+    one."""
     for _ in range(LOOKS):
         file = None
         with contextlib.suppress(FileNotFoundError):
@@ -134,7 +141,10 @@ def close_part(path: Path) -> Segment:
 
 
 def compress(segment: Segment) -> Segment:
-    """Returns ``segment`` compressed. One that is large, or is compressed already, is left as it is. Raises OSError."""
+    """Returns ``segment`` compressed.
+
+    One that is large, or is compressed already, is left as it is. Raises OSError.
+    """
     if segment.compressed or segment.path.stat().st_size > MOST_COMPRESSED:
         return segment
     target = segment.path.with_name(f"{segment.path.name}.gz")
@@ -144,7 +154,10 @@ def compress(segment: Segment) -> Segment:
 
 
 def write(target: Path, content: bytes, former: Path) -> None:
-    """Have ``target`` hold ``content`` compressed, in one step, with the mode of ``former``. Raises OSError."""
+    """Have ``target`` hold ``content`` compressed, in one step, with the mode of ``former``.
+
+    Raises OSError.
+    """
     packed = gzip.compress(content, LEVEL, mtime=0)
     with replacing(target, len(packed)) as partial:
         partial.write_bytes(packed)
@@ -152,15 +165,21 @@ def write(target: Path, content: bytes, former: Path) -> None:
 
 
 class EventLog:
-    """Reads the events of a ``metrics.jsonl`` and of its closed parts, in the order of their ids. Holds the content of one
-    compressed part at most, for the pages that follow."""
+    """Reads the events of a ``metrics.jsonl`` and of its closed parts, in the order of their ids.
+
+    Holds the content of one compressed part at most, for the pages that follow.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._content: tuple[Segment, str, bytes] | None = None  # of the part that was read last, with its stamp
+        # of the part that was read last, with its stamp
+        self._content: tuple[Segment, str, bytes] | None = None
 
     def after(self, event_id: str, count: int) -> list[Event]:
-        """The next ``count`` events after ``event_id``; empty when there are none, or no file. Torn lines are skipped."""
+        """The next ``count`` events after ``event_id``; empty when there are none, or no file.
+
+        Torn lines are skipped.
+        """
         last = order(event_id)
         segments, file = parts(self._path)
         found: list[Event] = []
@@ -178,7 +197,8 @@ class EventLog:
 
     def _place(self, segments: list[Segment], last: tuple[int, int]) -> int:
         """Which of ``segments`` is the first with ids past ``last``, or the one before it."""
-        low, high = 0, len(segments)
+        low = 0
+        high = len(segments)
         while high - low > 1:
             middle = (low + high) // 2
             first = id_of(segments[middle].head())
@@ -212,12 +232,14 @@ def events_after(file: IO[bytes], last: tuple[int, int], count: int) -> list[Eve
 
 def _place_in(file: IO[bytes], wanted: tuple[int, int]) -> int:
     """Start of a line at or a few lines before the first id past ``wanted``, found by bisection."""
-    low, high = 0, file.seek(0, 2)  # a line begins at `low`; ids before it are not past `wanted`
+    low = 0
+    high = file.seek(0, 2)  # a line begins at `low`; ids before it are not past `wanted`
     while high - low > 4096:
         middle = (low + high) // 2
         file.seek(middle)
         file.readline()  # the rest of a line
-        at, found = file.tell(), None
+        at = file.tell()
+        found = None
         while at < high and (line := file.readline()) and (found := ID_OF_LINE.match(line)) is None:
             at = file.tell()  # a line that was cut short
         if found is None or order(found[1].decode()) > wanted:
@@ -228,8 +250,9 @@ def _place_in(file: IO[bytes], wanted: tuple[int, int]) -> int:
 
 
 def lines_of(path: Path, last_bytes: int = 0) -> Iterator[tuple[Path, int, bytes]]:
-    """The lines of ``path`` and of its closed parts in order, or those in their last bytes: the file, the line's number in
-    it (from 1, or from where reading begins), the line. Lines that are closed and compressed meanwhile are not missed."""
+    """The lines of ``path`` and of its closed parts in order, or those in their last bytes: the
+    file, the line's number in it (from 1, or from where reading begins), the line. Lines that are
+    closed and compressed meanwhile are not missed."""
     segments, file = parts(path)
     skipped = _beyond(segments, file, last_bytes) if last_bytes else 0
     with file or contextlib.nullcontext():

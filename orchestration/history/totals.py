@@ -1,4 +1,6 @@
-"""Totals of a run, added up from its events. Views, reports, metrics, trackers and REST read them; nothing here does I/O.
+"""Totals of a run, added up from its events.
+
+Views, reports, metrics, trackers and REST read them; nothing here does I/O.
 
 Event ──▶ RunTotals.apply ──▶ state, newest step, weights, restarts, what was dropped ──▶ wire ──▶ of, in another process
               └─ stage ──▶ WorkerTotals: times and counts over all lives of a worker, shares, rates
@@ -32,7 +34,16 @@ COUNTED_TOKENS = ("generated", "trained", "filtered")
 COUNTED = (*SHARES, "wall", "rows", "tokens")
 # Fields of RunTotals: plain values; and newest events.
 _PLAIN = (
-    *("state", "reason", "processes", "nodes", "sync_seconds", "published_bytes", "restarts", "epochs"),
+    *(
+        "state",
+        "reason",
+        "processes",
+        "nodes",
+        "sync_seconds",
+        "published_bytes",
+        "restarts",
+        "epochs",
+    ),
     *("prompts_skipped", "prompts_cut", "alarm_counts"),
 )
 _EVENTS: dict[str, type[EventData]] = {
@@ -44,8 +55,11 @@ _EVENTS: dict[str, type[EventData]] = {
 
 
 class WorkerTotals:
-    """Times and counts of one worker. A restarted worker reports its own from 0 on, which shows in a smaller ``wall``; the
-    totals go on from those of its former processes. ``latest`` is its newest event."""
+    """Times and counts of one worker.
+
+    A restarted worker reports its own from 0 on, which shows in a smaller ``wall``; the totals go
+    on from those of its former processes. ``latest`` is its newest event.
+    """
 
     def __init__(self, first: StageEvent, former: Mapping[str, float] | None = None) -> None:
         """``former``: totals of the worker's processes before the one that sent ``first``."""
@@ -65,7 +79,9 @@ class WorkerTotals:
         self.latest = event
         self.totals = {name: self._former[name] + (getattr(event, name) or 0) for name in COUNTED}
         self._recent.append(self.totals)
-        while len(self._recent) > 2 and self.totals["wall"] - self._recent[1]["wall"] >= RATE_SECONDS:
+        while (
+            len(self._recent) > 2 and self.totals["wall"] - self._recent[1]["wall"] >= RATE_SECONDS
+        ):
             self._recent.popleft()
 
     def since(self, before: Mapping[str, float]) -> dict[str, float]:
@@ -92,16 +108,21 @@ def shares(counts: Mapping[str, float]) -> dict[str, float]:
 
 
 class RunTotals:
-    """One run's totals. ``step``, ``published`` and ``swapped`` are its newest events of these kinds; ``processes`` has the
-    last change and the pid of each worker process, ``names`` all workers that events named."""
+    """One run's totals.
+
+    ``step``, ``published`` and ``swapped`` are its newest events of these kinds; ``processes`` has
+    the last change and the pid of each worker process, ``names`` all workers that events named.
+    """
 
     def __init__(self) -> None:
-        self.state, self.reason = "created", ""
+        self.state = "created"
+        self.reason = ""
         self.step: StepEvent | None = None
         self.workers: dict[str, WorkerTotals] = {}
         self.names: set[str] = set()
         self.processes: dict[str, tuple[str, int]] = {}
-        self.nodes: dict[str, tuple[str, str]] = {}  # machine and host of each process, since it was ready
+        # machine and host of each process, since it was ready
+        self.nodes: dict[str, tuple[str, str]] = {}
         self.published: SyncEvent | None = None
         self.swapped: SyncEvent | None = None
         self.sync_seconds = {"publish": 0.0, "exposed": 0.0, "hidden": 0.0}
@@ -114,14 +135,22 @@ class RunTotals:
 
     def wire(self) -> dict[str, Any]:
         """The totals as plain values, from which :meth:`of` makes them again."""
-        events = {name: event.wire() for name in _EVENTS if (event := getattr(self, name)) is not None}
-        sets = {"names": sorted(self.names), "alarms": [(time, alarm.wire()) for time, alarm in self.alarms]}
+        events = {
+            name: event.wire() for name in _EVENTS if (event := getattr(self, name)) is not None
+        }
+        sets = {
+            "names": sorted(self.names),
+            "alarms": [(time, alarm.wire()) for time, alarm in self.alarms],
+        }
         workers = {name: worker.wire() for name, worker in self.workers.items()}
         return {name: getattr(self, name) for name in _PLAIN} | events | sets | {"workers": workers}
 
     @classmethod
     def of(cls, wire: Mapping[str, Any]) -> Self:
-        """Restore totals from :meth:`wire`. A field that an older version did not write has its initial value."""
+        """Restore totals from :meth:`wire`.
+
+        A field that an older version did not write has its initial value.
+        """
         totals = cls()
         for name in _PLAIN:
             setattr(totals, name, wire.get(name, getattr(totals, name)))
@@ -140,7 +169,8 @@ class RunTotals:
         data = event.decoded()
         match data:
             case StateEvent():
-                self.state, self.reason = data.state, data.reason or ""
+                self.state = data.state
+                self.reason = data.reason or ""
             case StepEvent():
                 self.step = data
             case LedgerEvent():
@@ -166,26 +196,35 @@ class RunTotals:
                 self.alarm_counts[data.metric] = self.alarm_counts.get(data.metric, 0) + 1
             case PromptEvent(change="epoch"):
                 self.epochs = dict(data.epochs)
-            case PromptEvent(change="too long"):  # counted by one worker, which begins at 0 after a restart
+            case PromptEvent(
+                change="too long"
+            ):  # counted by one worker, which begins at 0 after a restart
                 self.prompts_skipped = max(self.prompts_skipped, data.skipped)
                 self.prompts_cut = max(self.prompts_cut, data.cut)
         return data
 
     @property
     def tokens(self) -> dict[str, int]:
-        """Tokens generated, trained and filtered since the run's beginning, also where no step was made."""
-        step, ledger = self.step, self.ledger
+        """Tokens generated, trained and filtered since the run's beginning, also where no step was
+        made."""
+        step = self.step
+        ledger = self.ledger
         of_step = {name: getattr(step, f"tokens_{name}", 0) for name in COUNTED_TOKENS}
-        return {name: max(getattr(ledger, f"{name}_tokens", 0), of_step[name]) for name in COUNTED_TOKENS}
+        return {
+            name: max(getattr(ledger, f"{name}_tokens", 0), of_step[name])
+            for name in COUNTED_TOKENS
+        }
 
     @property
     def dropped(self) -> dict[str, tuple[int, int]]:
-        """Groups that were dropped and their tokens, by reason; the reason with the most groups first."""
+        """Groups that were dropped and their tokens, by reason; the reason with the most groups
+        first."""
         ledger = self.ledger
         groups = {} if ledger is None else ledger.dropped or {}
         tokens = {} if ledger is None else ledger.dropped_tokens or {}
         return {
-            reason: (groups[reason], tokens.get(reason, 0)) for reason in sorted(groups, key=lambda r: (-groups[r], r))
+            reason: (groups[reason], tokens.get(reason, 0))
+            for reason in sorted(groups, key=lambda r: (-groups[r], r))
         }
 
     def _sync(self, data: SyncEvent) -> None:
@@ -200,8 +239,10 @@ class RunTotals:
 
 @dataclass(frozen=True)
 class RecordedTotals:
-    """The ``totals`` of a run up to the event with the id ``after``. ``file``: the last id in its file, which then has all
-    events; "": the file may lack some."""
+    """The ``totals`` of a run up to the event with the id ``after``.
+
+    ``file``: the last id in its file, which then has all events; "": the file may lack some.
+    """
 
     totals: RunTotals
     after: str = "0"

@@ -4,7 +4,8 @@
     version v+1 ──▶ an engine without pinned requests loads it (itself, or a second one that is made for this) ──▶ it is the
                     newest; the other one ends its requests with v, and then is free for the next version
 
-At most two engines exist. While both have pinned requests a new version waits, and a newer one takes its place.
+At most two engines exist. While both have pinned requests a new version waits, and a newer one
+takes its place.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from orchestration.policy.rows import Rows, spare_of
 from stages.engines.protocols import RolloutEngine
 from stages.threads import run_in_temporary_thread
 
-MakeEngine = Callable[[int, Path | None], RolloutEngine]  # of a version, with the model of a checkpoint
+# of a version, with the model of a checkpoint
+MakeEngine = Callable[[int, Path | None], RolloutEngine]
 TURN_SECONDS = 0.05  # of computing, between two pauses of engines with a share
 
 
@@ -36,11 +38,12 @@ class _Slot:
 
 
 class PolicyEngines:
-    """The engines of one policy, of which each has room for ``max_rows`` rows, and the spare ones of them. ``make``
-    blocks; it is called in a thread."""
+    """The engines of one policy, of which each has room for ``max_rows`` rows, and the spare ones
+    of them. ``make`` blocks; it is called in a thread."""
 
     def __init__(self, make: MakeEngine, max_rows: int = 64) -> None:
-        self._make, self._max_rows = make, max_rows
+        self._make = make
+        self._max_rows = max_rows
         self._begin: tuple[int, Path | None] = (0, None)  # what a second engine is made from
         self._slots: list[_Slot] = []  # the last one takes new requests
         self._changed = asyncio.Condition()
@@ -60,7 +63,9 @@ class PolicyEngines:
         """Make the first engine, or for a new checkpoint one in the place of a free one."""
         self._begin = (version, checkpoint)
         made = await self._new_slot()
-        await self._until(lambda: len(self._slots) < 2 or any(not slot.requests for slot in self._slots))
+        await self._until(
+            lambda: len(self._slots) < 2 or any(not slot.requests for slot in self._slots)
+        )
         free = next((slot for slot in self._slots if not slot.requests), None)
         self._slots = [slot for slot in self._slots if slot is not free] + [made]
         if free is not None:
@@ -68,29 +73,37 @@ class PolicyEngines:
 
     @contextlib.asynccontextmanager
     async def engine(self, *, mixed: bool) -> AsyncIterator[RolloutEngine]:
-        """The newest engine, for one request. Unless ``mixed``, it keeps its weights until the request ends."""
+        """The newest engine, for one request.
+
+        Unless ``mixed``, it keeps its weights until the request ends.
+        """
         await self._until(lambda: not self._slots[-1].swapping)
         slot = self._slots[-1]
-        slot.requests, slot.pinned = slot.requests + 1, slot.pinned + (not mixed)
+        slot.requests = slot.requests + 1
+        slot.pinned = slot.pinned + (not mixed)
         try:
             yield slot.engine
         finally:
-            slot.requests, slot.pinned = slot.requests - 1, slot.pinned - (not mixed)
+            slot.requests = slot.requests - 1
+            slot.pinned = slot.pinned - (not mixed)
             await self._notify()
 
     async def free(self) -> None:
         """Wait until a version can be loaded at once."""
-        await self._until(lambda: len(self._slots) < 2 or any(not slot.pinned for slot in self._slots))
+        await self._until(
+            lambda: len(self._slots) < 2 or any(not slot.pinned for slot in self._slots)
+        )
 
     async def swap(self, version: int, weights: Mapping[str, torch.Tensor]) -> None:
-        """Load ``weights``, as :meth:`RolloutEngine.load_weights` takes them, for the requests from now on. Raises
-        WeightMismatch, and keeps the old ones."""
+        """Load ``weights``, as :meth:`RolloutEngine.load_weights` takes them, for the requests from
+        now on. Raises WeightMismatch, and keeps the old ones."""
         await self.free()
         unpinned = [slot for slot in self._slots if not slot.pinned]
         if not unpinned:
             unpinned = [await self._new_slot()]
             self._slots[:0] = unpinned
-        slot = max(unpinned, key=lambda slot: slot.requests)  # requests that mix versions get this one
+        # requests that mix versions get this one
+        slot = max(unpinned, key=lambda slot: slot.requests)
         slot.swapping = True
         try:
             await slot.engine.load_weights(version, weights)
@@ -120,7 +133,8 @@ class PolicyEngines:
 async def keep_share(
     busy: asyncio.Event, engines: Callable[[], Sequence[RolloutEngine]], share: Callable[[], float]
 ) -> None:
-    """While ``busy`` is set, let all of ``engines()`` together compute for at most ``share()`` of the time."""
+    """While ``busy`` is set, let all of ``engines()`` together compute for at most ``share()`` of
+    the time."""
     while True:
         await busy.wait()
         began = time.monotonic()

@@ -1,11 +1,14 @@
-"""Shares the rows of an engine between the clients of a policy: first between tokens, then between requests.
+"""Shares the rows of an engine between the clients of a policy: first between tokens, then between
+requests.
 
     request ──▶ claim (owner, rows) ──▶ waits ── a row is free, and its owner has the fewest ──▶ the engine ──▶ ended
                                                     └ then: the request of that owner with the fewest
 
-An engine starts rows in the order in which they are submitted, so rows past its room wait here. A row that decodes is never
-taken away. So that long responses of one client do not keep another one waiting until they end, ``spare`` rows beyond
-``most`` are for requests that have none: half of them for requests of owners that have some, all for those of the others.
+An engine starts rows in the order in which they are submitted, so rows past its room wait here. A
+row that decodes is never taken away. So that long responses of one client do not keep another one
+waiting until they end, ``spare`` rows beyond
+``most`` are for requests that have none: half of them for requests of owners that have some, all
+for those of the others.
 """
 
 from __future__ import annotations
@@ -30,8 +33,8 @@ def spare_of(most: int) -> int:
 
 @dataclass(eq=False)
 class Claim:
-    """The rows of one request: ``waiting`` for the engine, ``granted`` and not taken yet, ``running``: both these and those
-    in the engine."""
+    """The rows of one request: ``waiting`` for the engine, ``granted`` and not taken yet,
+    ``running``: both these and those in the engine."""
 
     rows: Rows
     owner: str
@@ -45,7 +48,8 @@ class Claim:
         while not self.granted:
             self.changed.clear()
             await self.changed.wait()
-        granted, self.granted = self.granted, 0
+        granted = self.granted
+        self.granted = 0
         return granted
 
     def end(self, rows: int = 1) -> None:
@@ -54,13 +58,19 @@ class Claim:
 
 
 class Rows:
-    """``most`` rows of an engine, and ``spare`` ones. Invariant: no owner's request waits while its owner has fewer rows
-    than another one that is granted some."""
+    """``most`` rows of an engine, and ``spare`` ones.
+
+    Invariant: no owner's request waits while its owner has fewer rows than another one that is
+    granted some.
+    """
 
     def __init__(self, most: int, spare: int = 0) -> None:
-        self.most, self.spare, self.running = most, spare, 0
+        self.most = most
+        self.spare = spare
+        self.running = 0
         self._of: dict[str, int] = {}  # rows of each owner
-        self._claims: dict[str, list[Claim]] = {}  # that wait, by owner, in the order in which they came
+        # that wait, by owner, in the order in which they came
+        self._claims: dict[str, list[Claim]] = {}
 
     @contextlib.contextmanager
     def claim(self, owner: str, rows: int) -> Iterator[Claim]:
@@ -125,9 +135,14 @@ Item = Token | Completion
 
 
 async def shared(
-    start: Callable[[Sequence[GroupRequest]], AsyncGenerator[Item, None]], claim: Claim, groups: Sequence[GroupRequest]
+    start: Callable[[Sequence[GroupRequest]], AsyncGenerator[Item, None]],
+    claim: Claim,
+    groups: Sequence[GroupRequest],
 ) -> AsyncGenerator[Item, None]:
-    """Yield what ``start`` yields of ``groups``, whose rows start as ``claim`` is granted them. Raises what it raises."""
+    """Yield what ``start`` yields of ``groups``, whose rows start as ``claim`` is granted them.
+
+    Raises what it raises.
+    """
     places = [(group, place) for group in groups for place in group.places]
     granted = await claim.take()
     if granted == len(places):
@@ -136,7 +151,8 @@ async def shared(
                 claim.end(isinstance(item, Completion))
                 yield item
         return
-    queue, tasks = asyncio.Queue[Item | Exception](), list[asyncio.Task[None]]()
+    queue = asyncio.Queue[Item | Exception]()
+    tasks = list[asyncio.Task[None]]()
 
     async def forward(part: Sequence[GroupRequest]) -> None:
         try:
@@ -151,7 +167,8 @@ async def shared(
         while begun < len(places):
             granted = granted or await claim.take()
             tasks.append(asyncio.create_task(forward(_part(places[begun : begun + granted]))))
-            begun, granted = begun + granted, 0
+            begun = begun + granted
+            granted = 0
 
     tasks.append(asyncio.create_task(feed(granted)))
     left = len(places)

@@ -53,9 +53,10 @@ class ServedPolicy:
 
 
 class Policies:
-    """The policies of the runs in the index at the URL ``index``, or of ``run`` alone, and the Hugging Face checkpoints in
-    the folders ``checkpoints``, by name. Each is opened when it is asked for. At most ``most`` are open; the one that was
-    not used for longest is closed for another one. ``forks``: makes the processes that read texts (None: one of its own)."""
+    """The policies of the runs in the index at the URL ``index``, or of ``run`` alone, and the
+    Hugging Face checkpoints in the folders ``checkpoints``, by name. Each is opened when it is
+    asked for. At most ``most`` are open; the one that was not used for longest is closed for
+    another one. ``forks``: makes the processes that read texts (None: one of its own)."""
 
     def __init__(
         self,
@@ -67,16 +68,22 @@ class Policies:
         forks: ForkServer | None = None,
     ) -> None:
         self._texts = Texts(forks)
-        self._index, self._run, self._checkpoints, self._most = index, run, checkpoints, most
-        self._open: dict[str, tuple[ServedPolicy, contextlib.AsyncExitStack]] = {}  # the one used last is last
+        self._index = index
+        self._run = run
+        self._checkpoints = checkpoints
+        self._most = most
+        # the one used last is last
+        self._open: dict[str, tuple[ServedPolicy, contextlib.AsyncExitStack]] = {}
         self._requests: list[str] = []  # the models of those under way
         self._asked = asyncio.Event()  # there are some
         self._opening = asyncio.Lock()
 
     @contextlib.asynccontextmanager
     async def use(self, model: str) -> AsyncIterator[ServedPolicy]:
-        """The policy of ``model``, for one request; it is closed after its engine has failed. Raises PolicyUnknown and
-        PoliciesBusy."""
+        """The policy of ``model``, for one request; it is closed after its engine has failed.
+
+        Raises PolicyUnknown and PoliciesBusy.
+        """
         name, _ = parse_model(model)
         if self._run not in ("", name):
             raise PolicyUnknown(f"{model!r} is not served here; {self._run!r} is")
@@ -104,28 +111,37 @@ class Policies:
             if len(self._open) >= self._most:
                 idle = next((known for known in self._open if known not in self._requests), None)
                 if idle is None:
-                    raise PoliciesBusy(f"as many policies as may be ({self._most}) are in use: {', '.join(self._open)}")
+                    raise PoliciesBusy(
+                        f"as many policies as may be ({self._most}) are in use: "
+                        f"{', '.join(self._open)}"
+                    )
                 await self._close(idle)
             async with contextlib.AsyncExitStack() as stack:
                 policy = await self._opened(model, stack)
                 self._open[model] = (policy, stack.pop_all())
 
     async def _opened(self, model: str, stack: contextlib.AsyncExitStack) -> ServedPolicy:
-        """Open the policy of ``model`` until ``stack`` is closed, and keep it at the version that is wanted."""
+        """Open the policy of ``model`` until ``stack`` is closed, and keep it at the version that
+        is wanted."""
         name, version = parse_model(model)
         if name in self._checkpoints:
-            policy = await self._policy(_recipe_of(self._checkpoints[name]), b"", stack, trusted=True)
+            policy = await self._policy(
+                _recipe_of(self._checkpoints[name]), b"", stack, trusted=True
+            )
             await policy.engines.open(0, None)
             return policy
         index = Index(self._index, name)
         stack.push_async_callback(index.close)
-        recipe, paths = await RUN_RECIPE.get(index), await RUN_PATHS.get(index)
+        recipe = await RUN_RECIPE.get(index)
+        paths = await RUN_PATHS.get(index)
         if recipe is None or paths is None:
             raise PolicyUnknown(f"run {name!r} has not begun; it has a policy when it has")
         secret = await SECRET.get(index) or b""
         trusted = recipe.model.source in PLAIN_MODELS and not recipe.prompts.chat_template
         policy = await self._policy(recipe, secret, stack, trusted=trusted)
-        follower = _Follower(index, paths, weight_reader(policy.recipe, paths.shared, secret), policy)
+        follower = _Follower(
+            index, paths, weight_reader(policy.recipe, paths.shared, secret), policy
+        )
         await follower.begin(version)
         following = asyncio.create_task(follower.run(swaps=version is None))
         stack.push_async_callback(asyncio.wait, [following])
@@ -133,8 +149,8 @@ class Policies:
         return policy
 
     async def keep_share(self) -> None:
-        """While there are requests, and a run of an open policy trains on this machine, let all engines together compute
-        for at most its ``serve.share`` of the time."""
+        """While there are requests, and a run of an open policy trains on this machine, let all
+        engines together compute for at most its ``serve.share`` of the time."""
 
         def opened() -> list[ServedPolicy]:
             return [policy for policy, _ in self._open.values()]
@@ -142,11 +158,14 @@ class Policies:
         await keep_share(
             self._asked,
             lambda: [engine for policy in opened() for engine in policy.engines.all()],
-            lambda: min((policy.recipe.serve.share for policy in opened() if policy.trains), default=1.0),
+            lambda: min(
+                (policy.recipe.serve.share for policy in opened() if policy.trains), default=1.0
+            ),
         )
 
     async def _close(self, model: str) -> None:
-        """Close a policy, and return its memory to the system: without that, each one opened later took as much again."""
+        """Close a policy, and return its memory to the system: without that, each one opened later
+        took as much again."""
         await self._open.pop(model)[1].aclose()
         devices.release_cached(devices.select())
         devices.trim()
@@ -159,32 +178,48 @@ class Policies:
     async def _policy(
         self, recipe: Recipe, secret: bytes, stack: contextlib.AsyncExitStack, *, trusted: bool
     ) -> ServedPolicy:
-        """Returns the policy of ``recipe``, whose engines ``stack`` closes. ``secret``: of the run; ``trusted``: its
-        tokenizer is one of the service's owner."""
-        served, max_rows = _served_recipe(recipe), recipe.rollout.max_rows
+        """Returns the policy of ``recipe``, whose engines ``stack`` closes.
+
+        ``secret``: of the run; ``trusted``: its tokenizer is one of the service's owner.
+        """
+        served = _served_recipe(recipe)
+        max_rows = recipe.rollout.max_rows
         engines = PolicyEngines(
-            lambda version, model: rollout_engine(served, version=version, weights=model, secret=secret), max_rows
+            lambda version, model: rollout_engine(
+                served, version=version, weights=model, secret=secret
+            ),
+            max_rows,
         )
         stack.push_async_callback(engines.close)
         tokenizer = await asyncio.to_thread(tokenizer_of, served)
-        texts = await asyncio.to_thread(PolicyTexts.of, self._texts, served, tokenizer, trusted=trusted)
+        texts = await asyncio.to_thread(
+            PolicyTexts.of, self._texts, served, tokenizer, trusted=trusted
+        )
         return ServedPolicy(served, tokenizer, texts, sampling_of(served, tokenizer), engines)
 
 
 def _served_recipe(recipe: Recipe) -> Recipe:
-    """Returns ``recipe`` with an engine that has a device for itself, spare rows, and the filters that a request may ask
-    for. Tokens that pad the embedding are not sampled, unless the recipe says that they are."""
+    """Returns ``recipe`` with an engine that has a device for itself, spare rows, and the filters
+    that a request may ask for. Tokens that pad the embedding are not sampled, unless the recipe
+    says that they are."""
     launch = recipe.launch.model_copy(update={"placement": "separate"})
     if recipe.model.vocabulary == "auto":
-        recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"vocabulary": "tokenizer"})})
+        recipe = recipe.model_copy(
+            update={"model": recipe.model.model_copy(update={"vocabulary": "tokenizer"})}
+        )
     max_rows = recipe.rollout.max_rows
     filters = {"top_p": min(recipe.rollout.top_p, 0.99), "max_rows": max_rows + spare_of(max_rows)}
-    return recipe.model_copy(update={"launch": launch, "rollout": recipe.rollout.model_copy(update=filters)})
+    return recipe.model_copy(
+        update={"launch": launch, "rollout": recipe.rollout.model_copy(update=filters)}
+    )
 
 
 def _recipe_of(folder: str) -> Recipe:
     """Returns a recipe whose model is the checkpoint in ``folder``."""
-    unused: dict[str, Any] = {"prompts": {"source": "builtin", "task": "repeat"}, "train": {"steps": 1}}
+    unused: dict[str, Any] = {
+        "prompts": {"source": "builtin", "task": "repeat"},
+        "train": {"steps": 1},
+    }
     unused["reward"] = {"functions": [{"name": "spelling"}]}
     return Recipe.model_validate({"name": "checkpoint", "model": {"source": folder}, **unused})
 
@@ -193,14 +228,23 @@ class _Follower:
     """Loads the versions of a run into the engines of its policy."""
 
     def __init__(self, index: Index, paths: RunPaths, reader: Reader, policy: ServedPolicy) -> None:
-        self._index, self._checkpoints, self._reader = index, paths.checkpoints, reader
-        self._policy, self._engines = policy, policy.engines
+        self._index = index
+        self._checkpoints = paths.checkpoints
+        self._reader = reader
+        self._policy = policy
+        self._engines = policy.engines
 
     async def begin(self, version: int | None) -> None:
-        """Open ``version``; None: the newest checkpoint, and the newest version after it. Raises PolicyUnknown."""
+        """Open ``version``; None: the newest checkpoint, and the newest version after it.
+
+        Raises PolicyUnknown.
+        """
         await self._look()
         while True:
-            known = {found.version: found.model for found in await asyncio.to_thread(usable, self._checkpoints)}
+            known = {
+                found.version: found.model
+                for found in await asyncio.to_thread(usable, self._checkpoints)
+            }
             wanted = max(known, default=0) if version is None else version
             if wanted not in known and wanted != 0:
                 break
@@ -229,7 +273,9 @@ class _Follower:
                     await self._index.wait(VERSION, wait, WAIT_SECONDS)
                 await self._look()
             except Exception as error:
-                log.error("new versions are not followed", kept=self._engines.version, exc_info=error)
+                log.error(
+                    "new versions are not followed", kept=self._engines.version, exc_info=error
+                )
                 await asyncio.sleep(WAIT_SECONDS)
 
     async def _look(self) -> None:
@@ -238,7 +284,8 @@ class _Follower:
     async def _take(self) -> bool:
         """Load a newer version than that of the engines. Returns whether there was one."""
         await self._engines.free()
-        newest, kept = await self._index.published_weights(), self._engines.version
+        newest = await self._index.published_weights()
+        kept = self._engines.version
         if newest.version > kept and newest.record:
             try:
                 await self._load(newest.record)

@@ -14,7 +14,9 @@ class PoliciesBusy(RuntimeError):
 
 
 def parse_model(model: str) -> tuple[str, int | None]:
-    """Returns the name and the version of ``NAME@VERSION``, or of ``NAME`` and None. Raises PolicyUnknown.
+    """Returns the name and the version of ``NAME@VERSION``, or of ``NAME`` and None.
+
+    Raises PolicyUnknown.
 
     >>> parse_model("tiny@20"), parse_model("tiny")
     (('tiny', 20), ('tiny', None))

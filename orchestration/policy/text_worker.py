@@ -1,8 +1,10 @@
-"""Process that renders chats and tokenises long texts for :mod:`orchestration.policy.texts`, one request at a time.
+"""Process that renders chats and tokenises long texts for :mod:`orchestration.policy.texts`, one
+request at a time.
 
     {"recipe", "messages" | "texts", "most"} ──▶ chat template ──▶ tokenizer ──▶ {"ids"} or {"refused", "fix"}
 
-The template and the tokenizer's patterns come with a model or a recipe: they are programs of a stranger.
+The template and the tokenizer's patterns come with a model or a recipe: they are programs of a
+stranger.
 """
 
 from __future__ import annotations
@@ -32,28 +34,42 @@ def _opened(recipe: str) -> tuple[Recipe, Tokenizer]:
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Return the tokens of the ``texts``, or those of the ``messages`` as the chat template of ``recipe`` renders them.
+    """Return the tokens of the ``texts``, or those of the ``messages`` as the chat template of
+    ``recipe`` renders them.
     ``most``: characters of a text, None: any number."""
     try:
         return _answer(request)
     except TokenizerFailed as failed:
-        return {"refused": f"{failed.problems[0].wrong}.", "fix": "give another text, or ask for another model"}
+        return {
+            "refused": f"{failed.problems[0].wrong}.",
+            "fix": "give another text, or ask for another model",
+        }
 
 
 def _answer(request: dict[str, Any]) -> dict[str, Any]:
     recipe, tokenizer = _opened(request["recipe"])
     if "texts" in request:
         return {"ids": [_ids(tokenizer, text) for text in request["texts"]]}
-    options = {"tokenize": False, "add_generation_prompt": True, **recipe.prompts.chat_template_options}
+    options = {
+        "tokenize": False,
+        "add_generation_prompt": True,
+        **recipe.prompts.chat_template_options,
+    }
     try:
         text = str(tokenizer.apply_chat_template(request["messages"], **options))
     except MemoryError:
         return TOO_LARGE
     except Exception as error:  # a template is a program and may raise anything
-        return {"refused": f"The chat template refuses the messages: {error}", "fix": "see the template"}
+        return {
+            "refused": f"The chat template refuses the messages: {error}",
+            "fix": "see the template",
+        }
     if request["most"] is not None and len(text) > request["most"]:
         detail = f"The chat template makes {len(text)} characters of the messages."
-        return {"refused": detail, "fix": f"give shorter ones: {request['most']} characters fit the context"}
+        return {
+            "refused": detail,
+            "fix": f"give shorter ones: {request['most']} characters fit the context",
+        }
     return {"ids": [_ids(tokenizer, text, add_special_tokens=False)]}
 
 
@@ -64,6 +80,11 @@ def _ids(tokenizer: Tokenizer, text: str, **options: bool) -> list[int]:
 
 def main(arguments: Sequence[str]) -> None:
     """Answer what comes by the socket that is the standard input."""
-    reads, writes = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(0), "wb")
-    limits: dict[str, Any] = {"memory": MEMORY_BYTES, "seconds": LONGEST_SECONDS, "too_large": TOO_LARGE}
+    reads = os.fdopen(os.dup(0), "rb")
+    writes = os.fdopen(os.dup(0), "wb")
+    limits: dict[str, Any] = {
+        "memory": MEMORY_BYTES,
+        "seconds": LONGEST_SECONDS,
+        "too_large": TOO_LARGE,
+    }
     answer_questions(answer, reads, writes, **limits)

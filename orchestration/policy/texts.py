@@ -27,22 +27,29 @@ PATIENCE = 0.1  # seconds, for which one that is in use is waited for before ano
 MOST_WAITING = 2000  # requests of one client
 SECONDS = 20.0  # of one request
 SHORT = 4096  # characters that are tokenised at once
-KEPT = ("HOME", "HF_HOME", "LANG", "PATH", "TMPDIR", "XDG_CACHE_HOME")  # variables of the environment: no secrets
+# variables of the environment: no secrets
+KEPT = ("HOME", "HF_HOME", "LANG", "PATH", "TMPDIR", "XDG_CACHE_HOME")
 
 
 class TextRefused(ValueError):
-    """The text has no tokens; the message says why. ``fix``: what to do. ``value``: characters, where they are too many."""
+    """The text has no tokens; the message says why.
+
+    ``fix``: what to do. ``value``: characters, where they are too many.
+    """
 
     def __init__(self, detail: str, fix: str, value: int | None = None) -> None:
         super().__init__(detail)
-        self.fix, self.value = fix, value
+        self.fix = fix
+        self.value = value
 
 
 class _Forked:
     """A worker that a fork server has made, on the socket ``line``."""
 
     def __init__(self, child: Child, line: socket.socket) -> None:
-        self.pid, self._child, self._line = child.pid, child, line
+        self.pid = child.pid
+        self._child = child
+        self._line = line
         self._file = line.makefile("rwb")
 
     def ask(self, question: bytes) -> bytes:
@@ -62,18 +69,23 @@ class _Forked:
 
 
 class Texts:
-    """The processes that read texts, forked from ``forks`` (None: from a fork server of its own). Belongs to the event loop
-    of its first :meth:`read`."""
+    """The processes that read texts, forked from ``forks`` (None: from a fork server of its own).
+
+    Belongs to the event loop of its first :meth:`read`.
+    """
 
     def __init__(self, forks: ForkServer | None = None) -> None:
-        self._forks, self._owns = forks, forks is None
+        self._forks = forks
+        self._owns = forks is None
         self._connection: Connection | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._confined = Confined(self._started, most=AT_ONCE, waiting=MOST_WAITING, idle=IDLE, patience=PATIENCE)
+        self._confined = Confined(
+            self._started, most=AT_ONCE, waiting=MOST_WAITING, idle=IDLE, patience=PATIENCE
+        )
 
     async def read(self, question: dict[str, Any], owner: str) -> list[list[int]]:
-        """Return the tokens that :func:`orchestration.policy.text_worker.answer` makes, for the client ``owner``. Raises
-        TextRefused and TurnsFull."""
+        """Return the tokens that :func:`orchestration.policy.text_worker.answer` makes, for the
+        client ``owner``. Raises TextRefused and TurnsFull."""
         self._loop = asyncio.get_running_loop()
         if self._forks is None:
             self._forks = await asyncio.to_thread(ForkServer.start, (ENTRY,))
@@ -81,9 +93,13 @@ class Texts:
         try:
             answer = await asyncio.wait_for(self._confined.ask(question, owner), SECONDS)
         except TimeoutError:
-            raise TextRefused(f"It takes more than {SECONDS:.0f} s to be read.", "give a shorter text") from None
+            raise TextRefused(
+                f"It takes more than {SECONDS:.0f} s to be read.", "give a shorter text"
+            ) from None
         except Lost:
-            raise TextRefused("The process that reads it ended.", "give another text, or a shorter one") from None
+            raise TextRefused(
+                "The process that reads it ended.", "give another text, or a shorter one"
+            ) from None
         if "refused" in answer:
             raise TextRefused(answer["refused"], answer["fix"])
         ids: list[list[int]] = answer["ids"]
@@ -95,7 +111,9 @@ class Texts:
         assert self._connection is not None
         here, there = socket.socketpair()
         environment = {name: os.environ[name] for name in KEPT if name in os.environ}
-        launch = Launch(f"{ENTRY}:main", [], {**ENVIRONMENT, **environment}, os.getcwd(), "/dev/stderr", "texts")
+        launch = Launch(
+            f"{ENTRY}:main", [], {**ENVIRONMENT, **environment}, os.getcwd(), "/dev/stderr", "texts"
+        )
         with there:
             launching = self._connection.launch(launch, there.fileno())
             child = asyncio.run_coroutine_threadsafe(launching, self._loop).result()
@@ -111,8 +129,11 @@ class Texts:
 
 @dataclass(frozen=True)
 class PolicyTexts:
-    """Texts for the policy of ``recipe``. ``trusted``: the owner of the service has chosen its tokenizer. ``longest``:
-    characters of the longest token."""
+    """Texts for the policy of ``recipe``.
+
+    ``trusted``: the owner of the service has chosen its tokenizer. ``longest``: characters of the
+    longest token.
+    """
 
     texts: Texts
     recipe: Recipe
@@ -121,8 +142,12 @@ class PolicyTexts:
     longest: int
 
     @classmethod
-    def of(cls, texts: Texts, recipe: Recipe, tokenizer: Tokenizer, *, trusted: bool) -> PolicyTexts:
-        return cls(texts, recipe, tokenizer, trusted, max(map(len, tokenizer.get_vocab()), default=1))
+    def of(
+        cls, texts: Texts, recipe: Recipe, tokenizer: Tokenizer, *, trusted: bool
+    ) -> PolicyTexts:
+        return cls(
+            texts, recipe, tokenizer, trusted, max(map(len, tokenizer.get_vocab()), default=1)
+        )
 
     def most(self, context: int | None) -> int | None:
         """Characters of which a context of so many tokens may be made; None: any number."""
@@ -136,8 +161,13 @@ class PolicyTexts:
             return [self.tokenizer(text)["input_ids"] for text in texts]
         return await self._read({"texts": list(texts)}, owner, context)
 
-    async def chat(self, messages: Sequence[dict[str, str]], owner: str, context: int | None) -> list[list[int]]:
-        """Tokens of the prompt that the chat template makes of ``messages``. Raises TextRefused and TurnsFull."""
+    async def chat(
+        self, messages: Sequence[dict[str, str]], owner: str, context: int | None
+    ) -> list[list[int]]:
+        """Tokens of the prompt that the chat template makes of ``messages``.
+
+        Raises TextRefused and TurnsFull.
+        """
         self._refuse_long(sum(len(message["content"]) for message in messages), context)
         return await self._read({"messages": list(messages)}, owner, context)
 
@@ -149,6 +179,7 @@ class PolicyTexts:
         most = self.most(context)
         if most is not None and characters > most:
             fix = (
-                f"give at most {most}: the context has {context} tokens, and the longest one {self.longest} characters"
+                f"give at most {most}: the context has {context} tokens, and the longest one "
+                f"{self.longest} characters"
             )
             raise TextRefused(f"It has {characters} characters.", fix, characters)

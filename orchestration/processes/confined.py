@@ -1,6 +1,7 @@
 """Answers what strangers ask in processes of their own, within limits of memory and time.
 
-A template, a regular expression or a simulation may take all of either, and a thread that computes cannot be ended.
+A template, a regular expression or a simulation may take all of either, and a thread that computes
+cannot be ended.
 
     ask ──▶ the turn of its owner ──▶ a thread ──▶ a process, which answers and waits for the next question
              one of each owner at a time     └ cancelled ──▶ the process is killed, which ends the thread
@@ -25,9 +26,15 @@ from typing import IO, Any, Protocol
 
 from orchestration.processes.environment import without_secrets
 
-GROWN_BYTES = 512 << 20  # that a process may keep after an answer; with more it ends, and gives them back
+# that a process may keep after an answer; with more it ends, and gives them back
+GROWN_BYTES = 512 << 20
 # A thread pool of each library for all cores would count as memory, and take them from the service.
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "RAYON_NUM_THREADS": "1",
+    "MALLOC_ARENA_MAX": "1",
+}
 
 
 class Lost(RuntimeError):
@@ -39,11 +46,14 @@ class TurnsFull(RuntimeError):
 
 
 class Turns:
-    """At most ``most`` turns at a time, and one of each owner, of which ``waiting`` questions may wait. Owners that wait
-    take theirs one after the other. May be used from several threads and event loops."""
+    """At most ``most`` turns at a time, and one of each owner, of which ``waiting`` questions may
+    wait. Owners that wait take theirs one after the other. May be used from several threads and
+    event loops."""
 
     def __init__(self, most: int, waiting: int) -> None:
-        self._most, self._most_waiting, self._lock = most, waiting, threading.Lock()
+        self._most = most
+        self._most_waiting = waiting
+        self._lock = threading.Lock()
         self._running: set[str] = set()
         self._waiting: OrderedDict[str, deque[Future[None]]] = OrderedDict()
 
@@ -137,8 +147,12 @@ class Interpreter(subprocess.Popen[bytes]):
 
 
 class _Call:
-    """One question. The thread sets ``worker`` and then reads ``cancelled``, and :meth:`cancel` does it the other way round,
-    so the process is killed in any order. It may have answered then, and wait: :meth:`Confined._answer` replaces it."""
+    """One question.
+
+    The thread sets ``worker`` and then reads ``cancelled``, and :meth:`cancel` does it the other
+    way round, so the process is killed in any order. It may have answered then, and wait:
+    :meth:`Confined._answer` replaces it.
+    """
 
     def __init__(self) -> None:
         self.worker: Worker | None = None
@@ -151,15 +165,25 @@ class _Call:
 
 
 class Confined:
-    """Asks the processes that ``start`` makes in a thread, whose main function calls :func:`answer_questions`. At most
-    ``most`` questions are answered at a time, and ``waiting`` of an owner wait. ``idle`` processes are kept; where there is
-    none, one in use is waited for for ``patience`` seconds. May be used from several event loops."""
+    """Asks the processes that ``start`` makes in a thread, whose main function calls
+    :func:`answer_questions`. At most ``most`` questions are answered at a time, and ``waiting`` of
+    an owner wait. ``idle`` processes are kept; where there is none, one in use is waited for for
+    ``patience`` seconds. May be used from several event loops."""
 
     def __init__(
-        self, start: Callable[[], Worker], *, most: int, waiting: int = 64, idle: int = 1, patience: float = 0.0
+        self,
+        start: Callable[[], Worker],
+        *,
+        most: int,
+        waiting: int = 64,
+        idle: int = 1,
+        patience: float = 0.0,
     ) -> None:
-        self._start, self._most_idle, self._patience = start, idle, patience
-        self._threads, self._changed = ThreadPoolExecutor(most, "confined"), threading.Condition()
+        self._start = start
+        self._most_idle = idle
+        self._patience = patience
+        self._threads = ThreadPoolExecutor(most, "confined")
+        self._changed = threading.Condition()
         self._turns = Turns(most, waiting)
         self._free: list[Worker] = []
         self._used = 0
@@ -172,7 +196,10 @@ class Confined:
             self._free.append(self._start())
 
     async def ask(self, question: Mapping[str, Any], owner: str) -> dict[str, Any]:
-        """Return the answer to a ``question`` of ``owner``, the id of a token. Raises Lost and TurnsFull."""
+        """Return the answer to a ``question`` of ``owner``, the id of a token.
+
+        Raises Lost and TurnsFull.
+        """
         line = json.dumps(question).encode() + b"\n"
         await self._turns.take(owner)
         call = _Call()
@@ -249,7 +276,7 @@ class Confined:
             self._free.pop().close()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # In the process
 
 
@@ -262,9 +289,12 @@ def answer_questions(
     seconds: int,
     too_large: Mapping[str, Any],
 ) -> None:
-    """Answer ``questions`` until they end. ``memory``: bytes that one may take beside what the process has now; one that
-    needs more is answered ``too_large``. ``seconds``: after which the process ends, a backstop to the one that asks, which
-    kills it sooner."""
+    """Answer ``questions`` until they end.
+
+    ``memory``: bytes that one may take beside what the process has now; one that needs more is
+    answered ``too_large``. ``seconds``: after which the process ends, a backstop to the one that
+    asks, which kills it sooner.
+    """
     os.nice(5)  # gives way to the service on the same core
     before = _data_bytes()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -1,18 +1,21 @@
-"""The fork server: a process that has imported everything, from which workers and runners are forked.
+"""The fork server: a process that has imported everything, from which workers and runners are
+forked.
 
     ForkServer ──▶ its process imports PRELOAD once (seconds of a core) and computes nothing
     connect() ──▶ launch ──▶ fork ──▶ the child calls the entry function        (hundredths of a second)
                     ◀── number and handle of the child, at its end its exit code ──┘
 
-Children are killed, with the processes that they have started in their group, when their connection closes and when the
-process that owns it dies; they also end when the server dies. Only children that ``outlive`` it, runners, go on. A runner
-makes a fork server of itself: :meth:`ForkServer.within`. A :class:`StandingForkServer` belongs to no process that uses it.
+Children are killed, with the processes that they have started in their group, when their connection
+closes and when the process that owns it dies; they also end when the server dies. Only children
+that ``outlive`` it, runners, go on. A runner makes a fork server of itself:
+:meth:`ForkServer.within`. A :class:`StandingForkServer` belongs to no process that uses it.
 
-Forking is safe because the server uses no accelerator and its only other thread is OpenBLAS's, which supports being forked.
-It needs Linux: process handles, and signals at a parent's death.
+Forking is safe because the server uses no accelerator and its only other thread is OpenBLAS's,
+which supports being forked. It needs Linux: process handles, and signals at a parent's death.
 
-multiprocessing's fork server is not used. A child of it that starts processes, as a runner does, starts a second server and
-imports everything again (`benchmarks/libraries.py` measures it); its children survive a killed owner; and it sends pickles.
+multiprocessing's fork server is not used. A child of it that starts processes, as a runner does,
+starts a second server and imports everything again (`benchmarks/libraries.py` measures it); its
+children survive a killed owner; and it sends pickles.
 """
 
 from __future__ import annotations
@@ -54,10 +57,11 @@ PRELOAD = (
     "stages.engines.torch.train",
 )
 MESSAGE_BYTES = 1 << 20  # the largest message: it contains the environment of a process
-# A thread of libgomp that waits for the next parallel loop spins for some microseconds, within which most loops of an engine
-# begin, and then sleeps, as other workers share the cores. glibc has one heap for all threads: what one of them frees, as
-# weights that were swapped, the others use again. oneDNN, and torch's layer above it, keep what they have prepared for the
-# last sizes of matrices, 1024 by default: the rows of a run have ever other lengths.
+# A thread of libgomp that waits for the next parallel loop spins for some microseconds, within
+# which most loops of an engine begin, and then sleeps, as other workers share the cores. glibc has
+# one heap for all threads: what one of them frees, as weights that were swapped, the others use
+# again. oneDNN, and torch's layer above it, keep what they have prepared for the last sizes of
+# matrices, 1024 by default: the rows of a run have ever other lengths.
 ENVIRONMENT = {
     "OMP_WAIT_POLICY": "ACTIVE",
     "GOMP_SPINCOUNT": "1000",
@@ -65,7 +69,8 @@ ENVIRONMENT = {
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
     "LRU_CACHE_CAPACITY": "64",
 }
-STOPPED_SECONDS = 5.0  # how long a stopped server (SIGSTOP) may keep an answer back; then it is killed
+# how long a stopped server (SIGSTOP) may keep an answer back; then it is killed
+STOPPED_SECONDS = 5.0
 OUTPUT_BYTES = 2000  # of the server's last output, quoted in errors
 IDLE_SECONDS = 600.0  # after which a standing fork server that nothing uses ends
 
@@ -76,8 +81,9 @@ class ForkServerDied(RuntimeError):
 
 @dataclass(frozen=True)
 class Launch:
-    """A process to start: calls ``entry`` ("module:function") with ``arguments`` in the folder ``cwd`` with the environment
-    ``env``, appends its output to the file ``log``, and appears in `ps` as ``title``."""
+    """A process to start: calls ``entry`` ("module:function") with ``arguments`` in the folder
+    ``cwd`` with the environment ``env``, appends its output to the file ``log``, and appears in
+    `ps` as ``title``."""
 
     entry: str
     arguments: Sequence[str]
@@ -89,12 +95,15 @@ class Launch:
 
 
 class Child:
-    """A process forked by a server: like :class:`~orchestration.processes.handles.Process`, with a known exit code.
+    """A process forked by a server: like :class:`~orchestration.processes.handles.Process`, with a
+    known exit code.
     ``orphaned``: the connection that ended before the process did, if any."""
 
     def __init__(self, pid: int, handle: int) -> None:
-        self.pid, self.orphaned = pid, cast("Connection | None", None)
-        self._handle, self._name = handle, str(Process.of(pid))
+        self.pid = pid
+        self.orphaned = cast("Connection | None", None)
+        self._handle = handle
+        self._name = str(Process.of(pid))
         self._code: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
 
     def __str__(self) -> str:
@@ -104,7 +113,10 @@ class Child:
         return not self._code.done()
 
     async def wait(self) -> int | None:
-        """Wait until it has ended. Returns its exit code, negative for a signal; None when the server ended first."""
+        """Wait until it has ended.
+
+        Returns its exit code, negative for a signal; None when the server ended first.
+        """
         return await asyncio.shield(self._code)
 
     def end(self, number: int = signal.SIGKILL) -> None:
@@ -120,7 +132,8 @@ class Child:
             self._code.set_result(code)
 
     def watch_handle(self, connection: Connection) -> None:
-        """When the kernel says that it has ended, expect the exit code of ``connection``'s server, if that is open."""
+        """When the kernel says that it has ended, expect the exit code of ``connection``'s server,
+        if that is open."""
         loop = self._code.get_loop()
         if connection.open:
 
@@ -135,11 +148,13 @@ class Child:
 
 
 class Connection:
-    """Launches children through the fork server ``pid``, a child of this process, and receives their exit codes. Belongs to
-    the event loop that created it."""
+    """Launches children through the fork server ``pid``, a child of this process, and receives
+    their exit codes. Belongs to the event loop that created it."""
 
     def __init__(self, server: socket.socket, pid: int) -> None:
-        self.open, self._server, self._pid = True, server, pid
+        self.open = True
+        self._server = server
+        self._pid = pid
         self._server.setblocking(False)
         self._children: dict[int, Child] = {}
         self._requests: list[asyncio.Future[Child]] = []
@@ -150,8 +165,10 @@ class Connection:
         return "its fork server has ended"
 
     async def launch(self, launch: Launch, stdin: int | None = None) -> Child:
-        """Start a process, with the file ``stdin`` as its standard input. Raises ForkServerDied, and OSError when the
-        machine has no process or file descriptor left."""
+        """Start a process, with the file ``stdin`` as its standard input.
+
+        Raises ForkServerDied, and OSError when the machine has no process or file descriptor left.
+        """
         if not self.open:
             raise ForkServerDied("it has ended")
         answer: asyncio.Future[Child] = self._loop.create_future()
@@ -179,7 +196,10 @@ class Connection:
                     os.kill(self._pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Disconnect; the server kills the children that do not outlive it. Does nothing when repeated."""
+        """Disconnect; the server kills the children that do not outlive it.
+
+        Does nothing when repeated.
+        """
         if self.open:
             self.open = False
             self._loop.remove_reader(self._server)
@@ -196,7 +216,8 @@ class Connection:
         except BlockingIOError:
             return
         except OSError:
-            text, handles = b"", []
+            text = b""
+            handles = []
         if not text:
             return self.close()
         message = json.loads(text)
@@ -219,15 +240,27 @@ class ForkServer:
     """A fork server that ends with this process. Created by :meth:`start` or :meth:`within`."""
 
     def __init__(
-        self, line: socket.socket, pid: int, wait: Callable[[], object], output: IO[bytes] | None = None
+        self,
+        line: socket.socket,
+        pid: int,
+        wait: Callable[[], object],
+        output: IO[bytes] | None = None,
     ) -> None:
-        self.pid, self._line, self._wait, self._output, self._open = pid, line, wait, output, True
+        self.pid = pid
+        self._line = line
+        self._wait = wait
+        self._output = output
+        self._open = True
 
     @classmethod
-    def start(cls, preload: Sequence[str] = PRELOAD, environment: Mapping[str, str] | None = None) -> ForkServer:
-        """Start a server process. It imports the modules ``preload`` in the background; a launch waits for it.
-        ``environment``: that it is started with, which its children show in /proc (default: this process's, without our
-        secrets). Raises ForkServerDied where fork servers are not supported."""
+    def start(
+        cls, preload: Sequence[str] = PRELOAD, environment: Mapping[str, str] | None = None
+    ) -> ForkServer:
+        """Start a server process. It imports the modules ``preload`` in the background; a launch
+        waits for it.
+        ``environment``: that it is started with, which its children show in /proc (default: this
+        process's, without our secrets). Raises ForkServerDied where fork servers are not supported.
+        """
         ours, theirs = _socketpair()
         output = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the server)
         with theirs:
@@ -236,7 +269,8 @@ class ForkServer:
 
     @classmethod
     def within(cls) -> ForkServer:
-        """In a child of a fork server, before it has an event loop: fork a server from it, without importing anything."""
+        """In a child of a fork server, before it has an event loop: fork a server from it, without
+        importing anything."""
         ours, theirs = _socketpair()
         parent = os.getpid()
         if pid := _fork():
@@ -280,8 +314,12 @@ class ForkServer:
 
 
 class StandingForkServer(ForkServer):
-    """The fork server at ``folder``/line. It is started by the first process that asks for it, and ends with the process
-    ``owner``, or after ``IDLE_SECONDS`` without a connection. Raises ForkServerDied where other users may reach it."""
+    """The fork server at ``folder``/line.
+
+    It is started by the first process that asks for it, and ends with the process ``owner``, or
+    after ``IDLE_SECONDS`` without a connection. Raises ForkServerDied where other users may reach
+    it.
+    """
 
     def __init__(self, folder: Path, owner: int, preload: Sequence[str]) -> None:
         self._folder = folder
@@ -295,14 +333,19 @@ class StandingForkServer(ForkServer):
                 self._socket().close()
             except OSError:
                 (folder / "line").unlink(missing_ok=True)
-                with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line, open(folder / "log", "wb") as output:
+                with (
+                    socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line,
+                    open(folder / "log", "wb") as output,
+                ):
                     line.bind(str(folder / "line"))
                     line.listen()
-                    _server_process(preload, output, line, owner).wait()  # it has left a child, which is the server
+                    # it has left a child, which is the server
+                    _server_process(preload, output, line, owner).wait()
 
     def connect(self) -> Connection:
         try:
-            return Connection(self._socket(), os.getpid())  # the server is no child: it is not watched for stops
+            # the server is no child: it is not watched for stops
+            return Connection(self._socket(), os.getpid())
         except OSError:
             raise ForkServerDied(self.last_output()) from None
 
@@ -321,21 +364,25 @@ class StandingForkServer(ForkServer):
         return line
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # In the server's process
 
 
 class _Server:
-    """Forks children on request of the connections that arrive on ``line``, until ``line`` closes; one that listens for
-    them, until the process of the handle ``owner`` has ended, or nothing is connected."""
+    """Forks children on request of the connections that arrive on ``line``, until ``line`` closes;
+    one that listens for them, until the process of the handle ``owner`` has ended, or nothing is
+    connected."""
 
     def __init__(self, line: socket.socket, owner: int | None = None) -> None:
-        self._line, self._selector = line, selectors.DefaultSelector()
-        self._children: dict[int, tuple[socket.socket, bool]] = {}  # pid → connection, whether it outlives it
+        self._line = line
+        self._selector = selectors.DefaultSelector()
+        # pid → connection, whether it outlives it
+        self._children: dict[int, tuple[socket.socket, bool]] = {}
         self._selector.register(line, selectors.EVENT_READ)
         if owner is not None:
             self._selector.register(owner, selectors.EVENT_READ, 0)
-        self._unused, self._listens = len(self._selector.get_map()), owner is not None
+        self._unused = len(self._selector.get_map())
+        self._listens = owner is not None
 
     def serve(self) -> int:
         while True:
@@ -361,7 +408,8 @@ class _Server:
         try:
             text, files, _, _ = socket.recv_fds(connection, MESSAGE_BYTES, 1)
         except ConnectionResetError:
-            text, files = b"", []
+            text = b""
+            files = []
         if text:
             self._launch(connection, Launch(**json.loads(text)), files)
             for file in files:
@@ -416,7 +464,8 @@ class _Server:
 
 
 def _kill_group(pid: int) -> None:
-    """Kill a child that was not waited for yet, so that its number is not reused, and the processes of its group."""
+    """Kill a child that was not waited for yet, so that its number is not reused, and the processes
+    of its group."""
     for kill in (os.killpg, os.kill):  # it may not have made its group yet
         with contextlib.suppress(ProcessLookupError):
             kill(pid, signal.SIGKILL)
@@ -429,7 +478,8 @@ def _fork() -> int:
 
 
 def _set_up_child(launch: Launch, log: int, files: list[int], server: int) -> None:
-    """In a child: set what a new process would have: session, output, environment, folder, random state."""
+    """In a child: set what a new process would have: session, output, environment, folder, random
+    state."""
     os.setsid()
     if not launch.outlives:
         die_with_parent(server)
@@ -449,8 +499,11 @@ def _set_up_child(launch: Launch, log: int, files: list[int], server: int) -> No
 
 
 def run_child(launch: Launch) -> NoReturn:
-    """In a child: call the entry function, then end the process. As in multiprocessing, threads are joined, exit functions
-    called and files flushed, but the interpreter is not finalized: that would copy the memory shared with the server."""
+    """In a child: call the entry function, then end the process.
+
+    As in multiprocessing, threads are joined, exit functions called and files flushed, but the
+    interpreter is not finalized: that would copy the memory shared with the server.
+    """
     code = 0
     try:
         pkgutil.resolve_name(launch.entry)(launch.arguments)
@@ -492,13 +545,23 @@ def _server_process(
     handles = [line.fileno(), *([] if owner is None else [os.pidfd_open(owner)])]
     try:
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", "orchestration.processes.forkserver", ",".join(map(str, handles)), *preload],
+            [
+                sys.executable,
+                "-P",
+                "-m",
+                "orchestration.processes.forkserver",
+                ",".join(map(str, handles)),
+                *preload,
+            ],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
             pass_fds=handles,
             start_new_session=True,  # it does not get Ctrl-C
-            env={**ENVIRONMENT, **importable(without_secrets(os.environ) if environment is None else environment)},
+            env={
+                **ENVIRONMENT,
+                **importable(without_secrets(os.environ) if environment is None else environment),
+            },
         )
     finally:
         for handle in handles[1:]:
@@ -511,7 +574,8 @@ def main() -> int:
     if owner and os.fork():  # a standing server is no process's child
         return 0
     setproctitle("asyncdock fork server")
-    gc.disable()  # collections would take a quarter of the time that the imports take; children enable it
+    # collections would take a quarter of the time that the imports take; children enable it
+    gc.disable()
     for module in sys.argv[2:]:
         importlib.import_module(module)
     if "torch" in sys.modules:

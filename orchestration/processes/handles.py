@@ -1,8 +1,8 @@
 """Handles of processes, also of those that this process did not start.
 
-A process is identified by its number, its start time in ticks since boot, and the boot and PID namespace of both. psutil is
-not used: its ``create_time()`` moves with the system clock, so that a living index server would look dead after the clock is
-set; its ``wait()`` blocks a thread.
+A process is identified by its number, its start time in ticks since boot, and the boot and PID
+namespace of both. psutil is not used: its ``create_time()`` moves with the system clock, so that a
+living index server would look dead after the clock is set; its ``wait()`` blocks a thread.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ CHECK_SECONDS = 0.2  # between checks where the kernel offers no handle to wait 
 
 @dataclass(frozen=True)
 class Process:
-    """A process of this machine. ``born`` distinguishes it from a later process with the same number."""
+    """A process of this machine.
+
+    ``born`` distinguishes it from a later process with the same number.
+    """
 
     pid: int
     born: str
@@ -38,10 +41,11 @@ class Process:
 
     @classmethod
     def parse(cls, text: str) -> Process | None:
-        """Return the handle that ``str`` was called on; None for any other text, and for a process of another machine, boot
-        or PID namespace: from here, nothing is known of it."""
+        """Return the handle that ``str`` was called on; None for any other text, and for a process
+        of another machine, boot or PID namespace: from here, nothing is known of it."""
         pid, born, space = (*text.split(":"), "", "")[:3]
-        known = pid.isdigit() and born and space in ("", process_space())  # "": written by an earlier release
+        # "": written by an earlier release
+        known = pid.isdigit() and born and space in ("", process_space())
         return cls(int(pid), born) if known else None
 
     def __str__(self) -> str:
@@ -49,11 +53,15 @@ class Process:
 
     def alive(self) -> bool:
         if self.child is not None:
-            return self.child.poll() is None  # which also collects the exit code, so that no zombie stays
+            # which also collects the exit code, so that no zombie stays
+            return self.child.poll() is None
         return bool(self.born) and _born(self.pid) == self.born
 
     async def wait(self) -> int | None:
-        """Wait until it has ended. Returns its exit code, or None when it is not a child of this process."""
+        """Wait until it has ended.
+
+        Returns its exit code, or None when it is not a child of this process.
+        """
         try:
             handle = os.pidfd_open(self.pid) if sys.platform == "linux" else -1
         except ProcessLookupError:
@@ -62,10 +70,12 @@ class Process:
             while self.alive():  # noqa: ASYNC110
                 await asyncio.sleep(CHECK_SECONDS)
         else:
-            ended, loop = asyncio.Event(), asyncio.get_running_loop()
+            ended = asyncio.Event()
+            loop = asyncio.get_running_loop()
             loop.add_reader(handle, ended.set)
             try:
-                if self.alive():  # checked after the handle is open: it is not the handle of a later process
+                # checked after the handle is open: it is not the handle of a later process
+                if self.alive():
                     await ended.wait()
             finally:
                 loop.remove_reader(handle)
@@ -83,11 +93,14 @@ def _born(pid: int) -> str:
     """Return when ``pid`` started, as the system counts it; "" when it has ended or is a zombie."""
     if sys.platform == "linux":
         try:
-            # Fields after the name in brackets, which may hold any character: the 3rd is the state, the 22nd the start.
+            # Fields after the name in brackets, which may hold any character: the 3rd is the state,
+            # the 22nd the start.
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         except OSError:
             return ""
         return "" if fields[0] in "ZX" else fields[19]
-    found = subprocess.run(["ps", "-o", "lstart=,state=", "-p", str(pid)], capture_output=True, text=True, check=False)
+    found = subprocess.run(
+        ["ps", "-o", "lstart=,state=", "-p", str(pid)], capture_output=True, text=True, check=False
+    )
     started, _, state = found.stdout.strip().rpartition(" ")
     return "" if state.startswith("Z") else started.replace(" ", "-").replace(":", ".")

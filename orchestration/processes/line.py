@@ -1,9 +1,10 @@
-"""The line of a process that runs a user's code: messages over the socket that is its standard input.
+"""The line of a process that runs a user's code: messages over the socket that is its standard
+input.
 
     message: bytes of its head (4) and of its body (8) ── the head in JSON ── the body, bytes whose meaning the head says
 
-Neither end unpickles anything. The process is not trusted: a message of it that says more bytes than are taken is not read.
-Importing this takes the standard library alone.
+Neither end unpickles anything. The process is not trusted: a message of it that says more bytes
+than are taken is not read. Importing this takes the standard library alone.
 """
 
 from __future__ import annotations
@@ -42,18 +43,27 @@ def send(line: socket.socket, head: Mapping[str, Any]) -> None:
 
 
 def receive(line: socket.socket) -> dict[str, Any]:
-    """In the process: the head of the next message, which has no body. Raises EOFError at the end of the line."""
+    """In the process: the head of the next message, which has no body.
+
+    Raises EOFError at the end of the line.
+    """
     head_bytes, body_bytes = SIZES.unpack(_exactly(line, SIZES.size))
     return head_of(_exactly(line, head_bytes + body_bytes))
 
 
 async def receive_from(stream: asyncio.StreamReader, most: int | None = None) -> Message:
-    """The next message. ``most``: bytes of a body that are taken, and HEAD_BYTES of a head; None: any number, as the sender
-    is trusted. Raises IncompleteReadError and ConnectionError at the end of the line, BadMessage."""
+    """The next message.
+
+    ``most``: bytes of a body that are taken, and HEAD_BYTES of a head; None: any number, as the
+    sender is trusted. Raises IncompleteReadError and ConnectionError at the end of the line,
+    BadMessage.
+    """
     head_bytes, body_bytes = SIZES.unpack(await stream.readexactly(SIZES.size))
     if most is not None and (head_bytes > HEAD_BYTES or body_bytes > most):
         taken = f"{HEAD_BYTES} and {most} are taken"
-        raise BadMessage(f"a message of {head_bytes} bytes and {body_bytes} bytes of columns; {taken}")
+        raise BadMessage(
+            f"a message of {head_bytes} bytes and {body_bytes} bytes of columns; {taken}"
+        )
     head = head_of(await stream.readexactly(head_bytes))
     return head, await stream.readexactly(body_bytes)
 
@@ -79,7 +89,7 @@ def _exactly(line: socket.socket, count: int) -> bytes:
     return bytes(data)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # In the process
 
 
@@ -92,8 +102,8 @@ def take_line() -> socket.socket:
 
 
 def prepare(path: list[str], memory: int = 0) -> None:
-    """Set what a process that runs a user's code has: no core dump but a trace in its log, ``memory`` bytes of data (0: no
-    limit), ``path`` of imports."""
+    """Set what a process that runs a user's code has: no core dump but a trace in its log,
+    ``memory`` bytes of data (0: no limit), ``path`` of imports."""
     faulthandler.enable()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if memory:

@@ -30,12 +30,16 @@ from pipeline.index.embedded import die_with_parent
 
 log = structlog.get_logger()
 
-FORKSERVER, SPAWN = "forkserver", "spawn"
+FORKSERVER = "forkserver"
+SPAWN = "spawn"
 
 
 class Starter:
-    """Starts processes. ``server``: an existing fork server, which its owner closes; by default a new one is started, which
-    imports ``preload``, with ``environment`` (:meth:`ForkServer.start`)."""
+    """Starts processes.
+
+    ``server``: an existing fork server, which its owner closes; by default a new one is started,
+    which imports ``preload``, with ``environment`` (:meth:`ForkServer.start`).
+    """
 
     def __init__(
         self,
@@ -44,8 +48,10 @@ class Starter:
         preload: Sequence[str] = PRELOAD,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        self._preload, self._environment = preload, environment
-        self._server, self._owns_server = server, False
+        self._preload = preload
+        self._environment = environment
+        self._server = server
+        self._owns_server = False
         self._connection: Connection | None = None
         self._worked = server is not None
         self._forks = method == FORKSERVER
@@ -53,8 +59,10 @@ class Starter:
             self._start_server()
 
     async def start(self, launch: Launch, stdin: int | None = None) -> Child | Process:
-        """Start a process, with the file ``stdin`` as its standard input. Raises OSError when the machine has no process or
-        file descriptor left."""
+        """Start a process, with the file ``stdin`` as its standard input.
+
+        Raises OSError when the machine has no process or file descriptor left.
+        """
         _create(launch.log)
         while self._forks and self._server is not None:
             server = self._server
@@ -66,7 +74,9 @@ class Starter:
                 return child
             except ForkServerDied as died:
                 if server is self._server:  # otherwise a concurrent call has replaced it
-                    log.warning("the fork server has ended", reason=str(died), output=server.last_output())
+                    log.warning(
+                        "the fork server has ended", reason=str(died), output=server.last_output()
+                    )
                     self.close()
                     if self._worked:
                         self._start_server()
@@ -80,19 +90,24 @@ class Starter:
             self._connection.close()
         if self._owns_server and self._server is not None:
             self._server.close()
-        self._connection, self._server = None, None
+        self._connection = None
+        self._server = None
 
     def _start_server(self) -> None:
         self._worked = False
         try:
-            self._server, self._owns_server = ForkServer.start(self._preload, self._environment), True
+            self._server = ForkServer.start(self._preload, self._environment)
+            self._owns_server = True
         except ForkServerDied as died:
             log.info("each process is started as a new interpreter", reason=str(died))
             self._forks = False
 
 
 def _create(log_file: str) -> None:
-    """Create the file with the mode that this process gives files. The fork server's may be another one."""
+    """Create the file with the mode that this process gives files.
+
+    The fork server's may be another one.
+    """
     with open(log_file, "ab"):
         pass
 
@@ -102,7 +117,8 @@ def spawn(launch: Launch, stdin: int | None = None) -> Process:
     module, _, _ = launch.entry.partition(":")
     with open(launch.log, "ab") as file:
         child = subprocess.Popen(
-            # -P: a folder called `api` or `stages` in the current directory must not be imported as this package.
+            # -P: a folder called `api` or `stages` in the current directory must not be imported as
+            # this package.
             [sys.executable, "-P", "-m", module, *launch.arguments],
             stdin=subprocess.DEVNULL if stdin is None else stdin,
             stdout=file,

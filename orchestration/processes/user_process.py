@@ -24,26 +24,38 @@ from orchestration.processes.starter import Starter
 from pipeline.first_of import cancel_all
 
 END_SECONDS = 5.0  # until the exit code of a process that ended is known
-LINE_SECONDS = 1.0  # for which the line of a process that has exited is read: what it has forked may hold the other end
+# for which the line of a process that has exited is read: what it has forked may hold the other end
+LINE_SECONDS = 1.0
 
 
 class ProcessEnded(RuntimeError):
-    """The process has ended, or is of no use any more. ``str``: how, as "ended its process: killed by SIGKILL". ``shared``:
-    other calls were in it too. ``is_bad``: it has sent what is no message."""
+    """The process has ended, or is of no use any more.
+
+    ``str``: how, as "ended its process: killed by SIGKILL". ``shared``: other calls were in it too.
+    ``is_bad``: it has sent what is no message.
+    """
 
     def __init__(self, how: str, *, shared: bool = False, is_bad: bool = False) -> None:
         super().__init__(how)
-        self.shared, self.is_bad = shared, is_bad
+        self.shared = shared
+        self.is_bad = is_bad
 
 
 class UserProcess:
     """One process. ``most``: bytes of the body of a message from it."""
 
     def __init__(
-        self, child: Child | Process, stream: asyncio.StreamReader, writer: asyncio.StreamWriter, most: int
+        self,
+        child: Child | Process,
+        stream: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        most: int,
     ) -> None:
         self.ended = False
-        self._child, self._stream, self._writer, self._most = child, stream, writer, most
+        self._child = child
+        self._stream = stream
+        self._writer = writer
+        self._most = most
         self._numbers = itertools.count()
         self._calls: dict[int, asyncio.Future[Message]] = {}
         self._receiving: asyncio.Task[None] | None = None
@@ -51,7 +63,10 @@ class UserProcess:
 
     @classmethod
     async def start(cls, starter: Starter, launch: Launch, most: int = 0) -> Self:
-        """Start a process by ``starter``. Raises OSError when the machine has no process or descriptor left."""
+        """Start a process by ``starter``.
+
+        Raises OSError when the machine has no process or descriptor left.
+        """
         ours, theirs = socket.socketpair()
         try:
             with theirs:
@@ -95,7 +110,10 @@ class UserProcess:
             raise ProcessEnded(f"ended its process: {await self._exit()}") from None
 
     async def end(self, patience: float = 0.0) -> None:
-        """End it, and what it has started. ``patience``: seconds that it has to end by itself, as its line has ended."""
+        """End it, and what it has started.
+
+        ``patience``: seconds that it has to end by itself, as its line has ended.
+        """
         self.ended = True
         self._writer.close()
         if patience:

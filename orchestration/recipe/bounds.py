@@ -1,4 +1,7 @@
-"""Bounds that every recipe keeps: depth, number and size of its values. Checked first, so that no other check takes long."""
+"""Bounds that every recipe keeps: depth, number and size of its values.
+
+Checked first, so that no other check takes long.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +29,19 @@ def read_toml(text: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except RecursionError:
-        raise NotToml(f"its lists or tables lie too deep inside each other; keep to {DEEPEST} levels") from None
+        raise NotToml(
+            f"its lists or tables lie too deep inside each other; keep to {DEEPEST} levels"
+        ) from None
     except ValueError as error:  # also of a number with thousands of digits
         raise NotToml(str(error)) from None
 
 
-def out_of_bounds(data: Mapping[str, Any], key: str = "", *, finite: bool = False) -> Iterator[Problem]:
-    """Yield a problem for each value in ``data``, the table at ``key``, that exceeds a bound; with ``finite`` also for
-    numbers that are infinite or NaN. Ends at the first value that makes the whole too large."""
+def out_of_bounds(
+    data: Mapping[str, Any], key: str = "", *, finite: bool = False
+) -> Iterator[Problem]:
+    """Yield a problem for each value in ``data``, the table at ``key``, that exceeds a bound; with
+    ``finite`` also for numbers that are infinite or NaN. Ends at the first value that makes the
+    whole too large."""
     try:
         yield from _Bounds(finite).problems(data, key, 0)
     except _TooLarge as error:
@@ -48,7 +56,9 @@ class _Bounds:
     """Counts the values and characters of a recipe."""
 
     def __init__(self, finite: bool) -> None:
-        self.finite, self.values, self.characters = finite, 0, 0
+        self.finite = finite
+        self.values = 0
+        self.characters = 0
 
     def count(self, text: str = "") -> None:
         """Count one value, or key, with its characters. Raises _TooLarge."""
@@ -73,7 +83,12 @@ class _Bounds:
         elif isinstance(value, Mapping):
             for name, item in value.items():
                 if len(name) > LONGEST_KEY:
-                    yield Problem(key, None, f"has a key of {len(name)} characters", f"use at most {LONGEST_KEY}")
+                    yield Problem(
+                        key,
+                        None,
+                        f"has a key of {len(name)} characters",
+                        f"use at most {LONGEST_KEY}",
+                    )
                     continue
                 self.count(name)
                 if wrong := _not_allowed(name):

@@ -1,4 +1,5 @@
-"""Pydantic's errors about single keys, as problems of a recipe; and the part of a recipe that is valid in spite of them."""
+"""Pydantic's errors about single keys, as problems of a recipe; and the part of a recipe that is
+valid in spite of them."""
 
 from __future__ import annotations
 
@@ -32,12 +33,14 @@ EXPECTED = {
 SIGNS = {"greater_than_equal": ">=", "greater_than": ">", "less_than_equal": "<=", "less_than": "<"}
 TOML_TYPES = {bool: "boolean", int: "whole number", float: "number", str: "text", list: "list"}
 
-# Keys that [train] does not have yet: the parallelism, and a layout that `asyncdock plan reshard` can plan instead.
+# Keys that [train] does not have yet: the parallelism, and a layout that `asyncdock plan reshard`
+# can plan instead.
 FUTURE_KEYS = {
     "train.etp": ("expert tensor", "dp=2,tp=2,etp=2"),
 }
 
-# Replaces required keys that are missing or wrong, so that relations between the other keys can still be checked.
+# Replaces required keys that are missing or wrong, so that relations between the other keys can
+# still be checked.
 STAND_INS: dict[str, dict[str, Any]] = {
     "model": {"source": "tiny"},
     "prompts": {"source": "jsonl", "path": "?"},
@@ -46,25 +49,42 @@ STAND_INS: dict[str, dict[str, Any]] = {
 
 
 def missing_parallelism(key: str) -> str:
-    """Says which parallelism the train engine lacks for ``key``, one of :data:`FUTURE_KEYS` or ``train.ep_order``."""
+    """Says which parallelism the train engine lacks for ``key``, one of :data:`FUTURE_KEYS` or
+    ``train.ep_order``."""
     if key == "train.ep_order":
         return "in the train engine neighbours hold different experts"
     return f"the train engine has no {FUTURE_KEYS[key][0]} parallelism, only dp, cp, tp, pp and ep"
 
 
-def field_problem(error: ErrorDetails, prefix: str = "", allowed: Collection[str] | None = None) -> Problem:
-    """Translate one of pydantic's errors. ``prefix`` precedes its key; ``allowed`` are the keys of the table in which it is
-    (default: looked up in the recipe's schema)."""
-    loc, kind, value, context = error["loc"], error["type"], error["input"], error.get("ctx", {})
+def field_problem(
+    error: ErrorDetails, prefix: str = "", allowed: Collection[str] | None = None
+) -> Problem:
+    """Translate one of pydantic's errors.
+
+    ``prefix`` precedes its key; ``allowed`` are the keys of the table in which it is (default:
+    looked up in the recipe's schema).
+    """
+    loc = error["loc"]
+    kind = error["type"]
+    value = error["input"]
+    context = error.get("ctx", {})
     key = ".".join(map(str, (prefix, *loc) if prefix else loc))
     match kind:
         case "missing" if isinstance(loc[-1], int):
-            return Problem(key, None, "is missing", f"give more values in {'.'.join(map(str, loc[:-1]))}")
+            return Problem(
+                key, None, "is missing", f"give more values in {'.'.join(map(str, loc[:-1]))}"
+            )
         case "missing":
             is_section = key in Recipe.model_fields and key != "name"
-            return Problem(key, None, "is missing", f"add a [{key}] section" if is_section else f"add {loc[-1]} = ...")
+            return Problem(
+                key,
+                None,
+                "is missing",
+                f"add a [{key}] section" if is_section else f"add {loc[-1]} = ...",
+            )
         case "extra_forbidden" if key in FUTURE_KEYS:
-            layout, wrong = FUTURE_KEYS[key][1], f"is not there yet: {missing_parallelism(key)}"
+            layout = FUTURE_KEYS[key][1]
+            wrong = f"is not there yet: {missing_parallelism(key)}"
             plan = f"`asyncdock plan reshard RECIPE --train {layout}` plans such a layout"
             return Problem(key, value, wrong, f"take it out and set train.dp and train.tp; {plan}")
         case "extra_forbidden":
@@ -81,15 +101,25 @@ def field_problem(error: ErrorDetails, prefix: str = "", allowed: Collection[str
             return Problem(key, value, "is not the name of a device", device_fix(str(value)))
         case "string_pattern_mismatch":
             return Problem(
-                key, value, "is not a name", "use letters, digits, '.', '_' and '-', a letter or digit first"
+                key,
+                value,
+                "is not a name",
+                "use letters, digits, '.', '_' and '-', a letter or digit first",
             )
         case "too_short" | "too_long" | "string_too_short":
             return Problem(key, value, "has the wrong length", error["msg"])
     if kind in EXPECTED:
-        given = TOML_TYPES.get(type(value), "table" if isinstance(value, Mapping) else type(value).__name__)
+        given = TOML_TYPES.get(
+            type(value), "table" if isinstance(value, Mapping) else type(value).__name__
+        )
         return Problem(key, value, f"is a {given}", f"write {EXPECTED[kind]}")
     if kind in SIGNS:
-        return Problem(key, value, "is out of range", f"use a value {SIGNS[kind]} {next(iter(context.values()))}")
+        return Problem(
+            key,
+            value,
+            "is out of range",
+            f"use a value {SIGNS[kind]} {next(iter(context.values()))}",
+        )
     return Problem(key, value, error["msg"])
 
 
@@ -101,15 +131,21 @@ def _keys_at(loc: Sequence[int | str]) -> Collection[str]:
     return table.model_fields if isinstance(table, type) and issubclass(table, BaseModel) else ()
 
 
-def valid_part(data: Mapping[str, Any], error: ValidationError) -> tuple[Recipe, set[str], list[ErrorDetails]]:
-    """Return a recipe of the valid keys, with defaults and :data:`STAND_INS` for the others; the dotted names of those
-    others; and all errors, including those that show only when the first ones are gone."""
-    valid, wrong, stood_in = copy.deepcopy(dict(data)), set[str](), set[str]()
+def valid_part(
+    data: Mapping[str, Any], error: ValidationError
+) -> tuple[Recipe, set[str], list[ErrorDetails]]:
+    """Return a recipe of the valid keys, with defaults and :data:`STAND_INS` for the others; the
+    dotted names of those others; and all errors, including those that show only when the first ones
+    are gone."""
+    valid = copy.deepcopy(dict(data))
+    wrong = set[str]()
+    stood_in = set[str]()
     errors: list[ErrorDetails] = []
     while True:
         removed = set(wrong)
         for item in error.errors():
-            # An error inside a list makes the whole list wrong; a key that is wrong even without its value, its section.
+            # An error inside a list makes the whole list wrong; a key that is wrong even without
+            # its value, its section.
             path = list(itertools.takewhile(lambda part: isinstance(part, str), item["loc"]))
             name = ".".join(map(str, path))
             if name not in removed and item["loc"][0] not in stood_in:

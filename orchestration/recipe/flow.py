@@ -1,4 +1,5 @@
-"""The flow of a recipe: the stages that it names, and what its algorithm and its reward functions read of them.
+"""The flow of a recipe: the stages that it names, and what its algorithm and its reward functions
+read of them.
 
 [[stages]], algorithm, reward.functions ──▶ declarations ──▶ stages.flow.resolver ──▶ Flow
 """
@@ -27,18 +28,25 @@ if TYPE_CHECKING:
 
 
 def flow_of(recipe: Recipe) -> Flow:
-    """The stages and columns of a run of ``recipe``. Raises FlowError, ValueError for a name that is not found."""
+    """The stages and columns of a run of ``recipe``.
+
+    Raises FlowError, ValueError for a name that is not found.
+    """
     declared = declarations_of(recipe)
     algorithm: Any = algorithm_of(recipe)
-    functions, truncated = len(recipe.reward.functions), credit_truncated(recipe)
-    reads, given = reward_reads(recipe, declared), len(recipe.prompts.responses)
+    functions = len(recipe.reward.functions)
+    truncated = credit_truncated(recipe)
+    reads = reward_reads(recipe, declared)
+    given = len(recipe.prompts.responses)
     stages = catalogue(
         rewards=functions,
         reward_reads=reads,
         stages=declared,
         given_responses=given,
         critic=algorithm.critic_algorithm() is not None,
-        routed=expert_type(experts_of(text_config(recipe.model.source))[0]) if recipe.train.router == "replay" else "",
+        routed=expert_type(experts_of(text_config(recipe.model.source))[0])
+        if recipe.train.router == "replay"
+        else "",
         in_training=[name for name, by in algorithm.scores.items() if by == BASE],
     )
     rated: Columns = {"reward": "float32"} if recipe.prompts.sampling == "difficulty" else {}
@@ -49,30 +57,41 @@ def flow_of(recipe: Recipe) -> Flow:
 
 
 def credit_truncated(recipe: Recipe) -> Truncated:
-    """What the credit stage does about truncated responses: nothing where they are given, as the stage that takes them over
-    leaves them out."""
+    """What the credit stage does about truncated responses: nothing where they are given, as the
+    stage that takes them over leaves them out."""
     return "train" if recipe.prompts.responses else recipe.rollout.truncated
 
 
 def algorithm_of(recipe: Recipe) -> NamedAlgorithm:
-    """The recipe's algorithm under its staleness bound. Where adapters are trained and the reference is the model that the
-    run begins with, the trainer has it, its model without them: it computes ``ref_logprobs``, unless another stage reads or
-    makes them. Raises ValueError for a name or an option that is not known."""
+    """The recipe's algorithm under its staleness bound.
+
+    Where adapters are trained and the reference is the model that the run begins with, the trainer
+    has it, its model without them: it computes ``ref_logprobs``, unless another stage reads or
+    makes them. Raises ValueError for a name or an option that is not known.
+    """
     of = recipe.algorithm
-    algorithm = build_algorithm(of.name, algorithm_options(recipe)).under(recipe.pipeline.staleness)[0]
-    scores, name = algorithm.scores, "ref_logprobs"
-    from_here = recipe.model.reference is None and not recipe.teacher.url and recipe.runs_stage("reference")
+    algorithm = build_algorithm(of.name, algorithm_options(recipe)).under(
+        recipe.pipeline.staleness
+    )[0]
+    scores = algorithm.scores
+    name = "ref_logprobs"
+    from_here = (
+        recipe.model.reference is None and not recipe.teacher.url and recipe.runs_stage("reference")
+    )
     if recipe.adapters and from_here and name in scores:
         stages = declarations_of(recipe)
         made = {column for declared in stages for column in declared.makes}
-        read = {column for declared in stages for column in declared.needs} | {*algorithm.credit_reads}
+        read = {column for declared in stages for column in declared.needs} | {
+            *algorithm.credit_reads
+        }
         if name not in made | read:
             scores = {**scores, name: BASE}
     return NamedAlgorithm(of.name, algorithm, scores)
 
 
 def algorithm_options(recipe: Recipe) -> dict[str, Any]:
-    """The options of the recipe's algorithm, and for those that are not set and follow another key its value."""
+    """The options of the recipe's algorithm, and for those that are not set and follow another key
+    its value."""
     options = dict(recipe.algorithm.options)
     for name, field in algorithm_class(recipe.algorithm.name).model_fields.items():
         extra = field.json_schema_extra
@@ -82,12 +101,16 @@ def algorithm_options(recipe: Recipe) -> dict[str, Any]:
 
 
 def declarations_of(recipe: Recipe) -> list[StageDeclaration]:
-    """What the recipe's own stages declare, in its order. Their modules are imported, unless the recipe knows it."""
+    """What the recipe's own stages declare, in its order.
+
+    Their modules are imported, unless the recipe knows it.
+    """
     if recipe.declared is not None:
         return list(recipe.declared.stages)
     sections = enumerate(recipe.stages)
     return [
-        declaration_of(stage_of(section), workers=section.workers, place=f"stages.{at}.use") for at, section in sections
+        declaration_of(stage_of(section), workers=section.workers, place=f"stages.{at}.use")
+        for at, section in sections
     ]
 
 
@@ -97,36 +120,51 @@ def stage_of(section: StageSection) -> UserStage:
 
 
 def declared_of(recipe: Recipe) -> Declared:
-    """What the recipe's own stages declare, and which of their columns its reward functions read."""
+    """What the recipe's own stages declare, and which of their columns its reward functions
+    read."""
     stages = declarations_of(recipe)
     return Declared(tuple(stages), reward_reads(recipe, stages))
 
 
-def reward_reads(recipe: Recipe, declared: Iterable[StageDeclaration], *, required: bool = False) -> Columns:
-    """The columns of the recipe's own stages that its reward functions have parameters for; ``required``: those alone that
-    have no default. Empty where another program scores."""
+def reward_reads(
+    recipe: Recipe, declared: Iterable[StageDeclaration], *, required: bool = False
+) -> Columns:
+    """The columns of the recipe's own stages that its reward functions have parameters for;
+    ``required``: those alone that have no default. Empty where another program scores."""
     if not recipe.runs_stage("reward") or not recipe.stages:
         return {}
     if recipe.declared is not None and not required:
         return recipe.declared.reads
     made = {name: kind for stage in declared for name, kind in stage.makes.items()}
     functions = RewardFunctions()
-    parameters = [parameters_of(functions.find(function.name)) for function in recipe.reward.functions]
+    parameters = [
+        parameters_of(functions.find(function.name)) for function in recipe.reward.functions
+    ]
     asked = {name for each in parameters for name, needed in each.items() if needed or not required}
     return {name: kind for name, kind in made.items() if name in asked}
 
 
 def stage_columns(recipe: Recipe) -> Columns:
-    """The columns that the recipe's own stages make; none where a stage cannot be made, which is reported elsewhere."""
+    """The columns that the recipe's own stages make; none where a stage cannot be made, which is
+    reported elsewhere."""
     made = value_or_none(lambda: [declared.makes for declared in declarations_of(recipe)])
     return {name: kind for makes in made or () for name, kind in makes.items()}
 
 
 def column_bytes(recipe: Recipe) -> int:
-    """Bytes of a sample, at most, in the ragged columns and texts beside those of prompts, responses, their experts and a
-    reference. 0 for a flow that cannot be resolved, which is reported elsewhere."""
+    """Bytes of a sample, at most, in the ragged columns and texts beside those of prompts,
+    responses, their experts and a reference. 0 for a flow that cannot be resolved, which is
+    reported elsewhere."""
     columns = value_or_none(lambda: flow_of(recipe).columns) or {}
-    others = [kind for name, kind in columns.items() if name not in (*PROMPT, *RESPONSE, ROUTED, "ref_logprobs")]
+    others = [
+        kind
+        for name, kind in columns.items()
+        if name not in (*PROMPT, *RESPONSE, ROUTED, "ref_logprobs")
+    ]
     tokens = recipe.rollout.max_tokens
-    sizes = [TEXT_BYTES if kind == "text" else itemsize(kind) for kind in others if kind == "text" or " ragged" in kind]
+    sizes = [
+        TEXT_BYTES if kind == "text" else itemsize(kind)
+        for kind in others
+        if kind == "text" or " ragged" in kind
+    ]
     return sum(sizes) * tokens

@@ -1,4 +1,5 @@
-"""Reads a recipe, applies overrides and checks it: the result is a Recipe, or one error with all problems.
+"""Reads a recipe, applies overrides and checks it: the result is a Recipe, or one error with all
+problems.
 
 TOML + --set key=value ──▶ fields (pydantic: unknown keys, types, ranges) ──▶ checks of keys and machine ──▶ Recipe
                                           └──────────── all problems at once ────────────┘──▶ RecipeError
@@ -36,42 +37,54 @@ from stages.prompts.files import Reading
 
 MOST_PROBLEMS = 100  # of single keys that are reported; more are counted
 
-# Keys that may not change when a run is resumed, and why. Whatever was in flight is made again, so every other key takes
-# effect from the checkpoint's step on.
+# Keys that may not change when a run is resumed, and why. Whatever was in flight is made again, so
+# every other key takes effect from the checkpoint's step on.
 FIXED = {
     "name": "the run has this name in its logs and its trackers",
     "seed": "it decides which prompt each group gets, and which prompts are held out",
     "model": "the checkpoint has the weights of this model in this number format",
-    "prompts.source": "what other programs put is kept by the numbers of groups, which other sources do not keep",
+    "prompts.source": "what other programs put is kept by the numbers of groups, which other "
+    "sources do not keep",
     "prompts.held_out": "evaluation would ask prompts that training has seen",
-    "algorithm.options.critic": "the checkpoint has the weights of the critic that the run began with",
+    "algorithm.options.critic": "the checkpoint has the weights of the critic that the run began "
+    "with",
     "critic.source": "the checkpoint has the weights of the critic that the run began with",
     "train.engine": "the checkpoint has the state of this engine",
     "train.precision": "the checkpoint has weights and moments in its number format",
-    "train.groups_per_step": "the gate counts the groups of all steps by it, of those already made too",
+    "train.groups_per_step": "the gate counts the groups of all steps by it, of those already made "
+    "too",
     "external": "it decides whether the weights are those of a checkpoint or of another program",
 }
 
 
 def load_recipe(
-    path: str | Path, overrides: Sequence[str] = (), folder: Path | None = None, *, files: bool = True
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    folder: Path | None = None,
+    *,
+    files: bool = True,
 ) -> Recipe:
-    """Read, override and check the recipe at ``path``: TOML, or JSON as a run's folder keeps it. ``overrides`` are
-    ``section.key=value`` with a TOML value; what is no TOML value is a string. A recipe without a name gets its file's.
+    """Read, override and check the recipe at ``path``: TOML, or JSON as a run's folder keeps it.
+    ``overrides`` are ``section.key=value`` with a TOML value; what is no TOML value is a string. A
+    recipe without a name gets its file's.
     ``folder``, ``files``: see :func:`parse_recipe`. Raises :class:`RecipeError`."""
     data, problems = read_recipe(path, overrides)
-    keys, train = {text.partition("=")[0].strip() for text in overrides}, data.get("train")
+    keys = {text.partition("=")[0].strip() for text in overrides}
+    train = data.get("train")
     if "train.steps" in keys and "train.warmup_steps" not in keys and isinstance(train, dict):
         # A run that an override makes shorter than the recipe's warm-up ends with the warm-up.
-        steps, warmup = train.get("steps"), train.get("warmup_steps")
+        steps = train.get("steps")
+        warmup = train.get("warmup_steps")
         if type(steps) is int and type(warmup) is int and 0 < steps < warmup:
             train["warmup_steps"] = steps
     return parse_recipe(data, where=str(path), problems=problems, folder=folder, files=files)
 
 
-def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> tuple[dict[str, Any], list[Problem]]:
-    """Return the tables at ``path`` with ``overrides``, not checked any further, and the problems of the overrides. Raises
-    :class:`RecipeError` when there is no TOML."""
+def read_recipe(
+    path: str | Path, overrides: Sequence[str] = ()
+) -> tuple[dict[str, Any], list[Problem]]:
+    """Return the tables at ``path`` with ``overrides``, not checked any further, and the problems
+    of the overrides. Raises :class:`RecipeError` when there is no TOML."""
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")
@@ -81,9 +94,13 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> tuple[dict[s
     except NotToml as error:
         raise RecipeError(str(path), [Problem("file", None, f"is not TOML: {error}")]) from error
     except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(str(path), [Problem("file", str(path), f"cannot be read ({error})")]) from error
+        raise RecipeError(
+            str(path), [Problem("file", str(path), f"cannot be read ({error})")]
+        ) from error
     except (ValueError, RecursionError) as error:
-        raise RecipeError(str(path), [Problem("file", None, f"is not a recipe in JSON: {error}")]) from error
+        raise RecipeError(
+            str(path), [Problem("file", None, f"is not a recipe in JSON: {error}")]
+        ) from error
     data.setdefault("name", path.stem)
     return data, _override_all(data, overrides)
 
@@ -99,15 +116,17 @@ def parse_recipe(
     files: bool = True,
     runs: bool = False,
 ) -> Recipe:
-    """Check ``data`` (nested tables) and return the recipe, or raise :class:`RecipeError` with all that is wrong, added to
-    ``problems`` found before. A check that reads a wrong key is left out.
+    """Check ``data`` (nested tables) and return the recipe, or raise :class:`RecipeError` with all
+    that is wrong, added to ``problems`` found before. A check that reads a wrong key is left out.
 
-    ``files``: whether the recipe is compared with files and machine at all. Files are read as far as ``reading`` allows;
-    there must be room on the disk of ``folder``, the run's (default: the working directory); ``devices``: whether the run
-    will be executed on this machine, which must then have its devices, and its addresses unless it ``runs`` already."""
+    ``files``: whether the recipe is compared with files and machine at all. Files are read as far
+    as ``reading`` allows; there must be room on the disk of ``folder``, the run's (default: the
+    working directory); ``devices``: whether the run will be executed on this machine, which must
+    then have its devices, and its addresses unless it ``runs`` already."""
     found = list(problems)
     if too_large := list(out_of_bounds(data)):
-        raise RecipeError(where, [*found, *too_large])  # other checks could fail on such values, or take long
+        # other checks could fail on such values, or take long
+        raise RecipeError(where, [*found, *too_large])
     wrong = {problem.key for problem in problems}
     try:
         recipe = Recipe.model_validate(data, strict=True)
@@ -116,10 +135,16 @@ def parse_recipe(
         wrong |= keys
         found += [field_problem(item) for item in errors[:MOST_PROBLEMS]]
         if len(errors) > MOST_PROBLEMS:
-            found.append(Problem("recipe", None, f"has {len(errors) - MOST_PROBLEMS} more keys that are wrong"))
+            found.append(
+                Problem(
+                    "recipe", None, f"has {len(errors) - MOST_PROBLEMS} more keys that are wrong"
+                )
+            )
     environment = None
     if files:
-        environment = Environment(reading or Reading(), folder or Path.cwd(), devices, here=devices and not runs)
+        environment = Environment(
+            reading or Reading(), folder or Path.cwd(), devices, here=devices and not runs
+        )
     found += run_checks(recipe, wrong, environment)
     if found:
         raise RecipeError(where, found)
@@ -129,8 +154,11 @@ def parse_recipe(
 def change_recipe(
     recipe: Recipe, overrides: Sequence[str], *, runs: bool = False, free: Collection[str] = ()
 ) -> Recipe:
-    """Return ``recipe`` with ``overrides``, for a run that goes on. ``runs``: it listens on its addresses already. Raises
-    :class:`RecipeError`, also for keys in :data:`FIXED` that are not in ``free``."""
+    """Return ``recipe`` with ``overrides``, for a run that goes on.
+
+    ``runs``: it listens on its addresses already. Raises :class:`RecipeError`, also for keys in
+    :data:`FIXED` that are not in ``free``.
+    """
     before = json.loads(recipe.to_json())
     data = copy.deepcopy(before)
     problems = _override_all(data, overrides)
@@ -145,18 +173,25 @@ def overridden(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def compare_recipe(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
-    """Return ``recipe`` with ``overrides``, of which nothing is executed here: files and machine are not looked at. Raises
-    :class:`RecipeError`."""
+    """Return ``recipe`` with ``overrides``, of which nothing is executed here: files and machine
+    are not looked at. Raises :class:`RecipeError`."""
     data = json.loads(recipe.to_json())
     problems = _override_all(data, overrides)
     return parse_recipe(data, where=recipe.name, problems=problems, files=False)
 
 
 def fixed_problems(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Problem]:
-    """Return a problem for each key in :data:`FIXED` that differs between two recipes, as nested tables."""
-    old, new = dict(_values(before)), dict(_values(after))
+    """Return a problem for each key in :data:`FIXED` that differs between two recipes, as nested
+    tables."""
+    old = dict(_values(before))
+    new = dict(_values(after))
     return [
-        Problem(key, new.get(key), f"cannot change in a resumed run: {reason}", "begin a new run with it")
+        Problem(
+            key,
+            new.get(key),
+            f"cannot change in a resumed run: {reason}",
+            "begin a new run with it",
+        )
         for key in sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
         for fixed, reason in FIXED.items()
         if f"{key}.".startswith(f"{fixed}.")
@@ -173,21 +208,30 @@ def _values(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def _override_all(data: dict[str, Any], overrides: Sequence[str]) -> list[Problem]:
-    """Apply overrides ``section.key=value`` to ``data``; return the problems of those that cannot be applied."""
+    """Apply overrides ``section.key=value`` to ``data``; return the problems of those that cannot
+    be applied."""
     problems: list[Problem | None] = []
     for text in overrides:
         key, equals, value = text.partition("=")
         if equals:
             problems.append(override(data, key, toml_value(value), "--set", text))
         else:
-            problems.append(Problem("--set", text, "is not key=value", "write for example --set train.steps=10"))
+            problems.append(
+                Problem("--set", text, "is not key=value", "write for example --set train.steps=10")
+            )
     return [problem for problem in problems if problem]
 
 
-def override(data: dict[str, Any], key: str, value: Any, where: str = "override", text: str = "") -> Problem | None:
-    """Set the dotted ``key`` of ``data`` to ``value``. Where that cannot be done, return a problem of the key ``where`` that
-    shows ``text`` (default: ``key``)."""
-    parts, text = [part.strip() for part in key.split(".")], text or key
+def override(
+    data: dict[str, Any], key: str, value: Any, where: str = "override", text: str = ""
+) -> Problem | None:
+    """Set the dotted ``key`` of ``data`` to ``value``.
+
+    Where that cannot be done, return a problem of the key ``where`` that shows ``text`` (default:
+    ``key``).
+    """
+    parts = [part.strip() for part in key.split(".")]
+    text = text or key
     if not all(parts):
         return Problem(where, text, "is not a key", "write for example train.steps")
     table: Any = data
@@ -197,13 +241,20 @@ def override(data: dict[str, Any], key: str, value: Any, where: str = "override"
         else:
             table = table.setdefault(part, {})
         if not isinstance(table, dict | list):
-            return Problem(where, text, f"{part} is a value, not a section", "name an existing section")
+            return Problem(
+                where, text, f"{part} is a value, not a section", "name an existing section"
+            )
     if isinstance(table, dict):
         table[parts[-1]] = value
     elif _is_index(table, parts[-1]):
         table[int(parts[-1])] = value
     else:
-        return Problem(where, text, f"{parts[-2]} is a list of {len(table)}", f"use an index below {len(table)}")
+        return Problem(
+            where,
+            text,
+            f"{parts[-2]} is a list of {len(table)}",
+            f"use an index below {len(table)}",
+        )
     return None
 
 

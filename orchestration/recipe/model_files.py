@@ -1,4 +1,5 @@
-"""A model's folder in Hugging Face format, read without torch: its config, and whether its files are there and whole.
+"""A model's folder in Hugging Face format, read without torch: its config, and whether its files
+are there and whole.
 
 Weights are not loaded: only the header of a safetensors file is read.
 """
@@ -16,19 +17,31 @@ from stages.prompts.files import EmptyFile, PromptError, Reading, kind_of, open_
 
 KNOWN_MODELS = ("smollm2", "tiny", "tiny-moe", "mock")  # sources that are no folder
 PLAIN_MODELS = ("tiny", "tiny-moe", "mock")  # sources without a chat template
-CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names of their number in configs
+CONFIG = "config.json"
+INDEX = "model.safetensors.index.json"
+WEIGHTS = "model.safetensors"
+# names of their number in configs
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 GENERATION = "generation_config.json"
 PICKLED_INDEX = "pytorch_model.bin.index.json"
 PICKLED = ("pytorch_model.bin", PICKLED_INDEX)  # transformers reads tensors alone of them
-ADAPTER, TOKENIZER_CONFIG = "adapter_config.json", "tokenizer_config.json"
-TOKENIZERS = ("tokenizer.json", TOKENIZER_CONFIG, "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+ADAPTER = "adapter_config.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+TOKENIZERS = (
+    "tokenizer.json",
+    TOKENIZER_CONFIG,
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+)
 CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 LARGEST_JSON = 16 * 2**20  # bytes of a config or an index
 LARGEST_HEADER = 100 * 2**20  # of a safetensors file, as its format has it
 MOST_SHARDS = 2000
 LFS = b"version https://git-lfs"
-COPY, SAVE = "copy the file again", "write {} with `model.save_pretrained(path)`"
+COPY = "copy the file again"
+SAVE = "write {} with `model.save_pretrained(path)`"
 Fault = tuple[str, str]  # what is wrong, and what to do
 
 
@@ -36,12 +49,16 @@ class ModelFileError(ValueError):
     """A file of a model cannot be used: ``wrong`` names it, ``fix`` is what to do."""
 
     def __init__(self, wrong: str, fix: str = COPY) -> None:
-        self.wrong, self.fix = wrong, fix
+        self.wrong = wrong
+        self.fix = fix
         super().__init__(f"{wrong}; {fix}")
 
 
 def folder_of(source: str) -> Path:
-    """Return ``source`` as a path with the home directory expanded. Never raises, unlike :meth:`Path.expanduser`."""
+    """Return ``source`` as a path with the home directory expanded.
+
+    Never raises, unlike :meth:`Path.expanduser`.
+    """
     return Path(os.path.expanduser(source))
 
 
@@ -51,7 +68,8 @@ def is_folder(source: str) -> bool:
 
 
 def text_config(source: str) -> dict[str, Any]:
-    """Return the language model's part of the config in the folder ``source``; empty where there is none."""
+    """Return the language model's part of the config in the folder ``source``; empty where there is
+    none."""
     try:
         config = _json(folder_of(source) / CONFIG) if is_folder(source) else {}
     except ModelFileError:
@@ -61,8 +79,8 @@ def text_config(source: str) -> dict[str, Any]:
 
 
 def tokens_of(source: str) -> int | None:
-    """Return the number of tokens of the tokenizer in the folder ``source``, by its largest id; None where it cannot be
-    loaded, which is reported elsewhere."""
+    """Return the number of tokens of the tokenizer in the folder ``source``, by its largest id;
+    None where it cannot be loaded, which is reported elsewhere."""
     from stages.models import load_tokenizer
 
     if not is_folder(source):
@@ -74,30 +92,36 @@ def tokens_of(source: str) -> int | None:
 
 
 def experts_of(config: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the experts of a layer, and the numbers of experts that all layers together choose for a token, at most; 0
-    and 0 for a model without."""
+    """Return the experts of a layer, and the numbers of experts that all layers together choose for
+    a token, at most; 0 and 0 for a model without."""
     experts = next((config[key] for key in EXPERTS if isinstance(config.get(key), int)), 0)
     chosen = (config.get("num_experts_per_tok") or 0) * (config.get("num_hidden_layers") or 0)
     return (experts, chosen) if experts and chosen else (0, 0)
 
 
 def parameters_in(source: str) -> int:
-    """Return the number of weights in the safetensors files of the folder ``source``, without files that are damaged."""
+    """Return the number of weights in the safetensors files of the folder ``source``, without files
+    that are damaged."""
     return sum(math.prod(sizes) for _, sizes in _weights(source))
 
 
 def joined_experts(source: str) -> str:
-    """Returns the name of the first weight in the folder ``source`` that holds several experts' matrices; "" without one."""
-    return next((name for name, sizes in _weights(source) if ".experts." in name and len(sizes) > 2), "")
+    """Returns the name of the first weight in the folder ``source`` that holds several experts'
+    matrices; "" without one."""
+    return next(
+        (name for name, sizes in _weights(source) if ".experts." in name and len(sizes) > 2), ""
+    )
 
 
 def weight_named(source: str, end: str) -> str:
-    """Returns the name of the first weight in the folder ``source`` that ends with ``end``; "" without one."""
+    """Returns the name of the first weight in the folder ``source`` that ends with ``end``; ""
+    without one."""
     return next((name for name, _ in _weights(source) if name.endswith(end)), "")
 
 
 def _weights(source: str) -> Iterator[tuple[str, list[int]]]:
-    """Names and shapes of the weights in the safetensors files of the folder ``source``, without files that are damaged."""
+    """Names and shapes of the weights in the safetensors files of the folder ``source``, without
+    files that are damaged."""
     for path in sorted(folder_of(source).glob("*.safetensors")) if is_folder(source) else ():
         try:
             yield from ((name, tensor["shape"]) for name, tensor in read_header(path).items())
@@ -106,16 +130,21 @@ def _weights(source: str) -> Iterator[tuple[str, list[int]]]:
 
 
 def end_tokens(folder: Path) -> set[int]:
-    """Return the ids of the tokens that end a response of the model in ``folder``: ``eos_token_id`` of its
-    generation_config.json, as transformers reads it, or without that file of its config. Raises ModelFileError when that is
-    no id and no list of ids."""
+    """Return the ids of the tokens that end a response of the model in ``folder``: ``eos_token_id``
+    of its generation_config.json, as transformers reads it, or without that file of its config.
+    Raises ModelFileError when that is no id and no list of ids."""
     name = GENERATION if (folder / GENERATION).is_file() else CONFIG
     config = _json(folder / name)
     inner = config.get("text_config")
-    given = config.get("eos_token_id", inner.get("eos_token_id") if isinstance(inner, dict) else None)
+    given = config.get(
+        "eos_token_id", inner.get("eos_token_id") if isinstance(inner, dict) else None
+    )
     ids = given if isinstance(given, list) else [] if given is None else [given]
     if not all(type(token) is int and token >= 0 for token in ids):
-        raise ModelFileError(f"has a {name} with eos_token_id = {given!r:.100}", "write an id, or a list of ids, there")
+        raise ModelFileError(
+            f"has a {name} with eos_token_id = {given!r:.100}",
+            "write an id, or a list of ids, there",
+        )
     return set(ids)
 
 
@@ -130,7 +159,8 @@ def has_chat_template(folder: Path) -> bool:
 
 
 def faults(folder: Path, reading: Reading, *, weights: bool = True) -> Iterator[Fault]:
-    """Yield what prevents loading the model in ``folder``: of its config, its tokenizer, and its ``weights`` if needed."""
+    """Yield what prevents loading the model in ``folder``: of its config, its tokenizer, and its
+    ``weights`` if needed."""
     checks = [
         _config_faults(folder),
         _code_faults(folder),
@@ -146,15 +176,21 @@ def faults(folder: Path, reading: Reading, *, weights: bool = True) -> Iterator[
 
 def _config_faults(folder: Path) -> Iterator[Fault]:
     if (folder / ADAPTER).exists():
-        wrong = f"has an {ADAPTER}: it is an adapter, and its model would be looked for where that file says"
-        yield wrong, "give the whole model: peft's `merge_and_unload().save_pretrained(path)` writes it"
+        wrong = (
+            f"has an {ADAPTER}: it is an adapter, and its model would be looked for where that "
+            f"file says"
+        )
+        yield (
+            wrong,
+            "give the whole model: peft's `merge_and_unload().save_pretrained(path)` writes it",
+        )
     if not isinstance(_json(folder / CONFIG).get("model_type"), str):
         yield f"has a {CONFIG} without model_type", SAVE.format("one")
 
 
 def _code_faults(folder: Path) -> Iterator[Fault]:
-    """What would need code that lies in ``folder``. transformers is asked only where a file names some: kinds that it has
-    itself may name code, too."""
+    """What would need code that lies in ``folder``. transformers is asked only where a file names
+    some: kinds that it has itself may name code, too."""
     names = [name for name in (CONFIG, TOKENIZER_CONFIG) if (folder / name).exists()]
     if not any("auto_map" in _json(folder / name) for name in names):
         return
@@ -166,7 +202,10 @@ def _code_faults(folder: Path) -> Iterator[Fault]:
         load_tokenizer(str(folder))
     except NeedsOwnCode:
         code = next((path.name for path in sorted(folder.glob("*.py"))), "")
-        wrong = f"needs code of its own{f' ({code})' if code else ''}, which is never run: `auto_map` names it"
+        wrong = (
+            f"needs code of its own{f' ({code})' if code else ''}, which is never run: "
+            f"`auto_map` names it"
+        )
         yield wrong, "use a model of a kind that transformers has, and save it with that"
     except Exception:
         return  # of the other checks
@@ -197,7 +236,8 @@ def _weight_faults(folder: Path, reading: Reading) -> Iterator[Fault]:
     else:
         shard = next((path.name for path in sorted(folder.glob("*.safetensors"))), None)
         raise ModelFileError(
-            f"has {shard}, but no {INDEX}" if shard else f"has no weights ({WEIGHTS})", SAVE.format("them")
+            f"has {shard}, but no {INDEX}" if shard else f"has no weights ({WEIGHTS})",
+            SAVE.format("them"),
         )
     missing = [name for name in tensors_of if not (folder / name).is_file()]
     if missing:
@@ -213,26 +253,39 @@ def _weight_faults(folder: Path, reading: Reading) -> Iterator[Fault]:
             yield error.wrong, error.fix
             continue
         if header and (absent := [tensor for tensor in tensors if tensor not in header]):
-            yield f"has a {name} without the tensor {absent[0]!r:.100}, which {INDEX} places there", COPY
+            yield (
+                (f"has a {name} without the tensor {absent[0]!r:.100}, which {INDEX} places there"),
+                COPY,
+            )
 
 
 def _shards(index: dict[str, Any], path: str = INDEX) -> dict[str, list[str]]:
-    """Return the tensors of each file that an index, the file ``path``, names. Raises ModelFileError."""
-    names, tensors_of = index.get("weight_map"), dict[str, list[str]]()
-    if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
+    """Return the tensors of each file that an index, the file ``path``, names.
+
+    Raises ModelFileError.
+    """
+    names = index.get("weight_map")
+    tensors_of = dict[str, list[str]]()
+    if (
+        not isinstance(names, dict)
+        or not names
+        or not all(isinstance(name, str) for name in names.values())
+    ):
         raise ModelFileError(f"has a {path} without a weight_map of tensors to files")
     for tensor, name in names.items():
         tensors_of.setdefault(name, []).append(tensor)
     if outside := [name for name in tensors_of if not {"/", "\\", "\0"}.isdisjoint(name)]:
-        raise ModelFileError(f"has a {path} that names {outside[0]!r:.100}, which is no file beside it")
+        raise ModelFileError(
+            f"has a {path} that names {outside[0]!r:.100}, which is no file beside it"
+        )
     if len(tensors_of) > MOST_SHARDS:
         raise ModelFileError(f"has a {path} that names {len(tensors_of)} files")
     return tensors_of
 
 
 def read_header(path: Path, reading: Reading | None = None) -> dict[str, Any]:
-    """Return ``dtype``, ``shape`` and ``data_offsets`` of each tensor in a safetensors file; empty when ``reading`` allows
-    no more. Raises ModelFileError for a file that is not whole."""
+    """Return ``dtype``, ``shape`` and ``data_offsets`` of each tensor in a safetensors file; empty
+    when ``reading`` allows no more. Raises ModelFileError for a file that is not whole."""
     with _open(path) as file:
         size = file.seek(0, 2)
         file.seek(0)
@@ -273,7 +326,9 @@ def _open(path: Path) -> Any:
         raise ModelFileError(f"has a {path.name} that cannot be read ({error})") from None
     if file.peek(32).startswith(LFS):  # type: ignore[attr-defined]
         file.close()
-        raise ModelFileError(f"has a {path.name} that is only a pointer of Git LFS", "fetch it with `git lfs pull`")
+        raise ModelFileError(
+            f"has a {path.name} that is only a pointer of Git LFS", "fetch it with `git lfs pull`"
+        )
     return file
 
 

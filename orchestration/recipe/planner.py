@@ -1,4 +1,6 @@
-"""Derives groups in flight, tokens and memory from a recipe, without running it. ``asyncdock check`` prints them.
+"""Derives groups in flight, tokens and memory from a recipe, without running it.
+
+``asyncdock check`` prints them.
 
 Memory figures are worst cases: every prompt and every response as long as the recipe allows.
 """
@@ -29,10 +31,13 @@ if TYPE_CHECKING:
     from stages.parallel.placement import ModelState, Names, Placement
     from stages.resharding.plan import ReshardPlan
 
-BLOCK_BYTES = 1024  # header, offsets, scalars and alignment of one written block; a sample lies in at most four
+# header, offsets, scalars and alignment of one written block; a sample lies in at most four
+BLOCK_BYTES = 1024
 TEXT_BYTES = 8  # of a prompt's text and other columns, for each of its tokens
-LONGEST_PROMPT = 2048  # tokens that the arena must have room for where the recipe sets no prompts.max_prompt_tokens
-# Written down here because the code that makes these models takes seconds to load. Embeddings are their output heads too.
+# tokens that the arena must have room for where the recipe sets no prompts.max_prompt_tokens
+LONGEST_PROMPT = 2048
+# Written down here because the code that makes these models takes seconds to load. Embeddings are
+# their output heads too.
 PARAMETERS = {"smollm2": 134_515_008, "tiny": 77_184, "tiny-moe": 250_368}
 _TINY: dict[str, Any] = {
     "num_attention_heads": 4,
@@ -67,9 +72,12 @@ GATE_SHARE = 0.75  # prompts enter only while less than this share of the arena 
 
 @dataclass(frozen=True)
 class Turns:
-    """Bytes of the largest rank of a colocated run. On the device: while it trains (without activations), while it generates
-    (without KV caches, at most ``caches``), and in between, ``buckets`` included. And in ``host`` memory while it
-    generates."""
+    """Bytes of the largest rank of a colocated run.
+
+    On the device: while it trains (without activations), while it generates (without KV caches, at
+    most ``caches``), and in between, ``buckets`` included. And in ``host`` memory while it
+    generates.
+    """
 
     training: int
     generating: int
@@ -104,21 +112,25 @@ class Plan:
     """Those that are trained and published: all of them, or those of adapters."""
     train_ranks: int
     train_bytes: int
-    """Shards of one rank: weights, gradients and AdamW's two moments, in the model's dtype, or in float32 with mixed
-    precision, where one rank alone also holds the copy in which it computes. Without activations and gathered layers."""
+    """Shards of one rank: weights, gradients and AdamW's two moments, in the model's dtype, or in
+    float32 with mixed precision, where one rank alone also holds the copy in which it computes.
+    Without activations and gathered layers."""
     rollout_bytes: int
-    """Weights of all rollout engines, with the copy that each verifies before it swaps (none in a colocated run, nor where
-    vLLM's workers receive by themselves). Without KV caches."""
+    """Weights of all rollout engines, with the copy that each verifies before it swaps (none in a
+    colocated run, nor where vLLM's workers receive by themselves). Without KV caches."""
     reference_bytes: int
     slot_bytes: int
-    """Versions of the weights in shared memory: the trainer's, and those from which vLLM's workers load."""
+    """Versions of the weights in shared memory: the trainer's, and those from which vLLM's workers
+    load."""
     copy_bytes: int
-    """Host memory of one rank for the copy from which checkpoints are written beside training: weights and moments."""
+    """Host memory of one rank for the copy from which checkpoints are written beside training:
+    weights and moments."""
     turns: Turns | None
     """Only of a colocated run."""
     memory: dict[Engine, dict[str, int]]
-    """Derived bytes of one rank of the torch train engine at the peak of a step, and of one torch rollout engine, by part,
-    with all rows as long as the recipe allows. Empty where the model's sizes are not known."""
+    """Derived bytes of one rank of the torch train engine at the peak of a step, and of one torch
+    rollout engine, by part, with all rows as long as the recipe allows. Empty where the model's
+    sizes are not known."""
     flow: dict[str, Any]
     """Stages, and the columns between them: see :func:`stages.flow.graph.document`."""
     picked: str
@@ -129,17 +141,23 @@ class Plan:
 
 def plan(recipe: Recipe) -> Plan:
     """Derive the numbers of ``recipe``. Loads no weights."""
-    flow, size = recipe.staleness_plan, recipe.algorithm.group_size
+    flow = recipe.staleness_plan
+    size = recipe.algorithm.group_size
     same = ("bound", "window", "slack", "max_age", "groups_per_step", "groups_in_flight")
     rows_per_step = flow.groups_per_step * size
     parameters = parameters_of(recipe)
     weights = (parameters or 0) * ITEM_BYTES[recipe.model.dtype]
-    trained, ranks = trained_parameters(recipe) or 0, recipe.train.ranks
+    trained = trained_parameters(recipe) or 0
+    ranks = recipe.train.ranks
     published = trained * ITEM_BYTES[recipe.model.dtype]
     reference = parameters_of_source(recipe.model.reference or recipe.model.source) or 0
     # vLLM's workers then receive into the slot that is counted as slot_bytes.
     direct = recipe.rollout.engine == "vllm" and recipe.weight_transport == "collective"
-    stores = recipe.rollout.workers if recipe.rollout.engine == "vllm" and recipe.runs_stage("rollout") else 0
+    stores = (
+        recipe.rollout.workers
+        if recipe.rollout.engine == "vllm" and recipe.runs_stage("rollout")
+        else 0
+    )
     return Plan(
         **{name: getattr(flow, name) for name in same},
         rows_in_flight=flow.groups_in_flight * size,
@@ -157,14 +175,19 @@ def plan(recipe: Recipe) -> Plan:
             // recipe.train.shards
         )
         + (published if recipe.mixed_precision and ranks == 1 else 0),
-        rollout_bytes=(weights + (0 if recipe.colocated or direct else published)) * recipe.replicas,
-        reference_bytes=reference * ITEM_BYTES[recipe.model.dtype] if recipe.reference_is_here else 0,
+        rollout_bytes=(weights + (0 if recipe.colocated or direct else published))
+        * recipe.replicas,
+        reference_bytes=reference * ITEM_BYTES[recipe.model.dtype]
+        if recipe.reference_is_here
+        else 0,
         slot_bytes=0 if recipe.colocated else (WEIGHT_SLOTS + VLLM_SLOTS * stores) * published,
         copy_bytes=-(-_saved_bytes(recipe) // recipe.train.shards),
         turns=turns(recipe) if recipe.colocated and parameters else None,
         memory=memory_of(recipe),
         flow=document(flow_of(recipe)),
-        picked=build_algorithm(recipe.algorithm.name, recipe.algorithm.options).under(recipe.pipeline.staleness)[1],
+        picked=build_algorithm(recipe.algorithm.name, recipe.algorithm.options).under(
+            recipe.pipeline.staleness
+        )[1],
         notices=list(map(str, notices_of(recipe))),
     )
 
@@ -176,13 +199,21 @@ def memory_of(recipe: Recipe) -> dict[Engine, dict[str, int]]:
         (config_of(source), parameters_of_source(source))
         for source in (own, recipe.model.reference or own, recipe.critic.source or own)
     )
-    return memory(recipe, policy, reference, critic, prompt_limits(recipe).tokens or 0, trained_parameters(recipe))
+    return memory(
+        recipe,
+        policy,
+        reference,
+        critic,
+        prompt_limits(recipe).tokens or 0,
+        trained_parameters(recipe),
+    )
 
 
 def arena_bytes(recipe: Recipe) -> int:
-    """Bytes that the arena needs so that the run never blocks: all samples in flight and all that no checkpoint covers yet,
-    as long as they may be, and the share that the gate leaves free."""
-    # int64 ids and their text. The prompts admitted together are one block, which is released as a whole.
+    """Bytes that the arena needs so that the run never blocks: all samples in flight and all that
+    no checkpoint covers yet, as long as they may be, and the share that the gate leaves free."""
+    # int64 ids and their text. The prompts admitted together are one block, which is released as a
+    # whole.
     prompt = (8 + TEXT_BYTES) * (recipe.prompts.max_prompt_tokens or LONGEST_PROMPT) + BLOCK_BYTES
     parked = recipe.rollout.cuts or recipe.colocated
     steps = _steps_retained(recipe)
@@ -191,8 +222,8 @@ def arena_bytes(recipe: Recipe) -> int:
 
 
 def share_of_trained(recipe: Recipe) -> float:
-    """The share of the arena that may be taken at the end of a step so that the run still never blocks: beside it lies what
-    is in flight, with rows as long as they may be."""
+    """The share of the arena that may be taken at the end of a step so that the run still never
+    blocks: beside it lies what is in flight, with rows as long as they may be."""
     limits = prompt_limits(recipe)
     prompt = 8 * (limits.tokens or 0) + (limits.nbytes or 0) + BLOCK_BYTES
     in_flight = _prompts(recipe, 0) * prompt + _response_bytes(recipe, 0, parked=True)
@@ -200,7 +231,8 @@ def share_of_trained(recipe: Recipe) -> float:
 
 
 def _steps_retained(recipe: Recipe) -> int:
-    return min(recipe.checkpoint.every + 1, recipe.train.steps)  # one is made while the checkpoint is written
+    # one is made while the checkpoint is written
+    return min(recipe.checkpoint.every + 1, recipe.train.steps)
 
 
 def _prompts(recipe: Recipe, steps: int) -> int:
@@ -210,13 +242,20 @@ def _prompts(recipe: Recipe, steps: int) -> int:
 
 
 def _response_bytes(recipe: Recipe, steps: int, *, parked: bool) -> int:
-    """Bytes of all responses in the arena, at most, with those of so many trained ``steps``; ``parked``: including those
-    that are cut and continued."""
-    flow, tokens = recipe.staleness_plan, recipe.rollout.max_tokens
+    """Bytes of all responses in the arena, at most, with those of so many trained ``steps``;
+    ``parked``: including those that are cut and continued."""
+    flow = recipe.staleness_plan
+    tokens = recipe.rollout.max_tokens
     retained = steps * flow.groups_per_step
-    # int64 ids and float32 logprobs of rollout and of a reference, in one block for each stage that writes.
+    # int64 ids and float32 logprobs of rollout and of a reference, in one block for each stage that
+    # writes.
     routed = routed_bytes(recipe)
-    response = (8 + 4 + 4) * tokens + routed + column_bytes(recipe) + (4 + len(recipe.stages)) * BLOCK_BYTES
+    response = (
+        (8 + 4 + 4) * tokens
+        + routed
+        + column_bytes(recipe)
+        + (4 + len(recipe.stages)) * BLOCK_BYTES
+    )
     # A block of parked rows is released with the last of them.
     progress = 2 * ((8 + 4) * tokens + routed + BLOCK_BYTES) if parked else 0
     groups_bytes = (flow.groups_in_flight + retained) * response + flow.groups_in_flight * progress
@@ -233,24 +272,32 @@ def routed_bytes(recipe: Recipe) -> int:
 
 
 def prompt_limits(recipe: Recipe) -> PromptLimits:
-    """How long a prompt may be: ``prompts.max_prompt_tokens``, or else what the arena has room for; never more than the
-    model's context leaves beside a response."""
+    """How long a prompt may be: ``prompts.max_prompt_tokens``, or else what the arena has room for;
+    never more than the model's context leaves beside a response."""
     steps = _steps_retained(recipe)
-    available = recipe.pipeline.arena * GATE_SHARE * (1 - SLAB_SHARE) - _response_bytes(recipe, steps, parked=True)
+    available = recipe.pipeline.arena * GATE_SHARE * (1 - SLAB_SHARE) - _response_bytes(
+        recipe, steps, parked=True
+    )
     room = int(available / _prompts(recipe, steps)) - BLOCK_BYTES  # bytes of one prompt
-    tokens, why = recipe.prompts.max_prompt_tokens, "prompts.max_prompt_tokens"
+    tokens = recipe.prompts.max_prompt_tokens
+    why = "prompts.max_prompt_tokens"
     if tokens is None:
-        tokens, why = max(LONGEST_PROMPT, room // (8 + TEXT_BYTES)), "for which pipeline.arena has room"
+        tokens = max(LONGEST_PROMPT, room // (8 + TEXT_BYTES))
+        why = "for which pipeline.arena has room"
     nbytes = max(TEXT_BYTES * tokens, room - 8 * tokens)
     context = context_of(recipe)
     if context is not None and context - recipe.rollout.max_tokens < tokens:
         tokens = context - recipe.rollout.max_tokens
-        why = f"the model's context of {context} less rollout.max_tokens = {recipe.rollout.max_tokens}"
+        why = (
+            f"the model's context of {context} less rollout.max_tokens = "
+            f"{recipe.rollout.max_tokens}"
+        )
     return PromptLimits(tokens, why, nbytes, recipe.rollout.max_tokens)
 
 
 def slab_bytes(recipe: Recipe) -> int:
-    """Bytes of a slab: each writing worker has one open, and one with rows that are not released yet."""
+    """Bytes of a slab: each writing worker has one open, and one with rows that are not released
+    yet."""
     from orchestration.run.kinds import KINDS
     from pipeline.warehouse.dock import SLAB
 
@@ -259,7 +306,8 @@ def slab_bytes(recipe: Recipe) -> int:
 
 
 def trained_state(recipe: Recipe) -> ModelState:
-    """The parameters of the recipe's model in the dtype in which they are trained: float32 with mixed precision."""
+    """The parameters of the recipe's model in the dtype in which they are trained: float32 with
+    mixed precision."""
     return _state_of(recipe.model.source, recipe.trained_dtype)
 
 
@@ -274,19 +322,21 @@ def _state_of(source: str, dtype: str) -> ModelState:
 
 
 def held_bytes(recipe: Recipe, source: Placement) -> tuple[int, ...]:
-    """Bytes that each rank holds beside the weights that it trains, between two steps: AdamW's moments, and with mixed
-    precision on one rank the copy in which it computes."""
+    """Bytes that each rank holds beside the weights that it trains, between two steps: AdamW's
+    moments, and with mixed precision on one rank the copy in which it computes."""
     from stages.resharding.plan import adamw_bytes
 
     of_state = adamw_bytes(source, gradients=False)
     if not (recipe.mixed_precision and source.world == 1):
         return of_state
-    return (of_state[0] + source.nbytes(0) * ITEM_BYTES[recipe.model.dtype] // ITEM_BYTES["float32"],)
+    return (
+        of_state[0] + source.nbytes(0) * ITEM_BYTES[recipe.model.dtype] // ITEM_BYTES["float32"],
+    )
 
 
 def rollout_layout(recipe: Recipe, ranks: int) -> Layout:
-    """The layout of the recipe's rollout engines on ``ranks`` ranks: a whole model on each one, or on each
-    ``vllm.tensor_parallel`` of them."""
+    """The layout of the recipe's rollout engines on ``ranks`` ranks: a whole model on each one, or
+    on each ``vllm.tensor_parallel`` of them."""
     from stages.parallel.layout import Layout
 
     tp = recipe.rollout.vllm.tensor_parallel if recipe.rollout.engine == "vllm" else 1
@@ -303,21 +353,34 @@ def reshard_plan(
     bucket_bytes: int | None = None,
     ranks_per_node: int | None = None,
 ) -> ReshardPlan:
-    """The swap of a colocated run. ``names``: of the rollout engine's tensors. Defaults are the recipe's own:
-    :func:`trained_state`, that of ``train``, :func:`rollout_layout`, ``sync.bucket``. Raises LayoutError where a layout
-    does not fit the model."""
+    """The swap of a colocated run.
+
+    ``names``: of the rollout engine's tensors. Defaults are the recipe's own:
+    :func:`trained_state`, that of ``train``, :func:`rollout_layout`, ``sync.bucket``. Raises
+    LayoutError where a layout does not fit the model.
+    """
     import torch
 
     from stages.parallel.placement import place, train_placement
     from stages.resharding.plan import plan_reshard
 
-    model, train = model or trained_state(recipe), train or recipe.train.layout
-    # A layout that the train engine has is placed as the engine does: what is outside the layers is cut over all ranks.
+    model = model or trained_state(recipe)
+    train = train or recipe.train.layout
+    # A layout that the train engine has is placed as the engine does: what is outside the layers is
+    # cut over all ranks.
     source = place(model, train) if train.beyond_train_engine else train_placement(model, train)
     target = place(
-        model, rollout or rollout_layout(recipe, source.world), names=names, dtype=getattr(torch, recipe.model.dtype)
+        model,
+        rollout or rollout_layout(recipe, source.world),
+        names=names,
+        dtype=getattr(torch, recipe.model.dtype),
     )
-    return plan_reshard(source, target, bucket_bytes=bucket_bytes or recipe.sync.bucket, ranks_per_node=ranks_per_node)
+    return plan_reshard(
+        source,
+        target,
+        bucket_bytes=bucket_bytes or recipe.sync.bucket,
+        ranks_per_node=ranks_per_node,
+    )
 
 
 def turns(recipe: Recipe) -> Turns:
@@ -325,11 +388,16 @@ def turns(recipe: Recipe) -> Turns:
     from stages.resharding.plan import Phase, memory
 
     if recipe.adapters:  # the base stays where it is, and so does what the adapters' training holds
-        ranks, item, learned = recipe.train.ranks, ITEM_BYTES[recipe.model.dtype], trained_parameters(recipe) or 0
-        base, own = (parameters_of(recipe) or 0) * item, -(-learned * ITEM_BYTES[recipe.trained_dtype] // ranks)
-        copies = 2 if recipe.mixed_precision and ranks == 1 else 1  # the engine's, and those in which training computes
+        ranks = recipe.train.ranks
+        item = ITEM_BYTES[recipe.model.dtype]
+        learned = trained_parameters(recipe) or 0
+        base = (parameters_of(recipe) or 0) * item
+        own = -(-learned * ITEM_BYTES[recipe.trained_dtype] // ranks)
+        # the engine's, and those in which training computes
+        copies = 2 if recipe.mixed_precision and ranks == 1 else 1
         both = base + (base // ranks if ranks > 1 else 0) + copies * learned * item
-        training, resting = both + 4 * own, both + 3 * own
+        training = both + 4 * own
+        resting = both + 3 * own
         return Turns(training, resting, training, buckets=0, caches=_cache_bytes(recipe), host=0)
     plan = reshard_plan(recipe)
     held = held_bytes(recipe, plan.source)
@@ -348,11 +416,20 @@ def _cache_bytes(recipe: Recipe) -> int:
     """KV cache of one engine with all rows as long as they may be; it grows by half of its size."""
     from stages.models import load_config
 
-    config, rollout = load_config(recipe.model.source).get_text_config(), recipe.rollout
+    config = load_config(recipe.model.source).get_text_config()
+    rollout = recipe.rollout
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     tokens = rollout.max_rows * (rollout.max_tokens + (prompt_limits(recipe).tokens or 0))
-    return math.ceil(1.5**2 * 2 * ITEM_BYTES[recipe.model.dtype] * config.num_hidden_layers * heads * width * tokens)
+    return math.ceil(
+        1.5**2
+        * 2
+        * ITEM_BYTES[recipe.model.dtype]
+        * config.num_hidden_layers
+        * heads
+        * width
+        * tokens
+    )
 
 
 def parameters_of(recipe: Recipe) -> int | None:
@@ -361,7 +438,8 @@ def parameters_of(recipe: Recipe) -> int | None:
 
 
 def trained_parameters(recipe: Recipe) -> int | None:
-    """Number of weights that are trained and published: the model's, or those of its adapters; None where not known."""
+    """Number of weights that are trained and published: the model's, or those of its adapters; None
+    where not known."""
     if recipe.adapters is None or recipe.model.source == "mock":
         return parameters_of(recipe)
     return _adapter_parameters(recipe.model.source, recipe.adapters)
@@ -372,40 +450,57 @@ def _adapter_parameters(source: str, adapters: AdapterOptions) -> int | None:
     from stages.adapters.names import adapter_shapes
     from stages.models import empty_model
 
-    return value_or_none(lambda: sum(map(math.prod, adapter_shapes(empty_model(source), adapters).values())))
+    return value_or_none(
+        lambda: sum(map(math.prod, adapter_shapes(empty_model(source), adapters).values()))
+    )
 
 
 def parameters_of_source(source: str) -> int | None:
-    """Number of weights of the model ``source``, tied ones once. For a folder, from the headers of its safetensors files;
-    None for the mock model, and where there are no such files."""
+    """Number of weights of the model ``source``, tied ones once.
+
+    For a folder, from the headers of its safetensors files; None for the mock model, and where
+    there are no such files.
+    """
     if source == "mock":
         return None
     return PARAMETERS[source] if source in PARAMETERS else parameters_in(source) or None
 
 
 def checkpoint_bytes(recipe: Recipe) -> int:
-    """Bytes of one checkpoint: the model in its dtype, and the trained weights with AdamW's two moments; and of a critic of
-    its own the same."""
+    """Bytes of one checkpoint: the model in its dtype, and the trained weights with AdamW's two
+    moments; and of a critic of its own the same."""
     if not recipe.runs_stage("update"):
         return 0
-    critic = parameters_of_source(recipe.critic.source or recipe.model.source) if recipe.trains_critic else 0
+    critic = (
+        parameters_of_source(recipe.critic.source or recipe.model.source)
+        if recipe.trains_critic
+        else 0
+    )
     beside = trained_parameters(recipe) or 0 if recipe.adapters else 0  # the adapters by themselves
-    weights = ((parameters_of(recipe) or 0) + beside + (critic or 0)) * ITEM_BYTES[recipe.model.dtype]
+    weights = ((parameters_of(recipe) or 0) + beside + (critic or 0)) * ITEM_BYTES[
+        recipe.model.dtype
+    ]
     return weights + _saved_bytes(recipe) + 3 * (critic or 0) * ITEM_BYTES[recipe.trained_dtype]
 
 
 def _saved_bytes(recipe: Recipe) -> int:
     """Bytes of the trained weights and AdamW's two moments."""
     return (
-        3 * (trained_parameters(recipe) or 0) * ITEM_BYTES[recipe.trained_dtype] if recipe.runs_stage("update") else 0
+        3 * (trained_parameters(recipe) or 0) * ITEM_BYTES[recipe.trained_dtype]
+        if recipe.runs_stage("update")
+        else 0
     )
 
 
 def heads_of(source: str) -> dict[str, int]:
-    """Numbers of heads that tensor-parallel ranks share, by their names in the config of the model ``source``; empty without
-    one."""
+    """Numbers of heads that tensor-parallel ranks share, by their names in the config of the model
+    ``source``; empty without one."""
     config = config_of(source)
-    return {name: config[name] for name in HEADS if isinstance(config.get(name), int) and config[name] > 0}
+    return {
+        name: config[name]
+        for name in HEADS
+        if isinstance(config.get(name), int) and config[name] > 0
+    }
 
 
 def config_of(source: str) -> dict[str, Any]:
@@ -420,29 +515,42 @@ def vocabulary_of(recipe: Recipe) -> int | None:
 
 
 def context_of(recipe: Recipe) -> int | None:
-    """Tokens of a prompt with its response that the recipe's model and engines allow; None where that is not known."""
-    rollout, config = recipe.rollout, config_of(recipe.model.source)
+    """Tokens of a prompt with its response that the recipe's model and engines allow; None where
+    that is not known."""
+    rollout = recipe.rollout
+    config = config_of(recipe.model.source)
     if rollout.engine == "vllm" and rollout.vllm.max_model_len:
         return rollout.vllm.max_model_len
     found = [config.get("max_position_embeddings", config.get("n_positions"))]
     change = longrope_change(recipe)
-    if change is not None and (recipe.prompts.max_prompt_tokens or 1) + rollout.max_tokens <= change:
-        found.append(change)  # the recipe does not ask for longer rows, and so keeps the short factors
+    if (
+        change is not None
+        and (recipe.prompts.max_prompt_tokens or 1) + rollout.max_tokens <= change
+    ):
+        # the recipe does not ask for longer rows, and so keeps the short factors
+        found.append(change)
     return min((size for size in found if isinstance(size, int) and size > 0), default=None)
 
 
 def longrope_change(recipe: Recipe) -> int | None:
-    """Tokens of a row above which the recipe's model takes the long factors of longrope; None without longrope."""
+    """Tokens of a row above which the recipe's model takes the long factors of longrope; None
+    without longrope."""
     config = config_of(recipe.model.source)
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if rope.get("rope_type", rope.get("type")) not in ("longrope", "su"):  # "su": longrope in older configs
+    # "su": longrope in older configs
+    if rope.get("rope_type", rope.get("type")) not in ("longrope", "su"):
         return None
-    size = config.get("original_max_position_embeddings", rope.get("original_max_position_embeddings"))
+    size = config.get(
+        "original_max_position_embeddings", rope.get("original_max_position_embeddings")
+    )
     return size if isinstance(size, int) else None
 
 
 def longest_row(recipe: Recipe) -> int:
-    """Tokens of the longest row that the recipe allows. All engines of a run choose the factors of longrope by it."""
+    """Tokens of the longest row that the recipe allows.
+
+    All engines of a run choose the factors of longrope by it.
+    """
     rollout = recipe.rollout
     if rollout.engine == "vllm" and rollout.vllm.max_model_len:
         return rollout.vllm.max_model_len

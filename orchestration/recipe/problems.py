@@ -1,4 +1,5 @@
-"""The error with all problems of a recipe, and what to write instead of a name that is not known."""
+"""The error with all problems of a recipe, and what to write instead of a name that is not
+known."""
 
 from __future__ import annotations
 
@@ -24,14 +25,20 @@ class RecipeError(ProblemError, ValueError):
 
 
 def suggest(given: str, allowed: Collection[str]) -> str:
-    """Return what to write instead of ``given``: the most similar of ``allowed``, or all of them."""
+    """Return what to write instead of ``given``: the most similar of ``allowed``, or all of
+    them."""
     close = difflib.get_close_matches(given[:LONGEST_SUGGESTED], allowed, n=1, cutoff=0.6)
-    return f"did you mean {close[0]!r}?" if close else f"use one of: {', '.join(map(repr, sorted(allowed)))}"
+    return (
+        (f"did you mean {close[0]!r}?")
+        if close
+        else f"use one of: {', '.join(map(repr, sorted(allowed)))}"
+    )
 
 
 def value_or_none(read: Callable[[], T]) -> T | None:
-    """Return what ``read`` returns, or None where it raises, as code and files that a recipe names may. Each of these has a
-    check that reports what is wrong with it; the other checks leave it out."""
+    """Return what ``read`` returns, or None where it raises, as code and files that a recipe names
+    may. Each of these has a check that reports what is wrong with it; the other checks leave it
+    out."""
     try:
         return read()
     except Exception:

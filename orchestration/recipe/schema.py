@@ -1,6 +1,7 @@
 """The recipe of a run: its sections, and what is read off them at once.
 
-:mod:`orchestration.recipe.load` makes it; :mod:`orchestration.recipe.planner` derives memory and groups in flight from it.
+:mod:`orchestration.recipe.load` makes it; :mod:`orchestration.recipe.planner` derives memory and
+groups in flight from it.
 """
 
 from __future__ import annotations
@@ -50,10 +51,14 @@ PATHS = {  # keys that may have a path
 
 
 class Recipe(Section):
-    """One run's settings. Made by :func:`load_recipe`; frozen; travels as JSON through the index to the workers."""
+    """One run's settings.
+
+    Made by :func:`load_recipe`; frozen; travels as JSON through the index to the workers.
+    """
 
     name: str = Field(
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", description="Name of the run. Default: the recipe file's name."
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$",
+        description="Name of the run. Default: the recipe file's name.",
     )
     description: str = Field(default="", description="One line for people.")
     seed: CountOrZero = Field(default=0, description="Seed of prompts, draws and initial weights.")
@@ -73,12 +78,15 @@ class Recipe(Section):
     guard: GuardSection = GuardSection()
     launch: LaunchSection = LaunchSection()
     external: ExternalSection = ExternalSection()
-    stages: list[StageSection] = Field(default=[], max_length=8, description="Stages of your own, in any order.")
+    stages: list[StageSection] = Field(
+        default=[], max_length=8, description="Stages of your own, in any order."
+    )
     _declared: Declared | None = PrivateAttr(default=None)
 
     @property
     def declared(self) -> Declared | None:
-        """What its own stages declare, where that is known without an import of their modules, as in workers."""
+        """What its own stages declare, where that is known without an import of their modules, as
+        in workers."""
         return self._declared
 
     def with_declared(self, declared: Declared) -> Recipe:
@@ -88,14 +96,18 @@ class Recipe(Section):
         return recipe
 
     def runs_stage(self, stage: ExternalStage) -> bool:
-        """Whether the run starts workers for ``stage``, instead of leaving it to another program. Where the prompts bring
-        responses, rollout workers are started for evaluations alone."""
+        """Whether the run starts workers for ``stage``, instead of leaving it to another program.
+
+        Where the prompts bring responses, rollout workers are started for evaluations alone.
+        """
         needs_engine = stage != "rollout" or not self.prompts.responses or self.evaluate.every > 0
         return stage not in self.external.stages and needs_engine
 
     @property
     def staleness_plan(self) -> StalenessPlan:
-        return StalenessPlan(self.pipeline.staleness, self.train.groups_per_step, self.pipeline.window)
+        return StalenessPlan(
+            self.pipeline.staleness, self.train.groups_per_step, self.pipeline.window
+        )
 
     @property
     def first_slack(self) -> int:
@@ -105,8 +117,15 @@ class Recipe(Section):
 
     @property
     def is_paced(self) -> bool:
-        """Whether groups enter as late as keeps the trainer fed. With one step ahead none can be trained any fresher."""
-        return self.pipeline.admission == "paced" and not self.colocated and self.staleness_plan.slack > 1
+        """Whether groups enter as late as keeps the trainer fed.
+
+        With one step ahead none can be trained any fresher.
+        """
+        return (
+            self.pipeline.admission == "paced"
+            and not self.colocated
+            and self.staleness_plan.slack > 1
+        )
 
     @property
     def mixed_precision(self) -> bool:
@@ -120,11 +139,14 @@ class Recipe(Section):
 
     @property
     def adapters(self) -> AdapterOptions | None:
-        """The adapters that are trained in place of the model's weights; None where all weights are."""
+        """The adapters that are trained in place of the model's weights; None where all weights
+        are."""
         lora = self.model.lora
         if not lora.rank:
             return None
-        return AdapterOptions(lora.rank, lora.alpha, tuple(lora.targets), self.seed, self.trained_dtype)
+        return AdapterOptions(
+            lora.rank, lora.alpha, tuple(lora.targets), self.seed, self.trained_dtype
+        )
 
     @property
     def colocated(self) -> bool:
@@ -145,20 +167,25 @@ class Recipe(Section):
 
     @property
     def logprob_temperature(self) -> float:
-        """What logits are divided by for logprobs: the sampling temperature; 1 where the prompts bring the responses."""
+        """What logits are divided by for logprobs: the sampling temperature; 1 where the prompts
+        bring the responses."""
         return 1.0 if self.prompts.responses else self.rollout.temperature
 
     @property
     def masks_padding(self) -> bool:
-        """Whether tokens that pad the embedding have no probability, in sampling and in training: by default where the torch
-        engines do both. On given responses nothing is sampled, and losses are those of other libraries."""
+        """Whether tokens that pad the embedding have no probability, in sampling and in training:
+        by default where the torch engines do both. On given responses nothing is sampled, and
+        losses are those of other libraries."""
         own = self.rollout.engine == self.train.engine == "torch" and not self.prompts.responses
         both = own and self.runs_stage("rollout") and self.runs_stage("update")
         return self.model.vocabulary == "tokenizer" or (self.model.vocabulary == "auto" and both)
 
     @property
     def spans_machines(self) -> bool:
-        """Whether other machines start workers: the nodes of a cluster, or hosts. What `auto` stands for follows from it."""
+        """Whether other machines start workers: the nodes of a cluster, or hosts.
+
+        What `auto` stands for follows from it.
+        """
         return self.launch.on_cluster or self.launch.remote_rollouts > 0
 
     @property
@@ -170,26 +197,34 @@ class Recipe(Section):
 
     @property
     def sync_address(self) -> str:
-        """``sync.serve``: an address, or `auto` for the one by which other nodes reach the trainer's."""
+        """``sync.serve``: an address, or `auto` for the one by which other nodes reach the
+        trainer's."""
         return self._address(self.sync.serve, alone=LOOPBACK)
 
     @property
     def warehouse_address(self) -> str:
-        """``pipeline.serve``: an address, `auto` for the one by which other nodes reach this one, or "" for none."""
+        """``pipeline.serve``: an address, `auto` for the one by which other nodes reach this one,
+        or "" for none."""
         return self._address(self.pipeline.serve, alone="")
 
     @property
     def index_address(self) -> str:
-        """``pipeline.index_serve``: an address, `auto` for that of this machine on its network, or "" for none."""
-        return self._address(self.pipeline.index_serve, alone="") if self.pipeline.index == "embedded" else ""
+        """``pipeline.index_serve``: an address, `auto` for that of this machine on its network, or
+        "" for none."""
+        return (
+            self._address(self.pipeline.index_serve, alone="")
+            if self.pipeline.index == "embedded"
+            else ""
+        )
 
     def _address(self, value: str, alone: str) -> str:
         return value if value != AUTO or self.spans_machines else alone
 
     @property
     def swaps_at_once(self) -> int:
-        """How many replicas may swap weights at the same time, 0 for all: ``sync.at_once``, or a quarter of them. So a
-        version needs about four swaps' time with any number of replicas, and three quarters always generate."""
+        """How many replicas may swap weights at the same time, 0 for all: ``sync.at_once``, or a
+        quarter of them. So a version needs about four swaps' time with any number of replicas, and
+        three quarters always generate."""
         if not self.sync.rolling or self.replicas == 1:
             return 0
         return self.sync.at_once or max(1, self.replicas // 4)
@@ -198,19 +233,25 @@ class Recipe(Section):
     def trains_critic(self) -> bool:
         """Whether the run has a critic with an engine and a worker of its own."""
         of = self.algorithm
-        return value_or_none(lambda: build_algorithm(of.name, of.options).critic_algorithm()) is not None
+        return (
+            value_or_none(lambda: build_algorithm(of.name, of.options).critic_algorithm())
+            is not None
+        )
 
     @property
     def keeps_undo(self) -> bool:
-        """Whether trainers keep a copy of their state before each train batch: it has several optimizer steps, or a critic
-        of its own may skip it."""
-        algorithm = value_or_none(lambda: build_algorithm(self.algorithm.name, self.algorithm.options))
+        """Whether trainers keep a copy of their state before each train batch: it has several
+        optimizer steps, or a critic of its own may skip it."""
+        algorithm = value_or_none(
+            lambda: build_algorithm(self.algorithm.name, self.algorithm.options)
+        )
         several = algorithm is not None and algorithm.epochs * algorithm.mini_batches > 1
         return several or self.trains_critic
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the flow has the reference stage: some stage reads logprobs under the frozen reference policy."""
+        """Whether the flow has the reference stage: some stage reads logprobs under the frozen
+        reference policy."""
         from orchestration.recipe.flow import flow_of
 
         return "reference" in flow_of(self)
@@ -229,7 +270,8 @@ class Recipe(Section):
         for function in data["reward"]["functions"]:
             function["read"] = [_absolute(path) for path in function["read"]]
         if (url := self.checkpoint.url) and "://" not in url:
-            data["checkpoint"]["url"] = str(Path(url).expanduser().resolve())  # a folder that the run makes
+            # a folder that the run makes
+            data["checkpoint"]["url"] = str(Path(url).expanduser().resolve())
         return Recipe.model_validate(data)
 
     def to_json(self) -> str:
@@ -237,12 +279,14 @@ class Recipe(Section):
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Recipe:
-        """Return the recipe that :meth:`to_json` wrote. Relations and files are not checked again."""
+        """Return the recipe that :meth:`to_json` wrote. Relations and files are not checked
+        again."""
         return cls.model_validate_json(text)
 
 
 def _absolute(value: str | None) -> str | None:
-    """Return ``value`` as an absolute path if it names an existing file or folder, and otherwise unchanged."""
+    """Return ``value`` as an absolute path if it names an existing file or folder, and otherwise
+    unchanged."""
     if not value or value in KNOWN_MODELS or not Path(value).expanduser().exists():
         return value
     return str(Path(value).expanduser().resolve())

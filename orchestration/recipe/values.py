@@ -1,4 +1,5 @@
-"""Types of the values that a recipe's keys hold: sizes in bytes, counts, durations, devices; and the base of its tables."""
+"""Types of the values that a recipe's keys hold: sizes in bytes, counts, durations, devices; and
+the base of its tables."""
 
 from __future__ import annotations
 
@@ -12,13 +13,26 @@ from orchestration.recipe.bounds import LARGEST
 from stages.device_names import EXAMPLES, PATTERN
 from stages.json_schema import fault, unit
 
-UNITS = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+UNITS = {
+    "B": 1,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+}
 
 
 def parse_size(value: object) -> object:
-    """Return the bytes of ``64MiB`` or ``1.5 GiB``; what is no text, as it is. Raises ValueError with the accepted forms.
+    """Return the bytes of ``64MiB`` or ``1.5 GiB``; what is no text, as it is.
 
-    Pydantic's ByteSize would also take ``8bit``, ``.5KiB`` and digits of other scripts, and fail on 400 digits."""
+    Raises ValueError with the accepted forms.
+
+    Pydantic's ByteSize would also take ``8bit``, ``.5KiB`` and digits of other scripts, and fail on
+    400 digits.
+    """
     if not isinstance(value, str):
         return value
     match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?) ?([A-Za-z]{1,3})?", value.strip())
@@ -39,10 +53,14 @@ def format_size(size: float) -> str:
 
 
 def size_from(least: int) -> BeforeValidator:
-    """Return a validator that calls :func:`parse_size`; its JSON Schema allows ``least`` bytes or more, or a text."""
+    """Return a validator that calls :func:`parse_size`; its JSON Schema allows ``least`` bytes or
+    more, or a text."""
     number = r"([0-9]*[1-9][0-9]*(\.[0-9]+)?|0+\.0*[1-9][0-9]*)" if least else r"[0-9]+(\.[0-9]+)?"
     text = rf"^ *{number} ?([KkMmGg]?[Bb]|[KkMmGgTt][Ii][Bb])? *$"
-    shown = Annotated[int, Field(ge=least, le=LARGEST)] | Annotated[str, Field(json_schema_extra={"pattern": text})]
+    shown = (
+        Annotated[int, Field(ge=least, le=LARGEST)]
+        | Annotated[str, Field(json_schema_extra={"pattern": text})]
+    )
     return BeforeValidator(parse_size, json_schema_input_type=shown)
 
 
@@ -58,7 +76,8 @@ StepsOrZero = Annotated[int, Field(ge=0), unit("steps")]
 Seconds = Annotated[float, Field(gt=0), unit("seconds")]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Betas = Annotated[
-    tuple[Share, Share], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
+    tuple[Share, Share],
+    BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value),
 ]
 
 Device = Annotated[str, Field(pattern=PATTERN, examples=EXAMPLES)]
@@ -81,7 +100,8 @@ Staleness = Annotated[
     int,
     BeforeValidator(
         lambda value: AUTO_STALENESS if value == "auto" else value,
-        json_schema_input_type=Annotated[int, Field(ge=0)] | Annotated[str, Field(pattern="^auto$")],
+        json_schema_input_type=Annotated[int, Field(ge=0)]
+        | Annotated[str, Field(pattern="^auto$")],
     ),
     Field(ge=0),
     unit("versions"),
@@ -96,8 +116,9 @@ def auto_staleness(pipeline: object) -> object:
 
 
 DEVICE_MEANING = (
-    "`auto`: the accelerator that torch finds, else the CPU. Worker processes share a node's devices out in turn "
-    "(`asyncdock check` shows them); a number fixes one: `cuda:1`. `npu` needs torch_npu."
+    "`auto`: the accelerator that torch finds, else the CPU. Worker processes share a node's "
+    "devices out in turn (`asyncdock check` shows them); a number fixes one: `cuda:1`. `npu` needs "
+    "torch_npu."
 )
 
 

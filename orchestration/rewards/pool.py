@@ -1,10 +1,11 @@
-"""The reward functions of a recipe, as its reward stage and its evaluations call them, and the pool of processes that call
-them, so that what a function does harms its own samples alone.
+"""The reward functions of a recipe, as its reward stage and its evaluations call them, and the pool
+of processes that call them, so that what a function does harms its own samples alone.
 
     RewardSet ─ call ─▶ a free process ◀── forked by a light fork server; one that hangs, dies or is full is replaced
                 └ async ─▶ one process for all async functions, whose calls run at the same time
 
-JSON over a socket pair: functions travel by their names. The processes end with this one, also when it is killed.
+JSON over a socket pair: functions travel by their names. The processes end with this one, also when
+it is killed.
 """
 
 from __future__ import annotations
@@ -33,14 +34,16 @@ from stages.rewards.registry import RewardError
 from stages.rewards.stage import ErrorPolicy, RewardSet
 
 START_SECONDS = 120.0  # to import the functions
-GRACE_SECONDS = 5.0  # in which the process of async functions reports that a call took too long, before it is ended
+# in which the process of async functions reports that a call took too long, before it is ended
+GRACE_SECONDS = 5.0
 LOG_BYTES = 16 << 20  # of what functions print; then the file begins again
-Takes = dict[str, tuple[list[str] | None, bool]]  # by function: its arguments (None: all), whether it is async
+# by function: its arguments (None: all), whether it is async
+Takes = dict[str, tuple[list[str] | None, bool]]
 
 
 def reward_pool(recipe: Recipe, log: Path) -> Caller | None:
-    """The pool of the reward functions that need one, or several where they need different sandboxes; None where there are
-    none, or ``reward.processes`` is 0."""
+    """The pool of the reward functions that need one, or several where they need different
+    sandboxes; None where there are none, or ``reward.processes`` is 0."""
     section = recipe.reward
     if not section.processes:
         return None
@@ -66,8 +69,11 @@ def reward_pool(recipe: Recipe, log: Path) -> Caller | None:
     return next(iter(pools.values()), None)
 
 
-def reward_set(recipe: Recipe, pool: Caller | None = None, end_tokens: Collection[int] = ()) -> RewardSet:
-    """The reward functions of ``recipe`` and what is done when they fail. Without ``pool`` they run in this process.
+def reward_set(
+    recipe: Recipe, pool: Caller | None = None, end_tokens: Collection[int] = ()
+) -> RewardSet:
+    """The reward functions of ``recipe`` and what is done when they fail. Without ``pool`` they run
+    in this process.
     ``end_tokens``: ids that end a response."""
     section = recipe.reward
     return RewardSet(
@@ -86,16 +92,18 @@ def reward_set(recipe: Recipe, pool: Caller | None = None, end_tokens: Collectio
 
 
 def scored_by(recipe: Recipe) -> tuple[str, ...]:
-    """The functions that a run of ``recipe`` calls, in the order of the column ``scores``; none where another program
-    scores."""
+    """The functions that a run of ``recipe`` calls, in the order of the column ``scores``; none
+    where another program scores."""
     names = tuple(function.name for function in recipe.reward.functions)
     return names if recipe.runs_stage("reward") else ()
 
 
 class RewardPool(Caller):
-    """Calls the functions ``names`` in ``processes`` processes, which are started as they are needed, and in one more where
-    functions are async. ``memory``: bytes of data that each may hold, 0 for no limit. ``log`` gets what functions print.
-    ``sandbox``: that each enters. ``environment``: that they see (default: this process's, without our own variables)."""
+    """Calls the functions ``names`` in ``processes`` processes, which are started as they are
+    needed, and in one more where functions are async. ``memory``: bytes of data that each may hold,
+    0 for no limit. ``log`` gets what functions print.
+    ``sandbox``: that each enters. ``environment``: that they see (default: this process's, without
+    our own variables)."""
 
     def __init__(
         self,
@@ -107,13 +115,18 @@ class RewardPool(Caller):
         sandbox: Sandbox | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        self.parallel, self._names, self._memory, self._log = processes, tuple(names), memory, log
-        self._sandbox, self._environment = sandbox, environment
+        self.parallel = processes
+        self._names = tuple(names)
+        self._memory = memory
+        self._log = log
+        self._sandbox = sandbox
+        self._environment = environment
         self._starter: Starter | None = None
         self._takes: Takes = {}
         self._free: list[_RewardProcess] = []
         self._running: set[_RewardProcess] = set()
-        self._slots, self._opening = asyncio.Semaphore(processes), asyncio.Lock()
+        self._slots = asyncio.Semaphore(processes)
+        self._opening = asyncio.Lock()
         self._concurrent: _RewardProcess | None = None
 
     async def open(self) -> None:
@@ -135,11 +148,19 @@ class RewardPool(Caller):
         await self.open()
         return self._takes[name][1]
 
-    async def call(self, name: str, arguments: Arguments, timeout: float, *, alone: bool = False) -> Scores:
+    async def call(
+        self, name: str, arguments: Arguments, timeout: float, *, alone: bool = False
+    ) -> Scores:
         await self.open()
         wants, is_async = self._takes[name]
-        request = {"name": name, "arguments": selected(arguments, wants), "rows": len(arguments["completions"])}
-        answer = await (self._call_shared if is_async and not alone else self._call_alone)(request, timeout)
+        request = {
+            "name": name,
+            "arguments": selected(arguments, wants),
+            "rows": len(arguments["completions"]),
+        }
+        answer = await (self._call_shared if is_async and not alone else self._call_alone)(
+            request, timeout
+        )
         with contextlib.suppress(OSError):
             if self._log.stat().st_size > LOG_BYTES:
                 os.truncate(self._log, 0)
@@ -160,7 +181,8 @@ class RewardPool(Caller):
             while self._free and self._free[-1].ended:
                 await self._end(self._free.pop())
             process = self._free.pop() if self._free else await self._start()
-            deadline, answer = asyncio.timeout(timeout), None
+            deadline = asyncio.timeout(timeout)
+            answer = None
             try:
                 async with deadline:
                     answer = await process.call(request, timeout)
@@ -182,7 +204,9 @@ class RewardPool(Caller):
         try:
             async with deadline:
                 answer = await process.call(request, timeout)
-        except TimeoutError:  # a call blocks the event loop of the process: this one, or another one
+        except (
+            TimeoutError
+        ):  # a call blocks the event loop of the process: this one, or another one
             await self._end(process)
             raise CallFailed(str(too_slow(timeout, request["rows"])), shared=True) from None
         except CallFailed:
@@ -208,7 +232,9 @@ class RewardPool(Caller):
             await self._end(process)
             late = f"took more than {START_SECONDS:g} s to import"
             reason = str(error) if isinstance(error, ProcessEnded) else late
-            raise RewardError(f"rewards {list(self._names)}: importing them {reason}; see {self._log}") from None
+            raise RewardError(
+                f"rewards {list(self._names)}: importing them {reason}; see {self._log}"
+            ) from None
         if "refused" in first:
             await self._end(process)
             raise RewardError(first["refused"])
@@ -227,7 +253,8 @@ class PoolOfEach(Caller):
     """Calls each function by the pool that ``pools`` has for it."""
 
     def __init__(self, pools: Mapping[str, Caller]) -> None:
-        self._pools, self.parallel = pools, max(pool.parallel for pool in pools.values())
+        self._pools = pools
+        self.parallel = max(pool.parallel for pool in pools.values())
 
     async def open(self) -> None:
         for pool in {*self._pools.values()}:
@@ -236,7 +263,9 @@ class PoolOfEach(Caller):
     async def is_async(self, name: str) -> bool:
         return await self._pools[name].is_async(name)
 
-    async def call(self, name: str, arguments: Arguments, timeout: float, *, alone: bool = False) -> Scores:
+    async def call(
+        self, name: str, arguments: Arguments, timeout: float, *, alone: bool = False
+    ) -> Scores:
         return await self._pools[name].call(name, arguments, timeout, alone=alone)
 
     async def close(self) -> None:

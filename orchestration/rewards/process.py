@@ -1,11 +1,14 @@
-"""A process that calls reward functions. Its standard input is a socket to the pool (:mod:`orchestration.rewards.pool`).
+"""A process that calls reward functions.
+
+Its standard input is a socket to the pool (:mod:`orchestration.rewards.pool`).
 
     start: sandbox, limits ─▶ import the functions ─▶ what they take ──▶ pool    (messages: orchestration.processes.line)
     pool ──▶ {id, name, arguments, rows, timeout} ─▶ call ─▶ {id, scores}, or {id, error, place, misfit, last} ──▶ pool
 
-``last``: the process has reached its limit of memory, and ends. Plain functions are called one at a time by the main thread,
-outside of any event loop: code that sets signal handlers, or that runs an event loop of its own, works. With ``concurrent``,
-functions are async and their calls share one event loop.
+``last``: the process has reached its limit of memory, and ends. Plain functions are called one at a
+time by the main thread, outside of any event loop: code that sets signal handlers, or that runs an
+event loop of its own, works. With ``concurrent``, functions are async and their calls share one
+event loop.
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ FULL = 0.9  # of the limit of memory: a process that fails with more than this i
 
 @dataclass(frozen=True)
 class Setup:
-    """What a process is started with. ``memory``: bytes that its data may take, 0 for no limit. ``path``: of imports.
+    """What a process is started with. ``memory``: bytes that its data may take, 0 for no limit.
+    ``path``: of imports.
     ``sandbox``: fields of a :class:`~orchestration.sandbox.sandbox.Sandbox`, None for none."""
 
     names: Sequence[str]
@@ -59,8 +63,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return send(line, {"refused": f"the sandbox cannot be entered: {error}"})
     try:
         found = {name: functions.find(name) for name in setup.names}
-        takes = {name: (named_by(function), inspect.iscoroutinefunction(function)) for name, function in found.items()}
-    except (RewardError, ValueError, TypeError) as error:  # ValueError, TypeError: it has no signature
+        takes = {
+            name: (named_by(function), inspect.iscoroutinefunction(function))
+            for name, function in found.items()
+        }
+    except (
+        RewardError,
+        ValueError,
+        TypeError,
+    ) as error:  # ValueError, TypeError: it has no signature
         return send(line, {"refused": str(error)})
     send(line, {"takes": takes})
     if setup.concurrent:
@@ -82,7 +93,9 @@ def _serve(line: socket.socket, functions: dict[str, Callable[..., Any]]) -> Non
                 return
 
 
-def _answer(request: dict[str, Any], function: Callable[..., Any], runner: asyncio.Runner) -> dict[str, Any]:
+def _answer(
+    request: dict[str, Any], function: Callable[..., Any], runner: asyncio.Runner
+) -> dict[str, Any]:
     try:
         result = function(**request["arguments"])
         if inspect.isawaitable(result):
@@ -96,7 +109,9 @@ async def _awaited(result: Awaitable[Any]) -> Any:
     return await result
 
 
-async def _serve_concurrently(line: socket.socket, functions: dict[str, Callable[..., Any]]) -> None:
+async def _serve_concurrently(
+    line: socket.socket, functions: dict[str, Callable[..., Any]]
+) -> None:
     stream, writer = await asyncio.open_connection(sock=line)
     async with asyncio.TaskGroup() as tasks:
         while True:
@@ -117,7 +132,10 @@ async def _answer_concurrently(
         answer = _scored(request, result)
     except BaseException as error:
         late = deadline.expired()
-        answer = _failure(request, too_slow(request["timeout"], request["rows"]) if late else raised(error, function))
+        answer = _failure(
+            request,
+            too_slow(request["timeout"], request["rows"]) if late else raised(error, function),
+        )
     writer.write(packed(answer))
 
 

@@ -10,11 +10,13 @@
                                  run.json   version, prompt position, ledger, groups still to be made, pass rates
                                  digests.json   all of these files, verified by what reads them (stages.weights.manifest)
 
-With ``checkpoint.url``, a thread then copies it there (:mod:`orchestration.run.storage.store`), and rows are released after.
+With ``checkpoint.url``, a thread then copies it there (:mod:`orchestration.run.storage.store`), and
+rows are released after.
 
-``train/`` is a distributed checkpoint of torch: ranks of any number and layout read what any others have written. A
-checkpoint is written under another name and renamed at the end, so one with its final name is complete. Prompts are a pure
-function of the group's number, so the prompt position is a number, and groups in flight are generated again.
+``train/`` is a distributed checkpoint of torch: ranks of any number and layout read what any others
+have written. A checkpoint is written under another name and renamed at the end, so one with its
+final name is complete. Prompts are a pure function of the group's number, so the prompt position is
+a number, and groups in flight are generated again.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ from stages.threads import run_in_thread
 from stages.weights import manifest
 from stages.weights.manifest import STATE, FilesDamaged
 
-if TYPE_CHECKING:  # a service lists checkpoints without torch; functions that read or write one import it
+# a service lists checkpoints without torch; functions that read or write one import it
+if TYPE_CHECKING:
     import torch
 
     from stages.engines.protocols import TrainEngine
@@ -50,8 +53,11 @@ if TYPE_CHECKING:  # a service lists checkpoints without torch; functions that r
 
 log = structlog.get_logger()
 
-TRAIN, MODEL, CRITIC = "train", "model", "critic"
-BEGUN = ".begun"  # a file in a checkpoint that is being written; ranks that do not see it are on other disks
+TRAIN = "train"
+MODEL = "model"
+CRITIC = "critic"
+# a file in a checkpoint that is being written; ranks that do not see it are on other disks
+BEGUN = ".begun"
 PULLS = 3  # attempts to copy a checkpoint from its URL that is removed meanwhile
 LEAST_FREE = 1 << 20  # bytes; a disk with less is full
 ASIDE = "aside-"  # before the name of a checkpoint that no run goes on from
@@ -66,16 +72,21 @@ class CheckpointUnusable(Fatal, RuntimeError):
 
 
 class DiskRefused(Fatal, RuntimeError):
-    """The disk, or checkpoint.url, takes no checkpoint, and will not take one from a restarted worker either."""
+    """The disk, or checkpoint.url, takes no checkpoint, and will not take one from a restarted
+    worker either."""
 
 
 class CheckpointMissing(RuntimeError):
-    """This node does not have the run's newest checkpoint, and would begin with other weights than the run has."""
+    """This node does not have the run's newest checkpoint, and would begin with other weights than
+    the run has."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint on disk. ``counters``, ``remake``, ``rates``: what :meth:`pipeline.index.Index.init` starts from."""
+    """A checkpoint on disk.
+
+    ``counters``, ``remake``, ``rates``: what :meth:`pipeline.index.Index.init` starts from.
+    """
 
     path: Path
     version: int
@@ -93,15 +104,19 @@ class Checkpoint:
         return done if self.version >= steps else ""
 
     def load_into(self, engine: TrainEngine, part: str = "") -> None:
-        """Load the saved state into ``engine``, which may have other ranks than the saved one. All ranks call this, and each
-        verifies the files that it reads. ``part``: :data:`CRITIC` for that of the critic. Raises CheckpointUnusable."""
+        """Load the saved state into ``engine``, which may have other ranks than the saved one.
+
+        All ranks call this, and each verifies the files that it reads. ``part``: :data:`CRITIC` for
+        that of the critic. Raises CheckpointUnusable.
+        """
         from torch.distributed.checkpoint.api import CheckpointException
 
         from orchestration.run.storage import shards
 
         state = engine.state_dict()
         counts = {"version": self.version} if "version" in state else {}
-        state = {name: value for name, value in state.items() if name not in counts}  # older checkpoints lack it
+        # older checkpoints lack it
+        state = {name: value for name, value in state.items() if name not in counts}
         reader = _verifying_reader(self.path, Path(part) / TRAIN)
         try:
             with _no_warning():
@@ -110,7 +125,8 @@ class Checkpoint:
             causes = list(_causes(error))
             damaged = next((cause for cause in causes if isinstance(cause, FilesDamaged)), None)
             why = damaged or (
-                f"{self.path} cannot be loaded into the model of this run ({type(causes[-1]).__name__}: {causes[-1]}); if "
+                f"{self.path} cannot be loaded into the model of this run "
+                f"({type(causes[-1]).__name__}: {causes[-1]}); if "
                 "model.source is not the model that the run began with, put that back"
             )
             raise CheckpointUnusable(f"checkpoint: {why}; {way_back(self.path)}") from error
@@ -120,7 +136,10 @@ class Checkpoint:
         engine.load_state_dict(state | counts)
 
     def verify(self) -> None:
-        """Read all files, and compare them with the digests of when they were written. Raises CheckpointUnusable."""
+        """Read all files, and compare them with the digests of when they were written.
+
+        Raises CheckpointUnusable.
+        """
         try:
             manifest.verify_part(self.path)
         except FilesDamaged as damaged:
@@ -128,27 +147,33 @@ class Checkpoint:
 
 
 def way_back(path: Path, names: Iterable[str] = ()) -> str:
-    """Returns the words by which a run goes on without the checkpoint in the folder ``path``; ``names``: of checkpoints that
-    its URL has."""
-    older = sorted(name for name in {*names, *(each.name for each in whole(path.parent))} if name < path.name)
+    """Returns the words by which a run goes on without the checkpoint in the folder ``path``;
+    ``names``: of checkpoints that its URL has."""
+    older = sorted(
+        name for name in {*names, *(each.name for each in whole(path.parent))} if name < path.name
+    )
     version = version_of(older[-1]) if older else 0
     where = (
-        f"the checkpoint before it, of version {version}," if older else "the beginning, as there is none before it,"
+        f"the checkpoint before it, of version {version},"
+        if older
+        else "the beginning, as there is none before it,"
     )
     return (
-        f"`asyncdock resume {path.parent.parent} --from {version}` goes on from {where} and keeps this one aside (of a "
-        f"service's run: `asyncdock runs resume RUN --from {version}`)"
+        f"`asyncdock resume {path.parent.parent} --from {version}` goes on from {where} and keeps "
+        f"this one aside (of a service's run: `asyncdock runs resume RUN --from {version}`)"
     )
 
 
 def not_finite(state: Any, name: str = "") -> str | None:
-    """Returns the name of a tensor in ``state``, nested tables, with values that are not finite on this rank; None: all
-    are."""
+    """Returns the name of a tensor in ``state``, nested tables, with values that are not finite on
+    this rank; None: all are."""
     import torch
     from torch.distributed.tensor import DTensor
 
     if isinstance(state, Mapping):
-        found = (not_finite(value, f"{name}.{key}" if name else str(key)) for key, value in state.items())
+        found = (
+            not_finite(value, f"{name}.{key}" if name else str(key)) for key, value in state.items()
+        )
         return next((each for each in found if each is not None), None)
     if not isinstance(state, torch.Tensor) or not state.is_floating_point():
         return None
@@ -160,8 +185,9 @@ def not_finite(state: Any, name: str = "") -> str | None:
 
 
 def _verifying_reader(folder: Path, part: Path) -> Any:
-    """Returns torch's reader of the distributed checkpoint in ``part`` of the checkpoint ``folder``. Files are hashed beside
-    the reading; a damaged one is reported in any case, as FilesDamaged."""
+    """Returns torch's reader of the distributed checkpoint in ``part`` of the checkpoint
+    ``folder``. Files are hashed beside the reading; a damaged one is reported in any case, as
+    FilesDamaged."""
     from orchestration.run.storage import shards
 
     def verify(names: Iterable[str]) -> None:
@@ -185,8 +211,10 @@ def _verifying_reader(folder: Path, part: Path) -> Any:
 
 
 def begin(directory: Path, version: int) -> Path:
-    """Make and return an empty folder to write the checkpoint of ``version`` into. What killed processes have left of others
-    is removed: one checkpoint is written at a time."""
+    """Make and return an empty folder to write the checkpoint of ``version`` into.
+
+    What killed processes have left of others is removed: one checkpoint is written at a time.
+    """
     clean(directory)
     partial = directory / f".{name_of(version)}.partial"
     partial.mkdir(parents=True)
@@ -202,21 +230,26 @@ def clean(directory: Path) -> None:
 
 
 def lasting_refusal(error: BaseException, directory: Path, version: int) -> DiskRefused | None:
-    """Returns ``error``, with which writing the checkpoint of ``version`` has failed, as one that a restart does not mend;
-    None when a restart may. Writers wrap what the disk has said, so a disk without room is looked at."""
-    found = next((each for each in _causes(error) if isinstance(each, OSError) and each.errno in _LASTING), None)
+    """Returns ``error``, with which writing the checkpoint of ``version`` has failed, as one that a
+    restart does not mend; None when a restart may. Writers wrap what the disk has said, so a disk
+    without room is looked at."""
+    found = next(
+        (each for each in _causes(error) if isinstance(each, OSError) and each.errno in _LASTING),
+        None,
+    )
     try:
         full = shutil.disk_usage(directory).free < LEAST_FREE
     except OSError as refused:
-        found, full = found or refused, False
+        found = found or refused
+        full = False
     if found is None and not full:
         return None
     why = found or f"its disk is full: {error}"
     newest = latest(directory)
     goes_on = f"from the checkpoint of version {newest.version}" if newest else "from the beginning"
     return DiskRefused(
-        f"checkpoint: version {version} cannot be written below {directory} ({why}); free room there, or make it writable; "
-        f"`asyncdock resume` then goes on {goes_on}"
+        f"checkpoint: version {version} cannot be written below {directory} ({why}); free room "
+        f"there, or make it writable; `asyncdock resume` then goes on {goes_on}"
     )
 
 
@@ -234,18 +267,22 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 class Writer:
-    """Writes checkpoints of one rank's ``engine`` beside its training, one at a time, from a copy in host memory that it
-    keeps: the size of the engine's state on this rank. All ranks make the same calls. A rank on another disk than the
-    folder of the checkpoint copies what it writes to ``url``, where rank 0 fetches it."""
+    """Writes checkpoints of one rank's ``engine`` beside its training, one at a time, from a copy
+    in host memory that it keeps: the size of the engine's state on this rank. All ranks make the
+    same calls. A rank on another disk than the folder of the checkpoint copies what it writes to
+    ``url``, where rank 0 fetches it."""
 
     def __init__(self, engine: TrainEngine, rank: int = 0, url: str = "") -> None:
-        self._engine, self._rank, self._url = engine, rank, url
+        self._engine = engine
+        self._rank = rank
+        self._url = url
         self._copy: dict[str, Any] = {}
         self._writing: asyncio.Future[None] | None = None
 
     async def begin(self, partial: Path, part: str = "") -> asyncio.Future[None]:
-        """Copy the engine's state as it is now, and write it into ``part`` of ``partial`` in a thread. On rank 0 the future
-        is done when the files of all ranks are written. Waits for the writing before, and raises its error."""
+        """Copy the engine's state as it is now, and write it into ``part`` of ``partial`` in a
+        thread. On rank 0 the future is done when the files of all ranks are written. Waits for the
+        writing before, and raises its error."""
         if self._writing is not None:
             await self._writing
         await asyncio.to_thread(self.copy)
@@ -259,7 +296,8 @@ class Writer:
                 await asyncio.shield(self._writing)
 
     def copy(self) -> None:
-        """Copy the engine's state to host memory: page-locked where it comes from an accelerator."""
+        """Copy the engine's state to host memory: page-locked where it comes from an
+        accelerator."""
         import torch
         from torch.distributed._state_dict_utils import _copy_state_dict, _create_cpu_state_dict
 
@@ -272,11 +310,12 @@ class Writer:
             torch.accelerator.synchronize()
 
     def write(self, partial: Path, part: str = "") -> None:
-        """Write the copy into ``part`` of ``partial``: each rank its shard, in a process group of the engine's for this
-        alone."""
+        """Write the copy into ``part`` of ``partial``: each rank its shard, in a process group of
+        the engine's for this alone."""
         import torch.distributed.checkpoint as dcp
 
-        state, is_sharded = self._copy, _sharded(self._copy)
+        state = self._copy
+        is_sharded = _sharded(self._copy)
         store = CheckpointStore(self._url) if self._url else None
         elsewhere = None if (partial / BEGUN).exists() else store
         train, model = (str(Path(part) / name) for name in (TRAIN, MODEL))
@@ -292,11 +331,18 @@ class Writer:
 
         group = getattr(self._engine, "checkpoint_group", None)
         with _no_warning():
-            dcp.save(state, storage_writer=Files(partial / train), process_group=group, no_dist=not is_sharded)
+            dcp.save(
+                state,
+                storage_writer=Files(partial / train),
+                process_group=group,
+                no_dist=not is_sharded,
+            )
         if self._rank == 0:  # by now all shards are written, and staged
             if store:
                 store.fetch_staged(partial)
-            self._engine.save_pretrained(partial / model, _Whole(state, partial / train) if is_sharded else state)
+            self._engine.save_pretrained(
+                partial / model, _Whole(state, partial / train) if is_sharded else state
+            )
             if elsewhere:
                 elsewhere.stage(partial, part)
         if elsewhere:
@@ -304,20 +350,24 @@ class Writer:
 
 
 def _refused_state(partial: Path, name: str) -> str:
-    newest, name_of_it = latest(partial.parent), partial.name.strip(".").removesuffix(".partial")
+    newest = latest(partial.parent)
+    name_of_it = partial.name.strip(".").removesuffix(".partial")
     goes_on = f"the checkpoint of version {newest.version}" if newest else "the beginning"
     return (
-        f"checkpoint: {name_of_it} is not written: values of {name!r} in the engine are not finite, and would take the "
-        f"place of good ones; `asyncdock resume {partial.parent.parent}` goes on from {goes_on}"
+        f"checkpoint: {name_of_it} is not written: values of {name!r} in the engine are not "
+        f"finite, and would take the place of good ones; `asyncdock resume "
+        f"{partial.parent.parent}` goes on from {goes_on}"
     )
 
 
 class _Whole(Mapping[str, Any]):
-    """A nested ``state`` with whole tensors in place of a rank's shards, each read from its checkpoint when it is asked
-    for."""
+    """A nested ``state`` with whole tensors in place of a rank's shards, each read from its
+    checkpoint when it is asked for."""
 
     def __init__(self, state: Mapping[str, Any], folder: Path, path: tuple[str, ...] = ()) -> None:
-        self._state, self._folder, self._path = state, folder, path
+        self._state = state
+        self._folder = folder
+        self._path = path
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._state)
@@ -355,17 +405,19 @@ class _Whole(Mapping[str, Any]):
 def finish(
     directory: Path, tokenizer: Tokenizer, version: int, index_state: Mapping[str, Any], keep: int
 ) -> Checkpoint:
-    """Add the files that are not the engine's, and give the checkpoint its name when all of it is on the disk: from now on
-    it exists. Then removes all but the newest ``keep``."""
+    """Add the files that are not the engine's, and give the checkpoint its name when all of it is
+    on the disk: from now on it exists. Then removes all but the newest ``keep``."""
     name = name_of(version)
-    final, partial = directory / name, directory / f".{name}.partial"
+    final = directory / name
+    partial = directory / f".{name}.partial"
     for model in (partial / MODEL, partial / CRITIC / MODEL):
         if model.is_dir():
             tokenizer.save_pretrained(model)
     (partial / BEGUN).unlink(missing_ok=True)
     (partial / STATE).write_text(json.dumps({"version": version, **index_state}, indent=1))
     manifest.write(partial)
-    mode = partial.stat().st_mode & 0o666  # as launch.readers has it; safetensors makes files of 0600
+    # as launch.readers has it; safetensors makes files of 0600
+    mode = partial.stat().st_mode & 0o666
     for path in (*partial.rglob("*"), partial):
         if path.is_file():
             path.chmod(mode)
@@ -379,7 +431,8 @@ def finish(
 
 
 def _remove(checkpoint: Path) -> None:
-    """Remove a checkpoint, which stops to exist at once: a kill in the middle leaves no part of it under its name."""
+    """Remove a checkpoint, which stops to exist at once: a kill in the middle leaves no part of it
+    under its name."""
     removed = checkpoint.with_name(f".{checkpoint.name}.removed")
     with suppress(FileNotFoundError):
         os.rename(checkpoint, removed)
@@ -409,12 +462,19 @@ def latest(directory: Path) -> Checkpoint | None:
     return open_checkpoint(found[-1]) if found else None
 
 
-def newest(directory: Path, url: str, known: int = -1, parts: Sequence[str] = ()) -> Checkpoint | None:
-    """Returns the newest checkpoint under ``directory``, or of ``url`` where that has a newer one, or where the one here is
-    older than version ``known`` or has not all ``parts`` (default: all); from there it is copied to ``directory`` first. -1:
-    the newest is not known. ``url`` may be empty."""
+def newest(
+    directory: Path, url: str, known: int = -1, parts: Sequence[str] = ()
+) -> Checkpoint | None:
+    """Returns the newest checkpoint under ``directory``, or of ``url`` where that has a newer one,
+    or where the one here is older than version ``known`` or has not all ``parts`` (default: all);
+    from there it is copied to ``directory`` first. -1: the newest is not known. ``url`` may be
+    empty."""
     found = latest(directory)
-    lacks = found is None or found.version < known or any(not (found.path / part).exists() for part in parts)
+    lacks = (
+        found is None
+        or found.version < known
+        or any(not (found.path / part).exists() for part in parts)
+    )
     if not url or (known >= 0 and not lacks):
         return found
     store = CheckpointStore(url)
@@ -427,7 +487,9 @@ def newest(directory: Path, url: str, known: int = -1, parts: Sequence[str] = ()
         except FileNotFoundError:  # removed meanwhile, for a newer one
             continue
         except FilesDamaged as damaged:
-            raise CheckpointUnusable(f"checkpoint: {damaged}; {way_back(directory / names[-1], names)}") from None
+            raise CheckpointUnusable(
+                f"checkpoint: {damaged}; {way_back(directory / names[-1], names)}"
+            ) from None
         for old in whole(directory):
             if old.name < pulled.name and not ((old / MODEL).exists() and (old / TRAIN).exists()):
                 _remove(old)  # parts of it were copied here for an engine that had no newer one
@@ -435,15 +497,19 @@ def newest(directory: Path, url: str, known: int = -1, parts: Sequence[str] = ()
     return found
 
 
-def latest_of_run(directory: Path, known: int, url: str = "", parts: Sequence[str] = ()) -> Checkpoint | None:
-    """Returns the newest checkpoint under ``directory``, or at ``url``, of a run whose newest one is of version ``known`` at
-    least (0: it may have none). ``parts``: see :func:`newest`. Raises CheckpointMissing."""
+def latest_of_run(
+    directory: Path, known: int, url: str = "", parts: Sequence[str] = ()
+) -> Checkpoint | None:
+    """Returns the newest checkpoint under ``directory``, or at ``url``, of a run whose newest one
+    is of version ``known`` at least (0: it may have none). ``parts``: see :func:`newest`. Raises
+    CheckpointMissing."""
     found = newest(directory, url, known, parts) if known else latest(directory)
     if known > (found.version if found else 0):
         here = f"none newer than that of version {found.version}" if found else "none"
         raise CheckpointMissing(
-            f"checkpoint: the run's newest is of version {known}, and this node ({platform.node()}) has {here} below "
-            f"{directory}; set checkpoint.url, mount the run's folder here at the same path, or copy the checkpoint there; "
+            f"checkpoint: the run's newest is of version {known}, and this node "
+            f"({platform.node()}) has {here} below {directory}; set checkpoint.url, mount the "
+            f"run's folder here at the same path, or copy the checkpoint there; "
             "or resume the run with --from and the version of an older one (0: from the beginning)"
         )
     return found
@@ -466,12 +532,17 @@ def version_of(name: str) -> int:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Returns the checkpoint at ``path``. Raises FileNotFoundError where it was removed, and CheckpointUnusable."""
+    """Returns the checkpoint at ``path``.
+
+    Raises FileNotFoundError where it was removed, and CheckpointUnusable.
+    """
     try:
         state = json.loads((path / STATE).read_bytes())
         counters = {str(name): int(count) for name, count in state["counters"].items()}
         remake = [int(group) for group in state["remake"]]
-        return Checkpoint(path, int(state["version"]), counters, remake, str(state.get("rates", "")))
+        return Checkpoint(
+            path, int(state["version"]), counters, remake, str(state.get("rates", ""))
+        )
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         why = f"{path / STATE} is damaged: it does not hold the state of a run ({error!r:.200})"
         raise CheckpointUnusable(f"checkpoint: {why}; {way_back(path)}") from None
@@ -491,8 +562,8 @@ def usable(directory: Path) -> list[Checkpoint]:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename the checkpoint in the folder ``path``, so that no run goes on from it, and nothing of it is removed. Returns
-    the new path."""
+    """Rename the checkpoint in the folder ``path``, so that no run goes on from it, and nothing of
+    it is removed. Returns the new path."""
     for number in itertools.count(1):
         aside = path.with_name(f"{ASIDE}{path.name}{f'-{number}' if number > 1 else ''}")
         if not aside.exists():

@@ -1,11 +1,13 @@
-"""Documents, topics and logs of a run's life: its head, its workers, its hosts. ``orchestration`` owns them.
+"""Documents, topics and logs of a run's life: its head, its workers, its hosts.
+
+``orchestration`` owns them.
 
     head ──▶ RUN_RECIPE, RUN_PATHS ──▶ workers, hosts
     supervisor ──▶ PROCESS, ORDERS ──▶ host ──▶ TAKEN_BY, ENDING ──▶ supervisor
                    END, LEAVE ──────▶ host, worker ──▶ ENDING
 
-``worker`` is KIND-NUMBER, ``name`` names one process of a worker. A process that is started again has
-another name, so that no document of its predecessor is about it.
+``worker`` is KIND-NUMBER, ``name`` names one process of a worker. A process that is started again
+has another name, so that no document of its predecessor is about it.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ if TYPE_CHECKING:
     from stages.external_checks import Terms
     from stages.flow.declarations import Declared
 
-HEAD = "head"  # of BEAT: in place of a host's name; of TAKEN_BY: no host may take the order any more
+# of BEAT: in place of a host's name; of TAKEN_BY: no host may take the order any more
+HEAD = "head"
 OVER = -1  # of BEAT: the host has seen that the run has ended
 
 # ── what the run is ──
@@ -102,7 +105,8 @@ HOSTS = Topic("hosts")
 
 @dataclass(frozen=True)
 class Order:
-    """The order to start worker ``kind``-``number`` as the process ``name``, on ``host`` ("": on any with room)."""
+    """The order to start worker ``kind``-``number`` as the process ``name``, on ``host`` ("": on
+    any with room)."""
 
     kind: str
     number: int

@@ -1,7 +1,8 @@
-"""Makes what a recipe names: rollout and train engines, tokenizer, sampling parameters, and the transport of weights.
+"""Makes what a recipe names: rollout and train engines, tokenizer, sampling parameters, and the
+transport of weights.
 
-An adapter is imported when its engine is made: a mock run loads no model code. Engines that are not built in are made by
-their factories (:mod:`stages.engines.registry`).
+An adapter is imported when its engine is made: a mock run loads no model code. Engines that are not
+built in are made by their factories (:mod:`stages.engines.registry`).
 """
 
 from __future__ import annotations
@@ -50,13 +51,14 @@ if TYPE_CHECKING:
     from stages.engines.torch.rollout import TorchRolloutEngine
     from stages.inference.teacher import TeacherOptions
 
-# Making a model draws from torch's global generator: two threads of an inline run would disturb each other.
+# Making a model draws from torch's global generator: two threads of an inline run would disturb
+# each other.
 _LOADING = threading.Lock()
 
 
 def tokenizer_of(recipe: Recipe) -> Tokenizer:
-    """Returns the model's tokenizer; the mock model uses that of the tiny model, which reads characters. Checkpoints keep
-    it, with the chat template of the recipe."""
+    """Returns the model's tokenizer; the mock model uses that of the tiny model, which reads
+    characters. Checkpoints keep it, with the chat template of the recipe."""
     tokenizer = load_tokenizer("tiny" if recipe.model.source == "mock" else recipe.model.source)
     if recipe.prompts.chat_template:
         tokenizer.chat_template = chosen_template(recipe.prompts.chat_template, tokenizer)
@@ -64,9 +66,13 @@ def tokenizer_of(recipe: Recipe) -> Tokenizer:
 
 
 def sampling_of(recipe: Recipe, tokenizer: Tokenizer) -> SamplingParams:
-    """Returns how responses are sampled. One ends with the tokenizer's end token, one of those that the model's
-    generation_config.json names, or one of ``rollout.stop_token_ids``."""
-    source, ends = recipe.model.source, set(recipe.rollout.stop_token_ids)
+    """Returns how responses are sampled.
+
+    One ends with the tokenizer's end token, one of those that the model's generation_config.json
+    names, or one of ``rollout.stop_token_ids``.
+    """
+    source = recipe.model.source
+    ends = set(recipe.rollout.stop_token_ids)
     if tokenizer.eos_token_id is not None:
         ends.add(int(tokenizer.eos_token_id))
     if source not in PLAIN_MODELS:
@@ -80,8 +86,8 @@ def sampling_of(recipe: Recipe, tokenizer: Tokenizer) -> SamplingParams:
 
 
 def unpadded_vocabulary(recipe: Recipe) -> int | None:
-    """Returns the number of the first tokens that the tokenizer has or that end a response; None where the model's
-    embedding has no further ones, which pad it."""
+    """Returns the number of the first tokens that the tokenizer has or that end a response; None
+    where the model's embedding has no further ones, which pad it."""
     size = vocabulary_of(recipe)
     tokenizer = tokenizer_of(recipe)
     ends = sampling_of(recipe, tokenizer).stop_token_ids
@@ -101,36 +107,48 @@ def terms_of(recipe: Recipe, tokenizer: Tokenizer) -> Terms:
         vocabulary = len(tokenizer)
     else:
         config = load_config(source)
-        vocabulary = _known_vocabulary(recipe) or int(getattr(config, "text_config", config).vocab_size)
+        vocabulary = _known_vocabulary(recipe) or int(
+            getattr(config, "text_config", config).vocab_size
+        )
     sampling = replace(sampling_of(recipe, tokenizer), budget=recipe.rollout.budget)
     weights: dict[str, tuple[str, tuple[int, ...]]] | None = None
     if source != "mock" and not recipe.runs_stage("update"):
-        weights = {name: (recipe.model.dtype, shape) for name, shape in weight_shapes(source).items()}
+        weights = {
+            name: (recipe.model.dtype, shape) for name, shape in weight_shapes(source).items()
+        }
     own = fingerprint(tokenizer.get_vocab())
-    return Terms(vocabulary, asdict(sampling), recipe.seed, len(recipe.reward.functions), weights, own)
+    return Terms(
+        vocabulary, asdict(sampling), recipe.seed, len(recipe.reward.functions), weights, own
+    )
 
 
 def probe_tokens(recipe: Recipe) -> int:
-    """Returns the least number of tokens that a swap is probed with: one row where each token is judged, else enough for a
-    percentile; 0 without probes."""
+    """Returns the least number of tokens that a swap is probed with: one row where each token is
+    judged, else enough for a percentile; 0 without probes."""
     return (1 if recipe.model.dtype == "float32" else 128) if recipe.sync.probe else 0
 
 
 def probe_rule(recipe: Recipe) -> ProbeRule | None:
     """Returns how far probed logprobs may lie from the trainer's; None: nothing is probed."""
-    sync, source = recipe.sync, recipe.model.source
+    sync = recipe.sync
+    source = recipe.model.source
     if not sync.probe:
         return None
-    dtype, q95, mean = getattr(torch, recipe.model.dtype), sync.probe_tolerance, sync.probe_mean_tolerance
+    dtype = getattr(torch, recipe.model.dtype)
+    q95 = sync.probe_tolerance
+    mean = sync.probe_mean_tolerance
     rule = ProbeRule(dtype) if source == "mock" else ProbeRule.of(dtype, load_config(source))
     return replace(rule, q95=q95, mean=mean, alarm=PROBE not in recipe.guard.off)
 
 
 def _model(recipe: Recipe, weights: Path | None = None, dtype: str = "") -> tuple[Any, Tokenizer]:
-    """Load the recipe's model, in its dtype or another; ``weights``: a checkpoint folder that replaces its weights."""
+    """Load the recipe's model, in its dtype or another; ``weights``: a checkpoint folder that
+    replaces its weights."""
     source = recipe.model.source if weights is None else str(weights)
     with _LOADING:
-        model, tokenizer = load_model(source, dtype=getattr(torch, dtype or recipe.model.dtype), seed=recipe.seed)
+        model, tokenizer = load_model(
+            source, dtype=getattr(torch, dtype or recipe.model.dtype), seed=recipe.seed
+        )
     if recipe.colocated:
         from stages.resharding.swap import separate
 
@@ -139,10 +157,18 @@ def _model(recipe: Recipe, weights: Path | None = None, dtype: str = "") -> tupl
 
 
 def rollout_engine(
-    recipe: Recipe, *, version: int, weights: Path | None = None, shared: Path | None = None, secret: bytes = b""
+    recipe: Recipe,
+    *,
+    version: int,
+    weights: Path | None = None,
+    shared: Path | None = None,
+    secret: bytes = b"",
 ) -> RolloutEngine:
-    """Make the engine that ``rollout.engine`` names. ``version``: what it begins with; ``weights``: the checkpoint folder
-    with it (None: the recipe's model); ``shared``: a folder of its own in shared memory; ``secret``: of the run."""
+    """Make the engine that ``rollout.engine`` names.
+
+    ``version``: what it begins with; ``weights``: the checkpoint folder with it (None: the recipe's
+    model); ``shared``: a folder of its own in shared memory; ``secret``: of the run.
+    """
     rollout = recipe.rollout
     if recipe.colocated:
         return colocated_engine(recipe, 0, version=version, weights=weights)
@@ -150,9 +176,13 @@ def rollout_engine(
         case "torch":
             return _torch_rollout(devices.select(rollout.device), recipe, version, weights)
         case "vllm":
-            own = shared or Path(tempfile.mkdtemp(prefix="asyncdock-rollout-", dir=shared_memory_directory()))
+            own = shared or Path(
+                tempfile.mkdtemp(prefix="asyncdock-rollout-", dir=shared_memory_directory())
+            )
             try:
-                return _vllm_rollout(own, recipe, version, weights, secret, depot=shared.parent if shared else own)
+                return _vllm_rollout(
+                    own, recipe, version, weights, secret, depot=shared.parent if shared else own
+                )
             except BaseException:  # once the engine exists, its close removes the folder
                 shutil.rmtree(own, ignore_errors=True)
                 raise
@@ -160,9 +190,17 @@ def rollout_engine(
             from stages.engines.mock.engines import MockRolloutEngine
             from stages.engines.mock.options import MockRolloutOptions
 
-            options = {"max_rows": rollout.max_rows, "vocabulary": len(tokenizer_of(recipe)), **rollout.mock}
-            return MockRolloutEngine(MockRolloutOptions(**options), version=version, weights=weights)
-    engine: RolloutEngine = _by_factory("rollout", recipe, RolloutEngine, version=version, weights=weights)
+            options = {
+                "max_rows": rollout.max_rows,
+                "vocabulary": len(tokenizer_of(recipe)),
+                **rollout.mock,
+            }
+            return MockRolloutEngine(
+                MockRolloutOptions(**options), version=version, weights=weights
+            )
+    engine: RolloutEngine = _by_factory(
+        "rollout", recipe, RolloutEngine, version=version, weights=weights
+    )
     return engine
 
 
@@ -170,7 +208,9 @@ def _by_factory(side: Side, recipe: Recipe, protocol: type, **arguments: Any) ->
     """Make the engine of a user's factory. Raises EngineUnknown when the result is no engine."""
     section = recipe.rollout if side == "rollout" else recipe.train
     engine = find_factory(side, section.engine)(recipe, **arguments, **section.options)
-    lacks = [name for name in vars(protocol) if not name.startswith("_") and not hasattr(engine, name)]
+    lacks = [
+        name for name in vars(protocol) if not name.startswith("_") and not hasattr(engine, name)
+    ]
     if lacks:
         wrong = f"has made a {type(engine).__name__}, which has no {' and no '.join(lacks)}"
         fix = f"make what has all of {protocol.__name__} in stages/engines/protocols.py"
@@ -178,15 +218,22 @@ def _by_factory(side: Side, recipe: Recipe, protocol: type, **arguments: Any) ->
     return engine
 
 
-def colocated_engine(recipe: Recipe, rank: int, *, version: int = 0, weights: Path | None = None) -> TorchRolloutEngine:
-    """Make the rollout engine of ``rank``, on the device that it shares with this rank of the train engine."""
+def colocated_engine(
+    recipe: Recipe, rank: int, *, version: int = 0, weights: Path | None = None
+) -> TorchRolloutEngine:
+    """Make the rollout engine of ``rank``, on the device that it shares with this rank of the train
+    engine."""
     device = devices.of_rank(devices.select(recipe.rollout.device), rank)
     devices.use(device)
     return _torch_rollout(device, recipe, version, weights, packed=False)
 
 
 def _torch_rollout(
-    device: torch.device, recipe: Recipe, version: int, weights: Path | None, packed: bool | None = None
+    device: torch.device,
+    recipe: Recipe,
+    version: int,
+    weights: Path | None,
+    packed: bool | None = None,
 ) -> TorchRolloutEngine:
     from stages.engines.torch.rollout import TorchRolloutEngine
 
@@ -208,7 +255,8 @@ def _torch_rollout(
 
 
 def _base(recipe: Recipe, weights: Path | None) -> Path | None:
-    """The folder of the weights that an engine begins with: with adapters, the recipe's own model in any case."""
+    """The folder of the weights that an engine begins with: with adapters, the recipe's own model
+    in any case."""
     return None if recipe.adapters else weights
 
 
@@ -226,7 +274,8 @@ def _vllm_rollout(
 ) -> RolloutEngine:
     from stages.engines.vllm.rollout import VllmCollectiveEngine, VllmRolloutEngine
 
-    rollout, pipeline = recipe.rollout, recipe.pipeline
+    rollout = recipe.rollout
+    pipeline = recipe.pipeline
     first = _first_adapters(recipe, weights)
     weights = _base(recipe, weights)
     folder = weights or shared / "model"
@@ -244,7 +293,8 @@ def _vllm_rollout(
     if recipe.weight_transport == "collective" and recipe.adapters is None:
         from stages.weights.collective import Credentials
 
-        engine, files = VllmCollectiveEngine, (pipeline.tls_certificate, pipeline.tls_key, pipeline.tls_authority)
+        engine = VllmCollectiveEngine
+        files = (pipeline.tls_certificate, pipeline.tls_key, pipeline.tls_authority)
         Credentials(secret, depot, files if files[0] else None).write(shared)
     return engine(
         folder,
@@ -263,9 +313,11 @@ def _vllm_rollout(
     )
 
 
-def train_engine(recipe: Recipe, coordinates: RankCoordinates = ALONE, meeting: Store | None = None) -> TrainEngine:
-    """Make the engine that ``train.engine`` names: the whole engine, or the rank of it at ``coordinates``. Ranks make this
-    call together, and find each other in the store ``meeting``."""
+def train_engine(
+    recipe: Recipe, coordinates: RankCoordinates = ALONE, meeting: Store | None = None
+) -> TrainEngine:
+    """Make the engine that ``train.engine`` names: the whole engine, or the rank of it at
+    ``coordinates``. Ranks make this call together, and find each other in the store ``meeting``."""
     match recipe.train.engine:
         case "torch":
             return _torch_train(recipe, coordinates, meeting)
@@ -274,23 +326,30 @@ def train_engine(recipe: Recipe, coordinates: RankCoordinates = ALONE, meeting: 
             from stages.engines.mock.options import MockTrainOptions
 
             return MockTrainEngine(MockTrainOptions(**recipe.train.mock), seed=recipe.seed)
-    engine: TrainEngine = _by_factory("train", recipe, TrainEngine, ranks=coordinates, meeting=meeting)
+    engine: TrainEngine = _by_factory(
+        "train", recipe, TrainEngine, ranks=coordinates, meeting=meeting
+    )
     return engine
 
 
-def teacher_options(recipe: Recipe, timeout: float = 0.0, retries: int | None = None) -> TeacherOptions:
-    """Returns how to reach ``teacher.url``; ``timeout`` and ``retries`` replace the recipe's. Raises TeacherRefused where
-    the key is not set."""
+def teacher_options(
+    recipe: Recipe, timeout: float = 0.0, retries: int | None = None
+) -> TeacherOptions:
+    """Returns how to reach ``teacher.url``; ``timeout`` and ``retries`` replace the recipe's.
+
+    Raises TeacherRefused where the key is not set.
+    """
     from stages.inference.teacher import TeacherOptions, api_key
 
-    teacher, key = recipe.teacher, api_key(recipe.teacher.api_key_variable)
+    teacher = recipe.teacher
+    key = api_key(recipe.teacher.api_key_variable)
     retries = teacher.retries if retries is None else retries
     return TeacherOptions(teacher.url, teacher.model, timeout or teacher.timeout, retries, key=key)
 
 
 def reference_engine(recipe: Recipe) -> TrainEngine:
-    """Make the frozen reference: ``model.reference``, or the policy that the run begins with, on one rank, in
-    ``model.dtype``."""
+    """Make the frozen reference: ``model.reference``, or the policy that the run begins with, on
+    one rank, in ``model.dtype``."""
     return _torch_reference(recipe) if recipe.train.engine == "torch" else train_engine(recipe)
 
 
@@ -305,15 +364,21 @@ def _torch_reference(recipe: Recipe) -> TrainEngine:
 def critic_engine(
     recipe: Recipe, coordinates: RankCoordinates = ALONE, meeting: Store | None = None
 ) -> TorchCriticEngine:
-    """Make the critic's engine: its model is ``critic.source``, or that of the policy as the run begins.
+    """Make the critic's engine: its model is ``critic.source``, or that of the policy as the run
+    begins.
     ``coordinates``, ``meeting``: as for :func:`train_engine`."""
     from stages.engines.torch.critic import VALUE_HEAD, TorchCriticEngine
 
-    critic, source = recipe.critic, recipe.critic.source
+    critic = recipe.critic
+    source = recipe.critic.source
     named = recipe.model_copy(
         update={"model": recipe.model.model_copy(update={"source": source or recipe.model.source})}
     )
-    options = {**_train_options(recipe), "compute": getattr(torch, recipe.model.dtype), "undoable": True}
+    options = {
+        **_train_options(recipe),
+        "compute": getattr(torch, recipe.model.dtype),
+        "undoable": True,
+    }
     options["learning_rate"] = critic.learning_rate or recipe.train.learning_rate
     options["threads"] = threads_of(recipe, critic.threads)
     options["device"] = devices.select(critic.device or recipe.train.device)
@@ -323,14 +388,22 @@ def critic_engine(
     return TorchCriticEngine(model, parallel=parallel, **options)
 
 
-def _torch_train(recipe: Recipe, coordinates: RankCoordinates, meeting: Store | None) -> TrainEngine:
+def _torch_train(
+    recipe: Recipe, coordinates: RankCoordinates, meeting: Store | None
+) -> TrainEngine:
     from stages.engines.torch.train import TorchTrainEngine
 
-    options = {**_train_options(recipe), "compute": getattr(torch, recipe.model.dtype), "adapters": recipe.adapters}
+    options = {
+        **_train_options(recipe),
+        "compute": getattr(torch, recipe.model.dtype),
+        "adapters": recipe.adapters,
+    }
     options["value_head"] = "value head" in algorithm_of(recipe).scores.values()
     options["vocabulary"] = _known_vocabulary(recipe)
-    options["undoable"] = recipe.trains_critic  # which may skip a batch that the policy has trained on
-    dtype = recipe.model.dtype if recipe.adapters else recipe.trained_dtype  # of the model: a frozen one is not trained
+    # which may skip a batch that the policy has trained on
+    options["undoable"] = recipe.trains_critic
+    # of the model: a frozen one is not trained
+    dtype = recipe.model.dtype if recipe.adapters else recipe.trained_dtype
     model, parallel = _shared_model(recipe, dtype, coordinates, meeting)
     return TorchTrainEngine(model, parallel=parallel, **options)
 
@@ -356,7 +429,9 @@ def _shared_model(
 def _train_options(recipe: Recipe) -> dict[str, Any]:
     optimizer = ("learning_rate", "schedule", "warmup_steps", "weight_decay", "betas", "grad_clip")
     return {
-        **recipe.train.model_dump(include={*optimizer, "token_budget", "activation_checkpointing", "kernels"}),
+        **recipe.train.model_dump(
+            include={*optimizer, "token_budget", "activation_checkpointing", "kernels"}
+        ),
         "total_steps": recipe.train.steps,
         "temperature": recipe.logprob_temperature,
         "threads": threads_of(recipe, recipe.train.threads),
@@ -366,17 +441,21 @@ def _train_options(recipe: Recipe) -> dict[str, Any]:
 
 
 def sync_addresses(host: str, route: str, others: str) -> tuple[str, str]:
-    """Return the address to listen on for ``host``, a recipe's `sync_address`, and the one that other nodes are given.
-    ``route``, ``others``: see :func:`pipeline.node.announced`, whose errors it raises. Loopback stays loopback: `check`
-    refuses it where other machines start workers."""
+    """Return the address to listen on for ``host``, a recipe's `sync_address`, and the one that
+    other nodes are given.
+    ``route``, ``others``: see :func:`pipeline.node.announced`, whose errors it raises. Loopback
+    stays loopback: `check` refuses it where other machines start workers."""
     name = host if is_loopback(host) else announced(host, route, others)
     return (name if host == AUTO else host), name
 
 
-def weight_publisher(recipe: Recipe, shared: Path, secret: bytes, route: str = "", others: str = "") -> Publisher:
-    """Make what rank 0 of the train engine publishes weights with. ``shared``: the run's folder in shared memory;
-    ``secret``: what engines of the run prove to know; ``route``, ``others``: addresses of this node, see
-    :func:`pipeline.node.announced`."""
+def weight_publisher(
+    recipe: Recipe, shared: Path, secret: bytes, route: str = "", others: str = ""
+) -> Publisher:
+    """Make what rank 0 of the train engine publishes weights with. ``shared``: the run's folder in
+    shared memory;
+    ``secret``: what engines of the run prove to know; ``route``, ``others``: addresses of this
+    node, see :func:`pipeline.node.announced`."""
     store = WeightStore(shared)
     if recipe.weight_transport == "shared_memory":
         return store
@@ -390,12 +469,15 @@ def weight_publisher(recipe: Recipe, shared: Path, secret: bytes, route: str = "
         raise ValueError(f"sync.{refused}") from refused
     except OSError as error:
         fix = "give the address under which engines reach the node that trains"
-        raise OSError(f"sync.serve = {recipe.sync_address!r}: nothing can be served there ({error}); {fix}") from error
+        raise OSError(
+            f"sync.serve = {recipe.sync_address!r}: nothing can be served there ({error}); {fix}"
+        ) from error
 
 
 def weight_reader(recipe: Recipe, shared: Path, secret: bytes) -> Reader:
-    """Make what a rollout engine reads published weights from: one copy that all engines of the node map, or where there is
-    one engine a copy of its own. ``shared``: the folder in shared memory of the run's workers on this node."""
+    """Make what a rollout engine reads published weights from: one copy that all engines of the
+    node map, or where there is one engine a copy of its own. ``shared``: the folder in shared
+    memory of the run's workers on this node."""
     if recipe.weight_transport == "shared_memory" and recipe.replicas == 1:
         return WeightStore(shared)
     from stages.weights.depot import Depot

@@ -5,9 +5,9 @@
           end    ──▶ document END ──▶ it ends the worker
           a host whose document BEAT does not change for LOST_SECONDS is lost, and its workers with it
 
-All of it is in the run's index, so a host needs the index's URL and the run's id, and no connection to the head. Hosts may
-join at any time: one that is lost leaves its workers to the supervisor, which orders them again. Readers of documents are
-woken by the topic HOSTS.
+All of it is in the run's index, so a host needs the index's URL and the run's id, and no connection
+to the head. Hosts may join at any time: one that is lost leaves its workers to the supervisor,
+which orders them again. Readers of documents are woken by the topic HOSTS.
 """
 
 from __future__ import annotations
@@ -73,9 +73,10 @@ LOOK_SECONDS = 1.0  # between two looks at a run that has not begun
 
 
 class Host:
-    """Starts up to ``workers`` workers of the run ``run`` on this machine, with their logs in the run's folder, or where
-    that is not here in ``folder``. ``serve``: the address of its warehouse (`auto`: the one that leads to the index). No
-    other host of the run has the ``name``. ``forks`` forks the workers; by default it starts one."""
+    """Starts up to ``workers`` workers of the run ``run`` on this machine, with their logs in the
+    run's folder, or where that is not here in ``folder``. ``serve``: the address of its warehouse
+    (`auto`: the one that leads to the index). No other host of the run has the ``name``. ``forks``
+    forks the workers; by default it starts one."""
 
     def __init__(
         self,
@@ -88,7 +89,11 @@ class Host:
         name: str = "",
         forks: ForkServer | None = None,
     ) -> None:
-        self._url, self._folder, self._workers, self._serve, self._forks = url, folder, workers, serve, forks
+        self._url = url
+        self._folder = folder
+        self._workers = workers
+        self._serve = serve
+        self._forks = forks
         self._index = Index(url, run)
         self.name = name or f"host-{uuid.uuid4().hex[:6]}"
         self._shared = False  # the run's folder is here too
@@ -96,26 +101,39 @@ class Host:
         self._lives: dict[str, asyncio.Task[None]] = {}
         self._room = asyncio.Event()
         self._emptied = asyncio.Event()  # the last of its workers has left
-        self._moved, self._moving = False, asyncio.Lock()  # its samples were moved away, and it has no warehouse
+        self._moved = False
+        self._moving = asyncio.Lock()  # its samples were moved away, and it has no warehouse
         self._index_is_heads = False
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Work until the run has ended or ``stop`` is set. Raises LookupError when the index has no such run, ValueError for
-        an address that other nodes cannot reach, and IndexUnreachable."""
+        """Work until the run has ended or ``stop`` is set.
+
+        Raises LookupError when the index has no such run, ValueError for an address that other
+        nodes cannot reach, and IndexUnreachable.
+        """
         try:
             while await self._work(stop):
-                log.info("the run goes on from a checkpoint; this host joins it again", host=self.name)
+                log.info(
+                    "the run goes on from a checkpoint; this host joins it again", host=self.name
+                )
             await BEAT.put(self._index, OVER, host=self.name)
             await self._index.wake(HOSTS)
         except IndexUnreachable as lost:
             if not self._index_is_heads:
                 raise
-            log.warning("the index has ended with the head of the run; ending", run=self._index.run, reason=str(lost))
+            log.warning(
+                "the index has ended with the head of the run; ending",
+                run=self._index.run,
+                reason=str(lost),
+            )
         finally:
             await self._index.close()
 
     async def _work(self, stop: asyncio.Event) -> bool:
-        """Join the run and work. Returns whether to join it again: it was rewound, and what it had here is gone."""
+        """Join the run and work.
+
+        Returns whether to join it again: it was rewound, and what it had here is gone.
+        """
         async with AsyncExitStack() as stack:
             rewinds = await REWINDS.get(self._index)
             while (recipe := await RUN_RECIPE.get(self._index)) is None or (
@@ -123,16 +141,21 @@ class Host:
             ) is None:
                 state, _, marker = await self._index.state()
                 if not state or state in ENDED:
-                    raise LookupError(f"run: {self._index.run!r} is not in this index; give the id of a run that is")
+                    raise LookupError(
+                        f"run: {self._index.run!r} is not in this index; give the id "
+                        f"of a run that is"
+                    )
                 if stop.is_set():
                     return False
-                await self._index.wait(STATE, marker, LOOK_SECONDS)  # a service has not begun it yet
+                # a service has not begun it yet
+                await self._index.wait(STATE, marker, LOOK_SECONDS)
             if recipe.stages and (declared := await DECLARED.get(self._index)):
                 recipe = recipe.with_declared(declared)
             self._index_is_heads = await HEADS_INDEX.get(self._index) is not None
             if not remote_workers(recipe):
                 raise ValueError(
-                    f"run: {self._index.run!r} starts all of its workers itself; set launch.remote_rollouts"
+                    f"run: {self._index.run!r} starts all of its workers itself; set "
+                    f"launch.remote_rollouts"
                 )
             sweep_leftovers()
             shared = shared_memory_directory() / f"{owned_prefix(os.getpid())}{self.name}"
@@ -153,12 +176,20 @@ class Host:
             address = await dock.serve(self._serve)
             self._has_url = bool(paths.url)
             self._shared = (paths.out / RECIPE).is_file()  # by a network file system
-            out = paths.out if self._shared else self._folder / self._index.run  # other runs may use the folder too
+            # other runs may use the folder too
+            out = paths.out if self._shared else self._folder / self._index.run
             out.mkdir(parents=True, exist_ok=True)
-            own = {"name": self.name, "warehouse": node_id(shared), "out": str(out), "shared": str(shared)}
+            own = {
+                "name": self.name,
+                "warehouse": node_id(shared),
+                "out": str(out),
+                "shared": str(shared),
+            }
             method = SPAWN if recipe.rollout.engine == "vllm" else recipe.launch.start_method
             logs = (out if self._shared else self._folder) / "logs"
-            launcher = ProcessLauncher(logs, method, self._forks, self._devices.given, {HOST_VARIABLE: json.dumps(own)})
+            launcher = ProcessLauncher(
+                logs, method, self._forks, self._devices.given, {HOST_VARIABLE: json.dumps(own)}
+            )
             stack.callback(launcher.close)
             await WAREHOUSE.put(self._index, node_id(shared), host=self.name)
             await self._emit("ready")
@@ -179,7 +210,8 @@ class Host:
             return bool(again)
 
     async def _leave(self, stop: asyncio.Event, dock: Dock, timeout: float) -> None:
-        """Once ``stop`` is set, take no more orders, let the workers leave, and move the samples to other machines."""
+        """Once ``stop`` is set, take no more orders, let the workers leave, and move the samples to
+        other machines."""
         await stop.wait()
         self._workers = 0
         try:
@@ -195,11 +227,13 @@ class Host:
     async def _move_away(self, dock: Dock) -> None:
         async with self._moving:
             if not self._moved and not self._lives and (await self._index.state())[0] not in ENDED:
-                moved, self._moved = await dock.drain(), True
+                moved = await dock.drain()
+                self._moved = True
                 log.info("samples moved to other machines", bytes=moved)
 
     async def _move_when_emptied(self, dock: Dock) -> None:
-        """Move the samples away each time that the last worker has left: this machine may be taken from the run then."""
+        """Move the samples away each time that the last worker has left: this machine may be taken
+        from the run then."""
         while True:
             await self._emptied.wait()
             self._emptied.clear()
@@ -214,8 +248,8 @@ class Host:
                 self._moved = False
 
     async def _until_over(self, rewinds: int | None) -> bool:
-        """Return when the run has ended, or its head gives no sign of life any more; True when it was rewound since it had
-        been ``rewinds`` times."""
+        """Return when the run has ended, or its head gives no sign of life any more; True when it
+        was rewound since it had been ``rewinds`` times."""
         pulse = Pulse(self._index)
         while await pulse.silent(HEAD) < HEAD_LOST_SECONDS:
             state, _, after = await self._index.state()
@@ -228,12 +262,16 @@ class Host:
         return False
 
     async def _emit(self, change: str) -> None:
-        own, node = self.name, platform.node()
-        event = WorkerEvent(stage="host", worker=own, change=change, pid=os.getpid(), node=node, host=own)
+        own = self.name
+        node = platform.node()
+        event = WorkerEvent(
+            stage="host", worker=own, change=change, pid=os.getpid(), node=node, host=own
+        )
         await self._index.emit(event)
 
     async def _take_orders(self, recipe: Recipe, launcher: ProcessLauncher, dock: Dock) -> None:
-        """Take each order for this host, and for any host that no other one has taken, while there is room."""
+        """Take each order for this host, and for any host that no other one has taken, while there
+        is room."""
         number = 0
         while True:
             while len(self._lives) >= self._workers:
@@ -254,12 +292,13 @@ class Host:
     async def _keep(self, launcher: ProcessLauncher, kind: str, number: int, name: str) -> None:
         """Start a worker, end it when that is ordered, and report its exit code."""
         log.info("worker starts", worker=name)
-        life, code = None, None
+        life = None
+        code = None
         try:
             if kind_of(kind).rank_group and not self._shared and not self._has_url:
                 refused = (
-                    "writes checkpoints, and this host does not have the run's folder; set checkpoint.url, or mount the "
-                    "folder at the same path"
+                    "writes checkpoints, and this host does not have the run's folder; set "
+                    "checkpoint.url, or mount the folder at the same path"
                 )
                 ending = Ending(reason=f"{kind}-{number}: {refused}")
                 await ENDING.put_once(self._index, ending, name=name)
@@ -284,7 +323,8 @@ class Host:
 
 
 def forked(arguments: Sequence[str]) -> None:
-    """Run :func:`main` in a child of a fork server; the host's workers are forked from a copy of it."""
+    """Run :func:`main` in a child of a fork server; the host's workers are forked from a copy of
+    it."""
     forks = ForkServer.within()
     try:
         main(arguments, forks)
@@ -293,12 +333,16 @@ def forked(arguments: Sequence[str]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None, forks: ForkServer | None = None) -> None:
-    """The process of a host of a cluster, whose workers are those that are placed on it. ``arguments``: the run, the host's
-    folder and name."""
+    """The process of a host of a cluster, whose workers are those that are placed on it.
+
+    ``arguments``: the run, the host's folder and name.
+    """
     run, folder, name = arguments or sys.argv[1:]
     keep_from_others()
     configure(terminal=False)
-    host = Host(take(INDEX_VARIABLE), run, Path(folder), workers=sys.maxsize, name=name, forks=forks)
+    host = Host(
+        take(INDEX_VARIABLE), run, Path(folder), workers=sys.maxsize, name=name, forks=forks
+    )
     asyncio.run(host.run(asyncio.Event()))
 
 

@@ -1,8 +1,10 @@
-"""The kinds of workers, one row each: how many a recipe needs, what builds one, and how the supervisor treats it.
+"""The kinds of workers, one row each: how many a recipe needs, what builds one, and how the
+supervisor treats it.
 
     recipe ─▶ workers_of ─▶ supervisor: launches each (kind, number) ─▶ worker: Job.build ─▶ work ─▶ finish ─▶ close
 
-A further kind is one row of ``KINDS`` and one file in ``orchestration/run/builders``. This file imports no torch.
+A further kind is one row of ``KINDS`` and one file in ``orchestration/run/builders``. This file
+imports no torch.
 """
 
 from __future__ import annotations
@@ -21,11 +23,14 @@ if TYPE_CHECKING:
 class WorkerKind:
     """One kind of worker.
 
-    ``job``: its :class:`~orchestration.run.builders.job.Job`, as "module:class". ``numbers``: the workers of this kind that
-    a recipe needs. ``rank_group``: name of the group of workers that train together; when one dies, all of them are started
-    again ("": each worker is alone). ``ends_by_itself``: the run is finished when all workers of such kinds have ended.
-    ``writes``: they write columns into an arena. ``elastic``: the run goes on with fewer of them, while one is left.
-    ``computes``: they have an engine; on a cluster they are placed on nodes, and the others stay on the head.
+    ``job``: its :class:`~orchestration.run.builders.job.Job`, as "module:class". ``numbers``: the
+    workers of this kind that a recipe needs. ``rank_group``: name of the group of workers that
+    train together; when one dies, all of them are started again ("": each worker is alone).
+    ``ends_by_itself``: the run is finished when all workers of such kinds have ended.
+    ``writes``: they write columns into an arena. ``elastic``: the run goes on with fewer of them,
+    while one is left.
+    ``computes``: they have an engine; on a cluster they are placed on nodes, and the others stay on
+    the head.
     """
 
     name: str
@@ -60,13 +65,17 @@ _ALL = (
     WorkerKind(
         "rollout",
         f"{_BUILDERS}.rollout:RolloutJob",
-        lambda recipe: range(0 if recipe.colocated or not recipe.runs_stage("rollout") else recipe.rollout.workers),
+        lambda recipe: range(
+            0 if recipe.colocated or not recipe.runs_stage("rollout") else recipe.rollout.workers
+        ),
         ends_by_itself=True,
         computes=True,
         elastic=True,
     ),
     # reward workers beside that of `flow`
-    WorkerKind("reward", f"{_BUILDERS}.one_stage:RewardJob", lambda recipe: range(1, recipe.reward.workers)),
+    WorkerKind(
+        "reward", f"{_BUILDERS}.one_stage:RewardJob", lambda recipe: range(1, recipe.reward.workers)
+    ),
     # logprobs of the frozen reference policy
     WorkerKind(
         "reference",
@@ -93,28 +102,40 @@ _ALL = (
         computes=True,
     ),
     # a stage that the recipe names; its workers go by the stage's name
-    WorkerKind("stage", f"{_BUILDERS}.one_stage:StageJob", lambda recipe: range(sum(s.workers for s in recipe.stages))),
+    WorkerKind(
+        "stage",
+        f"{_BUILDERS}.one_stage:StageJob",
+        lambda recipe: range(sum(s.workers for s in recipe.stages)),
+    ),
 )
 KINDS = {kind.name: kind for kind in _ALL}
 
 
 def kind_of(name: str) -> WorkerKind:
-    """The kind of the workers called ``name``: a name that is no kind is that of a recipe's stage."""
+    """The kind of the workers called ``name``: a name that is no kind is that of a recipe's
+    stage."""
     return KINDS.get(name, KINDS["stage"])
 
 
 def workers_of(recipe: Recipe) -> list[tuple[str, int]]:
-    """Returns the workers that ``recipe`` needs, as (kind, number): none for stages that other programs run."""
+    """Returns the workers that ``recipe`` needs, as (kind, number): none for stages that other
+    programs run."""
     from orchestration.recipe.flow import declarations_of
 
     own = [kind for kind in _ALL if kind.name not in (*recipe.external.stages, "stage")]
-    stages = [(declared.name, number) for declared in declarations_of(recipe) for number in range(declared.workers)]
+    stages = [
+        (declared.name, number)
+        for declared in declarations_of(recipe)
+        for number in range(declared.workers)
+    ]
     return [*((kind.name, number) for kind in own for number in kind.numbers(recipe)), *stages]
 
 
 def remote_workers(recipe: Recipe) -> set[tuple[str, int]]:
-    """Returns those of the workers that hosts start: all with an engine on a cluster, otherwise the last rollout workers."""
+    """Returns those of the workers that hosts start: all with an engine on a cluster, otherwise the
+    last rollout workers."""
     if recipe.launch.on_cluster:
         return {worker for worker in workers_of(recipe) if kind_of(worker[0]).computes}
-    last, remote = recipe.rollout.workers, recipe.launch.remote_rollouts
+    last = recipe.rollout.workers
+    remote = recipe.launch.remote_rollouts
     return {("rollout", number) for number in range(last - remote, last)}

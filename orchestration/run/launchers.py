@@ -59,8 +59,8 @@ class Life(Protocol):
 
     @property
     def orphaned(self) -> object:
-        """Equal for workers that died together, with their fork server or their host; None when it died alone. Its text says
-        with what. Known once it has ended."""
+        """Equal for workers that died together, with their fork server or their host; None when it
+        died alone. Its text says with what. Known once it has ended."""
 
     async def wait(self) -> int | None:
         """Returns the exit code, :class:`EndKind` or another one; None where it is not known."""
@@ -81,7 +81,9 @@ class Launcher(Protocol):
 
 class InlineLife:
     def __init__(self, work: asyncio.Task[None]) -> None:
-        self.pid, self.orphaned, self._work = os.getpid(), None, work
+        self.pid = os.getpid()
+        self.orphaned = None
+        self._work = work
 
     async def wait(self) -> int:
         await asyncio.wait([self._work])
@@ -105,12 +107,14 @@ class InlineLauncher:
     async def launch(self, run: str, url: str, kind: str, number: int, name: str) -> Life:
         from orchestration.run.worker import Worker  # imports torch
 
-        return InlineLife(asyncio.create_task(Worker(run, url, kind, number, name).run(), name=name))
+        return InlineLife(
+            asyncio.create_task(Worker(run, url, kind, number, name).run(), name=name)
+        )
 
 
 class ProcessLauncher:
-    """Each worker writes its log, JSON Lines, to ``logs/KIND-NUMBER.log``, and sees its own of ``devices``, and
-    ``environment``. See :class:`Starter` for the rest."""
+    """Each worker writes its log, JSON Lines, to ``logs/KIND-NUMBER.log``, and sees its own of
+    ``devices``, and ``environment``. See :class:`Starter` for the rest."""
 
     def __init__(
         self,
@@ -120,7 +124,9 @@ class ProcessLauncher:
         devices: Mapping[Worker, Devices] | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        self._logs, self._starter, self._devices = logs, Starter(method, server), devices or {}
+        self._logs = logs
+        self._starter = Starter(method, server)
+        self._devices = devices or {}
         self._environment = environment or {}
 
     async def launch(self, run: str, url: str, kind: str, number: int, name: str) -> Life:
@@ -160,16 +166,18 @@ class Pulse:
     """The signs of life of one host, as another process sees them: no clocks are compared."""
 
     def __init__(self, index: Index) -> None:
-        self._index, self._changed = index, time.monotonic()
+        self._index = index
+        self._changed = time.monotonic()
         self._beat: int | None = None
 
     async def silent(self, name: str) -> float:
-        """Returns the seconds since the host ``name`` gave a sign of life, or since this object was made. While the index
-        did not answer, nobody could give one."""
+        """Returns the seconds since the host ``name`` gave a sign of life, or since this object was
+        made. While the index did not answer, nobody could give one."""
         asked = time.monotonic()
         beat = await BEAT.get(self._index, host=name)
         if beat != self._beat or time.monotonic() - asked > BEAT_SECONDS:
-            self._beat, self._changed = beat, time.monotonic()
+            self._beat = beat
+            self._changed = time.monotonic()
         return time.monotonic() - self._changed
 
 
@@ -191,18 +199,27 @@ class Hosts(Protocol):
 
 
 class RemoteLauncher:
-    """Starts the workers ``remote`` on hosts, and the others by ``local``, which its owner closes. ``hosts`` places them;
-    None: hosts that have room take them."""
+    """Starts the workers ``remote`` on hosts, and the others by ``local``, which its owner closes.
 
-    def __init__(self, index: Index, local: Launcher, remote: Collection[Worker], hosts: Hosts | None = None) -> None:
-        self.index, self.hosts, self._local, self.remote = index, hosts, local, set(remote)
-        self._orders, self._ordering = 0, asyncio.Lock()
+    ``hosts`` places them; None: hosts that have room take them.
+    """
+
+    def __init__(
+        self, index: Index, local: Launcher, remote: Collection[Worker], hosts: Hosts | None = None
+    ) -> None:
+        self.index = index
+        self.hosts = hosts
+        self._local = local
+        self.remote = set(remote)
+        self._orders = 0
+        self._ordering = asyncio.Lock()
         self._lost: dict[str, str] = {}  # host → why
         self.taken: set[str] = set()  # hosts that have taken orders
         self._beating = asyncio.create_task(beat(index, HEAD)) if remote else None
 
     async def begin(self) -> None:
-        """End the workers that a former head of the run, which was killed, has ordered; hosts have room again then."""
+        """End the workers that a former head of the run, which was killed, has ordered; hosts have
+        room again then."""
         if not self.remote:
             return
         self._orders = await ORDERS.end(self.index)
@@ -217,7 +234,10 @@ class RemoteLauncher:
         return RemoteLife(self, (kind, number), name)
 
     async def order(self, worker: Worker, name: str) -> str:
-        """Order the start of ``worker`` under ``name``. Returns the host that it was placed on, "" for any."""
+        """Order the start of ``worker`` under ``name``.
+
+        Returns the host that it was placed on, "" for any.
+        """
         host = await self.hosts.host_of(worker) if self.hosts else ""
         order = Order(*worker, name, host)
         async with self._ordering:  # entries of a log are written in their order
@@ -236,7 +256,10 @@ class RemoteLauncher:
         return self._lost.get(host, "") or (self.hosts.lost(host) if self.hosts else "")
 
     async def lose(self, host: str, reason: str) -> None:
-        """``host`` has ended without ending its workers. Its samples are made again; one event reports it."""
+        """``host`` has ended without ending its workers.
+
+        Its samples are made again; one event reports it.
+        """
         if host in self._lost:
             return
         self._lost[host] = reason
@@ -248,7 +271,8 @@ class RemoteLauncher:
         await self.index.emit(WorkerEvent(stage="host", worker=host, change="died", reason=reason))
 
     async def until_hosts_ended(self, seconds: float) -> None:
-        """Wait, for at most so many ``seconds``, until the hosts have seen that the run has ended: their index ends next."""
+        """Wait, for at most so many ``seconds``, until the hosts have seen that the run has ended:
+        their index ends next."""
         after = ""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
@@ -257,7 +281,10 @@ class RemoteLauncher:
                         after = await self.index.woken(HOSTS, after, BEAT_SECONDS) or after
 
     def close(self) -> None:
-        """Give no more signs of life: hosts end. Its workers end by themselves before, or are ended one by one."""
+        """Give no more signs of life: hosts end.
+
+        Its workers end by themselves before, or are ended one by one.
+        """
         if self._beating is not None:
             self._beating.cancel()
 
@@ -266,8 +293,12 @@ class RemoteLife:
     """The life of a worker on a host."""
 
     def __init__(self, launcher: RemoteLauncher, worker: Worker, name: str) -> None:
-        self.pid, self.orphaned = 0, cast("str | None", None)
-        self._launcher, self._index, self._worker, self._name = launcher, launcher.index, worker, name
+        self.pid = 0
+        self.orphaned = cast("str | None", None)
+        self._launcher = launcher
+        self._index = launcher.index
+        self._worker = worker
+        self._name = name
         self._end = asyncio.Event()
         self._following = asyncio.create_task(self._follow(), name=f"life of {name}")
 
@@ -279,7 +310,9 @@ class RemoteLife:
 
     async def _follow(self) -> int:
         placed, _ = await first_of(self._launcher.order(self._worker, self._name), self._end.wait())
-        after, pulse, ordered = "", None, False
+        after = ""
+        pulse = None
+        ordered = False
         while True:
             ending = await ENDING.get(self._index, name=self._name)
             if ending is not None and ending.code is not None:
@@ -304,6 +337,7 @@ class RemoteLife:
                 await self._launcher.lose(host, reason)
                 return -signal.SIGKILL
             woken = await first_of(
-                self._index.woken(HOSTS, after, BEAT_SECONDS), *(() if ordered else (self._end.wait(),))
+                self._index.woken(HOSTS, after, BEAT_SECONDS),
+                *(() if ordered else (self._end.wait(),)),
             )
             after = woken[0] or after

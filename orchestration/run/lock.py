@@ -1,4 +1,7 @@
-"""The lock of a run's folder, held by the process that executes the run. The kernel releases it when that process ends."""
+"""The lock of a run's folder, held by the process that executes the run.
+
+The kernel releases it when that process ends.
+"""
 
 from __future__ import annotations
 
@@ -28,17 +31,25 @@ class RunLocked(RunError):
 
 
 def lock_run(folder: Path) -> BinaryIO:
-    """Lock the run's folder ``folder`` until the returned file is closed. Raises RunLocked when another process, or another
-    run in this one, holds the lock."""
+    """Lock the run's folder ``folder`` until the returned file is closed.
+
+    Raises RunLocked when another process, or another run in this one, holds the lock.
+    """
     try:
         return take(folder / LOCK)
     except Locked as held:
         fix = f"stop it first; if it is paused, `asyncdock runs resume {folder}` lets it go on"
-        raise RunLocked(f"run: {folder} is executed by {held.holder}{_since(folder)}; {fix}") from None
+        raise RunLocked(
+            f"run: {folder} is executed by {held.holder}{_since(folder)}; {fix}"
+        ) from None
     except OSError as error:
         if error.errno not in WITHOUT_LOCKS:
             raise
-        log.warning("the run's folder cannot be locked; do not execute it twice", folder=str(folder), error=str(error))
+        log.warning(
+            "the run's folder cannot be locked; do not execute it twice",
+            folder=str(folder),
+            error=str(error),
+        )
         return io.BytesIO()
 
 

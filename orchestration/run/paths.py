@@ -1,4 +1,5 @@
-"""Where a run's files lie. Workers, and programs outside that join the run, read it from the index."""
+"""Where a run's files lie. Workers, and programs outside that join the run, read it from the
+index."""
 
 from __future__ import annotations
 
@@ -8,14 +9,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 RECIPE = "recipe.json"  # in the run's folder; private, because its index's URL may hold a password
-FIRST_ID = "first-id"  # there, too: the id of the run that began in it, by which checkpoint.url has a folder for it
-HOST_VARIABLE = "ASYNCDOCK_HOST"  # in a worker's environment: its warehouse and its folders on its host
+# there, too: the id of the run that began in it, by which checkpoint.url has a folder for it
+FIRST_ID = "first-id"
+# in a worker's environment: its warehouse and its folders on its host
+HOST_VARIABLE = "ASYNCDOCK_HOST"
 
 
 @dataclass(frozen=True)
 class RunPaths:
-    """Where a run's files lie: ``out`` on disk, ``shared`` in memory; ``start`` is the checkpoint it resumed from; ``url``:
-    where its checkpoints are copied to, "" without ``checkpoint.url``."""
+    """Where a run's files lie: ``out`` on disk, ``shared`` in memory; ``start`` is the checkpoint
+    it resumed from; ``url``: where its checkpoints are copied to, "" without ``checkpoint.url``."""
 
     out: Path
     shared: Path
@@ -23,7 +26,9 @@ class RunPaths:
     url: str = ""
 
     def to_json(self) -> str:
-        out, shared, start = str(self.out), str(self.shared), str(self.start or "")
+        out = str(self.out)
+        shared = str(self.shared)
+        start = str(self.start or "")
         return json.dumps({"out": out, "shared": shared, "start": start, "url": self.url})
 
     @classmethod
@@ -33,8 +38,8 @@ class RunPaths:
         return cls(Path(data["out"]), Path(data["shared"]), start, data.get("url", ""))
 
     def at_host(self) -> tuple[RunPaths, str]:
-        """Returns the folders as a worker in this process finds them, and the warehouse that it writes to: those of its
-        host, where one has started it (:mod:`orchestration.run.hosts`)."""
+        """Returns the folders as a worker in this process finds them, and the warehouse that it
+        writes to: those of its host, where one has started it (:mod:`orchestration.run.hosts`)."""
         if not (given := os.environ.get(HOST_VARIABLE)):
             return self, "local"
         own = json.loads(given)

@@ -1,4 +1,5 @@
-"""A run: executes a recipe with an index, shared memory and workers, and keeps the results in a folder.
+"""A run: executes a recipe with an index, shared memory and workers, and keeps the results in a
+folder.
 
 out/  recipe.json  checkpoints/step-*/  logs/*.log  index/ (the embedded index's append-only file)
 
@@ -83,7 +84,8 @@ from stages.weights.documents import EVALUATED
 
 log = structlog.get_logger()
 
-BEGUN_IN = "begun-in"  # in the run's folder: the working directory of its command, for modules that the recipe names
+# in the run's folder: the working directory of its command, for modules that the recipe names
+BEGUN_IN = "begun-in"
 READERS_SECONDS = 10.0  # how long the index stays up for readers that have not reached the end
 HOSTS_SECONDS = 10.0  # how long the index stays up for hosts that have not seen the end
 FORMER_SECONDS = 30.0  # how long a runner waits for the lock of a former one
@@ -114,20 +116,27 @@ class Run:
         hosted: str = "",
         lock: BinaryIO | None = None,
     ) -> None:
-        self.recipe, self.out_dir, self.start = recipe, out_dir.resolve(), start
+        self.recipe = recipe
+        self.out_dir = out_dir.resolve()
+        self.start = start
         self.id = hosted or f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
         self.supervisor: Supervisor | None = None
-        self.forks: ForkServer | None = None  # forks the workers; None: the run starts a fork server
-        self.server: EmbeddedIndex | None = None  # while it is executed, unless its index is another one
+        # forks the workers; None: the run starts a fork server
+        self.forks: ForkServer | None = None
+        # while it is executed, unless its index is another one
+        self.server: EmbeddedIndex | None = None
         self.shared = shared_memory_directory() / f"{owned_prefix(os.getpid())}{self.id}"
         if hosted:  # a runner that takes the run over must find its memory
             self.shared = shared_of(self.out_dir)
-        self._hosted, self._lock, self._store_url = bool(hosted), lock, ""
+        self._hosted = bool(hosted)
+        self._lock = lock
+        self._store_url = ""
         self.evaluated: int | None = (
             None  # the newest version that was, of a resumed run; None: the one before its start
         )
         self.last_event = "0"  # the id after which those of its events begin
-        self.joining = ""  # the command by which another machine joins it as a host, once that is known
+        # the command by which another machine joins it as a host, once that is known
+        self.joining = ""
         self._index: Index | None = None
         self._hosts = RayHosts(recipe, self.out_dir) if recipe.launch.on_cluster else None
         self._up = asyncio.Event()
@@ -141,7 +150,10 @@ class Run:
 
     @classmethod
     def create(cls, recipe: Recipe, out_dir: Path) -> Run:
-        """A new run; ``out_dir`` must be new or empty. A new one has the mode of ``launch.readers``. Raises RunError."""
+        """A new run; ``out_dir`` must be new or empty.
+
+        A new one has the mode of ``launch.readers``. Raises RunError.
+        """
         if out_dir.exists():
             _refuse_used(out_dir)
         else:
@@ -158,15 +170,20 @@ class Run:
             raise
 
     @classmethod
-    def resume(cls, out_dir: Path, overrides: Sequence[str] = (), start_version: int | None = None) -> Run:
-        """The run in ``out_dir``, to go on from its newest checkpoint (from the start when it has made none), or from that
-        of ``start_version`` (0: from the start); newer ones are then set aside. ``overrides``, ``section.key=value`` each,
-        change the recipe for good, from that checkpoint on. Raises RunError, and RecipeError for what does not fit the
-        recipe and for keys that may not change (``FIXED`` in :mod:`orchestration.recipe.load`)."""
+    def resume(
+        cls, out_dir: Path, overrides: Sequence[str] = (), start_version: int | None = None
+    ) -> Run:
+        """The run in ``out_dir``, to go on from its newest checkpoint (from the start when it has
+        made none), or from that of ``start_version`` (0: from the start); newer ones are then set
+        aside. ``overrides``, ``section.key=value`` each, change the recipe for good, from that
+        checkpoint on. Raises RunError, and RecipeError for what does not fit the recipe and for
+        keys that may not change (``FIXED`` in :mod:`orchestration.recipe.load`)."""
         try:
             recipe = Recipe.from_json((out_dir / RECIPE).read_text())
         except OSError as error:
-            raise RunError(f"run: {out_dir} holds no recipe.json ({error}); give the folder of a run") from None
+            raise RunError(
+                f"run: {out_dir} holds no recipe.json ({error}); give the folder of a run"
+            ) from None
         lock = lock_run(out_dir)
         try:
             _refuse_hosted(out_dir)
@@ -187,16 +204,20 @@ class Run:
 
     @classmethod
     def hosted(cls, recipe: Recipe, out_dir: Path, run: str) -> Run:
-        """Returns the run ``run`` of a service, which another runner may have begun in ``out_dir``."""
+        """Returns the run ``run`` of a service, which another runner may have begun in
+        ``out_dir``."""
         out_dir.mkdir(parents=True, exist_ok=True)
         write_private(out_dir / RECIPE, recipe.to_json())
         start = checkpoint.newest(out_dir / "checkpoints", store_url(recipe, out_dir, run))
         return cls(recipe, out_dir, start, hosted=run)
 
     async def host(self, url: str, stop: asyncio.Event | None = None) -> Outcome:
-        """Run to the end in the index at ``url``, from wherever the run stands. Its samples stay in shared memory and in the
-        index until the service removes them; no process stays behind. Cancelling ends all workers at once, and changes
-        nothing else: the run can be taken over. Raises RunLocked when a former runner does not let go of the folder."""
+        """Run to the end in the index at ``url``, from wherever the run stands.
+
+        Its samples stay in shared memory and in the index until the service removes them; no
+        process stays behind. Cancelling ends all workers at once, and changes nothing else: the run
+        can be taken over. Raises RunLocked when a former runner does not let go of the folder.
+        """
         launcher = _launcher(self.recipe, self.out_dir, self.forks)
         try:
             await self._take_lock()
@@ -206,8 +227,11 @@ class Run:
             await self._end()
 
     async def execute(self, stop: asyncio.Event | None = None) -> RunResult:
-        """Run to the end, or until ``stop`` is set. Whatever happens, no process and no shared memory stays behind, and a
-        run that cannot go on has failed, with its reason. Cancelling ends everything at once."""
+        """Run to the end, or until ``stop`` is set.
+
+        Whatever happens, no process and no shared memory stays behind, and a run that cannot go on
+        has failed, with its reason. Cancelling ends everything at once.
+        """
         began = time.monotonic()
         launcher = _launcher(self.recipe, self.out_dir, self.forks)
         sockets = Path(tempfile.mkdtemp(prefix=owned_prefix(os.getpid())))
@@ -220,7 +244,15 @@ class Run:
                 outcome = Outcome("failed", _reason(error, self.out_dir))
             newest = checkpoint.latest(self.out_dir / "checkpoints")
             seconds = time.monotonic() - began
-            return RunResult(self.id, outcome.state, outcome.reason, self.out_dir, newest, seconds, outcome.worker)
+            return RunResult(
+                self.id,
+                outcome.state,
+                outcome.reason,
+                self.out_dir,
+                newest,
+                seconds,
+                outcome.worker,
+            )
         finally:
             launcher.close()
             await self._end()
@@ -234,14 +266,19 @@ class Run:
             return await self._work(self.recipe.pipeline.index, stop, launcher)
         data = self.out_dir / "index"
         shutil.rmtree(data, ignore_errors=True)
-        pipeline, address = self.recipe.pipeline, None
+        pipeline = self.recipe.pipeline
+        address = None
         tls = pipeline.tls_contexts()
         if text := self.recipe.index_address:
             text = await _reached_at(self.recipe, self._hosts) if text == AUTO else text
-            address = await asyncio.to_thread(Address.parse, text, pipeline.tls_authority if tls else "")
+            address = await asyncio.to_thread(
+                Address.parse, text, pipeline.tls_authority if tls else ""
+            )
         self.server = EmbeddedIndex(data, socket=sockets / "index.sock", address=address)
         await _start_index(self.server)
-        async with served_by_tls(self.server, tls[0]) if tls and address else contextlib.nullcontext():
+        async with (
+            served_by_tls(self.server, tls[0]) if tls and address else contextlib.nullcontext()
+        ):
             outcome, *_ = await first_of(
                 self._work(self.server.url, stop, launcher),
                 _keep_index(self.server, self.recipe.launch, self._emit_restart),
@@ -256,9 +293,15 @@ class Run:
                 await self._index.emit(event)
 
     async def _take_lock(self) -> None:
-        """Take the folder's lock, after waiting for a former runner that has lost its lease and is about to end."""
+        """Take the folder's lock, after waiting for a former runner that has lost its lease and is
+        about to end."""
         attempts = stamina.retry_context(
-            RunLocked, attempts=None, timeout=FORMER_SECONDS, wait_initial=LOOK_SECONDS, wait_max=1.0, wait_jitter=0
+            RunLocked,
+            attempts=None,
+            timeout=FORMER_SECONDS,
+            wait_initial=LOOK_SECONDS,
+            wait_max=1.0,
+            wait_jitter=0,
         )
         async for attempt in attempts:
             with attempt:
@@ -271,13 +314,21 @@ class Run:
         address = self.server.address if self.server is not None else None
         join = address.url if address else url
         without, token = split_password(join)
-        where = {"index": url, "run": self.id, "hosted": self._hosted, "join": without, "token": token}
+        where = {
+            "index": url,
+            "run": self.id,
+            "hosted": self._hosted,
+            "join": without,
+            "token": token,
+        }
         write_private(self.out_dir / WHERE, json.dumps(where))
         if self.recipe.launch.remote_rollouts:
             secret = (
                 token if self.server is not None or not token else "PASSWORD"
             )  # that of a user's index is not shown
-            self.joining = _joining_command(without, secret, self.id, self.recipe.launch.remote_rollouts)
+            self.joining = _joining_command(
+                without, secret, self.id, self.recipe.launch.remote_rollouts
+            )
         self._up.set()
         for notice in notices_of(self.recipe):
             log.warning("notice", recipe=str(notice))
@@ -287,8 +338,13 @@ class Run:
         budget = RestartBudget(launch.max_restarts, launch.restart_window)
         while (outcome := await self._supervise(stop, launcher)).state == REWIND:
             if budget.take(time.monotonic()):
-                outcome = Outcome("failed", f"launch.max_restarts = {launch.max_restarts} is used up: {outcome.reason}")
-                await self._index.transition(["created", *LIVE, "stopping"], outcome.state, outcome.reason)
+                outcome = Outcome(
+                    "failed",
+                    f"launch.max_restarts = {launch.max_restarts} is used up: {outcome.reason}",
+                )
+                await self._index.transition(
+                    ["created", *LIVE, "stopping"], outcome.state, outcome.reason
+                )
                 break
             await self._rewind()
         if self._hosts is not None:
@@ -300,8 +356,8 @@ class Run:
         return outcome
 
     async def _rewind(self) -> None:
-        """Prepare to go on from the newest checkpoint: samples of steps since were lost with a node, and these steps cannot
-        be replayed."""
+        """Prepare to go on from the newest checkpoint: samples of steps since were lost with a
+        node, and these steps cannot be replayed."""
         assert self._index is not None
         shutil.rmtree(self.shared, ignore_errors=True)
         self.start = checkpoint.latest(self.out_dir / "checkpoints")
@@ -312,7 +368,9 @@ class Run:
     async def _supervise(self, stop: asyncio.Event, launcher: Launcher) -> Outcome:
         assert self._index is not None
         remote = RemoteLauncher(self._index, launcher, remote_workers(self.recipe), self._hosts)
-        self.supervisor = Supervisor(self._index, remote, self.recipe, begins=self.begins, folder=self.out_dir)
+        self.supervisor = Supervisor(
+            self._index, remote, self.recipe, begins=self.begins, folder=self.out_dir
+        )
         try:
             await remote.begin()
             outcome = await self.supervisor.run(stop)
@@ -325,7 +383,8 @@ class Run:
     async def _end(self) -> None:
         self._over = True
         self._up.set()
-        if not self._hosted:  # a run of a service may be taken over; it is removed when the run is concluded
+        # a run of a service may be taken over; it is removed when the run is concluded
+        if not self._hosted:
             (self.out_dir / WHERE).unlink(missing_ok=True)
         if self._hosts is not None:
             await self._hosts.close()
@@ -335,7 +394,8 @@ class Run:
             self._lock.close()
 
     async def events(self, after: str = "0") -> AsyncIterator[Event]:
-        """Yield the run's events after id ``after`` as they come; ends after the run's last state."""
+        """Yield the run's events after id ``after`` as they come; ends after the run's last
+        state."""
         done = asyncio.Event()
         self._readers.add(done)
         try:
@@ -345,7 +405,8 @@ class Run:
             async for event in self._index.follow(after):
                 yield event
                 ended = event.kind == "state" and event.data["state"] in ENDED
-                if ended and (await self._index.state())[0] in ENDED:  # otherwise it was resumed since
+                # otherwise it was resumed since
+                if ended and (await self._index.state())[0] in ENDED:
                     return
         except IndexUnreachable:
             if not self._over:
@@ -360,31 +421,48 @@ class Run:
         self._store_url = store_url(self.recipe, self.out_dir, self.id)
         if self._store_url:
             (self.out_dir / FIRST_ID).write_text(self._store_url.rpartition("/")[2])
-            await asyncio.to_thread(_prepare_store, self._store_url, self.start, self.recipe.checkpoint.keep)
+            await asyncio.to_thread(
+                _prepare_store, self._store_url, self.start, self.recipe.checkpoint.keep
+            )
         flow = flow_of(self.recipe)
         config = flow.config(self.recipe.staleness_plan, self.recipe.algorithm.max_dropped)
-        counters, remake, rates = {"published": 0, "trained": 0, "admitted": 0}, list[int](), ""
+        counters = {"published": 0, "trained": 0, "admitted": 0}
+        remake = list[int]()
+        rates = ""
         if self.start is not None:
-            counters, remake, rates = self.start.counters, self.start.remake, self.start.rates
+            counters = self.start.counters
+            remake = self.start.remake
+            rates = self.start.rates
         await index.continue_events(self.last_event)
         begun = not await index.init(config, counters, remake, rates)
         if not begun:
             await SCALE.remove(index)  # of the run that this one resumes
             if self.recipe.first_slack != self.recipe.staleness_plan.slack:
                 await index.set_slack(self.recipe.first_slack)
-        lost = begun and not self.shared.is_dir()  # the machine was rebooted, or is another one: the samples are gone
+        # the machine was rebooted, or is another one: the samples are gone
+        lost = begun and not self.shared.is_dir()
         reported = await CHECKPOINT_REPORTED.get(index) or 0
         if lost or not begun:
-            # Not from the beginning, or from an older one, on a machine that does not have the run's folder.
+            # Not from the beginning, or from an older one, on a machine that does not have the
+            # run's folder.
             checkpoint.latest_of_run(self.out_dir / "checkpoints", reported, self._store_url)
             await CHECKPOINT_REPORTED.put(index, self.begins)
         if lost:
             await index.rewind(config, counters, remake, rates)
             if (evaluated := await EVALUATED.get(index)) is not None:
                 await EVALUATED.put(index, min(evaluated, self.begins))
-            since = f"from the checkpoint of version {self.start.version}" if self.start else "from the beginning"
+            since = (
+                (f"from the checkpoint of version {self.start.version}")
+                if self.start
+                else "from the beginning"
+            )
             log.warning("the samples in shared memory are gone; going on", since=since)
-            rewound: dict[str, Any] = {"stage": "runner", "worker": "runner-0", "change": "rewound", "pid": os.getpid()}
+            rewound: dict[str, Any] = {
+                "stage": "runner",
+                "worker": "runner-0",
+                "change": "rewound",
+                "pid": os.getpid(),
+            }
             reason = f"its samples were gone; it goes on {since}"
             await index.emit(WorkerEvent(**rewound, version=self.begins, reason=reason))
             begun = False
@@ -394,7 +472,9 @@ class Run:
             shutil.rmtree(self.shared, ignore_errors=True)
             self.shared.mkdir(parents=True, mode=0o700)
         base_models.record_beside(self.recipe, self.out_dir)
-        place = RunPaths(self.out_dir, self.shared, self.start.path if self.start else None, self._store_url)
+        place = RunPaths(
+            self.out_dir, self.shared, self.start.path if self.start else None, self._store_url
+        )
         await _put_recipe(index, self.recipe)
         await RUN_FLOW.put(index, document(flow))
         await (RUN_PATHS.put_once if begun else RUN_PATHS.put)(index, place)
@@ -406,15 +486,16 @@ class Run:
 
 
 async def _put_recipe(index: Index, recipe: Recipe) -> None:
-    """Put what workers build their parts from: the recipe, and what its own stages declare, before it."""
+    """Put what workers build their parts from: the recipe, and what its own stages declare, before
+    it."""
     if recipe.stages:
         await DECLARED.put(index, declared_of(recipe))
     await RUN_RECIPE.put(index, recipe)
 
 
 async def _reached_at(recipe: Recipe, hosts: RayHosts | None) -> str:
-    """Returns the address by which other machines reach this one: that of the index, if it is given, or by which the nodes
-    of the Ray cluster reach it, or that of its network."""
+    """Returns the address by which other machines reach this one: that of the index, if it is
+    given, or by which the nodes of the Ray cluster reach it, or that of its network."""
     own = await (hosts.connect() if hosts is not None else asyncio.to_thread(own_address))
     if (text := recipe.index_address) not in ("", AUTO):
         host = Address.split(text)[0]
@@ -433,15 +514,15 @@ def _joining_command(join: str, token: str, run: str, workers: int) -> str:
 def _reason(error: Exception, out: Path) -> str:
     """Returns why the run in ``out`` has failed with ``error``."""
     if isinstance(error, IndexUnwritable):  # the server does not say where its file is
-        refused, files = OSError(errno.ENOSPC, str(error)), (out / "index").rglob("*.aof")
-        return (
-            f"index: {refusal(out / 'index', sum(file.stat().st_size for file in files), refused)}, and resume the run"
-        )
+        refused = OSError(errno.ENOSPC, str(error))
+        needed = sum(file.stat().st_size for file in (out / "index").rglob("*.aof"))
+        return f"index: {refusal(out / 'index', needed, refused)}, and resume the run"
     return str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
 
 
 def _prepare_store(url: str, start: Checkpoint | None, keep: int) -> None:
-    """Check that checkpoints can be copied to ``url``, and copy there the one that the run begins with."""
+    """Check that checkpoints can be copied to ``url``, and copy there the one that the run begins
+    with."""
     from orchestration.run.storage.store import CheckpointStore
 
     store = CheckpointStore(url)
@@ -459,8 +540,9 @@ async def _start_index(server: EmbeddedIndex) -> None:
 async def _keep_index(
     server: EmbeddedIndex, launch: LaunchSection, emit: Callable[[str], Coroutine[Any, Any, None]]
 ) -> None:
-    """Start the embedded index again whenever it dies; its append-only file holds all that was acknowledged. ``emit``
-    reports why. Raises RunError when it dies more often than a worker may."""
+    """Start the embedded index again whenever it dies; its append-only file holds all that was
+    acknowledged. ``emit`` reports why. Raises RunError when it dies more often than a worker may.
+    """
     events = set[asyncio.Task[None]]()
     budget = RestartBudget(launch.max_restarts, launch.restart_window)
     try:
@@ -469,7 +551,9 @@ async def _keep_index(
             code = await Process.of(server.process.pid, server.process).wait()
             reason = f"the embedded index {Ending(code)}"
             if budget.take(time.monotonic()):
-                raise RunError(f"{reason} and launch.max_restarts = {budget.most} is used up; see {server.log}")
+                raise RunError(
+                    f"{reason} and launch.max_restarts = {budget.most} is used up; see {server.log}"
+                )
             log.warning("the index died; starting it again", reason=reason)
             await _start_index(server)
             events.add(asyncio.create_task(emit(reason)))  # the index may die again before that
@@ -485,11 +569,15 @@ def _make_folder(out_dir: Path, recipe: Recipe) -> None:
 
 
 def _refuse_used(out_dir: Path, lock: BinaryIO | None = None) -> None:
-    """Raises RunError when ``out_dir`` holds anything but a lock file: RunLocked when a run in it is being executed."""
+    """Raises RunError when ``out_dir`` holds anything but a lock file: RunLocked when a run in it
+    is being executed."""
     if any(path.name != LOCK for path in out_dir.iterdir()):
         if lock is None and (out_dir / LOCK).exists():
             lock_run(out_dir).close()
-        raise RunError(f"out: {out_dir} is not empty; give a new folder, or continue with `asyncdock resume {out_dir}`")
+        raise RunError(
+            f"out: {out_dir} is not empty; give a new folder, or continue with "
+            f"`asyncdock resume {out_dir}`"
+        )
 
 
 def _refuse_hosted(out_dir: Path) -> None:
@@ -501,12 +589,14 @@ def _refuse_hosted(out_dir: Path) -> None:
     if where.get("hosted"):
         raise RunLocked(
             f"run: {out_dir} is run {where['run']} of a service, which executes it; end it with "
-            f"`asyncdock runs stop {where['run']}` first (or remove {out_dir / WHERE}, if that service is gone for good)"
+            f"`asyncdock runs stop {where['run']}` first (or remove {out_dir / WHERE}, if that "
+            f"service is gone for good)"
         )
 
 
 def sweep_leftovers() -> None:
-    """Remove what killed runs have left in shared memory, and the socket directories of their indexes."""
+    """Remove what killed runs have left in shared memory, and the socket directories of their
+    indexes."""
     for parent in (shared_memory_directory(), Path(tempfile.gettempdir())):
         for folder in parent.glob("asyncdock-*-*-*"):
             pid = folder.name.split("-")[1]

@@ -6,20 +6,25 @@
 
     created → starting → running ⇄ paused → stopping → finished | stopped | failed
 
-The ranks of the train engine are a rank group, with the critic where it has a worker of its own: each waits for the others.
-When one dies the supervisor ends the others and launches all of them again, which counts as one restart.
+The ranks of the train engine are a rank group, with the critic where it has a worker of its own:
+each waits for the others. When one dies the supervisor ends the others and launches all of them
+again, which counts as one restart.
 
-A worker of an elastic kind (``orchestration.run.kinds``) whose budget is used up does not end the run while another one of
-its kind works: it is absent until the budget allows a restart. At its end the trainer waits for the engines that are not.
-What a group of workers may become stands in ``orchestration.elastic.group``.
+A worker of an elastic kind (``orchestration.run.kinds``) whose budget is used up does not end the
+run while another one of its kind works: it is absent until the budget allows a restart. At its end
+the trainer waits for the engines that are not. What a group of workers may become stands in
+``orchestration.elastic.group``.
 
-The number of workers of such a kind changes on request (``orchestration.elastic.scale``): new ones are launched, and the
-last ones leave within ``leave_timeout`` seconds. One that leaves because its host does is launched again, on another host.
+The number of workers of such a kind changes on request (``orchestration.elastic.scale``): new ones
+are launched, and the last ones leave within ``leave_timeout`` seconds. One that leaves because its
+host does is launched again, on another host.
 
-The work is done when all workers of the kinds that end by themselves (``orchestration.run.kinds``) have ended; the others
-are stopped then. Where another program trains, it is done when that has published the last of ``steps``.
+The work is done when all workers of the kinds that end by themselves (``orchestration.run.kinds``)
+have ended; the others are stopped then. Where another program trains, it is done when that has
+published the last of ``steps``.
 
-A supervisor may follow a killed one in the same index: the rows that its workers held are given back first.
+A supervisor may follow a killed one in the same index: the rows that its workers held are given
+back first.
 """
 
 from __future__ import annotations
@@ -74,13 +79,15 @@ log = structlog.get_logger()
 
 T = TypeVar("T")
 STOPPED = "stopped by request"
-REWIND = "rewind"  # outcome of a supervisor whose run another one continues from the newest checkpoint
+# outcome of a supervisor whose run another one continues from the newest checkpoint
+REWIND = "rewind"
 SCALE_SECONDS = 10.0  # a wait for another number of workers is renewed this often
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: ``finished``, ``stopped`` or ``failed``, or that it is to be rewound, and why."""
+    """How a run ended: ``finished``, ``stopped`` or ``failed``, or that it is to be rewound, and
+    why."""
 
     state: str
     reason: str = ""
@@ -92,22 +99,37 @@ class _Rewind(Exception):
 
 
 class Supervisor:
-    """Runs the workers of ``recipe`` until the work is done, ``stop`` is set, or it cannot go on. ``begins``: optimizer
-    steps that were made before; ``folder``: of the run, with what it has recorded; None: nothing is forecast."""
+    """Runs the workers of ``recipe`` until the work is done, ``stop`` is set, or it cannot go on.
+
+    ``begins``: optimizer steps that were made before; ``folder``: of the run, with what it has
+    recorded; None: nothing is forecast.
+    """
 
     def __init__(
-        self, index: Index, launcher: Launcher, recipe: Recipe, *, begins: int, folder: Path | None = None
+        self,
+        index: Index,
+        launcher: Launcher,
+        recipe: Recipe,
+        *,
+        begins: int,
+        folder: Path | None = None,
     ) -> None:
-        self.index, self.launcher, self.recipe, self.launch = index, launcher, recipe, recipe.launch
+        self.index = index
+        self.launcher = launcher
+        self.recipe = recipe
+        self.launch = recipe.launch
         self.folder = folder
-        self.workers, self.begins, self.restarts = workers_of(recipe), begins, 0
+        self.workers = workers_of(recipe)
+        self.begins = begins
+        self.restarts = 0
         self.guard = GuardWatch(index, Guard(options_of(recipe)), recipe.guard.on_alarm, folder)
         self._groups: dict[Worker, WorkerGroup] = {}  # by their first workers
         self._keepers: dict[Worker, asyncio.Task[None]] = {}  # likewise
         self._liveness = Liveness(index, recipe.launch, self._record_unplaced)
         self._lives = Lives(index, launcher, self._liveness)
         self._tasks: list[asyncio.Task[Any]] = []
-        self._ended: asyncio.Queue[asyncio.Task[Any] | None] = asyncio.Queue()  # None: look again whether all is done
+        # None: look again whether all is done
+        self._ended: asyncio.Queue[asyncio.Task[Any] | None] = asyncio.Queue()
         self._stopping = False
         self._began = "0"  # the last event before those of this supervisor
 
@@ -132,7 +154,9 @@ class Supervisor:
             await self._lives.end()
         if outcome.state != REWIND:
             await _report_ledger(self.index)
-            await self.index.transition(["created", *LIVE, "stopping"], outcome.state, outcome.reason)
+            await self.index.transition(
+                ["created", *LIVE, "stopping"], outcome.state, outcome.reason
+            )
         return outcome
 
     async def _supervise(self, stop: asyncio.Event) -> Outcome:
@@ -155,7 +179,8 @@ class Supervisor:
         if self.folder is not None:
             self._begin(follow_costs(self.index, self.recipe, self.folder))
         trained = None
-        if not any(group.kind.rank_group for group in self._groups.values()):  # another program trains
+        # another program trains
+        if not any(group.kind.rank_group for group in self._groups.values()):
             trained = self._begin(_last_published(self.index, self.recipe.train.steps))
         is_done = False
         while not is_done and not stopping.done():
@@ -185,9 +210,9 @@ class Supervisor:
         self._keepers[group.first] = self._begin(self._keep(group))
 
     async def _stop(self) -> None:
-        """Stop the workers, and give them ``stop_timeout`` seconds to finish what they hold: the trainer ends with a
-        checkpoint. Those that are still starting hold nothing and are ended at once, unless a trainer has to replay steps
-        that no checkpoint has."""
+        """Stop the workers, and give them ``stop_timeout`` seconds to finish what they hold: the
+        trainer ends with a checkpoint. Those that are still starting hold nothing and are ended at
+        once, unless a trainer has to replay steps that no checkpoint has."""
         self._stopping = True
         await self.index.transition(LIVE, "stopping")
         unready = {worker for group in self._groups.values() for worker in group.unready}
@@ -201,7 +226,11 @@ class Supervisor:
         keepers = self._keepers.values()
         _, late = await asyncio.wait(keepers, timeout=self.launch.stop_timeout)
         if late:
-            log.warning("workers did not stop in time and are ended", count=len(late), seconds=self.launch.stop_timeout)
+            log.warning(
+                "workers did not stop in time and are ended",
+                count=len(late),
+                seconds=self.launch.stop_timeout,
+            )
 
     async def _keep(self, group: WorkerGroup) -> None:
         """Launch the workers of ``group``, again when they die, until they are done."""
@@ -218,7 +247,8 @@ class Supervisor:
             if self._stopping:
                 for worker, ending in endings.items():
                     if ending.reason:  # such as a last checkpoint that could not be written
-                        name, reason = group.names[worker], ending.reason
+                        name = group.names[worker]
+                        reason = ending.reason
                         log.warning("worker failed while it stopped", worker=name, reason=reason)
                         await self._emit(worker, "died", ending)
                 break
@@ -276,17 +306,23 @@ class Supervisor:
         return others_work(group, self._groups.values())
 
     async def _scale(self) -> None:
-        """Follow the number of rollout workers that is asked for: launch those that are new, and have those leave that are
-        too many."""
-        after, asked = "", 0
+        """Follow the number of rollout workers that is asked for: launch those that are new, and
+        have those leave that are too many."""
+        after = ""
+        asked = 0
         while True:
             after = await self.index.woken(SCALES, after, SCALE_SECONDS)
             wanted = await SCALE.get(self.index) or asked
             if wanted != asked and not self._stopping:
-                asked, recipe = wanted, await asyncio.to_thread(scaled, self.recipe, wanted)
+                asked = wanted
+                recipe = await asyncio.to_thread(scaled, self.recipe, wanted)
                 self.launcher.rescale(recipe)
                 self.workers = workers_of(recipe)
-            new = [each for each in self.workers if kind_of(each[0]).elastic and each not in self._groups]
+            new = [
+                each
+                for each in self.workers
+                if kind_of(each[0]).elastic and each not in self._groups
+            ]
             await _forget_former_workers(self.index, new)
             for worker in new:
                 self._add([worker])
@@ -391,7 +427,8 @@ class Supervisor:
 
 async def _unplaced(index: Index, recipe: Recipe, groups: Iterable[WorkerGroup]) -> list[str]:
     """The workers that hosts are to start and that have never given a sign of life."""
-    alive, remote = await index.alive(), remote_workers(recipe)
+    alive = await index.alive()
+    remote = remote_workers(recipe)
     names = {worker: name for group in groups for worker, name in group.names.items()}
     never = [worker for worker, name in names.items() if worker in remote and name not in alive]
     return list(map(shown, never))

@@ -3,7 +3,8 @@
     index: recipe, paths, secret ──▶ dock ──▶ Job.build ──▶ `ready` ──▶ Job.work ──▶ Job.finish ──▶ `stopped` ──▶ Job.close
     beside `work`: the run's state is watched, for pause, resume and stop
 
-A worker needs the run's id and the index's URL, and nothing else. ``orchestration.run.kinds`` lists the kinds of workers.
+A worker needs the run's id and the index's URL, and nothing else. ``orchestration.run.kinds`` lists
+the kinds of workers.
 """
 
 from __future__ import annotations
@@ -51,18 +52,19 @@ from stages.training.update import SamplesGone
 
 log = structlog.get_logger()
 
-JOBS = {name: kind.load() for name, kind in KINDS.items()}  # all of them, so that a fork server has imported them
+# all of them, so that a fork server has imported them
+JOBS = {name: kind.load() for name, kind in KINDS.items()}
 STATE_SECONDS = 10.0  # a wait for another state of the run is renewed this often
 
 
 class CannotStart(Fatal, RuntimeError):
-    """The worker's parts cannot be made, or cannot do their first work, and another attempt would fail in the same way. The
-    message is the cause's."""
+    """The worker's parts cannot be made, or cannot do their first work, and another attempt would
+    fail in the same way. The message is the cause's."""
 
 
 class NotStarted(RuntimeError):
-    """The worker's parts could not be made, or could not do their first work, for a cause that may pass. The message is the
-    cause's."""
+    """The worker's parts could not be made, or could not do their first work, for a cause that may
+    pass. The message is the cause's."""
 
 
 # Python's own errors do not declare what they are. Those of reading a model, a config, a file or
@@ -81,7 +83,8 @@ LASTING = (
 )
 # Of these, the errors caused by another process that is about to come back.
 PASSING = (Passing, ConnectionError, TimeoutError, BlockingIOError, InterruptedError)
-# A restart would not help: training is replayed with the same rows and weights, and gives the same loss.
+# A restart would not help: training is replayed with the same rows and weights, and gives the same
+# loss.
 FATAL = (Fatal, FloatingPointError, NotImplementedError)
 
 
@@ -90,20 +93,30 @@ class Worker:
 
     def __init__(self, run: str, url: str, kind: str, number: int, name: str) -> None:
         self.index = Index(url, run)
-        self.kind, self.number, self.name = kind, number, name
+        self.kind = kind
+        self.number = number
+        self.name = name
         self._job: Job | None = None
         self._ready = asyncio.Event()
 
     async def run(self) -> None:
-        """Work until the run's work is done or the run stops. Raises what went wrong, after putting it into the index."""
+        """Work until the run's work is done or the run stops.
+
+        Raises what went wrong, after putting it into the index.
+        """
         version = Current(lambda: None if self._job is None else self._job.version())
-        structlog.contextvars.bind_contextvars(run=self.index.run, stage=self.kind, worker=self.name, version=version)
-        dock, beating = None, None
+        structlog.contextvars.bind_contextvars(
+            run=self.index.run, stage=self.kind, worker=self.name, version=version
+        )
+        dock = None
+        beating = None
         try:
-            recipe, run_paths = await RUN_RECIPE.get(self.index), await RUN_PATHS.get(self.index)
+            recipe = await RUN_RECIPE.get(self.index)
+            run_paths = await RUN_PATHS.get(self.index)
             if recipe is None or run_paths is None:
                 raise RuntimeError(
-                    f"run {self.index.run!r} is not in this index; give the id and the URL of one that is"
+                    f"run {self.index.run!r} is not in this index; give the id and the URL of one "
+                    f"that is"
                 )
             if recipe.launch.launcher != "inline":  # this process is the worker's own
                 keep_from_others(recipe.launch.readers)
@@ -126,7 +139,9 @@ class Worker:
             )
             await dock.join(recipe.pipeline.arena)
             job_type = JOBS[kind_of(self.kind).name]
-            self._job = job = job_type(recipe, paths, self.index, dock, secret, self.kind, self.number)
+            self._job = job = job_type(
+                recipe, paths, self.index, dock, secret, self.kind, self.number
+            )
             await self._build(job, paths)
             self._ready.set()
             await self._emit("ready")
@@ -140,7 +155,11 @@ class Worker:
         except BaseException as error:
             first = _first(error)
             if not isinstance(first, asyncio.CancelledError):
-                log.error("worker failed", error=repr(first), trace="".join(traceback.format_exception(first)))
+                log.error(
+                    "worker failed",
+                    error=repr(first),
+                    trace="".join(traceback.format_exception(first)),
+                )
                 await ENDING.put_once(self.index, ending_of(first), name=self.name)
                 raise first from first.__cause__
             raise
@@ -153,11 +172,15 @@ class Worker:
             await self.index.close()
 
     async def _beat(self, seconds: float) -> None:
-        """Give a sign of life every ``seconds``, and one when the worker is ready, until cancelled."""
+        """Give a sign of life every ``seconds``, and one when the worker is ready, until
+        cancelled."""
         while True:
             job = self._job
-            stages = [controller.stage.name for controller in job.controllers] if job is not None else []
-            version, ready = job.version() if job is not None else None, self._ready.is_set()
+            stages = (
+                [controller.stage.name for controller in job.controllers] if job is not None else []
+            )
+            version = job.version() if job is not None else None
+            ready = self._ready.is_set()
             with contextlib.suppress(IndexUnreachable):
                 await self.index.beat(self.name, stages, version, ready=ready)
             if ready:
@@ -167,39 +190,59 @@ class Worker:
                     await asyncio.wait_for(self._ready.wait(), seconds)
 
     async def _build(self, job: Job, paths: RunPaths) -> None:
-        """Raises CannotStart for an error that would come again. That is known only while the run starts: later, other
-        processes may have changed what the worker reads, and a worker of an elastic kind may be on a node that lacks it."""
+        """Raises CannotStart for an error that would come again.
+
+        That is known only while the run starts: later, other processes may have changed what the
+        worker reads, and a worker of an elastic kind may be on a node that lacks it.
+        """
         try:
             await job.build()
         except FATAL as error:
-            if not kind_of(self.kind).elastic or (await self.index.state())[0] in ("created", "starting"):
+            if not kind_of(self.kind).elastic or (await self.index.state())[0] in (
+                "created",
+                "starting",
+            ):
                 raise
             raise NotStarted(_in_words(error)) from error
         except Exception as error:
             first = _first(error)
-            in_shared_memory = str(getattr(first, "filename", "") or "").startswith(str(paths.shared))
-            if isinstance(first, PASSING) or in_shared_memory:  # other workers make and remove files there
+            in_shared_memory = str(getattr(first, "filename", "") or "").startswith(
+                str(paths.shared)
+            )
+            # other workers make and remove files there
+            if isinstance(first, PASSING) or in_shared_memory:
                 raise
             starting = (await self.index.state())[0] in ("created", "starting")
             refused = CannotStart if starting and isinstance(first, LASTING) else NotStarted
             raise refused(_in_words(first)) from first
 
     async def _refuse_first_work(self, error: BaseException, paths: RunPaths) -> None:
-        """Raises CannotStart or NotStarted for an ``error`` before the run has trained a step: what an engine cannot compute
-        then is its model, not a batch. Returns for errors of other processes, and for those that are fatal already."""
+        """Raises CannotStart or NotStarted for an ``error`` before the run has trained a step: what
+        an engine cannot compute then is its model, not a batch. Returns for errors of other
+        processes, and for those that are fatal already."""
         causes = _causes(error)
         if any(isinstance(each, (*FATAL, *PASSING, IndexRefused)) for each in causes):
             return
-        began = checkpoint.open_checkpoint(paths.start).version if paths.start and paths.start.is_dir() else 0
+        began = (
+            checkpoint.open_checkpoint(paths.start).version
+            if paths.start and paths.start.is_dir()
+            else 0
+        )
         with contextlib.suppress(IndexUnreachable):
             if (await self.index.status()).trained <= began:
-                lasting = isinstance(causes[-1], LASTING) and not isinstance(causes[-1], OSError | MemoryError)
+                lasting = isinstance(causes[-1], LASTING) and not isinstance(
+                    causes[-1], OSError | MemoryError
+                )
                 raise (CannotStart if lasting else NotStarted)(_in_words(error)) from error
 
     async def _emit(self, change: str) -> None:
         worker = f"{self.kind}-{self.number}"
-        place: dict[str, Any] = {"node": platform.node(), "host": RunPaths.host_name()} if change == "ready" else {}
-        await self.index.emit(WorkerEvent(stage=self.kind, worker=worker, name=self.name, change=change, **place))
+        place: dict[str, Any] = (
+            {"node": platform.node(), "host": RunPaths.host_name()} if change == "ready" else {}
+        )
+        await self.index.emit(
+            WorkerEvent(stage=self.kind, worker=worker, name=self.name, change=change, **place)
+        )
 
     async def _work(self, job: Job) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -230,7 +273,10 @@ class Worker:
 def _first(error: BaseException) -> BaseException:
     """Returns the first error in nested exception groups that is not a cancellation."""
     while isinstance(error, BaseExceptionGroup):
-        error = next((e for e in error.exceptions if not isinstance(e, asyncio.CancelledError)), error.exceptions[0])
+        error = next(
+            (e for e in error.exceptions if not isinstance(e, asyncio.CancelledError)),
+            error.exceptions[0],
+        )
     return error
 
 
@@ -245,7 +291,11 @@ def _causes(error: BaseException) -> list[BaseException]:
 def _in_words(error: BaseException) -> str:
     if isinstance(error, TooManyDropped):
         return explained(error)
-    return str(error) if isinstance(error, CannotStart | NotStarted) else f"{type(error).__name__}: {error}"
+    return (
+        str(error)
+        if isinstance(error, CannotStart | NotStarted)
+        else f"{type(error).__name__}: {error}"
+    )
 
 
 def ending_of(error: BaseException) -> Ending:
@@ -273,7 +323,8 @@ def exit_code(error: BaseException | None) -> EndKind:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        description=f"One worker of a run; started by the run's launcher, with the index's URL in {INDEX_VARIABLE}."
+        description=f"One worker of a run; started by the run's launcher, with the index's URL in "
+        f"{INDEX_VARIABLE}."
     )
     parser.add_argument("--run", required=True)
     parser.add_argument("--kind", required=True)
@@ -282,7 +333,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     open_outputs()
     configure(terminal=False)
-    # For rewards, algorithms and engines given as module:name; last in the path, so that they shadow nothing.
+    # For rewards, algorithms and engines given as module:name; last in the path, so that they
+    # shadow nothing.
     sys.path.append(os.getcwd())
     url = take(INDEX_VARIABLE)  # code of a user's runs here
     try:

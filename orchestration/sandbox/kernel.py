@@ -1,4 +1,5 @@
-"""Calls of the kernel that Python has no function for, and what each process of a sandbox does with its privileges."""
+"""Calls of the kernel that Python has no function for, and what each process of a sandbox does with
+its privileges."""
 
 from __future__ import annotations
 
@@ -10,8 +11,16 @@ import struct
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 
-_SET_DEATH_SIGNAL, _SET_DUMPABLE, _DROP_BOUND, _SET_SECURE_BITS, _NO_NEW_PRIVILEGES, _AMBIENT = 1, 4, 24, 28, 38, 47
-_NO_ROOT_LOCKED, _NO_FIXUP_LOCKED, _KEEP_CAPABILITIES_LOCKED, _NO_AMBIENT_LOCKED = 0x3, 0xC, 0x20, 0xC0
+_SET_DEATH_SIGNAL = 1
+_SET_DUMPABLE = 4
+_DROP_BOUND = 24
+_SET_SECURE_BITS = 28
+_NO_NEW_PRIVILEGES = 38
+_AMBIENT = 47
+_NO_ROOT_LOCKED = 0x3
+_NO_FIXUP_LOCKED = 0xC
+_KEEP_CAPABILITIES_LOCKED = 0x20
+_NO_AMBIENT_LOCKED = 0xC0
 _CAPABILITY_VERSION = 0x20080522
 FIRST_OWN_USER = 0x70000000  # numbers of users that no system gives to anyone
 
@@ -35,7 +44,8 @@ def end_with_parent() -> None:
 
 def close_all_but(*files: int) -> None:
     """Close every descriptor of this process except ``files``."""
-    most, first = resource.getrlimit(resource.RLIMIT_NOFILE)[0], 0
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    first = 0
     for file in sorted({*files}):
         if first < file:  # an empty range at 0 would be all of them
             os.closerange(first, file)
@@ -44,14 +54,18 @@ def close_all_but(*files: int) -> None:
 
 
 def drop_privileges(*, own_user: int = 0) -> None:
-    """Give up all capabilities of this process, and every way to new ones. ``own_user``: becomes its real user, by which the
-    kernel counts processes; it needs CAP_SETUID. Files are accessed as before."""
+    """Give up all capabilities of this process, and every way to new ones.
+
+    ``own_user``: becomes its real user, by which the kernel counts processes; it needs CAP_SETUID.
+    Files are accessed as before.
+    """
     if own_user:
         os.setresuid(own_user, -1, -1)
     checked("no_new_privs", LIBC.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0))
     LIBC.prctl(_AMBIENT, 4, 0, 0, 0)  # clear all; older kernels have none
     for capability in range(64):
-        LIBC.prctl(_DROP_BOUND, capability, 0, 0, 0)  # refused for numbers that do not exist, and without CAP_SETPCAP
+        # refused for numbers that do not exist, and without CAP_SETPCAP
+        LIBC.prctl(_DROP_BOUND, capability, 0, 0, 0)
     bits = _NO_ROOT_LOCKED | _NO_FIXUP_LOCKED | _KEEP_CAPABILITIES_LOCKED | _NO_AMBIENT_LOCKED
     LIBC.prctl(_SET_SECURE_BITS, bits, 0, 0, 0)  # likewise
     header = ctypes.create_string_buffer(struct.pack("II", _CAPABILITY_VERSION, 0))
@@ -64,15 +78,23 @@ def hide_memory() -> None:
 
 
 def own_user() -> int:
-    """A number of a user for this process alone, or 0. The kernel bounds the processes of no process of root, the real one;
-    another user's it does. 0 where this is not root, or may not become another user."""
+    """A number of a user for this process alone, or 0.
+
+    The kernel bounds the processes of no process of root, the real one; another user's it does. 0
+    where this is not root, or may not become another user.
+    """
     if os.geteuid() != 0:
         return 0
     wanted = FIRST_OWN_USER + os.getpid()
     try:
         with open("/proc/self/uid_map") as ranges, open("/proc/self/status") as status:
-            mapped = any(int(first) <= wanted < int(first) + int(count) for first, _, count in map(str.split, ranges))
-            capabilities = next(int(line.split()[1], 16) for line in status if line.startswith("CapEff"))
+            mapped = any(
+                int(first) <= wanted < int(first) + int(count)
+                for first, _, count in map(str.split, ranges)
+            )
+            capabilities = next(
+                int(line.split()[1], 16) for line in status if line.startswith("CapEff")
+            )
     except (OSError, StopIteration):
         return 0
     return wanted if mapped and capabilities & (1 << 7) else 0  # CAP_SETUID
@@ -80,7 +102,8 @@ def own_user() -> int:
 
 def processes_of_user() -> int:
     """The threads of all processes of this process's real user, which RLIMIT_NPROC counts."""
-    count, user = 0, os.getuid()
+    count = 0
+    user = os.getuid()
     for name in os.listdir("/proc"):
         if name.isdecimal():
             try:

@@ -6,8 +6,9 @@
       the end on         all when (2) ends, or memory
                          is used up
 
-The kernel kills (1) when the supervisor ends, and everything else with (1). The supervisor is the process that called, so
-whoever started it sees it end as the sandboxed one does: with its exit code, or killed by the same signal.
+The kernel kills (1) when the supervisor ends, and everything else with (1). The supervisor is the
+process that called, so whoever started it sees it end as the sandboxed one does: with its exit
+code, or killed by the same signal.
 """
 
 from __future__ import annotations
@@ -39,20 +40,37 @@ DEVICES = ("null", "zero", "full", "random", "urandom")
 OLD = "/.old"  # the files of the machine, while the sandbox's are built
 LOOK_SECONDS = 0.25  # between two looks at the memory of all processes
 
-_NEW_USER, _NEW_FILES, _NEW_PROCESSES = 0x10000000, 0x00020000, 0x20000000
-_NEW_NETWORK, _NEW_IPC, _NEW_NAMES = 0x40000000, 0x08000000, 0x04000000
-_NO_SETUID, _NO_DEVICES, _NO_PROGRAMS = 2, 4, 8
-_BIND, _RECURSIVE, _PRIVATE = 4096, 16384, 1 << 18
+_NEW_USER = 0x10000000
+_NEW_FILES = 0x00020000
+_NEW_PROCESSES = 0x20000000
+_NEW_NETWORK = 0x40000000
+_NEW_IPC = 0x08000000
+_NEW_NAMES = 0x04000000
+_NO_SETUID = 2
+_NO_DEVICES = 4
+_NO_PROGRAMS = 8
+_BIND = 4096
+_RECURSIVE = 16384
+_PRIVATE = 1 << 18
 _DETACH = 2
-_SET_MOUNT_ATTRIBUTES, _AT_RECURSIVE, _AT_HERE = 442, 0x8000, -100
-_READ_ONLY, _ATTRIBUTE_NO_SETUID, _ATTRIBUTE_NO_DEVICES = 1, 2, 4
+_SET_MOUNT_ATTRIBUTES = 442
+_AT_RECURSIVE = 0x8000
+_AT_HERE = -100
+_READ_ONLY = 1
+_ATTRIBUTE_NO_SETUID = 2
+_ATTRIBUTE_NO_DEVICES = 4
 
 
-def enter(visible: Sequence[str], *, network: bool, memory: int, scratch: int, keep: Sequence[int]) -> tuple[str, int]:
-    """Returns in the sandboxed process alone, with the folder that can be written, and the user for :func:`drop_privileges`.
-    ``visible``: real paths that are seen, read-only. ``memory``: bytes of all processes together, 0 for no limit;
-    ``scratch``: bytes of files. ``keep``: descriptors that stay open, beside 0, 1 and 2. Raises OSError where the kernel
-    refuses the namespaces themselves; a later failure ends this process, with a traceback in its output."""
+def enter(
+    visible: Sequence[str], *, network: bool, memory: int, scratch: int, keep: Sequence[int]
+) -> tuple[str, int]:
+    """Returns in the sandboxed process alone, with the folder that can be written, and the user for
+    :func:`drop_privileges`.
+    ``visible``: real paths that are seen, read-only. ``memory``: bytes of all processes together, 0
+    for no limit;
+    ``scratch``: bytes of files. ``keep``: descriptors that stay open, beside 0, 1 and 2. Raises
+    OSError where the kernel refuses the namespaces themselves; a later failure ends this process,
+    with a traceback in its output."""
     user = _new_user(network)
     ended, report = os.pipe()
     first = os.fork()
@@ -70,7 +88,8 @@ def enter(visible: Sequence[str], *, network: bool, memory: int, scratch: int, k
 
 
 def _run_or_end(step: Callable[[], object]) -> None:
-    """Run ``step`` in a forked process, which must not go on with its caller's code when it fails."""
+    """Run ``step`` in a forked process, which must not go on with its caller's code when it
+    fails."""
     try:
         step()
     except BaseException:
@@ -80,10 +99,21 @@ def _run_or_end(step: Callable[[], object]) -> None:
 
 
 def _new_user(network: bool) -> int:
-    """Become the owner of new namespaces, as the same user and group as before. Returns a second user of the namespace for
-    the sandboxed process, or 0."""
-    user, group, other = os.geteuid(), os.getegid(), own_user()
-    flags = _NEW_USER | _NEW_FILES | _NEW_PROCESSES | _NEW_IPC | _NEW_NAMES | (0 if network else _NEW_NETWORK)
+    """Become the owner of new namespaces, as the same user and group as before.
+
+    Returns a second user of the namespace for the sandboxed process, or 0.
+    """
+    user = os.geteuid()
+    group = os.getegid()
+    other = own_user()
+    flags = (
+        _NEW_USER
+        | _NEW_FILES
+        | _NEW_PROCESSES
+        | _NEW_IPC
+        | _NEW_NAMES
+        | (0 if network else _NEW_NETWORK)
+    )
     users = f"{user} {user} 1\n" + (f"{other} {other} 1\n" if other else "")
     if other:
         with contextlib.suppress(OSError):
@@ -102,7 +132,8 @@ def _new_user(network: bool) -> int:
 
 @contextlib.contextmanager
 def _helper() -> Iterator[Callable[[str], None]]:
-    """A child outside of the namespaces of its parent, which gives that its users when it is told them."""
+    """A child outside of the namespaces of its parent, which gives that its users when it is told
+    them."""
     reading, writing = os.pipe()
     parent = os.getpid()
     child = os.fork()
@@ -143,12 +174,15 @@ def _supervise(first: int, ended: int) -> NoReturn:
     except BaseException:
         code = 1
     if code < 0:
-        signal.signal(-code, signal.SIG_DFL) if -code not in (signal.SIGKILL, signal.SIGSTOP) else None
+        signal.signal(-code, signal.SIG_DFL) if -code not in (
+            signal.SIGKILL,
+            signal.SIGSTOP,
+        ) else None
         os.kill(os.getpid(), -code)
     os._exit(code if code >= 0 else 1)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # In the first process
 
 
@@ -186,7 +220,9 @@ def _memory() -> int:
                 lines = Path(f"/proc/{name}/status").read_text().splitlines()
             except OSError:
                 continue  # it has ended
-            total += sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon", "RssShmem")))
+            total += sum(
+                int(line.split()[1]) for line in lines if line.startswith(("RssAnon", "RssShmem"))
+            )
     return 1024 * total
 
 
@@ -250,7 +286,10 @@ def _make_parents(path: str) -> None:
 def _mount(source: str, target: str, kind: str | None, flags: int, options: str = "") -> None:
     of_kind = None if kind is None else kind.encode()
     data = options.encode() if options else None
-    checked(f"mount {target}", LIBC.mount(source.encode(), target.encode(), of_kind, ctypes.c_ulong(flags), data))
+    checked(
+        f"mount {target}",
+        LIBC.mount(source.encode(), target.encode(), of_kind, ctypes.c_ulong(flags), data),
+    )
 
 
 def _protect(path: str, *, recursive: bool = True, devices: bool = False) -> None:
@@ -258,5 +297,7 @@ def _protect(path: str, *, recursive: bool = True, devices: bool = False) -> Non
     wanted = _READ_ONLY | _ATTRIBUTE_NO_SETUID | (0 if devices else _ATTRIBUTE_NO_DEVICES)
     attributes = ctypes.create_string_buffer(struct.pack("QQQQ", wanted, 0, 0, 0), 32)
     flags = _AT_RECURSIVE if recursive else 0
-    call = LIBC.syscall(_SET_MOUNT_ATTRIBUTES, _AT_HERE, path.encode(), flags, attributes, ctypes.c_size_t(32))
+    call = LIBC.syscall(
+        _SET_MOUNT_ATTRIBUTES, _AT_HERE, path.encode(), flags, attributes, ctypes.c_size_t(32)
+    )
     checked(f"read-only {path}", call)

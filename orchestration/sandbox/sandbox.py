@@ -1,9 +1,12 @@
-"""A sandbox: bounds of what this process may see and use, kept by the kernel. It knows nothing of what runs in it.
+"""A sandbox: bounds of what this process may see and use, kept by the kernel.
+
+It knows nothing of what runs in it.
 
     a freshly forked process with one thread ─▶ enter(Sandbox(…), keep=[socket]) ─▶ untrusted imports and calls
                                                   namespaces, or Landlock, and seccomp; limits; no privileges; no descriptors
 
-Which of the two a machine gives is found by a trial (:func:`available`). Importing this takes the standard library alone.
+Which of the two a machine gives is found by a trial (:func:`available`). Importing this takes the
+standard library alone.
 """
 
 from __future__ import annotations
@@ -29,10 +32,12 @@ from orchestration.sandbox.kernel import (
 )
 from orchestration.sandbox.seccomp import Rule, install
 
-NAMESPACES, LANDLOCK = "namespaces", "landlock"
+NAMESPACES = "namespaces"
+LANDLOCK = "landlock"
 TRIAL_SECONDS = 30.0
 WAY_OUT = (
-    "let the kernel give unprivileged user namespaces (sysctl user.max_user_namespaces), or Landlock, to this user"
+    "let the kernel give unprivileged user namespaces (sysctl user.max_user_namespaces), or "
+    "Landlock, to this user"
 )
 OF_THE_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/opt/lib")
 SETTINGS = (
@@ -45,11 +50,23 @@ SETTINGS = (
         "/etc/ld.so.conf.d",
         "/etc/localtime",
     ),
-    *("/etc/mime.types", "/etc/nsswitch.conf", "/etc/passwd", "/etc/protocols", "/etc/services", "/etc/timezone"),
+    *(
+        "/etc/mime.types",
+        "/etc/nsswitch.conf",
+        "/etc/passwd",
+        "/etc/protocols",
+        "/etc/services",
+        "/etc/timezone",
+    ),
 )
 OF_THE_NETWORK = (
     *("/etc/hosts", "/etc/resolv.conf", "/etc/gai.conf", "/etc/host.conf"),
-    *("/etc/ssl/certs", "/etc/ssl/openssl.cnf", "/etc/pki/tls/certs", "/etc/pki/ca-trust/extracted"),
+    *(
+        "/etc/ssl/certs",
+        "/etc/ssl/openssl.cnf",
+        "/etc/pki/tls/certs",
+        "/etc/pki/ca-trust/extracted",
+    ),
     "/etc/ca-certificates",
 )
 _NEW_NAMESPACES = 0x7E020000  # all flags of clone that make one
@@ -59,11 +76,13 @@ _NEW_NAMESPACES = 0x7E020000  # all flags of clone that make one
 class Sandbox:
     """What a process may see and use. Sizes in bytes.
 
-    ``read``: files and folders that it sees, as they are, beside Python's, the system's programs and libraries, and what can
-    be imported from ``modules``, a path of imports: of a folder there that is no installation, modules and packages, but no
-    other file. ``network``: it has the machine's; otherwise none, not even loopback. ``memory``: data of one process, 0 for
-    no limit; of all of them together a quarter more. ``scratch``: of all files that it writes. ``processes``, ``files``:
-    as many are there, and open, at the same time. With Landlock it writes no file and starts no process (threads it does).
+    ``read``: files and folders that it sees, as they are, beside Python's, the system's programs
+    and libraries, and what can be imported from ``modules``, a path of imports: of a folder there
+    that is no installation, modules and packages, but no other file. ``network``: it has the
+    machine's; otherwise none, not even loopback. ``memory``: data of one process, 0 for no limit;
+    of all of them together a quarter more. ``scratch``: of all files that it writes. ``processes``,
+    ``files``: as many are there, and open, at the same time. With Landlock it writes no file and
+    starts no process (threads it does).
     ``mechanism``: NAMESPACES or LANDLOCK, "" for the first that works (:func:`available`)."""
 
     read: tuple[str, ...] = ()
@@ -78,8 +97,10 @@ class Sandbox:
 
 @dataclass(frozen=True)
 class Available:
-    """What this machine gives: for each mechanism why it cannot be had, "" where it can. ``landlock`` is tried only where
-    namespaces cannot be had."""
+    """What this machine gives: for each mechanism why it cannot be had, "" where it can.
+
+    ``landlock`` is tried only where namespaces cannot be had.
+    """
 
     namespaces: str
     landlock: str
@@ -87,7 +108,13 @@ class Available:
     @property
     def mechanism(self) -> str:
         """The strongest one that can be had; "" for none."""
-        return LANDLOCK if self.namespaces and not self.landlock else "" if self.namespaces else NAMESPACES
+        return (
+            LANDLOCK
+            if self.namespaces and not self.landlock
+            else ""
+            if self.namespaces
+            else NAMESPACES
+        )
 
     @property
     def shortfall(self) -> str:
@@ -95,7 +122,10 @@ class Available:
         if not self.namespaces:
             return ""
         if self.landlock:
-            return f"no sandbox: namespaces are refused ({self.namespaces}), and so is Landlock ({self.landlock})"
+            return (
+                f"no sandbox: namespaces are refused ({self.namespaces}), and so is Landlock "
+                f"({self.landlock})"
+            )
         weaker = "names of files can be seen, no file can be written, no process started"
         return f"Landlock's sandbox alone ({weaker}): namespaces are refused ({self.namespaces})"
 
@@ -115,13 +145,14 @@ def refusal(mechanism: str) -> str:
 
 
 def enter(sandbox: Sandbox, keep: Sequence[int] = ()) -> None:
-    """Put this process, freshly forked and with one thread, into ``sandbox``, for good; with namespaces a child of it goes
-    on in its place. Its environment must hold no secret already, nor the one that it was started with. ``keep``: descriptors
-    that stay open, beside 0, 1 and 2. Its working folder, HOME and TMPDIR are the scratch folder. Raises SandboxRefused,
-    OSError."""
+    """Put this process, freshly forked and with one thread, into ``sandbox``, for good; with
+    namespaces a child of it goes on in its place. Its environment must hold no secret already, nor
+    the one that it was started with. ``keep``: descriptors that stay open, beside 0, 1 and 2. Its
+    working folder, HOME and TMPDIR are the scratch folder. Raises SandboxRefused, OSError."""
     mechanism = sandbox.mechanism or available().mechanism
     paths = [*visible(sandbox)]
-    user, scratch = 0, "/nonexistent"
+    user = 0
+    scratch = "/nonexistent"
     rules = [*_REFUSED]
     if mechanism == NAMESPACES:
         scratch, user = namespaces.enter(
@@ -133,7 +164,8 @@ def enter(sandbox: Sandbox, keep: Sequence[int] = ()) -> None:
         )
         _limit(sandbox, others=0 if kernel_release() >= (5, 14) or user else processes_of_user())
         drop_privileges(own_user=user)
-        families = (2, 10, 16) if sandbox.network else (1, 2, 10, 16)  # the machine's local sockets go with its network
+        # the machine's local sockets go with its network
+        families = (2, 10, 16) if sandbox.network else (1, 2, 10, 16)
         rules.append(Rule("socket", argument=0, allowed=families))
     elif mechanism == LANDLOCK:
         close_all_but(0, 1, 2, *keep)
@@ -144,16 +176,20 @@ def enter(sandbox: Sandbox, keep: Sequence[int] = ()) -> None:
     else:
         raise SandboxRefused(available().shortfall)
     os.environ.update(HOME=scratch, TMPDIR=scratch, PWD=scratch)
-    if mechanism == LANDLOCK:  # matplotlib, which many libraries import, wants a folder that seems to be writable
+    # matplotlib, which many libraries import, wants a folder that seems to be writable
+    if mechanism == LANDLOCK:
         os.environ["MPLCONFIGDIR"] = "/tmp"
     os.chdir(scratch if mechanism == NAMESPACES else "/")
-    os.umask(0)  # nobody else sees the folder, and the process may have another real user than its files have
+    # nobody else sees the folder, and the process may have another real user than its files have
+    os.umask(0)
     install(rules)
 
 
 def visible(sandbox: Sandbox) -> Iterator[str]:
-    """The paths that ``sandbox`` sees, those above others first. Raises SandboxRefused for one of ``read`` that is not
-    there."""
+    """The paths that ``sandbox`` sees, those above others first.
+
+    Raises SandboxRefused for one of ``read`` that is not there.
+    """
     paths: dict[str, None] = {}
 
     def add(path: str) -> None:
@@ -178,7 +214,9 @@ def visible(sandbox: Sandbox) -> Iterator[str]:
             add(entry)
     below: list[str] = []
     for path in sorted(paths):
-        if path != "/" and not (any(_is_below(path, above) for above in below) and not os.path.islink(path)):
+        if path != "/" and not (
+            any(_is_below(path, above) for above in below) and not os.path.islink(path)
+        ):
             below.append(path)
             yield path
 
@@ -188,8 +226,10 @@ def _is_below(path: str, folder: str) -> bool:
 
 
 def _importable(folder: str) -> Iterator[str]:
-    """What can be imported from ``folder`` of a path of imports. Other files there are not shown: the folder may be a home,
-    or that of a service."""
+    """What can be imported from ``folder`` of a path of imports.
+
+    Other files there are not shown: the folder may be a home, or that of a service.
+    """
     if os.path.isfile(folder):
         yield folder  # a zip file
         return
@@ -220,7 +260,10 @@ def _is_package(folder: os.DirEntry[str]) -> bool:
 
 
 def _limit(sandbox: Sandbox, others: int) -> None:
-    """Set the limits of this process and of its children. ``others``: processes that the kernel counts as well."""
+    """Set the limits of this process and of its children.
+
+    ``others``: processes that the kernel counts as well.
+    """
     limits = {
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_NOFILE: sandbox.files,
@@ -237,41 +280,124 @@ def _limit(sandbox: Sandbox, others: int) -> None:
         resource.setrlimit(kind, (value, value))
 
 
-# What no untrusted process needs: ways to other processes, to other files, to the kernel, and to memory without a limit.
+# What no untrusted process needs: ways to other processes, to other files, to the kernel, and to
+# memory without a limit.
 _REFUSED = (
     Rule("clone3", error=38),  # its flags cannot be looked at; libraries then use clone
     Rule("clone", argument=0, any_bit=_NEW_NAMESPACES),
     *(
         Rule(call)
         for call in (
-            *("ptrace", "process_vm_readv", "process_vm_writev", "process_madvise", "process_mrelease", "kcmp"),
-            *("pidfd_getfd", "mount", "umount2", "pivot_root", "chroot", "move_mount", "open_tree", "open_tree_attr"),
-            *("fsopen", "fsconfig", "fsmount", "fspick", "mount_setattr", "unshare", "setns", "bpf", "userfaultfd"),
-            *("perf_event_open", "io_uring_setup", "io_uring_enter", "io_uring_register", "keyctl", "add_key"),
-            *("request_key", "kexec_load", "kexec_file_load", "init_module", "finit_module", "delete_module"),
-            *("reboot", "swapon", "swapoff", "acct", "quotactl", "quotactl_fd", "settimeofday", "clock_settime"),
-            *("clock_adjtime", "adjtimex", "sethostname", "setdomainname", "syslog", "open_by_handle_at"),
-            *("name_to_handle_at", "fanotify_init", "iopl", "ioperm", "personality", "vhangup", "memfd_create"),
-            *("memfd_secret", "shmget", "msgget", "semget", "mq_open", "setuid", "setgid", "setreuid", "setregid"),
+            *(
+                "ptrace",
+                "process_vm_readv",
+                "process_vm_writev",
+                "process_madvise",
+                "process_mrelease",
+                "kcmp",
+            ),
+            *(
+                "pidfd_getfd",
+                "mount",
+                "umount2",
+                "pivot_root",
+                "chroot",
+                "move_mount",
+                "open_tree",
+                "open_tree_attr",
+            ),
+            *(
+                "fsopen",
+                "fsconfig",
+                "fsmount",
+                "fspick",
+                "mount_setattr",
+                "unshare",
+                "setns",
+                "bpf",
+                "userfaultfd",
+            ),
+            *(
+                "perf_event_open",
+                "io_uring_setup",
+                "io_uring_enter",
+                "io_uring_register",
+                "keyctl",
+                "add_key",
+            ),
+            *(
+                "request_key",
+                "kexec_load",
+                "kexec_file_load",
+                "init_module",
+                "finit_module",
+                "delete_module",
+            ),
+            *(
+                "reboot",
+                "swapon",
+                "swapoff",
+                "acct",
+                "quotactl",
+                "quotactl_fd",
+                "settimeofday",
+                "clock_settime",
+            ),
+            *(
+                "clock_adjtime",
+                "adjtimex",
+                "sethostname",
+                "setdomainname",
+                "syslog",
+                "open_by_handle_at",
+            ),
+            *(
+                "name_to_handle_at",
+                "fanotify_init",
+                "iopl",
+                "ioperm",
+                "personality",
+                "vhangup",
+                "memfd_create",
+            ),
+            *(
+                "memfd_secret",
+                "shmget",
+                "msgget",
+                "semget",
+                "mq_open",
+                "setuid",
+                "setgid",
+                "setreuid",
+                "setregid",
+            ),
             *("setresuid", "setresgid", "setfsuid", "setfsgid", "setgroups"),
         )
     ),
 )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The trial
 
 
 def _tried(mechanism: str) -> str:
     """Why ``mechanism`` cannot be entered; "" where it can."""
     root = str(Path(__file__).resolve().parents[2])
-    code = f"import sys; sys.path.insert(0, {root!r}); from {__name__} import trial; trial(sys.argv[1])"
+    code = (
+        f"import sys; sys.path.insert(0, {root!r}); from {__name__} import trial; "
+        f"trial(sys.argv[1])"
+    )
     command = [sys.executable, "-I", "-S", "-c", code, mechanism]
     environment = {"PATH": os.defpath}
     try:
         done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=TRIAL_SECONDS, check=False
+            command,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=TRIAL_SECONDS,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"the trial failed: {error}"
@@ -292,7 +418,11 @@ def _is_confined(text: str) -> bool:
 def trial(mechanism: str) -> None:
     """Enter a sandbox, and print what is possible there that must not be."""
     parent = os.getppid()
-    enter(Sandbox(modules=(str(Path(__file__).resolve().parents[2]),), mechanism=mechanism, memory=1 << 30))
+    enter(
+        Sandbox(
+            modules=(str(Path(__file__).resolve().parents[2]),), mechanism=mechanism, memory=1 << 30
+        )
+    )
     from orchestration.sandbox.trial import possible
 
     print(json.dumps(possible(parent)))

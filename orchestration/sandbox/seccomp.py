@@ -1,8 +1,9 @@
-"""Refuses system calls of this process and its children, for good: a filter in the kernel (seccomp).
+"""Refuses system calls of this process and its children, for good: a filter in the kernel
+(seccomp).
 
-A rule names a call and what of it is refused. Calls without a rule are allowed; of several rules for a call the first one
-counts. The kernel remembers which calls a filter always allows, so that those cost nothing. libseccomp is not used: it is a
-library of the system, which may not be there.
+A rule names a call and what of it is refused. Calls without a rule are allowed; of several rules
+for a call the first one counts. The kernel remembers which calls a filter always allows, so that
+those cost nothing. libseccomp is not used: it is a library of the system, which may not be there.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from dataclasses import dataclass
 
 from orchestration.sandbox.kernel import LIBC, SandboxRefused, checked
 
-MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}  # the kernel's number, the column of NUMBERS
+# the kernel's number, the column of NUMBERS
+MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 
 # Numbers of the calls, on x86-64 and on arm64 (None: it has no such call).
 NUMBERS: dict[str, tuple[int, int | None]] = {
@@ -139,11 +141,22 @@ NUMBERS: dict[str, tuple[int, int | None]] = {
     "vhangup": (153, 58),
 }
 
-_LOAD, _JUMP_EQUAL, _JUMP_AT_LEAST, _AND, _RETURN = 0x20, 0x15, 0x35, 0x54, 0x06
-_KILL, _ERRNO, _ALLOW = 0x80000000, 0x00050000, 0x7FFF0000
+_LOAD = 0x20
+_JUMP_EQUAL = 0x15
+_JUMP_AT_LEAST = 0x35
+_AND = 0x54
+_RETURN = 0x06
+_KILL = 0x80000000
+_ERRNO = 0x00050000
+_ALLOW = 0x7FFF0000
 _X32 = 0x40000000  # numbers of x86-64's other interface begin here
-_NUMBER, _MACHINE, _ARGUMENTS = 0, 4, 16  # offsets in what the filter reads; an argument has 8 bytes
-_SET_SECCOMP, _FILTER, _NO_NEW_PRIVILEGES = 22, 2, 38
+# offsets in what the filter reads; an argument has 8 bytes
+_NUMBER = 0
+_MACHINE = 4
+_ARGUMENTS = 16
+_SET_SECCOMP = 22
+_FILTER = 2
+_NO_NEW_PRIVILEGES = 38
 
 Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, operand
 
@@ -152,9 +165,9 @@ Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, op
 class Rule:
     """Refuses ``call`` with the error number ``error``.
 
-    With ``argument``, its place, only some calls are refused: those where all of ``bits`` are set, where one of ``any_bit``
-    is set, where one of ``needed`` is not, or where the argument is not one of ``allowed``. Of the argument the lower 32
-    bits are compared."""
+    With ``argument``, its place, only some calls are refused: those where all of ``bits`` are set,
+    where one of ``any_bit`` is set, where one of ``needed`` is not, or where the argument is not
+    one of ``allowed``. Of the argument the lower 32 bits are compared."""
 
     call: str
     error: int = errno.EPERM
@@ -175,17 +188,29 @@ class Rule:
         if self.any_bit:
             return [load, (_AND, 0, 0, self.any_bit), (_JUMP_EQUAL, 1, 0, 0), refuse, allow]
         if self.needed:
-            return [load, (_AND, 0, 0, self.needed), (_JUMP_EQUAL, 1, 0, self.needed), refuse, allow]
+            return [
+                load,
+                (_AND, 0, 0, self.needed),
+                (_JUMP_EQUAL, 1, 0, self.needed),
+                refuse,
+                allow,
+            ]
         compared = [
-            (_JUMP_EQUAL, len(self.allowed) - place, 0, value & 0xFFFFFFFF) for place, value in enumerate(self.allowed)
+            (_JUMP_EQUAL, len(self.allowed) - place, 0, value & 0xFFFFFFFF)
+            for place, value in enumerate(self.allowed)
         ]
         return [load, *compared, refuse, allow]
 
 
 def program(rules: Sequence[Rule], machine: str) -> bytes:
-    """The filter of ``rules`` as the kernel reads it. Raises SandboxRefused for an unknown ``machine``."""
+    """The filter of ``rules`` as the kernel reads it.
+
+    Raises SandboxRefused for an unknown ``machine``.
+    """
     if machine not in MACHINES:
-        raise SandboxRefused(f"system calls of a {machine} are not known; {' and '.join(MACHINES)} are")
+        raise SandboxRefused(
+            f"system calls of a {machine} are not known; {' and '.join(MACHINES)} are"
+        )
     number, column = MACHINES[machine]
     code: list[Instruction] = [
         (_LOAD, 0, 0, _MACHINE),
@@ -205,10 +230,15 @@ def program(rules: Sequence[Rule], machine: str) -> bytes:
 
 
 def install(rules: Sequence[Rule]) -> None:
-    """Refuse what ``rules`` say to this thread and to all that it starts. Raises SandboxRefused, OSError."""
+    """Refuse what ``rules`` say to this thread and to all that it starts.
+
+    Raises SandboxRefused, OSError.
+    """
     code = program(rules, platform.machine())
     buffer = ctypes.create_string_buffer(code, len(code))
     header = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(buffer))
     held = ctypes.create_string_buffer(header, len(header))
     checked("no_new_privs", LIBC.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0))
-    checked("seccomp", LIBC.prctl(_SET_SECCOMP, _FILTER, ctypes.c_void_p(ctypes.addressof(held)), 0, 0))
+    checked(
+        "seccomp", LIBC.prctl(_SET_SECCOMP, _FILTER, ctypes.c_void_p(ctypes.addressof(held)), 0, 0)
+    )

@@ -9,17 +9,24 @@ from collections.abc import Callable
 
 
 def possible(parent: int) -> dict[str, bool]:
-    """Which of these things are possible that a sandbox without a network must refuse. ``parent``: a process outside."""
+    """Which of these things are possible that a sandbox without a network must refuse.
+
+    ``parent``: a process outside.
+    """
 
     def connects() -> None:
         with socket.create_connection(("127.0.0.1", 9), timeout=1):
             pass
 
     attempts: dict[str, Callable[[], object]] = {
-        "write into /usr": lambda: os.close(os.open("/usr/asyncdock-trial", os.O_CREAT | os.O_WRONLY)),
+        "write into /usr": lambda: os.close(
+            os.open("/usr/asyncdock-trial", os.O_CREAT | os.O_WRONLY)
+        ),
         "read the environment of a process outside": lambda: _read(f"/proc/{parent}/environ"),
         "list /var": lambda: os.listdir("/var"),
-        "signal a process outside": lambda: os.kill(parent, signal.SIGCONT) if parent > 2 else _refused(),
+        "signal a process outside": lambda: (
+            os.kill(parent, signal.SIGCONT) if parent > 2 else _refused()
+        ),
         "connect": connects,
         "become another user": lambda: os.setuid(12345),
     }

@@ -1,6 +1,7 @@
 """What a process that calls user code imports from, and the sandbox that it gets on this machine.
 
-Code is named as ``module:object``, a user's own, or by the name that an installed package registers in an entry point.
+Code is named as ``module:object``, a user's own, or by the name that an installed package registers
+in an entry point.
 """
 
 from __future__ import annotations
@@ -20,17 +21,20 @@ PACKAGES = Path(__file__).resolve().parents[2]  # the folder of our packages
 
 
 def import_path(names: Sequence[str]) -> list[str]:
-    """The path of imports of a process that calls ``names``, absolute: it may work in another folder. The working folder is
-    not part of it where all of them are installed."""
+    """The path of imports of a process that calls ``names``, absolute: it may work in another
+    folder. The working folder is not part of it where all of them are installed."""
     here = os.getcwd()
-    path = [os.path.abspath(entry) if not entry or os.path.exists(entry) else entry for entry in sys.path]
+    path = [
+        os.path.abspath(entry) if not entry or os.path.exists(entry) else entry
+        for entry in sys.path
+    ]
     own = any(":" in name for name in names)
     return [entry for entry in path if own or entry != here or entry == str(PACKAGES)]
 
 
 def as_given(sandbox: Sandbox, found: Available, names: Sequence[str], group: str) -> Sandbox:
-    """``sandbox`` by the mechanism that was ``found`` here, in which the code ``names`` can be imported. ``group``: of the
-    entry points that register such code."""
+    """``sandbox`` by the mechanism that was ``found`` here, in which the code ``names`` can be
+    imported. ``group``: of the entry points that register such code."""
     read = (*sandbox.read, *(place for name in names for place in _places(name, group)))
     modules = (*import_path(names), str(PACKAGES))
     return dataclasses.replace(sandbox, read=read, modules=modules, mechanism=found.mechanism)
@@ -42,7 +46,8 @@ def readable(paths: Sequence[str]) -> tuple[str, ...]:
 
 
 def _places(name: str, group: str) -> Iterator[str]:
-    """The file or the folders of the module of ``name``, wherever it is installed; none for code of ours."""
+    """The file or the folders of the module of ``name``, wherever it is installed; none for code of
+    ours."""
     module = name.partition(":")[0]
     if ":" not in name:
         entries = importlib.metadata.entry_points(group=group)
@@ -50,5 +55,9 @@ def _places(name: str, group: str) -> Iterator[str]:
     with contextlib.suppress(ImportError, ValueError, AttributeError):
         spec = importlib.util.find_spec(module.partition(".")[0])
         if spec is not None:
-            folders = [*spec.submodule_search_locations] if spec.submodule_search_locations else [spec.origin or ""]
+            folders = (
+                [*spec.submodule_search_locations]
+                if spec.submodule_search_locations
+                else [spec.origin or ""]
+            )
             yield from (folder for folder in folders if os.path.exists(folder))

@@ -1,1 +1,2 @@
-"""Runs of a service: the registry, the agent, the runner of each run, the service's index server."""
+"""Runs of a service: the registry, the agent, the runner of each run, the service's index
+server."""

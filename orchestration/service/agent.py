@@ -1,4 +1,5 @@
-"""The agent: starts a runner process for each waiting run of a service on this machine, and restarts runners that die.
+"""The agent: starts a runner process for each waiting run of a service on this machine, and
+restarts runners that die.
 
     the list changes ─▶ room for another run? ─▶ take the run that has waited longest ─▶ start its runner, in its own session
                                                                                           │
@@ -6,8 +7,9 @@
        ├ the run has ended ─▶ done                    ├ its restarts are used up ─▶ failed, with the reason
        └ it was killed ─▶ another runner takes it over: same run, same index, same shared memory
 
-Runners continue when their agent ends; the next agent of the same folder finds their runs in the registry and supervises
-them. Agents keep no state beside the index. They remove folders of deleted runs and shared memory of ended ones.
+Runners continue when their agent ends; the next agent of the same folder finds their runs in the
+registry and supervises them. Agents keep no state beside the index. They remove folders of deleted
+runs and shared memory of ended ones.
 """
 
 from __future__ import annotations
@@ -56,13 +58,23 @@ class AgentError(RuntimeError):
 
 
 class Agent:
-    """Executes up to ``runs`` runs of the service at ``url`` at once, with their folders below ``data``. Keeps ``index``
-    running, the service's own index server. Runners are forked from ``forks``, or from a fork server of its own."""
+    """Executes up to ``runs`` runs of the service at ``url`` at once, with their folders below
+    ``data``. Keeps ``index`` running, the service's own index server. Runners are forked from
+    ``forks``, or from a fork server of its own."""
 
     def __init__(
-        self, url: str, data: Path, runs: int, *, index: ServiceIndex | None = None, forks: ForkServer | None = None
+        self,
+        url: str,
+        data: Path,
+        runs: int,
+        *,
+        index: ServiceIndex | None = None,
+        forks: ForkServer | None = None,
     ) -> None:
-        self.url, self.data, self.runs, self.index = url, data.resolve(), runs, index
+        self.url = url
+        self.data = data.resolve()
+        self.runs = runs
+        self.index = index
         self._named = data  # another user may have made the link that was named
         self.folders = self.data / "runs"
         self.name = ""  # set while it runs
@@ -73,7 +85,10 @@ class Agent:
         self._freed = asyncio.Event()
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Work until ``stop`` is set; runs continue. Raises AgentError when another agent works in the folder."""
+        """Work until ``stop`` is set; runs continue.
+
+        Raises AgentError when another agent works in the folder.
+        """
         private_folder(self._named)
         self.folders.mkdir(exist_ok=True)
         self.name = node_id(self.folders)  # the same for the next agent of this folder
@@ -89,7 +104,8 @@ class Agent:
                     self._starter.close()
         except Locked as held:
             raise AgentError(
-                f"data: another agent works in {self.data} (process {held.process}); give this one a folder of its own"
+                f"data: another agent works in {self.data} (process {held.process}); give this one "
+                f"a folder of its own"
             ) from None
 
     async def _tick(self) -> None:
@@ -110,7 +126,9 @@ class Agent:
                 await self._adopt(active)
                 while len(self._supervised) < self.runs and await self._take():
                     pass
-                changed, _ = await first_of(self._registry.wait(marker, LOOK_SECONDS), self._freed.wait())
+                changed, _ = await first_of(
+                    self._registry.wait(marker, LOOK_SECONDS), self._freed.wait()
+                )
                 marker = changed or marker
             except IndexUnreachable as lost:
                 log.warning("the index does not answer; runs go on when it does", reason=str(lost))
@@ -118,10 +136,18 @@ class Agent:
     # ── which runs to supervise ──
 
     async def _take(self) -> bool:
-        """Take the run that has waited longest, of those that begin and those whose folder is here. Returns False when none
-        waits."""
-        here = [run for run, folder in (await self._registry.reopened()).items() if await self._has(run, folder)]
-        run = await self._registry.take(self.name, str(self.folders), uuid.uuid4().hex, START_SECONDS, here)
+        """Take the run that has waited longest, of those that begin and those whose folder is here.
+
+        Returns False when none waits.
+        """
+        here = [
+            run
+            for run, folder in (await self._registry.reopened()).items()
+            if await self._has(run, folder)
+        ]
+        run = await self._registry.take(
+            self.name, str(self.folders), uuid.uuid4().hex, START_SECONDS, here
+        )
         if run is None:
             return False
         log.info("run taken", run=run.record.id)
@@ -129,8 +155,8 @@ class Agent:
         return True
 
     async def _adopt(self, active: Sequence[ActiveRun]) -> None:
-        """Supervise the runs of this folder's previous agent, also of one before the machine was restarted, and abandoned
-        runs of others with folders that are found here."""
+        """Supervise the runs of this folder's previous agent, also of one before the machine was
+        restarted, and abandoned runs of others with folders that are found here."""
         for run in active:
             record = run.record
             if record.id in self._supervised:
@@ -139,7 +165,8 @@ class Agent:
                 log.info("run found", run=record.id, process=run.process)
                 self._supervise(run)
             elif (
-                run.left < (0.0 if await self._has(record.id, record.folder) else -ABANDONED_SECONDS)
+                run.left
+                < (0.0 if await self._has(record.id, record.folder) else -ABANDONED_SECONDS)
                 and len(self._supervised) < self.runs
                 and await asyncio.to_thread(Path(record.folder, "recipe.json").is_file)
             ):
@@ -149,9 +176,12 @@ class Agent:
                 self._supervise(run, reason=f"its agent {record.agent} is gone")
 
     async def _has(self, run: str, folder: str) -> bool:
-        """Whether ``folder`` is the run's, below this agent's own: another machine may have one at the same path."""
+        """Whether ``folder`` is the run's, below this agent's own: another machine may have one at
+        the same path."""
         path = Path(folder)
-        return path == self.folders / run and await asyncio.to_thread((path / "recipe.json").is_file)
+        return path == self.folders / run and await asyncio.to_thread(
+            (path / "recipe.json").is_file
+        )
 
     def _supervise(self, active: ActiveRun, *, begin: bool = False, reason: str = "") -> None:
         task = asyncio.create_task(self._keep(active, begin, reason), name=active.record.id)
@@ -167,15 +197,21 @@ class Agent:
         except Exception as error:  # the next look at the list finds the run again
             log.exception("a run cannot be supervised", run=run, error=repr(error))
         finally:
-            if self._supervised.get(run) is asyncio.current_task():  # otherwise the run was resumed, and taken again
+            # otherwise the run was resumed, and taken again
+            if self._supervised.get(run) is asyncio.current_task():
                 del self._supervised[run]
 
     # ── one run ──
 
     async def _until_ended(self, active: ActiveRun, begin: bool, reason: str) -> None:
-        """Supervise a run through all of its runners. ``begin``: it needs its first one; ``reason``: another one, for it."""
-        run, launch = active.record.id, LaunchSection.model_validate(active.record.recipe["launch"])
-        token, process = active.token, await self._launch(active, active.token) if begin else None
+        """Supervise a run through all of its runners.
+
+        ``begin``: it needs its first one; ``reason``: another one, for it.
+        """
+        run = active.record.id
+        launch = LaunchSection.model_validate(active.record.recipe["launch"])
+        token = active.token
+        process = await self._launch(active, active.token) if begin else None
         while True:
             if process is not None or not reason:
                 reason = await self._until_gone(run, process, launch.stop_timeout)
@@ -183,17 +219,24 @@ class Agent:
             if found is None or found.token != token:
                 return
             if found.record.state in (*ENDED, "stopping"):
-                await conclude(self._registry, run, token, "stopped", f"stopped by request; {reason}")
+                await conclude(
+                    self._registry, run, token, "stopped", f"stopped by request; {reason}"
+                )
                 return
             if found.record.state == "starting":  # it died while starting: the cause may pass
                 await asyncio.sleep(min(2.0 ** (found.record.attempts - 2), LONGEST_PAUSE))
-            previous, token = token, uuid.uuid4().hex
-            most, window = launch.max_restarts, launch.restart_window
+            previous = token
+            token = uuid.uuid4().hex
+            most = launch.max_restarts
+            window = launch.restart_window
             taken = await self._registry.retake(
                 run, previous, token, self.name, START_SECONDS, most=most, window=window
             )
             if taken == "used up":
-                used_up = f"its runner died and launch.max_restarts = {launch.max_restarts} is used up: {reason}"
+                used_up = (
+                    f"its runner died and launch.max_restarts = {launch.max_restarts} is "
+                    f"used up: {reason}"
+                )
                 await conclude(self._registry, run, previous, "failed", used_up)
             if taken != "taken":
                 return
@@ -205,10 +248,15 @@ class Agent:
         """Set the run's state from running to starting, and emit an event with the reason."""
         async with Index(self._registry.link, run) as index:
             await index.transition(["running"], "starting", f"taken over: {reason}")
-            await index.emit(WorkerEvent(stage="runner", worker="runner-0", change="taken over", reason=reason))
+            await index.emit(
+                WorkerEvent(stage="runner", worker="runner-0", change="taken over", reason=reason)
+            )
 
     async def _launch(self, active: ActiveRun, token: str) -> Child | Process | None:
-        """Start a runner. When the machine has no process left, the run fails for it and None is returned."""
+        """Start a runner.
+
+        When the machine has no process left, the run fails for it and None is returned.
+        """
         logs = Path(active.record.folder) / "logs"
         launch = Launch(
             "orchestration.service.runner:forked",
@@ -223,26 +271,48 @@ class Agent:
             logs.mkdir(parents=True, exist_ok=True)
             process = await self._starter.start(launch)
         except OSError as error:
-            await conclude(self._registry, active.record.id, token, "failed", f"its runner cannot be started: {error}")
+            await conclude(
+                self._registry,
+                active.record.id,
+                token,
+                "failed",
+                f"its runner cannot be started: {error}",
+            )
             return None
         log.info("runner started", run=active.record.id, pid=process.pid)
-        await self._registry.renew(active.record.id, token, str(process), START_SECONDS)  # for this agent's successor
+        # for this agent's successor
+        await self._registry.renew(active.record.id, token, str(process), START_SECONDS)
         return process
 
-    async def _until_gone(self, run: str, process: Child | Process | None, stop_timeout: float) -> str:
-        """Wait until no runner executes the run, and return why. A runner that hangs or does not stop is killed."""
-        marker, stop_by = "", math.inf
+    async def _until_gone(
+        self, run: str, process: Child | Process | None, stop_timeout: float
+    ) -> str:
+        """Wait until no runner executes the run, and return why.
+
+        A runner that hangs or does not stop is killed.
+        """
+        marker = ""
+        stop_by = math.inf
         while True:
             active = await self._registry.find_active(run)
             if process is None and active is not None:
                 process = Process.parse(active.process)
             if active is None or active.record.state == "stopping":  # its process is about to end
-                stop_by = min(stop_by, time.monotonic() + GRACE_SECONDS + (stop_timeout if active else 0))
+                stop_by = min(
+                    stop_by, time.monotonic() + GRACE_SECONDS + (stop_timeout if active else 0)
+                )
             forced = ""
             if time.monotonic() >= stop_by:
-                forced = f"its runner did not end within {stop_timeout + GRACE_SECONDS:.0f} s and was killed"
-            elif active is not None and active.left < (-SILENT_SECONDS if process is not None else 0):
-                forced = f"its runner had not renewed its lease for {LEASE_SECONDS - active.left:.0f} s"
+                forced = (
+                    f"its runner did not end within {stop_timeout + GRACE_SECONDS:.0f} s and "
+                    f"was killed"
+                )
+            elif active is not None and active.left < (
+                -SILENT_SECONDS if process is not None else 0
+            ):
+                forced = (
+                    f"its runner had not renewed its lease for {LEASE_SECONDS - active.left:.0f} s"
+                )
             if process is None:
                 if active is None or forced:
                     return forced or "it has ended"
@@ -265,7 +335,8 @@ class Agent:
         """Remove the folders of deleted runs, and the shared memory of ended ones."""
         for run, folder in (await self._registry.doomed()).items():
             if Path(folder) == self.folders / run and await asyncio.to_thread(Path(folder).exists):
-                await self._registry.erase(run)  # the process that deleted it may have died before it could
+                # the process that deleted it may have died before it could
+                await self._registry.erase(run)
                 await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
                 await self._registry.remove(run)
                 log.info("removed the folder of a deleted run", run=run)
@@ -278,8 +349,11 @@ class Agent:
                 await asyncio.to_thread(shutil.rmtree, left, ignore_errors=True)
 
     async def _knows_end(self, run: str) -> bool:
-        """Whether the list has ``run`` as ended, or it was deleted. A list that does not know a run whose folder is here is
-        another one: the service's index is on a disk that is not mounted."""
+        """Whether the list has ``run`` as ended, or it was deleted.
+
+        A list that does not know a run whose folder is here is another one: the service's index is
+        on a disk that is not mounted.
+        """
         try:
             return (await self._registry.get(run)).state in ENDED
         except UnknownRun:

@@ -1,10 +1,12 @@
-"""The index server of a service without an external index: a Valkey server that outlives the process that starts it.
+"""The index server of a service without an external index: a Valkey server that outlives the
+process that starts it.
 
     start ─▶ DATA/service.json names a live server? ─yes─▶ its URL
                                                     └no──▶ start one on the same data, in its own session
     keep  ─▶ wait for its end ─▶ start, and so on
 
-Its append-only file holds everything that was acknowledged, so a server that was killed restarts without loss.
+Its append-only file holds everything that was acknowledged, so a server that was killed restarts
+without loss.
 """
 
 from __future__ import annotations
@@ -26,17 +28,23 @@ from pipeline.locks import locked
 
 log = structlog.get_logger()
 
-FILE = "service.json"  # in the service's folder: URL and process of its index; readable by its owner only
+# in the service's folder: URL and process of its index; readable by its owner only
+FILE = "service.json"
 STOP_SECONDS = 10.0
 AGAIN_SECONDS = 1.0  # between attempts to start it
-LOCK_SECONDS = 30.0  # for which another process may hold the lock: longer than a start or a stop takes
+# for which another process may hold the lock: longer than a start or a stop takes
+LOCK_SECONDS = 30.0
 
 
 class ServiceIndex:
-    """The index server of the service in ``data``. Objects in several processes refer to the same server."""
+    """The index server of the service in ``data``.
+
+    Objects in several processes refer to the same server.
+    """
 
     def __init__(self, data: Path) -> None:
-        self._named, self.data = data, data.resolve()  # another user may have made the link that was named
+        self._named = data
+        self.data = data.resolve()  # another user may have made the link that was named
         self._process: Process | None = None
 
     @property
@@ -45,8 +53,11 @@ class ServiceIndex:
         return self._process.pid if self._process else None
 
     def start(self) -> str:
-        """Start the server unless it runs. Returns its URL. Raises RuntimeError (Locked is one) or TimeoutError when it does
-        not start, and NotPrivate."""
+        """Start the server unless it runs.
+
+        Returns its URL. Raises RuntimeError (Locked is one) or TimeoutError when it does not start,
+        and NotPrivate.
+        """
         private_folder(self._named)
         with locked(self.data / "service.lock", wait=LOCK_SECONDS):
             known = self._read_file()
@@ -56,7 +67,9 @@ class ServiceIndex:
             server.start()
             assert server.pid is not None
             self._process = Process.of(server.pid, server.process)
-            write_private(self.data / FILE, json.dumps({"index": server.url, "process": str(self._process)}))
+            write_private(
+                self.data / FILE, json.dumps({"index": server.url, "process": str(self._process)})
+            )
             log.info("index started", data=str(self.data), pid=server.pid)
             return server.url
 
@@ -105,7 +118,8 @@ class ServiceIndex:
         return known
 
     def _socket(self, known: dict[str, str]) -> Path:
-        """Return the path of the socket: the previous one if possible, so that connected clients find the server again."""
+        """Return the path of the socket: the previous one if possible, so that connected clients
+        find the server again."""
         before = Path(known.get("index", "").removeprefix("unix://"))
         near = self.data / "index" / "index.sock"
         if before == near or len(os.fsencode(near)) <= SOCKET_PATH_LIMIT:
@@ -121,4 +135,6 @@ def _is_private(folder: Path) -> bool:
         found = folder.lstat()
     except OSError:
         return False
-    return found.st_uid == os.getuid() and found.st_mode & 0o777 == 0o700 and not folder.is_symlink()
+    return (
+        found.st_uid == os.getuid() and found.st_mode & 0o777 == 0o700 and not folder.is_symlink()
+    )

@@ -1,4 +1,5 @@
-"""Where runs are found by their folders, how a run is asked for something there, and how one of a service is ended."""
+"""Where runs are found by their folders, how a run is asked for something there, and how one of a
+service is ended."""
 
 from __future__ import annotations
 
@@ -34,14 +35,17 @@ def shared_of(folder: Path) -> Path:
 
 
 def shared_prefix(folders: Path) -> str:
-    """Return the prefix of the shared-memory folders of all runs below ``folders``. Containers that share this memory may
-    each have folders at the same path. Raises FileNotFoundError where there is no such folder."""
+    """Return the prefix of the shared-memory folders of all runs below ``folders``.
+
+    Containers that share this memory may each have folders at the same path. Raises
+    FileNotFoundError where there is no such folder.
+    """
     return f"asyncdock-run-{folder_id(folders)}-"
 
 
 async def ask_in_folder(folder: Path, ask: Callable[[Index], Awaitable[T]]) -> tuple[str, T]:
-    """Returns the id of the run that a command executes in ``folder``, and what ``ask`` returns with its index. Raises
-    LookupError when no command does."""
+    """Returns the id of the run that a command executes in ``folder``, and what ``ask`` returns
+    with its index. Raises LookupError when no command does."""
     try:
         where = json.loads((folder / WHERE).read_text())
         lock_run(folder).close()
@@ -53,7 +57,8 @@ async def ask_in_folder(folder: Path, ask: Callable[[Index], Awaitable[T]]) -> t
         where = where if where["hosted"] else {}  # its command was killed
     if not where:
         raise LookupError(
-            f"run: none is alive in {folder}; `asyncdock resume {folder}` goes on with one that has ended"
+            f"run: none is alive in {folder}; `asyncdock resume {folder}` goes on with one that "
+            f"has ended"
         )
     if where["hosted"]:
         raise LookupError(f"run: {folder} is run {where['run']} of a service; give that id")
@@ -62,8 +67,9 @@ async def ask_in_folder(folder: Path, ask: Callable[[Index], Awaitable[T]]) -> t
 
 
 async def conclude(registry: Registry, run: str, token: str, state: str, reason: str) -> bool:
-    """Record that a run has ended, in the state of its own keys or else in ``state`` for ``reason``, and remove its samples
-    from the index and from shared memory. Does nothing and returns False when ``token`` does not hold it. Idempotent."""
+    """Record that a run has ended, in the state of its own keys or else in ``state`` for
+    ``reason``, and remove its samples from the index and from shared memory. Does nothing and
+    returns False when ``token`` does not hold it. Idempotent."""
     active = await registry.find_active(run)
     if active is None or active.token != token:
         return False

@@ -1,13 +1,15 @@
-"""The services that this user runs on this machine: by their address, with the token that opens them.
+"""The services that this user runs on this machine: by their address, with the token that opens
+them.
 
     serve ──▶ DATA/authorization: a header with the token        (mode 600, in a folder of mode 700)
           ──▶ announced: STATE/services/HOST:PORT names DATA     (mode 600, locked for as long as the server listens)
     client ──▶ find_service ──▶ is its file locked? ─yes─▶ the token of DATA
                                                     └no──▶ None: who listens there now may be somebody else
 
-The kernel frees the lock when the server ends, however it ends, and its port with it. A user who takes the port afterwards
-is sent no token. Each file says for which address it is, and in which network: it opens no other one when it is renamed,
-or read on another machine or in a container that shares the home.
+The kernel frees the lock when the server ends, however it ends, and its port with it. A user who
+takes the port afterwards is sent no token. Each file says for which address it is, and in which
+network: it opens no other one when it is renamed, or read on another machine or in a container that
+shares the home.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ class OwnService:
     """A service of this user that listens at ``url``. ``token`` opens it."""
 
     def __init__(self, url: str, token: str, file: BinaryIO) -> None:
-        self.url, self.token, self._file = url, token, file
+        self.url = url
+        self.token = token
+        self._file = file
 
     def __repr__(self) -> str:
         return f"OwnService({self.url!r})"
@@ -59,22 +63,31 @@ def write_authorization(data: Path, token: str) -> None:
 
 
 def read_authorization(data: Path) -> str:
-    """Return the token that is kept in the folder ``data`` of a service. Raises OSError, NotPrivate, ValueError."""
+    """Return the token that is kept in the folder ``data`` of a service.
+
+    Raises OSError, NotPrivate, ValueError.
+    """
     text = read_private(data / AUTHORIZATION).strip()
     if not text.startswith(_HEADER):
-        raise ValueError(f"{data / AUTHORIZATION} holds no token; remove it, and start the service again")
+        raise ValueError(
+            f"{data / AUTHORIZATION} holds no token; remove it, and start the service again"
+        )
     return text.removeprefix(_HEADER)
 
 
 @contextlib.contextmanager
 def announced(url: str, data: Path) -> Iterator[None]:
-    """Let commands and clients of this user find the token of the service in ``data`` by its address ``url``, at which this
-    process listens. A home that cannot be written, or that others can write to, is logged and changes nothing else."""
+    """Let commands and clients of this user find the token of the service in ``data`` by its
+    address ``url``, at which this process listens. A home that cannot be written, or that others
+    can write to, is logged and changes nothing else."""
     path = services_folder() / _name(urlsplit(url))
     try:
         file = _announce(path, {"url": url, "data": str(data.resolve()), "network": _network()})
     except (OSError, ValueError) as error:
-        log.warning("commands of this user do not find the token of this service by its address", reason=str(error))
+        log.warning(
+            "commands of this user do not find the token of this service by its address",
+            reason=str(error),
+        )
         yield
         return
     try:
@@ -87,27 +100,40 @@ def announced(url: str, data: Path) -> Iterator[None]:
 
 
 def find_service(server: str) -> OwnService | None:
-    """Return the service of this user that listens at the address ``server``; None when there is none. Of ``localhost`` the
-    answer has the number: another user may listen at the other number of that name."""
+    """Return the service of this user that listens at the address ``server``; None when there is
+    none. Of ``localhost`` the answer has the number: another user may listen at the other number of
+    that name."""
     parts = urlsplit(server)
     if parts.path.strip("/") or parts.hostname is None:
         return None
     hosts = LOCALHOST if parts.hostname == "localhost" else (parts.hostname,)
     for host in hosts:
         version = 6 if ":" in host else 4
-        listened = [host, ANY[version]] if host == "::1" or re.fullmatch(r"127(\.\d{1,3}){3}", host) else [host]
+        listened = (
+            [host, ANY[version]]
+            if host == "::1" or re.fullmatch(r"127(\.\d{1,3}){3}", host)
+            else [host]
+        )
         for address in listened:
             if service := _read(parts.scheme, address, parts.port):
                 named = f"[{host}]" if version == 6 else host
                 # A name is what a certificate is for; it proves who listens.
-                service.url = server if parts.scheme == "https" else f"{parts.scheme}://{named}:{parts.port or 80}"
+                service.url = (
+                    server
+                    if parts.scheme == "https"
+                    else f"{parts.scheme}://{named}:{parts.port or 80}"
+                )
                 return service
     return None
 
 
 def services_folder() -> Path:
     """``$XDG_STATE_HOME/asyncdock/services``, by default below ``~/.local/state``."""
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "asyncdock" / "services"
+    return (
+        Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+        / "asyncdock"
+        / "services"
+    )
 
 
 def _announce(path: Path, content: dict[str, str]) -> BinaryIO:
@@ -115,11 +141,14 @@ def _announce(path: Path, content: dict[str, str]) -> BinaryIO:
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     found = path.parent.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-        raise NotPrivate(f"{path.parent} is no folder of user {os.geteuid()}; remove it, or set XDG_STATE_HOME")
+        raise NotPrivate(
+            f"{path.parent} is no folder of user {os.geteuid()}; remove it, or set XDG_STATE_HOME"
+        )
     path.parent.chmod(0o700)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     partial.unlink(missing_ok=True)
-    file = open(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW, 0o600), "r+b", buffering=0)  # noqa: SIM115
+    descriptor = os.open(partial, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW, 0o600)
+    file = open(descriptor, "r+b", buffering=0)  # noqa: SIM115
     try:
         fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
         file.write(json.dumps(content).encode())
@@ -163,7 +192,8 @@ def _name(parts: SplitResult) -> str:
 
 
 def _network() -> str:
-    """Return what tells this network from those of other machines and containers, "" where the system does not say."""
+    """Return what tells this network from those of other machines and containers, "" where the
+    system does not say."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}:{os.stat('/proc/self/ns/net').st_ino}"

@@ -4,8 +4,8 @@
                                      └─▶ RunTotals ─▶ document TOTALS of the run, each minute and at the end
     a minute after the run's end, when both have all of it ─▶ give_up: the stream is empty
 
-A runner records the events of its run as they come. If it was killed, :func:`record_rest` records the remaining events when
-the run is concluded.
+A runner records the events of its run as they come. If it was killed, :func:`record_rest` records
+the remaining events when the run is concluded.
 """
 
 from __future__ import annotations
@@ -30,13 +30,15 @@ async def recorded_totals(index: Index) -> RecordedTotals:
 
 
 class Recording:
-    """Writes the events of the run of ``index`` to the file at ``path``, and their totals to the index. ``after``: the id
-    after which they are to be given."""
+    """Writes the events of the run of ``index`` to the file at ``path``, and their totals to the
+    index. ``after``: the id after which they are to be given."""
 
     def __init__(self, index: Index, path: Path, recorded: RecordedTotals) -> None:
-        self._index, self._path = index, path
+        self._index = index
+        self._path = path
         self._file = MetricsFile(path)
-        self._totals, self._after = recorded.totals, recorded.after
+        self._totals = recorded.totals
+        self._after = recorded.after
         self.after = min(self._file.after, recorded.after, key=order)
         self._saved = time.monotonic()
 
@@ -66,7 +68,10 @@ class Recording:
 
 
 async def record_rest(index: Index, path: Path) -> None:
-    """Record what is not yet of the events of a run that has ended. Raises OSError when the disk takes no more."""
+    """Record what is not yet of the events of a run that has ended.
+
+    Raises OSError when the disk takes no more.
+    """
     recorded, (_, newest) = await recorded_totals(index), await index.event_ends()
     if recorded.file and order(recorded.after) >= order(newest):
         return
@@ -80,8 +85,10 @@ async def record_rest(index: Index, path: Path) -> None:
 
 
 async def give_up(index: Index, path: Path) -> bool:
-    """Remove the events of an ended run from the index. Returns False, and removes nothing, where the
-    file at ``path`` or the totals lack one of them."""
+    """Remove the events of an ended run from the index.
+
+    Returns False, and removes nothing, where the file at ``path`` or the totals lack one of them.
+    """
     recorded, (_, newest) = await recorded_totals(index), await index.event_ends()
     if not recorded.file or order(recorded.after) < order(newest):
         return False

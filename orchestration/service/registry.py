@@ -6,8 +6,8 @@
     ask    ─▶ the run's own state in the index, which its supervisor and its workers follow
     wait   ◀─ any change of the list; blocks on the server
 
-Each function of ``registry.lua`` is atomic. The state of an active run is read from the run's own keys; the list has no copy
-of it. A run without a valid lease is not shown as running.
+Each function of ``registry.lua`` is atomic. The state of an active run is read from the run's own
+keys; the list has no copy of it. A run without a valid lease is not shown as running.
 """
 
 from __future__ import annotations
@@ -64,14 +64,19 @@ class WrongState(RuntimeError):
         if asked == "resume":
             states += ", or have ended"
         super().__init__(f"run {run!r} is {state}; to {asked} it, it must be {states}")
-        self.state, self.asked = state, asked
+        self.state = state
+        self.asked = asked
 
 
 async def ask_active(index: Index, what: Ask) -> str:
-    """Ask the active run of ``index`` for ``what``, whoever executes it. Returns its state then. Raises WrongState."""
+    """Ask the active run of ``index`` for ``what``, whoever executes it.
+
+    Returns its state then. Raises WrongState.
+    """
     allowed, to = _MOVES[what]
     if what == "checkpoint":
-        state, changed = (await index.state())[0], False
+        state = (await index.state())[0]
+        changed = False
         if state in allowed:
             await CHECKPOINT_ASKED.put(index, uuid.uuid4().hex)
             return state
@@ -89,8 +94,11 @@ class KeyReused(ValueError):
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run in the list. Times in Unix seconds. ``position`` in the queue from 1, None when it has begun; ``attempts``:
-    number of its runners so far."""
+    """A run in the list.
+
+    Times in Unix seconds. ``position`` in the queue from 1, None when it has begun; ``attempts``:
+    number of its runners so far.
+    """
 
     id: str
     name: str
@@ -109,7 +117,8 @@ class RunRecord:
 
 @dataclass(frozen=True)
 class ActiveRun:
-    """A run that an agent has taken. ``token``: its lease; ``left``: seconds until the lease ends, negative when it has;
+    """A run that an agent has taken. ``token``: its lease; ``left``: seconds until the lease ends,
+    negative when it has;
     ``process``: its runner, "" while that starts."""
 
     record: RunRecord
@@ -119,8 +128,11 @@ class ActiveRun:
 
 
 class Registry:
-    """The list of runs at ``url``. ``timeout``: seconds for one call with its retries. ``link``: its connections, which
-    other indexes of the same server may share."""
+    """The list of runs at ``url``.
+
+    ``timeout``: seconds for one call with its retries. ``link``: its connections, which other
+    indexes of the same server may share.
+    """
 
     def __init__(self, url: str, *, timeout: float = 30.0) -> None:
         self.url = url
@@ -138,16 +150,23 @@ class Registry:
     async def submit(
         self, recipe: Recipe, *, owner: str = "", key: str = "", fingerprint: str = ""
     ) -> tuple[RunRecord, bool]:
-        """Append a run to the queue. Returns it, and whether this call created it: for a day, the same ``key`` and ``owner``
-        return the first run. Raises :class:`KeyReused` when its ``fingerprint`` was another one."""
+        """Append a run to the queue.
+
+        Returns it, and whether this call created it: for a day, the same ``key`` and ``owner``
+        return the first run. Raises :class:`KeyReused` when its ``fingerprint`` was another one.
+        """
         run = f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
-        # All runs are in the index of the service. Its URL may contain a password, so no recipe shows it.
-        recipe = recipe.model_copy(update={"pipeline": recipe.pipeline.model_copy(update={"index": "embedded"})})
+        # All runs are in the index of the service. Its URL may contain a password, so no recipe
+        # shows it.
+        recipe = recipe.model_copy(
+            update={"pipeline": recipe.pipeline.model_copy(update={"index": "embedded"})}
+        )
         known = {"run": run, "name": recipe.name, "owner": owner, "recipe": recipe.to_json()}
         reply = await self._call("submit", **known, key=key, fingerprint=fingerprint)
         if "reused" in reply:
             raise KeyReused(
-                f"idempotency key {key!r} belongs to run {reply['reused']!r} of another request; use another key"
+                f"idempotency key {key!r} belongs to run {reply['reused']!r} of another request; "
+                f"use another key"
             )
         if reply["made"]:
             await self._move(run, [""], "created")
@@ -159,7 +178,9 @@ class Registry:
             raise UnknownRun(run)
         return (await self._records([found]))[0]
 
-    async def list(self, *, state: str = "", name: str = "", owner: str = "", after: str = "", limit: int = 50) -> Page:
+    async def list(
+        self, *, state: str = "", name: str = "", owner: str = "", after: str = "", limit: int = 50
+    ) -> Page:
         """Return runs, newest first, and the cursor of the next page ("": there is none).
 
         ``name``: part of the name, in any case; ``after``: a cursor. Looks at some thousand runs at
@@ -167,9 +188,25 @@ class Registry:
         ValueError for an invalid cursor.
         """
         if after and not (after.isascii() and after.isdigit()):
-            raise ValueError(f"after: {after!r} is not a cursor; give one that an earlier page ended with, or none")
-        phase = "" if not state else "waiting" if state == "created" else "ended" if state in ENDED else "active"
-        wanted = {"phase": phase, "state": state if phase == "ended" else "", "name": name, "owner": owner}
+            raise ValueError(
+                f"after: {after!r} is not a cursor; give one that an earlier page "
+                f"ended with, or none"
+            )
+        phase = (
+            ""
+            if not state
+            else "waiting"
+            if state == "created"
+            else "ended"
+            if state in ENDED
+            else "active"
+        )
+        wanted = {
+            "phase": phase,
+            "state": state if phase == "ended" else "",
+            "name": name,
+            "owner": owner,
+        }
         out: list[RunRecord] = []
         for _ in range(LIST_CALLS):
             reply = await self._call("list", **wanted, after=after, limit=limit - len(out))
@@ -185,9 +222,12 @@ class Registry:
         return {state: int(count) for state, count in (await self._call("counts")).items()}
 
     async def ask(self, run: str, what: Ask) -> RunRecord:
-        """Pause, resume, stop a run or request a checkpoint; idempotent. A waiting run stops at once, an active one when its
-        workers have released their rows; a checkpoint is written after the next optimizer step. An ended run is resumed by
-        :meth:`reopen`. Raises :class:`UnknownRun` and :class:`WrongState`."""
+        """Pause, resume, stop a run or request a checkpoint; idempotent.
+
+        A waiting run stops at once, an active one when its workers have released their rows; a
+        checkpoint is written after the next optimizer step. An ended run is resumed by
+        :meth:`reopen`. Raises :class:`UnknownRun` and :class:`WrongState`.
+        """
         record = await self.get(run)
         if what == "stop" and record.state == "created":
             reason = "stopped before it began"
@@ -198,7 +238,9 @@ class Registry:
         allowed, to = _MOVES[what]
         if what == "resume" and record.state in ("created", "starting"):
             return record  # it will run
-        if record.state not in (*allowed, to) and not (what == "stop" and record.state == "stopped"):
+        if record.state not in (*allowed, to) and not (
+            what == "stop" and record.state == "stopped"
+        ):
             raise WrongState(run, record.state, what)
         if record.state not in allowed:
             return record
@@ -208,10 +250,12 @@ class Registry:
         return await self.get(run)
 
     async def reopen(self, record: RunRecord, recipe: Recipe) -> RunRecord:
-        """Put the ended run ``record`` into the queue again, to go on with ``recipe`` from its newest checkpoint, on the
-        agent that has its folder. Raises :class:`UnknownRun`, and :class:`WrongState` when it has changed since ``record``
-        was read."""
-        run, marker, patience = record.id, "", time.monotonic() + SETTLE_SECONDS
+        """Put the ended run ``record`` into the queue again, to go on with ``recipe`` from its
+        newest checkpoint, on the agent that has its folder. Raises :class:`UnknownRun`, and
+        :class:`WrongState` when it has changed since ``record`` was read."""
+        run = record.id
+        marker = ""
+        patience = time.monotonic() + SETTLE_SECONDS
         while record.state in ENDED and record.ended is None and time.monotonic() < patience:
             marker = await self.wait(marker, 1.0)  # it has ended; its runner is about to record it
             record = await self.get(run)
@@ -223,9 +267,10 @@ class Registry:
         raise WrongState(run, (await self.get(run)).state, "resume")
 
     async def delete(self, run: str) -> None:
-        """Delete an ended run from the list and the index; the agent that has its folder removes the folder. Raises
-        :class:`UnknownRun` and :class:`WrongState`."""
-        marker, patience = "", time.monotonic() + SETTLE_SECONDS
+        """Delete an ended run from the list and the index; the agent that has its folder removes
+        the folder. Raises :class:`UnknownRun` and :class:`WrongState`."""
+        marker = ""
+        patience = time.monotonic() + SETTLE_SECONDS
         while (answer := await self._call("delete", run=run)) != "done":
             if answer == "unknown":
                 raise UnknownRun(run)
@@ -236,16 +281,20 @@ class Registry:
         await self.erase(run)
 
     async def wait(self, after: str, timeout: float) -> str:
-        """Wait until the list has changed since the marker ``after`` ("": the beginning), at most ``timeout`` seconds.
-        Returns the new marker."""
+        """Wait until the list has changed since the marker ``after`` ("": the beginning), at most
+        ``timeout`` seconds. Returns the new marker."""
         return await self._index.woken(_TOPIC, after, timeout)
 
     async def whole(self, ago: float, most: int) -> Sequence[RunRecord]:
-        """Return up to ``most`` runs that ended ``ago`` seconds ago or earlier, with all events in the index still."""
-        return await self._records(list(await self._call("whole", ago=int(ago * 1000), most=most) or ()))
+        """Return up to ``most`` runs that ended ``ago`` seconds ago or earlier, with all events in
+        the index still."""
+        return await self._records(
+            list(await self._call("whole", ago=int(ago * 1000), most=most) or ())
+        )
 
     async def looked_at(self, run: str, *, given_up: bool) -> None:
-        """Leave ``run`` out of :meth:`whole`: for good when its events were ``given_up``, or for a while."""
+        """Leave ``run`` out of :meth:`whole`: for good when its events were ``given_up``, or for a
+        while."""
         await self._call("looked_at", run=run, given_up=given_up)
 
     async def tick(self) -> None:
@@ -265,9 +314,9 @@ class Registry:
     async def take(
         self, agent: str, folders: str, token: str, lease: float, here: Sequence[str] = ()
     ) -> ActiveRun | None:
-        """Take the run that has waited longest for ``agent``, for ``lease`` seconds under ``token``, with a folder below
-        ``folders``; of reopened runs, which go on from the checkpoints in their folders, only those that are ``here``.
-        Returns None when none waits."""
+        """Take the run that has waited longest for ``agent``, for ``lease`` seconds under
+        ``token``, with a folder below ``folders``; of reopened runs, which go on from the
+        checkpoints in their folders, only those that are ``here``. Returns None when none waits."""
         asked = {"agent": agent, "folders": folders, "token": token, "here": list(here)}
         found = await self._call("take", **asked, lease=int(lease * 1000))
         return await self._active(found) if found else None
@@ -275,8 +324,11 @@ class Registry:
     async def retake(
         self, run: str, old: str, token: str, agent: str, lease: float, *, most: int, window: float
     ) -> Literal["taken", "lost", "used up"]:
-        """Replace the lease ``old`` by ``token``, as its runner died. "lost": ``old`` no longer holds the run. "used up":
-        more than ``most`` runners have died within ``window`` seconds, this one among them."""
+        """Replace the lease ``old`` by ``token``, as its runner died.
+
+        "lost": ``old`` no longer holds the run. "used up": more than ``most`` runners have died
+        within ``window`` seconds, this one among them.
+        """
         asked = {"run": run, "old": old, "token": token, "agent": agent, "most": most}
         found: Literal["taken", "lost", "used up"] = await self._call(
             "retake", **asked, lease=int(lease * 1000), window=int(window * 1000)
@@ -285,7 +337,9 @@ class Registry:
 
     async def renew(self, run: str, token: str, process: str, lease: float = LEASE_SECONDS) -> bool:
         """Hold the run for another ``lease`` seconds. Returns False when another lease holds it."""
-        return await self._call("renew", run=run, token=token, process=process, lease=int(lease * 1000))
+        return await self._call(
+            "renew", run=run, token=token, process=process, lease=int(lease * 1000)
+        )
 
     async def end(self, run: str, token: str, state: str, reason: str) -> bool:
         """Record that the run has ended. Returns False when ``token`` does not hold it."""
@@ -318,7 +372,9 @@ class Registry:
             async with self._loading:
                 if not self._loaded:
                     await self._index.load()
-                    functions = (resources.files(__package__) / "registry.lua").read_text(encoding="utf-8")
+                    functions = (resources.files(__package__) / "registry.lua").read_text(
+                        encoding="utf-8"
+                    )
                     await self._index.load(library("asyncdock_runs", functions))
                     self._loaded = True
         return await self._index.call(f"runs_{name}", **arguments)
@@ -339,11 +395,16 @@ class Registry:
 
 
 def _record(kept: Mapping[str, Any], now: tuple[str, str] | None) -> RunRecord:
-    """Return an entry of the list as a record. ``now``: state and reason in an active run's own keys."""
+    """Return an entry of the list as a record.
+
+    ``now``: state and reason in an active run's own keys.
+    """
     if kept["phase"] == "waiting":
-        state, reason = "created", ""
+        state = "created"
+        reason = ""
     elif kept["phase"] == "ended":
-        state, reason = kept["state"], kept["reason"]
+        state = kept["state"]
+        reason = kept["reason"]
     else:
         state, reason = now or ("", "")
         if state in ("", "created"):
@@ -352,8 +413,15 @@ def _record(kept: Mapping[str, Any], now: tuple[str, str] | None) -> RunRecord:
         if state == "running" and silent > 0:
             state = "starting"
             since = silent + LEASE_SECONDS
-            reason = f"its runner last renewed its lease {since:.0f} s ago; an agent has to take it over"
-    known: dict[str, Any] = {name: kept[name] for name in ("id", "name", "owner", "agent", "folder")}
-    known |= {name: int(kept[name]) / 1000 if name in kept else None for name in ("created", "started", "ended")}
+            reason = (
+                f"its runner last renewed its lease {since:.0f} s ago; an agent has to take it over"
+            )
+    known: dict[str, Any] = {
+        name: kept[name] for name in ("id", "name", "owner", "agent", "folder")
+    }
+    known |= {
+        name: int(kept[name]) / 1000 if name in kept else None
+        for name in ("created", "started", "ended")
+    }
     known |= {"position": kept.get("position"), "attempts": int(kept["attempts"])}
     return RunRecord(**known, state=state, reason=reason, recipe=json.loads(kept["recipe"]))

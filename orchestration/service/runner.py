@@ -4,8 +4,8 @@
                     │     └─ events ─▶ metrics.jsonl; each change of state wakes the readers of the list of runs
                     └─ lost: another runner has the run; this process ends at once and records nothing
 
-It gets the run's id, the index and its lease, and reads the rest from the registry. It does not depend on the agent that
-starts it.
+It gets the run's id, the index and its lease, and reads the rest from the registry. It does not
+depend on the agent that starts it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ class Runner:
     """Holds the run ``run`` under the lease ``token`` and executes it."""
 
     def __init__(self, url: str, run: str, token: str, forks: ForkServer | None = None) -> None:
-        self.registry, self.run, self.token, self._forks = Registry(url), run, token, forks
+        self.registry = Registry(url)
+        self.run = run
+        self.token = token
+        self._forks = forks
         self._process = str(Process.of(os.getpid()))
 
     async def execute(self) -> None:
@@ -70,7 +73,8 @@ class Runner:
             await self._renew()
 
     async def _work(self) -> None:
-        state, reason = "failed", ""
+        state = "failed"
+        reason = ""
         try:
             record = await self.registry.get(self.run)
             recipe = Recipe.model_validate(record.recipe)
@@ -85,8 +89,11 @@ class Runner:
                 following.cancel()
                 failed = (await asyncio.gather(following, return_exceptions=True))[0]
                 if isinstance(failed, Exception):
-                    log.error("the run's events could not be written", file=METRICS, error=repr(failed))
-            state, reason = outcome.state, outcome.reason
+                    log.error(
+                        "the run's events could not be written", file=METRICS, error=repr(failed)
+                    )
+            state = outcome.state
+            reason = outcome.reason
         except IndexUnreachable:
             raise  # the run is not at fault: it is taken over when the index is back
         except Exception as error:  # a restart would not fix its folder, its memory, its recipe
@@ -95,7 +102,8 @@ class Runner:
         await conclude(self.registry, self.run, self.token, state, reason)
 
     async def _follow(self, run: Run) -> None:
-        """Record the run's events, after those of earlier runners, and report changes of its state."""
+        """Record the run's events, after those of earlier runners, and report changes of its
+        state."""
         async with Index(self.registry.link, self.run) as index:
             recording = await Recording.begin(index, run.out_dir / METRICS)
             try:
@@ -108,7 +116,10 @@ class Runner:
 
 
 async def _until_ended(url: str, run: str, token: str, forks: ForkServer | None) -> int:
-    """Execute the run. Returns the exit code. SIGTERM ends this process and its workers, and nothing else."""
+    """Execute the run.
+
+    Returns the exit code. SIGTERM ends this process and its workers, and nothing else.
+    """
     work = asyncio.create_task(Runner(url, run, token, forks).execute())
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, work.cancel)
     try:
@@ -122,7 +133,8 @@ async def _until_ended(url: str, run: str, token: str, forks: ForkServer | None)
 
 
 def forked(arguments: Sequence[str]) -> None:
-    """Run :func:`main` in a child of a fork server; the run's workers are forked from a copy of it."""
+    """Run :func:`main` in a child of a fork server; the run's workers are forked from a copy of
+    it."""
     forks = ForkServer.within()
     try:
         main(arguments, forks)
@@ -132,7 +144,8 @@ def forked(arguments: Sequence[str]) -> None:
 
 def main(arguments: Sequence[str] | None = None, forks: ForkServer | None = None) -> None:
     parser = argparse.ArgumentParser(
-        description="The process of one run of a service; started by its agent, which puts the index's URL into "
+        description="The process of one run of a service; started by its agent, which puts the "
+        "index's URL into "
         f"{INDEX_VARIABLE} and the lease into {LEASE_VARIABLE}."
     )
     parser.add_argument("--run", required=True)
@@ -140,8 +153,10 @@ def main(arguments: Sequence[str] | None = None, forks: ForkServer | None = None
     open_outputs()
     configure(terminal=False)
     structlog.contextvars.bind_contextvars(run=options.run, process="runner")
-    sys.path.append(os.getcwd())  # for names like `my_reward:exact` in recipes; last, so that it shadows nothing
-    token, url = take(LEASE_VARIABLE), take(INDEX_VARIABLE)  # modules that a recipe names are imported here too
+    # for names like `my_reward:exact` in recipes; last, so that it shadows nothing
+    sys.path.append(os.getcwd())
+    token = take(LEASE_VARIABLE)
+    url = take(INDEX_VARIABLE)  # modules that a recipe names are imported here too
     sys.exit(asyncio.run(_until_ended(url, options.run, token, forks)))
 
 

@@ -4,7 +4,8 @@
     training    6 operations a parameter and token (8 with activation checkpointing), and attention; bytes that ranks send
     reference   2 operations a parameter and token          swap    bytes of the weights over the link
 
-Rates that are really reached, not those of data sheets, give the better forecast: a profile, or `--costs`, gives the best.
+Rates that are really reached, not those of data sheets, give the better forecast: a profile, or
+`--costs`, gives the best.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ BETWEEN_STEPS_SOURCE = f"{BETWEEN_STEPS:g} s between two steps, as assumed"
 
 @dataclass(frozen=True)
 class Hardware:
-    """Of one device: operations a second that matrix products reach, bytes/s of its memory, and bytes/s between devices of
-    a node, ``node`` devices each, and between nodes."""
+    """Of one device: operations a second that matrix products reach, bytes/s of its memory, and
+    bytes/s between devices of a node, ``node`` devices each, and between nodes."""
 
     flops: float
     bandwidth: float
@@ -38,44 +39,69 @@ class Hardware:
     @classmethod
     def of(cls, text: str) -> Hardware:
         """From ``flops=400e12,bandwidth=3e12``. Raises ValueError with what is wrong."""
-        given, names = dict[str, float](), [field.name for field in fields(cls)]
+        given = dict[str, float]()
+        names = [field.name for field in fields(cls)]
         for part in filter(None, text.split(",")):
             name, _, value = part.partition("=")
             if name.strip() not in names:
-                raise ValueError(f"{name.strip()!r} is not known; write NAME=NUMBER of {', '.join(names)}")
+                raise ValueError(
+                    f"{name.strip()!r} is not known; write NAME=NUMBER of {', '.join(names)}"
+                )
             try:
                 given[name.strip()] = float(value)
             except ValueError:
-                raise ValueError(f"{name.strip()} = {value!r} is no number; write it as 400e12") from None
+                raise ValueError(
+                    f"{name.strip()} = {value!r} is no number; write it as 400e12"
+                ) from None
         lacking = [name for name in ("flops", "bandwidth") if not given.get(name, 0) > 0]
         if lacking or min(given.values()) <= 0:
             raise ValueError(
-                f"{', '.join(lacking) or 'each number'} must be given, above 0; as flops=400e12,bandwidth=3e12"
+                f"{', '.join(lacking) or 'each number'} must be given, above 0; as "
+                f"flops=400e12,bandwidth=3e12"
             )
         return cls(**{**given, "node": int(given.get("node", 8))})  # type: ignore[arg-type]
 
 
 def analytic_costs(recipe: Recipe, hardware: Hardware, response_tokens: float) -> Costs:
-    """Costs of ``recipe`` with responses of ``response_tokens`` on average. Raises ValueError where the model's sizes are
-    not known."""
+    """Costs of ``recipe`` with responses of ``response_tokens`` on average.
+
+    Raises ValueError where the model's sizes are not known.
+    """
     config = config_of(recipe.model.source)
     sizes = Sizes.of(config)
-    parameters = None if sizes is None else parameters_of(recipe) or value_or_none(lambda: _parameters(recipe))
+    parameters = (
+        None
+        if sizes is None
+        else parameters_of(recipe) or value_or_none(lambda: _parameters(recipe))
+    )
     if sizes is None or parameters is None:
         raise ValueError(
-            f"model.source: the sizes of {recipe.model.source!r} are not known; give a folder with its config.json"
+            f"model.source: the sizes of {recipe.model.source!r} are not known; give a folder with "
+            f"its config.json"
         )
     experts, chosen = experts_of(config)
     idle = sizes.experts * sizes.layers * (1 - chosen / experts) if experts else 0.0
-    active = parameters - idle - (0 if config.get("tie_word_embeddings", True) else sizes.vocabulary * sizes.width)
+    active = (
+        parameters
+        - idle
+        - (0 if config.get("tie_word_embeddings", True) else sizes.vocabulary * sizes.width)
+    )
     limit = prompt_limits(recipe).tokens or 0  # where the prompts are not here
-    item, prompt = ITEM_BYTES[recipe.model.dtype], value_or_none(lambda: prompt_tokens_of(recipe)) or float(limit)
+    item = ITEM_BYTES[recipe.model.dtype]
+    prompt = value_or_none(lambda: prompt_tokens_of(recipe)) or float(limit)
     ranks = recipe.train.ranks
     tp = recipe.rollout.vllm.tensor_parallel if recipe.rollout.engine == "vllm" else 1
     row = prompt + response_tokens
     weights = (parameters - idle) * item / tp / hardware.bandwidth
     cached = (
-        2 * sizes.layers * sizes.kv_heads * sizes.head * item * (prompt + response_tokens / 2) / tp / hardware.bandwidth
+        2
+        * sizes.layers
+        * sizes.kv_heads
+        * sizes.head
+        * item
+        * (prompt + response_tokens / 2)
+        / tp
+        / hardware.bandwidth
     )
     operations = 2 * active / tp / hardware.flops
     tokens = recipe.train.groups_per_step * (prompt + recipe.algorithm.group_size * response_tokens)
@@ -85,7 +111,9 @@ def analytic_costs(recipe: Recipe, hardware: Hardware, response_tokens: float) -
     compute = (passes * active + attention) / ranks / hardware.flops
     sending = _sending(recipe, hardware, tokens, sizes.width, sizes.head, chosen)
     link = hardware.between if ranks + recipe.rollout.workers > hardware.node else hardware.within
-    known = dict.fromkeys(Costs.__dataclass_fields__, "derived from the model's sizes and --hardware")
+    known = dict.fromkeys(
+        Costs.__dataclass_fields__, "derived from the model's sizes and --hardware"
+    )
     return Costs(
         row_rate=1 / weights,
         saturation_rows=max(1.0, weights / operations),
@@ -104,11 +132,17 @@ def analytic_costs(recipe: Recipe, hardware: Hardware, response_tokens: float) -
 
 def _parameters(recipe: Recipe) -> int:
     """Of a folder with a config alone."""
-    return sum(parameter.nbytes for parameter in trained_state(recipe).parameters) // ITEM_BYTES[recipe.trained_dtype]
+    return (
+        sum(parameter.nbytes for parameter in trained_state(recipe).parameters)
+        // ITEM_BYTES[recipe.trained_dtype]
+    )
 
 
-def _sending(recipe: Recipe, hardware: Hardware, tokens: float, width: int, head: int, chosen: int) -> float:
-    """Seconds of a step in which a rank waits for what ranks send; gathers of weights are beside compute."""
+def _sending(
+    recipe: Recipe, hardware: Hardware, tokens: float, width: int, head: int, chosen: int
+) -> float:
+    """Seconds of a step in which a rank waits for what ranks send; gathers of weights are beside
+    compute."""
     train = recipe.train
     if train.ranks == train.replicas:
         return 0.0

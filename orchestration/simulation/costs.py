@@ -27,17 +27,20 @@ LengthsOf = Callable[[int], Sequence[int]]
 class Costs:
     """Seconds and rates (tokens/s) of one worker of each stage.
 
-    A replica decodes ``row_rate`` tokens/s for each response while at most ``saturation_rows`` decode; more of them share
-    what these had. Each decoding response adds ``row_seconds`` to a token of all (its keys and values are read). Nothing
-    decodes for ``prefill_seconds`` of each prefill and ``prefill_token_seconds`` of each of its tokens (``prefill_rate``:
-    that of one response alone, beside which others decode), and for ``response_seconds`` of each response that ends. An
-    optimizer step takes ``step_seconds`` and ``token_seconds`` for each token: responses, and the prompt of each group once.
-    ``between_steps``: claim, commit and publishing, in which nothing is trained. ``swap_seconds`` of a swap nothing decodes,
-    ``copy_seconds`` are beside decoding. ``restart_seconds``: until a replica that has failed decodes again. ``dropped``:
-    share of the groups that leave untrained, as their rewards are equal or a reward failed. ``cores``: of the one machine
-    on which replicas and trainer compute, 0: they compute on accelerators, or each on a machine of its own;
-    ``other_threads`` compute there besides, on average. ``sources``: for each field,
-    where its value comes from."""
+    A replica decodes ``row_rate`` tokens/s for each response while at most ``saturation_rows``
+    decode; more of them share what these had. Each decoding response adds ``row_seconds`` to a
+    token of all (its keys and values are read). Nothing decodes for ``prefill_seconds`` of each
+    prefill and ``prefill_token_seconds`` of each of its tokens (``prefill_rate``: that of one
+    response alone, beside which others decode), and for ``response_seconds`` of each response that
+    ends. An optimizer step takes ``step_seconds`` and ``token_seconds`` for each token: responses,
+    and the prompt of each group once.
+    ``between_steps``: claim, commit and publishing, in which nothing is trained. ``swap_seconds``
+    of a swap nothing decodes, ``copy_seconds`` are beside decoding. ``restart_seconds``: until a
+    replica that has failed decodes again. ``dropped``: share of the groups that leave untrained, as
+    their rewards are equal or a reward failed. ``cores``: of the one machine on which replicas and
+    trainer compute, 0: they compute on accelerators, or each on a machine of its own;
+    ``other_threads`` compute there besides, on average. ``sources``: for each field, where its
+    value comes from."""
 
     row_rate: float
     step_seconds: float
@@ -67,9 +70,12 @@ class Costs:
 
 @dataclass(frozen=True)
 class EngineProfile:
-    """Seconds of one rollout engine. ``token_seconds``: of a token of all responses that decode together; ``row_seconds``:
-    more of it for each of them. ``prefill_seconds``: of one prefill, beside ``prefill_token_seconds`` for each of its
-    tokens. ``prompt_tokens``: mean length of the prompts that were prefilled."""
+    """Seconds of one rollout engine.
+
+    ``token_seconds``: of a token of all responses that decode together; ``row_seconds``: more of it
+    for each of them. ``prefill_seconds``: of one prefill, beside ``prefill_token_seconds`` for each
+    of its tokens. ``prompt_tokens``: mean length of the prompts that were prefilled.
+    """
 
     token_seconds: float
     row_seconds: float
@@ -88,8 +94,11 @@ class EngineProfile:
 
 
 class DrawnLengths:
-    """Lengths of responses, ``longest`` tokens at most; the same for the same seed. Drawn with replacement from the groups
-    ``measured`` (responses of a group have similar lengths), or log-normal. A share ``stragglers`` is ``times`` as long."""
+    """Lengths of responses, ``longest`` tokens at most; the same for the same seed.
+
+    Drawn with replacement from the groups ``measured`` (responses of a group have similar lengths),
+    or log-normal. A share ``stragglers`` is ``times`` as long.
+    """
 
     CHUNK = 4096  # groups that are drawn at once
 
@@ -105,10 +114,14 @@ class DrawnLengths:
         stragglers: float = 0.0,
         times: float = 1.0,
     ) -> None:
-        self.group_size, self.longest, self.seed = group_size, longest, seed
-        self._median, self._sigma = median, sigma
+        self.group_size = group_size
+        self.longest = longest
+        self.seed = seed
+        self._median = median
+        self._sigma = sigma
         self._measured = np.array([np.resize(group, group_size) for group in measured])
-        self._stragglers, self._times = stragglers, times
+        self._stragglers = stragglers
+        self._times = times
         self._chunks: dict[int, list[list[int]]] = {}
 
     def __call__(self, group: int) -> Sequence[int]:
@@ -120,14 +133,18 @@ class DrawnLengths:
     def of_groups(self, group_size: int) -> DrawnLengths:
         """The same lengths in groups of another size."""
         other = copy.copy(self)
-        other.group_size, other._chunks = group_size, {}
+        other.group_size = group_size
+        other._chunks = {}
         other._measured = np.array([np.resize(group, group_size) for group in self._measured])
         return other
 
     def _draw(self, chunk: int) -> list[list[int]]:
-        random, shape = np.random.default_rng([self.seed, chunk]), (self.CHUNK, self.group_size)
+        random = np.random.default_rng([self.seed, chunk])
+        shape = (self.CHUNK, self.group_size)
         if len(self._measured):
-            drawn = self._measured[random.integers(len(self._measured), size=self.CHUNK)].astype(float)
+            drawn = self._measured[random.integers(len(self._measured), size=self.CHUNK)].astype(
+                float
+            )
         else:
             drawn = self._median * random.lognormal(0.0, self._sigma, shape)
         if self._stragglers:

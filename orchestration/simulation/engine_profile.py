@@ -1,9 +1,11 @@
-"""How fast the rollout engine of a recipe decodes and prefills on this machine, with nothing beside it.
+"""How fast the rollout engine of a recipe decodes and prefills on this machine, with nothing beside
+it.
 
     few rows, many rows ─┬─ one token each  ─▶ seconds of a prefill, and of each of its tokens
                          └─ TOKENS each     ─▶ seconds of a token of all rows, and of each row
 
-A run tells less: it decodes as many rows as it has, and what the time of its prompts is cannot be told apart.
+A run tells less: it decodes as many rows as it has, and what the time of its prompts is cannot be
+told apart.
 """
 
 from __future__ import annotations
@@ -32,18 +34,26 @@ def profile_engine(recipe: Recipe) -> EngineProfile:
 
 
 async def _profiled(recipe: Recipe) -> EngineProfile:
-    size, rows = recipe.algorithm.group_size, recipe.rollout.max_rows
-    prompts = load_prompts(recipe.prompts, tokenizer_of(recipe), recipe.seed, limits=prompt_limits(recipe)).train
-    few, tokens = max(1, rows // FEW), min(TOKENS, recipe.rollout.max_tokens)
-    numbers, prompted = itertools.count(), list[int]()
+    size = recipe.algorithm.group_size
+    rows = recipe.rollout.max_rows
+    prompts = load_prompts(
+        recipe.prompts, tokenizer_of(recipe), recipe.seed, limits=prompt_limits(recipe)
+    ).train
+    few = max(1, rows // FEW)
+    tokens = min(TOKENS, recipe.rollout.max_tokens)
+    numbers = itertools.count()
+    prompted = list[int]()
 
     async def generated(rows: int, tokens: int) -> float:
         """Seconds of ``rows`` responses of ``tokens`` tokens each."""
         params = SamplingParams(max_tokens=tokens, temperature=recipe.rollout.temperature)
         requests = []
         for first in range(0, rows, size):
-            number, places = next(numbers), tuple(range(min(size, rows - first)))
-            requests.append(GroupRequest(number, places, prompts.prompt(number).ids, params, seed=number))
+            number = next(numbers)
+            places = tuple(range(min(size, rows - first)))
+            requests.append(
+                GroupRequest(number, places, prompts.prompt(number).ids, params, seed=number)
+            )
         prompted.extend(len(request.prompt_ids) for request in requests)
         began = time.perf_counter()
         async for _ in engine.generate(requests):
@@ -57,12 +67,17 @@ async def _profiled(recipe: Recipe) -> EngineProfile:
     engine = rollout_engine(recipe, version=0)
     try:
         short = {of: await seconds(of, 1) for of in (few, rows)}
-        long = {of: (await seconds(of, tokens) - short[of]) / max(1, tokens - 1) for of in (few, rows)}
+        long = {
+            of: (await seconds(of, tokens) - short[of]) / max(1, tokens - 1) for of in (few, rows)
+        }
     finally:
         await engine.close()
     by_row = max(0.0, long[rows] - long[few]) / max(1, rows - few)
-    prompt, more = fmean(prompted), -(-rows // size) - -(-few // size)  # groups
-    by_token = max(0.0, short[rows] - short[few]) / (more * prompt) if more else short[rows] / prompt
+    prompt = fmean(prompted)
+    more = -(-rows // size) - -(-few // size)  # groups
+    by_token = (
+        max(0.0, short[rows] - short[few]) / (more * prompt) if more else short[rows] / prompt
+    )
     return EngineProfile(
         token_seconds=max(long[few] - by_row * few, LEAST),
         row_seconds=by_row,

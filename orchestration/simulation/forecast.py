@@ -1,4 +1,5 @@
-"""What a run of a recipe will do, by simulation: throughput, share of each stage, staleness, and time to its end."""
+"""What a run of a recipe will do, by simulation: throughput, share of each stage, staleness, and
+time to its end."""
 
 from __future__ import annotations
 
@@ -10,18 +11,22 @@ from orchestration.recipe.schema import Recipe
 from orchestration.simulation.costs import Costs, LengthsOf
 from orchestration.simulation.simulator import Setup, Simulator, Step
 
-# Left out at either end, at most a quarter of the steps each: the pipeline fills in the first ones, and drains in the last.
+# Left out at either end, at most a quarter of the steps each: the pipeline fills in the first ones,
+# and drains in the last.
 SETTLED_STEPS = 5
 BETWEEN = "between steps"
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Between the first and last steps of a simulated run. Shares of that time: ``generation``, the part of the replicas'
-    decoding capacity that the trained tokens needed; ``training`` and ``waiting``, in which the trainer trained, and waited
-    for samples; ``between``, in which it did what is done between two steps. ``decoding``: share of the whole run
-    in which a replica had responses to decode. Staleness of samples, in
-    versions. ``seconds``: of the whole run."""
+    """Between the first and last steps of a simulated run.
+
+    Shares of that time: ``generation``, the part of the replicas' decoding capacity that the
+    trained tokens needed; ``training`` and ``waiting``, in which the trainer trained, and waited
+    for samples; ``between``, in which it did what is done between two steps. ``decoding``: share of
+    the whole run in which a replica had responses to decode. Staleness of samples, in versions.
+    ``seconds``: of the whole run.
+    """
 
     tokens_per_second: float
     step_seconds: float
@@ -37,8 +42,8 @@ class Forecast:
 
     @property
     def busiest(self) -> str:
-        """What limits the throughput: generation, training, or what is done between two steps, where the trainer neither
-        trains nor waits for samples."""
+        """What limits the throughput: generation, training, or what is done between two steps,
+        where the trainer neither trains nor waits for samples."""
         if self.between > max(self.generation, self.training, self.waiting):
             return BETWEEN
         return "generation" if self.generation > self.training else "training"
@@ -46,7 +51,9 @@ class Forecast:
 
 def setup_of(recipe: Recipe, *, steps: int = 0) -> Setup:
     """The workers and limits of ``recipe``, for ``steps`` optimizer steps (0: the recipe's)."""
-    plan, size, replicas = recipe.staleness_plan, recipe.algorithm.group_size, recipe.replicas
+    plan = recipe.staleness_plan
+    size = recipe.algorithm.group_size
+    replicas = recipe.replicas
     alone = replicas == 1 and not recipe.launch.autoscale.max
     overlap = recipe.pipeline.staleness > 0
     critics = recipe.critic.ranks if recipe.trains_critic else 0
@@ -84,14 +91,20 @@ def margin_of(steps: int) -> int:
 
 
 def summary(steps: list[Step], setup: Setup, costs: Costs, busy: float) -> Forecast:
-    """What the simulated ``steps`` came to. ``busy``: seconds in which replicas decoded, added up."""
+    """What the simulated ``steps`` came to. ``busy``: seconds in which replicas decoded, added
+    up."""
     margin = margin_of(len(steps))
     between = steps[margin : len(steps) - margin + 1] if margin else steps
     began = steps[margin - 1].at if margin else 0.0
-    seconds, tokens = between[-1].at - began, sum(step.tokens for step in between)
-    capacity = setup.replicas * max(rows * costs.rate(rows) for rows in range(1, setup.max_rows + 1))
+    seconds = between[-1].at - began
+    tokens = sum(step.tokens for step in between)
+    capacity = setup.replicas * max(
+        rows * costs.rate(rows) for rows in range(1, setup.max_rows + 1)
+    )
     stale = sum((Counter(step.staleness) for step in between), Counter[int]())
-    rows, passed, p95 = sum(stale.values()), 0, 0
+    rows = sum(stale.values())
+    passed = 0
+    p95 = 0
     for p95 in sorted(stale):
         passed += stale[p95]
         if passed >= 0.95 * rows:

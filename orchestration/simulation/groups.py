@@ -32,11 +32,13 @@ class Groups:
     """Groups of a run with the bound, the groups of a step and the window of ``plan``."""
 
     def __init__(self, plan: StalenessPlan) -> None:
-        self.plan, self.admitted = plan, 0
+        self.plan = plan
+        self.admitted = 0
         self._open: list[int] = []  # admitted ones that are neither picked nor dropped, in order
         self._complete: dict[int, Group] = {}
         self._dropped: list[int] = []
-        self._reach = inf  # a complete group from here on leaves the next step's groups as incomplete as they are
+        # a complete group from here on leaves the next step's groups as incomplete as they are
+        self._reach = inf
 
     @property
     def dropped(self) -> int:
@@ -48,8 +50,11 @@ class Groups:
         return self.admitted - self.dropped - len(self._open) + self._pickable()
 
     def limit(self, version: int) -> int:
-        """The number below which an engine of ``version`` may make groups, and below which the gate admits at it."""
-        base = limit = (version + self.plan.slack + 1) * self.plan.groups_per_step + len(self._dropped)
+        """The number below which an engine of ``version`` may make groups, and below which the gate
+        admits at it."""
+        base = limit = (version + self.plan.slack + 1) * self.plan.groups_per_step + len(
+            self._dropped
+        )
         while (fewer := base - len(self._dropped) + bisect_left(self._dropped, limit)) != limit:
             limit = fewer
         return limit
@@ -71,8 +76,12 @@ class Groups:
         return group.number < self._reach
 
     def pick(self) -> list[Group]:
-        """Take the groups of the next step: P complete ones in order, past an incomplete one only within the window."""
-        picked, anchor, wanted, self._reach = list[int](), None, self.plan.groups_per_step, inf
+        """Take the groups of the next step: P complete ones in order, past an incomplete one only
+        within the window."""
+        picked = list[int]()
+        anchor = None
+        wanted = self.plan.groups_per_step
+        self._reach = inf
         if len(self._complete) < wanted:
             return []
         for number in self._open:
@@ -90,7 +99,8 @@ class Groups:
         return []
 
     def _pickable(self) -> int:
-        found, anchor = 0, None
+        found = 0
+        anchor = None
         for number in self._open:
             if anchor is not None and number >= anchor + self.plan.window:
                 break

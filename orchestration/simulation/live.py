@@ -1,4 +1,5 @@
-"""Beside a run: its costs by the last steps, a forecast of the next ones, and the staleness bound that both ask for.
+"""Beside a run: its costs by the last steps, a forecast of the next ones, and the staleness bound
+that both ask for.
 
     step, stage, sync events ──▶ costs ──▶ simulation ──┬▶ document "forecast" ──▶ step events: predicted beside measured
             (of the last steps)                         ├▶ `forecast` event, with the drift from the one before
@@ -30,7 +31,9 @@ from stages.weights.documents import FORECAST
 
 log = structlog.get_logger()
 
-WINDOW, SECONDS = 8, 10.0  # steps from which costs are measured, at least, and their time
+# steps from which costs are measured, at least, and their time
+WINDOW = 8
+SECONDS = 10.0
 SETTLING = 2  # steps after a change of the bound, whose samples were admitted under the one before
 HOLDS = 0.95  # share of time that the busiest stage is kept busy
 DRIFT = 0.25  # of the seconds of a step, from which on it is said
@@ -47,10 +50,14 @@ def with_bound(recipe: Recipe, bound: int) -> Recipe:
 
 
 def choose_bound(forecasts: Sequence[tuple[int, Forecast]]) -> int:
-    """The smallest of the bounds whose forecast holds the busiest stage, or is as fast as the fastest."""
+    """The smallest of the bounds whose forecast holds the busiest stage, or is as fast as the
+    fastest."""
     fastest = max(found.tokens_per_second for _, found in forecasts)
     for bound, found in forecasts:
-        if max(found.generation, found.training) >= HOLDS or found.tokens_per_second >= 0.99 * fastest:
+        if (
+            max(found.generation, found.training) >= HOLDS
+            or found.tokens_per_second >= 0.99 * fastest
+        ):
             return bound
     raise AssertionError("the fastest is one of them")
 
@@ -78,19 +85,26 @@ class LiveForecast:
         for bound in bounds:
             setup = setup_of(with_bound(self.recipe, bound), steps=length)
             forecasts.append((bound, forecast(setup, costs, lengths)))
-        before, reasons, drift = self.bound, [], None
+        before = self.bound
+        reasons = []
+        drift = None
         if self.last is not None and self.costs is not None:
             drift = fmean(step.data["seconds"] for step in steps[1:]) / self.last.step_seconds - 1
             if abs(math.log1p(drift)) > math.log1p(DRIFT):
-                reasons.append(f"steps took {1 + drift:.2f} times the forecast: {_moved(self.costs, costs)}")
+                reasons.append(
+                    f"steps took {1 + drift:.2f} times the forecast: {_moved(self.costs, costs)}"
+                )
         wanted = choose_bound(forecasts)
         self._smaller = self._smaller + 1 if wanted < before else 0
         if wanted > before or self._smaller >= PATIENCE:
-            self.bound, self._smaller = wanted, 0
+            self.bound = wanted
+            self._smaller = 0
             reasons.append(
-                f"the smallest staleness bound that keeps the busiest stage busy is {wanted}, before {before}"
+                f"the smallest staleness bound that keeps the busiest stage busy is {wanted}, "
+                f"before {before}"
             )
-        self.last, self.costs = dict(forecasts)[self.bound], costs
+        self.last = dict(forecasts)[self.bound]
+        self.costs = costs
         return ForecastEvent(
             step=steps[-1].data["step"] + 1,
             step_seconds=self.last.step_seconds,
@@ -107,38 +121,63 @@ class LiveForecast:
 
 def _moved(before: Costs, now: Costs) -> str:
     """The cost that has changed by the largest factor."""
-    old, new = asdict(before), asdict(now)
-    names = [name for name, value in new.items() if isinstance(value, float) and value > 0 and old[name] > 0]
+    old = asdict(before)
+    new = asdict(now)
+    names = [
+        name
+        for name, value in new.items()
+        if isinstance(value, float) and value > 0 and old[name] > 0
+    ]
     finite = [name for name in names if math.isfinite(new[name])]
     most = max(finite, key=lambda name: abs(math.log(new[name] / old[name])))
     return f"{most} has changed most, from {old[most]:.3g} to {new[most]:.3g}"
 
 
 async def follow_costs(index: Index, recipe: Recipe, folder: Path) -> None:
-    """Forecast the run of ``index``, and decide its staleness bound where its recipe leaves that to the run, without end."""
-    if not recipe.runs_stage("update") or not recipe.runs_stage("rollout") or recipe.prompts.responses:
+    """Forecast the run of ``index``, and decide its staleness bound where its recipe leaves that to
+    the run, without end."""
+    if (
+        not recipe.runs_stage("update")
+        or not recipe.runs_stage("rollout")
+        or recipe.prompts.responses
+    ):
         return  # another program does a part of it, or nothing is generated for training
     known = await FORECAST.get(index)
     begin = recipe.pipeline.staleness_min or recipe.pipeline.staleness
     live = LiveForecast(recipe, folder, known.bound if known else begin)
-    window, steps, left, rest, said = list[Event](), 0, 1, 0.0, ""  # the first step waits for the start
+    window = list[Event]()
+    steps = 0
+    left = 1
+    rest = 0.0
+    said = ""  # the first step waits for the start
     async for event in index.follow((await index.event_ends())[1]):
         if event.kind == "step" and left:
-            left, window = left - 1, []
+            left = left - 1
+            window = []
         elif event.kind in ("step", "stage", "sync"):
             window.append(event)
             steps += event.kind == "step"
         if len(window) > STAGE_EVENTS:
             window = [one for at, one in enumerate(window) if one.kind == "step" or at % 2]
-        if event.kind != "step" or steps < WINDOW or event.time - window[0].time < SECONDS or time.monotonic() < rest:
+        if (
+            event.kind != "step"
+            or steps < WINDOW
+            or event.time - window[0].time < SECONDS
+            or time.monotonic() < rest
+        ):
             continue
-        events, window, steps, began = window, [event], 0, time.monotonic()
+        events = window
+        window = [event]
+        steps = 0
+        began = time.monotonic()
         try:
             found = await asyncio.to_thread(live.judge, events)
         except Exception as failed:  # a run never ends for want of a forecast
             if str(failed) != said:
                 log.warning(
-                    "no forecast of the next steps", reason=str(failed), exc_info=not isinstance(failed, NotMeasured)
+                    "no forecast of the next steps",
+                    reason=str(failed),
+                    exc_info=not isinstance(failed, NotMeasured),
                 )
             said = str(failed)
             continue

@@ -1,4 +1,5 @@
-"""Costs and lengths of a recipe with mock engines: their options, and the very lengths that they draw."""
+"""Costs and lengths of a recipe with mock engines: their options, and the very lengths that they
+draw."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def mock_costs(recipe: Recipe, between_steps: float = BETWEEN_STEPS) -> Costs:
     rollout = MockRolloutOptions(**{"max_rows": recipe.rollout.max_rows, **recipe.rollout.mock})
     train = MockTrainOptions(**recipe.train.mock)
     algorithm = build_algorithm(recipe.algorithm.name, recipe.algorithm.options)
-    scale, learned = rollout.time_scale, train.time_scale * algorithm.epochs
+    scale = rollout.time_scale
+    learned = train.time_scale * algorithm.epochs
     known = {name: "the mock engines' options" for name in Costs.__dataclass_fields__}
     return Costs(
         row_rate=rollout.row_rate / scale,
@@ -38,7 +40,12 @@ def mock_costs(recipe: Recipe, between_steps: float = BETWEEN_STEPS) -> Costs:
         reference_token_seconds=train.logprob_token_seconds * train.time_scale,
         prompt_tokens=prompt_tokens_of(recipe),
         between_steps=between_steps,
-        sources={**known, **ASSUMED, "between_steps": BETWEEN_STEPS_SOURCE, "prompt_tokens": "the recipe's prompts"},
+        sources={
+            **known,
+            **ASSUMED,
+            "between_steps": BETWEEN_STEPS_SOURCE,
+            "prompt_tokens": "the recipe's prompts",
+        },
     )
 
 
@@ -49,7 +56,9 @@ def prompt_tokens_of(recipe: Recipe) -> float:
     """Mean length of the recipe's first prompts, in tokens."""
     key = (recipe.prompts.model_dump_json(), recipe.model.source, recipe.seed)
     if key not in _prompt_tokens:
-        prompts = load_prompts(recipe.prompts, tokenizer_of(recipe), recipe.seed, limits=prompt_limits(recipe)).train
+        prompts = load_prompts(
+            recipe.prompts, tokenizer_of(recipe), recipe.seed, limits=prompt_limits(recipe)
+        ).train
         _prompt_tokens[key] = fmean(len(prompts.prompt(number).ids) for number in range(PROMPTS))
     return _prompt_tokens[key]
 
@@ -57,7 +66,8 @@ def prompt_tokens_of(recipe: Recipe) -> float:
 def mock_lengths(recipe: Recipe) -> LengthsOf:
     """The very lengths that the mock engines of a run of ``recipe`` draw."""
     options = MockRolloutOptions(**{"max_rows": recipe.rollout.max_rows, **recipe.rollout.mock})
-    limit, places = recipe.rollout.max_tokens, range(recipe.algorithm.group_size)
+    limit = recipe.rollout.max_tokens
+    places = range(recipe.algorithm.group_size)
 
     def lengths(group: int) -> Sequence[int]:
         seed = group_seed(recipe.seed, group)

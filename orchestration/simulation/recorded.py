@@ -6,9 +6,10 @@
     a profile of the engine alone, where the folder has one ──▶ tokens/s by rows, seconds of a prefill
     a run with smaller steps, where the folder has one ──▶ seconds of a step and of a swap that no token or response explains
 
-The rate of generation is fitted: where the trainer has waited for samples, the simulated run is as fast with it as the
-measured one; elsewhere its rollout workers are busy for the same share of the time. Where engines share the cores of this
-machine, so are the threads of everything else: training waits for a core as long as it did.
+The rate of generation is fitted: where the trainer has waited for samples, the simulated run is as
+fast with it as the measured one; elsewhere its rollout workers are busy for the same share of the
+time. Where engines share the cores of this machine, so are the threads of everything else: training
+waits for a core as long as it did.
 """
 
 from __future__ import annotations
@@ -38,11 +39,16 @@ from stages.sample_log import FOLDER, read
 FEWEST_STEPS = 4
 LAST_BYTES = 64 << 20  # of the file of events
 SAMPLES = 4096  # the newest, whose lengths count
-WAITED = 0.05  # share of the time that the trainer has waited for samples: from here on generation limits the run
+# share of the time that the trainer has waited for samples: from here on generation limits the run
+WAITED = 0.05
 SMALLER = "smaller"  # folder of a run with fewer groups in a step, in that of a profile
-LEAST_BUSY = 0.02  # share of the time that rollout workers are busy, or idle, below which it says nothing of their rate
+# share of the time that rollout workers are busy, or idle, below which it says nothing of their
+# rate
+LEAST_BUSY = 0.02
 FITTED_SAMPLES = 200_000  # that are simulated for a fit, about
-WITHIN, HALVINGS = 8.0, 12  # the rate of generation is looked for within this factor, by so many halvings
+# the rate of generation is looked for within this factor, by so many halvings
+WITHIN = 8.0
+HALVINGS = 12
 ROUNDS = 4  # fits of generation, then of other threads, where they share cores
 
 
@@ -66,16 +72,27 @@ def recipe_of(folder: Path) -> Recipe:
         raise NotMeasured(folder, f"holds no {RECIPE}", "give the folder of a run") from None
 
 
-def measured_costs(stream: Iterable[Event], folder: Path, recipe: Recipe | None = None) -> tuple[Costs, DrawnLengths]:
-    """As :func:`recorded_costs`, from events of the run, all or those of some steps in a row. ``recipe``: with what the run
-    has changed of it since it began."""
+def measured_costs(
+    stream: Iterable[Event], folder: Path, recipe: Recipe | None = None
+) -> tuple[Costs, DrawnLengths]:
+    """As :func:`recorded_costs`, from events of the run, all or those of some steps in a row.
+
+    ``recipe``: with what the run has changed of it since it began.
+    """
     run = _Measured.of(stream, folder, recipe or recipe_of(folder))
-    profile, runs, of_smaller = EngineProfile.read(folder), [run], folder / SMALLER
+    profile = EngineProfile.read(folder)
+    runs = [run]
+    of_smaller = folder / SMALLER
     if profile is not None and of_smaller.exists():
         runs.append(
-            _Measured.of(read_metrics(of_smaller / METRICS, LAST_BYTES, detail=True), of_smaller, recipe_of(of_smaller))
+            _Measured.of(
+                read_metrics(of_smaller / METRICS, LAST_BYTES, detail=True),
+                of_smaller,
+                recipe_of(of_smaller),
+            )
         )
-    prompted = profile.prompt_tokens / run.recipe.algorithm.group_size if profile else 0.0  # of each row
+    # of each row
+    prompted = profile.prompt_tokens / run.recipe.algorithm.group_size if profile else 0.0
     cores = _cores(run.recipe)
     settled = [step for one in runs for step in one.settled]
     fed = [_tokens(step) + prompted * step.data["rows"] for step in settled]
@@ -86,7 +103,11 @@ def measured_costs(stream: Iterable[Event], folder: Path, recipe: Recipe | None 
         for swap in measured["sync"]
         if swap["worker"].startswith("rollout-") and swap.get("exposed_seconds")
     ]
-    reference = [one for one in measured["stage"] if one["stage"] == "reference" and one["tokens"] and one.get("busy")]
+    reference = [
+        one
+        for one in measured["stage"]
+        if one["stage"] == "reference" and one["tokens"] and one.get("busy")
+    ]
     costs = Costs(
         row_rate=run.row_rate,
         saturation_rows=run.saturation_rows,
@@ -95,7 +116,9 @@ def measured_costs(stream: Iterable[Event], folder: Path, recipe: Recipe | None 
         token_seconds=by_token,
         swap_seconds=median(swap["exposed_seconds"] for swap in swaps) if swaps else 0.0,
         copy_seconds=median(swap.get("hidden_seconds") or 0.0 for swap in swaps) if swaps else 0.0,
-        reference_token_seconds=reference[-1]["busy"] / reference[-1]["tokens"] if reference else 0.0,
+        reference_token_seconds=reference[-1]["busy"] / reference[-1]["tokens"]
+        if reference
+        else 0.0,
         between_steps=run.between,
         dropped=_dropped(measured["ledger"]),
         cores=cores,
@@ -118,7 +141,10 @@ def measured_costs(stream: Iterable[Event], folder: Path, recipe: Recipe | None 
     found = _lengths(folder / FOLDER, run.steps[0].data["step"])
     found = found or [[round(step.data["response_length_mean"])] for step in run.steps]
     lengths = DrawnLengths(
-        run.recipe.algorithm.group_size, run.recipe.rollout.max_tokens, measured=found, seed=run.recipe.seed
+        run.recipe.algorithm.group_size,
+        run.recipe.rollout.max_tokens,
+        measured=found,
+        seed=run.recipe.seed,
     )
     fits = [_fitted(costs, lengths, one) for one in runs]
     return (_divided(fits, runs) if len(fits) > 1 else fits[0]), lengths
@@ -126,10 +152,13 @@ def measured_costs(stream: Iterable[Event], folder: Path, recipe: Recipe | None 
 
 @dataclass
 class _Measured:
-    """What the events of a run say. ``settled``: steps without those in which the pipeline fills and drains; the first one
-    has one before it. ``between``: seconds. ``row_rate``, ``saturation_rows``: as in :class:`Costs`. ``busy``: share of the
-    time, of its rollout workers; None where the trainer has waited for samples. ``starts``: seconds until a replica that was
-    started decodes."""
+    """What the events of a run say.
+
+    ``settled``: steps without those in which the pipeline fills and drains; the first one has one
+    before it. ``between``: seconds. ``row_rate``, ``saturation_rows``: as in :class:`Costs`.
+    ``busy``: share of the time, of its rollout workers; None where the trainer has waited for
+    samples. ``starts``: seconds until a replica that was started decodes.
+    """
 
     recipe: Recipe
     steps: list[Event]
@@ -145,15 +174,19 @@ class _Measured:
     def of(cls, stream: Iterable[Event], folder: Path, recipe: Recipe) -> _Measured:
         """Raises NotMeasured."""
         events = defaultdict[str, list[Mapping[str, Any]]](list)
-        steps, trainer = list[Event](), list[tuple[float, ...]]()
-        begun, starts = dict[str, float](), list[float]()
+        steps = list[Event]()
+        trainer = list[tuple[float, ...]]()
+        begun = dict[str, float]()
+        starts = list[float]()
         for event in stream:
             events[event.kind].append(event.data)
             if event.kind == "step" and event.data.get("train_seconds"):
                 steps.append(event)
             elif event.kind == "stage" and event.data["stage"] == "update":
                 trained = sum(step.data["train_seconds"] for step in steps)
-                trainer.append((event.data["wall"], event.data["waiting_input"], trained, len(steps)))
+                trainer.append(
+                    (event.data["wall"], event.data["waiting_input"], trained, len(steps))
+                )
             elif event.kind == "worker" and event.data["stage"] == "rollout":
                 if event.data["change"] in ("started", "died"):
                     begun.setdefault(event.data["worker"], event.time)
@@ -165,7 +198,17 @@ class _Measured:
         margin, (between, waited) = margin_of(len(steps)), _between(trainer)
         settled = steps[max(1, margin) : len(steps) - margin + 1]
         row_rate, rows, busy = _decoding(events["stage"], recipe.rollout.max_rows)
-        return cls(recipe, steps, settled, events, between, row_rate, rows, None if waited > WAITED else busy, starts)
+        return cls(
+            recipe,
+            steps,
+            settled,
+            events,
+            between,
+            row_rate,
+            rows,
+            None if waited > WAITED else busy,
+            starts,
+        )
 
     @property
     def seconds(self) -> float:
@@ -174,9 +217,12 @@ class _Measured:
 
 
 def with_smaller_steps(recipe: Recipe) -> Recipe | None:
-    """``recipe`` with half as many groups in a step, for the run in :data:`SMALLER`; None where that is no valid recipe."""
+    """``recipe`` with half as many groups in a step, for the run in :data:`SMALLER`; None where
+    that is no valid recipe."""
     try:
-        return compare_recipe(recipe, [f"train.groups_per_step={recipe.train.groups_per_step // 2}"])
+        return compare_recipe(
+            recipe, [f"train.groups_per_step={recipe.train.groups_per_step // 2}"]
+        )
     except RecipeError:
         return None
 
@@ -191,10 +237,15 @@ def _training(step: Event, *, alone: bool) -> float:
 
 
 def _cores(recipe: Recipe) -> int:
-    """CPU cores of this machine, where one rank and all replicas of ``recipe`` compute on them; 0 elsewhere."""
+    """CPU cores of this machine, where one rank and all replicas of ``recipe`` compute on them; 0
+    elsewhere."""
     kinds = on_this_node()
-    found = [wanted_devices(recipe, worker, kinds) for worker in workers_of(recipe) if worker[0] in SIDES]
-    alone = recipe.launch.launcher != "ray" and not remote_workers(recipe) and recipe.train.ranks == 1
+    found = [
+        wanted_devices(recipe, worker, kinds) for worker in workers_of(recipe) if worker[0] in SIDES
+    ]
+    alone = (
+        recipe.launch.launcher != "ray" and not remote_workers(recipe) and recipe.train.ranks == 1
+    )
     return cores_here() if alone and all(one and one[0] == "cpu" for one in found) else 0
 
 
@@ -208,7 +259,8 @@ def _dropped(ledgers: list[Mapping[str, Any]]) -> float:
 
 
 def _lengths(folder: Path, oldest_step: int) -> list[list[int]]:
-    """Tokens of the newest samples below ``folder``, by group, of ``oldest_step`` and later ones."""
+    """Tokens of the newest samples below ``folder``, by group, of ``oldest_step`` and later
+    ones."""
     by_group = defaultdict[tuple[int, int], list[int]](list)
     for sample in read(folder, lambda _: True, limit=SAMPLES, oldest_step=oldest_step)[0]:
         by_group[sample["step"], sample["group"]].append(sample["tokens"])
@@ -216,9 +268,9 @@ def _lengths(folder: Path, oldest_step: int) -> list[list[int]]:
 
 
 def _fitted(costs: Costs, lengths: DrawnLengths, run: _Measured) -> Costs:
-    """``costs`` with the rate of generation with which the simulated run is as the measured one: in the share of time in
-    which rollout workers are busy; where the trainer has waited, in tokens/s. Where engines share cores, with as many other
-    threads as make its training as slow."""
+    """``costs`` with the rate of generation with which the simulated run is as the measured one: in
+    the share of time in which rollout workers are busy; where the trainer has waited, in tokens/s.
+    Where engines share cores, with as many other threads as make its training as slow."""
     busy = run.busy
     if busy is not None and not LEAST_BUSY < busy < 1 - LEAST_BUSY:
         return costs  # any rate would do
@@ -226,17 +278,22 @@ def _fitted(costs: Costs, lengths: DrawnLengths, run: _Measured) -> Costs:
     simulated = max(6, min(16, FITTED_SAMPLES // (HALVINGS * rows)))
     setup = setup_of(run.recipe, steps=simulated)
     wanted = sum(map(_tokens, run.settled)) / run.seconds
-    trained, trained_alone = (fmean(_training(step, alone=alone) for step in run.settled) for alone in (False, True))
-    row_rate, most = costs.row_rate, 2 * setup.replicas * run.seconds / len(run.settled) / rows
+    trained, trained_alone = (
+        fmean(_training(step, alone=alone) for step in run.settled) for alone in (False, True)
+    )
+    row_rate = costs.row_rate
+    most = 2 * setup.replicas * run.seconds / len(run.settled) / rows
 
     def generating(costs: Costs, speed: float) -> Costs:
         """``speed``: from 0 to 1."""
-        if costs.saturation_rows == inf:  # decoding was measured alone: unknown is what a response takes beside it
+        # decoding was measured alone: unknown is what a response takes beside it
+        if costs.saturation_rows == inf:
             return replace(costs, response_seconds=(1 - speed) * most)
         return replace(costs, row_rate=row_rate * WITHIN ** (2 * speed - 1))
 
     for _ in range(ROUNDS if costs.cores else 1):
-        slow, fast = 0.0, 1.0
+        slow = 0.0
+        fast = 1.0
         for _ in range(HALVINGS):
             middle = (slow + fast) / 2
             found = forecast(setup, generating(costs, middle), lengths)
@@ -248,15 +305,19 @@ def _fitted(costs: Costs, lengths: DrawnLengths, run: _Measured) -> Costs:
         if costs.cores:
             found = forecast(setup, costs, lengths)
             slower = (trained - found.training * found.step_seconds) / trained_alone
-            costs = replace(costs, other_threads=max(0.0, costs.other_threads + costs.cores * slower))
+            costs = replace(
+                costs, other_threads=max(0.0, costs.other_threads + costs.cores * slower)
+            )
     return costs
 
 
 def _divided(fits: Sequence[Costs], runs: Sequence[_Measured]) -> Costs:
-    """The costs of the first of two fits, with the time that a step's responses take beside decoding divided into one of
-    each response and one of each swap, which a smaller step has as well."""
+    """The costs of the first of two fits, with the time that a step's responses take beside
+    decoding divided into one of each response and one of each swap, which a smaller step has as
+    well."""
     (more, fewer), (costs, smaller) = (_rows(run.recipe) for run in runs), fits
-    taken, taken_smaller = costs.response_seconds * more, smaller.response_seconds * fewer
+    taken = costs.response_seconds * more
+    taken_smaller = smaller.response_seconds * fewer
     of_response = min(max(0.0, (taken - taken_smaller) / (more - fewer)), costs.response_seconds)
     of_swap = (taken - of_response * more) / runs[0].recipe.replicas
     return replace(costs, response_seconds=of_response, swap_seconds=costs.swap_seconds + of_swap)
@@ -268,10 +329,18 @@ def _rows(recipe: Recipe) -> int:
 
 
 def _line(x: list[float], y: list[float]) -> tuple[float, float]:
-    """Slope and offset of y over x, neither below 0. Where x hardly varies, or does not explain y, all is slope."""
-    at, of = fmean(x), fmean(y)
+    """Slope and offset of y over x, neither below 0.
+
+    Where x hardly varies, or does not explain y, all is slope.
+    """
+    at = fmean(x)
+    of = fmean(y)
     spread = sum((one - at) ** 2 for one in x)
-    slope = sum((one - at) * (other - of) for one, other in zip(x, y, strict=True)) / spread if spread else 0.0
+    slope = (
+        sum((one - at) * (other - of) for one, other in zip(x, y, strict=True)) / spread
+        if spread
+        else 0.0
+    )
     explained = slope**2 * spread / (sum((other - of) ** 2 for other in y) or 1.0)
     if explained < 0.5 or not 0 < slope * at < of:
         return of / at, 0.0
@@ -279,30 +348,39 @@ def _line(x: list[float], y: list[float]) -> tuple[float, float]:
 
 
 def _between(trainer: list[tuple[float, ...]]) -> tuple[float, float]:
-    """Seconds a step that the trainer neither trained nor waited for samples, from the first step to the last one; and the
-    share of the time that it waited. A share that is small counts as its turn-around: the samples lay ready."""
+    """Seconds a step that the trainer neither trained nor waited for samples, from the first step
+    to the last one; and the share of the time that it waited. A share that is small counts as its
+    turn-around: the samples lay ready."""
     ends = dict[float, tuple[float, ...]]()  # number of steps -> the first report after them
     for moment in trainer:
         ends.setdefault(moment[3], moment)
     after = [ends[steps] for steps in sorted(ends) if steps > 0]
     if len(after) < 2:
         return 0.0, 0.0
-    wall, waited, trained, steps = (last - first for first, last in zip(after[0], after[-1], strict=True))
+    wall, waited, trained, steps = (
+        last - first for first, last in zip(after[0], after[-1], strict=True)
+    )
     turn = wall - trained - (waited if waited / wall > WAITED else 0.0)
     return max(0.0, turn / steps), waited / wall
 
 
 def _decoding(stages: list[Mapping[str, Any]], max_rows: int) -> tuple[float, float, float]:
-    """Tokens/s of one response, over the time that responses were held by a rollout worker, of which ``max_rows`` decode;
-    how many of them did when it was nearly full; and the share of the time that the workers were busy. Where none was held
-    at any report, half of ``max_rows`` were while the worker was busy."""
-    decoding, row_seconds, tokens, busy, wall = list[float](), 0.0, 0, 0.0, 0.0
+    """Tokens/s of one response, over the time that responses were held by a rollout worker, of
+    which ``max_rows`` decode; how many of them did when it was nearly full; and the share of the
+    time that the workers were busy. Where none was held at any report, half of ``max_rows`` were
+    while the worker was busy."""
+    decoding = list[float]()
+    row_seconds = 0.0
+    tokens = 0
+    busy = 0.0
+    wall = 0.0
     before = dict[str, Mapping[str, Any]]()
     for now in stages:
         if now["stage"] != "rollout":
             continue
         last = before.get(now["worker"])
-        if last and last["tokens"] and now["wall"] > last["wall"]:  # less: another process of that name
+        # less: another process of that name
+        if last and last["tokens"] and now["wall"] > last["wall"]:
             held = min(max_rows, (now["in_flight"] + last["in_flight"]) / 2)
             decoding.append(min(max_rows, now["in_flight"]))
             row_seconds += held * (now["wall"] - last["wall"])
@@ -311,10 +389,17 @@ def _decoding(stages: list[Mapping[str, Any]], max_rows: int) -> tuple[float, fl
             wall += now["wall"] - last["wall"]
         before[now["worker"]] = now
     if not tokens:  # a run of a few seconds: no worker has reported twice
-        tokens, busy, wall = (sum(last[name] for last in before.values()) for name in ("tokens", "busy", "wall"))
+        tokens, busy, wall = (
+            sum(last[name] for last in before.values()) for name in ("tokens", "busy", "wall")
+        )
     if not row_seconds:
-        decoding, row_seconds = [max_rows], busy * max_rows / 2
+        decoding = [max_rows]
+        row_seconds = busy * max_rows / 2
     if tokens <= 0 or row_seconds <= 0:
         wrong = "no rollout worker has reported tokens"
         raise NotMeasured("the run", wrong, "give a run that has generated its responses")
-    return tokens / row_seconds, max(1.0, sorted(decoding)[int(0.9 * (len(decoding) - 1))]), busy / wall
+    return (
+        tokens / row_seconds,
+        max(1.0, sorted(decoding)[int(0.9 * (len(decoding) - 1))]),
+        busy / wall,
+    )

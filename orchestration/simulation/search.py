@@ -1,12 +1,12 @@
-"""Which split of devices and which staleness: every choice that fits is simulated, and the rest is ranked. And what a run
-would do with other keys.
+"""Which split of devices and which staleness: every choice that fits is simulated, and the rest is
+ranked. And what a run would do with other keys.
 
     devices ──▶ rollout workers × ranks of training (× reference) ──┐
     staleness 0 … 8 ────────────────────────────────────────────────┴▶ check ─▶ memory ─▶ simulate ─▶ rank, Pareto
 
-With measured costs, training on n times the ranks takes 1/n of the time of its tokens, which is right while communication is
-hidden, and an engine decodes as fast as the one that was measured. With derived costs, bytes that ranks send count too, and
-tensor-parallel ranks are tried.
+With measured costs, training on n times the ranks takes 1/n of the time of its tokens, which is
+right while communication is hidden, and an engine decodes as fast as the one that was measured.
+With derived costs, bytes that ranks send count too, and tensor-parallel ranks are tried.
 """
 
 from __future__ import annotations
@@ -26,24 +26,44 @@ from orchestration.simulation.recorded import recipe_of, recorded_costs
 from pipeline.problems import Problem
 
 SIMULATED = (  # keys of a recipe whose effect is simulated
-    *("pipeline.staleness", "pipeline.window", "pipeline.admission", "train.groups_per_step", "algorithm.group_size"),
-    *("rollout.workers", "rollout.max_rows", "rollout.budget", "rollout.on_update", "train.dp", "train.tp"),
+    *(
+        "pipeline.staleness",
+        "pipeline.window",
+        "pipeline.admission",
+        "train.groups_per_step",
+        "algorithm.group_size",
+    ),
+    *(
+        "rollout.workers",
+        "rollout.max_rows",
+        "rollout.budget",
+        "rollout.on_update",
+        "train.dp",
+        "train.tp",
+    ),
     *("sync.rolling", "sync.at_once"),
 )
-FIXED = ("pipeline.staleness_min=0",)  # the bound is a number, also where the recipe leaves it to the run
+# the bound is a number, also where the recipe leaves it to the run
+FIXED = ("pipeline.staleness_min=0",)
 BOUNDS = (0, 1, 2, 3, 4, 8)
 SAMPLES = 1_000_000  # that a search simulates, at most: some seconds
 ROOM = 1 << 40  # bytes of an arena that has room for any run
-FEWEST_STEPS, MOST_STEPS = 8, 40
+FEWEST_STEPS = 8
+MOST_STEPS = 40
 # What a what-if simulates at most: some seconds on one core, and less than a gigabyte.
-MOST_REPLICAS, MOST_ROWS, MOST_OF_A_GROUP = 1000, 1 << 16, 4096
+MOST_REPLICAS = 1000
+MOST_ROWS = 1 << 16
+MOST_OF_A_GROUP = 4096
 MOST_OF_A_STEP = SAMPLES // (10 * FEWEST_STEPS)  # samples
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A split of devices. ``changes``: keys of the recipe, as with ``--set``. ``pareto``: no other choice has both more
-    tokens/s and a lower mean staleness. ``refused``: why it cannot run; its forecast is None then."""
+    """A split of devices.
+
+    ``changes``: keys of the recipe, as with ``--set``. ``pareto``: no other choice has both more
+    tokens/s and a lower mean staleness. ``refused``: why it cannot run; its forecast is None then.
+    """
 
     changes: tuple[str, ...]
     devices: int
@@ -56,23 +76,34 @@ CostsOf = Callable[[Recipe], Costs]
 
 
 def scaled(costs: Costs, ranks: int) -> CostsOf:
-    """``costs`` measured with training on ``ranks`` ranks, for recipes with other numbers of them."""
-    return lambda recipe: replace(costs, token_seconds=costs.token_seconds * ranks / recipe.train.ranks)
+    """``costs`` measured with training on ``ranks`` ranks, for recipes with other numbers of
+    them."""
+    return lambda recipe: replace(
+        costs, token_seconds=costs.token_seconds * ranks / recipe.train.ranks
+    )
 
 
 def costs_of_run(folder: Path) -> tuple[CostsOf, DrawnLengths]:
-    """Costs and lengths measured in the run in ``folder``, for its recipe with other keys. Raises NotMeasured."""
+    """Costs and lengths measured in the run in ``folder``, for its recipe with other keys.
+
+    Raises NotMeasured.
+    """
     costs, lengths = recorded_costs(folder)
     return scaled(costs, recipe_of(folder).train.ranks), lengths
 
 
 def what_if(folder: Path, overrides: Sequence[str]) -> tuple[Forecast, Forecast]:
-    """By the costs of the run in ``folder``: a forecast of it as it is, and one with ``overrides`` (``KEY=VALUE``, of
-    :data:`SIMULATED`). Raises NotMeasured and RecipeError."""
+    """By the costs of the run in ``folder``: a forecast of it as it is, and one with ``overrides``
+    (``KEY=VALUE``, of :data:`SIMULATED`). Raises NotMeasured and RecipeError."""
     recipe = recipe_of(folder)
-    given = [(key.strip(), value) for key, _, value in (override.partition("=") for override in overrides)]
+    given = [
+        (key.strip(), value)
+        for key, _, value in (override.partition("=") for override in overrides)
+    ]
     fix = f"use some of {', '.join(SIMULATED)}"
-    if other := [Problem(key, value, "is not simulated", fix) for key, value in given if key not in SIMULATED]:
+    if other := [
+        Problem(key, value, "is not simulated", fix) for key, value in given if key not in SIMULATED
+    ]:
         raise RecipeError(recipe.name, other)
     fixed = FIXED if "pipeline.staleness" in dict(given) else ()
     changed = compare_recipe(recipe, (*overrides, *fixed))
@@ -83,7 +114,9 @@ def what_if(folder: Path, overrides: Sequence[str]) -> tuple[Forecast, Forecast]
     def of(one: Recipe) -> Forecast:
         rows = one.train.groups_per_step * one.algorithm.group_size
         steps = min(MOST_STEPS, max(FEWEST_STEPS, SAMPLES // (10 * rows)))
-        return forecast(setup_of(one, steps=steps), costs(one), lengths.of_groups(one.algorithm.group_size))
+        return forecast(
+            setup_of(one, steps=steps), costs(one), lengths.of_groups(one.algorithm.group_size)
+        )
 
     return of(recipe), of(changed)
 
@@ -99,9 +132,13 @@ def _larger(recipe: Recipe) -> Iterator[Problem]:
     ):
         if value > most:
             yield Problem(key, value, wrong, f"give at most {most}")
-    groups, size = recipe.train.groups_per_step, recipe.algorithm.group_size
+    groups = recipe.train.groups_per_step
+    size = recipe.algorithm.group_size
     if groups * size > MOST_OF_A_STEP:
-        fix = f"give at most {MOST_OF_A_STEP} samples a step: {max(1, MOST_OF_A_STEP // size)} groups of {size}"
+        fix = (
+            f"give at most {MOST_OF_A_STEP} samples a step: {max(1, MOST_OF_A_STEP // size)} "
+            f"groups of {size}"
+        )
         yield Problem("train.groups_per_step", groups, wrong, fix)
 
 
@@ -116,21 +153,27 @@ def search(
     device_memory: int = 0,
     failures: float = 0.0,
 ) -> list[Choice]:
-    """Simulate the splits of ``devices`` devices at each of ``bounds``; the fastest first, those that cannot run last.
-    ``tensor_parallel``: values of train.tp, none: the recipe's. ``device_memory``: bytes of a device, 0: not looked at.
+    """Simulate the splits of ``devices`` devices at each of ``bounds``; the fastest first, those
+    that cannot run last.
+    ``tensor_parallel``: values of train.tp, none: the recipe's. ``device_memory``: bytes of a
+    device, 0: not looked at.
     ``failures``: of each replica, an hour. Raises ValueError where the devices are too few."""
     others = devices - (1 if recipe.reference_is_here else 0)
     if others < 2:
         raise ValueError(
-            f"--devices: {devices} is too few; rollout, training and a reference of its own take a device each, here "
-            f"{devices - others + 2}"
+            f"--devices: {devices} is too few; rollout, training and a reference of its own take a "
+            f"device each, here {devices - others + 2}"
         )
     wanted = list(_changes(recipe, others, bounds, tensor_parallel))
     rows = recipe.train.groups_per_step * recipe.algorithm.group_size
     steps = min(MOST_STEPS, max(FEWEST_STEPS, SAMPLES // (len(wanted) * rows)))
-    found = [_tried(recipe, changes, costs, lengths, steps, device_memory, failures) for changes in wanted]
+    found = [
+        _tried(recipe, changes, costs, lengths, steps, device_memory, failures)
+        for changes in wanted
+    ]
     runs = sorted((choice for choice in found if choice.forecast), key=_speed, reverse=True)
-    freshest, marked = float("inf"), []
+    freshest = float("inf")
+    marked = []
     for choice in runs:
         assert choice.forecast is not None
         best = choice.forecast.staleness_mean < freshest
@@ -146,13 +189,22 @@ def _speed(choice: Choice) -> float:
 def _changes(
     recipe: Recipe, devices: int, bounds: Sequence[int], tensor_parallel: Sequence[int]
 ) -> Iterator[tuple[str, ...]]:
-    bounded = [(f"pipeline.staleness={bound}", *(FIXED if recipe.pipeline.staleness_min else ())) for bound in bounds]
+    bounded = [
+        (f"pipeline.staleness={bound}", *(FIXED if recipe.pipeline.staleness_min else ()))
+        for bound in bounds
+    ]
     replica = recipe.train.model_copy(update={"dp": 1})
-    trainers = {f"train.tp={tp}": replica.model_copy(update={"tp": tp}) for tp in tensor_parallel} or {"": replica}
+    trainers = {
+        f"train.tp={tp}": replica.model_copy(update={"tp": tp}) for tp in tensor_parallel
+    } or {"": replica}
     for (change, trainer), ranks in itertools.product(trainers.items(), range(1, devices)):
         rollouts = devices - ranks * trainer.ranks
         if rollouts > 0:
-            split = f"rollout.workers={rollouts}", f"train.dp={ranks}", *(() if trainer == replica else (change,))
+            split = (
+                f"rollout.workers={rollouts}",
+                f"train.dp={ranks}",
+                *(() if trainer == replica else (change,)),
+            )
             yield from ((*split, *bound) for bound in bounded)
     each = replica.ranks
     if not recipe.colocated and devices % each == 0:

@@ -7,8 +7,9 @@
                   └──▶ each replica: copy, its turn, swap
 
 Rules and arithmetic of the bound are :mod:`pipeline.staleness`'s; a replica's clock is that of
-:mod:`stages.engines.mock.engines`: one clock for all rows, whose rate depends on how many decode. Nothing here sleeps: a
-simulated run of 100,000 samples takes about a second. Equal arguments give equal results.
+:mod:`stages.engines.mock.engines`: one clock for all rows, whose rate depends on how many decode.
+Nothing here sleeps: a simulated run of 100,000 samples takes about a second. Equal arguments give
+equal results.
 """
 
 from __future__ import annotations
@@ -27,13 +28,17 @@ from pipeline.staleness import StalenessPlan
 
 @dataclass(frozen=True)
 class Setup:
-    """The workers and limits of a simulated run. ``max_rows``: responses that a replica decodes at once, of ``most_rows``
-    that it holds. ``first_groups``: groups of a replica's first claim. ``budget``: tokens of one visit of a response, 0:
-    all. ``cut``: a swap parks what decodes. ``at_once``: replicas that may swap together, 0: all. ``references``: workers
-    that compute reference logprobs, 0: no such stage. ``failures``: of each replica, an hour. ``paced``: the gate admits
-    groups as late as keeps the trainer fed. ``replica_threads``, ``trainer_threads``: on which a replica and the trainer
-    compute, where they share the cores of one machine. Warehouses have room for all that the bound lets in: a recipe in
-    which they have not is refused."""
+    """The workers and limits of a simulated run.
+
+    ``max_rows``: responses that a replica decodes at once, of ``most_rows`` that it holds.
+    ``first_groups``: groups of a replica's first claim. ``budget``: tokens of one visit of a
+    response, 0: all. ``cut``: a swap parks what decodes. ``at_once``: replicas that may swap
+    together, 0: all. ``references``: workers that compute reference logprobs, 0: no such stage.
+    ``failures``: of each replica, an hour. ``paced``: the gate admits groups as late as keeps the
+    trainer fed. ``replica_threads``, ``trainer_threads``: on which a replica and the trainer
+    compute, where they share the cores of one machine. Warehouses have room for all that the bound
+    lets in: a recipe in which they have not is refused.
+    """
 
     plan: StalenessPlan
     group_size: int
@@ -56,8 +61,9 @@ class Setup:
 
 @dataclass(frozen=True)
 class Step:
-    """An optimizer step: seconds from the run's beginning to its end, seconds of training, seconds that the trainer waited
-    before it; response tokens, samples, and how many of them had each staleness."""
+    """An optimizer step: seconds from the run's beginning to its end, seconds of training, seconds
+    that the trainer waited before it; response tokens, samples, and how many of them had each
+    staleness."""
 
     at: float
     train_seconds: float
@@ -87,7 +93,9 @@ class _Replica:
     """A rollout worker: the mock engine's clock, without what tokens are."""
 
     def __init__(self, number: int) -> None:
-        self.number, self.version, self.held = number, 0, 0
+        self.number = number
+        self.version = 0
+        self.held = 0
         self.waiting: deque[_Row] = deque()
         self.decoding: list[
             tuple[float, int, _Row, int, float]
@@ -105,7 +113,8 @@ class _Replica:
         self.time = now
 
     def join(self, setup: Setup, costs: Costs, alone: Sequence[float]) -> None:
-        """Waiting rows begin to decode while there is room. ``alone``: rates with cores of its own."""
+        """Waiting rows begin to decode while there is room. ``alone``: rates with cores of its
+        own."""
         prefilled = 0.0
         while self.waiting and len(self.decoding) < setup.max_rows:
             row = group, place, begun = self.waiting.popleft()
@@ -127,7 +136,8 @@ class _Replica:
 
     def park(self) -> list[_Row]:
         """Rows with a token of this visit leave; the others stay."""
-        staying, parked = [], []
+        staying = []
+        parked = []
         for entry in self.decoding:
             _, _, (group, place, begun), _, start = entry
             made = int(self.clock - start + 1e-9)
@@ -144,11 +154,14 @@ class Simulator:
     """One simulated run. :meth:`run` returns its steps."""
 
     def __init__(self, setup: Setup, costs: Costs, lengths: LengthsOf) -> None:
-        self.setup, self.costs, self.lengths = setup, costs, lengths
+        self.setup = setup
+        self.costs = costs
+        self.lengths = lengths
         self.plan = setup.plan
         self.replicas = [_Replica(number) for number in range(setup.replicas)]
         self._alone = self._rates = [costs.rate(rows) for rows in range(setup.max_rows + 1)]
-        self._share = 1.0  # of their time in which threads compute, where there are more of them than cores
+        # of their time in which threads compute, where there are more of them than cores
+        self._share = 1.0
         self.steps: list[Step] = []
         self.now = 0.0
         self._random = Random(setup.seed)
@@ -177,7 +190,8 @@ class Simulator:
         while len(self.steps) < self.setup.steps:
             if not self._events:
                 raise RuntimeError(
-                    f"the simulated run stands still after {len(self.steps)} steps: nothing can be claimed"
+                    f"the simulated run stands still after {len(self.steps)} steps: nothing can be "
+                    f"claimed"
                 )
             self.now, _, happen, arguments = heapq.heappop(self._events)
             happen(*arguments)
@@ -189,16 +203,21 @@ class Simulator:
         self._scheduled += 1
         heapq.heappush(self._events, (time, self._scheduled, happen, arguments))
 
-    # --- the gate and claims ----------------------------------------------------------------------------------------
+    # --- the gate and claims
+    # ----------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        setup, size = self.setup, self.setup.group_size
-        groups, last = self._groups, setup.steps * self.plan.groups_per_step + self._groups.dropped
+        setup = self.setup
+        size = self.setup.group_size
+        groups = self._groups
+        last = setup.steps * self.plan.groups_per_step + self._groups.dropped
         limit = min(groups.limit(self._version), last)
         if self._pacer is not None:
             self._pacer.see(self.now, self._version, groups.admitted - groups.dropped, groups.left)
             limit = min(limit, self._pacer.limit(self.now) + groups.dropped)
-        self._ready.extend(Group(number, self.lengths(number), size) for number in groups.admit(limit))
+        self._ready.extend(
+            Group(number, self.lengths(number), size) for number in groups.admit(limit)
+        )
         if self._ready or self._parked:
             for replica in self.replicas:
                 self._claim(replica)
@@ -212,14 +231,17 @@ class Simulator:
 
     def _claim(self, replica: _Replica) -> None:
         """Parked rows first, then groups, as many as there is room for."""
-        setup, limit = self.setup, self._groups.limit(replica.version)
+        setup = self.setup
+        limit = self._groups.limit(replica.version)
         if replica.gone:
             return
         joined = False
         room = setup.most_rows - replica.held
         while self._parked and room > 0 and self._parked[0][0].number < limit:
             replica.waiting.append(self._parked.popleft())
-            replica.held, room, joined = replica.held + 1, room - 1, True
+            replica.held = replica.held + 1
+            room = room - 1
+            joined = True
         most = room // setup.group_size
         if not replica.claimed:
             most = min(most, setup.first_groups)
@@ -227,18 +249,25 @@ class Simulator:
             group = self._ready.popleft()
             replica.waiting.extend((group, place, 0) for place in range(setup.group_size))
             replica.held += setup.group_size
-            most, joined, replica.claimed = most - 1, True, True
+            most = most - 1
+            joined = True
+            replica.claimed = True
         if joined:
             replica.advance(self.now, self._rates)
             replica.join(self.setup, self.costs, self._alone)
             self._arm(replica)
 
-    # --- a replica's clock --------------------------------------------------------------------------------------------
+    # --- a replica's clock
+    # --------------------------------------------------------------------------------------------
 
     def _arm(self, replica: _Replica) -> None:
         replica.stamp += 1
         if replica.decoding and not replica.stopped:
-            end = self.now + max(0.0, replica.decoding[0][0] - replica.clock) / self._rates[len(replica.decoding)]
+            end = (
+                self.now
+                + max(0.0, replica.decoding[0][0] - replica.clock)
+                / self._rates[len(replica.decoding)]
+            )
             self._at(end, self._end_row, replica, replica.stamp)
 
     def _end_row(self, replica: _Replica, stamp: int) -> None:
@@ -248,7 +277,8 @@ class Simulator:
         while True:
             end, _, (group, place, _), until, _ = heapq.heappop(replica.decoding)
             replica.busy += self.now - replica.time
-            replica.clock, replica.time = end, self.now
+            replica.clock = end
+            replica.time = self.now
             replica.held -= 1
             if replica.waiting:
                 replica.join(self.setup, self.costs, self._alone)
@@ -265,13 +295,18 @@ class Simulator:
             if replica.stopped or not replica.decoding:
                 replica.stamp += 1
                 return
-            following = self.now + max(0.0, replica.decoding[0][0] - replica.clock) / self._rates[len(replica.decoding)]
+            following = (
+                self.now
+                + max(0.0, replica.decoding[0][0] - replica.clock)
+                / self._rates[len(replica.decoding)]
+            )
             if self._events and self._events[0][0] <= following:
                 self._arm(replica)
                 return
             self.now = following
 
-    # --- between rollout and update ----------------------------------------------------------------------------------
+    # --- between rollout and update
+    # ----------------------------------------------------------------------------------
 
     def _ended(self, group: Group) -> None:
         if self._references:
@@ -290,7 +325,8 @@ class Simulator:
         elif self._groups.complete(group):
             self._train()
 
-    # --- training ------------------------------------------------------------------------------------------------------
+    # --- training
+    # ----------------------------------------------------------------------------------------------
 
     def _train(self) -> None:
         if self._training or not (groups := self._groups.pick()):
@@ -302,7 +338,9 @@ class Simulator:
         tokens = sum(group.tokens for group in groups) + self.costs.prompt_tokens * len(groups)
         seconds = self.costs.step_seconds + self.costs.token_seconds * tokens
         self._training = True
-        self._batch = _Batch(groups, self.now, self.now - self._idle_since, stale, seconds, self.now)
+        self._batch = _Batch(
+            groups, self.now, self.now - self._idle_since, stale, seconds, self.now
+        )
         if self.setup.colocated:
             self._stop_all(True)
         self._arm_trainer(self._batch)
@@ -314,14 +352,18 @@ class Simulator:
     def _trained(self, batch: _Batch, stamp: int) -> None:
         if stamp != batch.stamp:
             return
-        self._batch, tokens = None, sum(group.tokens for group in batch.groups)
+        self._batch = None
+        tokens = sum(group.tokens for group in batch.groups)
         rows = len(batch.groups) * self.setup.group_size
-        self.steps.append(Step(self.now, self.now - batch.began, batch.waited, tokens, rows, batch.staleness))
+        self.steps.append(
+            Step(self.now, self.now - batch.began, batch.waited, tokens, rows, batch.staleness)
+        )
         self._at(self.now + self.costs.between_steps, self._published)
 
     def _published(self) -> None:
         self._version += 1
-        self._training, self._idle_since = False, self.now
+        self._training = False
+        self._idle_since = self.now
         if self.setup.colocated:
             self._stop_all(False)
         self._admit()
@@ -339,10 +381,14 @@ class Simulator:
         self._arm(replica)
 
     def _share_cores(self) -> None:
-        """Threads that compute at the same time take turns on the machine's cores: all of them slow down alike."""
-        setup, batch = self.setup, self._batch
+        """Threads that compute at the same time take turns on the machine's cores: all of them slow
+        down alike."""
+        setup = self.setup
+        batch = self._batch
         threads = self.costs.other_threads + (setup.trainer_threads if self._training else 0)
-        threads += setup.replica_threads * sum(bool(one.decoding) and not one.stopped for one in self.replicas)
+        threads += setup.replica_threads * sum(
+            bool(one.decoding) and not one.stopped for one in self.replicas
+        )
         share = min(1.0, self.costs.cores / threads) if threads else 1.0
         if share == self._share:
             return
@@ -351,13 +397,15 @@ class Simulator:
         if batch:
             batch.left -= (self.now - batch.time) * self._share
             batch.time = self.now
-        self._share, self._rates = share, [rate * share for rate in self._alone]
+        self._share = share
+        self._rates = [rate * share for rate in self._alone]
         for replica in self.replicas:
             self._arm(replica)
         if batch:
             self._arm_trainer(batch)
 
-    # --- swaps and failures ----------------------------------------------------------------------------------------------
+    # --- swaps and failures
+    # ----------------------------------------------------------------------------------------------
 
     def _take(self, replica: _Replica) -> None:
         if replica.taking or replica.gone or replica.version >= self._version:
@@ -380,7 +428,8 @@ class Simulator:
         if self.setup.cut:
             self._parked.extend(replica.park())
             replica.join(self.setup, self.costs, self._alone)
-        replica.version, replica.taking = max(replica.version, version), False
+        replica.version = max(replica.version, version)
+        replica.taking = False
         self._swapping -= 1
         self._set_stopped(replica, replica.gone or (self.setup.colocated and self._training))
         self._next_turn()
@@ -389,16 +438,22 @@ class Simulator:
 
     def _plan_failure(self, replica: _Replica) -> None:
         if self.setup.failures:
-            self._at(self.now + self._random.expovariate(self.setup.failures / 3600), self._fail, replica)
+            self._at(
+                self.now + self._random.expovariate(self.setup.failures / 3600), self._fail, replica
+            )
 
     def _fail(self, replica: _Replica) -> None:
-        """The replica's rows go back without the tokens of their visits, and it is gone until it has started again."""
+        """The replica's rows go back without the tokens of their visits, and it is gone until it
+        has started again."""
         replica.advance(self.now, self._rates)
         for _, _, row, until, start in replica.decoding:
             self.remade_tokens += max(0, min(until - row[2], int(replica.clock - start)))
             self._parked.append(row)
         self._parked.extend(replica.waiting)
-        replica.decoding, replica.held, replica.gone, replica.stopped = [], 0, True, True
+        replica.decoding = []
+        replica.held = 0
+        replica.gone = True
+        replica.stopped = True
         replica.waiting.clear()
         replica.stamp += 1
         self._at(self.now + self.costs.restart_seconds, self._started_again, replica)
@@ -406,7 +461,8 @@ class Simulator:
             self._claim(other)
 
     def _started_again(self, replica: _Replica) -> None:
-        replica.gone, replica.version = False, self._version
+        replica.gone = False
+        replica.version = self._version
         self._set_stopped(replica, self.setup.colocated and self._training)
         self._claim(replica)
         self._plan_failure(replica)

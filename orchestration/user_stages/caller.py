@@ -1,9 +1,11 @@
-"""Calls a user's stage in a process of its own, without what its worker has: clients of the index, arenas, secrets.
+"""Calls a user's stage in a process of its own, without what its worker has: clients of the index,
+arenas, secrets.
 
     call ─▶ columns as a block ──▶ the process ─▶ process(rows) ──▶ a block, which is checked as a stranger's ─▶ columns
                                      └ it dies, or says what no stage can: the worker fails, and both are started again
 
-The process is forked by a server that was started with the environment of a user's code. It ends with the worker.
+The process is forked by a server that was started with the environment of a user's code. It ends
+with the worker.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ log = structlog.get_logger()
 
 ENTRY = "orchestration.user_stages.process"
 START_SECONDS = 120.0  # to import the stage, and to make it
-GRACE_SECONDS = 5.0  # in which the process reports that a call took too long; one that blocks it altogether cannot
+# in which the process reports that a call took too long; one that blocks it altogether cannot
+GRACE_SECONDS = 5.0
 END_SECONDS = 5.0  # in which it ends by itself, when its line has ended
 LONGEST = 4000  # characters of a text from the process
 
@@ -46,25 +49,39 @@ def stage_process(
     recipe: Recipe, section: StageSection, declared: StageDeclaration, log: Path, worker: str
 ) -> StageProcess:
     """What calls the stage of ``section`` for ``worker``, whose log is ``log``."""
-    model, tokenizer = recipe.model.source, ""
+    model = recipe.model.source
+    tokenizer = ""
     if "response_ids" in declared.needs:
         own = "tiny" if model == "mock" else model
         tokenizer = own if own in MADE_FROM_SEED else str(model_folder(own))
-    read, path = readable(section.read), import_path([section.use])
-    sandbox = Sandbox(read=read, network=section.network, memory=recipe.reward.memory) if section.sandbox else None
+    read = readable(section.read)
+    path = import_path([section.use])
+    sandbox = (
+        Sandbox(read=read, network=section.network, memory=recipe.reward.memory)
+        if section.sandbox
+        else None
+    )
     setup = Setup(section.use, section.options, declared, section.timeout, tokenizer, path, sandbox)
     environment = of_user_code(os.environ, recipe.reward.environment)
     title = f"asyncdock stage {worker}"
-    return StageProcess(setup, environment=environment, log=log, most=recipe.pipeline.arena, title=title)
+    return StageProcess(
+        setup, environment=environment, log=log, most=recipe.pipeline.arena, title=title
+    )
 
 
 class StageProcess(StageCaller):
-    """Calls the stage of ``setup`` in a process with ``environment``, whose output is appended to ``log``. ``most``: bytes
-    of the columns of an answer. ``title``: of the process in `ps`."""
+    """Calls the stage of ``setup`` in a process with ``environment``, whose output is appended to
+    ``log``. ``most``: bytes of the columns of an answer. ``title``: of the process in `ps`."""
 
-    def __init__(self, setup: Setup, *, environment: Mapping[str, str], log: Path, most: int, title: str) -> None:
-        self._setup, self._declared = setup, setup.declared
-        self._environment, self._log, self._most, self._title = dict(environment), log, most, title
+    def __init__(
+        self, setup: Setup, *, environment: Mapping[str, str], log: Path, most: int, title: str
+    ) -> None:
+        self._setup = setup
+        self._declared = setup.declared
+        self._environment = dict(environment)
+        self._log = log
+        self._most = most
+        self._title = title
         self._needs, self._makes = schema_of(self._declared.needs), schema_of(self._declared.makes)
         self._starter: Starter | None = None
         self._process: UserProcess | None = None
@@ -76,7 +93,9 @@ class StageProcess(StageCaller):
             self._setup = dataclasses.replace(self._setup, sandbox=sandbox)
         preload = (ENTRY, "stages.models") if self._setup.tokenizer else (ENTRY,)
         self._starter = Starter(FORKSERVER, preload=preload, environment=self._environment)
-        launch = Launch(ENTRY + ":main", [], self._environment, os.getcwd(), str(self._log), self._title)
+        launch = Launch(
+            ENTRY + ":main", [], self._environment, os.getcwd(), str(self._log), self._title
+        )
         self._process = process = await UserProcess.start(self._starter, launch, self._most)
         name = self._declared.name
         try:
@@ -84,7 +103,9 @@ class StageProcess(StageCaller):
                 await process.send(self._setup.to_head())
                 head, _ = await process.receive()
         except TimeoutError:
-            raise StageError(f"stage {name!r}: making it took more than {START_SECONDS:g} s; see {self._log}") from None
+            raise StageError(
+                f"stage {name!r}: making it took more than {START_SECONDS:g} s; see {self._log}"
+            ) from None
         except ProcessEnded as ended:
             raise StageProcessEnded(f"stage {name!r}: making it {ended}; see {self._log}") from None
         if "refused" in head:
@@ -93,7 +114,8 @@ class StageProcess(StageCaller):
 
     def _found_sandbox(self, sandbox: Sandbox) -> Sandbox:
         """``sandbox`` as this machine gives it. Raises StageError where it gives none."""
-        found, name = available(), self._declared.name
+        found = available()
+        name = self._declared.name
         if not found.mechanism:
             raise StageError(f"stage {name!r}: {found.shortfall}; {WAY_OUT}")
         if found.shortfall:
@@ -102,7 +124,8 @@ class StageProcess(StageCaller):
 
     async def call(self, columns: Mapping[str, Any], rows: int) -> Result:
         assert self._process is not None, "open() was not called"
-        name, body = self._declared.name, packed_rows(self._needs, columns)
+        name = self._declared.name
+        body = packed_rows(self._needs, columns)
         try:
             async with asyncio.timeout(self._setup.timeout + GRACE_SECONDS):
                 head, made = await self._process.ask({"rows": rows}, body)
@@ -117,12 +140,17 @@ class StageProcess(StageCaller):
             raise StageError(_text(head["error"]))
         if "dropped" in head:
             if self._declared.takes == "rows":
-                raise StageError(f"stage {name!r} takes rows, and its process dropped them; only groups can be dropped")
+                raise StageError(
+                    f"stage {name!r} takes rows, and its process dropped them; only "
+                    f"groups can be dropped"
+                )
             return Drop(_text(head["dropped"]))
         try:
             return unpacked_rows(self._makes, bytearray(made), rows)
         except BadRows as wrong:
-            raise StageError(f"stage {name!r} made its process send what are not its columns: {wrong}") from None
+            raise StageError(
+                f"stage {name!r} made its process send what are not its columns: {wrong}"
+            ) from None
 
     async def close(self) -> None:
         """End the process, and what it has started."""

@@ -1,9 +1,12 @@
-"""The process of a user's stage. Its standard input is a socket to its worker (:mod:`orchestration.user_stages.caller`).
+"""The process of a user's stage.
+
+Its standard input is a socket to its worker (:mod:`orchestration.user_stages.caller`).
 
     worker ──▶ Setup ─▶ tokenizer ─▶ sandbox ─▶ import and make the stage ─▶ {}, or {refused} ──▶ worker
     worker ──▶ {id, rows}, columns ─▶ process(rows) ─▶ {id}, columns, or {id, dropped | error | late} ──▶ worker
 
-Columns are one block (:mod:`stages.flow.packed_rows`). ``late``: the call takes too long, and where it is; it goes on.
+Columns are one block (:mod:`stages.flow.packed_rows`). ``late``: the call takes too long, and where
+it is; it goes on.
 """
 
 from __future__ import annotations
@@ -16,7 +19,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestration.logs import configure
-from orchestration.processes.line import READ_AHEAD, packed, prepare, receive, receive_from, send, take_line
+from orchestration.processes.line import (
+    READ_AHEAD,
+    packed,
+    prepare,
+    receive,
+    receive_from,
+    send,
+    take_line,
+)
 from orchestration.sandbox.kernel import SandboxRefused
 from orchestration.sandbox.sandbox import Sandbox, enter
 from orchestration.streams import open_outputs
@@ -30,9 +41,9 @@ from stages.flow.user_stage import stage_class
 
 @dataclass(frozen=True)
 class Setup:
-    """What a process is started with: the class ``use``, made with ``options``; what it declares, with the type of each
-    column; ``timeout`` of a call in seconds; ``tokenizer``: the model whose tokenizer it needs, "" for none; ``path`` of
-    imports; ``sandbox``: None for none."""
+    """What a process is started with: the class ``use``, made with ``options``; what it declares,
+    with the type of each column; ``timeout`` of a call in seconds; ``tokenizer``: the model whose
+    tokenizer it needs, "" for none; ``path`` of imports; ``sandbox``: None for none."""
 
     use: str
     options: dict[str, Any]
@@ -49,8 +60,15 @@ class Setup:
     @classmethod
     def of(cls, head: dict[str, Any]) -> Setup:
         """The setup that :meth:`to_head` wrote."""
-        declared, sandbox = StageDeclaration(**head["declared"]), head["sandbox"]
-        return cls(**{**head, "declared": declared, "sandbox": None if sandbox is None else Sandbox(**sandbox)})
+        declared = StageDeclaration(**head["declared"])
+        sandbox = head["sandbox"]
+        return cls(
+            **{
+                **head,
+                "declared": declared,
+                "sandbox": None if sandbox is None else Sandbox(**sandbox),
+            }
+        )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -106,7 +124,8 @@ async def _answer(
     body: bytearray,
 ) -> None:
     needs, makes = schemas
-    answer, columns = {"id": head["id"]}, bytearray()
+    answer = {"id": head["id"]}
+    columns = bytearray()
     try:
         made = await calls.call(unpacked_rows(needs, body, head["rows"]), head["rows"])
         if isinstance(made, Drop):

@@ -1,11 +1,13 @@
-"""Libraries of the extras: imported where they are installed, and named with their extra where they are not.
+"""Libraries of the extras: imported where they are installed, and named with their extra where they
+are not.
 
     with extra("lora"):                    ExtraMissing: peft is not installed; pip install 'asyncdock[lora]'
         from peft import LoraConfig
 
     is_installed("peft"), install("lora")  for checks, which import nothing
 
-A plain installation has what ``dependencies`` of pyproject.toml lists; nothing else is imported outside of ``extra``.
+A plain installation has what ``dependencies`` of pyproject.toml lists; nothing else is imported
+outside of ``extra``.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ MODULES = {
 
 
 class ExtraMissing(Fatal, ImportError):
-    """A library of an extra cannot be imported. The message ends with the command that installs it."""
+    """A library of an extra cannot be imported. The message ends with the command that installs
+    it."""
 
 
 def install(name: str) -> str:
@@ -49,8 +52,11 @@ def is_installed(module: str) -> bool:
 
 
 def install_vllm() -> str:
-    """Return what brings vLLM to this machine. Where there is torch_npu, it is vllm-ascend and the vllm that belongs to it:
-    the vllm of the extra has a torch for CUDA, which would replace that of the NPUs."""
+    """Return what brings vLLM to this machine.
+
+    Where there is torch_npu, it is vllm-ascend and the vllm that belongs to it: the vllm of the
+    extra has a torch for CUDA, which would replace that of the NPUs.
+    """
     if is_installed("torch_npu"):
         return "install vllm-ascend and its vllm as docs/engines.md says, not the extra vllm"
     return install("vllm")
@@ -58,7 +64,8 @@ def install_vllm() -> str:
 
 @contextmanager
 def extra(name: str) -> Iterator[None]:
-    """Turn an ImportError of the imports inside into :class:`ExtraMissing`, which names the extra ``name``."""
+    """Turn an ImportError of the imports inside into :class:`ExtraMissing`, which names the extra
+    ``name``."""
     try:
         yield
     except ExtraMissing:
@@ -67,4 +74,6 @@ def extra(name: str) -> Iterator[None]:
         library = str(error.name).partition(".")[0]
         is_absent = isinstance(error, ModuleNotFoundError) and sys.modules.get(library) is None
         reason = f"{library} is not installed" if is_absent else error
-        raise ExtraMissing(f"{reason}; {install(name)}", name=error.name, path=error.path) from error
+        raise ExtraMissing(
+            f"{reason}; {install(name)}", name=error.name, path=error.path
+        ) from error

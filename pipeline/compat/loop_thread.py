@@ -11,8 +11,11 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """Runs coroutines for callers in any thread and any loop. A call through ``anyio.from_thread.BlockingPortal`` takes at
-    least twice as long (``benchmarks/libraries.py``), which a put of one key would notice."""
+    """Runs coroutines for callers in any thread and any loop.
+
+    A call through ``anyio.from_thread.BlockingPortal`` takes at least twice as long
+    (``benchmarks/libraries.py``), which a put of one key would notice.
+    """
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()

@@ -1,8 +1,8 @@
 """Documents, topics and logs of the sample flow itself. ``pipeline`` owns them.
 
 Most topics here are woken by the functions of the index (``pipeline/index/lua``), and by processes
-where they change what others wait for. A stage has topics of its own beside them: its name, alone or
-with ``:HOME``, which a claim that found nothing returns.
+where they change what others wait for. A stage has topics of its own beside them: its name, alone
+or with ``:HOME``, which a claim that found nothing returns.
 """
 
 from __future__ import annotations
@@ -37,14 +37,16 @@ FEED = Topic("feed")
 
 
 class HeadAddress(NamedTuple):
-    """Where the head of a run is: the space of its processes, and its machine's address for others."""
+    """Where the head of a run is: the space of its processes, and its machine's address for
+    others."""
 
     space: str
     address: str
 
 
 SCHEMA: Document[Schema] = Document.of_class("schema", "pipeline.columns:Schema")
-"""The columns of the run's samples: of all workers the same, or the longer of two that begin alike."""
+"""The columns of the run's samples: of all workers the same, or the longer of two that begin
+alike."""
 
 SECRET: Document[bytes] = Document("secret", str.encode, bytes.decode)
 """What processes of the run prove to each other that they know. Hex digits; never shown."""
@@ -54,5 +56,5 @@ HEAD_ADDRESS = Document("own-address", lambda text: HeadAddress(*text.split(" ",
 
 BATCHES: Log[dict[str, Any]] = Log("loader:{stage}:{session}:{iteration}:{share}:{reader}")
 """The batches that the first reader of a loader's session has claimed for all of them: how many
-``workers`` it has, the ``claim``, and the positions of each reader as ``parts``. All sign each entry;
-the last one removes it."""
+``workers`` it has, the ``claim``, and the positions of each reader as ``parts``. All sign each
+entry; the last one removes it."""

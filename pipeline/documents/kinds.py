@@ -1,14 +1,16 @@
-"""Documents, logs and topics of a run in the index. Each has one name, one place in the code and one type.
+"""Documents, logs and topics of a run in the index.
+
+Each has one name, one place in the code and one type.
 
     Document.put ──▶ key `doc:NAME`, a text ─────────▶ Document.get        its topic wakes Document.wait
     Log.append   ──▶ key `NAME`, entries 0, 1, 2, … ─▶ Log.read, Log.next, then Log.trim
     index.wake   ──▶ key `wake:NAME` ────────────────▶ index.wait, index.woken
 
 They are declared in three files, each by the package that owns it: ``pipeline/documents/flow.py``,
-``stages/weights/documents.py`` and ``orchestration/run/documents.py``. Below each declaration stands
-what it says, and a line `removed:` if something removes it. Other documents stay until the run is
-deleted: a rewind and the end of the run keep them. A log ends with the sample flow, by a rewind or the
-end of the run. The table of all, with the modules that write and read them, is
+``stages/weights/documents.py`` and ``orchestration/run/documents.py``. Below each declaration
+stands what it says, and a line `removed:` if something removes it. Other documents stay until the
+run is deleted: a rewind and the end of the run keep them. A log ends with the sample flow, by a
+rewind or the end of the run. The table of all, with the modules that write and read them, is
 ``docs/run-documents.md``; no other code may have a key (``tests/test_documents.py``).
 
 This module imports no client of the index: a program that only asks a service may read
@@ -124,7 +126,8 @@ class Document(Generic[T]):
             await index.wake(self._topic)
 
     async def put_once(self, index: DocumentIndex, value: T, **fields: str | int) -> T:
-        """Write ``value`` unless there is one. Returns the value that there is then. Wakes nobody."""
+        """Write ``value`` unless there is one. Returns the value that there is then. Wakes
+        nobody."""
         await index.write_document(*self.entry(value, **fields), once=True)
         current = await self.get(index, **fields)
         return value if current is None else current
@@ -139,13 +142,17 @@ class Document(Generic[T]):
             return self._decode(text)
         except (ValueError, TypeError, LookupError) as cause:
             raise DocumentDamaged(
-                f"document {name!r} of run {index.run!r} cannot be read ({cause}); it was written by "
-                "another version of AsyncDock, or by hand: resume the run with the version that began it"
+                f"document {name!r} of run {index.run!r} cannot be read ({cause}); it was written "
+                f"by "
+                "another version of AsyncDock, or by hand: resume the run with the version that "
+                "began it"
             ) from cause
 
     async def wait(self, index: DocumentIndex, renew: float, **fields: str | int) -> T:
-        """Wait until there is a value, and return it. ``renew``: seconds after which the wait on the
-        server is renewed."""
+        """Wait until there is a value, and return it.
+
+        ``renew``: seconds after which the wait on the server is renewed.
+        """
         assert self._topic is not None, f"{self.key} wakes nobody"
         position = ""
         while (value := await self.get(index, **fields)) is None:
@@ -162,8 +169,10 @@ def _plain(value: Any) -> Any:
 
 
 class Log(Generic[T]):
-    """Entries 0, 1, 2, … of type T, which are written as msgpack and read by number. ``key``: the name;
-    where it has fields in braces, :meth:`at` gives the log of their values."""
+    """Entries 0, 1, 2, … of type T, which are written as msgpack and read by number.
+
+    ``key``: the name; where it has fields in braces, :meth:`at` gives the log of their values.
+    """
 
     def __init__(
         self,
@@ -194,8 +203,10 @@ class Log(Generic[T]):
         return await index.log_end(self.name)
 
     async def read(self, index: LogIndex, number: int, timeout: float) -> T | None:
-        """Entry ``number``; None when it has not come after ``timeout`` seconds. Raises IndexRefused
-        when it was removed."""
+        """Entry ``number``; None when it has not come after ``timeout`` seconds.
+
+        Raises IndexRefused when it was removed.
+        """
         packed = await index.read_log(self.name, number, timeout)
         return None if packed is None else self._decode(msgpack.unpackb(packed))
 

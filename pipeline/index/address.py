@@ -1,4 +1,7 @@
-"""Addresses of indexes. It imports only the standard library, as commands check recipes without loading a client."""
+"""Addresses of indexes.
+
+It imports only the standard library, as commands check recipes without loading a client.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,11 @@ USER = "run"  # of the embedded index; the server's `default` is what has not au
 
 @dataclass(frozen=True)
 class Address:
-    """Where other machines reach an embedded index: an address of this machine. ``authority``: path of the PEM file with
-    which they check the server of a URL inside TLS; "" without TLS."""
+    """Where other machines reach an embedded index: an address of this machine.
+
+    ``authority``: path of the PEM file with which they check the server of a URL inside TLS; ""
+    without TLS.
+    """
 
     host: str
     port: int
@@ -25,8 +31,10 @@ class Address:
 
     @classmethod
     def parse(cls, text: str, authority: str = "") -> Address:
-        """Returns the address in ``text``, HOST or HOST:PORT, with a free port where none is given. Raises ValueError where
-        it is none, and OSError where it cannot be listened on."""
+        """Returns the address in ``text``, HOST or HOST:PORT, with a free port where none is given.
+
+        Raises ValueError where it is none, and OSError where it cannot be listened on.
+        """
         host, port = cls.split(text)
         family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
         with socket.create_server((host, port), family=family) as free:
@@ -34,7 +42,9 @@ class Address:
 
     @staticmethod
     def split(text: str) -> tuple[str, int]:
-        """Returns host and port of HOST, HOST:PORT or [HOST]:PORT; 0 for no port. Raises ValueError where it is none.
+        """Returns host and port of HOST, HOST:PORT or [HOST]:PORT; 0 for no port.
+
+        Raises ValueError where it is none.
 
         >>> Address.split("[fd00::1]:6379"), Address.split("fd00::1")
         (('fd00::1', 6379), ('fd00::1', 0))
@@ -48,9 +58,12 @@ class Address:
 
     @property
     def url(self) -> str:
-        host, query = f"[{self.host}]" if ":" in self.host else self.host, f"?ssl_ca_certs={self.authority}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        query = f"?ssl_ca_certs={self.authority}"
         scheme = "rediss" if self.authority else "redis"
-        return f"{scheme}://{USER}:{self.password}@{host}:{self.port}{query if self.authority else ''}"
+        return (
+            f"{scheme}://{USER}:{self.password}@{host}:{self.port}{query if self.authority else ''}"
+        )
 
 
 def redacted(url: str) -> str:
@@ -69,10 +82,15 @@ def split_password(url: str) -> tuple[str, str]:
 
 
 def with_password(url: str, password: str) -> str:
-    """Returns ``url`` with ``password``; "" for its own. Raises ValueError where it has another one already."""
+    """Returns ``url`` with ``password``; "" for its own.
+
+    Raises ValueError where it has another one already.
+    """
     bare, own = split_password(url)
     if own and password:
-        raise ValueError(f"join: {redacted(url)} has a password, and there is a token too; leave out one of them")
+        raise ValueError(
+            f"join: {redacted(url)} has a password, and there is a token too; leave out one of them"
+        )
     parts = urlsplit(bare)
     user, _, server = parts.netloc.rpartition("@")
     secret = quote(own or password, safe="")

@@ -29,20 +29,26 @@ _PARTS = (
 
 
 class Calls:
-    """Calls on the index of one run at ``where``: the URL of its server, or a :class:`Link` shared with other indexes.
-    ``timeout`` is the deadline of one call in seconds, for a link of its own."""
+    """Calls on the index of one run at ``where``: the URL of its server, or a :class:`Link` shared
+    with other indexes. ``timeout`` is the deadline of one call in seconds, for a link of its own.
+    """
 
     def __init__(self, where: str | Link, run: str, *, timeout: float = 60.0) -> None:
-        self._link = where if isinstance(where, Link) else Link(where, timeout=timeout, shares_waits=False)
+        self._link = (
+            where if isinstance(where, Link) else Link(where, timeout=timeout, shares_waits=False)
+        )
         self._shared = isinstance(where, Link)
-        self.url, self.run, self.timeout = self._link.url, run, self._link.timeout
+        self.url = self._link.url
+        self.run = run
+        self.timeout = self._link.timeout
         self.prefix = key_prefix(run)
         self._redis: Any = self._link.retried  # redis-py types the replies of each protocol version
         self.closed = False  # whether :meth:`close` was called
         self._waits: set[asyncio.Timeout] = set()
 
     async def close(self) -> None:
-        """End every call under way; blocked waits raise IndexUnreachable. A shared link stays open."""
+        """End every call under way; blocked waits raise IndexUnreachable. A shared link stays
+        open."""
         self.closed = True
         for wait in self._waits:
             wait.reschedule(0.0)
@@ -56,35 +62,45 @@ class Calls:
         await self.close()
 
     async def own_address(self) -> str:
-        """Returns the address of this machine on the way to the index; "" where that is a Unix socket."""
+        """Returns the address of this machine on the way to the index; "" where that is a Unix
+        socket."""
         return await self._link.own_address()
 
     async def load(self, code: str = "") -> None:
-        """Put the library of functions on the server, or another one (replacing another version of it). The same one stays:
-        it remembers the time."""
+        """Put the library of functions on the server, or another one (replacing another version of
+        it). The same one stays: it remembers the time."""
         code = code or library()
         name = code.partition("\n")[0].rpartition("=")[2]
-        if not any(code.encode() in found for found in await self._redis.function_list(name, withcode=True)):
+        if not any(
+            code.encode() in found for found in await self._redis.function_list(name, withcode=True)
+        ):
             await self._redis.function_load(code, replace=True)
 
     async def call(self, function: str, /, **arguments: Any) -> Any:
-        """Call a server-side function by its name, for the class that owns it: everything else calls a typed method.
-        After a lost connection the call is repeated, and the server runs it once."""
+        """Call a server-side function by its name, for the class that owns it: everything else
+        calls a typed method. After a lost connection the call is repeated, and the server runs it
+        once."""
         return msgpack.unpackb(await self._reply(function, arguments), strict_map_key=False)
 
     async def _call_raw(self, function: str, **arguments: Any) -> dict[str, Any]:
         """Like :meth:`call`, for replies that contain bytes: strings come as bytes."""
-        reply = msgpack.unpackb(await self._reply(function, arguments), raw=True, strict_map_key=False)
+        reply = msgpack.unpackb(
+            await self._reply(function, arguments), raw=True, strict_map_key=False
+        )
         return {key.decode(): value for key, value in reply.items()} if reply else {}
 
     async def _reply(self, function: str, arguments: Mapping[str, Any]) -> bytes:
         packed = msgpack.packb(arguments, use_bin_type=False)  # the server knows one kind of string
         link = self._link
-        request, lane = f"{link.client}-{next(link.calls)}:", link.lanes.pop() if link.lanes else next(link.lane)
-        head, tail = ("FCALL", f"asyncdock_{function}", 1, self.prefix, packed, request), (link.client, lane)
-        began, tries = time.monotonic(), 0
+        request = f"{link.client}-{next(link.calls)}:"
+        lane = link.lanes.pop() if link.lanes else next(link.lane)
+        head = ("FCALL", f"asyncdock_{function}", 1, self.prefix, packed, request)
+        tail = (link.client, lane)
+        began = time.monotonic()
+        tries = 0
         try:
-            if (connection := link.connection) is not None:  # nearly always; it has a timer of its own
+            # nearly always; it has a timer of its own
+            if (connection := link.connection) is not None:
                 try:
                     return await connection.send((*head, "0", *tail))
                 except ConnectionError:
@@ -93,7 +109,9 @@ class Calls:
                     if not is_loading(refused):
                         raise
             return await link.retry(
-                lambda again: link.send((*head, "1" if again or tries else "0", *tail)), began=began, failures=tries
+                lambda again: link.send((*head, "1" if again or tries else "0", *tail)),
+                began=began,
+                failures=tries,
             )
         except ResponseError as refused:
             raise from_reply(refused) from None
@@ -105,15 +123,21 @@ class Calls:
         await self.call("wake", topic=topic)
 
     async def wait(self, topic: Topic, after: str, timeout: float) -> bool:
-        """Block until ``topic`` is woken after position ``after``; False when ``timeout`` seconds pass first."""
+        """Block until ``topic`` is woken after position ``after``; False when ``timeout`` seconds
+        pass first."""
         return await self.wait_any({topic: after}, timeout)
 
     async def wait_any(self, after: Mapping[Topic, str], timeout: float) -> bool:
         """:meth:`wait` on several topics at once, each from a position of its own."""
-        return bool(await self._read({f"wake:{topic}": position for topic, position in after.items()}, timeout, 1))
+        return bool(
+            await self._read(
+                {f"wake:{topic}": position for topic, position in after.items()}, timeout, 1
+            )
+        )
 
     async def woken(self, topic: Topic, after: str, timeout: float) -> str:
-        """Like :meth:`wait`; returns the position of the last wake-up, or ``after`` ("": from the topic's beginning)."""
+        """Like :meth:`wait`; returns the position of the last wake-up, or ``after`` ("": from the
+        topic's beginning)."""
         found = await self._read({f"wake:{topic}": after or "0"}, timeout, 1)
         return found[0][1][0][0].decode() if found else after
 
@@ -134,14 +158,18 @@ class Calls:
 
 
 def key_prefix(run: str) -> str:
-    """The beginning of all keys of a run. The braces make it one hash tag, so that a cluster keeps them on one node."""
+    """The beginning of all keys of a run.
+
+    The braces make it one hash tag, so that a cluster keeps them on one node.
+    """
     return f"asyncdock:{{{run}}}:"
 
 
 @cache
 def library(name: str = "asyncdock", functions: str = "") -> str:
-    """The code of the library of functions: the files of ``lua/`` in the order in which they use each other. Or that of
-    another one with ``functions``, which uses ``clock.lua``."""
-    folder, needed = resources.files("pipeline.index") / "lua", _PARTS[:1] if functions else _PARTS
+    """The code of the library of functions: the files of ``lua/`` in the order in which they use
+    each other. Or that of another one with ``functions``, which uses ``clock.lua``."""
+    folder = resources.files("pipeline.index") / "lua"
+    needed = _PARTS[:1] if functions else _PARTS
     parts = [folder.joinpath(f"{part}.lua").read_text(encoding="utf-8") for part in needed]
     return "\n".join([f"#!lua name={name}", *parts, functions])

@@ -15,8 +15,8 @@ from pipeline.events import LedgerEvent
 from pipeline.index.calls import Calls
 from pipeline.index.errors import TooManyDropped
 
-# Where a row's columns of one producer lie: `slot` of the packed rows that begin at `place` & 2**48 - 1 of the arena of
-# warehouse `place` >> 48, as part of `block`. Block 0: not written yet.
+# Where a row's columns of one producer lie: `slot` of the packed rows that begin at `place` & 2**48
+# - 1 of the arena of warehouse `place` >> 48, as part of `block`. Block 0: not written yet.
 REF = np.dtype([("block", "<u4"), ("slot", "<u4"), ("place", "<u8")])
 _FIXED = np.dtype([("group", "<u4"), ("place", "<u2"), ("samples", "<u2")])
 _MADE = np.dtype([("oldest", "<i4"), ("tokens", "<u4")])
@@ -29,8 +29,9 @@ DROPPED = ("dropped", "dropped_tokens")  # fields of the ledger's event: groups 
 class Stored(NamedTuple):
     """Columns that a worker wrote into a block, for the call that adds them to rows.
 
-    ``refs`` are the rows' places (REF [B] as bytes), ``mask`` the columns as bits, ``home`` the warehouse's number. With
-    ``close`` the worker writes no more to the block. Block 0: no columns."""
+    ``refs`` are the rows' places (REF [B] as bytes), ``mask`` the columns as bits, ``home`` the
+    warehouse's number. With ``close`` the worker writes no more to the block. Block 0: no columns.
+    """
 
     worker: str
     home: int
@@ -41,8 +42,11 @@ class Stored(NamedTuple):
 
 
 class Handle(NamedTuple):
-    """One claimed row. ``row`` is its global index, which is never used again, so it serves as the handle's generation
-    number: a handle to a released row raises an error instead of returning another sample's data."""
+    """One claimed row.
+
+    ``row`` is its global index, which is never used again, so it serves as the handle's generation
+    number: a handle to a released row raises an error instead of returning another sample's data.
+    """
 
     row: int
     group: int
@@ -53,14 +57,21 @@ class Handle(NamedTuple):
 
 
 class Claim:
-    """A lease on rows of a stage, as parallel arrays [B]: ``row``, ``group``, ``place``, ``oldest_version``, ``tokens``,
-    and ``refs``, one array for each producer, which says where its columns lie. ``token`` is the fencing token: a commit
-    under a lost lease is refused, and so is any call for it by another ``owner``."""
+    """A lease on rows of a stage, as parallel arrays [B]: ``row``, ``group``, ``place``,
+    ``oldest_version``, ``tokens``, and ``refs``, one array for each producer, which says where its
+    columns lie. ``token`` is the fencing token: a commit under a lost lease is refused, and so is
+    any call for it by another ``owner``."""
 
     def __init__(self, stage: str, token: str, reply: Mapping[str, Any], owner: str = "") -> None:
-        self.stage, self.token, self.owner = stage, token, owner
+        self.stage = stage
+        self.token = token
+        self.owner = owner
         edges = np.array(reply["rows"] or (), np.int64).reshape(-1, 2)
-        self.row = np.concatenate([np.arange(a, b + 1) for a, b in edges]) if len(edges) else np.zeros(0, np.int64)
+        self.row = (
+            np.concatenate([np.arange(a, b + 1) for a, b in edges])
+            if len(edges)
+            else np.zeros(0, np.int64)
+        )
         self._fixed = np.frombuffer(reply["fixed"], _FIXED)
         self._made = np.frombuffer(reply["made"], _MADE)
         self.refs = [np.frombuffer(refs, REF) for refs in reply["refs"]]
@@ -95,23 +106,35 @@ class Claim:
 
     def part(self, positions: Sequence[int]) -> Claim:
         """The rows at ``positions`` under the same token."""
-        at, part = np.asarray(positions, np.int64), Claim.__new__(Claim)
-        part.stage, part.token, part.owner, part.row = self.stage, self.token, self.owner, self.row[at]
-        part._fixed, part._made = self._fixed[at], self._made[at]
+        at = np.asarray(positions, np.int64)
+        part = Claim.__new__(Claim)
+        part.stage = self.stage
+        part.token = self.token
+        part.owner = self.owner
+        part.row = self.row[at]
+        part._fixed = self._fixed[at]
+        part._made = self._made[at]
         part.refs = [refs[at] if len(refs) else refs for refs in self.refs]
         return part
 
     @cached_property
     def rows(self) -> tuple[Handle, ...]:
         """The rows one by one."""
-        columns = (self.row, *(self._fixed[n] for n in _FIXED.names or ()), *(self._made[n] for n in _MADE.names or ()))
+        columns = (
+            self.row,
+            *(self._fixed[n] for n in _FIXED.names or ()),
+            *(self._made[n] for n in _MADE.names or ()),
+        )
         return tuple(map(Handle._make, zip(*(column.tolist() for column in columns), strict=True)))
 
 
 @dataclass(frozen=True)
 class Nothing:
-    """There was nothing to claim. ``wait`` is the position of ``topic`` at that moment; ``due`` seconds later a claim may
-    find something without a wake-up, because a lease expires or another node's headstart ends."""
+    """There was nothing to claim.
+
+    ``wait`` is the position of ``topic`` at that moment; ``due`` seconds later a claim may find
+    something without a wake-up, because a lease expires or another node's headstart ends.
+    """
 
     wait: str
     due: float | None
@@ -122,8 +145,11 @@ class Claims(Calls):
     """Calls of the stages: claim rows, renew leases, write columns, hand rows back."""
 
     async def admit(self, stored: Stored, groups: Sequence[tuple[int | None, int, int]]) -> int:
-        """Admit groups with their ``stored`` columns. Each entry of ``groups``: (number of the first group, None for the
-        next one; how many groups; samples of each). Returns the number after the last group. Raises GateClosed."""
+        """Admit groups with their ``stored`` columns.
+
+        Each entry of ``groups``: (number of the first group, None for the next one; how many
+        groups; samples of each). Returns the number after the last group. Raises GateClosed.
+        """
         return int(await self.call("admit", **stored._asdict(), groups=list(groups)))
 
     async def claim(
@@ -138,14 +164,23 @@ class Claims(Calls):
         patient: bool = False,
         owner: str = "",
     ) -> Claim | Nothing:
-        """Lease up to ``most`` ready rows (or groups) for ``lease`` seconds, those on warehouse ``home`` first.
+        """Lease up to ``most`` ready rows (or groups) for ``lease`` seconds, those on warehouse
+        ``home`` first.
 
-        Returns Nothing while fewer than ``least`` are ready. ``version`` is the policy version of a generating stage,
-        which limits the groups that it may take. A ``patient`` claim leaves rows that just became ready on another node to
-        that node's workers (``RunConfig.headstart``). ``owner`` binds the lease: only calls that name the same owner can
-        renew, end or commit it ("": the run's own workers)."""
-        token = secrets.token_hex(16)  # made here, so that a repeated request needs no reply to know it
-        limits = {"most": most, "least": least, "lease": int(lease * 1000), "version": version, "patient": patient}
+        Returns Nothing while fewer than ``least`` are ready. ``version`` is the policy version of a
+        generating stage, which limits the groups that it may take. A ``patient`` claim leaves rows
+        that just became ready on another node to that node's workers (``RunConfig.headstart``).
+        ``owner`` binds the lease: only calls that name the same owner can renew, end or commit it
+        ("": the run's own workers)."""
+        # made here, so that a repeated request needs no reply to know it
+        token = secrets.token_hex(16)
+        limits = {
+            "most": most,
+            "least": least,
+            "lease": int(lease * 1000),
+            "version": version,
+            "patient": patient,
+        }
         lessee = {"worker": worker, "home": home, "token": token, "owner": owner}
         reply = await self._call_raw("claim", stage=stage, **lessee, **limits)
         if "wait" in reply:
@@ -157,45 +192,79 @@ class Claims(Calls):
         return Claim(stage, token, reply, owner)
 
     async def lease(self, token: str, owner: str = "") -> tuple[Claim, int] | None:
-        """The claim that ``token`` was given for, and how many of its rows are left; None when the lease has ended or
-        belongs to another ``owner``."""
+        """The claim that ``token`` was given for, and how many of its rows are left; None when the
+        lease has ended or belongs to another ``owner``."""
         reply = await self._call_raw("lease", token=token, owner=owner)
-        return (Claim(reply["stage"].decode(), token, reply, owner), reply["left"]) if reply else None
+        return (
+            (Claim(reply["stage"].decode(), token, reply, owner), reply["left"]) if reply else None
+        )
 
-    async def renew(self, stage: str, tokens: Sequence[str], lease: float, owner: str = "") -> set[str]:
-        """Extend leases of ``stage`` and ``owner`` to ``lease`` seconds from now. Returns the tokens that still hold."""
-        held = await self.call("renew", stage=stage, tokens=list(tokens), lease=int(lease * 1000), owner=owner)
+    async def renew(
+        self, stage: str, tokens: Sequence[str], lease: float, owner: str = ""
+    ) -> set[str]:
+        """Extend leases of ``stage`` and ``owner`` to ``lease`` seconds from now.
+
+        Returns the tokens that still hold.
+        """
+        held = await self.call(
+            "renew", stage=stage, tokens=list(tokens), lease=int(lease * 1000), owner=owner
+        )
         return set(held or ())
 
     async def commit(
-        self, stored: Stored, stage: str, token: str, rows: Sequence[int], made: bytes | None = None, owner: str = ""
+        self,
+        stored: Stored,
+        stage: str,
+        token: str,
+        rows: Sequence[int],
+        made: bytes | None = None,
+        owner: str = "",
     ) -> None:
-        """Add ``stored`` columns to ``rows`` (ascending ranges, see :func:`ranges`) and end their lease, in one step.
+        """Add ``stored`` columns to ``rows`` (ascending ranges, see :func:`ranges`) and end their
+        lease, in one step.
 
-        ``made``: (oldest version, tokens) of each row, packed by :func:`pack_made`, from a stage that generates. Raises
-        LeaseLost, and writes nothing, when the token no longer holds one of the rows."""
+        ``made``: (oldest version, tokens) of each row, packed by :func:`pack_made`, from a stage
+        that generates. Raises LeaseLost, and writes nothing, when the token no longer holds one of
+        the rows."""
         lease = {"stage": stage, "token": token, "owner": owner}
         await self.call("commit", **stored._asdict(), **lease, rows=rows, made=made)
 
     async def park(
-        self, stored: Stored, stage: str, token: str, rows: Sequence[int], made: bytes, owner: str = ""
+        self,
+        stored: Stored,
+        stage: str,
+        token: str,
+        rows: Sequence[int],
+        made: bytes,
+        owner: str = "",
     ) -> None:
-        """Store unfinished rows with their ``stored`` columns, so that any worker of the stage can continue them.
-        Arguments as in :meth:`commit`."""
+        """Store unfinished rows with their ``stored`` columns, so that any worker of the stage can
+        continue them. Arguments as in :meth:`commit`."""
         lease = {"stage": stage, "token": token, "owner": owner}
         await self.call("park", **stored._asdict(), **lease, rows=rows, made=made)
 
     async def hand_back(self, claim: Claim) -> None:
-        """End the claim's lease and make its remaining rows ready at once. Does nothing when the lease has ended."""
+        """End the claim's lease and make its remaining rows ready at once.
+
+        Does nothing when the lease has ended.
+        """
         await self.call("hand_back", stage=claim.stage, token=claim.token, owner=claim.owner)
 
-    async def drop_groups(self, claim: Claim, groups: Sequence[int], reason: str = "dropped") -> None:
-        """Remove whole groups, held by ``claim``, without training them. The ledger counts them as filtered, and under the
-        first REASON_CHARACTERS of ``reason``. Raises TooManyDropped, with the groups removed, when more have left since
-        the last step than the run's config allows."""
+    async def drop_groups(
+        self, claim: Claim, groups: Sequence[int], reason: str = "dropped"
+    ) -> None:
+        """Remove whole groups, held by ``claim``, without training them.
+
+        The ledger counts them as filtered, and under the first REASON_CHARACTERS of ``reason``.
+        Raises TooManyDropped, with the groups removed, when more have left since the last step than
+        the run's config allows.
+        """
         lease = {"stage": claim.stage, "token": claim.token, "owner": claim.owner}
-        reply = await self.call("drop_groups", **lease, groups=list(groups), reason=reason[:REASON_CHARACTERS])
-        since, most = int(reply[0]), int(reply[1])
+        reply = await self.call(
+            "drop_groups", **lease, groups=list(groups), reason=reason[:REASON_CHARACTERS]
+        )
+        since = int(reply[0])
+        most = int(reply[1])
         if 0 <= most < since:
             raise TooManyDropped(since, most, (await self.ledger_event()).dropped)
 
@@ -205,12 +274,13 @@ class Claims(Calls):
         return LedgerEvent.of({**found, **{name: dict(found[name] or {}) for name in DROPPED}})
 
     async def spare_groups(self, groups: Sequence[int]) -> None:
-        """Record that these groups will be trained though they teach nothing, because their step may drop no more. The
-        ledger counts them when they are trained. Can be repeated."""
+        """Record that these groups will be trained though they teach nothing, because their step
+        may drop no more. The ledger counts them when they are trained. Can be repeated."""
         await self.call("spare_groups", groups=list(groups))
 
     async def inspect(self, group: int) -> tuple[Claim, np.ndarray] | None:
-        """The rows of a group as a claim without lease, and their states; None when the group is not in the run."""
+        """The rows of a group as a claim without lease, and their states; None when the group is
+        not in the run."""
         reply = await self._call_raw("inspect", group=group)
         return (Claim("", "", reply), np.frombuffer(reply["states"], _STATE)) if reply else None
 
@@ -221,8 +291,10 @@ def pack_made(made: Sequence[tuple[int, int]], order: np.ndarray) -> bytes:
 
 
 def ranges(rows: np.ndarray) -> tuple[list[int], np.ndarray]:
-    """Row numbers [B] as ascending ranges (first, last, first, last, …), and the order that sorts them so."""
-    if len(rows) == 1 or (rows[-1] - rows[0] == len(rows) - 1 and (np.diff(rows) == 1).all()):  # as claims give them
+    """Row numbers [B] as ascending ranges (first, last, first, last, …), and the order that sorts
+    them so."""
+    # as claims give them
+    if len(rows) == 1 or (rows[-1] - rows[0] == len(rows) - 1 and (np.diff(rows) == 1).all()):
         return [int(rows[0]), int(rows[-1])], np.arange(len(rows))
     order = np.argsort(rows, kind="stable")
     return _in_order(rows[order]), order
@@ -231,5 +303,6 @@ def ranges(rows: np.ndarray) -> tuple[list[int], np.ndarray]:
 def _in_order(rows: np.ndarray) -> list[int]:
     """Row numbers as ranges of neighbours, in the order given."""
     breaks = np.flatnonzero(np.diff(rows) != 1)
-    firsts, lasts = rows[np.concatenate([[0], breaks + 1])], rows[np.concatenate([breaks, [len(rows) - 1]])]
+    firsts = rows[np.concatenate([[0], breaks + 1])]
+    lasts = rows[np.concatenate([breaks, [len(rows) - 1]])]
     return np.stack([firsts, lasts], 1).reshape(-1).tolist()

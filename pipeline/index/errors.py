@@ -16,7 +16,10 @@ class IndexRefused(RuntimeError):
 
 
 class LeaseLost(IndexRefused):
-    """The lease expired, or the row was committed before. Another worker may hold the row: drop what was computed."""
+    """The lease expired, or the row was committed before.
+
+    Another worker may hold the row: drop what was computed.
+    """
 
 
 class BlockLost(LeaseLost):
@@ -24,7 +27,8 @@ class BlockLost(LeaseLost):
 
 
 class BoundBroken(Fatal, IndexRefused):
-    """A sample older than the staleness bound reached the update. Pacing must make this impossible."""
+    """A sample older than the staleness bound reached the update. Pacing must make this
+    impossible."""
 
 
 class GateClosed(Fatal, IndexRefused):
@@ -36,20 +40,26 @@ class WrittenTwice(Fatal, IndexRefused):
 
 
 class FieldsChanged(IndexRefused):
-    """The fields of a partition changed since the caller read them. Read them again and repeat the put."""
+    """The fields of a partition changed since the caller read them.
+
+    Read them again and repeat the put.
+    """
 
 
 class TooManyDropped(Fatal, RuntimeError):
-    """More groups left the run untrained since its last step than one step may lose: ``since`` of at most ``most``.
+    """More groups left the run untrained since its last step than one step may lose: ``since`` of
+    at most ``most``.
     ``reasons``: the groups dropped since the run's beginning, by reason."""
 
     def __init__(self, since: int, most: int, reasons: Mapping[str, int]) -> None:
         counts = ", ".join(f"{groups:,} {reason!r}" for reason, groups in by_count(reasons))
         super().__init__(
-            f"{since:,} groups left the run untrained since its last step, and at most {most:,} may; "
-            f"dropped so far, by reason: {counts}"
+            f"{since:,} groups left the run untrained since its last step, and at most {most:,} "
+            f"may; dropped so far, by reason: {counts}"
         )
-        self.since, self.most, self.reasons = since, most, dict(reasons)
+        self.since = since
+        self.most = most
+        self.reasons = dict(reasons)
 
 
 class NeverFits(Fatal, IndexRefused):
@@ -83,6 +93,7 @@ _CODES: dict[str, type[Exception]] = {
 
 
 def from_reply(error: ResponseError) -> Exception:
-    """Returns the exception for an error reply, which begins with a code of the function library."""
+    """Returns the exception for an error reply, which begins with a code of the function
+    library."""
     code, _, text = str(error).partition(" ")
     return _CODES.get(code, IndexRefused)(text or code)

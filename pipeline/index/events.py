@@ -1,4 +1,5 @@
-"""Append-only streams of a run: its events, and logs of numbered entries that several readers agree on."""
+"""Append-only streams of a run: its events, and logs of numbered entries that several readers agree
+on."""
 
 from __future__ import annotations
 
@@ -21,17 +22,23 @@ class Events(Calls):
     """Write and read the run's event stream."""
 
     async def emit(self, event: EventData, *documents: tuple[str, str]) -> None:
-        """Append ``event``, with the time of this moment. ``documents`` of the run (:meth:`Document.entry`) that say that it
-        was emitted are written in the same transaction: a process that is killed has done both or neither."""
+        """Append ``event``, with the time of this moment.
+
+        ``documents`` of the run (:meth:`Document.entry`) that say that it was emitted are written
+        in the same transaction: a process that is killed has done both or neither.
+        """
         fields = {"kind": event.kind, **stamped(event)}
         added = [part for field in fields.items() for part in field]
         events = ("XADD", f"{self.prefix}events", "MAXLEN", "~", EVENTS_KEPT, "*", *added)
         written = [("SET", f"{self.prefix}doc:{name}", value) for name, value in documents]
-        await self._link.send_all([("MULTI",), events, *written, ("EXEC",)] if written else [events])
+        await self._link.send_all(
+            [("MULTI",), events, *written, ("EXEC",)] if written else [events]
+        )
 
     async def continue_events(self, after: str) -> None:
-        """Give the events that follow greater ids than ``after``, also where the clock is behind it: the server counts on
-        from the greatest id that a stream has had. Does nothing where the stream is there already."""
+        """Give the events that follow greater ids than ``after``, also where the clock is behind
+        it: the server counts on from the greatest id that a stream has had. Does nothing where the
+        stream is there already."""
         key = f"{self.prefix}events"
         if order(after) <= (0, 0) or await self._redis.exists(key):
             return
@@ -40,22 +47,34 @@ class Events(Calls):
     async def _place(self, event: str) -> None:
         """Have the server give ids that are greater than ``event``."""
         milliseconds, number = order(event)
-        key, placed = f"{self.prefix}events", f"{milliseconds}-{number}"
-        await self._link.send_all([("MULTI",), ("XADD", key, placed, "-", ""), ("XDEL", key, placed), ("EXEC",)])
+        key = f"{self.prefix}events"
+        placed = f"{milliseconds}-{number}"
+        await self._link.send_all(
+            [("MULTI",), ("XADD", key, placed, "-", ""), ("XDEL", key, placed), ("EXEC",)]
+        )
 
     async def events(self, after: str = "0", timeout: float = 1.0) -> list[Event]:
-        """The next events after id ``after``, waiting for them; empty when none came within ``timeout`` seconds."""
+        """The next events after id ``after``, waiting for them; empty when none came within
+        ``timeout`` seconds."""
         found = await self._read({"events": after}, timeout, EVENTS_AT_ONCE)
         return [_event(entry, fields) for _, entries in found or () for entry, fields in entries]
 
     async def past_events(self, after: str = "0", count: int = EVENTS_AT_ONCE) -> list[Event]:
-        """At most ``count`` events after id ``after``, without waiting. The stream keeps about :data:`EVENTS_KEPT`; use
-        :meth:`event_ends` to find out whether ``after`` is still in it."""
-        found = await self._redis.xrange(f"{self.prefix}events", min=f"({after}", max="+", count=count)
+        """At most ``count`` events after id ``after``, without waiting.
+
+        The stream keeps about :data:`EVENTS_KEPT`; use :meth:`event_ends` to find out whether
+        ``after`` is still in it.
+        """
+        found = await self._redis.xrange(
+            f"{self.prefix}events", min=f"({after}", max="+", count=count
+        )
         return [_event(entry, fields) for entry, fields in found]
 
     async def give_events_up(self, newest: str, last: str) -> None:
-        """Remove the events up to the id ``newest``. Ids that follow are greater than it, and than ``last``."""
+        """Remove the events up to the id ``newest``.
+
+        Ids that follow are greater than it, and than ``last``.
+        """
         milliseconds, number = order(newest)
         key = f"{self.prefix}events"
         await self._redis.xtrim(key, minid=f"{milliseconds}-{number + 1}", approximate=False)
@@ -71,7 +90,8 @@ class Events(Calls):
         return last_id.decode() if isinstance(last_id, bytes) else str(last_id)
 
     async def event_ends(self) -> tuple[str, str]:
-        """The ids of the oldest and the newest event in the stream; "0" and "0" when it is empty."""
+        """The ids of the oldest and the newest event in the stream; "0" and "0" when it is
+        empty."""
         key = f"{self.prefix}events"
         both = [("XRANGE", key, "-", "+", "COUNT", 1), ("XREVRANGE", key, "+", "-", "COUNT", 1)]
         found = await self._link.send_all(both)
@@ -79,9 +99,13 @@ class Events(Calls):
         return oldest, newest
 
     async def newest(self, kind: str, within: int = 1000) -> Event | None:
-        """The newest event of this kind among the last ``within`` events; None when there is none."""
+        """The newest event of this kind among the last ``within`` events; None when there is
+        none."""
         found = await self._redis.xrevrange(f"{self.prefix}events", count=within)
-        return next((_event(entry, fields) for entry, fields in found if fields[b"kind"] == kind.encode()), None)
+        return next(
+            (_event(entry, fields) for entry, fields in found if fields[b"kind"] == kind.encode()),
+            None,
+        )
 
     async def follow(self, after: str = "0") -> AsyncIterator[Event]:
         """Yield the events after id ``after``, without end."""
@@ -95,7 +119,8 @@ LOG_SECONDS = 10.0  # a wait on the server for an entry is renewed this often
 
 
 class Logs(Calls):
-    """Write and read logs: streams of entries 0, 1, 2, …, for :class:`pipeline.documents.kinds.Log` alone."""
+    """Write and read logs: streams of entries 0, 1, 2, …, for :class:`pipeline.documents.kinds.Log`
+    alone."""
 
     async def append_log(self, log: str, number: int, entry: bytes) -> None:
         """Write entry ``number`` of ``log``. Raises IndexRefused when it was written before."""
@@ -117,23 +142,33 @@ class Logs(Calls):
         return int(found[0][0].decode().partition("-")[0]) if found else 0
 
     async def read_log(self, log: str, number: int, timeout: float) -> bytes | None:
-        """Entry ``number`` of ``log``, waiting ``timeout`` seconds for it. Raises IndexRefused when it was trimmed."""
+        """Entry ``number`` of ``log``, waiting ``timeout`` seconds for it.
+
+        Raises IndexRefused when it was trimmed.
+        """
         found = await self._read({log: f"{number}-0"}, timeout, 1)
         if not found:
             return None
         position, fields = found[0][1][0]
         if position != f"{number + 1}-0".encode():
-            raise IndexRefused(f"entry {number} of log {log!r} was removed: all of its readers had finished with it")
+            raise IndexRefused(
+                f"entry {number} of log {log!r} was removed: all of its readers had "
+                f"finished with it"
+            )
         return fields[b"e"]
 
     async def next_entry(self, log: str, number: int) -> bytes:
-        """Entry ``number`` of ``log``, waiting for it as long as it takes. Raises IndexRefused when it was trimmed."""
+        """Entry ``number`` of ``log``, waiting for it as long as it takes.
+
+        Raises IndexRefused when it was trimmed.
+        """
         while (entry := await self.read_log(log, number, LOG_SECONDS)) is None:
             pass
         return entry
 
     async def sign_entry(self, log: str, number: int, owner: str) -> int:
-        """Add ``owner`` to the set of owners that have signed entry ``number`` of ``log``; returns how many have."""
+        """Add ``owner`` to the set of owners that have signed entry ``number`` of ``log``; returns
+        how many have."""
         signatures = self._signatures(log, number)
         both = ("SADD", signatures, owner), ("SCARD", signatures)
         *_, (_, count) = await self._link.send_all([("MULTI",), *both, ("EXEC",)])

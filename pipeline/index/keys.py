@@ -1,4 +1,5 @@
-"""Calls for values by key, without stages or leases: the interface of TransferQueue is built on them."""
+"""Calls for values by key, without stages or leases: the interface of TransferQueue is built on
+them."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from pipeline.index.claims import Stored
 
 @dataclass(frozen=True)
 class KeysPut:
-    """After a put: the partition's ``fields`` as packed text, the fields that all of the put's keys ``held`` have now, as
-    bits, and the ``tags`` of each key."""
+    """After a put: the partition's ``fields`` as packed text, the fields that all of the put's keys
+    ``held`` have now, as bits, and the ``tags`` of each key."""
 
     fields: str
     held: int
@@ -22,8 +23,8 @@ class KeysPut:
 
 @dataclass(frozen=True)
 class KeysFound:
-    """Looked-up keys: the partition's ``fields`` as packed text, the ``entries`` of each key (None: there is no such key),
-    and the ``places`` of their blocks: (block, warehouse, offset)."""
+    """Looked-up keys: the partition's ``fields`` as packed text, the ``entries`` of each key (None:
+    there is no such key), and the ``places`` of their blocks: (block, warehouse, offset)."""
 
     fields: bytes
     entries: Sequence[bytes | None]
@@ -48,10 +49,12 @@ class Keys(Calls):
         bits: int,
         tags: Sequence[Mapping[str, str]] | None,
     ) -> KeysPut:
-        """Set the fields ``bits`` of ``keys`` to the ``stored`` columns, and join ``tags`` with the tags of each key.
+        """Set the fields ``bits`` of ``keys`` to the ``stored`` columns, and join ``tags`` with the
+        tags of each key.
 
-        ``fields`` are the partition's fields as the caller wants them; its first ``known`` characters are those that the
-        caller has read. Raises FieldsChanged when other clients have changed them since."""
+        ``fields`` are the partition's fields as the caller wants them; its first ``known``
+        characters are those that the caller has read. Raises FieldsChanged when other clients have
+        changed them since."""
         reply = await self.call(
             "put_keys",
             **stored._asdict(),
@@ -69,11 +72,19 @@ class Keys(Calls):
     async def look_up_keys(self, partition: str, keys: Sequence[str]) -> KeysFound:
         """Where the values of ``keys`` lie."""
         reply = await self._call_raw("look_up_keys", partition=partition, keys=list(keys))
-        return KeysFound(reply["fields"], [entry or None for entry in reply["entries"] or ()], reply["places"] or ())
+        return KeysFound(
+            reply["fields"],
+            [entry or None for entry in reply["entries"] or ()],
+            reply["places"] or (),
+        )
 
-    async def list_keys(self, partition: str | None = None) -> dict[str, dict[str, Mapping[bytes, bytes]]]:
+    async def list_keys(
+        self, partition: str | None = None
+    ) -> dict[str, dict[str, Mapping[bytes, bytes]]]:
         """The keys of one partition or of all, oldest first, each with its tags as stored."""
-        reply = await self._call_raw("list_keys", partition=False if partition is None else partition)
+        reply = await self._call_raw(
+            "list_keys", partition=False if partition is None else partition
+        )
         found: dict[str, dict[str, Mapping[bytes, bytes]]] = {}
         for name, keys in reply["partitions"] or ():
             ordered = sorted(keys or (), key=lambda each: int.from_bytes(each[1], "little"))
@@ -81,5 +92,6 @@ class Keys(Calls):
         return found
 
     async def clear_keys(self, partition: str, keys: Sequence[str]) -> bool:
-        """Remove ``keys`` with their values and tags; returns whether the partition has keys left."""
+        """Remove ``keys`` with their values and tags; returns whether the partition has keys
+        left."""
         return bool(await self.call("clear_keys", partition=partition, keys=list(keys)))

@@ -1,7 +1,8 @@
 """Connections to the index's server: one pipelined connection for calls, others for blocking reads.
 
-Two places do without a library, for speed (`benchmarks/libraries.py` compares them): redis-py's client takes one connection
-for each call under way, and `stamina.retry_context` takes longer than the call that it repeats.
+Two places do without a library, for speed (`benchmarks/libraries.py` compares them): redis-py's
+client takes one connection for each call under way, and `stamina.retry_context` takes longer than
+the call that it repeats.
 """
 
 from __future__ import annotations
@@ -28,18 +29,24 @@ from pipeline.index.errors import IndexUnreachable
 
 log = structlog.get_logger()
 
-WAITS_SHARE = 8  # one in so many of the files that a process may open can be a blocking connection of one link
+# one in so many of the files that a process may open can be a blocking connection of one link
+WAITS_SHARE = 8
 
 
 class PipelinedConnection(asyncio.Protocol):
-    """A pipelined connection: commands are sent at once, and replies arrive in the order of the commands.
+    """A pipelined connection: commands are sent at once, and replies arrive in the order of the
+    commands.
 
-    ``connection`` is a connected one of redis-py, which handles URLs, TLS and passwords. Its transport is taken over."""
+    ``connection`` is a connected one of redis-py, which handles URLs, TLS and passwords. Its
+    transport is taken over."""
 
     def __init__(self, connection: Any, patience: float) -> None:
         self._connection = connection  # kept, because it closes its transport when it is deleted
-        self._reader, self._waiting = hiredis.Reader(), deque[asyncio.Future[Any]]()
-        self.lost, self._heard, self._patience = False, time.monotonic(), patience
+        self._reader = hiredis.Reader()
+        self._waiting = deque[asyncio.Future[Any]]()
+        self.lost = False
+        self._heard = time.monotonic()
+        self._patience = patience
         self._loop = asyncio.get_running_loop()
         self._watch: asyncio.TimerHandle | None = None
         self._transport: Any = connection._writer.transport
@@ -51,7 +58,8 @@ class PipelinedConnection(asyncio.Protocol):
         return self._transport.get_extra_info("sockname")
 
     def send(self, command: tuple[Any, ...]) -> asyncio.Future[Any]:
-        """Send a command; the future gets its reply, ResponseError for an error reply, ConnectionError when it is lost."""
+        """Send a command; the future gets its reply, ResponseError for an error reply,
+        ConnectionError when it is lost."""
         answer = self._loop.create_future()
         if self.lost:
             answer.set_exception(ConnectionError("the connection was lost"))
@@ -65,8 +73,10 @@ class PipelinedConnection(asyncio.Protocol):
         return answer
 
     def _check(self) -> None:
-        """Close the connection when calls wait and no byte came for ``patience`` seconds. One timer serves all calls: a
-        deadline for each would cost as much as the call."""
+        """Close the connection when calls wait and no byte came for ``patience`` seconds.
+
+        One timer serves all calls: a deadline for each would cost as much as the call.
+        """
         self._watch = None
         if self._waiting:
             left = self._heard + self._patience - time.monotonic()
@@ -104,13 +114,17 @@ class PipelinedConnection(asyncio.Protocol):
         while self._waiting:
             answer = self._waiting.popleft()
             if not answer.done():
-                answer.set_exception(ConnectionError(f"the connection was lost ({error or 'closed'})"))
+                answer.set_exception(
+                    ConnectionError(f"the connection was lost ({error or 'closed'})")
+                )
 
 
 class _Commands(redis.Redis):
     """redis-py's command methods, over ``send`` of a link."""
 
-    def __init__(self, pool: redis.ConnectionPool, send: Callable[[tuple[Any, ...]], Awaitable[Any]]) -> None:
+    def __init__(
+        self, pool: redis.ConnectionPool, send: Callable[[tuple[Any, ...]], Awaitable[Any]]
+    ) -> None:
         super().__init__(connection_pool=pool)
         self._send = send
 
@@ -123,16 +137,21 @@ class _Commands(redis.Redis):
 
 
 class Link:
-    """Connections to the server at ``url`` (``redis://``, ``rediss://`` or ``unix://``) that any number of indexes share:
-    one for all calls, and one for each set of streams and positions that callers wait on.
+    """Connections to the server at ``url`` (``redis://``, ``rediss://`` or ``unix://``) that any
+    number of indexes share: one for all calls, and one for each set of streams and positions that
+    callers wait on.
 
-    ``timeout`` is the deadline of one call in seconds, retries included; after it :class:`IndexUnreachable` is raised.
-    ``shares_waits``: equal waits share one connection, and the number of connections is bounded. The link of a single index
-    needs neither.
+    ``timeout`` is the deadline of one call in seconds, retries included; after it
+    :class:`IndexUnreachable` is raised.
+    ``shares_waits``: equal waits share one connection, and the number of connections is bounded.
+    The link of a single index needs neither.
     """
 
     def __init__(self, url: str, *, timeout: float = 30.0, shares_waits: bool = True) -> None:
-        self.url, self.timeout, self.closed, self._shares_waits = url, timeout, False, shares_waits
+        self.url = url
+        self.timeout = timeout
+        self.closed = False
+        self._shares_waits = shares_waits
         # No deadlines in redis-py: they would make a task of each call.
         patience = min(5.0, timeout / 3)
         options: dict[str, Any] = {"socket_timeout": None, "socket_connect_timeout": patience}
@@ -140,7 +159,9 @@ class Link:
         self.redis, self.retried = _Commands(pool, self.send), _Commands(pool, self.send_retried)
         waits = redis.ConnectionPool.from_url(url, **options)
         if shares_waits:
-            waits = redis.BlockingConnectionPool.from_url(url, max_connections=_most_waits(), timeout=None, **options)
+            waits = redis.BlockingConnectionPool.from_url(
+                url, max_connections=_most_waits(), timeout=None, **options
+            )
         self._waiting = redis.Redis(connection_pool=waits)
         self._reads: dict[Any, asyncio.Future[Any]] = {}
         self._connection: PipelinedConnection | None = None
@@ -161,7 +182,9 @@ class Link:
     @property
     def connection(self) -> PipelinedConnection | None:
         """The connection for calls; None when it is not connected."""
-        return self._connection if self._connection is not None and not self._connection.lost else None
+        return (
+            self._connection if self._connection is not None and not self._connection.lost else None
+        )
 
     async def send(self, command: tuple[Any, ...]) -> Any:
         """Send one command and return its reply, without a retry; see :meth:`retry`."""
@@ -172,8 +195,10 @@ class Link:
         return await self.retry(lambda again: self.send(command))
 
     async def send_all(self, commands: Iterable[tuple[Any, ...]]) -> list[Any]:
-        """Send commands in one round trip, one directly after the other, and return their replies. Repeated after a lost
-        connection."""
+        """Send commands in one round trip, one directly after the other, and return their replies.
+
+        Repeated after a lost connection.
+        """
 
         async def once(again: bool) -> list[Any]:
             connection = self.connection or await self._connect()
@@ -189,7 +214,9 @@ class Link:
                 connection = self.redis.connection_pool.make_connection()
                 try:
                     await connection.connect()
-                except BaseException:  # otherwise each attempt at a server that accepts and does not reply stays open
+                except (
+                    BaseException
+                ):  # otherwise each attempt at a server that accepts and does not reply stays open
                     await connection.disconnect(nowait=True)
                     raise
                 self._connection = PipelinedConnection(connection, self.timeout / 3)
@@ -197,7 +224,8 @@ class Link:
             return self._connection
 
     async def own_address(self) -> str:
-        """Returns the address of this machine on the way to the server; "" where that is a Unix socket."""
+        """Returns the address of this machine on the way to the server; "" where that is a Unix
+        socket."""
 
         async def once(again: bool) -> Any:
             return (self.connection or await self._connect()).own_address
@@ -206,7 +234,8 @@ class Link:
         return str(found[0]) if isinstance(found, tuple) else ""
 
     async def read(self, streams: Mapping[str, str], timeout: float, count: int) -> Any:
-        """Block until one of ``streams`` has entries after its position, for at most ``timeout`` seconds."""
+        """Block until one of ``streams`` has entries after its position, for at most ``timeout``
+        seconds."""
         deadline = time.monotonic() + timeout
         keys: Any = dict(streams)
 
@@ -235,11 +264,17 @@ class Link:
         return shared.result()
 
     async def retry(
-        self, attempt: Any, patience: float | None = None, *, began: float | None = None, failures: int = 0
+        self,
+        attempt: Any,
+        patience: float | None = None,
+        *,
+        began: float | None = None,
+        failures: int = 0,
     ) -> Any:
-        """Repeat ``attempt`` until it succeeds or the deadline passes, counted from ``began``, and at least once: a process
-        that was frozen for longer has not waited. One attempt may take ``patience`` seconds (default: a third of the
-        deadline). ``failures``: attempts made before."""
+        """Repeat ``attempt`` until it succeeds or the deadline passes, counted from ``began``, and
+        at least once: a process that was frozen for longer has not waited. One attempt may take
+        ``patience`` seconds (default: a third of the deadline). ``failures``: attempts made before.
+        """
         deadline = (began or time.monotonic()) + self.timeout
         backoff = ExponentialBackoff(cap=1.0, base=0.02)
         task = asyncio.current_task()
@@ -249,7 +284,8 @@ class Link:
             try:
                 async with asyncio.timeout(patience or self.timeout / 3):
                     reply = await attempt(failures > 0)
-                if task.cancelling() > cancelled:  # redis-py drops a cancellation that arrives while it reads a reply
+                # redis-py drops a cancellation that arrives while it reads a reply
+                if task.cancelling() > cancelled:
                     raise asyncio.CancelledError
                 return reply
             except (RedisConnectionError, RedisTimeoutError, OSError) as lost:
@@ -257,7 +293,8 @@ class Link:
                 pause = backoff.compute(failures)
                 if self.closed or (failures > 1 and time.monotonic() + pause > deadline):
                     raise IndexUnreachable(
-                        f"index {redacted(self.url)}: no answer for {self.timeout:.0f} s, {failures} tries ({lost}); "
+                        f"index {redacted(self.url)}: no answer for {self.timeout:.0f} s, "
+                        f"{failures} tries ({lost}); "
                         "is the server up, and reachable from here?"
                     ) from None
                 await asyncio.sleep(pause)
@@ -268,7 +305,8 @@ class Link:
 
 
 def _most_waits() -> int:
-    """How many connections of one link may block at the same time; further reads queue for one of them."""
+    """How many connections of one link may block at the same time; further reads queue for one of
+    them."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return 4096 if files == resource.RLIM_INFINITY else max(16, files // WAITS_SHARE)
 

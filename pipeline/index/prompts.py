@@ -1,4 +1,5 @@
-"""Calls for prompts: external ones, which wait in the index until the run stores them in its own file, and pass rates."""
+"""Calls for prompts: external ones, which wait in the index until the run stores them in its own
+file, and pass rates."""
 
 from __future__ import annotations
 
@@ -10,8 +11,11 @@ from pipeline.index.calls import Calls
 
 @dataclass(frozen=True)
 class PromptsPut:
-    """``next`` is the position after the last prompt. ``wait`` is None, or the position of the topic `feed` when there was
-    no room and nothing was put."""
+    """``next`` is the position after the last prompt.
+
+    ``wait`` is None, or the position of the topic `feed` when there was no room and nothing was
+    put.
+    """
 
     next: int
     wait: str | None
@@ -19,7 +23,8 @@ class PromptsPut:
 
 @dataclass(frozen=True)
 class PromptsWaiting:
-    """Prompts in order. ``ended``: no more will come; ``wait`` is the position of the topic `fed`."""
+    """Prompts in order. ``ended``: no more will come; ``wait`` is the position of the topic
+    `fed`."""
 
     prompts: Sequence[str]
     ended: bool
@@ -30,12 +35,22 @@ class ExternalPromptCalls(Calls):
     """Put, read and remove waiting prompts."""
 
     async def put_prompts(
-        self, prompts: Sequence[str], *, first: int | None = None, last: bool = False, most_bytes: int
+        self,
+        prompts: Sequence[str],
+        *,
+        first: int | None = None,
+        last: bool = False,
+        most_bytes: int,
     ) -> PromptsPut:
-        """Put ``prompts`` at positions ``first``, first + 1, … (None: the next ones); positions that are taken already are
-        left as they are. ``last``: no more will come. At most ``most_bytes`` may wait together (else NeverFits)."""
+        """Put ``prompts`` at positions ``first``, first + 1, … (None: the next ones); positions
+        that are taken already are left as they are. ``last``: no more will come. At most
+        ``most_bytes`` may wait together (else NeverFits)."""
         reply = await self.call(
-            "put_prompts", prompts=list(prompts), first=False if first is None else first, last=last, most=most_bytes
+            "put_prompts",
+            prompts=list(prompts),
+            first=False if first is None else first,
+            last=last,
+            most=most_bytes,
         )
         return PromptsPut(reply["next"], reply.get("wait"))
 
@@ -45,15 +60,18 @@ class ExternalPromptCalls(Calls):
         return PromptsWaiting(reply["prompts"] or (), reply["ended"], reply["wait"])
 
     async def remove_prompts(self, below: int) -> None:
-        """Remove the prompts at positions below ``below``, which the run has stored, and let writers continue."""
+        """Remove the prompts at positions below ``below``, which the run has stored, and let
+        writers continue."""
         await self.call("remove_prompts", below=below)
 
 
 @dataclass(frozen=True)
 class PassRates:
-    """What prompts are chosen by. ``next``: position in the source of the next candidate, None before the first choice;
-    ``chosen``: positions of groups that have one. ``rates``: (prompt, [mean reward, taught, streak]) of those that changed
-    since, the oldest change first; ``changes`` counts all changes so far."""
+    """What prompts are chosen by. ``next``: position in the source of the next candidate, None
+    before the first choice;
+    ``chosen``: positions of groups that have one. ``rates``: (prompt, [mean reward, taught,
+    streak]) of those that changed since, the oldest change first; ``changes`` counts all changes so
+    far."""
 
     next: int | None
     chosen: Mapping[int, int]
@@ -62,10 +80,12 @@ class PassRates:
 
 
 class PassRateCalls(Calls):
-    """Which prompt each open group has, and how the responses to a prompt did. :mod:`stages.difficulty` says what for."""
+    """Which prompt each open group has, and how the responses to a prompt did.
+    :mod:`stages.difficulty` says what for."""
 
     async def pass_rates(self, groups: Sequence[int], since: int) -> PassRates:
-        """The choices of ``groups``, and the pass rates that changed after change number ``since``."""
+        """The choices of ``groups``, and the pass rates that changed after change number
+        ``since``."""
         reply = await self.call("pass_rates", groups=list(groups), since=since)
         known = zip(groups, reply["chosen"] or (), strict=True)
         chosen = {group: position for group, position in known if position is not False}
@@ -73,13 +93,17 @@ class PassRateCalls(Calls):
         return PassRates(upcoming, chosen, reply["rates"] or (), reply["changes"])
 
     async def choose_prompts(self, chosen: Mapping[int, tuple[int, str]], following: int) -> None:
-        """Record position and prompt of groups that are about to be admitted. The next candidate is at ``following``."""
+        """Record position and prompt of groups that are about to be admitted.
+
+        The next candidate is at ``following``.
+        """
         entries = [[group, *choice] for group, choice in chosen.items()]
         await self.call("choose_prompts", groups=entries, next=following)
 
     async def put_outcomes(self, outcomes: Mapping[int, tuple[float, bool]]) -> None:
-        """Record the mean reward of groups, and whether they taught something; it counts when the group
-        leaves the run. Can be repeated."""
+        """Record the mean reward of groups, and whether they taught something; it counts when the
+        group leaves the run. Can be repeated."""
         await self.call(
-            "put_outcomes", groups=[[group, reward, int(taught)] for group, (reward, taught) in outcomes.items()]
+            "put_outcomes",
+            groups=[[group, reward, int(taught)] for group, (reward, taught) in outcomes.items()],
         )

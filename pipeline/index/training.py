@@ -14,8 +14,11 @@ from pipeline.index.events import stamped
 
 @dataclass(frozen=True)
 class PublishedWeights:
-    """The newest published version. ``record`` says how engines get its weights, empty when nothing was written for them;
-    ``wait`` is the position of the topic `version`."""
+    """The newest published version.
+
+    ``record`` says how engines get its weights, empty when nothing was written for them; ``wait``
+    is the position of the topic `version`.
+    """
 
     version: int
     record: Mapping[str, Any]
@@ -24,8 +27,11 @@ class PublishedWeights:
 
 @dataclass(frozen=True)
 class SwapTurn:
-    """Whether a worker may swap its weights now. When not: ``wait`` is the position of the topic `swap`, and ``due`` the
-    seconds until another worker's turn expires."""
+    """Whether a worker may swap its weights now.
+
+    When not: ``wait`` is the position of the topic `swap`, and ``due`` the seconds until another
+    worker's turn expires.
+    """
 
     granted: bool
     wait: str = ""
@@ -36,29 +42,45 @@ class Training(Calls):
     """Calls of the trainer and of the rollout engines about versions."""
 
     async def train(self, claim: Claim, step: int, event: EventData | None = None) -> int:
-        """Record that the claim's rows made optimizer step ``step``; returns the trainer's new version. ``event`` becomes
-        a `step` event in the same atomic step, so that readers get each step exactly once."""
+        """Record that the claim's rows made optimizer step ``step``; returns the trainer's new
+        version. ``event`` becomes a `step` event in the same atomic step, so that readers get each
+        step exactly once."""
         rows, _ = ranges(claim.row)
         lease = {"stage": claim.stage, "token": claim.token, "owner": claim.owner}
         skipped = bool(getattr(event, "skipped", ""))
         return int(
-            await self.call("train", **lease, step=step, rows=rows, event=event and stamped(event), skipped=skipped)
+            await self.call(
+                "train",
+                **lease,
+                step=step,
+                rows=rows,
+                event=event and stamped(event),
+                skipped=skipped,
+            )
         )
 
     async def replay(self, step: int) -> Claim:
-        """The rows of a step that is not released yet, as a claim without lease. Raises StaleHandle for another step."""
+        """The rows of a step that is not released yet, as a claim without lease.
+
+        Raises StaleHandle for another step.
+        """
         return Claim("", "", await self._call_raw("replay", step=step))
 
     async def release_steps(self, before: int) -> int:
-        """Release the rows of all steps below ``before``, which a checkpoint covers; returns how many groups they were."""
+        """Release the rows of all steps below ``before``, which a checkpoint covers; returns how
+        many groups they were."""
         return int(await self.call("release_steps", before=before))
 
     async def publish_weights(self, version: int, record: Mapping[str, Any]) -> None:
-        """Record that the weights of ``version`` are in host memory; this opens the gate further and wakes generation."""
+        """Record that the weights of ``version`` are in host memory; this opens the gate further
+        and wakes generation."""
         await self.call("publish_weights", version=version, record=dict(record))
 
     async def published_weights(self) -> PublishedWeights:
-        """The newest published version and its record. To read the version alone, use :meth:`Index.status`."""
+        """The newest published version and its record.
+
+        To read the version alone, use :meth:`Index.status`.
+        """
         reply = await self.call("published_weights")
         return PublishedWeights(reply["version"], reply["record"] or {}, reply["wait"])
 
@@ -67,10 +89,14 @@ class Training(Calls):
         return await self.call("weights_record", version=version) or None
 
     async def take_swap_turn(self, worker: str, *, most: int, lease: float) -> SwapTurn:
-        """Ask for one of the ``most`` turns to swap weights at the same time, for ``lease`` seconds. A worker that has
-        one keeps it for another lease."""
+        """Ask for one of the ``most`` turns to swap weights at the same time, for ``lease``
+        seconds. A worker that has one keeps it for another lease."""
         reply = await self.call("take_swap_turn", worker=worker, most=most, lease=int(lease * 1000))
-        return SwapTurn(True) if reply["granted"] else SwapTurn(False, reply["wait"], reply["due"] / 1000)
+        return (
+            SwapTurn(True)
+            if reply["granted"]
+            else SwapTurn(False, reply["wait"], reply["due"] / 1000)
+        )
 
     async def end_swap_turn(self, worker: str) -> None:
         """Give the worker's turn to the next one."""

@@ -7,15 +7,18 @@ from collections.abc import Sequence
 
 
 def balanced(lengths: Sequence[int], parts: int, *, equal: bool = True) -> list[list[int]]:
-    """Split positions 0 … n-1 into ``parts`` lists with nearly equal sums of ``lengths`` (largest differencing, Karmarkar
-    and Karp 1982); never further apart than a greedy split. ``equal``: the lists' counts differ by one at most.
+    """Split positions 0 … n-1 into ``parts`` lists with nearly equal sums of ``lengths`` (largest
+    differencing, Karmarkar and Karp 1982); never further apart than a greedy split. ``equal``: the
+    lists' counts differ by one at most.
 
     >>> balanced([9, 7, 6, 5, 4, 1], 2)
     [[0, 3, 5], [1, 2, 4]]
     """
     if parts < 1:
         raise ValueError(f"parts: {parts} cannot hold anything; give at least 1")
-    found = min((_differencing, _greedy), key=lambda method: _spread(lengths, method(lengths, parts, equal)))
+    found = min(
+        (_differencing, _greedy), key=lambda method: _spread(lengths, method(lengths, parts, equal))
+    )
     return [sorted(part) for part in found(lengths, parts, equal)]
 
 
@@ -25,11 +28,15 @@ def _spread(lengths: Sequence[int], split: Sequence[Sequence[int]]) -> int:
 
 
 def _differencing(lengths: Sequence[int], parts: int, equal: bool) -> list[list[int]]:
-    """Begin with one way of filling all parts for each item (or for each ``parts`` items of near lengths, when the counts
-    shall be equal), and join the two ways of the widest spreads, the heaviest part of one with the lightest of the other,
-    until one is left."""
+    """Begin with one way of filling all parts for each item (or for each ``parts`` items of near
+    lengths, when the counts shall be equal), and join the two ways of the widest spreads, the
+    heaviest part of one with the lightest of the other, until one is left."""
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    rounds = [order[i : i + parts] for i in range(0, len(order), parts)] if equal else [[i] for i in order]
+    rounds = (
+        [order[i : i + parts] for i in range(0, len(order), parts)]
+        if equal
+        else [[i] for i in order]
+    )
     ways = []
     for number, items in enumerate(rounds):
         way = [(lengths[i], [i]) for i in items] + [(0, [])] * (parts - len(items))
@@ -48,7 +55,8 @@ def _differencing(lengths: Sequence[int], parts: int, equal: bool) -> list[list[
 def _greedy(lengths: Sequence[int], parts: int, equal: bool) -> list[list[int]]:
     """The longest first, each to the lightest part that may have one more."""
     out: list[list[int]] = [[] for _ in range(parts)]
-    fewest, more = divmod(len(lengths), parts)  # with equal counts `more` of the parts have one item more
+    # with equal counts `more` of the parts have one item more
+    fewest, more = divmod(len(lengths), parts)
     heap = [(0, part) for part in range(parts)]
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         total, part = heapq.heappop(heap)

@@ -7,9 +7,10 @@
 
     beside it, in a thread of each process: its leases are renewed at a third of their length
 
-Readers agree through the index; torch.distributed is not needed. A reader that dies renews no leases, and its rows are
-delivered again when the lease expires. The stream ends when no row came for ``idle`` seconds, or at once when the run has
-ended (state finished, stopped or failed) and neither a stage before this one nor another reader holds any row.
+Readers agree through the index; torch.distributed is not needed. A reader that dies renews no
+leases, and its rows are delivered again when the lease expires. The stream ends when no row came
+for ``idle`` seconds, or at once when the run has ended (state finished, stopped or failed) and
+neither a stage before this one nor another reader holds any row.
 """
 
 from __future__ import annotations
@@ -51,9 +52,10 @@ ENDED = ("finished", "stopped", "failed")
 class Batch:
     """B rows of a stage, held under a lease until they are committed.
 
-    ``batch[name]`` gives a dense column as a tensor [B, *shape], a ragged one in the stream's layout (:class:`Packed`, a
-    jagged nested tensor [B, j], or padded [B, longest]), text as a list of B strings; ``columns`` has them all packed.
-    ``row`` and ``group`` are int64 and uint32 [B]. ``number`` counts this reader's batches from 0.
+    ``batch[name]`` gives a dense column as a tensor [B, *shape], a ragged one in the stream's
+    layout (:class:`Packed`, a jagged nested tensor [B, j], or padded [B, longest]), text as a list
+    of B strings; ``columns`` has them all packed. ``row`` and ``group`` are int64 and uint32 [B].
+    ``number`` counts this reader's batches from 0.
     """
 
     number: int
@@ -65,7 +67,8 @@ class Batch:
     schema: Schema
     ragged: Ragged
     fill: float
-    held: list[int]  # all rows of the claim, as ranges; more than `row` where several readers share it
+    # all rows of the claim, as ranges; more than `row` where several readers share it
+    held: list[int]
     log: Log[dict[str, Any]] | None  # of the readers that share it; None when there is one reader
 
     def __len__(self) -> int:
@@ -75,31 +78,40 @@ class Batch:
         return self.columns[name].value(self.schema[name], len(self), self.ragged, self.fill)
 
     def select(self, positions: Sequence[int]) -> Batch:
-        """A copy of the rows at ``positions``: a micro-batch. Commit the whole batch, not its parts."""
+        """A copy of the rows at ``positions``: a micro-batch.
+
+        Commit the whole batch, not its parts.
+        """
         at = np.asarray(positions, np.int64)
         columns = {name: packed.select(at, len(self)) for name, packed in self.columns.items()}
         return replace(self, row=self.row[at], group=self.group[at], columns=columns)
 
 
 class SampleStream(IterableDataset[Batch]):
-    """The batches of ``stage`` in ``run``, with its ``columns``. Each row comes exactly once over all readers, and again
-    when the reader that had it died before the commit.
+    """The batches of ``stage`` in ``run``, with its ``columns``.
 
-    ``batch_size`` counts rows (groups, for a stage that takes groups; a train batch has the run's own size). A batch that
-    does not fill within ``idle`` seconds comes smaller, or not at all with ``drop_last``: its rows stay in the stage.
+    Each row comes exactly once over all readers, and again when the reader that had it died before
+    the commit.
 
-    Readers: ``replicas`` data-parallel replicas of ``ranks`` ranks each; ranks of one replica get the same rows in the same
-    order. ``lockstep`` replicas take the same number of batches: one claim for all of them is split into equal parts, by
-    tokens when ``balance_tokens`` names ragged columns to count. Without lockstep each replica claims for itself. Readers
-    wait ``timeout`` seconds for each other. They must start together: a restarted job takes another ``session``.
+    ``batch_size`` counts rows (groups, for a stage that takes groups; a train batch has the run's
+    own size). A batch that does not fill within ``idle`` seconds comes smaller, or not at all with
+    ``drop_last``: its rows stay in the stage.
 
-    ``commit="next"``: a batch is committed when the next one is asked for (leaving the loop early leaves the last one
-    uncommitted). ``commit="explicit"``: by :meth:`commit` alone. In the process that claimed it a batch is a view of
-    shared memory, valid until its commit. DataLoader workers copy it once, into memory of its own, as it goes to
-    another process; they run ahead of their consumer, so give them a :class:`SampleLoader`, or commit explicitly.
+    Readers: ``replicas`` data-parallel replicas of ``ranks`` ranks each; ranks of one replica get
+    the same rows in the same order. ``lockstep`` replicas take the same number of batches: one
+    claim for all of them is split into equal parts, by tokens when ``balance_tokens`` names ragged
+    columns to count. Without lockstep each replica claims for itself. Readers wait ``timeout``
+    seconds for each other. They must start together: a restarted job takes another ``session``.
 
-    Rows that lie on other nodes than ``node`` (None: that of this process) come over the wire with ``secret``, inside TLS
-    when ``tls_authority`` (PEM) says what the nodes' certificates are checked against.
+    ``commit="next"``: a batch is committed when the next one is asked for (leaving the loop early
+    leaves the last one uncommitted). ``commit="explicit"``: by :meth:`commit` alone. In the process
+    that claimed it a batch is a view of shared memory, valid until its commit. DataLoader workers
+    copy it once, into memory of its own, as it goes to another process; they run ahead of their
+    consumer, so give them a :class:`SampleLoader`, or commit explicitly.
+
+    Rows that lie on other nodes than ``node`` (None: that of this process) come over the wire with
+    ``secret``, inside TLS when ``tls_authority`` (PEM) says what the nodes' certificates are
+    checked against.
 
     >>> stream = SampleStream(url, run, schema, "train", ["ids", "reward"], batch_size=64)  # doctest: +SKIP
     >>> for batch in SampleLoader(stream, num_workers=2):  # doctest: +SKIP
@@ -133,27 +145,56 @@ class SampleStream(IterableDataset[Batch]):
         secret: bytes = b"",
         tls_authority: str = "",
     ) -> None:
-        balance = (balance_tokens,) if isinstance(balance_tokens, str) else tuple(balance_tokens or ())
+        balance = (
+            (balance_tokens,) if isinstance(balance_tokens, str) else tuple(balance_tokens or ())
+        )
         schema.mask(columns)  # a clear error for a column that is not there
         for name in balance:
             if schema[name].shape is not None:
-                raise ValueError(f"balance_tokens: column {name!r} has one length in all rows; name a ragged column")
+                raise ValueError(
+                    f"balance_tokens: column {name!r} has one length in all rows; "
+                    f"name a ragged column"
+                )
         if not (0 <= replica < replicas and 0 <= rank < ranks):
             raise ValueError(
-                f"replica {replica} of {replicas}, rank {rank} of {ranks}: count from 0, and stay below the number"
+                f"replica {replica} of {replicas}, rank {rank} of {ranks}: count from 0, and stay "
+                f"below the number"
             )
         if batch_size < 1 or (lockstep and batch_size < replicas):
-            raise ValueError(f"batch_size: {batch_size} leaves some of {replicas} replicas without rows; give more")
-        self.url, self.run, self.schema, self.stage, self.columns = url, run, schema, stage, tuple(columns)
-        self.batch_size, self.replica, self.replicas, self.rank, self.ranks = batch_size, replica, replicas, rank, ranks
-        self.lockstep, self.balance, self.ragged, self.fill, self.drop_last = lockstep, balance, ragged, fill, drop_last
-        self.commits, self.idle, self.timeout, self.lease = commit, idle, timeout, lease
-        self.session, self.node, self.secret, self.tls_authority = session, node, secret, tls_authority
+            raise ValueError(
+                f"batch_size: {batch_size} leaves some of {replicas} replicas without "
+                f"rows; give more"
+            )
+        self.url = url
+        self.run = run
+        self.schema = schema
+        self.stage = stage
+        self.columns = tuple(columns)
+        self.batch_size = batch_size
+        self.replica = replica
+        self.replicas = replicas
+        self.rank = rank
+        self.ranks = ranks
+        self.lockstep = lockstep
+        self.balance = balance
+        self.ragged = ragged
+        self.fill = fill
+        self.drop_last = drop_last
+        self.commits = commit
+        self.idle = idle
+        self.timeout = timeout
+        self.lease = lease
+        self.session = session
+        self.node = node
+        self.secret = secret
+        self.tls_authority = tls_authority
         self.readers = ranks * (replicas if lockstep else 1)  # of one claim
         self.first = rank == 0 and (replica == 0 or not lockstep)  # of them: it claims
-        self.family = f"{stage}-loader-{uuid.uuid4().hex[:8]}"  # this reader, whatever its processes
+        # this reader, whatever its processes
+        self.family = f"{stage}-loader-{uuid.uuid4().hex[:8]}"
         self.iteration = 0
-        # By process: a forked one inherits its parent's and must leave it alone, the garbage collector included.
+        # By process: a forked one inherits its parent's and must leave it alone, the garbage
+        # collector included.
         self._links: dict[int, _Link] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -169,11 +210,14 @@ class SampleStream(IterableDataset[Batch]):
         worker = get_worker_info()
         if worker is not None and self.commits == "next":
             raise RuntimeError(
-                "commit='next' in a DataLoader worker would commit batches before they are used, since workers run "
-                "ahead: use SampleLoader(stream, num_workers=...), or commit='explicit' and stream.commit(batch)"
+                "commit='next' in a DataLoader worker would commit batches before they are used, "
+                "since workers run ahead: use SampleLoader(stream, num_workers=...), or "
+                "commit='explicit' and stream.commit(batch)"
             )
         return self._batches(
-            _Reading(self, self._link(), worker.id if worker else 0, worker.num_workers if worker else 1)
+            _Reading(
+                self, self._link(), worker.id if worker else 0, worker.num_workers if worker else 1
+            )
         )
 
     def _batches(self, reading: _Reading) -> Iterator[Batch]:
@@ -187,31 +231,43 @@ class SampleStream(IterableDataset[Batch]):
                 self.close()
 
     def commit(self, batch: Batch) -> None:
-        """Commit ``batch``. Its rows leave the stage when all readers that share it have committed it. Any process of the
-        reader may call this. Raises LeaseLost when the lease expired; the rows are delivered again."""
+        """Commit ``batch``.
+
+        Its rows leave the stage when all readers that share it have committed it. Any process of
+        the reader may call this. Raises LeaseLost when the lease expired; the rows are delivered
+        again.
+        """
         self._link().call(self._link().commit(batch))
 
     def close(self) -> None:
-        """End this process's connection; its uncommitted rows are delivered again at once. Called at the end of the process,
-        and at the end of an iteration of a single reader with ``commit="next"``."""
+        """End this process's connection; its uncommitted rows are delivered again at once.
+
+        Called at the end of the process, and at the end of an iteration of a single reader with
+        ``commit="next"``.
+        """
         link = self._links.pop(os.getpid(), None)
         if link is not None:
             link.close()
 
 
 class SampleLoader(DataLoader[Batch]):
-    """A DataLoader over ``stream`` that commits each batch when the next one is asked for, whatever its workers have
-    fetched ahead. ``options`` are DataLoader's own."""
+    """A DataLoader over ``stream`` that commits each batch when the next one is asked for, whatever
+    its workers have fetched ahead. ``options`` are DataLoader's own."""
 
     dataset: SampleStream
 
     def __init__(self, stream: SampleStream, *, num_workers: int = 0, **options: Any) -> None:
         self.commits = stream.commits
         stream = copy.copy(stream)
-        stream.commits, stream._links = "explicit", {}
+        stream.commits = "explicit"
+        stream._links = {}
         # Workers stay until the iteration ends: they renew the leases of what they have sent here.
         super().__init__(
-            stream, batch_size=None, num_workers=num_workers, persistent_workers=num_workers > 0, **options
+            stream,
+            batch_size=None,
+            num_workers=num_workers,
+            persistent_workers=num_workers > 0,
+            **options,
         )
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
@@ -238,33 +294,48 @@ class SampleLoader(DataLoader[Batch]):
 
 
 class _Link(LoopThread):
-    """A process's connection. Its event loop runs in a thread, so that leases are renewed while the consumer computes."""
+    """A process's connection.
+
+    Its event loop runs in a thread, so that leases are renewed while the consumer computes.
+    """
 
     def __init__(self, stream: SampleStream) -> None:
-        self.stream, self.worker = stream, worker_name(stream.family, 0)
+        self.stream = stream
+        self.worker = worker_name(stream.family, 0)
         self.held: set[str] = set()  # tokens
         self._parent = os.getppid() if get_worker_info() else None
         super().__init__(self.worker)
         self.index = Index(stream.url, stream.run)
         self._dock: Dock | None = None
-        self.stages: list[dict[str, Any]] = []  # the run's, and how this one takes its rows, once there is a dock
+        # the run's, and how this one takes its rows, once there is a dock
+        self.stages: list[dict[str, Any]] = []
         self.takes = ""
         self._renewing = asyncio.run_coroutine_threadsafe(self._renew(), self._loop)
         atexit.register(self.close)
 
     async def dock(self) -> Dock:
-        """The dock of this process. Waits for a warehouse, so that readers may start before writers."""
+        """The dock of this process.
+
+        Waits for a warehouse, so that readers may start before writers.
+        """
         if self._dock is None:
             stream = self.stream
             if not await self.index.wait(WAREHOUSES, "0-0", stream.timeout):
                 raise WarehouseGone(
-                    f"run {stream.run!r} had no warehouse for {stream.timeout:.0f} s; open the flow first (Dock.open)"
+                    f"run {stream.run!r} had no warehouse for {stream.timeout:.0f} s; open the "
+                    f"flow first (Dock.open)"
                 )
             self.stages = (await self.index.config())["stages"]
             self.takes = _checked(stream, self.stages)["takes"]
-            found = sorted(await self.index.warehouses(), key=lambda w: (w.leaving, not w.is_near(stream.node)))
+            found = sorted(
+                await self.index.warehouses(), key=lambda w: (w.leaving, not w.is_near(stream.node))
+            )
             names = [warehouse.name for warehouse in found]
-            tls = ssl.create_default_context(cafile=stream.tls_authority) if stream.tls_authority else None
+            tls = (
+                ssl.create_default_context(cafile=stream.tls_authority)
+                if stream.tls_authority
+                else None
+            )
             dock = Dock(
                 self.index,
                 stream.schema,
@@ -301,8 +372,13 @@ class _Link(LoopThread):
             if self.held:
                 held = set(self.held)
                 try:
-                    self.held -= held - await self.index.renew(self.stream.stage, sorted(held), self.stream.lease)
-                except (IndexUnreachable, IndexRefused) as lost:  # the consumer's next call raises it too
+                    self.held -= held - await self.index.renew(
+                        self.stream.stage, sorted(held), self.stream.lease
+                    )
+                except (
+                    IndexUnreachable,
+                    IndexRefused,
+                ) as lost:  # the consumer's next call raises it too
                     log.warning("leases not renewed", stage=self.stream.stage, reason=str(lost))
 
     def close(self) -> None:
@@ -328,23 +404,34 @@ def _checked(stream: SampleStream, stages: Sequence[dict[str, Any]]) -> dict[str
     stage = next((stage for stage in stages if stage["name"] == stream.stage), None)
     if stage is None:
         raise ValueError(
-            f"stage {stream.stage!r} is not declared; run {stream.run!r} has {[s['name'] for s in stages]}"
+            f"stage {stream.stage!r} is not declared; run {stream.run!r} has "
+            f"{[s['name'] for s in stages]}"
         )
     if stage["makes"]:
         made = stream.schema.names(stage["makes"])
-        raise ValueError(f"stage {stream.stage!r} makes {made}, which a loader cannot write; use Dock.claim and commit")
+        raise ValueError(
+            f"stage {stream.stage!r} makes {made}, which a loader cannot write; use "
+            f"Dock.claim and commit"
+        )
     if stage["takes"] == "batch" and not stage["releases"] and stream.commits == "next":
         raise ValueError(
-            f"stage {stream.stage!r} ends in Index.train, not in a commit; give commit='explicit' and call it for each batch"
+            f"stage {stream.stage!r} ends in Index.train, not in a commit; give commit='explicit' "
+            f"and call it for each batch"
         )
     return stage
 
 
 class _Reading:
-    """One iteration over a stream, in one process. Batches are numbered, and every reader counts the same."""
+    """One iteration over a stream, in one process.
+
+    Batches are numbered, and every reader counts the same.
+    """
 
     def __init__(self, stream: SampleStream, link: _Link, worker: int, workers: int) -> None:
-        self.stream, self.link, self.number, self.workers = stream, link, 0, workers
+        self.stream = stream
+        self.link = link
+        self.number = 0
+        self.workers = workers
         self.log = BATCHES.at(
             stage=stream.stage,
             session=stream.session,
@@ -354,9 +441,11 @@ class _Reading:
         )
 
     async def next(self) -> Batch | None:
-        stream, dock = self.stream, await self.link.dock()
+        stream = self.stream
+        dock = await self.link.dock()
         if stream.readers == 1:
-            claim, own = await self._claim(dock), None
+            claim = await self._claim(dock)
+            own = None
         elif stream.first:
             claim = await self._claim(dock)
             parts = await self._deal(dock, claim) if claim is not None else []
@@ -390,13 +479,21 @@ class _Reading:
         return batch
 
     async def _claim(self, dock: Dock) -> Claim | None:
-        """The next batch's rows: as many as it shall have, or what there is once waiting is over; None at the end."""
-        stream, index, over = self.stream, self.link.index, False
+        """The next batch's rows: as many as it shall have, or what there is once waiting is over;
+        None at the end."""
+        stream = self.stream
+        index = self.link.index
+        over = False
         least = 1 if self.link.takes == "batch" else stream.batch_size
         deadline = time.monotonic() + stream.idle
         while True:
             found = await index.claim(
-                stream.stage, dock.worker, stream.batch_size, stream.lease, home=dock.home, least=least
+                stream.stage,
+                dock.worker,
+                stream.batch_size,
+                stream.lease,
+                home=dock.home,
+                least=least,
             )
             if isinstance(found, Claim) or over:
                 return found if isinstance(found, Claim) else None
@@ -404,14 +501,18 @@ class _Reading:
             left = deadline - time.monotonic()
             over = left <= 0 or (state in ENDED and await self._drained())
             if not over:
-                await index.wait_any({found.topic: found.wait, STATE: position}, min(left, found.due or left))
+                await index.wait_any(
+                    {found.topic: found.wait, STATE: position}, min(left, found.due or left)
+                )
             elif not stream.drop_last:
                 least = 1
 
     async def _drained(self) -> bool:
-        """Whether no row can come any more: neither from a stage before this one, nor from another reader that may die. Rows
-        that this reader's own processes hold do not count: their consumer may be waiting for this iteration's end."""
-        stages, before = {stage["name"]: stage for stage in self.link.stages}, {self.stream.stage}
+        """Whether no row can come any more: neither from a stage before this one, nor from another
+        reader that may die. Rows that this reader's own processes hold do not count: their consumer
+        may be waiting for this iteration's end."""
+        stages = {stage["name"]: stage for stage in self.link.stages}
+        before = {self.stream.stage}
         while (
             more := {
                 name
@@ -422,9 +523,14 @@ class _Reading:
         ):
             before |= more
         stats = await self.link.index.stats()
-        others = [lease["worker"] for lease in stats["leases"] or () if lease["stage"] == self.stream.stage]
+        others = [
+            lease["worker"]
+            for lease in stats["leases"] or ()
+            if lease["stage"] == self.stream.stage
+        ]
         return all(worker.startswith(self.stream.family) for worker in others) and not any(
-            stats["stages"][name]["ready"] or stats["stages"][name]["leased"] for name in before - {self.stream.stage}
+            stats["stages"][name]["ready"] or stats["stages"][name]["leased"]
+            for name in before - {self.stream.stage}
         )
 
     async def _deal(self, dock: Dock, claim: Claim) -> list[list[int]]:
@@ -443,12 +549,14 @@ class _Reading:
         entry = await self.log.read(self.link.index, self.number, stream.timeout)
         if entry is None:
             raise TimeoutError(
-                f"batch {self.number} of stage {stream.stage!r}: the first reader of session {stream.session!r} has not "
-                f"claimed it within {stream.timeout:.0f} s; is it alive, and in the same session?"
+                f"batch {self.number} of stage {stream.stage!r}: the first reader of session "
+                f"{stream.session!r} has not claimed it within {stream.timeout:.0f} s; is it "
+                f"alive, and in the same session?"
             )
         if entry["workers"] != self.workers:
             raise ValueError(
-                f"num_workers: {self.workers} here and {entry['workers']} at the first reader; readers that share their "
+                f"num_workers: {self.workers} here and {entry['workers']} at the first reader; "
+                f"readers that share their "
                 "batches have as many workers as each other"
             )
         if entry["claim"] is None:
@@ -458,7 +566,8 @@ class _Reading:
 
 
 def _detached(batch: Batch) -> Batch:
-    """``batch`` for another process: columns that view a larger block are copied, so that torch does not send the block."""
+    """``batch`` for another process: columns that view a larger block are copied, so that torch
+    does not send the block."""
     columns = {}
     for name, packed in batch.columns.items():
         whole = packed.values.untyped_storage().nbytes() == packed.values.nbytes

@@ -1,4 +1,5 @@
-"""The warehouses of a run as one worker knows them: which to write to, which are mapped here, which are reached by wire.
+"""The warehouses of a run as one worker knows them: which to write to, which are mapped here, which
+are reached by wire.
 
 read / write ─▶ on this node:  the arena, mapped
              └▶ on another:    a client of its server ─ unreachable ─▶ the index decides: alive, moved, or lost
@@ -31,12 +32,16 @@ log = structlog.get_logger()
 
 HEARTBEAT_SECONDS = 2.0  # between the heartbeats of a served warehouse
 SILENT_SECONDS = 10.0  # without a heartbeat, a warehouse that cannot be reached is taken for lost
-OFFSET_BITS = 48  # of a place in REF: the offset in the arena; the bits above are the warehouse's number
+# of a place in REF: the offset in the arena; the bits above are the warehouse's number
+OFFSET_BITS = 48
 
 
 class WarehouseDirectory:
-    """Finds, maps and serves the warehouses of a run. ``name`` is the warehouse that this worker writes to; ``node``: see
-    :class:`~pipeline.warehouse.dock.Dock`."""
+    """Finds, maps and serves the warehouses of a run.
+
+    ``name`` is the warehouse that this worker writes to; ``node``: see
+    :class:`~pipeline.warehouse.dock.Dock`.
+    """
 
     def __init__(
         self,
@@ -49,11 +54,17 @@ class WarehouseDirectory:
         tls: tuple[ssl.SSLContext, ssl.SSLContext] | None,
         wire_timeout: float,
     ) -> None:
-        self._index, self._schema, self._name, self.node = index, schema, name, node
-        self._secret, self._tls, self._wire_timeout = secret, tls, wire_timeout
+        self._index = index
+        self._schema = schema
+        self._name = name
+        self.node = node
+        self._secret = secret
+        self._tls = tls
+        self._wire_timeout = wire_timeout
         self.records: dict[int, WarehouseRecord] = {}
         self.known_home: WarehouseRecord | None = None
-        self.producers: dict[str, int] = {}  # column → which of a claim's ``refs`` say where it lies
+        # column → which of a claim's ``refs`` say where it lies
+        self.producers: dict[str, int] = {}
         self._near: dict[int, bool] = {}  # which warehouses are on this node
         self._arenas: dict[int, tuple[Arena, BlockReader]] = {}
         self._remotes: dict[tuple[str, int], RemoteWarehouse] = {}  # by address
@@ -61,29 +72,37 @@ class WarehouseDirectory:
         self._heartbeat: asyncio.Task[None] | None = None
 
     async def refresh(self) -> None:
-        """Read the run's warehouses from the index, and choose the one to write to; the first time also its stages."""
+        """Read the run's warehouses from the index, and choose the one to write to; the first time
+        also its stages."""
         if not self.producers:
             stages = (await self._index.config())["stages"]
             for bit, column in enumerate(self._schema.columns):
-                makers = (s["producer"] for s in stages if s["producer"] > 0 and s["makes"] >> bit & 1)
+                makers = (
+                    s["producer"] for s in stages if s["producer"] > 0 and s["makes"] >> bit & 1
+                )
                 self.producers[column.name] = next(makers, 0)
         self.records = {record.number: record for record in await self._index.warehouses()}
         for number in [number for number in self._arenas if number not in self.records]:
             del self._arenas[number]
         staying = [record for record in self.records.values() if not record.leaving]
         home = next((record for record in staying if record.name == self._name), None)
-        if home is None and staying and self.known_home is not None:  # it left the run: any other, near ones first
+        # it left the run: any other, near ones first
+        if home is None and staying and self.known_home is not None:
             home = min(staying, key=lambda record: (not self.is_near(record), record.number))
         if self.known_home != home:  # an equal record stays the same object, as slabs compare
             self.known_home = home
 
     async def enter(self) -> WarehouseRecord:
-        """Refresh, and return the warehouse to write to. Raises WarehouseGone when the run has none under this name."""
+        """Refresh, and return the warehouse to write to.
+
+        Raises WarehouseGone when the run has none under this name.
+        """
         await self.refresh()
         if self.known_home is None:
             staying = [record.name for record in self.records.values() if not record.leaving]
             raise WarehouseGone(
-                f"warehouse {self._name!r} is not in run {self._index.run!r}, which has {staying}; join() it first, or name "
+                f"warehouse {self._name!r} is not in run {self._index.run!r}, which has {staying}; "
+                f"join() it first, or name "
                 "one of these"
             )
         return self.known_home
@@ -99,7 +118,8 @@ class WarehouseDirectory:
         return self.producers[column]
 
     async def join(self, folder: Path, nbytes: int) -> None:
-        """Create this worker's warehouse in ``folder`` with ``nbytes`` bytes, or map it when it is there."""
+        """Create this worker's warehouse in ``folder`` with ``nbytes`` bytes, or map it when it is
+        there."""
         await self._agree_on_schema()
         path = (folder / f"arena-{self._name}").resolve()
         Arena.create(path, nbytes)
@@ -133,7 +153,10 @@ class WarehouseDirectory:
     def _mapped(self, record: WarehouseRecord) -> tuple[Arena, BlockReader]:
         if record.number not in self._arenas:
             arena = Arena(record.path)
-            self._arenas[record.number] = arena, BlockReader(arena.slice(0, arena.nbytes), self._schema)
+            self._arenas[record.number] = (
+                arena,
+                BlockReader(arena.slice(0, arena.nbytes), self._schema),
+            )
         return self._arenas[record.number]
 
     def arena(self, record: WarehouseRecord) -> Arena:
@@ -144,7 +167,8 @@ class WarehouseDirectory:
         address = (record.host, record.port)
         if not record.port:
             raise ConnectionError(
-                f"warehouse {record.name!r} lies on node {record.node!r}, which does not serve it; start its server"
+                f"warehouse {record.name!r} lies on node {record.node!r}, which does not serve it; "
+                f"start its server"
             )
         if address not in self._remotes:
             context = self._tls[1] if self._tls else None
@@ -153,8 +177,13 @@ class WarehouseDirectory:
             )
         return self._remotes[address]
 
-    async def write(self, record: WarehouseRecord, offset: int, block: int, rows: PackedRows) -> None:
-        """Write ``rows`` as ``block`` at ``offset`` of a warehouse. Raises BlockLost when it is gone: write them again."""
+    async def write(
+        self, record: WarehouseRecord, offset: int, block: int, rows: PackedRows
+    ) -> None:
+        """Write ``rows`` as ``block`` at ``offset`` of a warehouse.
+
+        Raises BlockLost when it is gone: write them again.
+        """
         if self.is_near(record):
             rows.write_into(self.arena(record).slice(offset, rows.nbytes), block)
             return
@@ -165,9 +194,13 @@ class WarehouseDirectory:
             await self._remote(record).write(offset, block, rows)
         except WarehouseUnreachable as silent:
             await self._suspect(record, silent)
-            raise BlockLost(f"warehouse {record.name!r} is gone; the rows are written again") from silent
+            raise BlockLost(
+                f"warehouse {record.name!r} is gone; the rows are written again"
+            ) from silent
 
-    async def copy(self, source: WarehouseRecord, offset: int, nbytes: int, target: WarehouseRecord, to: int) -> None:
+    async def copy(
+        self, source: WarehouseRecord, offset: int, nbytes: int, target: WarehouseRecord, to: int
+    ) -> None:
         """Copy raw bytes from a warehouse on this node to byte ``to`` of ``target``."""
         data = self.arena(source).slice(offset, nbytes)
         if self.is_near(target):
@@ -176,15 +209,20 @@ class WarehouseDirectory:
             await self._remote(target).copy_in(to, data)
 
     async def read(self, number: int, refs: np.ndarray, names: list[str]) -> dict[str, Packed]:
-        """The columns ``names`` of the rows ``refs`` (REF [B]), which all lie on warehouse ``number``."""
+        """The columns ``names`` of the rows ``refs`` (REF [B]), which all lie on warehouse
+        ``number``."""
         record = self.records.get(number)
-        if record is None or (not self.is_near(record) and not record.port):  # it may have joined, or be served, by now
+        # it may have joined, or be served, by now
+        if record is None or (not self.is_near(record) and not record.port):
             await self.refresh()
             record = self.records.get(number)
         if record is None:
-            raise StaleHandle(f"warehouse {number} has left the run, and these rows with it; claim again")
+            raise StaleHandle(
+                f"warehouse {number} has left the run, and these rows with it; claim again"
+            )
         offsets = (refs["place"] & (1 << OFFSET_BITS) - 1).astype(np.int64)
-        blocks, slots = refs["block"].astype(np.int64), refs["slot"].astype(np.int64)
+        blocks = refs["block"].astype(np.int64)
+        slots = refs["slot"].astype(np.int64)
         if self.is_near(record):
             return self._mapped(record)[1].read(blocks, offsets, slots, names)
         while number in self.records:
@@ -193,12 +231,17 @@ class WarehouseDirectory:
                 return await self._remote(record).read(blocks, offsets, slots, names)
             except WarehouseUnreachable as silent:
                 await self._suspect(record, silent)
-        raise StaleHandle(f"warehouse {record.name!r} on node {record.node!r} is gone; its samples are made again")
+        raise StaleHandle(
+            f"warehouse {record.name!r} on node {record.node!r} is gone; its samples are made again"
+        )
 
     async def _suspect(self, record: WarehouseRecord, silent: WarehouseUnreachable) -> None:
-        """Returns when the warehouse is out of the run, or back at another address. Raises WarehouseUnreachable when it is
-        alive and only cannot be reached from here: it has sent a heartbeat since. The last one of a lost node may be young
-        when its first reader fails, so no reader fails before that is known."""
+        """Returns when the warehouse is out of the run, or back at another address.
+
+        Raises WarehouseUnreachable when it is alive and only cannot be reached from here: it has
+        sent a heartbeat since. The last one of a lost node may be young when its first reader
+        fails, so no reader fails before that is known.
+        """
         age = 0.0
         while True:
             await self.refresh()
@@ -209,21 +252,29 @@ class WarehouseDirectory:
                 break
             if verdict < age:
                 raise WarehouseUnreachable(
-                    f"warehouse {record.name!r} on node {record.node!r} is alive, but cannot be reached from node "
-                    f"{self.node or platform.node()!r} ({silent}); check the network between them"
+                    f"warehouse {record.name!r} on node {record.node!r} is alive, but cannot be "
+                    f"reached from node {self.node or platform.node()!r} ({silent}); check the "
+                    f"network between them"
                 ) from silent
             age = verdict
             await asyncio.sleep(HEARTBEAT_SECONDS / 4)
         if isinstance(verdict, Lost):
-            log.warning("warehouse lost", warehouse=record.name, groups_made_again=verdict.groups, rows=verdict.rows)
+            log.warning(
+                "warehouse lost",
+                warehouse=record.name,
+                groups_made_again=verdict.groups,
+                rows=verdict.rows,
+            )
         await self.refresh()
 
     # ── serving ──
 
-    async def serve(self, host: str, port: int = 0, *, advertise: str | None = None) -> tuple[str, int]:
-        """Serve this node's warehouse to other nodes at ``host``, announced as ``advertise`` (default: see
-        :func:`pipeline.node.announced`; `auto` listens on that address alone). Returns the address. Raises ValueError where
-        others cannot reach it."""
+    async def serve(
+        self, host: str, port: int = 0, *, advertise: str | None = None
+    ) -> tuple[str, int]:
+        """Serve this node's warehouse to other nodes at ``host``, announced as ``advertise``
+        (default: see :func:`pipeline.node.announced`; `auto` listens on that address alone).
+        Returns the address. Raises ValueError where others cannot reach it."""
         home = await self.home()
         name = advertise
         if name is None:

@@ -4,8 +4,8 @@
                        ▲                                   ├▶ train(claim, step) ─▶ release(before=step)
                        └── begun(claim, columns) ◀─────────┴▶ park(claim, positions, columns so far)
 
-TensorDict at the borders. Every wait has a deadline. The parts: :mod:`writer`, and :mod:`directory`, which knows where the
-warehouses are and reads from them.
+TensorDict at the borders. Every wait has a deadline. The parts: :mod:`writer`, and
+:mod:`directory`, which knows where the warehouses are and reads from them.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ __all__ = ["SLAB", "Dock", "NoRoom", "Rows"]
 class Dock:
     """One worker's access to a run's samples.
 
-    ``warehouse`` names the one that this worker writes to; its arena lies in ``directory``. ``node`` says which warehouses
-    can be mapped here: those that joined with the same name (None: those whose arenas are found at their paths). Others are
-    reached over the wire with ``secret``, within ``wire_timeout`` seconds, inside TLS when ``tls`` gives the contexts of a
-    server and of a client. ``lease`` and ``room_timeout`` are seconds, ``slab`` bytes (0: each write takes a block of its
-    own).
+    ``warehouse`` names the one that this worker writes to; its arena lies in ``directory``.
+    ``node`` says which warehouses can be mapped here: those that joined with the same name (None:
+    those whose arenas are found at their paths). Others are reached over the wire with ``secret``,
+    within ``wire_timeout`` seconds, inside TLS when ``tls`` gives the contexts of a server and of a
+    client. ``lease`` and ``room_timeout`` are seconds, ``slab`` bytes (0: each write takes a block
+    of its own).
     """
 
     def __init__(
@@ -60,12 +61,23 @@ class Dock:
         wire_timeout: float = 10.0,
         slab: int = SLAB,
     ) -> None:
-        self.index, self.schema, self.worker, self.lease = index, schema, worker, lease
+        self.index = index
+        self.schema = schema
+        self.worker = worker
+        self.lease = lease
         self.folder = directory
         self.warehouses = WarehouseDirectory(
-            index, schema, name=warehouse, node=node, secret=secret, tls=tls, wire_timeout=wire_timeout
+            index,
+            schema,
+            name=warehouse,
+            node=node,
+            secret=secret,
+            tls=tls,
+            wire_timeout=wire_timeout,
         )
-        self.writer = Writer(index, schema, self.warehouses, worker=worker, room_timeout=room_timeout, slab=slab)
+        self.writer = Writer(
+            index, schema, self.warehouses, worker=worker, room_timeout=room_timeout, slab=slab
+        )
 
     @classmethod
     @asynccontextmanager
@@ -81,8 +93,9 @@ class Dock:
         directory: Path | None = None,
         **options: Any,
     ) -> AsyncIterator[Dock]:
-        """Open a flow without a trainer's gate: ``stages`` joined by their columns alone, the last of which releases the
-        rows. The first worker creates it, the others join. ``arena`` is the warehouse's size in bytes."""
+        """Open a flow without a trainer's gate: ``stages`` joined by their columns alone, the last
+        of which releases the rows. The first worker creates it, the others join. ``arena`` is the
+        warehouse's size in bytes."""
         index = Index(url, run)
         folder = directory or shared_memory_directory() / f"dock-{run}"
         dock = cls(index, schema, worker=worker, directory=folder, **options)
@@ -96,13 +109,17 @@ class Dock:
 
     @classmethod
     async def attach(cls, url: str, run: str, **options: Any) -> Dock:
-        """Open an existing run to look at it, with the schema and the secret that its workers use; ``options`` as ``node``
-        and ``tls``. The caller closes its index too. Raises LookupError when the index has no such run."""
+        """Open an existing run to look at it, with the schema and the secret that its workers use;
+        ``options`` as ``node`` and ``tls``. The caller closes its index too. Raises LookupError
+        when the index has no such run."""
         index = Index(url, run, timeout=5.0)
         try:
-            schema, secret = await SCHEMA.get(index), await SECRET.get(index)
+            schema = await SCHEMA.get(index)
+            secret = await SECRET.get(index)
             if schema is None:
-                raise LookupError(f"run: {run!r} is not in index {redacted(url)}; give the id of a run that is")
+                raise LookupError(
+                    f"run: {run!r} is not in index {redacted(url)}; give the id of a run that is"
+                )
         except BaseException:
             await index.close()
             raise
@@ -112,7 +129,8 @@ class Dock:
     # ── warehouses ──
 
     async def join(self, nbytes: int) -> None:
-        """Bring this node's warehouse into the run, with ``nbytes`` bytes; does nothing when it is there."""
+        """Bring this node's warehouse into the run, with ``nbytes`` bytes; does nothing when it is
+        there."""
         await self.warehouses.join(self.folder, nbytes)
 
     @property
@@ -121,16 +139,23 @@ class Dock:
         home = self.warehouses.known_home
         return home.number if home else 0
 
-    async def serve(self, host: str, port: int = 0, *, advertise: str | None = None) -> tuple[str, int]:
-        """Let other nodes reach this node's warehouse at ``host``, or at ``advertise`` where they know it by another name
-        (default: see :func:`pipeline.node.announced`). Returns the address. One worker of a node does this, until it closes.
-        Raises ValueError where other nodes cannot reach it."""
+    async def serve(
+        self, host: str, port: int = 0, *, advertise: str | None = None
+    ) -> tuple[str, int]:
+        """Let other nodes reach this node's warehouse at ``host``, or at ``advertise`` where they
+        know it by another name (default: see :func:`pipeline.node.announced`). Returns the address.
+        One worker of a node does this, until it closes. Raises ValueError where other nodes cannot
+        reach it."""
         return await self.warehouses.serve(host, port, advertise=advertise)
 
     async def drain(self) -> int:
-        """Move all blocks of this node's warehouse to the others, and take it out of the run. Returns the bytes moved.
-        Rows that are leased meanwhile are delivered again if their reader came too late."""
-        home, moved = await self.warehouses.home(), 0
+        """Move all blocks of this node's warehouse to the others, and take it out of the run.
+
+        Returns the bytes moved. Rows that are leased meanwhile are delivered again if their reader
+        came too late.
+        """
+        home = await self.warehouses.home()
+        moved = 0
         await self.writer.flush()
         while True:
             left = await self.index.leave_warehouse(home.number)
@@ -146,12 +171,16 @@ class Dock:
             if pairs:
                 await self.index.move_blocks(self.worker, home.number, pairs)
             else:
-                await self.index.wait(ROOM, left.wait, 5.0)  # other workers still write there, and will stop
+                # other workers still write there, and will stop
+                await self.index.wait(ROOM, left.wait, 5.0)
         await self.index.lose_warehouse(home.number)
         return moved
 
     async def close(self) -> None:
-        """Give back the blocks that this worker holds open, and its connections. The rows that it wrote stay."""
+        """Give back the blocks that this worker holds open, and its connections.
+
+        The rows that it wrote stay.
+        """
         if not self.index.closed:
             await self.writer.close()
         await self.warehouses.close()
@@ -159,10 +188,13 @@ class Dock:
     # ── samples come, and go from stage to stage ──
 
     async def admit(self, groups: Sequence[tuple[int, int]], prompts: Rows) -> int:
-        """Let groups in: ``groups`` are (number, samples), ``prompts`` holds one row of columns per group, which all of
-        its samples share. Returns the next group's number. Raises GateClosed past the gate."""
+        """Let groups in: ``groups`` are (number, samples), ``prompts`` holds one row of columns per
+        group, which all of its samples share. Returns the next group's number. Raises GateClosed
+        past the gate."""
         entries: list[tuple[int | None, int, int]] = []
-        for _, run in groupby(enumerate(groups), key=lambda item: (item[1][0] - item[0], item[1][1])):
+        for _, run in groupby(
+            enumerate(groups), key=lambda item: (item[1][0] - item[0], item[1][1])
+        ):
             members = [group for _, group in run]
             entries.append((members[0][0], len(members), members[0][1]))
         slots = np.repeat(np.arange(len(groups)), [samples for _, samples in groups])
@@ -171,12 +203,16 @@ class Dock:
         )
 
     def put(self, rows: Rows, *, samples: int = 1) -> Coroutine[Any, Any, int]:
-        """Let B rows in, each ``samples`` of them one group, under the next free numbers; visible to claims when this
-        returns. Returns the number after the last group's. Puts at the same time share calls of the index."""
+        """Let B rows in, each ``samples`` of them one group, under the next free numbers; visible
+        to claims when this returns. Returns the number after the last group's. Puts at the same
+        time share calls of the index."""
         return self.writer.put(rows, samples)
 
-    async def claim(self, stage: str, most: int, *, version: int | None = None, timeout: float = 0.0) -> Claim | None:
-        """Lease up to ``most`` rows (groups, for stages that take groups), waiting up to ``timeout`` seconds for some."""
+    async def claim(
+        self, stage: str, most: int, *, version: int | None = None, timeout: float = 0.0
+    ) -> Claim | None:
+        """Lease up to ``most`` rows (groups, for stages that take groups), waiting up to
+        ``timeout`` seconds for some."""
         deadline = time.monotonic() + timeout
         while True:
             found = await self.try_claim(stage, most, version=version)
@@ -187,13 +223,19 @@ class Dock:
                 return None
             await self.wait(stage, found, left)
 
-    async def try_claim(self, stage: str, most: int, *, version: int | None = None) -> Claim | Nothing:
+    async def try_claim(
+        self, stage: str, most: int, *, version: int | None = None
+    ) -> Claim | Nothing:
         """Lease up to ``most`` rows that are ready now."""
-        return await self.index.claim(stage, self.worker, most, self.lease, version, self.home, patient=True)
+        return await self.index.claim(
+            stage, self.worker, most, self.lease, version, self.home, patient=True
+        )
 
     async def wait(self, stage: str, nothing: Nothing, timeout: float) -> bool:
         """Wait until a claim of ``stage`` that found ``nothing`` may find something."""
-        return await self.index.wait(nothing.topic, nothing.wait, min(timeout, nothing.due or timeout))
+        return await self.index.wait(
+            nothing.topic, nothing.wait, min(timeout, nothing.due or timeout)
+        )
 
     async def commit(
         self,
@@ -203,39 +245,54 @@ class Dock:
         *,
         generated: Sequence[tuple[int, int]] | None = None,
     ) -> None:
-        """Write ``rows`` (the outputs of the claim's rows at ``positions``) and release their leases in one step.
+        """Write ``rows`` (the outputs of the claim's rows at ``positions``) and release their
+        leases in one step.
 
-        ``generated`` gives (oldest policy version, tokens) of each row when this stage makes the responses. Raises
-        LeaseLost, and writes nothing, when another worker holds any of the rows by now."""
+        ``generated`` gives (oldest policy version, tokens) of each row when this stage makes the
+        responses. Raises LeaseLost, and writes nothing, when another worker holds any of the rows
+        by now."""
         if not len(positions):
             return
         held, order = ranges(claim.row[np.asarray(positions)])
         made = pack_made(generated, order) if generated is not None else None
         await self.writer.store(
-            lambda stored: self.index.commit(stored, claim.stage, claim.token, held, made, claim.owner), rows, order
+            lambda stored: self.index.commit(
+                stored, claim.stage, claim.token, held, made, claim.owner
+            ),
+            rows,
+            order,
         )
 
     async def park(
-        self, claim: Claim, positions: Sequence[int], rows: Rows, *, generated: Sequence[tuple[int, int]]
+        self,
+        claim: Claim,
+        positions: Sequence[int],
+        rows: Rows,
+        *,
+        generated: Sequence[tuple[int, int]],
     ) -> None:
-        """Store unfinished rows of the claim at ``positions`` with what this stage has made of them so far: ``rows`` are
-        columns that it produces, ``generated`` as in :meth:`commit`. They leave the claim and come first, one by one, in the
-        stage's next claims; earlier progress of theirs is released. Raises LeaseLost as :meth:`commit` does."""
+        """Store unfinished rows of the claim at ``positions`` with what this stage has made of them
+        so far: ``rows`` are columns that it produces, ``generated`` as in :meth:`commit`. They
+        leave the claim and come first, one by one, in the stage's next claims; earlier progress of
+        theirs is released. Raises LeaseLost as :meth:`commit` does."""
         if not len(positions):
             return
         held, order = ranges(claim.row[np.asarray(positions)])
         made = pack_made(generated, order)
-        # The bytes of a slab become free all together, and progress is released sooner than other rows.
+        # The bytes of a slab become free all together, and progress is released sooner than other
+        # rows.
         await self.writer.store(
-            lambda stored: self.index.park(stored, claim.stage, claim.token, held, made, claim.owner),
+            lambda stored: self.index.park(
+                stored, claim.stage, claim.token, held, made, claim.owner
+            ),
             rows,
             order,
             apart=True,
         )
 
     async def begun(self, claim: Claim, columns: Sequence[str]) -> tuple[list[int], TensorDict]:
-        """Which of the claim's rows were parked before, as positions [b], and the ``columns`` that they were parked with,
-        batch size [b], valid as in :meth:`fetch`."""
+        """Which of the claim's rows were parked before, as positions [b], and the ``columns`` that
+        they were parked with, batch size [b], valid as in :meth:`fetch`."""
         refs = claim.refs[await self.warehouses.producer(columns[0])]
         positions = np.flatnonzero(refs["block"]).tolist()
         if not positions:
@@ -243,18 +300,29 @@ class Dock:
         return positions, await self.fetch(claim.part(positions), columns)
 
     async def fetch(
-        self, claim: Claim, columns: Sequence[str], *, ragged: Literal["jagged", "padded"] = "jagged", fill: float = 0
+        self,
+        claim: Claim,
+        columns: Sequence[str],
+        *,
+        ragged: Literal["jagged", "padded"] = "jagged",
+        fill: float = 0,
     ) -> TensorDict:
-        """The claimed rows' ``columns``, batch size [B], in the claim's order; views of shared memory where they lie
-        side by side on this node, valid while the lease is held. Ragged columns come as jagged nested tensors [B, j],
-        or ``padded`` with ``fill``; text as strings. Raises StaleHandle for released rows."""
+        """The claimed rows' ``columns``, batch size [B], in the claim's order; views of shared
+        memory where they lie side by side on this node, valid while the lease is held. Ragged
+        columns come as jagged nested tensors [B, j], or ``padded`` with ``fill``; text as strings.
+        Raises StaleHandle for released rows."""
         found = await self.fetch_packed(claim, columns)
-        out = {name: found[name].value(self.schema[name], len(claim), ragged, fill) for name in columns}
-        texts = {name: NonTensorStack(*value) for name, value in out.items() if isinstance(value, list)}
+        out = {
+            name: found[name].value(self.schema[name], len(claim), ragged, fill) for name in columns
+        }
+        texts = {
+            name: NonTensorStack(*value) for name, value in out.items() if isinstance(value, list)
+        }
         return TensorDict(out | texts, batch_size=[len(claim)])
 
     async def fetch_packed(self, claim: Claim, columns: Sequence[str]) -> dict[str, Packed]:
-        """Like :meth:`fetch`, each column as one packed buffer with its offsets, as packed training takes it."""
+        """Like :meth:`fetch`, each column as one packed buffer with its offsets, as packed training
+        takes it."""
         producers: dict[int, list[str]] = {}
         for name in columns:
             self.schema.bit(name)  # raises for a column that is not in the schema
@@ -265,7 +333,8 @@ class Dock:
             if len(refs) < len(claim):
                 raise ColumnError(
                     names[0],
-                    f"stage {claim.stage!r} does not need what its maker makes, so it may come later than the rows",
+                    f"stage {claim.stage!r} does not need what its maker makes, so it may come "
+                    f"later than the rows",
                     "declare it as needed",
                 )
             if not refs["block"].all():
@@ -274,7 +343,8 @@ class Dock:
         return out
 
     async def gather(self, refs: np.ndarray, names: list[str]) -> dict[str, Packed]:
-        """The columns ``names`` of the rows that lie where ``refs`` say (REF [B], B > 0), in that order."""
+        """The columns ``names`` of the rows that lie where ``refs`` say (REF [B], B > 0), in that
+        order."""
         numbers = (refs["place"] >> OFFSET_BITS).astype(np.int64)
         if len(numbers) == 1 or (numbers == numbers[0]).all():
             return await self.warehouses.read(int(numbers[0]), refs, names)
@@ -282,20 +352,36 @@ class Dock:
         for number in np.unique(numbers).tolist():
             positions = np.flatnonzero(numbers == number)
             parts.append((positions, await self.warehouses.read(number, refs[positions], names)))
-        return {name: in_order([(positions, part[name]) for positions, part in parts], len(refs)) for name in names}
+        return {
+            name: in_order([(positions, part[name]) for positions, part in parts], len(refs))
+            for name in names
+        }
 
     async def inspect(self, group: int) -> list[dict[str, Any]]:
-        """The rows of a group: ``row``, ``place``, ``state``, the stages that are ``done``, ``oldest_version``, ``tokens``
-        and the ``columns`` it has so far, ragged ones as lists. Empty when the group is not there."""
+        """The rows of a group: ``row``, ``place``, ``state``, the stages that are ``done``,
+        ``oldest_version``, ``tokens`` and the ``columns`` it has so far, ragged ones as lists.
+        Empty when the group is not there."""
         found = await self.index.inspect(group)
         if found is None:
             return []
         claim, states = found
-        config, out = await self.index.config(), []
+        config = await self.index.config()
+        out = []
         for i, handle in enumerate(claim.rows):
             names = self.schema.names(int(states["columns"][i]))
             values = await self.fetch(claim.part([i]), names)
-            done = [stage["name"] for stage in config["stages"] if int(states["done"][i]) & stage["bit"]]
-            columns = {name: v if isinstance(v := values[name][0], str) else v.tolist() for name in names}
-            out.append({**handle._asdict(), "state": STATES[states["state"][i]], "done": done, "columns": columns})
+            done = [
+                stage["name"] for stage in config["stages"] if int(states["done"][i]) & stage["bit"]
+            ]
+            columns = {
+                name: v if isinstance(v := values[name][0], str) else v.tolist() for name in names
+            }
+            out.append(
+                {
+                    **handle._asdict(),
+                    "state": STATES[states["state"][i]],
+                    "done": done,
+                    "columns": columns,
+                }
+            )
         return out

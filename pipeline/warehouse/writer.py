@@ -3,9 +3,9 @@
     rows ─ pack ─▶ room: in the open slab, or a block of their own ─ fill ─▶ index call with places ─▶ visible
                      └ full: wait for the topic `room`                          └ refused, cancelled: give the room up
 
-A worker writes small outputs one behind the other into a *slab*, a block that it holds open, so that most writes need no
-call for room: the bytes are carved here, and the commit says where they lie. A slab's bytes are free when it is closed
-and all rows that point to it are released.
+A worker writes small outputs one behind the other into a *slab*, a block that it holds open, so
+that most writes need no call for room: the bytes are carved here, and the commit says where they
+lie. A slab's bytes are free when it is closed and all rows that point to it are released.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ Rows = Mapping[str, Any] | TensorDictBase
 T = TypeVar("T")
 
 SLAB = 8 << 20  # bytes, at most a 32nd of the arena
-SOURCE_RESERVE = 0.25  # of the arena, kept free from new samples, so that those inside find room to be finished
+# of the arena, kept free from new samples, so that those inside find room to be finished
+SOURCE_RESERVE = 0.25
 _SLAB_SHARE = 1 / 3  # of a slab; a larger write takes a block of its own
 _CLOSE_SECONDS = 2.0
 _PUTS_TOGETHER = 256
@@ -45,7 +46,8 @@ class NoRoom(TimeoutError):
 
 @dataclass
 class Slab:
-    """A block that this worker holds open, written up to ``used``; ``writers`` are writes not yet committed."""
+    """A block that this worker holds open, written up to ``used``; ``writers`` are writes not yet
+    committed."""
 
     home: WarehouseRecord
     block: int
@@ -76,7 +78,10 @@ class _Put:
 
 
 class Writer:
-    """Writes rows of one worker. ``room_timeout`` is in seconds; ``slab`` in bytes (0: each write takes its own block)."""
+    """Writes rows of one worker.
+
+    ``room_timeout`` is in seconds; ``slab`` in bytes (0: each write takes its own block).
+    """
 
     def __init__(
         self,
@@ -88,15 +93,20 @@ class Writer:
         room_timeout: float,
         slab: int,
     ) -> None:
-        self._index, self._schema, self._directory, self._worker = index, schema, directory, worker
-        self.room_timeout, self._slab_bytes = room_timeout, slab
+        self._index = index
+        self._schema = schema
+        self._directory = directory
+        self._worker = worker
+        self.room_timeout = room_timeout
+        self._slab_bytes = slab
         self._slab: Slab | None = None
         self._retired: list[Slab] = []
         self._carving = asyncio.Lock()
         self._admitting = False  # the call of a put is under way
         self._admission: asyncio.Task[None] | None = None  # admits the puts that wait for it
         self._puts: list[_Put] = []
-        self.on_room: Callable[[], AbstractContextManager[None]] = nullcontext  # entered around each wait for room
+        # entered around each wait for room
+        self.on_room: Callable[[], AbstractContextManager[None]] = nullcontext
 
     async def store(
         self,
@@ -107,15 +117,18 @@ class Writer:
         reserve: float = 0.0,
         apart: bool = False,
     ) -> T:
-        """Write ``rows`` and call ``send`` with places that point to them: the i-th to slot ``slots[i]``.
+        """Write ``rows`` and call ``send`` with places that point to them: the i-th to slot
+        ``slots[i]``.
 
-        ``reserve`` is the share of the arena to keep free; ``apart`` writes a block of their own. Waits while the
-        warehouse is full, and raises NoRoom after ``room_timeout``."""
+        ``reserve`` is the share of the arena to keep free; ``apart`` writes a block of their own.
+        Waits while the warehouse is full, and raises NoRoom after ``room_timeout``."""
         if rows is None:
             return await send(Stored(self._worker, (await self._directory.home()).number))
         try:
             return await self._point(send, await self.write(rows, reserve, apart=apart), slots)
-        except BlockLost:  # the index took this worker for dead, or the warehouse is gone: write the rows again
+        except (
+            BlockLost
+        ):  # the index took this worker for dead, or the warehouse is gone: write the rows again
             self._retire()
             return await self._point(send, await self.write(rows, reserve, apart=apart), slots)
 
@@ -123,7 +136,8 @@ class Writer:
         """Write ``rows`` packed; waits while the warehouse is full."""
         packed = pack(self._schema, rows)
         size = min(self._slab_bytes, (await self._directory.home()).nbytes // 32) // 64 * 64
-        slab, at = None, 0
+        slab = None
+        at = 0
         if packed.nbytes <= _SLAB_SHARE * size and not apart:
             async with self._carving:
                 slab = self._slab
@@ -150,12 +164,16 @@ class Writer:
             raise
         return written
 
-    async def _point(self, send: Callable[[Stored], Awaitable[T]], written: _Written, slots: np.ndarray) -> T:
+    async def _point(
+        self, send: Callable[[Stored], Awaitable[T]], written: _Written, slots: np.ndarray
+    ) -> T:
         refs = np.empty(len(slots), REF)
         refs["slot"], refs["place"] = slots, written.place
         try:
             reply = await send(self._stored(written, refs))
-        except BaseException:  # cancelled too: if the call took effect, giving up its block changes nothing
+        except (
+            BaseException
+        ):  # cancelled too: if the call took effect, giving up its block changes nothing
             await asyncio.shield(self._give_up(written))
             raise
         if written.slab is not None:
@@ -164,7 +182,8 @@ class Writer:
 
     def _stored(self, written: _Written, refs: np.ndarray) -> Stored:
         refs["block"] = written.block
-        home, close = written.place >> OFFSET_BITS, written.slab is None
+        home = written.place >> OFFSET_BITS
+        close = written.slab is None
         return Stored(self._worker, home, written.block, written.mask, close, refs.tobytes())
 
     async def _give_up(self, written: _Written) -> None:
@@ -190,15 +209,19 @@ class Writer:
             left = started + self.room_timeout - time.monotonic() if wait else 0.0
             if left <= 0:
                 raise NoRoom(
-                    f"warehouse {home.name!r} stayed full for {self.room_timeout:.0f} s: {nbytes} bytes found no room; "
+                    f"warehouse {home.name!r} stayed full for {self.room_timeout:.0f} s: {nbytes} "
+                    f"bytes found no room; "
                     "give pipeline.arena more, or let checkpoints release rows sooner"
                 )
             with self.on_room():
                 await self._index.wait(ROOM, given.wait, min(left, 5.0))
 
     async def _ask_for_room(self, warehouse: int, nbytes: int, reserve: int) -> Block | Full:
-        """Allocate a block. One that is allocated after the caller was cancelled is closed again."""
-        allocation = self._index.allocate(warehouse, self._worker, nbytes, reserve=reserve, close=self._idle())
+        """Allocate a block. One that is allocated after the caller was cancelled is closed
+        again."""
+        allocation = self._index.allocate(
+            warehouse, self._worker, nbytes, reserve=reserve, close=self._idle()
+        )
         call = asyncio.ensure_future(allocation)
         try:
             return await asyncio.shield(call)
@@ -227,7 +250,8 @@ class Writer:
             await self._index.close_blocks(self._worker, idle)
 
     async def close(self) -> None:
-        """Flush, within a few seconds; the index takes back the same when it forgets this worker."""
+        """Flush, within a few seconds; the index takes back the same when it forgets this
+        worker."""
         with suppress(TimeoutError, ConnectionError, IndexRefused):
             async with asyncio.timeout(_CLOSE_SECONDS):
                 if self._admission is not None:
@@ -237,13 +261,23 @@ class Writer:
     # ── puts that share a call ──
 
     async def put(self, rows: Rows, samples: int) -> int:
-        """Admit B rows, each ``samples`` of them one group, under the next free numbers. Returns the number after the last.
+        """Admit B rows, each ``samples`` of them one group, under the next free numbers.
 
-        Puts that come while another one's call is under way wait for it; then one call admits all of them that are in one
-        block. While they wait they hold few objects: many of them would otherwise set off full garbage collections."""
-        count = rows.batch_size[0] if isinstance(rows, TensorDictBase) else len(next(iter(rows.values())))
+        Returns the number after the last.
+
+        Puts that come while another one's call is under way wait for it; then one call admits all
+        of them that are in one block. While they wait they hold few objects: many of them would
+        otherwise set off full garbage collections.
+        """
+        count = (
+            rows.batch_size[0]
+            if isinstance(rows, TensorDictBase)
+            else len(next(iter(rows.values())))
+        )
         if count % samples:
-            raise ValueError(f"samples: {count} rows are no whole groups of {samples}; put them group by group")
+            raise ValueError(
+                f"samples: {count} rows are no whole groups of {samples}; put them group by group"
+            )
         try:
             written = await self.write(rows, SOURCE_RESERVE)
             if written.slab is None or not self._admitting:
@@ -256,11 +290,15 @@ class Writer:
             return await self._admit_alone(await self.write(rows, SOURCE_RESERVE), count, samples)
 
     async def _admit_alone(self, written: _Written, count: int, samples: int) -> int:
-        """Admit one put by a call of its own; then the puts that came meanwhile are admitted by a task."""
-        first, self._admitting = not self._admitting, True
+        """Admit one put by a call of its own; then the puts that came meanwhile are admitted by a
+        task."""
+        first = not self._admitting
+        self._admitting = True
         try:
             entries = [(None, count // samples, samples)]
-            return await self._point(lambda stored: self._index.admit(stored, entries), written, np.arange(count))
+            return await self._point(
+                lambda stored: self._index.admit(stored, entries), written, np.arange(count)
+            )
         finally:
             if first:
                 self._admitting = bool(self._puts)
@@ -272,7 +310,11 @@ class Writer:
         try:
             while self._puts:
                 first = self._puts[0].written
-                alike = [p for p in self._puts if (p.written.block, p.written.mask) == (first.block, first.mask)]
+                alike = [
+                    p
+                    for p in self._puts
+                    if (p.written.block, p.written.mask) == (first.block, first.mask)
+                ]
                 together = dict.fromkeys(alike[:_PUTS_TOGETHER])
                 self._puts = [put for put in self._puts if put not in together]
                 await self._admit(list(together))
@@ -283,7 +325,9 @@ class Writer:
         """Admit puts of one block, and set their results."""
         refs = np.empty(sum(put.rows for put in together), REF)
         refs["slot"] = np.concatenate([np.arange(put.rows) for put in together])
-        refs["place"] = np.repeat([put.written.place for put in together], [put.rows for put in together])
+        refs["place"] = np.repeat(
+            [put.written.place for put in together], [put.rows for put in together]
+        )
         entries = [(None, put.rows // put.samples, put.samples) for put in together]
         try:
             after = await self._index.admit(self._stored(together[0].written, refs), entries)

@@ -1,4 +1,5 @@
-"""Adapters as files: those that ``peft.PeftModel.from_pretrained`` opens, and merged into the model's weights."""
+"""Adapters as files: those that ``peft.PeftModel.from_pretrained`` opens, and merged into the
+model's weights."""
 
 from __future__ import annotations
 
@@ -23,18 +24,27 @@ WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of peft's names
 
 
-def save_adapter(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write ``tensors``, matrices of adapters by name, and ``config`` (:func:`~stages.adapters.names.peft_config`) in peft's
-    format."""
+def save_adapter(
+    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+) -> None:
+    """Write ``tensors``, matrices of adapters by name, and ``config``
+    (:func:`~stages.adapters.names.peft_config`) in peft's format."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "adapter_config.json").write_text(json.dumps({**config, "inference_mode": True}, indent=2))
-    named = {PREFIX + name.replace(".default.", "."): value.cpu().contiguous() for name, value in tensors.items()}
+    (folder / "adapter_config.json").write_text(
+        json.dumps({**config, "inference_mode": True}, indent=2)
+    )
+    named = {
+        PREFIX + name.replace(".default.", "."): value.cpu().contiguous()
+        for name, value in tensors.items()
+    }
     save_file(named, folder / WEIGHTS, metadata={"format": "pt"})
 
 
 def load_adapter(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The matrices that :func:`save_adapter` has written, by their names in the model. Those of a checkpoint are verified.
-    Raises FilesDamaged."""
+    """The matrices that :func:`save_adapter` has written, by their names in the model.
+
+    Those of a checkpoint are verified. Raises FilesDamaged.
+    """
     verify_part(folder)
     found = load_file(folder / WEIGHTS)
     return {
@@ -44,8 +54,11 @@ def load_adapter(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 
 def base_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The weights and saved buffers of ``model``, which has adapters, by their names without them, tied ones once."""
-    once = {name: value.detach() for name, value in model.named_parameters() if not value.requires_grad}
+    """The weights and saved buffers of ``model``, which has adapters, by their names without them,
+    tied ones once."""
+    once = {
+        name: value.detach() for name, value in model.named_parameters() if not value.requires_grad
+    }
     known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     fixed = {name: value for name, value in model.state_dict().items() if name not in known}
     return {plain_name(name): value for name, value in (once | fixed).items()}
@@ -61,9 +74,10 @@ def write_merged(
     base: Mapping[str, torch.Tensor] | WeightFiles | None = None,
     kind: str = "",
 ) -> None:
-    """Write a Hugging Face checkpoint of ``model``, which has adapters, without them: with W + ``scale`` · B·A, summed in
-    float32, in place of each W that has one. ``base``: :func:`base_weights`, or the files that they were read from; default:
-    those in ``model``. ``kind``: the class of the model, where its own is another one."""
+    """Write a Hugging Face checkpoint of ``model``, which has adapters, without them: with W +
+    ``scale`` · B·A, summed in float32, in place of each W that has one. ``base``:
+    :func:`base_weights`, or the files that they were read from; default: those in ``model``.
+    ``kind``: the class of the model, where its own is another one."""
     dtype = next(iter(adapters.values())).dtype
 
     def saved(name: str, value: torch.Tensor) -> torch.Tensor:
@@ -75,14 +89,29 @@ def write_merged(
 
     values: Iterator[tuple[str, torch.Tensor]]
     if isinstance(base, WeightFiles):
-        sizes = {key: torch.empty(shape, dtype=dtype, device="meta") for key, shape in base.shapes().items()}
+        sizes = {
+            key: torch.empty(shape, dtype=dtype, device="meta")
+            for key, shape in base.shapes().items()
+        }
         values = ((key, saved(name, value)) for key, name, value in base.tensors())
     else:
         held = base or base_weights(model)
         learned = {plain_name(name) for name, _ in model.named_parameters()}
-        empty = {n: torch.empty_like(v, device="meta", dtype=dtype if n in learned else None) for n, v in held.items()}
+        empty = {
+            n: torch.empty_like(v, device="meta", dtype=dtype if n in learned else None)
+            for n, v in held.items()
+        }
         sizes = checkpoint_tensors(model, empty)
         values = chain.from_iterable(
-            checkpoint_tensors(model, {name: saved(name, value)}).items() for name, value in held.items()
+            checkpoint_tensors(model, {name: saved(name, value)}).items()
+            for name, value in held.items()
         )
-    write_checkpoint(model, path, sizes, values, kind=kind or type(model).__name__, dtype=dtype, file_bytes=FILE_BYTES)
+    write_checkpoint(
+        model,
+        path,
+        sizes,
+        values,
+        kind=kind or type(model).__name__,
+        dtype=dtype,
+        file_bytes=FILE_BYTES,
+    )

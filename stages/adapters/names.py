@@ -28,24 +28,35 @@ def up_of(layer: str) -> str:
 
 
 def adapted_layers(model: Any, targets: Sequence[str]) -> dict[str, tuple[int, int]]:
-    """The (inputs, outputs) of each linear layer of ``model`` that ``targets`` of :class:`AdapterOptions` mean, by name. The
-    model may be on the device ``meta``. Where its checkpoints have experts one by one, layers with the names of an expert's
-    are none of them: peft takes these names for the experts. Raises ValueError for a target that is no such layer."""
-    head, parts = model.get_output_embeddings(), _names_of_parts(model)
+    """The (inputs, outputs) of each linear layer of ``model`` that ``targets`` of
+    :class:`AdapterOptions` mean, by name. The model may be on the device ``meta``. Where its
+    checkpoints have experts one by one, layers with the names of an expert's are none of them: peft
+    takes these names for the experts. Raises ValueError for a target that is no such layer."""
+    head = model.get_output_embeddings()
+    parts = _names_of_parts(model)
     modules = {n: m for n, m in model.named_modules() if n.rpartition(".")[2] not in parts}
     linear = {n: m for n, m in modules.items() if type(m) is nn.Linear and m is not head}
     for target in targets:
         if not any(_is_meant(name, [target]) for name in linear):
             known = ", ".join(sorted({name.rpartition(".")[2] for name in linear})) or "none"
-            raise ValueError(f"{target!r} is no linear layer of {type(model).__name__} before its head; it has {known}")
+            raise ValueError(
+                f"{target!r} is no linear layer of {type(model).__name__} before its "
+                f"head; it has {known}"
+            )
     if not linear:
         raise ValueError(f"{type(model).__name__} has no linear layers before its head")
-    return {n: (m.in_features, m.out_features) for n, m in linear.items() if not targets or _is_meant(n, targets)}
+    return {
+        n: (m.in_features, m.out_features)
+        for n, m in linear.items()
+        if not targets or _is_meant(n, targets)
+    }
 
 
 def _names_of_parts(model: Any) -> set[str]:
     """Last names of the layers that are parts of a tensor in ``model``, as experts' are."""
-    shapes = {name: torch.empty(value.shape, device="meta") for name, value in model.named_parameters()}
+    shapes = {
+        name: torch.empty(value.shape, device="meta") for name, value in model.named_parameters()
+    }
     parts = checkpoint_tensors(model, shapes).keys() - shapes.keys()
     return {name.removesuffix(".weight").rpartition(".")[2] for name in parts}
 
@@ -55,7 +66,10 @@ def _is_meant(name: str, targets: Sequence[str]) -> bool:
 
 
 def adapter_shapes(model: Any, options: AdapterOptions) -> Shapes:
-    """The shape of each matrix of the adapters on ``model``, which has none yet, by name. Raises ValueError."""
+    """The shape of each matrix of the adapters on ``model``, which has none yet, by name.
+
+    Raises ValueError.
+    """
     shapes: Shapes = {}
     for layer, (inputs, outputs) in adapted_layers(model, options.targets).items():
         shapes |= {down_of(layer): (options.rank, inputs), up_of(layer): (outputs, options.rank)}
@@ -63,7 +77,10 @@ def adapter_shapes(model: Any, options: AdapterOptions) -> Shapes:
 
 
 def peft_config(model: Any, options: AdapterOptions) -> dict[str, Any]:
-    """What peft's ``adapter_config.json`` has of adapters on ``model``, which has none yet. Raises ValueError."""
+    """What peft's ``adapter_config.json`` has of adapters on ``model``, which has none yet.
+
+    Raises ValueError.
+    """
     layers = adapted_layers(model, options.targets)
     ends = {name.rpartition(".")[2] for name in layers}
     all_meant = all(n in layers for n, _ in model.named_modules() if n.rpartition(".")[2] in ends)

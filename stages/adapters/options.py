@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class AdapterOptions:
-    """A layer of the weight W [out, in] computes with W + ``alpha`` / ``rank`` · B·A: B is [out, rank], A [rank, in].
+    """A layer of the weight W [out, in] computes with W + ``alpha`` / ``rank`` · B·A: B is [out,
+    rank], A [rank, in].
 
-    ``targets``: names of the linear layers, or ends of them after a dot; empty: all but the output head. ``seed`` gives A
-    its first values; B begins with zeros. ``dtype``: in which the matrices are trained."""
+    ``targets``: names of the linear layers, or ends of them after a dot; empty: all but the output
+    head. ``seed`` gives A its first values; B begins with zeros. ``dtype``: in which the matrices
+    are trained."""
 
     rank: int
     alpha: float

@@ -1,4 +1,5 @@
-"""Adapters in a model that is trained: put there by peft, switched off for the logprobs of the model without them."""
+"""Adapters in a model that is trained: put there by peft, switched off for the logprobs of the
+model without them."""
 
 from __future__ import annotations
 
@@ -18,19 +19,23 @@ from stages.weight_files import copy_part
 
 
 def add_adapters(model: Any, options: AdapterOptions) -> dict[str, Any]:
-    """Freeze ``model``, and give it adapters with their first values: on the device ``meta`` where the model is there, and
-    :func:`fill_adapters` gives them values later. Returns :func:`peft_config`. Raises ValueError."""
+    """Freeze ``model``, and give it adapters with their first values: on the device ``meta`` where
+    the model is there, and :func:`fill_adapters` gives them values later. Returns
+    :func:`peft_config`. Raises ValueError."""
     with extra("lora"):
         from peft import LoraConfig, inject_adapter_in_model
 
-    config, is_empty = peft_config(model, options), model.device.type == "meta"
+    config = peft_config(model, options)
+    is_empty = model.device.type == "meta"
     with torch.device("meta"):  # of this thread alone, and no random numbers are drawn
         inject_adapter_in_model(LoraConfig(**config), model)
     dtype = getattr(torch, options.dtype)
     for layer in adapted(model).values():
         device = layer.base_layer.weight.device
         for matrix in (layer.lora_A["default"], layer.lora_B["default"]):
-            matrix.weight = nn.Parameter(torch.empty(matrix.weight.shape, dtype=dtype, device=device))
+            matrix.weight = nn.Parameter(
+                torch.empty(matrix.weight.shape, dtype=dtype, device=device)
+            )
     if not is_empty:
         fill_adapters(model, options)
     return config
@@ -38,11 +43,13 @@ def add_adapters(model: Any, options: AdapterOptions) -> dict[str, Any]:
 
 @torch.no_grad()
 def fill_adapters(model: nn.Module, options: AdapterOptions) -> None:
-    """Give the adapters of ``model`` their first values, which depend on the seed and the names alone: of a DTensor, what
-    this rank holds of it. A is uniform as a linear layer's weight is, B is 0."""
+    """Give the adapters of ``model`` their first values, which depend on the seed and the names
+    alone: of a DTensor, what this rank holds of it. A is uniform as a linear layer's weight is, B
+    is 0."""
     tensors = dict(model.named_parameters())
     for name in adapted(model):
-        down, up = tensors[down_of(name)], tensors[up_of(name)]
+        down = tensors[down_of(name)]
+        up = tensors[up_of(name)]
         random = torch.Generator().manual_seed((options.seed << 32) + zlib.crc32(name.encode()))
         bound = 1 / math.sqrt(down.shape[1])
         copy_part(down, torch.empty(down.shape).uniform_(-bound, bound, generator=random))
@@ -61,7 +68,8 @@ def adapted(model: nn.Module) -> dict[str, Any]:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """While it lasts, ``model`` computes without its adapters. peft's own switch would also unfreeze or freeze them."""
+    """While it lasts, ``model`` computes without its adapters. peft's own switch would also
+    unfreeze or freeze them."""
     layers = adapted(model).values()
     for layer in layers:
         layer._disable_adapters = True

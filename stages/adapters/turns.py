@@ -1,4 +1,5 @@
-"""Turns of a trainer of adapters and a rollout engine on one device: the base stays where it is, the adapters are copied.
+"""Turns of a trainer of adapters and a rollout engine on one device: the base stays where it is,
+the adapters are copied.
 
 TRAINING ── to_rollout(): adapters, from all ranks ─▶ the engine's ──▶ GENERATING ── prefetch(), ready() ──▶ TRAINING
 """
@@ -20,18 +21,23 @@ if TYPE_CHECKING:
 
 
 class AdapterSwap:
-    """What :class:`~stages.training.shared_device.SharedDevice` calls of a :class:`~stages.resharding.swap.Swap`.
+    """What :class:`~stages.training.shared_device.SharedDevice` calls of a
+    :class:`~stages.resharding.swap.Swap`.
 
-    Both engines compute with the weights of the base, so neither frees them; where the trainer has them whole, its own
-    become the engine's tensors. What it has beside them, for the adapters, is a few hundredths of that, and stays too: only
-    the engine's KV cache goes."""
+    Both engines compute with the weights of the base, so neither frees them; where the trainer has
+    them whole, its own become the engine's tensors. What it has beside them, for the adapters, is a
+    few hundredths of that, and stays too: only the engine's KV cache goes."""
 
     waited = 0.0  # seconds, for training's bytes
     moved = 0  # bytes, to the engine
 
     def __init__(self, trainer: TorchTrainEngine, rollout: ColocatedEngine) -> None:
-        self.device, self.state, self.seconds = trainer.device, State.TRAINING, dict.fromkeys(Phase, 0.0)
-        self._trainer, self._rollout, own = trainer, rollout, rollout.parameters()
+        self.device = trainer.device
+        self.state = State.TRAINING
+        self.seconds = dict.fromkeys(Phase, 0.0)
+        self._trainer = trainer
+        self._rollout = rollout
+        own = rollout.parameters()
         with torch.no_grad():
             for name, parameter in trainer.model.named_parameters():
                 if not parameter.requires_grad and not isinstance(parameter, DTensor):
@@ -61,6 +67,9 @@ class AdapterSwap:
         return 0
 
     def device_bytes(self) -> int:
-        """Bytes of both engines on the device, without keys and values; a base that they share once."""
+        """Bytes of both engines on the device, without keys and values; a base that they share
+        once."""
         held = (value for value in self._trainer.held() if value.device.type == self.device.type)
-        return live_bytes([*self._rollout.tensors.values(), *self._trainer.shards().values(), *held])
+        return live_bytes(
+            [*self._rollout.tensors.values(), *self._trainer.shards().values(), *held]
+        )

@@ -1,4 +1,7 @@
-"""Algorithms: one short file each. An algorithm is its credit, its loss, and the columns that both read."""
+"""Algorithms: one short file each.
+
+An algorithm is its credit, its loss, and the columns that both read.
+"""
 
 from stages.algorithms.interface import Algorithm, LossOutput, TokenBatch
 from stages.algorithms.named import AlgorithmError, NamedAlgorithm

@@ -1,4 +1,5 @@
-"""A train batch as algorithms see it: the columns that the loss reads, cut into the tokens of micro-batches.
+"""A train batch as algorithms see it: the columns that the loss reads, cut into the tokens of
+micro-batches.
 
 TensorDict of whole groups ─▶ TrainBatch ─▶ algorithm.prepare (whitening …) ─▶ TokenBatch for each micro-batch
                                                tokens that loss_mask leaves out end here
@@ -21,19 +22,26 @@ if TYPE_CHECKING:
 
 
 def trained_columns(algorithm: AlgorithmLike, schema: Schema) -> tuple[str, ...]:
-    """The columns of samples that :class:`TrainBatch` is made from: what the loss reads of them, what every train engine
-    reads, and the optional ones where a stage makes them."""
+    """The columns of samples that :class:`TrainBatch` is made from: what the loss reads of them,
+    what every train engine reads, and the optional ones where a stage makes them."""
     made = made_in_training(algorithm)  # type: ignore[arg-type]
     read = [name for name in algorithm.loss_reads if name not in made]
-    return tuple(dict.fromkeys(["prompt_ids", "response_ids", *read, *(name for name in OPTIONAL if name in schema)]))
+    return tuple(
+        dict.fromkeys(
+            ["prompt_ids", "response_ids", *read, *(name for name in OPTIONAL if name in schema)]
+        )
+    )
 
 
 class TrainBatch:
-    """The columns that the loss reads of B rows: the share of one rank. ``batch[name]`` is [B, …] for a column with one
-    value in each row, and [T, …] for a ragged one, row after row. ``row`` int64 [T] is the row of each token; ``is_trained``
-    bool [T]: whether it is trained on; ``trained`` int64 [B] counts the tokens of each row that are.
+    """The columns that the loss reads of B rows: the share of one rank.
 
-    ``total`` adds a tensor up over all ranks, for statistics of the whole train batch."""
+    ``batch[name]`` is [B, …] for a column with one value in each row, and [T, …] for a ragged one,
+    row after row. ``row`` int64 [T] is the row of each token; ``is_trained`` bool [T]: whether it
+    is trained on; ``trained`` int64 [B] counts the tokens of each row that are.
+
+    ``total`` adds a tensor up over all ranks, for statistics of the whole train batch.
+    """
 
     def __init__(
         self,
@@ -46,8 +54,11 @@ class TrainBatch:
         self.row = torch.repeat_interleave(torch.arange(len(self.lengths)), self.lengths)
         self.total = total
         self._rows: dict[str, torch.Tensor] = {}
-        self._tokens: dict[str, list[torch.Tensor]] = {name: list(rows) for name, rows in (computed or {}).items()}
-        for name in (name for name in algorithm.loss_reads if name not in algorithm.prepare_makes):  # in their order
+        self._tokens: dict[str, list[torch.Tensor]] = {
+            name: list(rows) for name, rows in (computed or {}).items()
+        }
+        # in their order
+        for name in (name for name in algorithm.loss_reads if name not in algorithm.prepare_makes):
             if name not in self._tokens and name in batch and not batch[name].is_nested:
                 self._rows[name] = batch[name].cpu()
             elif name not in self._tokens:
@@ -55,12 +66,20 @@ class TrainBatch:
         self.mask = jagged_rows(batch, MASK, self.lengths) if MASK in batch else None
         self.weight = batch[WEIGHT].cpu() if WEIGHT in batch else None
         self.age = jagged_rows(batch, AGE, self.lengths) if AGE in batch else None
-        self.trained = self.lengths if self.mask is None else torch.stack([row.sum() for row in self.mask])
-        self.is_trained = torch.ones(len(self.row), dtype=torch.bool) if self.mask is None else torch.cat(self.mask)
+        self.trained = (
+            self.lengths if self.mask is None else torch.stack([row.sum() for row in self.mask])
+        )
+        self.is_trained = (
+            torch.ones(len(self.row), dtype=torch.bool)
+            if self.mask is None
+            else torch.cat(self.mask)
+        )
         for name, values in algorithm.prepare(self).items():
             shape = self.row.shape if name in algorithm.prepare_makes else self[name].shape
             if values.shape != shape:
-                raise ValueError(f"prepare: {name} has shape {list(values.shape)}, not {list(shape)}")
+                raise ValueError(
+                    f"prepare: {name} has shape {list(values.shape)}, not {list(shape)}"
+                )
             if name in self._rows:
                 self._rows[name] = values
             else:
@@ -74,14 +93,18 @@ class TrainBatch:
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._rows[name] if name in self._rows else torch.cat(self._tokens[name])
 
-    def whitened(self, values: torch.Tensor, over: Literal["tokens", "rows"] = "rows") -> torch.Tensor:
-        """``values``, [T] or [B], with mean 0 and variance 1 over the trained tokens of the whole train batch. Of values [B]
-        each counts once where its row has such tokens, or, ``over`` "tokens", once for each of them."""
+    def whitened(
+        self, values: torch.Tensor, over: Literal["tokens", "rows"] = "rows"
+    ) -> torch.Tensor:
+        """``values``, [T] or [B], with mean 0 and variance 1 over the trained tokens of the whole
+        train batch. Of values [B] each counts once where its row has such tokens, or, ``over``
+        "tokens", once for each of them."""
         if values.shape != self.lengths.shape:
             weight = self.is_trained.double()
         else:
             weight = (self.trained if over == "tokens" else self.trained > 0).double()
-        finite = torch.where(weight > 0, values.double(), 0.0)  # what is not trained on may be anything
+        # what is not trained on may be anything
+        finite = torch.where(weight > 0, values.double(), 0.0)
         count, total = self.total(torch.stack([weight.sum(), (weight * finite).sum()])).tolist()
         mean = total / max(1, count)
         variance = self.total((weight * (finite - mean).square()).sum()).item() / max(1, count)
@@ -99,15 +122,23 @@ class TrainBatch:
         total_rows: int,
         total_groups: int,
     ) -> TokenBatch:
-        """The rows ``numbers``, of the micro-batch's groups ``groups``, as the loss takes them. ``logprobs``, ``entropy``
-        and ``values`` are those of all their response tokens, on the device to compute on."""
-        at, device = torch.tensor(numbers), logprobs.device
+        """The rows ``numbers``, of the micro-batch's groups ``groups``, as the loss takes them.
+
+        ``logprobs``, ``entropy`` and ``values`` are those of all their response tokens, on the
+        device to compute on.
+        """
+        at = torch.tensor(numbers)
+        device = logprobs.device
         row = torch.arange(len(numbers)).repeat_interleave(self.lengths[at])
-        flat = {name: torch.cat([rows[number] for number in numbers]) for name, rows in self._tokens.items()}
+        flat = {
+            name: torch.cat([rows[number] for number in numbers])
+            for name, rows in self._tokens.items()
+        }
         age = None if self.age is None else torch.cat([self.age[number] for number in numbers])
         if self.mask is not None:
             kept = torch.cat([self.mask[number] for number in numbers])
-            row, logprobs = row[kept], logprobs[kept.to(device)]
+            row = row[kept]
+            logprobs = logprobs[kept.to(device)]
             entropy = None if entropy is None else entropy[kept.to(device)]
             values = None if values is None else values[kept.to(device)]
             flat = {name: values[kept] for name, values in flat.items()}
@@ -131,25 +162,39 @@ class TrainBatch:
         )
 
 
-def jagged_rows(batch: TensorDictBase, name: str, lengths: torch.Tensor | None = None) -> list[torch.Tensor]:
-    """The rows of the ragged column ``name``, on the CPU. Raises ValueError where one is not as long as ``lengths`` says."""
+def jagged_rows(
+    batch: TensorDictBase, name: str, lengths: torch.Tensor | None = None
+) -> list[torch.Tensor]:
+    """The rows of the ragged column ``name``, on the CPU.
+
+    Raises ValueError where one is not as long as ``lengths`` says.
+    """
     if name not in batch:
         raise ValueError(f"batch: column {name} is missing; it has {sorted(batch.keys())}")
     rows = list(batch[name].cpu().unbind())
-    for number, (row, length) in enumerate(zip(rows, [] if lengths is None else lengths.tolist(), strict=False)):
+    for number, (row, length) in enumerate(
+        zip(rows, [] if lengths is None else lengths.tolist(), strict=False)
+    ):
         if len(row) != length:
-            raise ValueError(f"{name}: row {number} has {len(row)} values for a response of {length} tokens")
+            raise ValueError(
+                f"{name}: row {number} has {len(row)} values for a response of {length} tokens"
+            )
     return rows
 
 
 def over_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The metrics of several optimizer steps as one: their mean, of maxima the largest, of counted tokens the sum. Gaps by
-    age are those of the first step, as the others compare with weights that have moved."""
+    """The metrics of several optimizer steps as one: their mean, of maxima the largest, of counted
+    tokens the sum. Gaps by age are those of the first step, as the others compare with weights that
+    have moved."""
     if len(steps) == 1:
         return dict(steps[0])
     out = {}
     for name in dict.fromkeys(name for step in steps for name in step):
-        values = [step[name] for step in steps if name in step][: 1 if name.startswith("gap_mean_") else None]
+        values = [step[name] for step in steps if name in step][
+            : 1 if name.startswith("gap_mean_") else None
+        ]
         largest = name.startswith("max_") or name == "gap_max"
-        out[name] = max(values) if largest else sum(values) / (1 if name == "fed_tokens" else len(values))
+        out[name] = (
+            max(values) if largest else sum(values) / (1 if name == "fed_tokens" else len(values))
+        )
     return out

@@ -1,4 +1,6 @@
-"""What an algorithm is: the columns that it reads and makes, its credit, its loss. Importing this needs no torch.
+"""What an algorithm is: the columns that it reads and makes, its credit, its loss.
+
+Importing this needs no torch.
 
 scores: columns that a model computes ─┐
 reward … ─▶ credit(one group) ─▶ columns ─┴▶ prepare(one train batch) ─▶ loss(tokens of a micro-batch) ─▶ finish(metrics)
@@ -22,11 +24,12 @@ if TYPE_CHECKING:  # a recipe's algorithm and its options are checked without to
 
     from stages.algorithms.batch import TrainBatch
 
-# Log-ratios are cut off here, as verl does: exp(20) is far past every clip. At 88 the ratio overflows float32, and the
-# derivative of what clipping leaves out is 0 · inf.
+# Log-ratios are cut off here, as verl does: exp(20) is far past every clip. At 88 the ratio
+# overflows float32, and the derivative of what clipping leaves out is 0 · inf.
 MOST_LOG_RATIO = 20.0
-# How old a trained token is, by the names of its metrics. A number: steps trained since, the last one or more. `resumed`:
-# made by the weights that are trained now, after tokens of the same response that older ones made.
+# How old a trained token is, by the names of its metrics. A number: steps trained since, the last
+# one or more. `resumed`: made by the weights that are trained now, after tokens of the same
+# response that older ones made.
 AGES = ("0", "1", "2", "3", "4", "resumed")
 # In the `json_schema_extra` of an option: the recipe's key whose value it has where it is not set.
 FOLLOWS = "x-follows"
@@ -35,26 +38,34 @@ Derived = TypeVar("Derived", bound="Algorithm")
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """The response tokens of one micro-batch, packed: T tokens of R rows, and the sizes of the whole mini-batch.
+    """The response tokens of one micro-batch, packed: T tokens of R rows, and the sizes of the
+    whole mini-batch.
 
-    Tokens that the column ``loss_mask`` leaves out are not in it. Sums over micro-batches divided by the ``total_*`` equal
-    the loss of the mini-batch computed at once, so gradient accumulation is exact however rows are packed."""
+    Tokens that the column ``loss_mask`` leaves out are not in it. Sums over micro-batches divided
+    by the ``total_*`` equal the loss of the mini-batch computed at once, so gradient accumulation
+    is exact however rows are packed."""
 
     logprobs: torch.Tensor  # float32 [T], under the weights being trained, with gradient
-    columns: Mapping[str, torch.Tensor]  # what the loss reads, [T, …]; a row's single value at each of its tokens
+    # what the loss reads, [T, …]; a row's single value at each of its tokens
+    columns: Mapping[str, torch.Tensor]
     row: torch.Tensor  # int64 [T], which of the R rows a token belongs to
     row_tokens: torch.Tensor  # int64 [R], tokens of each row
     total_tokens: int  # of the whole mini-batch
     total_rows: int  # of the whole mini-batch
     total_groups: int = 1  # of the whole mini-batch
-    rows: Mapping[str, torch.Tensor] = field(default_factory=dict)  # columns with a single value in each row, [R, …]
-    group: torch.Tensor | None = None  # int64 [R], which of the micro-batch's groups a row belongs to
-    weight: torch.Tensor | None = None  # float32 [T], the column row_weight at each token, where a stage makes one
+    # columns with a single value in each row, [R, …]
+    rows: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    # int64 [R], which of the micro-batch's groups a row belongs to
+    group: torch.Tensor | None = None
+    # float32 [T], the column row_weight at each token, where a stage makes one
+    weight: torch.Tensor | None = None
     entropy: torch.Tensor | None = (
         None  # float32 [T], nats, of the policy at each token, without gradient; torch engines
     )
-    values: torch.Tensor | None = None  # float32 [T], with gradient, of the value head, where the algorithm has one
-    age: torch.Tensor | None = None  # int64 [T], index into AGES of each token, where the update stage gives it
+    # float32 [T], with gradient, of the value head, where the algorithm has one
+    values: torch.Tensor | None = None
+    # int64 [T], index into AGES of each token, where the update stage gives it
+    age: torch.Tensor | None = None
 
     @property
     def names(self) -> list[str]:
@@ -66,11 +77,15 @@ class TokenBatch:
         return self.columns[name]
 
     def mean(self, per_token: torch.Tensor) -> torch.Tensor:
-        """This micro-batch's share of the mean over the mini-batch's tokens, each times its row's weight."""
-        return (per_token if self.weight is None else per_token * self.weight).sum() / self.total_tokens
+        """This micro-batch's share of the mean over the mini-batch's tokens, each times its row's
+        weight."""
+        return (
+            per_token if self.weight is None else per_token * self.weight
+        ).sum() / self.total_tokens
 
     def mean_of_rows(self, per_token: torch.Tensor) -> torch.Tensor:
-        """This micro-batch's share of the mean over rows of each row's mean, each row times its weight."""
+        """This micro-batch's share of the mean over rows of each row's mean, each row times its
+        weight."""
         weighted = per_token if self.weight is None else per_token * self.weight
         return (weighted / self.row_tokens[self.row]).sum() / self.total_rows
 
@@ -79,17 +94,19 @@ class TokenBatch:
         return per_token.new_zeros(len(self.row_tokens)).index_add(0, self.row, per_token)
 
     def behaviour_gap(self) -> dict[str, torch.Tensor]:
-        """Differences of the trainer's logprobs from those that the rollout engine recorded, as metrics of the mini-batch:
-        mean, maximum, and the k3 estimate of the KL divergence (http://joschu.net/blog/kl-approx.html). Of tokens made by
-        the weights that are trained now it shows how two engines compute one policy; of older ones also how far the policy
-        has moved: where :attr:`age` is known, sums and counts for each age keep the two apart. Empty where the loss does not
-        read ``rollout_logprobs``."""
+        """Differences of the trainer's logprobs from those that the rollout engine recorded, as
+        metrics of the mini-batch: mean, maximum, and the k3 estimate of the KL divergence
+        (http://joschu.net/blog/kl-approx.html). Of tokens made by the weights that are trained now
+        it shows how two engines compute one policy; of older ones also how far the policy has
+        moved: where :attr:`age` is known, sums and counts for each age keep the two apart. Empty
+        where the loss does not read ``rollout_logprobs``."""
         if "rollout_logprobs" not in self.columns:
             return {}
         import torch
 
         difference = (self.logprobs - self.columns["rollout_logprobs"]).detach()
-        size, cut = difference.abs(), difference.clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO)
+        size = difference.abs()
+        cut = difference.clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO)
         ages = {}
         if self.age is not None:
             sums = size.new_zeros(len(AGES)).index_add(0, self.age, size)
@@ -105,9 +122,12 @@ class TokenBatch:
 
 @dataclass(frozen=True)
 class LossOutput:
-    """``loss`` is this micro-batch's share of the mini-batch's loss: the shares add up. ``metrics`` are detached scalars;
-    those of all micro-batches are added (``mean`` of the batch: divide by a ``total_*`` inside), except names that begin
-    with ``max_``, of which the largest is kept."""
+    """``loss`` is this micro-batch's share of the mini-batch's loss: the shares add up.
+
+    ``metrics`` are detached scalars; those of all micro-batches are added (``mean`` of the batch:
+    divide by a ``total_*`` inside), except names that begin with ``max_``, of which the largest is
+    kept.
+    """
 
     loss: torch.Tensor
     metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)
@@ -128,37 +148,46 @@ def with_defaults(**values: Any) -> Callable[[type[Derived]], type[Derived]]:
 
 
 class Algorithm(BaseModel, ABC):
-    """The base of every algorithm. Its fields are the options of a recipe. The declarations below are attributes, or
-    properties where they depend on options; types are those of :mod:`stages.flow.declarations`."""
+    """The base of every algorithm.
+
+    Its fields are the options of a recipe. The declarations below are attributes, or properties
+    where they depend on options; types are those of :mod:`stages.flow.declarations`.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     name: ClassVar[str] = ""  # in recipes, of an algorithm of the product
 
     epochs: int = Field(
-        default=1, ge=1, description="Times that each train batch is trained on before the next version."
+        default=1,
+        ge=1,
+        description="Times that each train batch is trained on before the next version.",
     )
     mini_batches: int = Field(
         default=1,
         ge=1,
-        description="Optimizer steps of one epoch, each on its part of the train batch. The policy version counts train "
-        "batches, not these steps.",
+        description="Optimizer steps of one epoch, each on its part of the train batch. The policy "
+        "version counts train batches, not these steps.",
     )
 
-    unit: ClassVar[Literal["row", "group"]] = "row"  # what no micro-batch and no rank may cut in two
+    # what no micro-batch and no rank may cut in two
+    unit: ClassVar[Literal["row", "group"]] = "row"
     least_group_size: ClassVar[int] = 1
 
     def under(self, staleness: int) -> tuple[Self, str]:
-        """The algorithm as it runs under the staleness bound, and which options followed from it, with the reason."""
+        """The algorithm as it runs under the staleness bound, and which options followed from it,
+        with the reason."""
         return self, ""
 
     def constants(self, staleness: int) -> Mapping[str, str]:
-        """Metrics that are constant by construction under the staleness bound, and why: nothing can be read from them."""
+        """Metrics that are constant by construction under the staleness bound, and why: nothing can
+        be read from them."""
         return {}
 
     @property
     def scores(self) -> Mapping[str, RunsOn]:
-        """Columns that a model computes, and which one: a frozen model or a critic, each a stage of the flow; or, before the
-        first optimizer step of a train batch, the policy (logprobs) or its value head (values)."""
+        """Columns that a model computes, and which one: a frozen model or a critic, each a stage of
+        the flow; or, before the first optimizer step of a train batch, the policy (logprobs) or its
+        value head (values)."""
         return {}
 
     @property
@@ -178,27 +207,32 @@ class Algorithm(BaseModel, ABC):
 
     @property
     def prepare_makes(self) -> Columns:
-        """Ragged columns that :meth:`prepare` makes and the loss reads, beside those that it puts in the place of others."""
+        """Ragged columns that :meth:`prepare` makes and the loss reads, beside those that it puts
+        in the place of others."""
         return {}
 
     @property
     def loss_reads(self) -> Columns:
-        """The columns of ``tokens`` in :meth:`loss`. A ragged one has a value for each response token."""
+        """The columns of ``tokens`` in :meth:`loss`.
+
+        A ragged one has a value for each response token.
+        """
         return {"rollout_logprobs": "float32 ragged", "advantage": "float32"}
 
     def credit(self, group: Mapping[str, Any]) -> Mapping[str, Any] | Drop:
-        """Columns of one group's N rows from those that :attr:`credit_reads` names: [N, …] for a column with one value in
-        each row, a list of N tensors for a ragged one. Or a :class:`Drop`."""
+        """Columns of one group's N rows from those that :attr:`credit_reads` names: [N, …] for a
+        column with one value in each row, a list of N tensors for a ragged one. Or a :class:`Drop`.
+        """
         raise NotImplementedError
 
     def prepare(self, batch: TrainBatch) -> Mapping[str, torch.Tensor]:
-        """Columns to put in the place of those of the whole train batch, and those of :attr:`prepare_makes`, before its
-        first optimizer step."""
+        """Columns to put in the place of those of the whole train batch, and those of
+        :attr:`prepare_makes`, before its first optimizer step."""
         return {}
 
     def signal(self, batch: TrainBatch) -> float:
-        """Share of the trained rows of the whole train batch that :meth:`loss` can learn from, in [0, 1]. The learning rate
-        of the batch's steps is multiplied by it."""
+        """Share of the trained rows of the whole train batch that :meth:`loss` can learn from, in
+        [0, 1]. The learning rate of the batch's steps is multiplied by it."""
         return 1.0
 
     @abstractmethod
@@ -207,18 +241,22 @@ class Algorithm(BaseModel, ABC):
 
     @property
     def policy_begins(self) -> int:
-        """The first train batch that the policy learns from; in those before it a critic learns alone."""
+        """The first train batch that the policy learns from; in those before it a critic learns
+        alone."""
         return 0
 
     def value_rate(self, learning_rate: float) -> float:
-        """Peak learning rate of a value head on the trunk of a policy whose own is ``learning_rate``."""
+        """Peak learning rate of a value head on the trunk of a policy whose own is
+        ``learning_rate``."""
         return learning_rate
 
     def critic_algorithm(self) -> Algorithm | None:
-        """What a critic with an engine of its own is trained with, on the same rows: the loss reads the column ``values``,
-        which that critic has made, and ``tokens.values``. None: there is no such critic."""
+        """What a critic with an engine of its own is trained with, on the same rows: the loss reads
+        the column ``values``, which that critic has made, and ``tokens.values``. None: there is no
+        such critic."""
         return None
 
     def finish(self, metrics: dict[str, float]) -> dict[str, float]:
-        """What is reported of an optimizer step, from its summed metrics: the place for quotients of sums."""
+        """What is reported of an optimizer step, from its summed metrics: the place for quotients
+        of sums."""
         return metrics

@@ -20,15 +20,22 @@ LEAST_TOKENS = 16  # of one age that a mean is reported of
 
 
 class AlgorithmError(Fatal, RuntimeError):
-    """An algorithm raised, or returned what its method does not promise; the message names it, the method and the line."""
+    """An algorithm raised, or returned what its method does not promise; the message names it, the
+    method and the line."""
 
 
 class NamedAlgorithm:
-    """``algorithm`` under the name that the recipe gives it. Its methods raise :class:`AlgorithmError`; what it declares is
-    passed through, but for the ``scores`` that are given here."""
+    """``algorithm`` under the name that the recipe gives it.
 
-    def __init__(self, name: str, algorithm: Algorithm, scores: Mapping[str, RunsOn] | None = None) -> None:
-        self.name, self.algorithm = name, algorithm
+    Its methods raise :class:`AlgorithmError`; what it declares is passed through, but for the
+    ``scores`` that are given here.
+    """
+
+    def __init__(
+        self, name: str, algorithm: Algorithm, scores: Mapping[str, RunsOn] | None = None
+    ) -> None:
+        self.name = name
+        self.algorithm = algorithm
         self.scores = algorithm.scores if scores is None else scores
 
     def __getattr__(self, name: str) -> Any:
@@ -51,17 +58,27 @@ class NamedAlgorithm:
             raise self._wrong("credit", out, f"a dict with the columns {sorted(names)}, or a Drop")
         rows = len(next(iter(group.values())))
         for name, values in out.items():
-            parts = [values] if isinstance(values, torch.Tensor) else values if isinstance(values, list | tuple) else ()
+            parts = (
+                [values]
+                if isinstance(values, torch.Tensor)
+                else values
+                if isinstance(values, list | tuple)
+                else ()
+            )
             tensors = bool(parts) and all(isinstance(part, torch.Tensor) for part in parts)
             if not tensors or (values is parts[0] and not values.dim()) or len(values) != rows:
                 wanted = f"a tensor of {rows} values (a list of {rows} tensors where it is ragged)"
-                raise self._wrong("credit", values, f"{wanted} in {name!r}, one for each row of the group")
+                raise self._wrong(
+                    "credit", values, f"{wanted} in {name!r}, one for each row of the group"
+                )
             if not all(bool(row.isfinite().all()) for row in values):
-                raise self._wrong("credit", values, f"finite numbers in {name!r}, for {_short(group)}")
+                raise self._wrong(
+                    "credit", values, f"finite numbers in {name!r}, for {_short(group)}"
+                )
 
     def check_columns(self, credit: Mapping[str, Any], tokens: Sequence[int]) -> None:
-        """Raise AlgorithmError where a column of ``credit`` is not of its type, or a ragged one that the loss reads has not
-        one value for each of the ``tokens`` of a row."""
+        """Raise AlgorithmError where a column of ``credit`` is not of its type, or a ragged one
+        that the loss reads has not one value for each of the ``tokens`` of a row."""
         from pipeline.blocks import pack
         from pipeline.columns import ColumnError, Schema
 
@@ -71,14 +88,22 @@ class NamedAlgorithm:
                 pack(Schema([column(name, kind)]), {name: values})
             except ColumnError as error:
                 raise self._wrong("credit", values, f"{kind} in {name!r}: {error}") from error
-            lengths = [len(row) for row in values] if " ragged" in kind and name in self.algorithm.loss_reads else None
+            lengths = (
+                [len(row) for row in values]
+                if " ragged" in kind and name in self.algorithm.loss_reads
+                else None
+            )
             if lengths is not None and lengths != [*tokens]:
-                wanted = f"values for {[*tokens]} tokens in {name!r}, as many as each response has, not {lengths}"
+                wanted = (
+                    f"values for {[*tokens]} tokens in {name!r}, as many as each response "
+                    f"has, not {lengths}"
+                )
                 raise self._wrong("credit", values, wanted)
 
     def prepare(self, batch: TrainBatch) -> Mapping[str, torch.Tensor]:
         out: Any = self._call("prepare", batch)
-        reads, makes = self.algorithm.loss_reads.keys(), self.algorithm.prepare_makes.keys()
+        reads = self.algorithm.loss_reads.keys()
+        makes = self.algorithm.prepare_makes.keys()
         if not isinstance(out, Mapping) or not makes <= out.keys() <= reads:
             wanted = f"a dict with {sorted(makes)} and some" if makes else "a dict with some"
             raise self._wrong("prepare", out, f"{wanted} of the columns {sorted(reads)}")
@@ -103,12 +128,16 @@ class NamedAlgorithm:
         if not isinstance(out.loss, torch.Tensor) or out.loss.numel() != 1:
             raise self._wrong("loss", out.loss, "a tensor of one number in LossOutput.loss")
         if tokens.logprobs.requires_grad and not out.loss.requires_grad:
-            raise self._wrong("loss", out.loss, "a loss with gradient: it must depend on tokens.logprobs")
+            raise self._wrong(
+                "loss", out.loss, "a loss with gradient: it must depend on tokens.logprobs"
+            )
         return out
 
     def finish(self, metrics: dict[str, float]) -> dict[str, float]:
         out: Any = self._call("finish", metrics)
-        if not isinstance(out, dict) or not all(isinstance(value, int | float) for value in out.values()):
+        if not isinstance(out, dict) or not all(
+            isinstance(value, int | float) for value in out.values()
+        ):
             raise self._wrong("finish", out, "a dict of numbers")
         return out
 
@@ -119,16 +148,20 @@ class NamedAlgorithm:
         except MemoryError:
             raise
         except Exception as error:
-            if type(error).__name__ in ("OutOfMemoryError", "AcceleratorError"):  # a failure of the device
+            # a failure of the device
+            if type(error).__name__ in ("OutOfMemoryError", "AcceleratorError"):
                 raise
             place = place_of(error, function)
             has = f"; its columns are {columns}" if (columns := _missed(error, arguments)) else ""
-            raise AlgorithmError(f"algorithm {self.name!r} raised {error!r} in {method} ({place}){has}") from error
+            raise AlgorithmError(
+                f"algorithm {self.name!r} raised {error!r} in {method} ({place}){has}"
+            ) from error
 
     def _wrong(self, method: str, out: Any, wanted: str) -> AlgorithmError:
         place = place_of(AlgorithmError(), getattr(self.algorithm, method))
         return AlgorithmError(
-            f"algorithm {self.name!r} returned {shown(out)} from {method} ({place}); wanted is {wanted}"
+            f"algorithm {self.name!r} returned {shown(out)} from {method} ({place}); wanted is "
+            f"{wanted}"
         )
 
 
@@ -136,8 +169,9 @@ AlgorithmLike = Algorithm | NamedAlgorithm
 
 
 def split_gap(metrics: dict[str, float]) -> tuple[dict[str, float], dict[str, float]]:
-    """The metrics of :meth:`TokenBatch.behaviour_gap`, as they are reported, and the rest of ``metrics``. ``gap_mean_AGE``
-    is the mean over the tokens of that age, where there are :data:`LEAST_TOKENS` or more."""
+    """The metrics of :meth:`TokenBatch.behaviour_gap`, as they are reported, and the rest of
+    ``metrics``. ``gap_mean_AGE`` is the mean over the tokens of that age, where there are
+    :data:`LEAST_TOKENS` or more."""
     names = {"max_gap": "gap_max", "gap_mean": "gap_mean", "gap_k3": "gap_k3"}
     gap = {new: metrics[name] for name, new in names.items() if name in metrics}
     for age in AGES:
@@ -151,8 +185,15 @@ def _missed(error: Exception, arguments: Sequence[Any]) -> list[str]:
     """The columns that there are, where ``error`` says that a method has asked for another one."""
     if not isinstance(error, KeyError):
         return []
-    return sorted(name for argument in arguments for name in getattr(argument, "names", None) or list(argument))
+    return sorted(
+        name
+        for argument in arguments
+        for name in getattr(argument, "names", None) or list(argument)
+    )
 
 
 def _short(group: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {getattr(value, 'tolist', lambda v=value: v)()!r:.100}" for name, value in group.items())
+    return ", ".join(
+        f"{name} {getattr(value, 'tolist', lambda v=value: v)()!r:.100}"
+        for name, value in group.items()
+    )

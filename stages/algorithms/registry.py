@@ -1,6 +1,8 @@
-"""Algorithms by their names: built in, ``module:Class``, or an entry point of the group ``asyncdock.algorithms``.
+"""Algorithms by their names: built in, ``module:Class``, or an entry point of the group
+``asyncdock.algorithms``.
 
-The product's own are the classes with a ``name`` in the modules of the folders beside this file: a new one is a class there.
+The product's own are the classes with a ``name`` in the modules of the folders beside this file: a
+new one is a class there.
 """
 
 from __future__ import annotations
@@ -30,8 +32,14 @@ def built_in() -> Mapping[str, type[Algorithm]]:
         package = importlib.import_module(f"{__package__}.{folder.name}")
         for file in pkgutil.iter_modules(package.__path__):
             module = importlib.import_module(f"{package.__name__}.{file.name}")
-            own = [value for value in vars(module).values() if getattr(value, "__module__", "") == module.__name__]
-            named = [value for value in own if isinstance(value, type) and issubclass(value, Algorithm)]
+            own = [
+                value
+                for value in vars(module).values()
+                if getattr(value, "__module__", "") == module.__name__
+            ]
+            named = [
+                value for value in own if isinstance(value, type) and issubclass(value, Algorithm)
+            ]
             found |= {algorithm.name: algorithm for algorithm in named if "name" in vars(algorithm)}
     return dict(sorted(found.items()))
 
@@ -39,7 +47,8 @@ def built_in() -> Mapping[str, type[Algorithm]]:
 def build_algorithm(name: str, options: Mapping[str, Any]) -> Algorithm:
     """The algorithm called ``name``; ``options`` are the fields of its class.
 
-    Raises ValueError when the name is not known, or an option is unknown or out of range (all of them at once).
+    Raises ValueError when the name is not known, or an option is unknown or out of range (all of
+    them at once).
     """
     return algorithm_class(name)(**options)
 

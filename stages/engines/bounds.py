@@ -1,7 +1,9 @@
-"""Bounds of how tokens are sampled. Imports nothing: the schemas of requests and recipes have them, too.
+"""Bounds of how tokens are sampled.
 
-Engines compute logits, their softmax and its sums in float32, also with weights in bfloat16, which has the same range. A
-number is divided by the temperature and multiplied by ``top_p``.
+Imports nothing: the schemas of requests and recipes have them, too.
+
+Engines compute logits, their softmax and its sums in float32, also with weights in bfloat16, which
+has the same range. A number is divided by the temperature and multiplied by ``top_p``.
 
 >>> float32_max, largest_logit, vocabulary = 3.4e38, 2.0**27, 2**24
 >>> largest_logit / LEAST < float32_max
@@ -13,13 +15,18 @@ True
 from __future__ import annotations
 
 LEAST = 1e-30
-"""Of a temperature that is not 0, and of ``top_p``: logits and kept mass stay finite and above 0."""
+"""Of a temperature that is not 0, and of ``top_p``: logits and kept mass stay finite and above
+0."""
 
 LEAST_TRAINED = 1e-6
-"""Of a temperature whose logprobs are trained. A gradient is divided by it, and its norm is a sum of squares."""
+"""Of a temperature whose logprobs are trained.
+
+A gradient is divided by it, and its norm is a sum of squares.
+"""
 
 LEAST_VLLM = 0.01
-"""Of a temperature that is not 0 in vLLM, which changes smaller ones to this number, or to 0 (``SamplingParams``)."""
+"""Of a temperature that is not 0 in vLLM, which changes smaller ones to this number, or to 0
+(``SamplingParams``)."""
 
 MOST_TEMPERATURE = 100.0
 

@@ -10,19 +10,22 @@ import torch
 from stages.engines.bounds import temperature_fix, top_p_fix
 from stages.engines.protocols import GroupRequest, RequestRefused, WeightMismatch
 
-Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # shape and dtype of each parameter, by name
+# shape and dtype of each parameter, by name
+Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 SHOWN = 5  # problems in a message
 
 
 def check_request(request: GroupRequest, *, vocabulary: int, context: int) -> None:
     """Raise RequestRefused for a request that no engine with this vocabulary and context, both in
     tokens, can serve."""
-    ids, params = request.prompt_ids, request.params
+    ids = request.prompt_ids
+    params = request.params
     refused = functools.partial(RequestRefused, request.group)
     if ids.dim() != 1 or ids.dtype != torch.int64 or not len(ids):
         wrong = f"prompt_ids is {ids.dtype} {tuple(ids.shape)}"
         raise refused("prompt_ids", wrong, "give int64 [P] with P >= 1")
-    low, high = int(ids.min()), int(ids.max())
+    low = int(ids.min())
+    high = int(ids.max())
     if low < 0 or high >= vocabulary:
         fix = f"the model knows 0..{vocabulary - 1}"
         raise refused("prompt_ids", f"prompt_ids has {low}..{high}", fix)
@@ -47,7 +50,8 @@ def layout_of(weights: Mapping[str, torch.Tensor]) -> Layout:
 
 
 def check_weights(weights: Mapping[str, torch.Tensor], expected: Layout) -> None:
-    """Raise ``WeightMismatch`` unless ``weights`` have the names, shapes and dtypes ``expected``."""
+    """Raise ``WeightMismatch`` unless ``weights`` have the names, shapes and dtypes
+    ``expected``."""
     given = layout_of(weights)
     problems = [f"{name}: missing" for name in sorted(expected.keys() - given.keys())]
     problems += [f"{name}: unknown" for name in sorted(given.keys() - expected.keys())]
@@ -58,5 +62,6 @@ def check_weights(weights: Mapping[str, torch.Tensor], expected: Layout) -> None
     if problems:
         more = f" and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
         raise WeightMismatch(
-            "; ".join(problems[:SHOWN]) + more + "; offer the parameters of the same model, tied ones once"
+            "; ".join(problems[:SHOWN]) + more + "; offer the parameters of the same model, tied "
+            "ones once"
         )

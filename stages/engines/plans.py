@@ -1,4 +1,5 @@
-"""Plans of which rows are computed together and on which rank: pure functions of the sizes of groups.
+"""Plans of which rows are computed together and on which rank: pure functions of the sizes of
+groups.
 
     groups of a batch ─▶ cut_mini_batches: what each optimizer step trains on, on any number of ranks
                            └─▶ deal: a share of each for each data-parallel rank
@@ -24,13 +25,15 @@ class GroupShape:
     responses: tuple[int, ...]
 
     def tokens(self, rows: Iterable[int]) -> int:
-        """Tokens that the model is fed for ``rows``: the prompt once, and each response without its last token."""
+        """Tokens that the model is fed for ``rows``: the prompt once, and each response without its
+        last token."""
         return self.prompt + sum(self.responses[row] - 1 for row in rows)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows of one group that share one computation of their prompt: the group's number and the rows' numbers in it."""
+    """Rows of one group that share one computation of their prompt: the group's number and the
+    rows' numbers in it."""
 
     group: int
     rows: tuple[int, ...]
@@ -39,11 +42,12 @@ class Piece:
 def plan_micro_batches(
     groups: Sequence[GroupShape], token_budget: int | None, *, whole: bool = False
 ) -> list[list[Piece]]:
-    """Put every row of ``groups`` into exactly one micro-batch, in order, each with at most ``token_budget`` fed tokens.
+    """Put every row of ``groups`` into exactly one micro-batch, in order, each with at most
+    ``token_budget`` fed tokens.
 
-    A group is split only when it does not fit the budget alone, and a micro-batch exceeds the budget only when it is one
-    row, or one group that must stay ``whole``. Longer rows come first, so that neighbours have similar lengths and attention
-    pads little. None: no limit.
+    A group is split only when it does not fit the budget alone, and a micro-batch exceeds the
+    budget only when it is one row, or one group that must stay ``whole``. Longer rows come first,
+    so that neighbours have similar lengths and attention pads little. None: no limit.
 
     >>> groups = [GroupShape(10, (5, 9)), GroupShape(5, (1,)), GroupShape(30, (3, 3))]
     >>> for micro_batch in plan_micro_batches(groups, 32):
@@ -56,7 +60,9 @@ def plan_micro_batches(
     micro_batches: list[list[Piece]] = []
     room = -math.inf
     for number, group in enumerate(groups):
-        for piece in _split(group, _longest_first(group, range(len(group.responses))), math.inf if whole else budget):
+        for piece in _split(
+            group, _longest_first(group, range(len(group.responses))), math.inf if whole else budget
+        ):
             tokens = group.tokens(piece)
             if tokens > room:
                 micro_batches.append([])
@@ -77,19 +83,21 @@ def _split(group: GroupShape, rows: list[int], budget: float) -> Iterable[list[i
 
 
 EVEN = 1.02  # times the fair share: a largest share that needs no finer pieces
-FINEST = 16  # parts that the fair share of a rank is split into, at most, to even out what the ranks have
+# parts that the fair share of a rank is split into, at most, to even out what the ranks have
+FINEST = 16
 
 
 def cut_mini_batches(
     trained: Mapping[int, Mapping[int, int]], count: int, *, whole: bool = False
 ) -> list[dict[int, tuple[int, ...]]]:
-    """Cut a train batch into at most ``count`` mini-batches, one for each optimizer step of an epoch. Returns the places of
-    each one's rows, by group.
+    """Cut a train batch into at most ``count`` mini-batches, one for each optimizer step of an
+    epoch. Returns the places of each one's rows, by group.
 
-    ``trained``: tokens to train on, by group and place, of the whole batch: what a step trains on does not depend on the
-    ranks. Rows without any are in no mini-batch. Each mini-batch has as many groups as the others, or one more, in the order
-    of their numbers; where there are fewer groups than mini-batches, as many rows; where there are fewer rows, there are
-    fewer mini-batches. ``whole``: groups are never cut, and one with a token to train on has all its rows.
+    ``trained``: tokens to train on, by group and place, of the whole batch: what a step trains on
+    does not depend on the ranks. Rows without any are in no mini-batch. Each mini-batch has as many
+    groups as the others, or one more, in the order of their numbers; where there are fewer groups
+    than mini-batches, as many rows; where there are fewer rows, there are fewer mini-batches.
+    ``whole``: groups are never cut, and one with a token to train on has all its rows.
 
     >>> cut_mini_batches({4: {0: 9, 1: 9}, 7: {0: 0, 1: 9}, 8: {0: 0}}, 2)
     [{4: (0, 1)}, {7: (1,)}]
@@ -122,10 +130,11 @@ def deal(
     mini_batches: int = 1,
     trained: Sequence[Sequence[int]] | None = None,
 ) -> list[list[Piece]]:
-    """Deal every row of ``groups`` to exactly one of ``parts`` shares, none of them empty, so that of each mini-batch the
-    largest share has few tokens to feed: the ranks wait for each other at each optimizer step. A share may have no row of a
-    mini-batch with few rows. Groups stay whole in a mini-batch where its shares are even enough, or where they must
-    (``whole``); each piece of a split group computes the prompt once.
+    """Deal every row of ``groups`` to exactly one of ``parts`` shares, none of them empty, so that
+    of each mini-batch the largest share has few tokens to feed: the ranks wait for each other at
+    each optimizer step. A share may have no row of a mini-batch with few rows. Groups stay whole in
+    a mini-batch where its shares are even enough, or where they must (``whole``); each piece of a
+    split group computes the prompt once.
 
     ``trained``: tokens to train on of each response; default: all. Rows without any cost nothing.
 
@@ -143,7 +152,9 @@ def deal(
         what = f"{len(groups)} whole groups" if whole else f"{rows} rows"
         raise ValueError(f"{what} cannot be dealt to {parts} ranks: give each at least one")
     tokens = [group.responses for group in groups] if trained is None else trained
-    cut = cut_mini_batches({n: dict(enumerate(of)) for n, of in enumerate(tokens)}, mini_batches, whole=whole)
+    cut = cut_mini_batches(
+        {n: dict(enumerate(of)) for n, of in enumerate(tokens)}, mini_batches, whole=whole
+    )
     shares: list[list[Piece]] = [[] for _ in range(parts)]
     fed = [0] * parts
 
@@ -162,10 +173,18 @@ def deal(
     return [_joined(share) for share in shares]
 
 
-def _dealt(groups: Sequence[GroupShape], pieces: Sequence[Piece], parts: int, *, whole: bool) -> list[list[Piece]]:
-    """Deal the rows of one mini-batch. Returns the shares, the largest first; as many as possible have a row."""
+def _dealt(
+    groups: Sequence[GroupShape], pieces: Sequence[Piece], parts: int, *, whole: bool
+) -> list[list[Piece]]:
+    """Deal the rows of one mini-batch.
+
+    Returns the shares, the largest first; as many as possible have a row.
+    """
     fair = _tokens(groups, pieces) / parts
-    limits = (math.inf, *(() if whole else (*(fair / split for split in range(1, FINEST + 1)), 0.0)))
+    limits = (
+        math.inf,
+        *(() if whole else (*(fair / split for split in range(1, FINEST + 1)), 0.0)),
+    )
     used = min(parts, len(pieces) if whole else sum(len(piece.rows) for piece in pieces))
     best: list[list[Piece]] = []
     least = math.inf
@@ -173,22 +192,31 @@ def _dealt(groups: Sequence[GroupShape], pieces: Sequence[Piece], parts: int, *,
         cut = [
             Piece(piece.group, tuple(rows))
             for piece in pieces
-            for rows in _split(groups[piece.group], _longest_first(groups[piece.group], piece.rows), limit)
+            for rows in _split(
+                groups[piece.group], _longest_first(groups[piece.group], piece.rows), limit
+            )
         ]
         positions = balanced([_tokens(groups, [piece]) for piece in cut], parts, equal=False)
         shares = [_joined([cut[at] for at in share]) for share in positions]
         largest = max(_tokens(groups, share) for share in shares)
         if sum(map(bool, shares)) == used and largest < least:
-            best, least = shares, largest
+            best = shares
+            least = largest
         if least <= EVEN * fair:
             break
     return sorted(best, key=lambda share: -_tokens(groups, share))
 
 
-def _without(groups: Sequence[GroupShape], cut: Sequence[Mapping[int, Sequence[int]]], whole: bool) -> list[Piece]:
+def _without(
+    groups: Sequence[GroupShape], cut: Sequence[Mapping[int, Sequence[int]]], whole: bool
+) -> list[Piece]:
     """The rows, or ``whole`` groups, that are in no mini-batch, one by one."""
-    dealt = {(group, row) for mini_batch in cut for group, rows in mini_batch.items() for row in rows}
-    rows = [(number, row) for number, group in enumerate(groups) for row in range(len(group.responses))]
+    dealt = {
+        (group, row) for mini_batch in cut for group, rows in mini_batch.items() for row in rows
+    }
+    rows = [
+        (number, row) for number, group in enumerate(groups) for row in range(len(group.responses))
+    ]
     pieces = [Piece(number, (row,)) for number, row in rows if (number, row) not in dealt]
     return _joined(pieces) if whole else pieces
 

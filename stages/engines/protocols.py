@@ -1,4 +1,5 @@
-"""The two protocols that every engine adapter implements, and the values that they exchange with stages.
+"""The two protocols that every engine adapter implements, and the values that they exchange with
+stages.
 
     rollout stage ── GroupRequest ──▶ RolloutEngine ── Completion, as each response ends ──▶ rollout stage
     update stage  ── TensorDict of whole groups ──▶ TrainEngine ── metrics ──▶ update stage
@@ -28,13 +29,16 @@ FinishReason = Literal["stop", "length", "cut"]
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are sampled. Filters apply in the order temperature, top-k, top-p. Logprobs are those of the distribution
+    """How tokens are sampled.
+
+    Filters apply in the order temperature, top-k, top-p. Logprobs are those of the distribution
     after temperature and before top-k and top-p, which the trainer recomputes.
 
-    ``temperature == 0`` is greedy; logprobs are then those at temperature 1. ``top_k == 0`` and ``top_p == 1.0`` disable the
-    filters. A response ends when its decoded text contains one of the ``stop`` strings (its tokens are kept), or with one of
-    ``stop_token_ids`` (included). ``max_tokens`` limits the tokens of a response. ``budget`` limits those of one request,
-    after which the response is cut, to be continued by another request (0: no limit).
+    ``temperature == 0`` is greedy; logprobs are then those at temperature 1. ``top_k == 0`` and
+    ``top_p == 1.0`` disable the filters. A response ends when its decoded text contains one of the
+    ``stop`` strings (its tokens are kept), or with one of ``stop_token_ids`` (included).
+    ``max_tokens`` limits the tokens of a response. ``budget`` limits those of one request, after
+    which the response is cut, to be continued by another request (0: no limit).
     """
 
     max_tokens: int
@@ -60,11 +64,13 @@ class Begun:
 
 @dataclass(frozen=True)
 class GroupRequest:
-    """One prompt and the places of its group to generate. ``begun`` has, by place, responses that are to be continued.
+    """One prompt and the places of its group to generate.
 
-    ``group`` and ``places`` are returned unchanged on each completion. The tokens of a response depend only on the weights,
-    the prompt, ``params`` and ``(seed, place)``, up to rounding that depends on the batch. They do not depend on where the
-    response was cut.
+    ``begun`` has, by place, responses that are to be continued.
+
+    ``group`` and ``places`` are returned unchanged on each completion. The tokens of a response
+    depend only on the weights, the prompt, ``params`` and ``(seed, place)``, up to rounding that
+    depends on the batch. They do not depend on where the response was cut.
     """
 
     group: int
@@ -76,29 +82,37 @@ class GroupRequest:
 
     def __post_init__(self) -> None:
         for place, begun in self.begun.items():
-            tokens, counted = len(begun.token_ids), sum(count for _, count in begun.versions)
+            tokens = len(begun.token_ids)
+            counted = sum(count for _, count in begun.versions)
             if place not in self.places or not 0 < tokens < self.params.max_tokens:
                 raise ValueError(
-                    f"group {self.group}: place {place} is begun with {tokens} tokens; give begun only places of "
-                    f"{self.places} with 1 to {self.params.max_tokens - 1} tokens, as max_tokens counts all of a response"
+                    f"group {self.group}: place {place} is begun with {tokens} tokens; give begun "
+                    f"only places of {self.places} with 1 to {self.params.max_tokens - 1} tokens, "
+                    f"as max_tokens counts all of a response"
                 )
             if len(begun.logprobs) != tokens or counted != tokens:
                 raise ValueError(
-                    f"group {self.group}: place {place} is begun with {tokens} tokens, {len(begun.logprobs)} logprobs and "
-                    f"versions of {counted} tokens; give as many of each"
+                    f"group {self.group}: place {place} is begun with {tokens} tokens, "
+                    f"{len(begun.logprobs)} logprobs and versions of {counted} tokens; give as "
+                    f"many of each"
                 )
-            routed, fed = begun.routed_experts, len(self.prompt_ids) + tokens - 1
+            routed = begun.routed_experts
+            fed = len(self.prompt_ids) + tokens - 1
             if routed is not None and len(routed) != fed:
                 raise ValueError(
-                    f"group {self.group}: place {place} is begun with experts of {len(routed)} tokens, {fed} were fed"
+                    f"group {self.group}: place {place} is begun with experts of {len(routed)} "
+                    f"tokens, {fed} were fed"
                 )
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One response as the engine returns it: ended, or ``cut`` and to be continued. It has all tokens so far, with those of
-    ``begun``. ``versions`` is the run-length encoding ``((version, tokens), ...)`` of the policy versions that made its
-    tokens; the counts add up to T."""
+    """One response as the engine returns it: ended, or ``cut`` and to be continued.
+
+    It has all tokens so far, with those of ``begun``. ``versions`` is the run-length encoding
+    ``((version, tokens), ...)`` of the policy versions that made its tokens; the counts add up to
+    T.
+    """
 
     group: int
     place: int
@@ -107,8 +121,9 @@ class Completion:
     versions: tuple[tuple[int, int], ...]
     finish_reason: FinishReason
     routed_experts: torch.Tensor | None = None
-    """uint8 or int16 [P + T - 1, layers * top-k], where the engine records them: the experts of all fed tokens, as they
-    were chosen when the token after them was made. The part that another request has made keeps the choices it had."""
+    """uint8 or int16 [P + T - 1, layers * top-k], where the engine records them: the experts of all
+    fed tokens, as they were chosen when the token after them was made. The part that another
+    request has made keeps the choices it had."""
 
     @property
     def oldest_version(self) -> int:
@@ -122,8 +137,11 @@ class Completion:
 
 @dataclass(frozen=True)
 class Token:
-    """The newest token of the response at ``place`` of ``group``, made by weights of ``version``. ``alternatives``: the
-    likeliest tokens at its position with their logprobs, the likeliest one first; the token itself may be among them."""
+    """The newest token of the response at ``place`` of ``group``, made by weights of ``version``.
+
+    ``alternatives``: the likeliest tokens at its position with their logprobs, the likeliest one
+    first; the token itself may be among them.
+    """
 
     group: int
     place: int
@@ -134,39 +152,53 @@ class Token:
 
 
 class RolloutEngine(Protocol):
-    """Generates responses. An engine belongs to one asyncio loop; it computes in a thread, in other processes or on a
-    device."""
+    """Generates responses.
+
+    An engine belongs to one asyncio loop; it computes in a thread, in other processes or on a
+    device.
+    """
 
     @property
     def version(self) -> int:
         """Policy version of the weights that make the next token."""
 
     def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[Completion]:
-        """Add all of ``requests`` to the running batch, in this order, and yield each response as it ends.
+        """Add all of ``requests`` to the running batch, in this order, and yield each response as
+        it ends.
 
-        Several calls may be in flight together. Closing the iterator (``aclose``) or cancelling its consumer aborts the
-        responses that were not yielded. An error inside the engine is raised by every iterator; one of a single response
-        by its own iterator alone, as ResponseFailed.
+        Several calls may be in flight together. Closing the iterator (``aclose``) or cancelling its
+        consumer aborts the responses that were not yielded. An error inside the engine is raised by
+        every iterator; one of a single response by its own iterator alone, as ResponseFailed.
         """
 
     async def load_weights(
-        self, version: int, weights: Mapping[str, torch.Tensor], *, hold: bool = False, cut: bool = False
+        self,
+        version: int,
+        weights: Mapping[str, torch.Tensor],
+        *,
+        hold: bool = False,
+        cut: bool = False,
     ) -> SwapTimes:
-        """Use ``weights`` (full tensors by parameter name, valid until this returns) from the next token boundary on, for
-        requests in flight too. ``hold``: the engine is paused from that boundary on, before it makes a token with them.
-        ``cut``: every response with a token of its present request ends as "cut" at that boundary, so that no token of the
-        new weights uses a KV cache of the old ones. Raises ``WeightMismatch`` and keeps the old version when names, shapes
-        or dtypes differ."""
+        """Use ``weights`` (full tensors by parameter name, valid until this returns) from the next
+        token boundary on, for requests in flight too. ``hold``: the engine is paused from that
+        boundary on, before it makes a token with them.
+        ``cut``: every response with a token of its present request ends as "cut" at that boundary,
+        so that no token of the new weights uses a KV cache of the old ones. Raises
+        ``WeightMismatch`` and keeps the old version when names, shapes or dtypes differ."""
 
     async def score(
         self, prompt_ids: torch.Tensor, response_ids: torch.Tensor, *, temperature: float = 1.0
     ) -> torch.Tensor | None:
-        """Logprobs float32 [T] of the tokens ``response_ids`` int64 [T] after ``prompt_ids`` int64 [P] under the loaded
-        weights, as :class:`SamplingParams` defines them; None when the engine has none at this temperature. Works while
-        paused; an engine that cannot compute then may resume generation for as long as this takes. Verifies swaps."""
+        """Logprobs float32 [T] of the tokens ``response_ids`` int64 [T] after ``prompt_ids`` int64
+        [P] under the loaded weights, as :class:`SamplingParams` defines them; None when the engine
+        has none at this temperature. Works while paused; an engine that cannot compute then may
+        resume generation for as long as this takes. Verifies swaps."""
 
     async def pause(self) -> None:
-        """Stop before the next token. Returns when nothing is being computed. Requests stay in flight."""
+        """Stop before the next token.
+
+        Returns when nothing is being computed. Requests stay in flight.
+        """
 
     async def resume(self) -> None: ...
 
@@ -176,11 +208,15 @@ class RolloutEngine(Protocol):
 
 @runtime_checkable
 class ReceivingEngine(Protocol):
-    """A rollout engine with processes of its own that receive published weights from the trainer."""
+    """A rollout engine with processes of its own that receive published weights from the
+    trainer."""
 
     async def receive(self, published: Published) -> Mapping[str, torch.Tensor]:
-        """Receive and verify the bytes near the engine's devices while it generates. The result is for ``load_weights``; its
-        tensors may have names, shapes and dtypes without values. Raises ``WeightsDamaged``, ``WeightsUnreachable``."""
+        """Receive and verify the bytes near the engine's devices while it generates.
+
+        The result is for ``load_weights``; its tensors may have names, shapes and dtypes without
+        values. Raises ``WeightsDamaged``, ``WeightsUnreachable``.
+        """
 
 
 @runtime_checkable
@@ -188,16 +224,19 @@ class CuttingEngine(Protocol):
     """A rollout engine that can end what is in flight, to be continued by another one."""
 
     async def cut(self) -> None:
-        """At the next token boundary, every response with a token of its present request ends as "cut"; the others wait."""
+        """At the next token boundary, every response with a token of its present request ends as
+        "cut"; the others wait."""
 
 
 @runtime_checkable
 class StreamingEngine(Protocol):
     """A rollout engine that returns each token as it is made."""
 
-    def stream(self, requests: Sequence[GroupRequest], *, alternatives: int = 0) -> AsyncIterator[Token | Completion]:
-        """As :meth:`RolloutEngine.generate`; before a response's completion come its new tokens, in order, each with as many
-        ``alternatives``."""
+    def stream(
+        self, requests: Sequence[GroupRequest], *, alternatives: int = 0
+    ) -> AsyncIterator[Token | Completion]:
+        """As :meth:`RolloutEngine.generate`; before a response's completion come its new tokens, in
+        order, each with as many ``alternatives``."""
 
 
 @runtime_checkable
@@ -211,52 +250,67 @@ class BoundedEngine(Protocol):
 
 @runtime_checkable
 class TokenizingEngine(Protocol):
-    """A rollout engine that has loaded a tokenizer itself. Its vocabulary, ``tokenizer.get_vocab()``, is compared with the
-    run's before anything is generated."""
+    """A rollout engine that has loaded a tokenizer itself.
+
+    Its vocabulary, ``tokenizer.get_vocab()``, is compared with the run's before anything is
+    generated.
+    """
 
     @property
     def tokenizer(self) -> Any: ...
 
 
 class ColocatedEngine(RolloutEngine, Protocol):
-    """A rollout engine that takes turns with training on its device. While it sleeps, its owner frees the memory of
-    :attr:`tensors`, and fills them before it wakes."""
+    """A rollout engine that takes turns with training on its device.
+
+    While it sleeps, its owner frees the memory of :attr:`tensors`, and fills them before it wakes.
+    """
 
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """All weights that the engine computes with, not copies, each with a storage of its own that can be resized."""
+        """All weights that the engine computes with, not copies, each with a storage of its own
+        that can be resized."""
 
     @property
     def fused(self) -> bool:
-        """Whether q, k and v are one tensor in :attr:`tensors`, and gate and up another, named as vLLM names them."""
+        """Whether q, k and v are one tensor in :attr:`tensors`, and gate and up another, named as
+        vLLM names them."""
 
     def parameters(self) -> Mapping[str, torch.Tensor]:
-        """The model's own weights by their names of Hugging Face, without adapters: views of :attr:`tensors`."""
+        """The model's own weights by their names of Hugging Face, without adapters: views of
+        :attr:`tensors`."""
 
     def fill(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Copy ``weights``, as :meth:`load_weights` takes them, while the engine sleeps and its tensors have memory."""
+        """Copy ``weights``, as :meth:`load_weights` takes them, while the engine sleeps and its
+        tensors have memory."""
 
     def cache_bytes(self) -> int:
         """Bytes of keys and values on the device; 0 while it sleeps."""
 
     async def sleep(self) -> None:
-        """From the next token boundary on, compute nothing and free all device memory but :attr:`tensors`. Every response
-        with a token of its present request ends as "cut"; the others wait, and new requests are accepted."""
+        """From the next token boundary on, compute nothing and free all device memory but
+        :attr:`tensors`. Every response with a token of its present request ends as "cut"; the
+        others wait, and new requests are accepted."""
 
     async def wake(self, version: int, *, hold: bool = False) -> None:
-        """Continue with the values that :attr:`tensors` have now, as the weights of ``version``; ``hold``: paused."""
+        """Continue with the values that :attr:`tensors` have now, as the weights of ``version``;
+        ``hold``: paused."""
 
 
 @dataclass(frozen=True)
 class SwapTimes:
-    """Seconds of a weight update: ``exposed`` while no token could be made, ``hidden`` beside generation."""
+    """Seconds of a weight update: ``exposed`` while no token could be made, ``hidden`` beside
+    generation."""
 
     exposed: float
     hidden: float
 
 
 class EngineMissing(ExtraMissing):
-    """The library of the requested engine cannot be imported. The message has the command that installs it."""
+    """The library of the requested engine cannot be imported.
+
+    The message has the command that installs it.
+    """
 
 
 class RequestRefused(ProblemError, ValueError):
@@ -274,11 +328,17 @@ class ModelRefused(ProblemError, ValueError):
 
 
 class EngineFailed(RuntimeError):
-    """The engine's computation failed (the cause is attached). Every iterator raises it, and no more tokens are made."""
+    """The engine's computation failed (the cause is attached).
+
+    Every iterator raises it, and no more tokens are made.
+    """
 
 
 class ResponseFailed(RuntimeError):
-    """A response of this request failed (the cause is attached), and the request with it. The engine goes on with others."""
+    """A response of this request failed (the cause is attached), and the request with it.
+
+    The engine goes on with others.
+    """
 
 
 class EngineClosed(RuntimeError):
@@ -286,49 +346,59 @@ class EngineClosed(RuntimeError):
 
 
 class WeightMismatch(ValueError):
-    """The weights do not fit the engine's model. The message names the parameter and both shapes or dtypes."""
+    """The weights do not fit the engine's model.
+
+    The message names the parameter and both shapes or dtypes.
+    """
 
 
 class TrainEngine(Protocol):
     """Trains a policy. Calls block and come from one thread at a time.
 
-    If an engine has several ranks, each in its own process, every rank makes the same calls in the same order:
-    ``train_batch`` and ``logprobs`` with the rows of its own share, ``weights`` iterated to its end.
+    If an engine has several ranks, each in its own process, every rank makes the same calls in the
+    same order: ``train_batch`` and ``logprobs`` with the rows of its own share, ``weights``
+    iterated to its end.
     """
 
     def train_batch(self, batch: TensorDictBase, algorithm: Any) -> Mapping[str, float]:
         """The optimizer steps of one batch of whole groups: all of them, or none.
 
-        ``batch`` has batch size [B] and the columns ``group`` int64 [B], ``place`` int64 [B], ``prompt_ids`` and
-        ``response_ids`` int64 jagged, ``rollout_logprobs`` float32 jagged (as long as ``response_ids``), ``advantage``
-        float32 [B], and ``ref_logprobs`` float32 jagged when the algorithm needs it. ``algorithm`` has the protocol of
-        :class:`stages.algorithms.Algorithm`. Returns at least ``loss``, ``grad_norm``, ``learning_rate``, the gap to
-        the rollout engine's logprobs (``gap_max``, ``gap_mean``, ``gap_k3``) and the metrics of the algorithm's loss, as
-        Python floats.
+        ``batch`` has batch size [B] and the columns ``group`` int64 [B], ``place`` int64 [B],
+        ``prompt_ids`` and ``response_ids`` int64 jagged, ``rollout_logprobs`` float32 jagged (as
+        long as ``response_ids``), ``advantage`` float32 [B], and ``ref_logprobs`` float32 jagged
+        when the algorithm needs it. ``algorithm`` has the protocol of
+        :class:`stages.algorithms.Algorithm`. Returns at least ``loss``, ``grad_norm``,
+        ``learning_rate``, the gap to the rollout engine's logprobs (``gap_max``, ``gap_mean``,
+        ``gap_k3``) and the metrics of the algorithm's loss, as Python floats.
 
-        Raises FloatingPointError, on all ranks, when a loss or gradient of any rank is not finite, or no token is left to
-        train on: the batch is skipped. It has changed neither weights nor optimizer, and counts in the learning rate's
-        schedule as every other.
+        Raises FloatingPointError, on all ranks, when a loss or gradient of any rank is not finite,
+        or no token is left to train on: the batch is skipped. It has changed neither weights nor
+        optimizer, and counts in the learning rate's schedule as every other.
         """
 
     def logprobs(self, batch: TensorDictBase) -> torch.Tensor:
-        """Logprobs of the response tokens under the current weights: float32 jagged [B, T_i], no gradient. Groups are
-        computed one by one, so the result of a row does not depend on the other groups."""
+        """Logprobs of the response tokens under the current weights: float32 jagged [B, T_i], no
+        gradient. Groups are computed one by one, so the result of a row does not depend on the
+        other groups."""
 
     def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
         """The parameters that a rollout engine needs, by name, detached, tied ones once."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The model's weights and the optimizer's state, sufficient for a bit-exact continuation: nested dicts of tensors
-        (DTensors with several ranks) and numbers, which torch.distributed.checkpoint saves and fills in place. Names and
-        shapes do not depend on the layout."""
+        """The model's weights and the optimizer's state, sufficient for a bit-exact continuation:
+        nested dicts of tensors (DTensors with several ranks) and numbers, which
+        torch.distributed.checkpoint saves and fills in place. Names and shapes do not depend on the
+        layout."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
     def save_pretrained(self, path: Path, state: Mapping[str, Any] | None = None) -> None:
-        """Write a Hugging Face checkpoint that ``AutoModelForCausalLM.from_pretrained`` opens. ``state``: what
-        :meth:`state_dict` returned before, with whole tensors in host memory, in place of the present one. Rank 0 alone
-        makes this call with ``state``, in a thread beside training."""
+        """Write a Hugging Face checkpoint that ``AutoModelForCausalLM.from_pretrained`` opens.
+
+        ``state``: what :meth:`state_dict` returned before, with whole tensors in host memory, in
+        place of the present one. Rank 0 alone makes this call with ``state``, in a thread beside
+        training.
+        """
 
     def close(self) -> None: ...
 
@@ -337,5 +407,6 @@ class UndoableEngine(TrainEngine, Protocol):
     """A train engine that learns beside another one: a policy and a critic of its own."""
 
     def undo(self) -> None:
-        """Take back the optimizer steps of the last :meth:`train_batch`, as the other engine has skipped the batch. All
-        ranks make this call. Does nothing where this engine has skipped it, too."""
+        """Take back the optimizer steps of the last :meth:`train_batch`, as the other engine has
+        skipped the batch. All ranks make this call. Does nothing where this engine has skipped it,
+        too."""

@@ -7,12 +7,13 @@
     [rollout]  factory(recipe, *, version, weights, **options) -> RolloutEngine
     [train]    factory(recipe, *, ranks, meeting, **options)   -> TrainEngine
 
-``recipe``: the whole :class:`orchestration.recipe.schema.Recipe`. ``options``: its table ``rollout.options`` or
-``train.options``. ``version``: the engine's first version, with the weights of the checkpoint folder ``weights``, or of
-``recipe.model`` when that is None. ``ranks`` (:class:`stages.parallel.layout.RankCoordinates`): which rank of the train
-engine this process is; several ranks find each other in ``meeting``, a
-``torch.distributed.Store``. A factory is called in a thread, without an event loop.
-Recipes are checked without torch, so this module does not import it.
+``recipe``: the whole :class:`orchestration.recipe.schema.Recipe`. ``options``: its table
+``rollout.options`` or ``train.options``. ``version``: the engine's first version, with the weights
+of the checkpoint folder ``weights``, or of ``recipe.model`` when that is None. ``ranks``
+(:class:`stages.parallel.layout.RankCoordinates`): which rank of the train engine this process is;
+several ranks find each other in ``meeting``, a ``torch.distributed.Store``. A factory is called in
+a thread, without an event loop. Recipes are checked without torch, so this module does not import
+it.
 """
 
 from __future__ import annotations
@@ -26,9 +27,18 @@ from stages.user_code import CodeUnusable, imported
 
 Side = Literal["rollout", "train"]
 
-BUILT_IN: dict[Side, tuple[str, ...]] = {"rollout": ("torch", "vllm", "mock"), "train": ("torch", "mock")}
-ENTRY_POINTS: dict[Side, str] = {"rollout": "asyncdock.rollout_engines", "train": "asyncdock.train_engines"}
-PARAMETERS: dict[Side, tuple[str, ...]] = {"rollout": ("version", "weights"), "train": ("ranks", "meeting")}
+BUILT_IN: dict[Side, tuple[str, ...]] = {
+    "rollout": ("torch", "vllm", "mock"),
+    "train": ("torch", "mock"),
+}
+ENTRY_POINTS: dict[Side, str] = {
+    "rollout": "asyncdock.rollout_engines",
+    "train": "asyncdock.train_engines",
+}
+PARAMETERS: dict[Side, tuple[str, ...]] = {
+    "rollout": ("version", "weights"),
+    "train": ("ranks", "meeting"),
+}
 
 
 class EngineUnknown(Fatal, ProblemError, LookupError):
@@ -37,11 +47,16 @@ class EngineUnknown(Fatal, ProblemError, LookupError):
 
 def engine_names(side: Side) -> list[str]:
     """Returns every name without a colon that ``rollout.engine`` or ``train.engine`` may have."""
-    return sorted({*BUILT_IN[side], *importlib.metadata.entry_points(group=ENTRY_POINTS[side]).names})
+    return sorted(
+        {*BUILT_IN[side], *importlib.metadata.entry_points(group=ENTRY_POINTS[side]).names}
+    )
 
 
 def find_factory(side: Side, name: str) -> Callable[..., Any]:
-    """Returns the factory of the engine ``name``, which is not built in. Raises :class:`EngineUnknown`."""
+    """Returns the factory of the engine ``name``, which is not built in.
+
+    Raises :class:`EngineUnknown`.
+    """
     key = f"{side}.engine"
     entries = importlib.metadata.entry_points(group=ENTRY_POINTS[side])
     if ":" not in name and name not in entries.names:

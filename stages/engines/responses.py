@@ -12,14 +12,25 @@ from typing import Any
 
 import torch
 
-from stages.engines.protocols import Completion, EngineFailed, FinishReason, GroupRequest, ResponseFailed, Token
+from stages.engines.protocols import (
+    Completion,
+    EngineFailed,
+    FinishReason,
+    GroupRequest,
+    ResponseFailed,
+    Token,
+)
 
 
 class ResponseInProgress:
-    """The response at ``place`` of ``request``: all its tokens so far. The first ``begun`` are of earlier requests."""
+    """The response at ``place`` of ``request``: all its tokens so far.
+
+    The first ``begun`` are of earlier requests.
+    """
 
     def __init__(self, request: GroupRequest, place: int) -> None:
-        self.request, self.place = request, place
+        self.request = request
+        self.place = place
         begun = request.begun.get(place)
         self.tokens: list[int] = begun.token_ids.tolist() if begun else []
         self.logprobs: list[float] = begun.logprobs.tolist() if begun else []
@@ -50,7 +61,9 @@ class ResponseInProgress:
             return None
         begun = [] if self.begun_routing is None else [self.begun_routing]
         # A token that was launched after the last one is none of the response.
-        return torch.cat([*begun, torch.cat(self.routing).cpu()])[: len(self.request.prompt_ids) + len(self.tokens) - 1]
+        return torch.cat([*begun, torch.cat(self.routing).cpu()])[
+            : len(self.request.prompt_ids) + len(self.tokens) - 1
+        ]
 
 
 def engine_failed(error: BaseException) -> EngineFailed:
@@ -66,15 +79,21 @@ def response_failed(error: Exception) -> ResponseFailed:
 
 
 class Responses(AsyncIterator[Any]):
-    """Yields ``rows`` completions, and tokens where the engine streams them. Calls ``abort`` with this object when it ends
-    before all of them were yielded."""
+    """Yields ``rows`` completions, and tokens where the engine streams them.
+
+    Calls ``abort`` with this object when it ends before all of them were yielded.
+    """
 
     def __init__(self, rows: int, abort: Callable[[Responses], None]) -> None:
-        self._left, self._abort = rows, abort
+        self._left = rows
+        self._abort = abort
         self.queue: asyncio.Queue[Token | Completion | Exception] = asyncio.Queue()
 
     def put(self, item: Token | Completion | Exception) -> None:
-        """Add a token, a response that has ended, or the error that ends all the others. Called in the consumer's loop."""
+        """Add a token, a response that has ended, or the error that ends all the others.
+
+        Called in the consumer's loop.
+        """
         self.queue.put_nowait(item)
 
     async def __anext__(self) -> Any:

@@ -1,4 +1,5 @@
-"""The flow of a run: which stages its samples pass, resolved backwards from the columns that its algorithm reads."""
+"""The flow of a run: which stages its samples pass, resolved backwards from the columns that its
+algorithm reads."""
 
 from stages.flow.declarations import Drop
 from stages.flow.user_stage import UserStage

@@ -1,7 +1,8 @@
 """Adapters: a user's stage, and an algorithm's credit, as stages that a controller runs.
 
-A user's stage is called in a process of its own, or with the inline launcher in this one. A call has a bounded time: the
-worker fails after it, and is started again. When one of the same rows takes as long in the next call, the run fails.
+A user's stage is called in a process of its own, or with the inline launcher in this one. A call
+has a bounded time: the worker fails after it, and is started again. When one of the same rows takes
+as long in the next call, the run fails.
 
 rows of a claim ─▶ process(rows) ─▶ columns ─────────▶ committed
 its groups      ─▶ process(group) ─▶ columns or Drop ─▶ committed together, or dropped with the reason
@@ -34,7 +35,8 @@ class StageTimedOut(RuntimeError):
 
 
 def plain_columns(rows: TensorDict, names: Sequence[str]) -> dict[str, Any]:
-    """The columns of fetched rows, ragged ones as lists of tensors and texts as lists of strings."""
+    """The columns of fetched rows, ragged ones as lists of tensors and texts as lists of
+    strings."""
     return {name: _plain(rows[name]) for name in names}
 
 
@@ -45,7 +47,9 @@ def _plain(column: Any) -> Any:
 
 
 def rows_at(column: Any, positions: Sequence[int]) -> Any:
-    return column[positions] if isinstance(column, torch.Tensor) else [column[at] for at in positions]
+    return (
+        column[positions] if isinstance(column, torch.Tensor) else [column[at] for at in positions]
+    )
 
 
 def groups_of(groups: Sequence[int]) -> list[list[int]]:
@@ -56,9 +60,16 @@ def groups_of(groups: Sequence[int]) -> list[list[int]]:
     return list(members.values())
 
 
-def outputs_of(members: Sequence[Sequence[int]], results: Sequence[Result], tokens: Sequence[int]) -> Iterator[Output]:
-    """What is committed of groups at the positions ``members``: one output of all that stay, one for each reason to drop."""
-    kept = [(at, result) for at, result in zip(members, results, strict=True) if not isinstance(result, Drop)]
+def outputs_of(
+    members: Sequence[Sequence[int]], results: Sequence[Result], tokens: Sequence[int]
+) -> Iterator[Output]:
+    """What is committed of groups at the positions ``members``: one output of all that stay, one
+    for each reason to drop."""
+    kept = [
+        (at, result)
+        for at, result in zip(members, results, strict=True)
+        if not isinstance(result, Drop)
+    ]
     if kept:
         positions = [row for at, _ in kept for row in at]
         columns = {name: _joined([result[name] for _, result in kept]) for name in kept[0][1]}
@@ -81,8 +92,9 @@ def _joined(parts: Sequence[Any]) -> Any:
 
 
 class StageAdapter(Stage):
-    """The stage that ``declared`` is, called by ``caller``, as a stage of the pipeline: it holds no policy version and takes
-    what is ready. ``timeout``: of a call of it, in seconds; ``index`` remembers the rows of one that took longer."""
+    """The stage that ``declared`` is, called by ``caller``, as a stage of the pipeline: it holds no
+    policy version and takes what is ready. ``timeout``: of a call of it, in seconds; ``index``
+    remembers the rows of one that took longer."""
 
     def __init__(
         self,
@@ -92,8 +104,12 @@ class StageAdapter(Stage):
         index: Index | None = None,
         timeout: float | None = None,
     ) -> None:
-        self.declared, self.name, self.fetches = declared, declared.name, tuple(declared.needs)
-        self._caller, self._index, self._timeout = caller, index, timeout
+        self.declared = declared
+        self.name = declared.name
+        self.fetches = tuple(declared.needs)
+        self._caller = caller
+        self._index = index
+        self._timeout = timeout
         self._noting = asyncio.Lock()
 
     def room(self, held: int) -> int:
@@ -102,30 +118,41 @@ class StageAdapter(Stage):
         return 0 if held else USER_GROUPS_AT_ONCE
 
     async def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
-        columns, tokens = plain_columns(rows, self.fetches), claim.tokens.tolist()
+        columns = plain_columns(rows, self.fetches)
+        tokens = claim.tokens.tolist()
         numbers = claim.row.tolist()
         if self.declared.takes == "rows":
-            members, calls = [[*range(len(claim))]], [self._call(columns, numbers)]
+            members = [[*range(len(claim))]]
+            calls = [self._call(columns, numbers)]
         else:
             members = groups_of(claim.group.tolist())
             calls = [
-                self._call({n: rows_at(c, at) for n, c in columns.items()}, [numbers[row] for row in at])
+                self._call(
+                    {n: rows_at(c, at) for n, c in columns.items()}, [numbers[row] for row in at]
+                )
                 for at in members
             ]
         for output in outputs_of(members, await asyncio.gather(*calls), tokens):
             yield output
 
     async def _call(self, columns: Mapping[str, Any], numbers: Sequence[int]) -> Result:
-        """What the stage makes of the rows with these ``numbers``. Raises StageError, StageTimedOut."""
+        """What the stage makes of the rows with these ``numbers``.
+
+        Raises StageError, StageTimedOut.
+        """
         try:
             return await self._caller.call(columns, len(numbers))
         except TimeLimit as late:
             raise await self._late(numbers, late.place) from None
 
     async def _late(self, numbers: Sequence[int], place: str) -> Exception:
-        """The error of a call that took too long: the run's, when one of its rows was in such a call before."""
+        """The error of a call that took too long: the run's, when one of its rows was in such a
+        call before."""
         key = self.declared.place.removesuffix("use") + "timeout"
-        took = f"stage {self.name!r} took more than {key} = {self._timeout:g} s for {len(numbers)} rows in process ({place})"
+        took = (
+            f"stage {self.name!r} took more than {key} = {self._timeout:g} s for {len(numbers)} "
+            f"rows in process ({place})"
+        )
         if self._index is None:
             return StageError(took)
         async with self._noting:

@@ -29,15 +29,20 @@ class TimeLimit(Exception):
 
 
 class BoundedCalls:
-    """Calls of ``function``, plain or async, each within ``timeout`` seconds (None: without a limit). ``name``: of its
-    threads."""
+    """Calls of ``function``, plain or async, each within ``timeout`` seconds (None: without a
+    limit). ``name``: of its threads."""
 
     def __init__(self, function: Callable[[Any], Any], timeout: float | None, name: str) -> None:
-        self._function, self._timeout, self._name = function, timeout, name
+        self._function = function
+        self._timeout = timeout
+        self._name = name
         self._loop: LoopThread | None = None
 
     async def call(self, argument: Any) -> Any:
-        """What the function returns for ``argument``. Raises TimeLimit, and what the function raises."""
+        """What the function returns for ``argument``.
+
+        Raises TimeLimit, and what the function raises.
+        """
         if inspect.iscoroutinefunction(self._function):
             return await self._within(self._function(argument))
         threads: list[int] = []
@@ -46,7 +51,9 @@ class BoundedCalls:
             threads.append(threading.get_ident())
             return self._function(argument)
 
-        made = await self._until(run_in_thread(run, self._name), lambda: sys._current_frames().get(threads[0]))
+        made = await self._until(
+            run_in_thread(run, self._name), lambda: sys._current_frames().get(threads[0])
+        )
         return await self._within(made) if isinstance(made, Awaitable) else made
 
     def close(self) -> None:
@@ -56,7 +63,9 @@ class BoundedCalls:
 
     async def _within(self, made: Any) -> Any:
         self._loop = self._loop or LoopThread(self._name)
-        return await self._until(self._loop.submit(_awaited(made)), lambda: getattr(made, "cr_frame", None))
+        return await self._until(
+            self._loop.submit(_awaited(made)), lambda: getattr(made, "cr_frame", None)
+        )
 
     async def _until(self, work: asyncio.Future[Any], frame: Callable[[], Any]) -> Any:
         try:

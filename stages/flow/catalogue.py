@@ -1,4 +1,5 @@
-"""The catalogue: the stages that a flow can be resolved from, the product's own and those that a recipe names.
+"""The catalogue: the stages that a flow can be resolved from, the product's own and those that a
+recipe names.
 
 source ▶ prompt_ids given fields          advantage ▶ what the algorithm's credit makes
 rollout ▶ response_ids rollout_logprobs   update: reads what the algorithm's loss reads
@@ -18,7 +19,10 @@ from stages.flow.declarations import IN_TRAINING, Columns, StageDeclaration
 if TYPE_CHECKING:
     from stages.algorithms.interface import Algorithm
 
-SOURCE, CREDIT, UPDATE, CRITIC = "source", "advantage", "update", "critic"
+SOURCE = "source"
+CREDIT = "advantage"
+UPDATE = "update"
+CRITIC = "critic"
 PROMPT: Columns = {"prompt_ids": "int64 ragged", "given": "text", "fields": "text"}
 RESPONSE: Columns = {
     "response_ids": "int64 ragged",
@@ -26,16 +30,21 @@ RESPONSE: Columns = {
     "versions": "int64 ragged",  # run-length encoded: version, tokens, version, tokens, …
     "truncated": "bool",
 }
-# Read by every update where a stage makes them: tokens that are trained on, and a factor of each row's loss.
-# And the experts that the rollout's routers chose, which the trainer's then follow: of each fed token (the prompt's, and the
-# response's but its last) the numbers of its experts, layer by layer. Of the type expert_type() says.
+# Read by every update where a stage makes them: tokens that are trained on, and a factor of each
+# row's loss. And the experts that the rollout's routers chose, which the trainer's then follow: of
+# each fed token (the prompt's, and the response's but its last) the numbers of its experts, layer
+# by layer. Of the type expert_type() says.
 OPTIONAL: Columns = {"loss_mask": "bool ragged", "row_weight": "float32", "routed_experts": ""}
 MASK, WEIGHT, ROUTED = OPTIONAL
-GIVEN = "responses"  # the column of responses that prompts bring: their tokens, and which of these are trained, as JSON
-# The update stage adds them to its batch: steps trained since the oldest token of the row was generated; and, of rows with
-# versions, since each token was.
-STALENESS, VERSIONS, TOKEN_STALENESS = "staleness", "versions", "token_staleness"
-# And, where the rows have versions: of each token its index into AGES of stages/algorithms/interface.py.
+# the column of responses that prompts bring: their tokens, and which of these are trained, as JSON
+GIVEN = "responses"
+# The update stage adds them to its batch: steps trained since the oldest token of the row was
+# generated; and, of rows with versions, since each token was.
+STALENESS = "staleness"
+VERSIONS = "versions"
+TOKEN_STALENESS = "token_staleness"
+# And, where the rows have versions: of each token its index into AGES of
+# stages/algorithms/interface.py.
 AGE = "age"
 # Responses that were cut at their longest: see stages/training/advantage.py.
 Truncated = Literal["train", "mask", "drop"]
@@ -52,20 +61,29 @@ def catalogue(
     in_training: Collection[str] = (),
     routed: str = "",
 ) -> list[StageDeclaration]:
-    """The catalogue of a run with ``rewards`` reward functions, which read the columns ``reward_reads`` beside responses.
-    ``source``: columns that its prompts bring. A stage of the product whose columns the source brings, or the trainer
-    computes (``in_training``), is left out.
-    ``given_responses``: so many responses are in each prompt's row, which the rollout stage takes over, the best first.
-    ``critic``: a critic of its own is trained in the run, and makes the values. ``routed``: dtype of the column of routed
-    experts, which the rollout stage makes; "": it makes none."""
+    """The catalogue of a run with ``rewards`` reward functions, which read the columns
+    ``reward_reads`` beside responses.
+    ``source``: columns that its prompts bring. A stage of the product whose columns the source
+    brings, or the trainer computes (``in_training``), is left out.
+    ``given_responses``: so many responses are in each prompt's row, which the rollout stage takes
+    over, the best first.
+    ``critic``: a critic of its own is trained in the run, and makes the values. ``routed``: dtype
+    of the column of routed experts, which the rollout stage makes; "": it makes none."""
     made = {**RESPONSE, **({ROUTED: f"{routed} ragged"} if routed else {})}
     if given_responses:
         del made["rollout_logprobs"]
-        made |= {MASK: OPTIONAL[MASK]} | ({"reward": "float32 finite"} if given_responses > 1 else {})
+        made |= {MASK: OPTIONAL[MASK]} | (
+            {"reward": "float32 finite"} if given_responses > 1 else {}
+        )
         source = {**source, GIVEN: "text"}
     needs: Columns = {GIVEN: "text"} if given_responses else {"prompt_ids": "int64 ragged"}
     rollout = StageDeclaration(
-        "rollout", "groups", needs, made, "cpu" if given_responses else "policy", workers=int(not given_responses)
+        "rollout",
+        "groups",
+        needs,
+        made,
+        "cpu" if given_responses else "policy",
+        workers=int(not given_responses),
     )
     own = [
         StageDeclaration(SOURCE, "groups", {}, source, workers=0),
@@ -73,7 +91,12 @@ def catalogue(
         StageDeclaration(
             "reward",
             "rows",
-            {"given": "text", "fields": "text", "response_ids": "int64 ragged", **(reward_reads or {})},
+            {
+                "given": "text",
+                "fields": "text",
+                "response_ids": "int64 ragged",
+                **(reward_reads or {}),
+            },
             {"reward": "float32 finite", "scores": f"float32 [{rewards}]"},
             workers=0,
         ),
@@ -86,9 +109,17 @@ def catalogue(
         ),
     ]
     if critic:
-        own.append(replace(own[-1], name=CRITIC, makes={"values": "float32 ragged finite"}, runs_on="critic"))
+        own.append(
+            replace(
+                own[-1], name=CRITIC, makes={"values": "float32 ragged finite"}, runs_on="critic"
+            )
+        )
     left = [stage for stage in own[1:] if not {*source, *in_training} & {*stage.makes}]
-    others = [stage for stage in left if stage is rollout or not given_responses or not {*made} & {*stage.makes}]
+    others = [
+        stage
+        for stage in left
+        if stage is rollout or not given_responses or not {*made} & {*stage.makes}
+    ]
     return [own[0], *others, *stages]
 
 
@@ -100,9 +131,11 @@ def expert_type(experts: int) -> str:
 def credit_stage(
     algorithm: Algorithm, truncated: Truncated = "train", drops: Columns | None = None
 ) -> StageDeclaration | None:
-    """The stage that computes the algorithm's credit, and the mask that leaves out truncated responses, and drops groups by
-    what the columns ``drops`` say; None where there is none of these."""
-    reads, makes = dict(algorithm.credit_reads if algorithm.credit_makes else {}), dict(algorithm.credit_makes)
+    """The stage that computes the algorithm's credit, and the mask that leaves out truncated
+    responses, and drops groups by what the columns ``drops`` say; None where there is none of
+    these."""
+    reads = dict(algorithm.credit_reads if algorithm.credit_makes else {})
+    makes = dict(algorithm.credit_makes)
     if truncated != "train":
         reads["truncated"], makes[MASK] = RESPONSE["truncated"], OPTIONAL[MASK]
     reads |= drops or {}
@@ -113,13 +146,15 @@ def credit_stage(
 
 
 def made_in_training(algorithm: Algorithm) -> set[str]:
-    """Columns that the loss reads and no stage makes: those that the trainer, the update stage or ``prepare`` computes."""
+    """Columns that the loss reads and no stage makes: those that the trainer, the update stage or
+    ``prepare`` computes."""
     computed = (name for name, by in algorithm.scores.items() if by in IN_TRAINING)
     return {STALENESS, TOKEN_STALENESS, *computed, *algorithm.prepare_makes}
 
 
 def update_stage(algorithm: Algorithm) -> StageDeclaration:
-    """The stage that trains: the columns that the loss reads, but for those that are made in training."""
+    """The stage that trains: the columns that the loss reads, but for those that are made in
+    training."""
     made = made_in_training(algorithm)
     reads = {name: kind for name, kind in algorithm.loss_reads.items() if name not in made}
     if TOKEN_STALENESS in algorithm.loss_reads:

@@ -1,4 +1,6 @@
-"""What stages and algorithms declare of the columns that they read and write. Importing this needs no torch.
+"""What stages and algorithms declare of the columns that they read and write.
+
+Importing this needs no torch.
 
 {"reward": "float32", "scores": "float32 [3]", "advantage": "float32 ragged", "given": "text"}
    name      dtype, and how much of it a sample has: one value, a fixed shape, a length of its own, a text
@@ -24,9 +26,22 @@ BASE: RunsOn = "base"  # the policy without its adapters
 IN_TRAINING: tuple[RunsOn, ...] = ("policy", "value head", BASE)
 Columns = Mapping[str, str]  # type of each column, by name; "": any type
 
-DTYPES = ["bool", "uint8", "int8", "int16", "int32", "int64", "bfloat16", "float16", "float32", "float64"]
+DTYPES = [
+    "bool",
+    "uint8",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "bfloat16",
+    "float16",
+    "float32",
+    "float64",
+]
 TYPE = re.compile(rf"text|({'|'.join(DTYPES)})( ragged| \[\d+(, ?\d+)*\])?( finite)?")
-TYPE_HELP = "write a dtype, alone or with a shape, as 'float32', 'float32 [3]', 'float32 ragged'; or 'text'"
+TYPE_HELP = (
+    "write a dtype, alone or with a shape, as 'float32', 'float32 [3]', 'float32 ragged'; or 'text'"
+)
 
 
 class FlowError(ProblemError, ValueError):
@@ -35,10 +50,10 @@ class FlowError(ProblemError, ValueError):
 
 @dataclass(frozen=True)
 class Drop:
-    """Returned in the place of columns: the group leaves the run untrained, and the gate admits another one. ``reason`` is
-    a short text under which the ledger counts the group. ``instead``: of an algorithm's credit, the columns with which the
-    group is trained when its step has dropped as many as ``algorithm.max_refill`` allows; without, it is dropped even
-    then."""
+    """Returned in the place of columns: the group leaves the run untrained, and the gate admits
+    another one. ``reason`` is a short text under which the ledger counts the group. ``instead``: of
+    an algorithm's credit, the columns with which the group is trained when its step has dropped as
+    many as ``algorithm.max_refill`` allows; without, it is dropped even then."""
 
     reason: str
     instead: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
@@ -48,8 +63,9 @@ class Drop:
 class StageDeclaration:
     """A stage: what it takes, the columns that it needs and makes, and what computes it.
 
-    ``workers``: how many processes run it; 0 where it shares the process of the light stages. ``optional``: columns that it
-    reads where another stage makes them. ``place`` names the recipe's key that asks for the stage, in error messages."""
+    ``workers``: how many processes run it; 0 where it shares the process of the light stages.
+    ``optional``: columns that it reads where another stage makes them. ``place`` names the recipe's
+    key that asks for the stage, in error messages."""
 
     name: str
     takes: Takes
@@ -82,9 +98,15 @@ class Declared:
 def type_problems(key: str, columns: Columns) -> list[Problem]:
     """Names and types in a declaration that are none."""
     wrong = [
-        (name, "is not the name of a column", "write an identifier") for name in columns if not name.isidentifier()
+        (name, "is not the name of a column", "write an identifier")
+        for name in columns
+        if not name.isidentifier()
     ]
-    wrong += [(n, f"has the type {t!r}", TYPE_HELP) for n, t in columns.items() if t and not TYPE.fullmatch(t)]
+    wrong += [
+        (n, f"has the type {t!r}", TYPE_HELP)
+        for n, t in columns.items()
+        if t and not TYPE.fullmatch(t)
+    ]
     return [Problem(key, *problem) for problem in wrong]
 
 
@@ -103,7 +125,11 @@ def column(name: str, kind: str) -> Column:
         return Column.text(name)
     kind, finite = kind.removesuffix(" finite"), kind.endswith(" finite")
     dtype, _, shape = kind.partition(" ")
-    sizes = None if shape == "ragged" else tuple(int(size) for size in shape.strip("[]").split(",") if size)
+    sizes = (
+        None
+        if shape == "ragged"
+        else tuple(int(size) for size in shape.strip("[]").split(",") if size)
+    )
     return Column(name, getattr(torch, dtype), sizes, finite)
 
 

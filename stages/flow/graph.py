@@ -11,15 +11,23 @@ from typing import Any
 
 from stages.flow.resolver import Edge, Flow
 
-WIDTH, HEIGHT, ACROSS, DOWN, MARGIN = 168, 58, 92, 34, 24  # of a box, and between boxes, in px
+# of a box, and between boxes, in px
+WIDTH = 168
+HEIGHT = 58
+ACROSS = 92
+DOWN = 34
+MARGIN = 24
 SHOWN = 3  # names of columns beside an edge, at most
 
 
 def layers(flow: Flow) -> dict[str, int]:
-    """The layer of each stage: 0 for the source, else one more than the deepest stage that it reads from."""
+    """The layer of each stage: 0 for the source, else one more than the deepest stage that it reads
+    from."""
     depth: dict[str, int] = {}
     for stage in flow.stages:
-        depth[stage.name] = max((depth[edge.maker] + 1 for edge in flow.edges if edge.reader == stage.name), default=0)
+        depth[stage.name] = max(
+            (depth[edge.maker] + 1 for edge in flow.edges if edge.reader == stage.name), default=0
+        )
     return depth
 
 
@@ -39,19 +47,26 @@ def document(flow: Flow) -> dict[str, Any]:
             for stage in flow.stages
         ],
         "edges": [
-            {"from": edge.maker, "to": edge.reader, "columns": list(edge.columns), "direct": edge.direct}
+            {
+                "from": edge.maker,
+                "to": edge.reader,
+                "columns": list(edge.columns),
+                "direct": edge.direct,
+            }
             for edge in flow.edges
         ],
     }
 
 
 def to_text(flow: Flow) -> str:
-    """One line for each stage: what it takes and runs on, the columns that it needs, and those that it makes."""
+    """One line for each stage: what it takes and runs on, the columns that it needs, and those that
+    it makes."""
     wide = max(len(stage.name) for stage in flow.stages)
     lines = []
     for stage in flow.stages:
         kind = "source" if not stage.needs else f"{stage.takes}, {stage.runs_on}"
-        needs, makes = " ".join(stage.needs), " ".join(stage.makes)
+        needs = " ".join(stage.needs)
+        makes = " ".join(stage.makes)
         parts = [part for part in (needs and f"needs {needs}", makes and f"makes {makes}") if part]
         lines.append(f"{stage.name:{wide}}  ({kind}) {'; '.join(parts)}")
     return "\n".join(lines)
@@ -60,8 +75,13 @@ def to_text(flow: Flow) -> str:
 def to_mermaid(flow: Flow) -> str:
     """A Mermaid flowchart; the weights that training publishes are a dotted edge."""
     lines = ["flowchart LR"]
-    lines += [f'    {stage.name}["{stage.name}<br/>{stage.takes}, {stage.runs_on}"]' for stage in flow.stages]
-    lines += [f"    {edge.maker} -->|{_names(edge)}| {edge.reader}" for edge in flow.edges if edge.direct]
+    lines += [
+        f'    {stage.name}["{stage.name}<br/>{stage.takes}, {stage.runs_on}"]'
+        for stage in flow.stages
+    ]
+    lines += [
+        f"    {edge.maker} -->|{_names(edge)}| {edge.reader}" for edge in flow.edges if edge.direct
+    ]
     if "rollout" in flow:
         lines.append("    update -.->|weights| rollout")
     return "\n".join(lines) + "\n"
@@ -85,7 +105,8 @@ def to_svg(flow: Flow) -> str:
     width = 2 * MARGIN + len(rows) * (WIDTH + ACROSS) - ACROSS
     height = 3 * MARGIN + tallest * (HEIGHT + DOWN)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height:g}" viewBox="0 0 {width} {height:g}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height:g}" viewBox="0 0 '
+        f'{width} {height:g}" '
         'font-family="sans-serif" font-size="13">',
         '<defs><marker id="head" markerWidth="8" markerHeight="8" refX="7" refY="4" orient="auto">'
         '<path d="M0 0L8 4L0 8z" fill="#555"/></marker></defs>',
@@ -99,17 +120,27 @@ def to_svg(flow: Flow) -> str:
         (a, b), (c, d) = places["update"], places["rollout"]
         floor = height - MARGIN
         path = f"M{a + WIDTH / 2:g} {b + HEIGHT:g}V{floor:g}H{c + WIDTH / 2:g}V{d + HEIGHT:g}"
-        parts.append(f'<path d="{path}" fill="none" stroke="#999" stroke-dasharray="5 4" marker-end="url(#head)"/>')
+        parts.append(
+            f'<path d="{path}" fill="none" stroke="#999" stroke-dasharray="5 4" '
+            f'marker-end="url(#head)"/>'
+        )
         middle = (a + c + WIDTH) / 2
-        parts.append(f'<text x="{middle:g}" y="{floor - 6:g}" text-anchor="middle" fill="#777">weights</text>')
+        parts.append(
+            f'<text x="{middle:g}" y="{floor - 6:g}" text-anchor="middle" '
+            f'fill="#777">weights</text>'
+        )
     for stage in flow.stages:
         x, y = places[stage.name]
         parts.append(
-            f'<rect x="{x:g}" y="{y:g}" width="{WIDTH}" height="{HEIGHT}" rx="8" fill="#f4f6fa" stroke="#445"/>'
+            f'<rect x="{x:g}" y="{y:g}" width="{WIDTH}" height="{HEIGHT}" rx="8" fill="#f4f6fa" '
+            f'stroke="#445"/>'
         )
-        parts.append(f'<text x="{x + 12:g}" y="{y + 24:g}" font-weight="bold">{escape(stage.name)}</text>')
         parts.append(
-            f'<text x="{x + 12:g}" y="{y + 43:g}" fill="#555">{escape(f"{stage.takes}, {stage.runs_on}")}</text>'
+            f'<text x="{x + 12:g}" y="{y + 24:g}" font-weight="bold">{escape(stage.name)}</text>'
+        )
+        parts.append(
+            f'<text x="{x + 12:g}" y="{y + 43:g}" '
+            f'fill="#555">{escape(f"{stage.takes}, {stage.runs_on}")}</text>'
         )
     return "\n".join([*parts, "</svg>\n"])
 

@@ -1,4 +1,5 @@
-"""Rows of some columns as the bytes of one block (:mod:`pipeline.blocks`), between a worker and the process of a stage."""
+"""Rows of some columns as the bytes of one block (:mod:`pipeline.blocks`), between a worker and the
+process of a stage."""
 
 from __future__ import annotations
 
@@ -29,17 +30,20 @@ def packed_rows(schema: Schema, columns: Mapping[str, Any]) -> bytearray:
 
 
 def unpacked_rows(schema: Schema, data: bytearray, rows: int) -> dict[str, Any]:
-    """The columns of ``rows`` rows in ``data``, which may come from anyone: of the types of ``schema``, on the memory of
-    ``data``. A tensor [B, …] of a column with one value in each row, a list of B tensors of a ragged one, a list of B
-    strings of a text. Raises BadRows."""
+    """The columns of ``rows`` rows in ``data``, which may come from anyone: of the types of
+    ``schema``, on the memory of ``data``. A tensor [B, …] of a column with one value in each row, a
+    list of B tensors of a ragged one, a list of B strings of a text. Raises BadRows."""
     if len(data) < 64:
         raise BadRows(f"{len(data)} bytes are no rows")
     reader = BlockReader(memoryview(data), schema)
-    blocks, offsets = np.full(rows, BLOCK), np.zeros(rows, np.int64)
+    blocks = np.full(rows, BLOCK)
+    offsets = np.zeros(rows, np.int64)
     try:
         if int(reader.words[2]) != rows:
             raise BadRows(f"{reader.words[2]} rows came for {rows}")
-        packed = reader.read(blocks, offsets, np.arange(rows), [column.name for column in schema.columns])
+        packed = reader.read(
+            blocks, offsets, np.arange(rows), [column.name for column in schema.columns]
+        )
         return {column.name: _plain(column, packed[column.name], rows) for column in schema.columns}
     except (BlockError, StaleHandle, ColumnError, UnicodeDecodeError) as error:
         raise BadRows(str(error)) from None

@@ -1,4 +1,5 @@
-"""Resolves a flow backwards, like a build: from the columns that training reads to the stages that make them.
+"""Resolves a flow backwards, like a build: from the columns that training reads to the stages that
+make them.
 
 update needs advantage ▶ made by advantage, which needs reward ▶ made by reward, which needs response_ids ▶ … ▶ source
 what is wrong (a column that no stage makes, or two; a type; a cycle; a stage that nothing reads) ▶ FlowError, all at once
@@ -14,7 +15,14 @@ from typing import TYPE_CHECKING
 
 from pipeline.problems import Problem
 from stages.flow.catalogue import SOURCE, UPDATE, Truncated, credit_stage, update_stage
-from stages.flow.declarations import IN_TRAINING, Columns, FlowError, StageDeclaration, column, same_type
+from stages.flow.declarations import (
+    IN_TRAINING,
+    Columns,
+    FlowError,
+    StageDeclaration,
+    column,
+    same_type,
+)
 
 if TYPE_CHECKING:
     from pipeline.columns import Schema
@@ -22,12 +30,17 @@ if TYPE_CHECKING:
     from pipeline.staleness import StalenessPlan
     from stages.algorithms.interface import Algorithm
 
-MOST_STAGES, MOST_COLUMNS = 16, 31  # that the index has bits for
+# that the index has bits for
+MOST_STAGES = 16
+MOST_COLUMNS = 31
 
 
 @dataclass(frozen=True)
 class Edge:
-    """The columns that one stage makes and another one needs. ``direct``: no other way leads from the one to the other."""
+    """The columns that one stage makes and another one needs.
+
+    ``direct``: no other way leads from the one to the other.
+    """
 
     maker: str
     reader: str
@@ -37,7 +50,8 @@ class Edge:
 
 @dataclass(frozen=True)
 class Flow:
-    """The stages of a run in an order in which each comes after those that it reads from; the first is the source."""
+    """The stages of a run in an order in which each comes after those that it reads from; the first
+    is the source."""
 
     stages: tuple[StageDeclaration, ...]
 
@@ -60,13 +74,16 @@ class Flow:
         return Schema([column(name, kind) for name, kind in self.columns.items()])
 
     def config(self, plan: StalenessPlan, max_dropped: int = -1) -> RunConfig:
-        """What the index needs to know of the stages and of the staleness bound. For each group that a step trains
+        """What the index needs to know of the stages and of the staleness bound. For each group
+        that a step trains
         ``max_dropped`` may leave untrained; -1: any number."""
         from pipeline.index.client import RunConfig, StageSpec
 
         mask = self.schema.mask
         return RunConfig(
-            stages=tuple(StageSpec(s.name, s.takes, mask(s.needs), mask(s.makes)) for s in self.stages[1:]),
+            stages=tuple(
+                StageSpec(s.name, s.takes, mask(s.needs), mask(s.makes)) for s in self.stages[1:]
+            ),
             groups_per_step=plan.groups_per_step,
             slack=plan.slack,
             window=plan.window,
@@ -85,7 +102,10 @@ class Flow:
         for stage in reversed(self.stages):
             readers = {reader for made_by, reader in between if made_by == stage.name}
             after[stage.name] = readers.union(*(after[reader] for reader in readers))
-        ways = {pair: any(pair[1] in after[r] for a, r in between if a == pair[0] and r != pair[1]) for pair in between}
+        ways = {
+            pair: any(pair[1] in after[r] for a, r in between if a == pair[0] and r != pair[1])
+            for pair in between
+        }
         return tuple(Edge(a, b, tuple(names), not ways[a, b]) for (a, b), names in between.items())
 
 
@@ -95,17 +115,21 @@ def resolve(
     truncated: Truncated = "train",
     drops: Columns | None = None,
 ) -> Flow:
-    """The flow of ``algorithm`` over ``catalogue``: every stage on the way to what its loss reads, and no other. A stage
-    that makes nothing (it can only drop groups) is on the way too: training waits for it. ``drops``: columns by which the
-    credit stage drops groups. Raises FlowError."""
-    credit, update = credit_stage(algorithm, truncated, drops), update_stage(algorithm)
+    """The flow of ``algorithm`` over ``catalogue``: every stage on the way to what its loss reads,
+    and no other. A stage that makes nothing (it can only drop groups) is on the way too: training
+    waits for it. ``drops``: columns by which the credit stage drops groups. Raises FlowError."""
+    credit = credit_stage(algorithm, truncated, drops)
+    update = update_stage(algorithm)
     if credit:
         before = _made_before(credit, catalogue)
         optional = {name: kind for name, kind in credit.optional.items() if name in before}
         credit = replace(credit, needs={**credit.needs, **optional})
     stages = [*catalogue, *([credit] if credit else [])]
     waits = {passed_column(stage.name): "bool" for stage in stages if not stage.makes}
-    stages = [stage if stage.makes else replace(stage, makes={passed_column(stage.name): "bool"}) for stage in stages]
+    stages = [
+        stage if stage.makes else replace(stage, makes={passed_column(stage.name): "bool"})
+        for stage in stages
+    ]
     made = {name for stage in stages for name in stage.makes}
     optional = {name: kind for name, kind in update.optional.items() if name in made}
     update = replace(update, needs={**update.needs, **optional, **waits})
@@ -116,12 +140,24 @@ def resolve(
     for stage in stages:
         if stage.place and stage.name not in found:
             names = " and ".join(map(repr, stage.makes))
-            fix = "let a reward function, another stage or the algorithm read it, or take the stage out"
-            problems.append(Problem(stage.place, stage.name, f"makes {names}, which nothing reads", fix))
+            fix = (
+                "let a reward function, another stage or the algorithm read it, or take the "
+                "stage out"
+            )
+            problems.append(
+                Problem(stage.place, stage.name, f"makes {names}, which nothing reads", fix)
+            )
     flow = Flow(tuple(order))
-    for what, count, most in (("stages", len(order) - 1, MOST_STAGES), ("columns", len(flow.columns), MOST_COLUMNS)):
+    for what, count, most in (
+        ("stages", len(order) - 1, MOST_STAGES),
+        ("columns", len(flow.columns), MOST_COLUMNS),
+    ):
         if count > most:
-            problems.append(Problem("stages", None, f"make {count} {what} in all, at most {most} fit", "join some"))
+            problems.append(
+                Problem(
+                    "stages", None, f"make {count} {what} in all, at most {most} fit", "join some"
+                )
+            )
     if problems:
         raise FlowError(*problems)
     return flow
@@ -140,20 +176,32 @@ def _makers(stages: Iterable[StageDeclaration]) -> Mapping[str, list[StageDeclar
     return makers
 
 
-def _backwards(update: StageDeclaration, stages: Sequence[StageDeclaration], problems: list[Problem]) -> set[str]:
+def _backwards(
+    update: StageDeclaration, stages: Sequence[StageDeclaration], problems: list[Problem]
+) -> set[str]:
     """The names of the stages on the way to ``update``; what is wrong goes to ``problems``."""
     makers = _makers(stages)
-    waiting, found = [update], {SOURCE}
+    waiting = [update]
+    found = {SOURCE}
     while waiting:
         reader = waiting.pop()
         for name, kind in reader.needs.items():
             made_by = makers.get(name, [])
             if len(made_by) != 1:
-                problems.append(_unmade(name, reader, makers) if not made_by else _many(name, reader.name, made_by))
+                problems.append(
+                    _unmade(name, reader, makers)
+                    if not made_by
+                    else _many(name, reader.name, made_by)
+                )
             for maker in made_by[:1]:
                 if not same_type(kind, maker.makes[name]):
-                    wrong = f"needs {name!r} as {kind}, but stage {maker.name!r} makes it as {maker.makes[name]}"
-                    problems.append(Problem(_key(reader), reader.name, wrong, "declare the same type in both"))
+                    wrong = (
+                        f"needs {name!r} as {kind}, but stage {maker.name!r} makes it as "
+                        f"{maker.makes[name]}"
+                    )
+                    problems.append(
+                        Problem(_key(reader), reader.name, wrong, "declare the same type in both")
+                    )
                 if maker.name not in found:
                     found.add(maker.name)
                     waiting.append(maker)
@@ -164,7 +212,9 @@ def _key(stage: StageDeclaration) -> str:
     return stage.place or {"reward": "reward.functions"}.get(stage.name, "algorithm.name")
 
 
-def _unmade(name: str, reader: StageDeclaration, makers: Mapping[str, list[StageDeclaration]]) -> Problem:
+def _unmade(
+    name: str, reader: StageDeclaration, makers: Mapping[str, list[StageDeclaration]]
+) -> Problem:
     wrong = f"needs the column {name!r}, which no stage makes"
     close = difflib.get_close_matches(name, makers, n=1)
     fix = f"did you mean {close[0]!r}, of stage {makers[close[0]][0].name!r}" if close else ""
@@ -181,8 +231,15 @@ def _many(name: str, reader: str, made_by: Sequence[StageDeclaration]) -> Proble
 
 def _made_before(stage: StageDeclaration, others: Iterable[StageDeclaration]) -> set[str]:
     """The columns of ``others`` that do not depend on what ``stage`` makes."""
-    others, after = list(others), set(stage.makes)
-    while later := [name for other in others if after & {*other.needs} for name in other.makes if name not in after]:
+    others = list(others)
+    after = set(stage.makes)
+    while later := [
+        name
+        for other in others
+        if after & {*other.needs}
+        for name in other.makes
+        if name not in after
+    ]:
         after.update(later)
     return {name for other in others for name in other.makes} - after
 
@@ -201,32 +258,49 @@ def _twice_made(order: Sequence[StageDeclaration]) -> list[Problem]:
     """Columns that no stage reads, but two on the way make."""
     needed = {name for stage in order for name in stage.needs}
     made = _makers(order)
-    return [_many(n, "the warehouse", by) for n, by in made.items() if len(by) > 1 and n not in needed]
+    return [
+        _many(n, "the warehouse", by) for n, by in made.items() if len(by) > 1 and n not in needed
+    ]
 
 
 def _scores(algorithm: Algorithm, stages: Sequence[StageDeclaration]) -> Iterable[Problem]:
     """Whether what computes a column is what the algorithm wants it computed by."""
     makers = _makers(stages)
     for name, by in algorithm.scores.items():
-        reads = name in algorithm.loss_reads or (by not in IN_TRAINING and name in algorithm.credit_reads)
+        reads = name in algorithm.loss_reads or (
+            by not in IN_TRAINING and name in algorithm.credit_reads
+        )
         if not reads:
             where = "loss_reads" if by in IN_TRAINING else "credit_reads or loss_reads"
-            yield Problem("algorithm.name", None, f"scores has {name!r}, which is not read", f"add it to {where}")
+            yield Problem(
+                "algorithm.name",
+                None,
+                f"scores has {name!r}, which is not read",
+                f"add it to {where}",
+            )
         if by in IN_TRAINING and name in makers:
-            wrong = f"has {name!r} computed by the policy in training, but stage {makers[name][0].name!r} makes it"
+            wrong = (
+                f"has {name!r} computed by the policy in training, but stage "
+                f"{makers[name][0].name!r} makes it"
+            )
             yield Problem("algorithm.name", None, wrong, "rename one of the two")
         for maker in () if by in IN_TRAINING else makers.get(name, [])[:1]:
             if maker.runs_on != by:
-                wrong = f"wants {name!r} from a {by}, but stage {maker.name!r}, which makes it, runs on {maker.runs_on}"
+                wrong = (
+                    f"wants {name!r} from a {by}, but stage {maker.name!r}, which makes it, "
+                    f"runs on {maker.runs_on}"
+                )
                 yield Problem("algorithm.name", None, wrong, f"name a stage with runs_on = {by!r}")
 
 
 def _in_order(
     stages: Sequence[StageDeclaration], update: StageDeclaration, problems: list[Problem]
 ) -> list[StageDeclaration]:
-    """``stages`` so that each comes after those that it reads from, otherwise as they are; ``update`` is the last."""
+    """``stages`` so that each comes after those that it reads from, otherwise as they are;
+    ``update`` is the last."""
     order: list[StageDeclaration] = []
-    left, made = list(stages), set[str]()
+    left = list(stages)
+    made = set[str]()
     known = {name for stage in stages for name in stage.makes}
     while left:
         ready = next((stage for stage in left if not (stage.needs.keys() & known) - made), None)
@@ -234,7 +308,9 @@ def _in_order(
             names = " and ".join(repr(stage.name) for stage in left)
             key = next((stage.place for stage in left if stage.place), "stages")
             wrong = f"the stages {names} wait for columns of one another"
-            problems.append(Problem(key, None, wrong, "let one of them need a column that is made before"))
+            problems.append(
+                Problem(key, None, wrong, "let one of them need a column that is made before")
+            )
             return [*order, *left, update]
         left.remove(ready)
         order.append(ready)

@@ -28,41 +28,54 @@ Result = Mapping[str, Any] | Drop
 
 
 class StageError(Fatal, RuntimeError):
-    """A user's stage raised, or returned something else than it declares. The message names the stage and the line."""
+    """A user's stage raised, or returned something else than it declares.
+
+    The message names the stage and the line.
+    """
 
 
 class StageProcessEnded(Passing, RuntimeError):
-    """The process of a user's stage has ended, as by a crash. The message names the stage and says how."""
+    """The process of a user's stage has ended, as by a crash.
+
+    The message names the stage and says how.
+    """
 
 
 class StageCaller(Protocol):
     """Calls a user's stage, in this process or in another one."""
 
     async def call(self, columns: Mapping[str, Any], rows: int) -> Result:
-        """What the stage makes of ``rows`` rows with these ``columns``, each as in :class:`StageRows`: all columns that it
-        declares, or a Drop. Raises StageError, TimeLimit, StageProcessEnded."""
+        """What the stage makes of ``rows`` rows with these ``columns``, each as in
+        :class:`StageRows`: all columns that it declares, or a Drop. Raises StageError, TimeLimit,
+        StageProcessEnded."""
 
 
 class StageRows(dict[str, Any]):
-    """The columns that a stage needs, of B rows: a tensor [B, …] of a column with one value in each row, a list of B tensors
-    of a ragged one, a list of B strings of a text."""
+    """The columns that a stage needs, of B rows: a tensor [B, …] of a column with one value in each
+    row, a list of B tensors of a ragged one, a list of B strings of a text."""
 
     def __init__(self, columns: Mapping[str, Any], tokenizer: Tokenizer | None = None) -> None:
         super().__init__(columns)
         self._tokenizer = tokenizer
 
     def __missing__(self, name: str) -> Any:
-        raise KeyError(f"{name!r} is not a column that the stage needs; its columns are {sorted(self)}")
+        raise KeyError(
+            f"{name!r} is not a column that the stage needs; its columns are {sorted(self)}"
+        )
 
     @cached_property
     def completions(self) -> list[str]:
         """The responses as texts, of a stage that needs ``response_ids``."""
         assert self._tokenizer is not None
-        return [str(self._tokenizer.decode(row.tolist(), skip_special_tokens=True)) for row in self["response_ids"]]
+        return [
+            str(self._tokenizer.decode(row.tolist(), skip_special_tokens=True))
+            for row in self["response_ids"]
+        ]
 
     @cached_property
     def prompts(self) -> list[Any]:
-        """The prompts as their source gave them, texts or conversations, of a stage that needs ``given``."""
+        """The prompts as their source gave them, texts or conversations, of a stage that needs
+        ``given``."""
         return [json.loads(text) for text in self["given"]]
 
     @cached_property
@@ -86,7 +99,9 @@ class StageCalls(StageCaller):
         tokenizer: Tokenizer | None = None,
         timeout: float | None = None,
     ) -> None:
-        self.stage, self.declared, self.tokenizer = stage, declared, tokenizer
+        self.stage = stage
+        self.declared = declared
+        self.tokenizer = tokenizer
         self._calls = BoundedCalls(stage.process, timeout, f"stage {declared.name}")
         self._schema = schema_of(declared.makes)
 
@@ -98,7 +113,9 @@ class StageCalls(StageCaller):
         made = await self._call(StageRows(columns, self.tokenizer))
         if isinstance(made, Drop):
             if self.declared.takes == "rows":
-                raise self._wrong(made, "columns: only a stage with takes = 'groups' can drop a group")
+                raise self._wrong(
+                    made, "columns: only a stage with takes = 'groups' can drop a group"
+                )
             return made
         passed = passed_column(self.declared.name)
         if not self.declared.makes or list(self.declared.makes) == [passed]:
@@ -106,7 +123,11 @@ class StageCalls(StageCaller):
         if not isinstance(made, Mapping) or made.keys() != self.declared.makes.keys():
             raise self._wrong(made, f"a dict with the columns {sorted(self.declared.makes)}")
         for name, values in made.items():
-            if not hasattr(values, "__len__") or getattr(values, "ndim", None) == 0 or len(values) != rows:
+            if (
+                not hasattr(values, "__len__")
+                or getattr(values, "ndim", None) == 0
+                or len(values) != rows
+            ):
                 raise self._wrong(values, f"{rows} values in {name!r}, one for each row")
         try:
             pack(self._schema, made)
@@ -121,9 +142,13 @@ class StageCalls(StageCaller):
             raise
         except Exception as error:
             place = place_of(error, self.stage.process)
-            raise StageError(f"stage {self.declared.name!r} raised {error!r} in process ({place})") from error
+            raise StageError(
+                f"stage {self.declared.name!r} raised {error!r} in process ({place})"
+            ) from error
 
     def _wrong(self, made: Any, wanted: str) -> StageError:
         place = place_of(StageError(), self.stage.process)
         name = self.declared.name
-        return StageError(f"stage {name!r} returned {shown(made)} from process ({place}); wanted is {wanted}")
+        return StageError(
+            f"stage {name!r} returned {shown(made)} from process ({place}); wanted is {wanted}"
+        )

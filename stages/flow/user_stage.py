@@ -1,4 +1,6 @@
-"""Stages of a user: a small class, named by a recipe as ``[[stages]] use = "module:Class"``. Importing this needs no torch.
+"""Stages of a user: a small class, named by a recipe as ``[[stages]] use = "module:Class"``.
+
+Importing this needs no torch.
 
 class Judge(UserStage):                      needs ─▶ process(rows) ─▶ makes
     strictness: float = 0.5                  an option of the recipe's table
@@ -48,8 +50,9 @@ RESERVED = (
 class UserStage(BaseModel, ABC):
     """The base of a user's stage. Its fields are its options; each worker makes one instance of it.
 
-    ``takes``: ``"rows"``, any that are ready together, or ``"groups"``, one whole group at a time. ``needs``: names of
-    columns, or their types by name. ``makes``: types by name; a stage that makes nothing can still drop groups."""
+    ``takes``: ``"rows"``, any that are ready together, or ``"groups"``, one whole group at a time.
+    ``needs``: names of columns, or their types by name. ``makes``: types by name; a stage that
+    makes nothing can still drop groups."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
 
@@ -61,13 +64,13 @@ class UserStage(BaseModel, ABC):
 
     @abstractmethod
     def process(self, rows: StageRows) -> Any:
-        """The columns that :attr:`makes` names, or a :class:`~stages.flow.Drop` from a stage that takes groups. It may be
-        ``async``; a plain method runs in a thread."""
+        """The columns that :attr:`makes` names, or a :class:`~stages.flow.Drop` from a stage that
+        takes groups. It may be ``async``; a plain method runs in a thread."""
 
 
 def stage_class(name: str) -> type[UserStage]:
-    """The class that ``name`` stands for: ``module:Class``, or an entry point of the group ``asyncdock.stages``. Raises
-    CodeUnusable."""
+    """The class that ``name`` stands for: ``module:Class``, or an entry point of the group
+    ``asyncdock.stages``. Raises CodeUnusable."""
     key = "stages.use"
     found = find(key, name, {}, lambda: importlib.metadata.entry_points(group=ENTRY_POINTS))
     if isinstance(found, type) and issubclass(found, UserStage):
@@ -76,27 +79,51 @@ def stage_class(name: str) -> type[UserStage]:
     raise CodeUnusable(Problem(key, name, "is not a stage", fix))
 
 
-def declaration_of(stage: UserStage, *, workers: int = 1, place: str = "stages") -> StageDeclaration:
+def declaration_of(
+    stage: UserStage, *, workers: int = 1, place: str = "stages"
+) -> StageDeclaration:
     """What ``stage`` declares. Raises FlowError with all that is wrong with it."""
     name = stage.name or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(stage).__name__).lower()
     problems = []
     if not re.fullmatch(r"[a-z][a-z0-9_]{0,31}", name):
         wrong = "is not the name of a stage"
-        problems.append(Problem(place, name, wrong, "write lower-case letters, digits and _, 32 at most"))
+        problems.append(
+            Problem(place, name, wrong, "write lower-case letters, digits and _, 32 at most")
+        )
     if name in RESERVED:
-        problems.append(Problem(place, name, "is the name of a stage of the product", "give its class another `name`"))
+        problems.append(
+            Problem(
+                place,
+                name,
+                "is the name of a stage of the product",
+                "give its class another `name`",
+            )
+        )
     if stage.takes not in ("rows", "groups"):
         fix = "write takes = 'rows' or takes = 'groups'"
-        problems.append(Problem(place, stage.takes, f"is nothing that stage {name!r} can take", fix))
+        problems.append(
+            Problem(place, stage.takes, f"is nothing that stage {name!r} can take", fix)
+        )
     try:
-        needs, makes = columns_of(stage.needs), columns_of(stage.makes)
+        needs = columns_of(stage.needs)
+        makes = columns_of(stage.makes)
     except (TypeError, ValueError) as error:
         wrong = f"declares columns that cannot be read ({error})"
-        raise FlowError(Problem(place, name, wrong, "write names, or a dict of types by name")) from error
+        raise FlowError(
+            Problem(place, name, wrong, "write names, or a dict of types by name")
+        ) from error
     problems += [*type_problems(place, needs), *type_problems(place, makes)]
-    problems += [Problem(place, n, "is made without a type", "write its type") for n, kind in makes.items() if not kind]
+    problems += [
+        Problem(place, n, "is made without a type", "write its type")
+        for n, kind in makes.items()
+        if not kind
+    ]
     if not needs:
-        problems.append(Problem(place, name, "needs no column", "name one at least, as needs = ('response_ids',)"))
+        problems.append(
+            Problem(
+                place, name, "needs no column", "name one at least, as needs = ('response_ids',)"
+            )
+        )
     if problems:
         raise FlowError(*problems)
     return StageDeclaration(name, stage.takes, needs, makes, stage.runs_on, workers, place=place)

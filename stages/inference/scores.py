@@ -1,5 +1,6 @@
-"""Scores of given responses by other models than the policy: logprobs under the frozen reference, for algorithms with a KL
-term, and values of the states before the tokens, under the critic that is trained in the run."""
+"""Scores of given responses by other models than the policy: logprobs under the frozen reference,
+for algorithms with a KL term, and values of the states before the tokens, under the critic that is
+trained in the run."""
 
 from __future__ import annotations
 
@@ -35,14 +36,17 @@ class Reference(Stage):
 
 
 class Values(Stage):
-    """Claims groups once ``may_begin``: a critic that was started again replays its steps first. Groups are computed one by
-    one, between two steps of ``critic``."""
+    """Claims groups once ``may_begin``: a critic that was started again replays its steps first.
+
+    Groups are computed one by one, between two steps of ``critic``.
+    """
 
     name = CRITIC
     fetches = CriticRank.fetches
 
     def __init__(self, critic: CriticWorker) -> None:
-        self.critic, self.may_begin = critic, False
+        self.critic = critic
+        self.may_begin = False
 
     def room(self, held: int) -> int:
         return 0 if held or not self.may_begin else GROUPS_AT_ONCE

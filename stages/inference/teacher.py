@@ -1,11 +1,12 @@
-"""A teacher behind an OpenAI-compatible server: logprobs of responses, in the place of a reference model of the run's own.
+"""A teacher behind an OpenAI-compatible server: logprobs of responses, in the place of a reference
+model of the run's own.
 
     a group ─▶ POST URL/completions, `prompt`: prompts with their responses as token ids ─▶ logprobs of the prompt's tokens
                    └ retried while the server is away or busy                                └▶ ref_logprobs
     at the start: does the server split a text into the tokens of the run's model, and give logprobs of a prompt?
 
-Servers give them in one of two ways: vLLM's ``prompt_logprobs``, or ``echo`` with ``logprobs``. They are those at
-temperature 1.
+Servers give them in one of two ways: vLLM's ``prompt_logprobs``, or ``echo`` with ``logprobs``.
+They are those at temperature 1.
 """
 
 from __future__ import annotations
@@ -33,14 +34,20 @@ WAYS: tuple[dict[str, Any], ...] = (  # of asking for the logprobs of a prompt
     {"prompt_logprobs": 0, "max_tokens": 1},
     {"echo": True, "logprobs": 1, "max_tokens": 0},
 )
-PASSING = (408, 409, 425, 429)  # answers after which the same request may succeed, beside those from 500 on
+# answers after which the same request may succeed, beside those from 500 on
+PASSING = (408, 409, 425, 429)
 SHOWN = 200  # characters of an answer that an error quotes
 
 
 class TeacherRefused(Fatal, ProblemError, ValueError):
-    """The server answers, but not with what is needed: another request would not help. ``key``: of the recipe."""
+    """The server answers, but not with what is needed: another request would not help.
 
-    def __init__(self, wrong: str, fix: str = "", key: str = "teacher.url", value: str | None = None) -> None:
+    ``key``: of the recipe.
+    """
+
+    def __init__(
+        self, wrong: str, fix: str = "", key: str = "teacher.url", value: str | None = None
+    ) -> None:
         super().__init__(Problem(key, value, wrong, fix))
 
 
@@ -57,9 +64,10 @@ class TeacherUnreachable(ProblemError, ConnectionError):
 
 @dataclass(frozen=True)
 class TeacherOptions:
-    """``url``: as ``http://127.0.0.1:8000/v1``. ``model``: its name there; "": the first that the server lists.
-    ``timeout``: seconds of one request, of which ``retries`` follow one that fails, ``wait`` seconds later at first. ``key``
-    is sent as a bearer token, and stands in no message."""
+    """``url``: as ``http://127.0.0.1:8000/v1``. ``model``: its name there; "": the first that the
+    server lists.
+    ``timeout``: seconds of one request, of which ``retries`` follow one that fails, ``wait``
+    seconds later at first. ``key`` is sent as a bearer token, and stands in no message."""
 
     url: str
     model: str = ""
@@ -70,16 +78,22 @@ class TeacherOptions:
 
 
 class TeacherServer:
-    """Client of the server. :meth:`open` before the first call, in the event loop of the others; :meth:`close` after the
-    last."""
+    """Client of the server. :meth:`open` before the first call, in the event loop of the others;
+    :meth:`close` after the last."""
 
     def __init__(self, options: TeacherOptions, tokenizer: Tokenizer) -> None:
-        self.options, self._tokenizer = options, tokenizer
-        self._url, self._model, self._way = options.url.rstrip("/"), options.model, WAYS[0]
+        self.options = options
+        self._tokenizer = tokenizer
+        self._url = options.url.rstrip("/")
+        self._model = options.model
+        self._way = WAYS[0]
         self._session: aiohttp.ClientSession | None = None
 
     async def open(self) -> None:
-        """Check the server: model, tokenizer, and logprobs of a prompt. Raises TeacherRefused, TeacherUnreachable."""
+        """Check the server: model, tokenizer, and logprobs of a prompt.
+
+        Raises TeacherRefused, TeacherUnreachable.
+        """
         headers = {"Authorization": f"Bearer {self.options.key}"} if self.options.key else {}
         timeout = aiohttp.ClientTimeout(total=self.options.timeout)
         # A proxy of the environment is not used: it would get the key.
@@ -107,7 +121,10 @@ class TeacherServer:
             await self._session.close()
 
     async def logprobs(self, rows: Sequence[tuple[list[int], list[int]]]) -> list[torch.Tensor]:
-        """Logprobs float32 [T] of the response of each (prompt, response). Raises TeacherRefused, TeacherUnreachable."""
+        """Logprobs float32 [T] of the response of each (prompt, response).
+
+        Raises TeacherRefused, TeacherUnreachable.
+        """
         choices = await self._choices([prompt + response for prompt, response in rows])
         return [
             torch.tensor(logprobs_in(choice, prompt + response)[len(prompt) :])
@@ -127,14 +144,21 @@ class TeacherServer:
         """Compare with vLLM's ``/tokenize``, where the server has it. Raises TeacherRefused."""
         body = {"model": self._model, "prompt": SAMPLE, "add_special_tokens": False}
         try:
-            found = (await self._ask("POST", f"{self._url.removesuffix('/v1')}/tokenize", body)).get("tokens")
+            found = (
+                await self._ask("POST", f"{self._url.removesuffix('/v1')}/tokenize", body)
+            ).get("tokens")
         except TeacherRefused:  # there is none
             return
         if found is not None and list(found) != list(ids):
-            raise self._differs(f"splits {SAMPLE!r} into the tokens {found}, model.source into {ids}")
+            raise self._differs(
+                f"splits {SAMPLE!r} into the tokens {found}, model.source into {ids}"
+            )
 
     def _check_decoded(self, choice: Mapping[str, Any], ids: Sequence[int]) -> None:
-        """Compare the texts that the server gives for token ids, where it does. Raises TeacherRefused."""
+        """Compare the texts that the server gives for token ids, where it does.
+
+        Raises TeacherRefused.
+        """
         entries = choice.get("prompt_logprobs") or []
         texts = [
             None if not entry else entry[str(token)].get("decoded_token")
@@ -150,25 +174,40 @@ class TeacherServer:
         fix = "use a teacher with the tokenizer of model.source"
         return TeacherRefused(f"the model {self._model!r} of {self._url} {how}", fix)
 
-    async def _ask(self, method: str, url: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        attempts, wait = self.options.retries + 1, self.options.wait
+    async def _ask(
+        self, method: str, url: str, body: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        attempts = self.options.retries + 1
+        wait = self.options.wait
         answer: dict[str, Any] = {}
         retrying = stamina.retry_context(
-            TeacherUnreachable, attempts=attempts, timeout=None, wait_initial=wait, wait_max=20 * wait
+            TeacherUnreachable,
+            attempts=attempts,
+            timeout=None,
+            wait_initial=wait,
+            wait_max=20 * wait,
         )
         async for attempt in retrying:
             with attempt:
                 answer = await self._ask_once(method, url, body)
         return answer
 
-    async def _ask_once(self, method: str, url: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
+    async def _ask_once(
+        self, method: str, url: str, body: Mapping[str, Any] | None
+    ) -> dict[str, Any]:
         assert self._session is not None, "open() comes first"
         try:
-            async with self._session.request(method, url, json=body, allow_redirects=False) as answer:
+            async with self._session.request(
+                method, url, json=body, allow_redirects=False
+            ) as answer:
                 text = await answer.text(errors="replace")
                 status = answer.status
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            why = f"no answer within {self.options.timeout:g} s" if isinstance(error, TimeoutError) else f"{error}"
+            why = (
+                (f"no answer within {self.options.timeout:g} s")
+                if isinstance(error, TimeoutError)
+                else f"{error}"
+            )
             fix = "start the server, or correct it"
             raise TeacherUnreachable(f"{url} cannot be reached ({why})", fix) from None
         if status in PASSING or status >= 500:
@@ -194,26 +233,34 @@ async def _parsed(text: str) -> dict[str, Any]:
 
 
 def logprobs_in(choice: Mapping[str, Any], ids: Sequence[int]) -> list[float]:
-    """The logprob of each token of the prompt ``ids`` in a server's ``choice``; 0 for the first, which follows nothing.
-    Raises TeacherRefused."""
+    """The logprob of each token of the prompt ``ids`` in a server's ``choice``; 0 for the first,
+    which follows nothing. Raises TeacherRefused."""
     entries = choice.get("prompt_logprobs")
     try:
         if entries:
-            found = [entry[str(token)]["logprob"] for entry, token in zip(entries[1:], ids[1:], strict=True)]
+            found = [
+                entry[str(token)]["logprob"]
+                for entry, token in zip(entries[1:], ids[1:], strict=True)
+            ]
         else:
             found = choice["logprobs"]["token_logprobs"][1 : len(ids)]
         values = [0.0, *map(float, found)]
     except (KeyError, TypeError, ValueError, IndexError):
         wrong = f"its answer has {sorted(choice)}, without a logprob for each token of the prompt"
         raise TeacherRefused(wrong) from None
-    if len(values) != len(ids) or not all(math.isfinite(value) and value <= 1e-3 for value in values):
+    if len(values) != len(ids) or not all(
+        math.isfinite(value) and value <= 1e-3 for value in values
+    ):
         count = f"{len(values)} logprobs for {len(ids)} tokens"
         raise TeacherRefused(f"its answer has {count}, or some that are none")
     return values
 
 
 def api_key(variable: str) -> str:
-    """The value of the environment's ``variable``; "" without one. Raises TeacherRefused where it is not set."""
+    """The value of the environment's ``variable``; "" without one.
+
+    Raises TeacherRefused where it is not set.
+    """
     if variable and variable not in os.environ:
         wrong = "is not set in the environment"
         raise TeacherRefused(wrong, "export it", "teacher.api_key_variable", variable)
@@ -221,18 +268,22 @@ def api_key(variable: str) -> str:
 
 
 class TeacherReference(Stage):
-    """The reference stage of a run with a teacher behind a server: one request for each group, ``in_flight`` at a time."""
+    """The reference stage of a run with a teacher behind a server: one request for each group,
+    ``in_flight`` at a time."""
 
     name = "reference"
     fetches: tuple[str, ...] = ("prompt_ids", "response_ids")
 
     def __init__(self, server: TeacherServer, *, in_flight: int, group_size: int) -> None:
-        self.server, self._most_rows = server, in_flight * group_size
+        self.server = server
+        self._most_rows = in_flight * group_size
 
     def room(self, held: int) -> int:
         return int(held < self._most_rows)  # a claim of one group each, which run at the same time
 
     async def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
         pairs = zip(rows["prompt_ids"].unbind(), rows["response_ids"].unbind(), strict=True)
-        logprobs = await self.server.logprobs([(prompt.tolist(), response.tolist()) for prompt, response in pairs])
+        logprobs = await self.server.logprobs(
+            [(prompt.tolist(), response.tolist()) for prompt, response in pairs]
+        )
         yield Output(range(len(claim)), {"ref_logprobs": logprobs}, tokens=int(claim.tokens.sum()))

@@ -1,1 +1,4 @@
-"""Parallel training: its sizes, where each rank sits, what a rank holds and sends. Arithmetic alone."""
+"""Parallel training: its sizes, where each rank sits, what a rank holds and sends.
+
+Arithmetic alone.
+"""

@@ -1,10 +1,12 @@
-"""What a step of a train engine's ranks sends, in bytes, by strategy: arithmetic on sizes, as the engine's calls are.
+"""What a step of a train engine's ranks sends, in bytes, by strategy: arithmetic on sizes, as the
+engine's calls are.
 
     all-gather of n shards     (n - 1) · shard             all-reduce       2 (n - 1) / n · tensor
     reduce-scatter             (n - 1) · shard             all-to-all       (n - 1) / n · tensor
 
-Bytes are those that a rank sends when each call is a ring. Sums of metrics and of the gradient's norm are left out: they do
-not grow with the model. So are sums of the gradients of norms and routers over tp, once a step.
+Bytes are those that a rank sends when each call is a ring. Sums of metrics and of the gradient's
+norm are left out: they do not grow with the model. So are sums of the gradients of norms and
+routers over tp, once a step.
 """
 
 from __future__ import annotations
@@ -18,10 +20,10 @@ from stages.parallel.placement import ModelState, train_placement
 
 @dataclass(frozen=True)
 class Step:
-    """A step of one replica: ``tokens`` that each of its micro-batches feeds, in a model of ``width`` numbers a token, of
-    which each goes to ``chosen`` experts; ``prompts`` of all the tokens are those of prompts; ``head`` numbers of a head of
-    attention; ``item`` bytes of a number that is computed with and ``reduced`` bytes of a number of a gradient that is
-    summed."""
+    """A step of one replica: ``tokens`` that each of its micro-batches feeds, in a model of
+    ``width`` numbers a token, of which each goes to ``chosen`` experts; ``prompts`` of all the
+    tokens are those of prompts; ``head`` numbers of a head of attention; ``item`` bytes of a number
+    that is computed with and ``reduced`` bytes of a number of a gradient that is summed."""
 
     tokens: tuple[int, ...]
     width: int
@@ -33,8 +35,9 @@ class Step:
 
 
 def sent(model: ModelState, at: RankCoordinates, step: Step) -> dict[str, float]:
-    """Bytes that the rank at ``at`` sends in ``step``, by strategy, with tokens that are spread evenly over experts;
-    strategies of one rank are left out. Of tied embeddings the sum over pipeline stages is left out, too."""
+    """Bytes that the rank at ``at`` sends in ``step``, by strategy, with tokens that are spread
+    evenly over experts; strategies of one rank are left out. Of tied embeddings the sum over
+    pipeline stages is left out, too."""
     layout = at.layout
     passes = layout.filled(len(step.tokens))
     tokens = sum(step.tokens) / layout.cp
@@ -50,9 +53,12 @@ def sent(model: ModelState, at: RankCoordinates, step: Step) -> dict[str, float]
     here, routed = (len(layers_of_kind.get(kind, ())) for kind in ("layers", "experts"))
     gathered = (layout.fsdp - 1) * layers + (layout.expert_shard - 1) * experts
     gathered_outside = (layout.fsdp * layout.tp - 1) * outside
-    copied = _all_reduce(layout.dp_replicate, layers + outside) + _all_reduce(layout.expert_copies, experts)
+    copied = _all_reduce(layout.dp_replicate, layers + outside) + _all_reduce(
+        layout.expert_copies, experts
+    )
     moved = tokens * step.width * step.item  # by a layer that passes on all of them
-    is_first, is_last = at.stage == 0, at.stage == layout.last_stage
+    is_first = at.stage == 0
+    is_last = at.stage == layout.last_stage
     ends = is_first + is_last  # passes whose results stay on the rank
     if layout.defers_gradients:
         ends = 2 * (is_first + (at.stage == layout.pp - 1))
@@ -71,37 +77,54 @@ def sent(model: ModelState, at: RankCoordinates, step: Step) -> dict[str, float]
 def spans(layout: Layout) -> dict[str, int]:
     """Neighbouring ranks among which each strategy sends."""
     of_stage = dict.fromkeys(("dp", "dp_replicate"), layout.stage_ranks)
-    return of_stage | {"tp": layout.tp, "cp": layout.tp * layout.cp, "ep": layout.ep, "pp": layout.world}
+    return of_stage | {
+        "tp": layout.tp,
+        "cp": layout.tp * layout.cp,
+        "ep": layout.ep,
+        "pp": layout.world,
+    }
 
 
 def waited_for(model: ModelState, layout: Layout, step: Step) -> list[tuple[float, int]]:
-    """Bytes that the first rank sends in ``step`` while it does not compute, and the span of ranks among which: all but
-    those of weights and their gradients."""
+    """Bytes that the first rank sends in ``step`` while it does not compute, and the span of ranks
+    among which: all but those of weights and their gradients."""
     # What is waited for does not depend on more data-parallel ranks than share out the experts.
     few = replace(layout, dp_replicate=1, dp_shard=min(layout.replicas, layout.ep))
     span_of = spans(layout)
     by_strategy = sent(model, few.coordinates(0), step).items()
-    return [(nbytes, span_of[name]) for name, nbytes in by_strategy if name not in ("dp", "dp_replicate")]
+    return [
+        (nbytes, span_of[name])
+        for name, nbytes in by_strategy
+        if name not in ("dp", "dp_replicate")
+    ]
 
 
 def _attention(model: ModelState, layout: Layout, step: Step) -> float:
     """Bytes that a context-parallel rank sends for a layer's attention, forward and backward."""
     cp = layout.cp
-    heads, kv_heads = model.heads // layout.tp, model.kv_heads // layout.tp
+    heads = model.heads // layout.tp
+    kv_heads = model.kv_heads // layout.tp
     tokens = sum(step.tokens) / cp
     if layout.context_parallel == "ulysses":
-        exchanged = 2 * (heads + lcm(kv_heads, cp)) * step.head * tokens  # queries and outputs, keys and values
+        # queries and outputs, keys and values
+        exchanged = 2 * (heads + lcm(kv_heads, cp)) * step.head * tokens
         return 2 * (cp - 1) / cp * exchanged * step.item
     prompts = step.prompts / cp
-    of_prompts, of_rows = (2 * kv_heads * step.head * count for count in (prompts, tokens - prompts))
-    again = 2 * (cp - 1) * (of_prompts + of_rows) * step.item  # keys and values go around in both passes
+    of_prompts, of_rows = (
+        2 * kv_heads * step.head * count for count in (prompts, tokens - prompts)
+    )
+    # keys and values go around in both passes
+    again = 2 * (cp - 1) * (of_prompts + of_rows) * step.item
     return again + ((cp - 1) * of_prompts + cp * of_rows) * max(step.item, 4)
 
 
 def _kinds(model: ModelState) -> dict[str, str]:
     """Of each tensor the unit in which it is gathered."""
     firsts = ((tensor.name, model.by_name[tensor.parts[0]]) for tensor in model.tensors)
-    return {name: "outside" if p.layer is None else "experts" if p.expert else "layers" for name, p in firsts}
+    return {
+        name: "outside" if p.layer is None else "experts" if p.expert else "layers"
+        for name, p in firsts
+    }
 
 
 def _all_reduce(ranks: int, nbytes: float) -> float:

@@ -4,12 +4,12 @@
     experts  rank = ((stage · rest + data) · ep + expert) · etp + column
              with ``ep_order = "outer"``: ((stage · ep + expert) · rest + data) · etp + column
 
-Pipeline stages are outermost and tensor-parallel ranks neighbours. The experts of a stage use the same ranks in
-an order of their own. Context parallelism splits sequences, not weights: for those, its ranks are further
-data-parallel shards, as in torchtitan.
+Pipeline stages are outermost and tensor-parallel ranks neighbours. The experts of a stage use the
+same ranks in an order of their own. Context parallelism splits sequences, not weights: for those,
+its ranks are further data-parallel shards, as in torchtitan.
 
-Arithmetic alone: this module imports neither torch nor an engine. What needs process groups makes them from a
-layout (stages/engines/torch/parallel/mesh.py), and takes the layout as an argument.
+Arithmetic alone: this module imports neither torch nor an engine. What needs process groups makes
+them from a layout (stages/engines/torch/parallel/mesh.py), and takes the layout as an argument.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ class Layout:
     """Ranks that split the columns or rows of matrices."""
 
     ep: int = 1
-    """Ranks to which experts are dealt out, among the data- and tensor-parallel ranks of a stage."""
+    """Ranks to which experts are dealt out, among the data- and tensor-parallel ranks of a
+    stage."""
 
     etp: int | None = None
     """Ranks that split each expert. None: ``tp`` while ``ep`` is 1, else 1."""
@@ -77,7 +78,8 @@ class Layout:
     """Order of passes through the pipeline."""
 
     ep_order: ExpertOrder = "inner"
-    """``inner``: neighbours hold different experts (Megatron-Core, torchtitan, vLLM). ``outer``: the same."""
+    """``inner``: neighbours hold different experts (Megatron-Core, torchtitan, vLLM). ``outer``:
+    the same."""
 
     context_parallel: ContextParallel = "ulysses"
     """How context-parallel ranks compute attention."""
@@ -94,7 +96,9 @@ class Layout:
         if self.pipeline == "zbv" and (self.pp == 1 or self.vpp != 2):
             sizes = f"pp={self.pp},vpp={self.vpp}"
             raise LayoutError("pipeline", f"'zbv' with {sizes}", "use pp > 1 and vpp=2, or 'auto'")
-        among, ranks = ("dp_shard", self.fsdp) if self.fsdp > 1 else ("dp_replicate", self.dp_replicate)
+        among, ranks = (
+            ("dp_shard", self.fsdp) if self.fsdp > 1 else ("dp_replicate", self.dp_replicate)
+        )
         shared = ranks * self.tp
         if shared % (self.ep * self.expert_tp):
             raise LayoutError(
@@ -106,7 +110,8 @@ class Layout:
 
     @classmethod
     def for_training(cls, *, dp: int = 1, dp_replicate: int = 1, **sizes: Any) -> Layout:
-        """The layout of a train engine, by the keys of a recipe's section; experts are not split (``etp`` 1).
+        """The layout of a train engine, by the keys of a recipe's section; experts are not split
+        (``etp`` 1).
         ``dp``: copies times shards. Raises :class:`LayoutError`."""
         if dp % dp_replicate:
             wrong = f"{dp_replicate} does not divide dp = {dp}"
@@ -191,7 +196,8 @@ class Layout:
         return filled(self.pp, self.vpp, micro_batches, self.pipeline)
 
     def orders(self, micro_batches: int, *, backward: bool = True) -> list[list[Action]]:
-        """The passes of each pipeline stage, in order: see :func:`stages.parallel.schedules.orders`."""
+        """The passes of each pipeline stage, in order: see
+        :func:`stages.parallel.schedules.orders`."""
         return orders(self.pp, self.vpp, micro_batches, backward=backward, kind=self.pipeline)
 
     def coordinates(self, rank: int) -> RankCoordinates:
@@ -221,9 +227,10 @@ class Layout:
     def meshes(self) -> dict[str, dict[str, int]]:
         """Meshes over all ranks of a train engine, by use: sizes by dimension, the outermost first.
 
-        ``replicas``: the shares of a batch. ``context``: the parts of a micro-batch. ``layers``: the ranks that
-        divide a layer's weights. ``outside``: those that divide a stage's other weights, tensor-parallel ones among
-        them. ``experts``: those that divide an expert, and share out all. ``stages``: the pipeline stages."""
+        ``replicas``: the shares of a batch. ``context``: the parts of a micro-batch. ``layers``:
+        the ranks that divide a layer's weights. ``outside``: those that divide a stage's other
+        weights, tensor-parallel ones among them. ``experts``: those that divide an expert, and
+        share out all. ``stages``: the pipeline stages."""
         meshes = {
             "replicas": {"dp": self.replicas, "inner": self.cp * self.tp},
             "context": {"dp": self.replicas, "cp": self.cp, "tp": self.tp},
@@ -250,13 +257,18 @@ class Layout:
         return tuple(range(first, first + size * stride, stride))
 
     def __str__(self) -> str:
-        sizes = [f"{name}={size}" for name, size in vars(self).items() if size not in (1, getattr(Layout, name))]
+        sizes = [
+            f"{name}={size}"
+            for name, size in vars(self).items()
+            if size not in (1, getattr(Layout, name))
+        ]
         return ",".join(sizes) or "one rank"
 
 
 @dataclass(frozen=True)
 class RankCoordinates:
-    """Where ``rank`` sits in ``layout``: its place along each axis that decides what it holds or computes."""
+    """Where ``rank`` sits in ``layout``: its place along each axis that decides what it holds or
+    computes."""
 
     layout: Layout
     rank: int
@@ -286,7 +298,9 @@ class RankCoordinates:
     def virtual_stages(self) -> list[int]:
         """The virtual stages that this rank has, in order."""
         layout = self.layout
-        return [each for each in range(layout.virtual_stages) if layout.stage_of(each) == self.stage]
+        return [
+            each for each in range(layout.virtual_stages) if layout.stage_of(each) == self.stage
+        ]
 
 
 def parse_layout(text: str, side: Side) -> Layout:

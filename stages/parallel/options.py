@@ -1,7 +1,8 @@
 """Keys of a recipe that say how many ranks an engine has, and along what they divide its work.
 
-Sections with such keys have ``layout``, the one object that everything else reads (stages/parallel/layout.py).
-What checks and estimates ask of a section before its layout is known to be valid stands here as well.
+Sections with such keys have ``layout``, the one object that everything else reads
+(stages/parallel/layout.py). What checks and estimates ask of a section before its layout is known
+to be valid stands here as well.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class RankSizes(BaseModel):
 
     @property
     def layout(self) -> Layout:
-        """Raises :class:`~stages.parallel.layout.LayoutError` for sizes that do not fit each other."""
+        """Raises :class:`~stages.parallel.layout.LayoutError` for sizes that do not fit each
+        other."""
         return Layout.for_training(**self.model_dump(include=set(STRATEGIES)))
 
     @property
@@ -47,7 +49,8 @@ class RankSizes(BaseModel):
         return getattr(self, "pp", 1) > 1
 
     def tokens_of_pass(self, budget: int) -> int:
-        """The most that a pass has with a ``budget`` for each of the ranks that divide its tokens."""
+        """The most that a pass has with a ``budget`` for each of the ranks that divide its
+        tokens."""
         return budget * getattr(self, "cp", 1)
 
     def tokens_of_rank(self, tokens: int) -> int:
@@ -58,41 +61,48 @@ class RankSizes(BaseModel):
 class Strategies(RankSizes):
     """Keys of a section whose engine may have several ranks."""
 
-    dp: Count = key(1, "Data-parallel ranks, which divide a step's rows and each layer's weights (FSDP2).")
+    dp: Count = key(
+        1, "Data-parallel ranks, which divide a step's rows and each layer's weights (FSDP2)."
+    )
     dp_replicate: Count = key(
         1,
-        "Of them, so many hold the same weights (HSDP): weights are sharded over the other `dp / dp_replicate` alone.",
+        "Of them, so many hold the same weights (HSDP): weights are sharded over the other `dp / "
+        "dp_replicate` alone.",
     )
     tp: Count = key(1, "Tensor-parallel ranks, over which each replica's matrices are sharded.")
     cp: Count = key(
         1,
-        "Context-parallel ranks, which divide the tokens of each micro-batch: it has `cp` times `token_budget` of them. "
-        "Weights are sharded over them as over data-parallel ones.",
+        "Context-parallel ranks, which divide the tokens of each micro-batch: it has `cp` times "
+        "`token_budget` of them. Weights are sharded over them as over data-parallel ones.",
     )
     context_parallel: ContextParallel = key(
         "ulysses",
-        "How context-parallel ranks compute attention. `ulysses`: each has some heads, over all tokens, which come and go "
-        "by all-to-all. `ring`, for any number of heads: each has its tokens; keys and values of prompts are gathered, "
-        "those of responses go from rank to rank.",
+        "How context-parallel ranks compute attention. `ulysses`: each has some heads, over all "
+        "tokens, which come and go by all-to-all. `ring`, for any number of heads: each has its "
+        "tokens; keys and values of prompts are gathered, those of responses go from rank to rank.",
     )
     pp: Count = key(
         1,
-        "Pipeline stages, each of which has some of the layers; micro-batches go through them one after the other (1F1B). "
-        "Layers are dealt out by the weights that a token meets in them, those of the output head included.",
+        "Pipeline stages, each of which has some of the layers; micro-batches go through them one "
+        "after the other (1F1B). Layers are dealt out by the weights that a token meets in them, "
+        "those of the output head included.",
     )
     vpp: Annotated[int, Field(ge=1), unit("parts")] = key(
         1,
-        "Parts of the layers that each pipeline stage has (interleaved 1F1B): stages wait less and send more.",
+        "Parts of the layers that each pipeline stage has (interleaved 1F1B): stages wait less and "
+        "send more.",
     )
     pipeline: Kind = key(
         "auto",
-        "Order of passes through the pipeline. `auto`: 1F1B, interleaved with `vpp > 1`. `zbv`: gradients of matrices are "
-        "computed while a stage would wait. Each stage has two parts, in a V: the first stage has the output head, too.",
+        "Order of passes through the pipeline. `auto`: 1F1B, interleaved with `vpp > 1`. `zbv`: "
+        "gradients of matrices are computed while a stage would wait. Each stage has two parts, in "
+        "a V: the first stage has the output head, too.",
     )
     ep: Count = key(
         1,
-        "Expert-parallel ranks, to which the experts of each layer are dealt out whole; tokens go to them by all-to-all. "
-        "They are those of `dp / dp_replicate · cp · tp`, of which it is a divisor.",
+        "Expert-parallel ranks, to which the experts of each layer are dealt out whole; tokens go "
+        "to them by all-to-all. They are those of `dp / dp_replicate · cp · tp`, of which it is a "
+        "divisor.",
     )
 
     @property
@@ -102,10 +112,12 @@ class Strategies(RankSizes):
 
 
 def critic_layout(critic: RankSizes, train: Strategies) -> Layout:
-    """The layout of a critic's ranks, which compute attention as those of the policy's trainer do."""
+    """The layout of a critic's ranks, which compute attention as those of the policy's trainer
+    do."""
     return replace(critic.layout, context_parallel=train.context_parallel)
 
 
 def fits_ulysses(heads: int, tp: int, cp: int) -> bool:
-    """Whether ``cp`` ranks can share evenly the ``heads`` of queries that each of ``tp`` ranks has."""
+    """Whether ``cp`` ranks can share evenly the ``heads`` of queries that each of ``tp`` ranks
+    has."""
     return heads % (tp * cp) == 0

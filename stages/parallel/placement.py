@@ -4,9 +4,10 @@
     Layout (stages/parallel/layout.py) ───────────────┐
     names of an engine ("hf", "vllm") ────────────────┴─▶ place() ──▶ for each rank: local tensors, made of pieces
 
-A *parameter* is a weight that no engine splits by meaning: q, k and v each, gate and up each. A *tensor* is what an
-engine stores: several parameters side by side (``qkv_proj``), or one. All of it is arithmetic on sizes; nothing is
-allocated here. The train engine splits no expert (etp); plans are computed for all layouts.
+A *parameter* is a weight that no engine splits by meaning: q, k and v each, gate and up each. A
+*tensor* is what an engine stores: several parameters side by side (``qkv_proj``), or one. All of it
+is arithmetic on sizes; nothing is allocated here. The train engine splits no expert (etp); plans
+are computed for all layouts.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ Names = Literal["hf", "vllm"]
 Rule = Literal["chunk", "query", "key_value"]
 
 
-# --- boxes -----------------------------------------------------------------------------------------------------------
+# --- boxes
+# --------------------------------------------------------------------------------------------------
 
 
 def volume(box: Box) -> int:
@@ -60,8 +62,8 @@ def whole(shape: Sequence[int]) -> Box:
 
 
 def chunk(size: int, parts: int, index: int) -> Range:
-    """Part ``i`` by torch's rule (``torch.chunk``, DTensor ``Shard``, FSDP2): parts of ceil(size / parts), the last ones
-    shorter or empty.
+    """Part ``i`` by torch's rule (``torch.chunk``, DTensor ``Shard``, FSDP2): parts of ceil(size /
+    parts), the last ones shorter or empty.
 
     >>> [chunk(5, 4, i) for i in range(4)]
     [(0, 2), (2, 4), (4, 5), (5, 5)]
@@ -71,8 +73,10 @@ def chunk(size: int, parts: int, index: int) -> Range:
 
 
 def head_ranges(heads: int, kv_heads: int, tp: int, rank: int) -> tuple[Range, Range]:
-    """Query heads and key-value heads of tensor-parallel rank ``rank``. Heads are never split, and a rank has the key-value
-    heads that its query heads attend to. With more ranks than ``kv_heads``, several ranks hold the same one, as in vLLM.
+    """Query heads and key-value heads of tensor-parallel rank ``rank``.
+
+    Heads are never split, and a rank has the key-value heads that its query heads attend to. With
+    more ranks than ``kv_heads``, several ranks hold the same one, as in vLLM.
 
     >>> [head_ranges(8, 2, 4, rank) for rank in range(4)]
     [((0, 2), (0, 1)), ((2, 4), (0, 1)), ((4, 6), (1, 2)), ((6, 8), (1, 2))]
@@ -87,13 +91,14 @@ def head_ranges(heads: int, kv_heads: int, tp: int, rank: int) -> tuple[Range, R
     return (start, end), (start // group, -(-end // group)) if start < end else (0, 0)
 
 
-# --- parameters -------------------------------------------------------------------------------------------------------
+# --- parameters
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Split:
-    """How tensor parallelism splits a parameter: along ``dim`` in units of ``unit`` elements, by torch's chunk rule or by
-    the model's heads."""
+    """How tensor parallelism splits a parameter: along ``dim`` in units of ``unit`` elements, by
+    torch's chunk rule or by the model's heads."""
 
     dim: int
     unit: int = 1
@@ -102,8 +107,11 @@ class Split:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A whole parameter. ``expert``: its dimension 0 counts experts. ``split`` None: every tensor-parallel rank has all of
-    it. ``rule_known`` False: how tensor parallelism splits it is not known."""
+    """A whole parameter.
+
+    ``expert``: its dimension 0 counts experts. ``split`` None: every tensor-parallel rank has all
+    of it. ``rule_known`` False: how tensor parallelism splits it is not known.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -129,9 +137,11 @@ class Tensor:
 
 @dataclass(frozen=True)
 class ModelState:
-    """All parameters of a model, and the tensors that hold them under Hugging Face's names. ``tied``: names that share a
-    parameter, and its name (``lm_head.weight`` with the embeddings). ``chosen``: experts that a token uses, of each layer;
-    0: not known."""
+    """All parameters of a model, and the tensors that hold them under Hugging Face's names.
+
+    ``tied``: names that share a parameter, and its name (``lm_head.weight`` with the embeddings).
+    ``chosen``: experts that a token uses, of each layer; 0: not known.
+    """
 
     parameters: tuple[Parameter, ...]
     tensors: tuple[Tensor, ...]
@@ -143,9 +153,12 @@ class ModelState:
 
     @cached_property
     def costs(self) -> tuple[float, ...]:
-        """What a token costs in each layer: the weights that it meets there. The output head is counted in the last one, of
-        embeddings one row in the first."""
-        costs, of = [0.0] * self.layers, {of for _, of in self.tied}
+        """What a token costs in each layer: the weights that it meets there.
+
+        The output head is counted in the last one, of embeddings one row in the first.
+        """
+        costs = [0.0] * self.layers
+        of = {of for _, of in self.tied}
         for parameter in self.parameters:
             size = float(prod(parameter.shape))
             if parameter.layer is None:
@@ -153,7 +166,11 @@ class ModelState:
                 costs[0] += parameter.shape[-1] if is_embedding else 0.0
                 costs[-1] += size if not is_embedding or parameter.name in of else 0.0
             else:
-                used = (self.chosen or parameter.shape[0]) / parameter.shape[0] if parameter.expert else 1.0
+                used = (
+                    (self.chosen or parameter.shape[0]) / parameter.shape[0]
+                    if parameter.expert
+                    else 1.0
+                )
                 costs[parameter.layer] += size * used
         return tuple(costs)
 
@@ -171,7 +188,8 @@ class ModelState:
 
     @property
     def split_bytes(self) -> int:
-        """Bytes of the dense parameters that tensor parallelism splits: TW of MindSpeed RL, Eq. 3."""
+        """Bytes of the dense parameters that tensor parallelism splits: TW of MindSpeed RL, Eq.
+        3."""
         return sum(p.nbytes for p in self.parameters if p.split and not p.expert)
 
     def named(self, names: Names) -> tuple[Tensor, ...]:
@@ -182,14 +200,17 @@ class ModelState:
 _COLUMN = re.compile(r"(gate_proj|up_proj|lm_head|embed_tokens)\.(weight|bias)$")
 _ROW = re.compile(r"down_proj\.weight$")
 _HEADS = re.compile(r"self_attn\.([qkv])_proj\.(weight|bias)$")
-_REPLICATED = re.compile(r"(norm\.weight|mlp\.gate\.weight|shared_expert_gate\.weight|(o_proj|down_proj)\.bias)$")
+_REPLICATED = re.compile(
+    r"(norm\.weight|mlp\.gate\.weight|shared_expert_gate\.weight|(o_proj|down_proj)\.bias)$"
+)
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
 def model_state(config: Any, dtype: torch.dtype | None = None) -> ModelState:
-    """Returns the parameters of the causal language model of ``config`` (a transformers config), read from a model on the
-    meta device: no weights are made or loaded. ``dtype`` None: the config's. Raises :class:`LayoutError` for a config
-    without attention heads, or with heads that do not form groups."""
+    """Returns the parameters of the causal language model of ``config`` (a transformers config),
+    read from a model on the meta device: no weights are made or loaded. ``dtype`` None: the
+    config's. Raises :class:`LayoutError` for a config without attention heads, or with heads that
+    do not form groups."""
     from transformers import AutoModelForCausalLM
 
     text = config.get_text_config()
@@ -221,31 +242,45 @@ def model_state(config: Any, dtype: torch.dtype | None = None) -> ModelState:
         if name not in known and of in known
     )
     chosen = int(getattr(text, "num_experts_per_tok", None) or 0)
-    return ModelState(tuple(parameters), tuple(tensors), text.num_hidden_layers, heads, kv_heads, tied, chosen)
+    return ModelState(
+        tuple(parameters), tuple(tensors), text.num_hidden_layers, heads, kv_heads, tied, chosen
+    )
 
 
 def _parts(
     name: str, shape: tuple[int, ...], heads: int, kv_heads: int
 ) -> tuple[list[tuple[str, tuple[int, ...]]], int]:
-    """The parameters of the Hugging Face tensor ``name``, and the dimension along which they are joined."""
+    """The parameters of the Hugging Face tensor ``name``, and the dimension along which they are
+    joined."""
     if name.endswith("experts.gate_up_proj"):
         of_expert = (shape[0], shape[1] // 2, shape[2])
-        return [(name.replace("gate_up_proj", which), of_expert) for which in ("gate_proj", "up_proj")], 1
+        return [
+            (name.replace("gate_up_proj", which), of_expert) for which in ("gate_proj", "up_proj")
+        ], 1
     if "mlp.gate_up_proj." in name:
         half = (shape[0] // 2, *shape[1:])
-        return [(name.replace("gate_up_proj", which), half) for which in ("gate_proj", "up_proj")], 0
+        return [
+            (name.replace("gate_up_proj", which), half) for which in ("gate_proj", "up_proj")
+        ], 0
     if "self_attn.qkv_proj." in name:
         unit = shape[0] // (heads + 2 * kv_heads)
         sizes = {"q_proj": heads * unit, "k_proj": kv_heads * unit, "v_proj": kv_heads * unit}
-        return [(name.replace("qkv_proj", which), (size, *shape[1:])) for which, size in sizes.items()], 0
+        return [
+            (name.replace("qkv_proj", which), (size, *shape[1:])) for which, size in sizes.items()
+        ], 0
     return [(name, shape)], 0
 
 
-def _parameter(name: str, shape: tuple[int, ...], dtype: torch.dtype, heads: int, kv_heads: int) -> Parameter:
+def _parameter(
+    name: str, shape: tuple[int, ...], dtype: torch.dtype, heads: int, kv_heads: int
+) -> Parameter:
     layer = int(found[1]) if (found := _LAYER.search(name)) else None
     if re.search(r"experts\.(gate|up|down)_proj$", name):
-        return Parameter(name, shape, dtype, layer, Split(2 if name.endswith("down_proj") else 1), expert=True)
-    split, known = None, True
+        return Parameter(
+            name, shape, dtype, layer, Split(2 if name.endswith("down_proj") else 1), expert=True
+        )
+    split = None
+    known = True
     if found := _HEADS.search(name):
         count = heads if found[1] == "q" else kv_heads
         split = Split(0, shape[0] // count, "query" if found[1] == "q" else "key_value")
@@ -260,7 +295,9 @@ def _parameter(name: str, shape: tuple[int, ...], dtype: torch.dtype, heads: int
     return Parameter(name, shape, dtype, layer, split, rule_known=known)
 
 
-_FUSED = {  # what a parameter's name contains: what stands there instead, the parameters fused, along which dimension
+# what a parameter's name contains: what stands there instead, the parameters fused, along which
+# dimension
+_FUSED = {
     "self_attn.q_proj.": ("self_attn.qkv_proj.", ("q_proj", "k_proj", "v_proj"), 0),
     "mlp.gate_proj.": ("mlp.gate_up_proj.", ("gate_proj", "up_proj"), 0),
     ".shared_expert.gate_proj.": (".shared_expert.gate_up_proj.", ("gate_proj", "up_proj"), 0),
@@ -280,12 +317,15 @@ def _fused(model: ModelState) -> Iterator[Tensor]:
         if (key := next((key for key in _FUSED if key in name), None)) is not None:
             instead, parts, dim = _FUSED[key]
             first = parts[0]
-            tensor = Tensor(name.replace(key, instead), tuple(name.replace(first, part) for part in parts), dim)
+            tensor = Tensor(
+                name.replace(key, instead), tuple(name.replace(first, part) for part in parts), dim
+            )
         done.update(tensor.parts)
         yield tensor
 
 
-# --- placements ------------------------------------------------------------------------------------------------------
+# --- placements
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -299,7 +339,8 @@ class Piece:
 
 @dataclass(frozen=True)
 class LocalTensor:
-    """A tensor as one rank holds it: ``shape`` is the local one, and its pieces fill it without gaps or overlaps."""
+    """A tensor as one rank holds it: ``shape`` is the local one, and its pieces fill it without
+    gaps or overlaps."""
 
     name: str
     shape: tuple[int, ...]
@@ -326,12 +367,18 @@ class Placement:
         return sum(tensor.nbytes for tensor in self.ranks[rank]) if rank < self.world else 0
 
 
-def place(model: ModelState, layout: Layout, *, names: Names = "hf", dtype: torch.dtype | None = None) -> Placement:
-    """Returns what each rank of ``layout`` holds of ``model``, in an engine's tensors. ``dtype`` None keeps the parameters'
-    own. Raises :class:`LayoutError` when the layout does not fit the model."""
+def place(
+    model: ModelState, layout: Layout, *, names: Names = "hf", dtype: torch.dtype | None = None
+) -> Placement:
+    """Returns what each rank of ``layout`` holds of ``model``, in an engine's tensors.
+
+    ``dtype`` None keeps the parameters' own. Raises :class:`LayoutError` when the layout does not
+    fit the model.
+    """
     _check(model, layout)
     tensors = model.named(names)
-    by_axes: dict[tuple[int, ...], tuple[LocalTensor, ...]] = {}  # ranks with the same places along them hold the same
+    # ranks with the same places along them hold the same
+    by_axes: dict[tuple[int, ...], tuple[LocalTensor, ...]] = {}
     ranks = []
     for rank in range(layout.world):
         at = layout.coordinates(rank)
@@ -344,12 +391,15 @@ def place(model: ModelState, layout: Layout, *, names: Names = "hf", dtype: torc
 
 
 def train_placement(model: ModelState, layout: Layout) -> Placement:
-    """Returns what each rank of the train engine holds of ``model``: layers are split over tp and then over data-parallel
-    ranks, the other parameters over all ranks of their pipeline stage. With tp, not of a tensor that :func:`fused` names."""
+    """Returns what each rank of the train engine holds of ``model``: layers are split over tp and
+    then over data-parallel ranks, the other parameters over all ranks of their pipeline stage. With
+    tp, not of a tensor that :func:`fused` names."""
     layout = replace(layout, etp=1)
     layers = place(model, layout)
     rest = place(model, replace(layout, dp_shard=layout.dp_shard * layout.tp, tp=1, ep=1))
-    in_layers = {tensor.name for tensor in model.tensors if model.by_name[tensor.parts[0]].layer is not None}
+    in_layers = {
+        tensor.name for tensor in model.tensors if model.by_name[tensor.parts[0]].layer is not None
+    }
     ranks = []
     for of_layers, others in zip(layers.ranks, rest.ranks, strict=True):
         pairs = zip(of_layers, others, strict=True)
@@ -358,10 +408,18 @@ def train_placement(model: ModelState, layout: Layout) -> Placement:
 
 
 def fused(model: ModelState) -> str:
-    """Returns the first tensor of a layer that has several matrices in one, or "". Tensor-parallel ranks cut its rows, not
-    each matrix; experts they do not cut."""
-    firsts = ((tensor.name, model.by_name[tensor.parts[0]]) for tensor in model.tensors if len(tensor.parts) > 1)
-    return next((name for name, first in firsts if first.layer is not None and not first.expert), "")
+    """Returns the first tensor of a layer that has several matrices in one, or "".
+
+    Tensor-parallel ranks cut its rows, not each matrix; experts they do not cut.
+    """
+    firsts = (
+        (tensor.name, model.by_name[tensor.parts[0]])
+        for tensor in model.tensors
+        if len(tensor.parts) > 1
+    )
+    return next(
+        (name for name, first in firsts if first.layer is not None and not first.expert), ""
+    )
 
 
 def check_stages(model: ModelState, layout: Layout) -> None:
@@ -392,8 +450,9 @@ def _check(model: ModelState, layout: Layout) -> None:
 
 @lru_cache(maxsize=64)
 def stage_layers(costs: tuple[float, ...], stages: int) -> tuple[range, ...]:
-    """The layers of each virtual stage, in order and at least one: those with the least sum of the squares of the stages'
-    costs, so that none takes much longer than the others. ``costs``: of each layer.
+    """The layers of each virtual stage, in order and at least one: those with the least sum of the
+    squares of the stages' costs, so that none takes much longer than the others. ``costs``: of each
+    layer.
 
     >>> stage_layers((1.0, 1.0, 1.0, 1.0, 1.0, 4.0), 2)
     (range(0, 4), range(4, 6))
@@ -405,7 +464,10 @@ def stage_layers(costs: tuple[float, ...], stages: int) -> tuple[range, ...]:
     for count in range(2, stages + 1):
         best = [
             min(
-                ((best[at][0] + (before[end] - before[at]) ** 2, (*best[at][1], at)) for at in range(count - 1, end)),
+                (
+                    (best[at][0] + (before[end] - before[at]) ** 2, (*best[at][1], at))
+                    for at in range(count - 1, end)
+                ),
                 default=(inf, ()),
             )
             for end in range(len(before))
@@ -415,8 +477,8 @@ def stage_layers(costs: tuple[float, ...], stages: int) -> tuple[range, ...]:
 
 
 def _stages(model: ModelState, layout: Layout, parameter: Parameter) -> set[int]:
-    """The pipeline stages that hold ``parameter``: the first for embeddings, the last for what follows the layers. Both hold
-    tied embeddings."""
+    """The pipeline stages that hold ``parameter``: the first for embeddings, the last for what
+    follows the layers. Both hold tied embeddings."""
     if parameter.layer is not None:
         parts = stage_layers(model.costs, layout.virtual_stages)
         return {layout.stage_of(at) for at, layers in enumerate(parts) if parameter.layer in layers}
@@ -425,7 +487,9 @@ def _stages(model: ModelState, layout: Layout, parameter: Parameter) -> set[int]
     return {0} if "embed" in parameter.name else {layout.last_stage}
 
 
-def _local(model: ModelState, at: RankCoordinates, tensor: Tensor, dtype: torch.dtype | None) -> LocalTensor | None:
+def _local(
+    model: ModelState, at: RankCoordinates, tensor: Tensor, dtype: torch.dtype | None
+) -> LocalTensor | None:
     layout = at.layout
     parts = [model.by_name[name] for name in tensor.parts]
     if at.stage not in _stages(model, layout, parts[0]):
@@ -434,7 +498,11 @@ def _local(model: ModelState, at: RankCoordinates, tensor: Tensor, dtype: torch.
     offset = 0  # along tensor.dim
     for part in parts:
         box = _cut(model, at, part)
-        pieces.append(Piece(part.name, box, tuple(offset if dim == tensor.dim else 0 for dim in range(len(box)))))
+        pieces.append(
+            Piece(
+                part.name, box, tuple(offset if dim == tensor.dim else 0 for dim in range(len(box)))
+            )
+        )
         offset += box[tensor.dim][1] - box[tensor.dim][0] if box else 0
     shape = [end - start for start, end in pieces[0].box]
     if shape:
@@ -470,7 +538,8 @@ def _shard(pieces: Iterable[Piece], rows: Range) -> Iterator[Piece]:
     """The pieces within ``rows`` of the local tensor's dimension 0."""
     for piece in pieces:
         (start, end), first = piece.box[0], piece.at[0]
-        low, high = max(rows[0], first), min(rows[1], first + end - start)
+        low = max(rows[0], first)
+        high = min(rows[1], first + end - start)
         if low < high:
             box = ((start + low - first, start + high - first), *piece.box[1:])
             yield Piece(piece.parameter, box, (low - rows[0], *piece.at[1:]))

@@ -1,5 +1,6 @@
-"""The order in which a pipeline's ranks compute the micro-batches of a step: 1F1B, interleaved 1F1B with several parts of
-the layers on each rank (arXiv 2104.04473), and ZBV (arXiv 2405.15362). Arithmetic alone: each rank knows the orders of all.
+"""The order in which a pipeline's ranks compute the micro-batches of a step: 1F1B, interleaved 1F1B
+with several parts of the layers on each rank (arXiv 2104.04473), and ZBV (arXiv 2405.15362).
+Arithmetic alone: each rank knows the orders of all.
 
     virtual stage s of pp · vpp is on rank s mod pp        warm-up: F F F …     then 1F1B: F B F B …     at last: B B B
     ZBV: s and 2 · pp - 1 - s are on rank s < pp           F … F, F B W …       F B W F B W …            B … B, B W …, W
@@ -15,8 +16,8 @@ Kind = Literal["auto", "zbv"]  # auto: 1F1B, interleaved where ranks have severa
 
 
 class Action(NamedTuple):
-    """The forward ("F") or backward ("B") pass of micro-batch ``number`` through virtual stage ``stage``. In ZBV the latter
-    leaves gradients of matrices to "W"."""
+    """The forward ("F") or backward ("B") pass of micro-batch ``number`` through virtual stage
+    ``stage``. In ZBV the latter leaves gradients of matrices to "W"."""
 
     kind: str
     stage: int
@@ -40,9 +41,11 @@ def filled(pp: int, vpp: int, micro_batches: int, kind: Kind = "auto") -> int:
     return micro_batches if vpp == 1 or kind == "zbv" else -(-micro_batches // pp) * pp
 
 
-def orders(pp: int, vpp: int, micro_batches: int, *, backward: bool = True, kind: Kind = "auto") -> list[list[Action]]:
-    """What each rank does, in order, for a number of micro-batches that :func:`filled` returns; without ``backward``, for
-    any number.
+def orders(
+    pp: int, vpp: int, micro_batches: int, *, backward: bool = True, kind: Kind = "auto"
+) -> list[list[Action]]:
+    """What each rank does, in order, for a number of micro-batches that :func:`filled` returns;
+    without ``backward``, for any number.
 
     >>> ["".join(f"{a.kind}{a.number} " for a in order).strip() for order in orders(2, 1, 3)]
     ['F0 F1 B0 F2 B1 B2', 'F0 B0 F1 B1 F2 B2']
@@ -52,13 +55,24 @@ def orders(pp: int, vpp: int, micro_batches: int, *, backward: bool = True, kind
         own = [(stage, number) for stage in range(pp * vpp) for number in range(micro_batches)]
         own = [one for one in own if holder(one[0], pp, kind) == rank]
         forward = [Action("F", *one) for one in sorted(own, key=lambda one: (one[1] // pp, one))]
-        backwards = [Action("B", *one) for one in sorted(own, key=lambda one: (one[1] // pp, -one[0], one[1]))]
+        backwards = [
+            Action("B", *one)
+            for one in sorted(own, key=lambda one: (one[1] // pp, -one[0], one[1]))
+        ]
         if backward and kind == "zbv":
-            found.append([action for action in _zbv(rank, pp, micro_batches) if action.number < micro_batches])
+            found.append(
+                [
+                    action
+                    for action in _zbv(rank, pp, micro_batches)
+                    if action.number < micro_batches
+                ]
+            )
             continue
         first = pp - 1 - rank if vpp == 1 else (vpp - 1) * pp + 2 * (pp - 1 - rank)
         first = min(first, len(forward))
-        steady = [action for pair in zip(forward[first:], backwards, strict=False) for action in pair]
+        steady = [
+            action for pair in zip(forward[first:], backwards, strict=False) for action in pair
+        ]
         ending = backwards[len(forward) - first :]
         found.append([*forward[:first], *steady, *ending] if backward else forward)
     return found
@@ -66,7 +80,8 @@ def orders(pp: int, vpp: int, micro_batches: int, *, backward: bool = True, kind
 
 def _zbv(rank: int, pp: int, micro_batches: int) -> Iterator[Action]:
     """What ``rank`` does in ZBV, for at least so many micro-batches as fill the pipeline."""
-    count, done = max(2 * pp - 1, micro_batches), Counter[tuple[str, int]]()
+    count = max(2 * pp - 1, micro_batches)
+    done = Counter[tuple[str, int]]()
 
     def some(passes: str, part: int) -> Iterator[Action]:
         for kind in passes:

@@ -1,4 +1,5 @@
-"""Conversations as the model reads them: which chat template, the prompt, and responses with the tokens to train.
+"""Conversations as the model reads them: which chat template, the prompt, and responses with the
+tokens to train.
 
 messages ──▶ prompt: up to the assistant's turn, or its last message to be continued
 messages + response ──▶ the rest of the rendering, whose assistant turns are trained ─▶ token ids and spans
@@ -26,14 +27,17 @@ DEFAULT = "default"  # of several named chat templates
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 PROBE = "0a1b2c3d"  # a message's content, of which the end of a turn is found
 NO_END = "the tokenizer has no end-of-sequence token (eos_token), with which a response ends"
-GIVE_END = "set one in tokenizer_config.json, or use a chat template whose turns end with a special token"
+GIVE_END = (
+    "set one in tokenizer_config.json, or use a chat template whose turns end with a special token"
+)
 
 Span = tuple[int, int]  # begin and end, of characters or tokens
 
 
 @dataclass(frozen=True)
 class Response:
-    """``ids``: the tokens of a given response. ``spans``: those that are trained, the assistant's turns."""
+    """``ids``: the tokens of a given response. ``spans``: those that are trained, the assistant's
+    turns."""
 
     ids: list[int]
     spans: list[Span]
@@ -45,10 +49,13 @@ def is_template_name(text: str) -> bool:
 
 
 def chosen_template(chosen: str | None, tokenizer: Tokenizer) -> str | None:
-    """Return the text of the chat template that ``prompts.chat_template`` chooses: a file, or a template of the tokenizer by
-    its name; by default the tokenizer's own. None: it has none. Raises PromptError."""
+    """Return the text of the chat template that ``prompts.chat_template`` chooses: a file, or a
+    template of the tokenizer by its name; by default the tokenizer's own. None: it has none. Raises
+    PromptError."""
     own: Any = tokenizer.chat_template
-    named: Mapping[str, str] = own if isinstance(own, dict) else {} if own is None else {DEFAULT: own}
+    named: Mapping[str, str] = (
+        own if isinstance(own, dict) else {} if own is None else {DEFAULT: own}
+    )
     if chosen is None:
         if named and DEFAULT not in named:
             wrong = f"the tokenizer has the chat templates {sorted(named)}, and none is {DEFAULT!r}"
@@ -68,14 +75,18 @@ class Conversations:
     """Renders messages with the chat ``template`` and its ``options``."""
 
     def __init__(self, tokenizer: Tokenizer, template: str, options: Mapping[str, Any]) -> None:
-        self._tokenizer, self._template, self._options = tokenizer, template, dict(options)
-        specials = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+        self._tokenizer = tokenizer
+        self._template = template
+        self._options = dict(options)
+        specials = {
+            token.content for token in tokenizer.added_tokens_decoder.values() if token.special
+        }
         self._specials = specials | {str(tokenizer.eos_token)} if tokenizer.eos_token else specials
         self._end: str | None = None
 
     def prompt(self, messages: Sequence[Message], where: str) -> str:
-        """Return the text with which the assistant's turn begins; of a last message of the assistant, up to its end, so that
-        it is continued. Raises PromptError."""
+        """Return the text with which the assistant's turn begins; of a last message of the
+        assistant, up to its end, so that it is continued. Raises PromptError."""
         if messages[-1]["role"] == "assistant":
             return self._render(messages, where, continue_final_message=True)
         return self._render(messages, where, add_generation_prompt=True)
@@ -89,22 +100,35 @@ class Conversations:
                 )
             )
         except Exception as error:  # a template is a program and may raise anything
-            raise PromptError(f"{where} is refused by the chat template ({error})", "change the messages") from error
+            raise PromptError(
+                f"{where} is refused by the chat template ({error})", "change the messages"
+            ) from error
 
     def responses(
-        self, messages: Sequence[Message], turns: Sequence[Sequence[Message]], cut: Sequence[bool], where: str
+        self,
+        messages: Sequence[Message],
+        turns: Sequence[Sequence[Message]],
+        cut: Sequence[bool],
+        where: str,
     ) -> tuple[int, list[Response]]:
-        """Return how many tokens of the prompt all responses continue, and each of them. ``turns``: the messages of each,
-        the first and the last of the assistant. ``cut``: whether a response was cut before its end. Raises PromptError.
+        """Return how many tokens of the prompt all responses continue, and each of them.
 
-        A template may begin the assistant's turn otherwise once it has a response, as those of reasoning models do: the
-        prompt then ends at the first token that differs, as in TRL."""
+        ``turns``: the messages of each, the first and the last of the assistant. ``cut``: whether a
+        response was cut before its end. Raises PromptError.
+
+        A template may begin the assistant's turn otherwise once it has a response, as those of
+        reasoning models do: the prompt then ends at the first token that differs, as in TRL.
+        """
         opened = self.prompt(messages, where)
-        prompt_ids, offset = self._ids(opened), len(opened)
-        texts = [self._text(messages, of, is_cut, where) for of, is_cut in zip(turns, cut, strict=True)]
+        prompt_ids = self._ids(opened)
+        offset = len(opened)
+        texts = [
+            self._text(messages, of, is_cut, where) for of, is_cut in zip(turns, cut, strict=True)
+        ]
         if not all(text.startswith(opened) for text, _ in texts):
             closed = "" if messages[-1]["role"] == "assistant" else self._render(messages, where)
-            least, offset = self._ids(closed), len(closed)
+            least = self._ids(closed)
+            offset = len(closed)
             common = min(_common(prompt_ids, self._ids(text)) for text, _ in texts)
             if not closed or prompt_ids[: len(least)] != least or common < len(least):
                 raise PromptError(
@@ -117,8 +141,8 @@ class Conversations:
     def _text(
         self, messages: Sequence[Message], turns: Sequence[Message], cut: bool, where: str
     ) -> tuple[str, list[Span]]:
-        """Return the rendering of a prompt with a response, and the spans of the assistant's turns in it but for the first,
-        whose span begins at 0, as it begins with the prompt's end."""
+        """Return the rendering of a prompt with a response, and the spans of the assistant's turns
+        in it but for the first, whose span begins at 0, as it begins with the prompt's end."""
         turns = [self._without_end(messages, message, where) for message in turns]
         whole = [*messages, *turns]
         first = len(messages)
@@ -126,7 +150,8 @@ class Conversations:
             joined = {**messages[-1], "content": messages[-1]["content"] + turns[0]["content"]}
             whole = [*messages[:-1], joined, *turns[1:]]
             first -= 1
-        text, end = self._render(whole, where), self.end_of_turn(messages, where)
+        text = self._render(whole, where)
+        end = self.end_of_turn(messages, where)
         spans = self._spans(whole, first, text, where)
         if not self.ends_itself(end):
             if self._tokenizer.eos_token is None:
@@ -152,8 +177,10 @@ class Conversations:
         return any(token in end for token in self._specials)
 
     def _without_end(self, messages: Sequence[Message], message: Message, where: str) -> Message:
-        """Return a message of the assistant without the end of its turn, which the template adds."""
-        end, content = self.end_of_turn(messages, where), message["content"]
+        """Return a message of the assistant without the end of its turn, which the template
+        adds."""
+        end = self.end_of_turn(messages, where)
+        content = message["content"]
         if message["role"] != "assistant":
             return message
         for written in (end, end.rstrip(), str(self._tokenizer.eos_token or "")):
@@ -162,16 +189,22 @@ class Conversations:
         return message
 
     def _spans(self, whole: Sequence[Message], first: int, text: str, where: str) -> list[Span]:
-        """Return where the assistant's turns from the message ``first`` on are in ``text``. Raises PromptError where the
-        template renders a turn otherwise when others follow."""
-        numbers = [number for number in range(first, len(whole)) if whole[number]["role"] == "assistant"]
+        """Return where the assistant's turns from the message ``first`` on are in ``text``.
+
+        Raises PromptError where the template renders a turn otherwise when others follow.
+        """
+        numbers = [
+            number for number in range(first, len(whole)) if whole[number]["role"] == "assistant"
+        ]
         if len(numbers) > 1 and GENERATION.search(self._template):
             return self._marked_spans(whole, text, where)
         spans: list[Span] = []
         for number in numbers:
-            begin, end = 0, len(text)
+            begin = 0
+            end = len(text)
             if number > first:
-                before, opened = whole[:number], self._render(whole[:number], where, add_generation_prompt=True)
+                before = whole[:number]
+                opened = self._render(whole[:number], where, add_generation_prompt=True)
                 begin = _common(opened, text)
                 self._require_prefix(self._render(before, where), text[:begin], number, where)
             if number < numbers[-1]:
@@ -197,41 +230,57 @@ class Conversations:
 
         variables: dict[str, Any] = {**self._tokenizer.special_tokens_map, **self._options}
         rendered: Any = render_jinja_template(
-            [list(whole)], chat_template=self._template, return_assistant_tokens_mask=True, **variables
+            [list(whole)],
+            chat_template=self._template,
+            return_assistant_tokens_mask=True,
+            **variables,
         )
         texts, marks = rendered
         if texts != [text] or not marks[0]:
-            wrong = "marks nothing with {% generation %}" if texts == [text] else "renders it otherwise with its marks"
+            wrong = (
+                ("marks nothing with {% generation %}")
+                if texts == [text]
+                else "renders it otherwise with its marks"
+            )
             raise PromptError(
                 f"{where} has a response of several turns, and the chat template {wrong}",
                 "correct it",
             )
         return [(int(begin), int(end)) for begin, end in marks[0]]
 
-    def _response(self, prompt_ids: list[int], offset: int, text: str, spans: Sequence[Span], where: str) -> Response:
-        """Return the tokens of ``text`` after those of the prompt, which is its first ``offset`` characters. Where a turn
-        does not begin or end between two tokens, its parts are read one by one, as a model reads a prompt and then its own
-        tokens."""
+    def _response(
+        self, prompt_ids: list[int], offset: int, text: str, spans: Sequence[Span], where: str
+    ) -> Response:
+        """Return the tokens of ``text`` after those of the prompt, which is its first ``offset``
+        characters. Where a turn does not begin or end between two tokens, its parts are read one by
+        one, as a model reads a prompt and then its own tokens."""
         inside = [(max(begin, offset), end) for begin, end in spans if end > offset]
         bounds = sorted({offset, *(at for span in inside for at in span), len(text)})
-        whole, known = self._ids(text), len(prompt_ids)
+        whole = self._ids(text)
+        known = len(prompt_ids)
         counts = [self._count(whole, text[:at]) for at in bounds[1:]]
         if whole[:known] == prompt_ids and None not in counts:
-            ids, numbers = whole[known:], [0, *(max(0, int(count or 0) - known) for count in counts)]
+            ids = whole[known:]
+            numbers = [0, *(max(0, int(count or 0) - known) for count in counts)]
         else:
             parts = [self._ids(text[begin:end]) for begin, end in pairwise(bounds)]
             ids = [token for part in parts for token in part]
             numbers = [sum(map(len, parts[:at])) for at in range(len(bounds))]
             if self._tokenizer.decode([*prompt_ids, *ids]) != self._tokenizer.decode(whole):
                 raise PromptError(
-                    f"{where} has a response whose turns the tokenizer joins with what stands around them",
+                    f"{where} has a response whose turns the tokenizer joins with what stands "
+                    f"around them",
                     "use a chat template with special tokens around each turn",
                 )
         tokens = dict(zip(bounds, numbers, strict=True))
-        return Response(ids, [(tokens[begin], tokens[end]) for begin, end in inside if tokens[end] > tokens[begin]])
+        return Response(
+            ids,
+            [(tokens[begin], tokens[end]) for begin, end in inside if tokens[end] > tokens[begin]],
+        )
 
     def _count(self, whole: list[int], text: str) -> int | None:
-        """Return how many of the tokens ``whole`` are those of ``text``, their beginning; None: it ends within one."""
+        """Return how many of the tokens ``whole`` are those of ``text``, their beginning; None: it
+        ends within one."""
         ids = self._ids(text)
         return len(ids) if whole[: len(ids)] == ids else None
 
@@ -243,8 +292,9 @@ class Conversations:
 def plain_response(
     tokenizer: Tokenizer, prompt: str, prompt_ids: list[int], text: str, cut: bool, where: str
 ) -> Response:
-    """Return a response without a chat template: its tokens as they follow the prompt's, and the tokenizer's end token
-    unless the ``text`` ends with it, or was ``cut``. Raises PromptError where there is no such token."""
+    """Return a response without a chat template: its tokens as they follow the prompt's, and the
+    tokenizer's end token unless the ``text`` ends with it, or was ``cut``. Raises PromptError where
+    there is no such token."""
     whole: list[int] = tokenizer(prompt + text)["input_ids"]
     ids: list[int] = whole[len(prompt_ids) :]
     if whole[: len(prompt_ids)] != prompt_ids:

@@ -1,10 +1,11 @@
-"""External prompts: other programs put them into a run while it goes on, and groups get them in that order.
+"""External prompts: other programs put them into a run while it goes on, and groups get them in
+that order.
 
     put_prompts ─▶ index (16 MiB at most) ─▶ ExternalPrompts.run: a valid prompt? ─▶ prompts.jsonl ─▶ gate: group n, line n
                      └ full: put waits           └ no, or too long: left out, with an event
 
-The file is the source of the run: a lost group, or a resumed run, gets the same line again. When the last prompt was put,
-the lines are repeated in their order, without end.
+The file is the source of the run: a lost group, or a resumed run, gets the same line again. When
+the last prompt was put, the lines are repeated in their order, without end.
 """
 
 from __future__ import annotations
@@ -41,18 +42,23 @@ class ExternalPromptsFull(TimeoutError):
 
 
 class ExternalPrompts:
-    """A :class:`~stages.prompts.sources.PromptSource` of the ``available`` prompts put so far, all in the file ``path``."""
+    """A :class:`~stages.prompts.sources.PromptSource` of the ``available`` prompts put so far, all
+    in the file ``path``."""
 
     def __init__(self, index: Index, path: Path, formatter: PromptFormatter) -> None:
-        self.index, self.path, self.formatter = index, path, formatter
+        self.index = index
+        self.path = path
+        self.formatter = formatter
         self.too_long = LongPrompts(path.with_name(TOO_LONG_FILE))
         self.ended = False
         self._rows: list[Row] = []
-        self._position = 0  # of the next prompt to take over; those left out have a position too, but no line
+        # of the next prompt to take over; those left out have a position too, but no line
+        self._position = 0
 
     @property
     def available(self) -> int | None:
-        """Number of groups that have a prompt so far; None: all groups have, as the last prompt was put."""
+        """Number of groups that have a prompt so far; None: all groups have, as the last prompt was
+        put."""
         return None if self.ended and self._rows else len(self._rows)
 
     def prompt(self, seq: int) -> Prompt:
@@ -82,8 +88,10 @@ class ExternalPrompts:
         await self.index.remove_prompts(self._position)
 
     async def run(self) -> None:
-        """Take prompts over from the index, until cancelled. Raises PromptError when the last one was put and all were left
-        out."""
+        """Take prompts over from the index, until cancelled.
+
+        Raises PromptError when the last one was put and all were left out.
+        """
         while True:
             found = await self.index.read_prompts(self._position, AT_ONCE)
             if found.prompts:
@@ -92,7 +100,8 @@ class ExternalPrompts:
                 self.ended = True
                 if not self._rows:
                     raise PromptError(
-                        f"all {self._position} prompts that were put are left out, and no more will come",
+                        f"all {self._position} prompts that were put are left out, and no more "
+                        f"will come",
                         f"see the `prompt` events and {self.too_long.path}",
                     )
                 await self.index.wake(VERSION)
@@ -100,7 +109,8 @@ class ExternalPrompts:
                 await self.index.wait(FED, found.wait, WAIT_SECONDS)
 
     async def _take(self, prompts: Sequence[str]) -> None:
-        lines, rows = [], []
+        lines = []
+        rows = []
         for position, text in enumerate(prompts, self._position):
             row = json.loads(text)
             try:
@@ -108,9 +118,18 @@ class ExternalPrompts:
                     lines.append(json.dumps({"position": position, "row": row}) + "\n")
                     rows.append(row)
                     continue
-                reason = f"it is longer than {self.formatter.limits.tokens} tokens, {self.formatter.limits.why}"
-            except Exception as error:  # a chat template may raise anything, and no prompt may end the run
-                reason = str(error) if isinstance(error, PromptError) else f"{type(error).__name__}: {error}"
+                reason = (
+                    f"it is longer than {self.formatter.limits.tokens} tokens, "
+                    f"{self.formatter.limits.why}"
+                )
+            except (
+                Exception
+            ) as error:  # a chat template may raise anything, and no prompt may end the run
+                reason = (
+                    str(error)
+                    if isinstance(error, PromptError)
+                    else f"{type(error).__name__}: {error}"
+                )
             log.warning("prompt left out", position=position, reason=reason)
             await self.index.emit(PromptEvent(position=position, change="left out", reason=reason))
         text = "".join(lines)
@@ -122,7 +141,8 @@ class ExternalPrompts:
         except OSError as error:
             raise OSError(
                 error.errno,
-                f"prompts: {self.path} cannot be written ({error.strerror}): {len(text.encode())} bytes are needed; free "
+                f"prompts: {self.path} cannot be written ({error.strerror}): {len(text.encode())} "
+                f"bytes are needed; free "
                 "room on its disk, the prompts wait in the index until then",
             ) from error
         self._rows += rows
@@ -142,9 +162,11 @@ async def put_prompts(
 ) -> int:
     """Put ``rows``, whose prompts are in ``column``, and return the next free position.
 
-    They get the positions from ``first`` on (None: after the last one); a repeat with the same ``first`` changes nothing.
-    ``last``: no more will come. Waits up to ``timeout`` seconds while the index is full. Raises PromptError for a row
-    without a prompt, IndexRefused for a wrong position, and ExternalPromptsFull."""
+    They get the positions from ``first`` on (None: after the last one); a repeat with the same
+    ``first`` changes nothing.
+    ``last``: no more will come. Waits up to ``timeout`` seconds while the index is full. Raises
+    PromptError for a row without a prompt, IndexRefused for a wrong position, and
+    ExternalPromptsFull."""
     plain = await asyncio.to_thread(sendable, rows)
     for i, row in enumerate(plain):
         prompt_in(row, column, f"prompt {i}")
@@ -155,11 +177,14 @@ async def put_prompts(
             )
     texts = await asyncio.to_thread(lambda: [json.dumps(row) for row in plain])
     deadline = time.monotonic() + timeout
-    while (put := await index.put_prompts(texts, first=first, last=last, most_bytes=WAITING_BYTES)).wait is not None:
+    while (
+        put := await index.put_prompts(texts, first=first, last=last, most_bytes=WAITING_BYTES)
+    ).wait is not None:
         left = deadline - time.monotonic()
         if left <= 0:
             raise ExternalPromptsFull(
-                f"prompts: {WAITING_BYTES >> 20} MiB of them wait, and the run took none over for {timeout:g} s; "
+                f"prompts: {WAITING_BYTES >> 20} MiB of them wait, and the run took none over for "
+                f"{timeout:g} s; "
                 "put these again later, at the same position"
             )
         await index.wait(FEED, put.wait, min(left, WAIT_SECONDS))
@@ -167,7 +192,10 @@ async def put_prompts(
 
 
 def sendable(rows: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """Return ``rows`` as plain values that JSON has. Raises PromptError, which names the row, the column and the value."""
+    """Return ``rows`` as plain values that JSON has.
+
+    Raises PromptError, which names the row, the column and the value.
+    """
     plain = [plain_row(row, f"prompt {number}") for number, row in enumerate(rows)]
     for number, row in enumerate(plain):
         for name, value in row.items():
@@ -175,5 +203,7 @@ def sendable(rows: Sequence[Mapping[str, Any]]) -> list[Row]:
                 json.dumps(value, allow_nan=False)
             except ValueError:
                 wrong = f"prompt {number} has a number in column {name!r} that is not finite"
-                raise PromptError(f"{wrong}, which JSON does not have", "write null, or a text") from None
+                raise PromptError(
+                    f"{wrong}, which JSON does not have", "write null, or a text"
+                ) from None
     return plain

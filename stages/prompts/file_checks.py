@@ -28,8 +28,20 @@ from stages.prompts.files import (
 from stages.prompts.options import SHORT_CHARACTERS, PromptOptions
 from stages.prompts.rows.splits import choose_split, data_files
 from stages.prompts.rows.values import Changes, plain_row
-from stages.prompts.tables import check_size, config_error, dataset_function, open_rows, saved_folder
-from stages.prompts.templates import fill_template, parse_template, prompt_in, responses_in, with_prompt
+from stages.prompts.tables import (
+    check_size,
+    config_error,
+    dataset_function,
+    open_rows,
+    saved_folder,
+)
+from stages.prompts.templates import (
+    fill_template,
+    parse_template,
+    prompt_in,
+    responses_in,
+    with_prompt,
+)
 
 MOST_FAULTS = 10  # of the rows of one source
 
@@ -46,13 +58,15 @@ class PromptCheck:
     ``has_faults``    whether anything is wrong"""
 
     def __init__(self, options: PromptOptions, reading: Reading) -> None:
-        self.options, self.reading = options, reading
+        self.options = options
+        self.reading = reading
         self.conversation = ""
         self.columns: set[str] = set()
         self.changes: Changes = {}
         self.examples: list[tuple[Row, str]] = []
         self.rows: int | None = None
-        self.has_columns, self.about = False, ""
+        self.has_columns = False
+        self.about = ""
         self.has_faults = self._has_turns = False  # turns of an example
         self._pieces = parse_template(options.template)
 
@@ -83,7 +97,8 @@ class PromptCheck:
         return PromptError(problem.wrong, problem.fix, f"prompts.{name}", value)
 
     def _faults(self) -> Iterator[PromptError]:
-        options, path = self.options, str(self.options.path)
+        options = self.options
+        path = str(self.options.path)
         match options.source:
             case "jsonl":
                 yield from self._check_files(Path(path), ".jsonl", self._check_jsonl)
@@ -99,14 +114,19 @@ class PromptCheck:
                 self.has_columns = True
             case "builtin":
                 rows = open_rows(options, 0)
-                self.columns |= set(rows(0) if callable(rows) else ()) - {options.column, *options.leave_out}
+                self.columns |= set(rows(0) if callable(rows) else ()) - {
+                    options.column,
+                    *options.leave_out,
+                }
                 self.has_columns = True
 
     def _check_files(
         self, path: Path, suffix: str, check: Callable[[Sequence[Path]], Iterator[PromptError]]
     ) -> Iterator[PromptError]:
         """Check the files of the split with ``check``."""
-        of = data_files(path, self.options.split, suffix, lambda rows: self.reading.spend(rows=rows))
+        of = data_files(
+            path, self.options.split, suffix, lambda rows: self.reading.spend(rows=rows)
+        )
         if of is None:  # the budget does not allow to look through the folder
             return
         yield from check(of.files)
@@ -129,7 +149,8 @@ class PromptCheck:
                 except PromptError as error:
                     yield error
                     rows += 1
-                    if number == 1 and begins_list(line):  # a list of all rows: no line of it would be right
+                    # a list of all rows: no line of it would be right
+                    if number == 1 and begins_list(line):
                         return
         self.rows = rows
 
@@ -152,7 +173,9 @@ class PromptCheck:
         else:
             self.conversation = self.conversation or where
         responses = responses_in(fields, self.options.responses, where)
-        has_turns = any(not isinstance(response, str) and len(response) > 1 for response in responses)
+        has_turns = any(
+            not isinstance(response, str) and len(response) > 1 for response in responses
+        )
         if not self.examples or (has_turns and not self._has_turns):
             self.examples.append((row, f"{path}, {place}"))
             self._has_turns = has_turns
@@ -169,7 +192,8 @@ class PromptCheck:
                 if parquet.num_row_groups:
                     self._check_columns(path, parquet.schema_arrow.names)
                 rows += parquet.metadata.num_rows
-            self.columns |= {part.partition("=")[0] for part in path.parts if "=" in part}  # as Hive names folders
+            # as Hive names folders
+            self.columns |= {part.partition("=")[0] for part in path.parts if "=" in part}
         self.rows = rows
         for path in files:
             with open_file(path) as opened, pq.ParquetFile(opened) as parquet:
@@ -201,7 +225,9 @@ class PromptCheck:
 
     def _check_saved(self, folder: Path) -> Iterator[PromptError]:
         """Check a folder that ``save_to_disk`` has written."""
-        path, split, others = str(self.options.path), self.options.split, ""
+        path = str(self.options.path)
+        split = self.options.split
+        others = ""
         if (folder / "dataset_dict.json").is_file():
             splits = _json_object(folder / "dataset_dict.json").get("splits") or []
             split = choose_split(path, split, splits)
@@ -225,7 +251,8 @@ class PromptCheck:
         self.about = f"{f'split {split!r}: ' if split else ''}{rows} of {folder.name}{left_out}"
 
     def _check_arrow(self, files: Sequence[Path]) -> Iterator[PromptError]:
-        """Check the rows of Arrow files, of which no more than the rows that are checked is read from the disk."""
+        """Check the rows of Arrow files, of which no more than the rows that are checked is read
+        from the disk."""
         with extra("data"):
             import pyarrow
 
@@ -244,7 +271,9 @@ class PromptCheck:
 
     def _arrow_batches(self, stream: Any) -> Iterator[Any]:
         for batch in stream:
-            kept = batch.select([name for name in batch.schema.names if name not in self.options.leave_out])
+            kept = batch.select(
+                [name for name in batch.schema.names if name not in self.options.leave_out]
+            )
             for first in range(0, kept.num_rows, 8):
                 rows = kept.slice(first, 8)
                 if not self.reading.spend(nbytes=rows.nbytes):
@@ -253,8 +282,10 @@ class PromptCheck:
 
     def _check_columns(self, path: Path, columns: list[str]) -> None:
         """Check the columns of a schema."""
-        column, responses = self.options.column, self.options.responses
-        is_whole = len(responses) == 1 and responses[0] in columns  # perhaps conversations, as their rows show
+        column = self.options.column
+        responses = self.options.responses
+        # perhaps conversations, as their rows show
+        is_whole = len(responses) == 1 and responses[0] in columns
         if column not in columns and not is_whole:
             has = f"{self._where(path) or 'it'} has {sorted(columns)}"
             raise PromptError(f"has no column {column!r} ({has})", "set prompts.column")

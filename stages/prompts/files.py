@@ -47,7 +47,10 @@ KINDS = {
 
 
 class PromptError(Fatal, ProblemError, ValueError):
-    """A source of prompts, or one of its rows, cannot be used. ``key``: as if the source were the only one."""
+    """A source of prompts, or one of its rows, cannot be used.
+
+    ``key``: as if the source were the only one.
+    """
 
     def __init__(self, wrong: str, fix: str = "", key: str = "prompts", value: Any = None) -> None:
         super().__init__(Problem(key, value, wrong, fix))
@@ -58,8 +61,9 @@ class EmptyFile(PromptError):
 
 
 class Reading:
-    """Budget of what a check may read of the files that a recipe names: rows, bytes and seconds, of all files together. The
-    seconds begin with the first :meth:`spend`. Setting ``stop``, from any thread, ends it at once."""
+    """Budget of what a check may read of the files that a recipe names: rows, bytes and seconds, of
+    all files together. The seconds begin with the first :meth:`spend`. Setting ``stop``, from any
+    thread, ends it at once."""
 
     def __init__(
         self,
@@ -68,25 +72,36 @@ class Reading:
         seconds: float = 2.0,
         stop: threading.Event | None = None,
     ) -> None:
-        self.rows, self.nbytes, self.seconds = rows, nbytes, seconds
+        self.rows = rows
+        self.nbytes = nbytes
+        self.seconds = seconds
         self.stop = stop or threading.Event()
         self._deadline: float | None = None
 
     def spend(self, *, rows: int = 0, nbytes: int = 0) -> bool:
-        """Take ``rows`` and ``nbytes`` from the budget before they are read; False when they must not be read."""
+        """Take ``rows`` and ``nbytes`` from the budget before they are read; False when they must
+        not be read."""
         self._deadline = self._deadline or time.monotonic() + self.seconds
         self.rows -= rows
         self.nbytes -= nbytes
-        return min(self.rows, self.nbytes) >= 0 and time.monotonic() < self._deadline and not self.stop.is_set()
+        return (
+            min(self.rows, self.nbytes) >= 0
+            and time.monotonic() < self._deadline
+            and not self.stop.is_set()
+        )
 
 
 def kind_of(path: Path) -> str:
-    """Return the kind of file at ``path``: "a file", "a folder", "a pipe", "a device", "a socket". Raises OSError."""
+    """Return the kind of file at ``path``: "a file", "a folder", "a pipe", "a device", "a socket".
+
+    Raises OSError.
+    """
     return KINDS.get(stat.S_IFMT(path.stat().st_mode), "a file")
 
 
 def existing(path: Path) -> Path:
-    """Return ``path`` with the home directory expanded. Raises PromptError when nothing is there."""
+    """Return ``path`` with the home directory expanded. Raises PromptError when nothing is
+    there."""
     try:
         if path.expanduser().exists():
             return path.expanduser()
@@ -101,8 +116,10 @@ def path_error(path: Path, wrong: str, fix: str) -> PromptError:
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open a regular file, without waiting as one would for a pipe. Raises PromptError for anything else, and for an empty
-    file."""
+    """Open a regular file, without waiting as one would for a pipe.
+
+    Raises PromptError for anything else, and for an empty file.
+    """
     try:
         own = path.expanduser()
         kind = kind_of(own)  # a device must not even be opened: that may have effects
@@ -112,8 +129,14 @@ def open_file(path: Path) -> BinaryIO:
     except PromptError:
         raise
     except FileNotFoundError:
-        raise path_error(path, f"does not exist, seen from {Path.cwd()}", "give another path") from None
-    except (OSError, RuntimeError, ValueError) as error:  # not allowed; an unknown home directory; a zero character
+        raise path_error(
+            path, f"does not exist, seen from {Path.cwd()}", "give another path"
+        ) from None
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+    ) as error:  # not allowed; an unknown home directory; a zero character
         fix = "give a file that can be read"
         raise path_error(path, f"cannot be opened ({error})", fix) from None
     if not os.fstat(file.fileno()).st_size:
@@ -123,8 +146,8 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def lines(path: Path) -> Iterator[tuple[int, bytes | None]]:
-    """Yield the lines of a file with their numbers, from 1; None in the place of one longer than :data:`LINE_BYTES`. Raises
-    PromptError."""
+    """Yield the lines of a file with their numbers, from 1; None in the place of one longer than
+    :data:`LINE_BYTES`. Raises PromptError."""
     with open_file(path) as file:
         try:
             head = file.peek(8) if hasattr(file, "peek") else b""
@@ -164,7 +187,8 @@ def parse_line(line: bytes, where: str) -> Row | None:
         byte = f"byte 0x{line[error.start]:02x} at column {error.start + 1}"
         raise PromptError(f"{where} is not UTF-8 ({byte})", TO_UTF8.format("latin1")) from None
     if "\0" in text:
-        column, fix = line.index(0) + 1, TO_UTF8.format("utf-16")
+        column = line.index(0) + 1
+        fix = TO_UTF8.format("utf-16")
         raise PromptError(f"{where} has a zero byte at column {column}, as UTF-16 has", fix)
     if not text.strip():
         return None

@@ -28,7 +28,8 @@ from stages.prompts.templates import (
 )
 from stages.prompts.too_long import LongPrompts
 
-if TYPE_CHECKING:  # recipes are read, and runs watched over the network, without torch, which takes seconds to import
+# recipes are read, and runs watched over the network, without torch, which takes seconds to import
+if TYPE_CHECKING:
     import torch
 
     from stages.models import Tokenizer
@@ -36,9 +37,10 @@ if TYPE_CHECKING:  # recipes are read, and runs watched over the network, withou
 
 @dataclass(frozen=True)
 class Prompt:
-    """``ids`` int64 [P] as the model reads them; ``text`` that they spell (chat template included); ``given``, the prompt as
-    its row had it; ``fields``, the row's other columns, which reward functions get. ``responses`` that its row gives
-    continue the first ``context`` tokens (None: all)."""
+    """``ids`` int64 [P] as the model reads them; ``text`` that they spell (chat template included);
+    ``given``, the prompt as its row had it; ``fields``, the row's other columns, which reward
+    functions get. ``responses`` that its row gives continue the first ``context`` tokens (None:
+    all)."""
 
     ids: torch.Tensor
     text: str
@@ -50,7 +52,10 @@ class Prompt:
     @property
     def responses_json(self) -> str:
         """``responses`` as the column of that name has them."""
-        return json.dumps([{"ids": each.ids, "spans": each.spans} for each in self.responses], separators=(",", ":"))
+        return json.dumps(
+            [{"ids": each.ids, "spans": each.spans} for each in self.responses],
+            separators=(",", ":"),
+        )
 
     @property
     def given_json(self) -> str:
@@ -59,21 +64,30 @@ class Prompt:
 
     @property
     def fields_json(self) -> str:
-        """``fields`` as the column of that name has them: plain values (:mod:`stages.prompts.rows.values`)."""
+        """``fields`` as the column of that name has them: plain values
+        (:mod:`stages.prompts.rows.values`)."""
         return json.dumps(self.fields)
 
 
 class PromptFormatter:
-    """Makes a :class:`Prompt` of a row, within ``limits`` (default: ``prompts.max_prompt_tokens``)."""
+    """Makes a :class:`Prompt` of a row, within ``limits`` (default:
+    ``prompts.max_prompt_tokens``)."""
 
-    def __init__(self, options: PromptOptions, tokenizer: Tokenizer, limits: PromptLimits | None = None) -> None:
-        self.options, self._tokenizer = options, tokenizer
+    def __init__(
+        self, options: PromptOptions, tokenizer: Tokenizer, limits: PromptLimits | None = None
+    ) -> None:
+        self.options = options
+        self._tokenizer = tokenizer
         self.changes: Changes = {}  # of the columns that were read so far
         self.limits = limits or PromptLimits(options.max_prompt_tokens)
         self._pieces = parse_template(options.template)
         template = chosen_template(options.chat_template, tokenizer)
         has_template = template is not None
-        self._chats = None if template is None else Conversations(tokenizer, template, options.chat_template_options)
+        self._chats = (
+            None
+            if template is None
+            else Conversations(tokenizer, template, options.chat_template_options)
+        )
         self._chat = has_template if options.chat is None else options.chat
         if self._chat and not has_template:
             wrong = "but the tokenizer has no chat template"
@@ -81,9 +95,12 @@ class PromptFormatter:
         if options.system is not None and not has_template:
             wrong = "needs a chat template, and the tokenizer has none"
             raise PromptError(wrong, "use prompts.template", "prompts.system")
-        # Without normalization a token spells at least one byte; with it, one character may become up to 18 of them.
+        # Without normalization a token spells at least one byte; with it, one character may become
+        # up to 18 of them.
         backend = getattr(tokenizer, "backend_tokenizer", None)
-        self._most_tokens_per_byte = 2**31 if backend is None else 1 if backend.normalizer is None else 18
+        self._most_tokens_per_byte = (
+            2**31 if backend is None else 1 if backend.normalizer is None else 18
+        )
 
     def given(self, row: Row, where: str) -> str | list[Message]:
         """Return the row's prompt: a string or messages. Raises PromptError."""
@@ -95,51 +112,83 @@ class PromptFormatter:
         return with_prompt(plain, options.column, options.responses, where)
 
     def prompt(self, row: Row, where: str) -> Prompt:
-        """Return the prompt of ``row``, however long; its beginning is cut off if the options say so."""
+        """Return the prompt of ``row``, however long; its beginning is cut off if the options say
+        so."""
         read = self._read(row, where)
         if read.text is None:
-            raise PromptError(f"{where} has more than {self.limits.characters} characters", "shorten it")
-        ids, text, limit = self._ids(read, where), read.text, self.limits.tokens
-        context, responses = self._responses(read, ids, where) if self.options.responses else (None, [])
+            raise PromptError(
+                f"{where} has more than {self.limits.characters} characters", "shorten it"
+            )
+        ids = self._ids(read, where)
+        text = read.text
+        limit = self.limits.tokens
+        context, responses = (
+            self._responses(read, ids, where) if self.options.responses else (None, [])
+        )
         if self.options.too_long == "cut" and limit is not None and len(ids) > limit:
             context = None if context is None else max(0, context - len(ids) + limit)
             ids = ids[-limit:]
             text = str(self._tokenizer.decode(ids))
         import torch
 
-        return Prompt(torch.tensor(ids, dtype=torch.int64), text, read.given, read.fields, responses, context)
+        return Prompt(
+            torch.tensor(ids, dtype=torch.int64), text, read.given, read.fields, responses, context
+        )
 
     def bounded(self, row: Row, where: str, too_long: LongPrompts) -> Prompt | None:
-        """Return the prompt of ``row``. One that is too long is added to ``too_long``; None when it is skipped. Raises
-        PromptError when prompts.too_long = "fail"."""
+        """Return the prompt of ``row``.
+
+        One that is too long is added to ``too_long``; None when it is skipped. Raises PromptError
+        when prompts.too_long = "fail".
+        """
         return self.prompt(row, where) if self._fits(row, where, too_long) else None
 
     def fitting(self, rows: Table, too_long: LongPrompts) -> Iterator[int]:
-        """Yield the numbers of the ``rows`` that :meth:`bounded` does not skip. Every row is checked."""
+        """Yield the numbers of the ``rows`` that :meth:`bounded` does not skip.
+
+        Every row is checked.
+        """
         for number in range(len(rows)):
             if rows.is_unread(number):
-                self._refuse(rows.where(number), "more bytes than are read of one line", too_long, can_cut=False)
+                self._refuse(
+                    rows.where(number),
+                    "more bytes than are read of one line",
+                    too_long,
+                    can_cut=False,
+                )
             elif self._fits(rows[number], rows.where(number), too_long):
                 yield number
 
     def _fits(self, row: Row, where: str, too_long: LongPrompts) -> bool:
-        """Whether ``row`` makes a prompt. A text that is surely too long is not built, and one whose bytes already show that
-        it is short enough is not tokenized."""
+        """Whether ``row`` makes a prompt.
+
+        A text that is surely too long is not built, and one whose bytes already show that it is
+        short enough is not tokenized.
+        """
         read = self._read(row, where)
-        text, limit, most = read.text, self.limits.tokens, self.limits.nbytes
+        text = read.text
+        limit = self.limits.tokens
+        most = self.limits.nbytes
         if most is not None and (size := self._bytes(read)) > most:
             length = f"{size} bytes, more than the {most} for which pipeline.arena has room"
             return self._refuse(where, length, too_long, can_cut=False)
         if text is None or len(text) > self.limits.characters:
             length = f"more than {self.limits.characters} characters"
             return self._refuse(where, length, too_long, can_cut=text is not None)
-        if limit is None or (text.strip() and (len(text.encode()) + 16) * self._most_tokens_per_byte <= limit):
+        if limit is None or (
+            text.strip() and (len(text.encode()) + 16) * self._most_tokens_per_byte <= limit
+        ):
             return True
         tokens = len(self._ids(read, where))
         return tokens <= limit or self._refuse(where, f"{tokens} tokens", too_long)
 
-    def _refuse(self, where: str, length: str, too_long: LongPrompts, *, can_cut: bool = True) -> bool:
-        """Count a prompt that is too long; return whether it stays, with its beginning cut off. Raises PromptError."""
+    def _refuse(
+        self, where: str, length: str, too_long: LongPrompts, *, can_cut: bool = True
+    ) -> bool:
+        """Count a prompt that is too long; return whether it stays, with its beginning cut off.
+
+        Raises PromptError.
+        """
         if self.options.too_long == "fail":
             bound = f"{self.limits.tokens} tokens ({self.limits.why})"
             raise PromptError(
@@ -153,14 +202,17 @@ class PromptFormatter:
     def _bytes(self, read: _Read) -> int:
         """Return how many bytes the columns of the row have at most."""
         size = len(json.dumps(read.given)) + len(json.dumps(read.fields))
-        for response in read.responses:  # a token of it is a byte or more, and a number of up to six digits
+        # a token of it is a byte or more, and a number of up to six digits
+        for response in read.responses:
             characters = len(json.dumps(response))
             size += 7 * min(characters, self.limits.response or characters)
         return size
 
     def _ids(self, read: _Read, where: str) -> list[int]:
         has_special_tokens = read.messages is not None  # a chat template writes them itself
-        ids: list[int] = self._tokenizer(read.text, add_special_tokens=not has_special_tokens)["input_ids"]
+        ids: list[int] = self._tokenizer(read.text, add_special_tokens=not has_special_tokens)[
+            "input_ids"
+        ]
         if not ids:
             raise PromptError(
                 f"{where} has no tokens: {read.text!r:.100}",
@@ -168,11 +220,17 @@ class PromptFormatter:
             )
         return ids
 
-    def _responses(self, read: _Read, prompt_ids: list[int], where: str) -> tuple[int, list[Response]]:
+    def _responses(
+        self, read: _Read, prompt_ids: list[int], where: str
+    ) -> tuple[int, list[Response]]:
         """Return how many of the prompt's tokens the responses continue, and the responses."""
         cut = [read.fields.get(f"{name}_truncated") is True for name in self.options.responses]
         if read.messages is not None and self._chats is not None:
-            given = [{"role": "user", "content": read.given}] if isinstance(read.given, str) else read.given
+            given = (
+                [{"role": "user", "content": read.given}]
+                if isinstance(read.given, str)
+                else read.given
+            )
             prompts = (read.messages, given, read.messages[-len(given) :])
             turns = [turns_of(response, prompts, where) for response in read.responses]
             context, responses = self._chats.responses(read.messages, turns, cut, where)
@@ -182,22 +240,29 @@ class PromptFormatter:
             if any(len(of) > 1 for of in turns):
                 raise PromptError(
                     f"{where} has a response of several turns, which needs a chat template",
-                    "use a model that has one, give one with prompts.chat_template, or make a row of each turn",
+                    "use a model that has one, give one with prompts.chat_template, or make a row "
+                    "of each turn",
                 )
             texts = [of[0]["content"] for of in turns]
-            context, text = len(prompt_ids), str(read.text)
+            context = len(prompt_ids)
+            text = str(read.text)
             responses = [
                 plain_response(self._tokenizer, text, prompt_ids, response, is_cut, where)
                 for response, is_cut in zip(texts, cut, strict=True)
             ]
-        most = None if self.limits.response is None else self.limits.response + 1  # which shows that it is longer
+        # which shows that it is longer
+        most = None if self.limits.response is None else self.limits.response + 1
         return context, [Response(each.ids[:most], each.spans) for each in responses]
 
     def _read(self, row: Row, where: str) -> _Read:
-        """Return the parts of a row, and the text of its prompt. Of a string that is longer than the limits allow, the
-        text's end, one character longer than they allow; of such a conversation, None."""
+        """Return the parts of a row, and the text of its prompt.
+
+        Of a string that is longer than the limits allow, the text's end, one character longer than
+        they allow; of such a conversation, None.
+        """
         row = self._plain(row, where)
-        given, most = prompt_in(row, self.options.column, where), self.limits.characters + 1
+        given = prompt_in(row, self.options.column, where)
+        most = self.limits.characters + 1
         fields = {name: value for name, value in row.items() if name != self.options.column}
         responses = responses_in(fields, self.options.responses, where)
         if isinstance(given, str):
@@ -214,13 +279,23 @@ class PromptFormatter:
             )
         if self.options.system is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.options.system}, *messages]
-        is_long = not isinstance(given, str) and sum(len(message["content"]) + 1 for message in given) >= most
-        return _Read(given, fields, responses, messages, None if is_long else self._chats.prompt(messages, where))
+        is_long = (
+            not isinstance(given, str)
+            and sum(len(message["content"]) + 1 for message in given) >= most
+        )
+        return _Read(
+            given,
+            fields,
+            responses,
+            messages,
+            None if is_long else self._chats.prompt(messages, where),
+        )
 
 
 @dataclass(frozen=True)
 class _Read:
-    """The parts of a row: ``messages`` of its prompt (None: it is read as a text), and the ``text`` that the model reads."""
+    """The parts of a row: ``messages`` of its prompt (None: it is read as a text), and the ``text``
+    that the model reads."""
 
     given: str | list[Message]
     fields: Row

@@ -1,4 +1,5 @@
-"""The rollout stage of a run whose prompts bring their responses: supervised fine-tuning, preference pairs.
+"""The rollout stage of a run whose prompts bring their responses: supervised fine-tuning,
+preference pairs.
 
 whole groups ─▶ the prompt's responses, one for each place ─▶ response_ids, loss_mask; of several, reward: 1 for the first,
                                                            │  … 0 for the last
@@ -30,10 +31,11 @@ EMPTY = "no token of a response is trained"  # reason of a dropped group
 
 
 class GivenResponses(Stage):
-    """Each prompt has ``count`` responses (:attr:`stages.prompts.formatter.Prompt.responses`), the best first, one for each
-    place of its group. The assistant's turns of each are trained. One of more than ``longest`` tokens is cut, and counts as
-    truncated: it is trained, or with ``truncated`` "mask" or "drop" left out, and with it its group where the loss compares
-    whole groups (``unit``). ``alarm`` watches that not all groups are dropped."""
+    """Each prompt has ``count`` responses (:attr:`stages.prompts.formatter.Prompt.responses`), the
+    best first, one for each place of its group. The assistant's turns of each are trained. One of
+    more than ``longest`` tokens is cut, and counts as truncated: it is trained, or with
+    ``truncated`` "mask" or "drop" left out, and with it its group where the loss compares whole
+    groups (``unit``). ``alarm`` watches that not all groups are dropped."""
 
     name = "rollout"
     fetches: tuple[str, ...] = (GIVEN,)
@@ -47,8 +49,12 @@ class GivenResponses(Stage):
         unit: Literal["row", "group"] = "row",
         alarm: DropAlarm | None = None,
     ) -> None:
-        self.dock, self.count, self.longest = dock, count, longest
-        self.truncated, self.unit, self._alarm = truncated, unit, alarm
+        self.dock = dock
+        self.count = count
+        self.longest = longest
+        self.truncated = truncated
+        self.unit = unit
+        self._alarm = alarm
 
     def room(self, held: int) -> int:
         return 0 if held else GROUPS_AT_ONCE
@@ -57,15 +63,21 @@ class GivenResponses(Stage):
         version = (await self.dock.index.status()).published
         places = claim.place.tolist()
         given = [json.loads(text)[place] for text, place in zip(rows[GIVEN], places, strict=True)]
-        members, tokens = groups_of(claim.group.tolist()), [min(len(each["ids"]), self.longest) for each in given]
-        results = [self._group([given[row] for row in at], [places[row] for row in at], version) for at in members]
+        members = groups_of(claim.group.tolist())
+        tokens = [min(len(each["ids"]), self.longest) for each in given]
+        results = [
+            self._group([given[row] for row in at], [places[row] for row in at], version)
+            for at in members
+        ]
         if self._alarm is not None:
             await self._alarm.add(results)
         for output in outputs_of(members, results, tokens):
             generated = [(version, tokens[row]) for row in output.positions]
             yield output if output.dropped else replace(output, generated=generated)
 
-    def _group(self, given: Sequence[dict[str, Any]], places: Sequence[int], version: int) -> Result:
+    def _group(
+        self, given: Sequence[dict[str, Any]], places: Sequence[int], version: int
+    ) -> Result:
         """The columns of one group, or the reason for which it is dropped."""
         ids = [torch.tensor(each["ids"][: self.longest]) for each in given]
         truncated = torch.tensor([len(each["ids"]) > self.longest for each in given])
@@ -74,7 +86,9 @@ class GivenResponses(Stage):
             masks = [mask & ~cut for mask, cut in zip(masks, truncated, strict=True)]
         trained = [bool(mask.any()) for mask in masks]
         if not any(trained) or (self.unit == "group" and not all(trained)):
-            return Drop("truncated" if self.truncated != "train" and bool(truncated.any()) else EMPTY)
+            return Drop(
+                "truncated" if self.truncated != "train" and bool(truncated.any()) else EMPTY
+            )
         columns: dict[str, Any] = {
             "response_ids": ids,
             "versions": [torch.tensor([version, len(row)]) for row in ids],

@@ -19,16 +19,17 @@ from stages.json_schema import faults, key, only_where, schema_of, unit
 from stages.prompts.tasks import CONFIGS, TASKS
 from stages.prompts.templates import parse_template
 
-# A text of more characters than TOKEN_CHARACTERS for each token that it may have is too long without being tokenized, if
-# it has more than SHORT_CHARACTERS.
-TOKEN_CHARACTERS, SHORT_CHARACTERS = 64, 2**16
+# A text of more characters than TOKEN_CHARACTERS for each token that it may have is too long
+# without being tokenized, if it has more than SHORT_CHARACTERS.
+TOKEN_CHARACTERS = 64
+SHORT_CHARACTERS = 2**16
 Kind = Literal["jsonl", "parquet", "datasets", "reasoning_gym", "builtin", "external"]
 
 
 @dataclass(frozen=True)
 class PromptLimits:
-    """How long a prompt may be: ``tokens``, for the reason ``why``, and ``nbytes`` of its row as JSON. ``response``: tokens
-    of a given response that are kept at most. None: no limit."""
+    """How long a prompt may be: ``tokens``, for the reason ``why``, and ``nbytes`` of its row as
+    JSON. ``response``: tokens of a given response that are kept at most. None: no limit."""
 
     tokens: int | None = None
     why: str = "prompts.max_prompt_tokens"
@@ -38,7 +39,10 @@ class PromptLimits:
     @property
     def characters(self) -> int:
         """A text of more characters is too long without being tokenized."""
-        return max(SHORT_CHARACTERS, TOKEN_CHARACTERS * (SHORT_CHARACTERS if self.tokens is None else self.tokens))
+        return max(
+            SHORT_CHARACTERS,
+            TOKEN_CHARACTERS * (SHORT_CHARACTERS if self.tokens is None else self.tokens),
+        )
 
 
 class RowOptions(BaseModel):
@@ -48,40 +52,47 @@ class RowOptions(BaseModel):
 
     source: Kind | None = key(
         None,
-        "Kind of source, required where there are no `prompts.sources`. `external`: other programs put prompts into the run "
-        "while it goes on.",
+        "Kind of source, required where there are no `prompts.sources`. `external`: other programs "
+        "put prompts into the run while it goes on.",
     )
     path: str | None = key(
         None,
-        "`jsonl`, `parquet`: the file, or a folder of such files. `datasets`: a folder written by `save_to_disk`, or "
-        "`module:function` that returns a data set: anything with `len` and rows as mappings, or a table of pandas or "
+        "`jsonl`, `parquet`: the file, or a folder of such files. `datasets`: a folder written by "
+        "`save_to_disk`, or "
+        "`module:function` that returns a data set: anything with `len` and rows as mappings, or a "
+        "table of pandas or "
         "pyarrow.",
     )
     task: str | None = key(None, "`reasoning_gym`: the name of its task. `builtin`: `repeat`.")
     config: Annotated[dict[str, Any], schema_of(CONFIGS["repeat"] | dict[str, Any])] = key(
         {},
-        "Options of the task. With `size` a reasoning_gym task is a table of that many rows; without, it has no "
-        "end. Those of `repeat` follow.",
+        "Options of the task. With `size` a reasoning_gym task is a table of that many rows; "
+        "without, it has no end. Those of `repeat` follow.",
     )
     split: str | None = key(
         None,
-        "Name of the split, where there are several. Of a folder of files they are found by name, as the library `datasets` "
-        "does: `train-00000-of-00002.parquet`, `data/test.jsonl`, `validation/…`. Default: `train`.",
+        "Name of the split, where there are several. Of a folder of files they are found by name, "
+        "as the library `datasets` does: `train-00000-of-00002.parquet`, `data/test.jsonl`, "
+        "`validation/…`. Default: `train`.",
     )
     column: str = key(
         "prompt",
-        "Column with the prompt: a string, or a list of messages with `role` and `content`. The other columns go "
-        "to the reward functions.",
+        "Column with the prompt: a string, or a list of messages with `role` and `content`. The "
+        "other columns go to the reward functions.",
     )
-    template: str = key("{prompt}", "Template of string prompts: `{prompt}`, and any other column by its name.")
+    template: str = key(
+        "{prompt}", "Template of string prompts: `{prompt}`, and any other column by its name."
+    )
     leave_out: list[str] = key(
         [],
-        "Columns that are not read, such as images: a column with values that are no numbers, texts, dates or lists of "
-        "them is an error.",
+        "Columns that are not read, such as images: a column with values that are no numbers, "
+        "texts, dates or lists of them is an error.",
     )
 
     @classmethod
-    def __get_pydantic_json_schema__(cls, core: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+    def __get_pydantic_json_schema__(
+        cls, core: Any, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
         return only_where({"source": "builtin", "task": "repeat"}, "config", core, handler)
 
     @model_validator(mode="after")
@@ -95,8 +106,12 @@ class RowOptions(BaseModel):
         if self.source is None:
             yield "source", "is missing", f"write one of {', '.join(get_args(Kind))}"
             return
-        needed = {"external": None, "reasoning_gym": "task", "builtin": "task"}.get(self.source, "path")
-        unused = {"task": ["path"], "path": ["task", "config"], None: ["path", "task", "config"]}[needed]
+        needed = {"external": None, "reasoning_gym": "task", "builtin": "task"}.get(
+            self.source, "path"
+        )
+        unused = {"task": ["path"], "path": ["task", "config"], None: ["path", "task", "config"]}[
+            needed
+        ]
         if needed and not getattr(self, needed):
             yield needed, "is missing", f"source = {self.source!r} needs it"
         for name in unused if needed == "path" else [*unused, "split"]:
@@ -131,25 +146,36 @@ class PromptOptions(RowOptions):
     """Where prompts come from and how they are put to the model."""
 
     sources: list[WeightedSource] = key(
-        [], "Several sources instead of one, each a table with the keys above and its weight.", max_length=64
+        [],
+        "Several sources instead of one, each a table with the keys above and its weight.",
+        max_length=64,
     )
-    shuffle: bool = key(True, "Shuffle the rows of a table in each epoch, by the seed. Otherwise: in their own order.")
+    shuffle: bool = key(
+        True,
+        "Shuffle the rows of a table in each epoch, by the seed. Otherwise: in their own order.",
+    )
     sampling: Literal["uniform", "difficulty"] = key(
         "uniform",
-        "`uniform`: every prompt of an epoch. `difficulty`: prompts whose responses never had different rewards (solved "
-        "from the beginning, or hopeless) are passed over most of the time, and those that were solved later more and more. "
-        "An epoch is then one pass over the source, in which each prompt is used or passed over.",
+        "`uniform`: every prompt of an epoch. `difficulty`: prompts whose responses never had "
+        "different rewards (solved from the beginning, or hopeless) are passed over most of the "
+        "time, and those that were solved later more and more. An epoch is then one pass over the "
+        "source, in which each prompt is used or passed over.",
     )
     system: str | None = key(
-        None, "System message before each conversation that does not begin with one. Needs a chat template."
+        None,
+        "System message before each conversation that does not begin with one. Needs a chat "
+        "template.",
     )
     chat: bool | None = key(
-        None, "Put string prompts into the tokenizer's chat template as the user's message. Default: if it has one."
+        None,
+        "Put string prompts into the tokenizer's chat template as the user's message. "
+        "Default: if it has one.",
     )
     chat_template: str | None = key(
         None,
-        "Jinja file with a chat template that replaces the tokenizer's, or the name of one of several that the tokenizer "
-        "has. Checkpoints of the model keep it. Default: the tokenizer's, of several the one named `default`.",
+        "Jinja file with a chat template that replaces the tokenizer's, or the name of one of "
+        "several that the tokenizer has. Checkpoints of the model keep it. Default: the "
+        "tokenizer's, of several the one named `default`.",
     )
     chat_template_options: dict[str, Any] = key(
         {}, "Variables of the chat template, for example `{ enable_thinking = false }`."
@@ -158,19 +184,25 @@ class PromptOptions(RowOptions):
         None, "Longest prompt. Default: no limit."
     )
     too_long: Annotated[
-        Literal["skip", "cut", "fail"], BeforeValidator(lambda value: "fail" if value == "error" else value)
+        Literal["skip", "cut", "fail"],
+        BeforeValidator(lambda value: "fail" if value == "error" else value),
     ] = key(
         "skip",
-        "A prompt longer than `max_prompt_tokens`, or than the model has room for: `skip` it, `cut` its beginning "
-        "off, or `fail` the run. Those skipped or cut are counted, and listed in `too-long.jsonl`.",
+        "A prompt longer than `max_prompt_tokens`, or than the model has room for: `skip` it, "
+        "`cut` its beginning off, or `fail` the run. Those skipped or cut are counted, and listed "
+        "in `too-long.jsonl`.",
     )
     responses: list[str] = key(
         [],
-        "Columns with responses, texts or messages: nothing is generated, and each prompt has these, the best first. "
-        '`["response"]` for `sft`; `["chosen", "rejected"]` for `dpo`. Of several turns those of the assistant are trained.',
+        "Columns with responses, texts or messages: nothing is generated, and each prompt has "
+        "these, the best first. "
+        '`["response"]` for `sft`; `["chosen", "rejected"]` for `dpo`. Of several turns those of '
+        "the assistant are trained.",
         max_length=64,
     )
-    held_out: float = key(0.0, "Share of distinct prompts that training never sees, for evaluation.", ge=0.0, lt=1.0)
+    held_out: float = key(
+        0.0, "Share of distinct prompts that training never sees, for evaluation.", ge=0.0, lt=1.0
+    )
 
     def _faults(self) -> Iterator[tuple[str, str, str]]:
         if self.sources:
@@ -186,12 +218,16 @@ class PromptOptions(RowOptions):
             yield "system", "needs a chat template, but prompts.chat = false", "drop one of the two"
 
     def parts(self) -> dict[str, PromptOptions]:
-        """Returns the options of each source as if it were the only one, by the key of its table in the recipe."""
+        """Returns the options of each source as if it were the only one, by the key of its table in
+        the recipe."""
         if not self.sources:
             return {"prompts": self}
         return {
             f"prompts.sources.{index}": self.model_copy(
-                update={"sources": [], **{name: getattr(source, name) for name in RowOptions.model_fields}}
+                update={
+                    "sources": [],
+                    **{name: getattr(source, name) for name in RowOptions.model_fields},
+                }
             )
             for index, source in enumerate(self.sources)
         }

@@ -1,14 +1,16 @@
-"""Prompt sources: which prompt the group with global number ``seq`` gets, on two sides, training and held out.
+"""Prompt sources: which prompt the group with global number ``seq`` gets, on two sides, training
+and held out.
 
     options + seed ── load_prompts ──▶ PromptSplit ── train.prompt(seq) ─────▶ Prompt (token ids, text, fields)
                           │                 └──────── held_out.prompt(seq) ──▶ Prompt, never one of ``train``
                           ├ of several sources: MixedPrompts, blocks of numbers with each source as often as its weight
                           └ longer than PromptLimits: skipped or cut, counted and listed by LongPrompts
 
-A prompt is a pure function of ``(options, seed, seq)``: a run that resumes, or repeats a lost group, gets the same prompt
-for the same ``seq``, and no position has to be saved. Tables are shuffled in each epoch; procedural sources never end. The
-side of a prompt follows from its text and the seed: the same text is never on both, however often a source repeats it. A
-position in a mixture is a position in each source, and shares are exact after each block.
+A prompt is a pure function of ``(options, seed, seq)``: a run that resumes, or repeats a lost
+group, gets the same prompt for the same ``seq``, and no position has to be saved. Tables are
+shuffled in each epoch; procedural sources never end. The side of a prompt follows from its text and
+the seed: the same text is never on both, however often a source repeats it. A position in a mixture
+is a position in each source, and shares are exact after each block.
 """
 
 from __future__ import annotations
@@ -39,9 +41,12 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-PROCEDURAL_ATTEMPTS = 10_000  # draws for one seq, after which a procedural source has no prompt that fits
-LARGEST_BLOCK = 1000  # numbers of a mixture; weights that would need a longer block are rounded to its parts
-ATTEMPT_STRIDE = 1 << 20  # distance of the draws for one seq, so that they are not those of the next seqs
+# draws for one seq, after which a procedural source has no prompt that fits
+PROCEDURAL_ATTEMPTS = 10_000
+# numbers of a mixture; weights that would need a longer block are rounded to its parts
+LARGEST_BLOCK = 1000
+# distance of the draws for one seq, so that they are not those of the next seqs
+ATTEMPT_STRIDE = 1 << 20
 
 
 class PromptSource(Protocol):
@@ -50,11 +55,12 @@ class PromptSource(Protocol):
         """The prompts that were too long so far."""
 
     def prompt(self, seq: int) -> Prompt:
-        """Return the prompt of the group with global number ``seq`` >= 0: always the same for the same seed."""
+        """Return the prompt of the group with global number ``seq`` >= 0: always the same for the
+        same seed."""
 
     def epochs(self, seq: int) -> dict[str, int]:
-        """Return the epoch, from 1, of the newest prompt of each source up to ``seq``, by the source's key in the recipe.
-        Sources without an end have none."""
+        """Return the epoch, from 1, of the newest prompt of each source up to ``seq``, by the
+        source's key in the recipe. Sources without an end have none."""
 
 
 @dataclass(frozen=True)
@@ -73,15 +79,22 @@ def load_prompts(
     limits: PromptLimits | None = None,
     listed: Path | None = None,
 ) -> PromptSplit:
-    """Open a source and divide it. ``limits``: how long a prompt may be (default: ``max_prompt_tokens``); longer ones are
-    listed in the file ``listed``. Every row of a table is checked here, so that a bad one is an error at the start. Raises
-    :class:`PromptError`."""
+    """Open a source and divide it.
+
+    ``limits``: how long a prompt may be (default: ``max_prompt_tokens``); longer ones are listed in
+    the file ``listed``. Every row of a table is checked here, so that a bad one is an error at the
+    start. Raises :class:`PromptError`.
+    """
     too_long = LongPrompts(listed)
     opened = {key: (part, open_rows(part, seed)) for key, part in options.parts().items()}
     if any(callable(rows) for _, rows in opened.values()):
         too_long.resume()
-    formatters = {key: PromptFormatter(part, tokenizer, limits) for key, (part, _) in opened.items()}
-    splits = [_split(rows, formatters[key], seed, too_long, key) for key, (_, rows) in opened.items()]
+    formatters = {
+        key: PromptFormatter(part, tokenizer, limits) for key, (part, _) in opened.items()
+    }
+    splits = [
+        _split(rows, formatters[key], seed, too_long, key) for key, (_, rows) in opened.items()
+    ]
     for key, (_, rows) in opened.items():
         if isinstance(rows, Table) and rows.about:
             log.info("prompts are read", source=key, rows=rows.about)
@@ -97,12 +110,19 @@ def load_prompts(
 
 
 def _split(
-    rows: Table | Callable[[int], Row], formatter: PromptFormatter, seed: int, too_long: LongPrompts, key: str
+    rows: Table | Callable[[int], Row],
+    formatter: PromptFormatter,
+    seed: int,
+    too_long: LongPrompts,
+    key: str,
 ) -> PromptSplit:
     """Divide the rows of one source. Raises PromptError."""
     options = formatter.options
     if callable(rows):
-        procedural = [ProceduralPrompts(rows, formatter, seed, too_long, held_out=side) for side in (False, True)]
+        procedural = [
+            ProceduralPrompts(rows, formatter, seed, too_long, held_out=side)
+            for side in (False, True)
+        ]
         return PromptSplit(procedural[0], procedural[1] if options.held_out else None)
     sides: tuple[list[int], list[int]] = ([], [])
     for number in formatter.fitting(rows, too_long):
@@ -111,11 +131,16 @@ def _split(
     for name, side in zip(("train", "held-out"), sides, strict=True):
         if not side and (name == "train" or options.held_out):
             raise _empty_side(options, formatter.limits, len(rows), too_long.skipped, name)
-    tables = [TablePrompts(rows, np.asarray(side, dtype=np.int64), formatter, seed, too_long, key) for side in sides]
+    tables = [
+        TablePrompts(rows, np.asarray(side, dtype=np.int64), formatter, seed, too_long, key)
+        for side in sides
+    ]
     return PromptSplit(tables[0], tables[1] if options.held_out else None)
 
 
-def _empty_side(options: PromptOptions, limits: PromptLimits, rows: int, skipped: int, side: str) -> PromptError:
+def _empty_side(
+    options: PromptOptions, limits: PromptLimits, rows: int, skipped: int, side: str
+) -> PromptError:
     source = options.path or options.task
     if not rows:
         return PromptError(f"{source} has no rows", "give a file with prompts")
@@ -129,14 +154,16 @@ def _empty_side(options: PromptOptions, limits: PromptLimits, rows: int, skipped
 
 
 def is_held_out(given: str | list[Message], seed: int, share: float) -> bool:
-    """Whether a prompt belongs to the held-out side: by a hash of its text and the seed, uniform on [0, 1)."""
+    """Whether a prompt belongs to the held-out side: by a hash of its text and the seed, uniform on
+    [0, 1)."""
     text = given if isinstance(given, str) else json.dumps(given, sort_keys=True)
     digest = hashlib.blake2b(f"{seed}:{text}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") < share * 2**64
 
 
 class TablePrompts:
-    """The rows ``chosen`` (int64 [n]) of a table, shuffled in each epoch of ``size`` prompts, unless the options refuse."""
+    """The rows ``chosen`` (int64 [n]) of a table, shuffled in each epoch of ``size`` prompts,
+    unless the options refuse."""
 
     def __init__(
         self,
@@ -147,10 +174,15 @@ class TablePrompts:
         too_long: LongPrompts,
         key: str = "prompts",
     ) -> None:
-        self._rows, self._formatter, self._key = rows, formatter, key
-        self.too_long, self.size = too_long, len(chosen)
+        self._rows = rows
+        self._formatter = formatter
+        self._key = key
+        self.too_long = too_long
+        self.size = len(chosen)
         # Groups in flight span two epochs at most, unless an epoch is tiny.
-        self._order = lru_cache(2)(lambda epoch: np.random.default_rng([seed, epoch]).permutation(chosen))
+        self._order = lru_cache(2)(
+            lambda epoch: np.random.default_rng([seed, epoch]).permutation(chosen)
+        )
         if not formatter.options.shuffle:
             self._order = lru_cache(1)(lambda epoch: chosen)
 
@@ -164,8 +196,11 @@ class TablePrompts:
 
 
 class ProceduralPrompts:
-    """Rows that a function makes of their numbers. A ``seq`` whose row is on the other side, or is skipped as too long, gets
-    the next of its own draws, so that it depends on no other ``seq``."""
+    """Rows that a function makes of their numbers.
+
+    A ``seq`` whose row is on the other side, or is skipped as too long, gets the next of its own
+    draws, so that it depends on no other ``seq``.
+    """
 
     def __init__(
         self,
@@ -176,7 +211,10 @@ class ProceduralPrompts:
         *,
         held_out: bool,
     ) -> None:
-        self._row, self._formatter, self._seed, self._held_out = row, formatter, seed, held_out
+        self._row = row
+        self._formatter = formatter
+        self._seed = seed
+        self._held_out = held_out
         self.too_long = too_long
 
     def epochs(self, seq: int) -> dict[str, int]:
@@ -184,9 +222,11 @@ class ProceduralPrompts:
 
     def prompt(self, seq: int) -> Prompt:
         formatter = self._formatter
-        share, task = formatter.options.held_out, formatter.options.task
+        share = formatter.options.held_out
+        task = formatter.options.task
         for number in range(seq, seq + PROCEDURAL_ATTEMPTS * ATTEMPT_STRIDE, ATTEMPT_STRIDE):
-            row, where = self._row(number), f"row {number} of {task}"
+            row = self._row(number)
+            where = f"row {number} of {task}"
             if is_held_out(formatter.given(row, where), self._seed, share) != self._held_out:
                 continue
             if (prompt := formatter.bounded(row, where, self.too_long)) is not None:
@@ -194,13 +234,15 @@ class ProceduralPrompts:
         raise PromptError(
             f"{task} made no {'held-out' if self._held_out else 'training'} prompt for group {seq} "
             f"in {PROCEDURAL_ATTEMPTS} draws",
-            f"change held_out = {share}, or give the task more different prompts, or raise the limit "
-            f"of {formatter.limits.tokens} tokens ({formatter.limits.why})",
+            f"change held_out = {share}, or give the task more different prompts, or raise the "
+            f"limit of {formatter.limits.tokens} tokens ({formatter.limits.why})",
         )
 
 
 def places_of(weights: Sequence[float]) -> list[int]:
-    """Return how many numbers of a block each source gets, at least one. Exact where :data:`LARGEST_BLOCK` allows it.
+    """Return how many numbers of a block each source gets, at least one.
+
+    Exact where :data:`LARGEST_BLOCK` allows it.
 
     >>> places_of([3, 1]), places_of([0.5, 0.25, 0.25]), sum(places_of([1, 2**0.5]))
     ([3, 1], [2, 1, 1], 1000)
@@ -225,12 +267,20 @@ class MixedPrompts:
     """A :class:`PromptSource` that takes each number's prompt from one of ``sources``."""
 
     def __init__(
-        self, sources: Sequence[PromptSource], weights: Sequence[float], seed: int, too_long: LongPrompts
+        self,
+        sources: Sequence[PromptSource],
+        weights: Sequence[float],
+        seed: int,
+        too_long: LongPrompts,
     ) -> None:
-        self.sources, self.too_long, self._places = list(sources), too_long, places_of(weights)
+        self.sources = list(sources)
+        self.too_long = too_long
+        self._places = places_of(weights)
         block = np.repeat(np.arange(len(sources)), self._places)
         # Groups in flight span two blocks at most, unless a block is tiny.
-        self._order = lru_cache(2)(lambda number: np.random.default_rng([seed, number, len(block)]).permutation(block))
+        self._order = lru_cache(2)(
+            lambda number: np.random.default_rng([seed, number, len(block)]).permutation(block)
+        )
 
     def prompt(self, seq: int) -> Prompt:
         block, place = divmod(seq, sum(self._places))

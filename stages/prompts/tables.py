@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.compat.extras import extra
-from stages.prompts.files import PromptError, Row, existing, kind_of, lines, open_file, parse_line, path_error
+from stages.prompts.files import (
+    PromptError,
+    Row,
+    existing,
+    kind_of,
+    lines,
+    open_file,
+    parse_line,
+    path_error,
+)
 from stages.prompts.options import PromptOptions
 from stages.prompts.rows.splits import DataFiles, choose_split, data_files
 from stages.prompts.tasks import TASKS
@@ -23,13 +32,14 @@ MOST_GENERATED = 1_000_000  # rows of a reasoning_gym task with a size
 
 
 class Table:
-    """``rows`` by their numbers: anything with ``len`` that returns mappings by number. ``about`` says for people which
-    files they are of."""
+    """``rows`` by their numbers: anything with ``len`` that returns mappings by number. ``about``
+    says for people which files they are of."""
 
     about = ""
 
     def __init__(self, rows: Any, name: str) -> None:
-        self._rows, self._name = rows, name
+        self._rows = rows
+        self._name = name
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -40,7 +50,9 @@ class Table:
         except PromptError:
             raise
         except Exception as error:
-            raise PromptError(f"{self.where(number)} cannot be read ({error!r})", "correct it") from error
+            raise PromptError(
+                f"{self.where(number)} cannot be read ({error!r})", "correct it"
+            ) from error
         return row
 
     def where(self, number: int) -> str:
@@ -54,7 +66,8 @@ class Table:
 
 def open_rows(options: PromptOptions, seed: int) -> Table | Callable[[int], Row]:
     """Open the rows of a source. Raises PromptError."""
-    path, task = str(options.path), str(options.task)
+    path = str(options.path)
+    task = str(options.task)
     try:
         match options.source:
             case "external" | None:
@@ -63,7 +76,9 @@ def open_rows(options: PromptOptions, seed: int) -> Table | Callable[[int], Row]
             case "jsonl":
                 return JsonRows(_files(path, options.split, ".jsonl"))
             case "parquet":
-                return ParquetRows(Path(path), _files(path, options.split, ".parquet"), options.leave_out)
+                return ParquetRows(
+                    Path(path), _files(path, options.split, ".parquet"), options.leave_out
+                )
             case "datasets":
                 return Table(_dataset(path, options.split, options.leave_out), path)
             case "reasoning_gym":
@@ -72,9 +87,13 @@ def open_rows(options: PromptOptions, seed: int) -> Table | Callable[[int], Row]
                 return _builtin(task, options.config, options.column, seed)
     except PromptError:
         raise
-    except Exception as error:  # of a library that reads a file, or of a function that returns a dataset
+    except (
+        Exception
+    ) as error:  # of a library that reads a file, or of a function that returns a dataset
         source = path if options.path else task
-        raise PromptError(f"{source} cannot be read ({type(error).__name__}: {error})", "correct it") from error
+        raise PromptError(
+            f"{source} cannot be read ({type(error).__name__}: {error})", "correct it"
+        ) from error
 
 
 class JsonRows(Table):
@@ -82,7 +101,9 @@ class JsonRows(Table):
 
     def __init__(self, of: DataFiles) -> None:
         super().__init__(list[Row | None](), "")
-        self._files, self._lines, self._ends = of.files, array("q"), list[int]()
+        self._files = of.files
+        self._lines = array("q")
+        self._ends = list[int]()
         for path in of.files:
             for number, line in lines(path):
                 row = None if line is None else parse_line(line, f"{path}, line {number}")
@@ -103,15 +124,20 @@ class JsonRows(Table):
 
 
 class ParquetRows(Table):
-    """Rows of Parquet files: Arrow columns, of which one row at a time becomes Python values. Files may differ in columns,
-    and folders below ``path`` named ``name=value`` are a column. Columns in ``leave_out`` are not read."""
+    """Rows of Parquet files: Arrow columns, of which one row at a time becomes Python values.
+
+    Files may differ in columns, and folders below ``path`` named ``name=value`` are a column.
+    Columns in ``leave_out`` are not read.
+    """
 
     def __init__(self, path: Path, of: DataFiles, leave_out: Sequence[str]) -> None:
         with extra("data"):
             import pyarrow.dataset
             import pyarrow.parquet
 
-        self._files, self._ends, schemas = of.files, list[int](), []
+        self._files = of.files
+        self._ends = list[int]()
+        schemas = []
         for file in of.files:
             with open_file(file) as opened, pyarrow.parquet.ParquetFile(opened) as parquet:
                 schemas.append(parquet.schema_arrow.remove_metadata())
@@ -120,7 +146,9 @@ class ParquetRows(Table):
         options = {"format": "parquet", "partitioning": "hive", "partition_base_dir": str(base)}
         names = [str(file.expanduser()) for file in of.files]
         found = pyarrow.dataset.dataset(names, **options)
-        schema = pyarrow.unify_schemas([*schemas, found.schema.remove_metadata()], promote_options="permissive")
+        schema = pyarrow.unify_schemas(
+            [*schemas, found.schema.remove_metadata()], promote_options="permissive"
+        )
         columns = [name for name in schema.names if name not in leave_out]
         rows = pyarrow.dataset.dataset(names, schema=schema, **options).to_table(columns=columns)
         super().__init__(rows.combine_chunks(), str(path))
@@ -160,13 +188,21 @@ def _dataset(path: str, split: str | None, leave_out: Sequence[str]) -> Any:
         choose_split(path, split, None)
     library = type(dataset).__module__.partition(".")[0]
     if library == "pandas" and hasattr(dataset, "to_dict"):
-        dataset = dataset.drop(columns=[name for name in leave_out if name in dataset]).to_dict("records")
+        dataset = dataset.drop(columns=[name for name in leave_out if name in dataset]).to_dict(
+            "records"
+        )
     elif library == "pyarrow" and hasattr(dataset, "to_pylist"):
-        dataset = dataset.select([name for name in dataset.schema.names if name not in leave_out]).to_pylist()
+        dataset = dataset.select(
+            [name for name in dataset.schema.names if name not in leave_out]
+        ).to_pylist()
     if hasattr(dataset, "remove_columns"):
-        dataset = dataset.remove_columns([name for name in leave_out if name in dataset.column_names])
+        dataset = dataset.remove_columns(
+            [name for name in leave_out if name in dataset.column_names]
+        )
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise PromptError(f"{path} gave a {type(dataset).__name__}", "rows must be reachable by number")
+        raise PromptError(
+            f"{path} gave a {type(dataset).__name__}", "rows must be reachable by number"
+        )
     return dataset
 
 
@@ -186,7 +222,8 @@ def dataset_function(path: str) -> Callable[[], Any]:
         [problem] = error.problems
         raise PromptError(problem.wrong, problem.fix, problem.key, path) from error
     if not callable(function):
-        wrong, fix = f"is a {type(function).__name__}", "name a function that returns a dataset"
+        wrong = f"is a {type(function).__name__}"
+        fix = "name a function that returns a dataset"
         raise PromptError(wrong, fix, "prompts.path", path)
     return function  # type: ignore[no-any-return]
 
@@ -200,16 +237,20 @@ def _builtin(task: str, config: Mapping[str, Any], column: str, seed: int) -> Ca
     return lambda number: _rename_prompt(make(number, seed, **config), column)
 
 
-def _reasoning_gym(task: str, config: Mapping[str, Any], column: str, seed: int) -> Table | Callable[[int], Row]:
+def _reasoning_gym(
+    task: str, config: Mapping[str, Any], column: str, seed: int
+) -> Table | Callable[[int], Row]:
     with extra("quickstart"):
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
 
     if task not in DATASETS:
-        wrong, fix = "is not a task of reasoning_gym", f"it has {sorted(DATASETS)}"
+        wrong = "is not a task of reasoning_gym"
+        fix = f"it has {sorted(DATASETS)}"
         raise PromptError(wrong, fix, "prompts.task", task)
     check_size(config)
-    # Its tasks draw row i from seed + i: neighbouring seeds must not give the same rows, shifted by one.
+    # Its tasks draw row i from seed + i: neighbouring seeds must not give the same rows, shifted by
+    # one.
     spread = int.from_bytes(hashlib.blake2b(f"{seed}".encode(), digest_size=4).digest(), "big") >> 1
     try:
         dataset = reasoning_gym.create_dataset(task, **{"seed": spread, **config})
@@ -221,7 +262,8 @@ def _reasoning_gym(task: str, config: Mapping[str, Any], column: str, seed: int)
             entry = dataset[number]
         except IndexError as error:
             raise PromptError(
-                f"reasoning_gym's {task} has no row {number} ({error})", "it is a table: give its size in config"
+                f"reasoning_gym's {task} has no row {number} ({error})",
+                "it is a table: give its size in config",
             ) from error
         metadata = _with_text_keys(entry["metadata"])  # numbers are keys in some tasks
         return _rename_prompt(entry | {"prompt": entry["question"], "metadata": metadata}, column)
@@ -232,10 +274,12 @@ def _reasoning_gym(task: str, config: Mapping[str, Any], column: str, seed: int)
 
 
 def check_size(config: Mapping[str, Any]) -> None:
-    """Raises PromptError when a reasoning_gym task is to be a table of more than :data:`MOST_GENERATED` rows."""
+    """Raises PromptError when a reasoning_gym task is to be a table of more than
+    :data:`MOST_GENERATED` rows."""
     size = config.get("size")
     if isinstance(size, int) and size > MOST_GENERATED:
-        wrong, fix = f"is more than {MOST_GENERATED} rows", "leave it out: then the task never ends"
+        wrong = f"is more than {MOST_GENERATED} rows"
+        fix = "leave it out: then the task never ends"
         raise PromptError(wrong, fix, "prompts.config.size", size)
 
 

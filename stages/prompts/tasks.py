@@ -1,7 +1,7 @@
 """Built-in tasks, which make prompts, and built-in reward functions, which score the responses.
 
-A task is a pure function ``f(number, seed, **config) -> row``: a prompt and the columns that its reward needs. A reward
-function has TRL's signature (see :mod:`stages.rewards.stage`).
+A task is a pure function ``f(number, seed, **config) -> row``: a prompt and the columns that its
+reward needs. A reward function has TRL's signature (see :mod:`stages.rewards.stage`).
 """
 
 from __future__ import annotations
@@ -29,23 +29,30 @@ def repeat(
     seed: int,
     *,
     length: Annotated[int, Field(ge=1, description="`repeat`: letters of the answer.")] = 4,
-    letters: Annotated[str, Field(min_length=1, description="`repeat`: letters to choose from.")] = "abcdefgh",
+    letters: Annotated[
+        str, Field(min_length=1, description="`repeat`: letters to choose from.")
+    ] = "abcdefgh",
 ) -> dict[str, str]:
-    """Make a row such as ``be=`` with the answer ``bbbb``: the first of two letters, ``length`` times. A model with random
-    weights learns it in seconds when ``max_tokens`` is ``length``, as it need not learn to stop."""
+    """Make a row such as ``be=`` with the answer ``bbbb``: the first of two letters, ``length``
+    times. A model with random weights learns it in seconds when ``max_tokens`` is ``length``, as it
+    need not learn to stop."""
     if not 1 <= length <= LONGEST or not letters:
-        raise ValueError(f"repeat: length = {length}, letters = {letters!r}; one at least, and a length <= {LONGEST}")
+        raise ValueError(
+            f"repeat: length = {length}, letters = {letters!r}; one at least, and a "
+            f"length <= {LONGEST}"
+        )
     first, other = random.Random(f"repeat:{seed}:{number}").choices(letters, k=2)
     return {"prompt": f"{first}{other}=", "answer": first * length}
 
 
 TASKS: dict[str, Callable[..., dict[str, Any]]] = {"repeat": repeat}
-CONFIGS: dict[str, type[BaseModel]] = {name: options_model(task) for name, task in TASKS.items()}  # of prompts.config
+# of prompts.config
+CONFIGS: dict[str, type[BaseModel]] = {name: options_model(task) for name, task in TASKS.items()}
 
 
 def spelling(completions: Completions, answer: list[Any], **_: Any) -> list[float | None]:
-    """The share of characters that are right and in their place; superfluous characters count as wrong. An answer that is
-    no text is its JSON. A row without an answer has no score."""
+    """The share of characters that are right and in their place; superfluous characters count as
+    wrong. An answer that is no text is its JSON. A row without an answer has no score."""
     return [
         None if wanted is None else _spelling(text(completion), json_text(wanted))
         for completion, wanted in zip(completions, answer, strict=True)
@@ -58,7 +65,8 @@ def _spelling(response: str, wanted: str) -> float:
 
 
 def arithmetic(completions: Completions, answer: list[Any], **_: Any) -> list[float | None]:
-    """How well a response answers with a number, in grades, so that there is always a better response to learn.
+    """How well a response answers with a number, in grades, so that there is always a better
+    response to learn.
 
     ==========  ============================================================================================
     1.0         the response is the right number and nothing else (a full stop may follow)
@@ -87,9 +95,10 @@ def _arithmetic(completion: str, wanted: Sequence[Number]) -> float:
 
 
 def exact_number(completions: Completions, answer: list[Any], **_: Any) -> list[float | None]:
-    """1.0 when a response answers with the number of the row, whatever other text there is, else 0.0. That is the number in
-    the last ``\\boxed{}``, in ``<answer>`` tags, or after ``####``, else the last one (:mod:`stages.rewards.answers`). The
-    answer is a number, a text with one, or a list of which one is to be met. A row without an answer has no score."""
+    """1.0 when a response answers with the number of the row, whatever other text there is, else
+    0.0. That is the number in the last ``\\boxed{}``, in ``<answer>`` tags, or after ``####``, else
+    the last one (:mod:`stages.rewards.answers`). The answer is a number, a text with one, or a list
+    of which one is to be met. A row without an answer has no score."""
     return [
         None if wanted is None else float(_is_right(text(completion), number_of(wanted)))
         for completion, wanted in zip(completions, answer, strict=True)
@@ -104,8 +113,8 @@ def _is_right(completion: str, wanted: Sequence[Number]) -> bool:
 def reasoning_gym(
     completions: Completions, question: list[Any], answer: list[Any], metadata: list[Any], **_: Any
 ) -> list[float]:
-    """The score that the reasoning_gym task of the question gives to the text inside ``<answer>`` tags, or to the whole
-    response when it has none."""
+    """The score that the reasoning_gym task of the question gives to the text inside ``<answer>``
+    tags, or to the whole response when it has none."""
     columns = zip(completions, question, answer, metadata, strict=True)
     return [_reasoning_gym(tagged(text(completion)), *row) for completion, *row in columns]
 
@@ -113,8 +122,15 @@ def reasoning_gym(
 def _reasoning_gym(response: str, question: Any, answer: Any, metadata: Any) -> float:
     about = json.loads(metadata) if isinstance(metadata, str) else metadata
     if not isinstance(about, dict) or "source_dataset" not in about:
-        raise TypeError(f"metadata: {metadata!r:.100} does not name a task; give the row that reasoning_gym made")
-    entry = {"question": question, "answer": None if answer is None else json_text(answer), "metadata": about}
+        raise TypeError(
+            f"metadata: {metadata!r:.100} does not name a task; give the row that "
+            f"reasoning_gym made"
+        )
+    entry = {
+        "question": question,
+        "answer": None if answer is None else json_text(answer),
+        "metadata": about,
+    }
     return float(_scorer(about["source_dataset"])(response, entry))
 
 
@@ -124,19 +140,28 @@ REWARDS: dict[str, Callable[..., Any]] = {
     "reasoning_gym": reasoning_gym,
     "spelling": spelling,
 }
-HARMLESS = frozenset({"arithmetic", "exact_number", "spelling"})  # of a few operations on texts: called in the worker
-COMPUTED = frozenset({"arithmetic", "exact_number"})  # … but not with expressions: a library computes them
+# of a few operations on texts: called in the worker
+HARMLESS = frozenset({"arithmetic", "exact_number", "spelling"})
+# … but not with expressions: a library computes them
+COMPUTED = frozenset({"arithmetic", "exact_number"})
 
 
 def has_expression(completion: str | list[dict[str, str]], answer: Any) -> bool:
-    """Whether a library would compute what a response answers with, or what its row has for an answer."""
+    """Whether a library would compute what a response answers with, or what its row has for an
+    answer."""
     answers = answer if isinstance(answer, list) else [answer]
-    return any(is_computed(value) for value in (text(completion), *answers) if isinstance(value, str))
+    return any(
+        is_computed(value) for value in (text(completion), *answers) if isinstance(value, str)
+    )
 
 
 def text(completion: str | list[dict[str, str]]) -> str:
     """The text of a completion: a string, or messages."""
-    return completion if isinstance(completion, str) else "".join(message["content"] for message in completion)
+    return (
+        completion
+        if isinstance(completion, str)
+        else "".join(message["content"] for message in completion)
+    )
 
 
 def json_text(value: Any) -> str:
@@ -145,7 +170,8 @@ def json_text(value: Any) -> str:
 
 
 def last_number(response: str) -> str | None:
-    """The last number in ``response`` without its thousands commas; a minus sign between operands is not part of it."""
+    """The last number in ``response`` without its thousands commas; a minus sign between operands
+    is not part of it."""
     number = read_number(response)
     return None if number is None else number.text
 

@@ -1,5 +1,5 @@
-"""The prompt in a row, the template that string prompts are put into, and the file of a chat template. No tokenizer is
-needed."""
+"""The prompt in a row, the template that string prompts are put into, and the file of a chat
+template. No tokenizer is needed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ Piece = tuple[str, str | None, str | None, str | None]
 
 WIDEST = 1000  # characters to which a template may pad a column
 LARGEST_CHAT_TEMPLATE = 2**20  # bytes
-ALWAYS_SET = ("messages", "add_generation_prompt")  # variables of a chat template that each prompt sets
+# variables of a chat template that each prompt sets
+ALWAYS_SET = ("messages", "add_generation_prompt")
 
 
 def parse_template(template: str) -> list[Piece]:
@@ -28,19 +29,25 @@ def parse_template(template: str) -> list[Piece]:
             raise ValueError(f"{{{name}!{conversion}}} is not a known conversion")
         if name is not None and (name == "" or name[0].isdigit()):
             raise ValueError(f"{{{name}}} names no column")
-        if spec and ("{" in spec or any(int(number) > WIDEST for number in re.findall(r"\d+", spec))):
+        if spec and (
+            "{" in spec or any(int(number) > WIDEST for number in re.findall(r"\d+", spec))
+        ):
             raise ValueError(f"{{{name}:{spec}}} pads to more than {WIDEST} characters")
     return pieces
 
 
 def fill_template(pieces: Sequence[Piece], fields: Row, most: int, where: str) -> str:
-    """Return the last ``most`` characters of what ``str.format`` makes of a template; a longer text is not built. Raises
-    PromptError, which names the row by ``where``."""
-    formatter, parts, room = string.Formatter(), list[str](), most
+    """Return the last ``most`` characters of what ``str.format`` makes of a template; a longer text
+    is not built. Raises PromptError, which names the row by ``where``."""
+    formatter = string.Formatter()
+    parts = list[str]()
+    room = most
     try:
         for literal, name, spec, conversion in reversed(pieces):
             if name is not None:
-                value = formatter.convert_field(formatter.get_field(name, (), fields)[0], conversion)
+                value = formatter.convert_field(
+                    formatter.get_field(name, (), fields)[0], conversion
+                )
                 parts.append(formatter.format_field(value, spec or ""))
                 room -= len(parts[-1])
             parts.append(literal)
@@ -50,7 +57,8 @@ def fill_template(pieces: Sequence[Piece], fields: Row, most: int, where: str) -
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise PromptError(
             f"does not fit {where}: {error!r}",
-            f"it may name 'prompt' and {sorted(map(str, fields))}, and a brace of its own is written twice",
+            f"it may name 'prompt' and {sorted(map(str, fields))}, and a brace of its own is "
+            f"written twice",
             "prompts.template",
         ) from error
     return "".join(reversed(parts))[-most:]
@@ -58,7 +66,8 @@ def fill_template(pieces: Sequence[Piece], fields: Row, most: int, where: str) -
 
 def read_chat_template(path: str) -> str:
     """Return the text of the Jinja file ``path``. Raises PromptError."""
-    key, fix = "prompts.chat_template", "give a Jinja file"
+    key = "prompts.chat_template"
+    fix = "give a Jinja file"
     try:
         file = Path(path).expanduser()
         if (kind := kind_of(file)) != "a file":
@@ -72,16 +81,20 @@ def read_chat_template(path: str) -> str:
 
 
 def check_chat_options(template: str, options: Mapping[str, Any]) -> None:
-    """Raises PromptError for options of a chat template that it does not read, and for those that each prompt sets."""
+    """Raises PromptError for options of a chat template that it does not read, and for those that
+    each prompt sets."""
     from jinja2 import Environment, TemplateSyntaxError
 
     try:
         tokens = Environment().lex(template)  # noqa: S701  (nothing is rendered)
         names = {text for _, kind, text in tokens if kind == "name"}
     except TemplateSyntaxError as error:
-        raise PromptError(f"the chat template is not Jinja ({error}, line {error.lineno})", "correct it") from None
+        raise PromptError(
+            f"the chat template is not Jinja ({error}, line {error.lineno})", "correct it"
+        ) from None
     for name in options:
-        key, value = f"prompts.chat_template_options.{name}", options[name]
+        key = f"prompts.chat_template_options.{name}"
+        value = options[name]
         if name in ALWAYS_SET:
             raise PromptError("is set for each prompt", "take it out", key, value)
         if name not in names:
@@ -90,12 +103,19 @@ def check_chat_options(template: str, options: Mapping[str, Any]) -> None:
 
 
 def prompt_in(row: Mapping[str, Any], column: str, where: str) -> str | list[Message]:
-    """Return the prompt in a row's ``column``: a string, or messages. Raises PromptError for anything else."""
+    """Return the prompt in a row's ``column``: a string, or messages.
+
+    Raises PromptError for anything else.
+    """
     if column not in row:
-        has, whole = f"it has {sorted(map(str, row))}", [name for name, value in row.items() if _is_conversation(value)]
+        has = f"it has {sorted(map(str, row))}"
+        whole = [name for name, value in row.items() if _is_conversation(value)]
         fix = "set prompts.column"
         if whole:
-            fix += f", or train whole conversations with algorithm.name = 'sft' and prompts.responses = {whole[:1]}"
+            fix += (
+                f", or train whole conversations with algorithm.name = 'sft' and "
+                f"prompts.responses = {whole[:1]}"
+            )
         raise PromptError(f"{where} has no column {column!r} ({has:.200})", fix)
     given = row[column]
     if isinstance(given, str) and given:
@@ -104,13 +124,17 @@ def prompt_in(row: Mapping[str, Any], column: str, where: str) -> str | list[Mes
         return [dict(message) for message in given]
     raise PromptError(
         f"{where} has {given!r:.200} in column {column!r}",
-        "a prompt is a string that is not empty, or a list of messages {'role': ..., 'content': ...}",
+        "a prompt is a string that is not empty, or a list of messages {'role': ..., 'content': "
+        "...}",
     )
 
 
-def with_prompt(row: Mapping[str, Any], column: str, responses: Sequence[str], where: str) -> dict[str, Any]:
-    """Return ``row``; where it has no prompt and its only response is a whole conversation, as in TRL's language modeling
-    data, with the messages before the assistant's first as the prompt. Raises PromptError where there are none."""
+def with_prompt(
+    row: Mapping[str, Any], column: str, responses: Sequence[str], where: str
+) -> dict[str, Any]:
+    """Return ``row``; where it has no prompt and its only response is a whole conversation, as in
+    TRL's language modeling data, with the messages before the assistant's first as the prompt.
+    Raises PromptError where there are none."""
     if column in row or len(responses) != 1 or not _is_conversation(row.get(responses[0])):
         return dict(row)
     messages = row[responses[0]]
@@ -124,28 +148,40 @@ def with_prompt(row: Mapping[str, Any], column: str, responses: Sequence[str], w
     return {**row, column: messages[:first]}
 
 
-def responses_in(row: Mapping[str, Any], columns: Sequence[str], where: str) -> list[str | list[Message]]:
-    """Return the responses in a row's ``columns``: each a string, or messages that end with one of the assistant. Raises
-    PromptError for anything else."""
+def responses_in(
+    row: Mapping[str, Any], columns: Sequence[str], where: str
+) -> list[str | list[Message]]:
+    """Return the responses in a row's ``columns``: each a string, or messages that end with one of
+    the assistant. Raises PromptError for anything else."""
     found: list[str | list[Message]] = []
     for column in columns:
         given = row.get(column)
         if isinstance(given, str):
             found.append(given)
-        elif isinstance(given, list) and given and all(map(_is_message, given)) and given[-1]["role"] == "assistant":
+        elif (
+            isinstance(given, list)
+            and given
+            and all(map(_is_message, given))
+            and given[-1]["role"] == "assistant"
+        ):
             found.append([dict(message) for message in given])
         else:
             raise PromptError(
                 f"{where} has {given!r:.200} in column {column!r}",
-                "a response is a string, or a list of messages that ends with one of the assistant; "
-                "correct the row, or prompts.responses",
+                "a response is a string, or a list of messages that ends with one of the "
+                "assistant; correct the row, or prompts.responses",
             )
     return found
 
 
-def turns_of(response: str | list[Message], prompts: Sequence[Sequence[Message]], where: str) -> list[Message]:
-    """Return a response as messages, the first and the last of the assistant. Messages that repeat one of ``prompts``, forms
-    of the prompt, at the beginning are left out: data sets of pairs have whole conversations. Raises PromptError."""
+def turns_of(
+    response: str | list[Message], prompts: Sequence[Sequence[Message]], where: str
+) -> list[Message]:
+    """Return a response as messages, the first and the last of the assistant.
+
+    Messages that repeat one of ``prompts``, forms of the prompt, at the beginning are left out:
+    data sets of pairs have whole conversations. Raises PromptError.
+    """
     if isinstance(response, str):
         return [{"role": "assistant", "content": response}]
     for prompt in prompts:
@@ -166,4 +202,8 @@ def _is_conversation(value: Any) -> bool:
 
 
 def _is_message(value: Any) -> bool:
-    return isinstance(value, Mapping) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
+    return (
+        isinstance(value, Mapping)
+        and isinstance(value.get("role"), str)
+        and isinstance(value.get("content"), str)
+    )

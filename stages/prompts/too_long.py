@@ -1,4 +1,5 @@
-"""Counts the prompts of a source that were too long, and lists them in a file of the run's folder."""
+"""Counts the prompts of a source that were too long, and lists them in a file of the run's
+folder."""
 
 from __future__ import annotations
 
@@ -14,8 +15,11 @@ log = structlog.get_logger()
 
 
 class LongPrompts:
-    """Prompts that were too long, each counted once as ``skipped`` or ``cut``. The first :data:`MOST_LISTED` are listed in
-    ``path``, a JSON object a line; a file that cannot be written is a warning."""
+    """Prompts that were too long, each counted once as ``skipped`` or ``cut``.
+
+    The first :data:`MOST_LISTED` are listed in ``path``, a JSON object a line; a file that cannot
+    be written is a warning.
+    """
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
@@ -24,7 +28,8 @@ class LongPrompts:
         self._append = False
 
     def resume(self) -> None:
-        """Continue the file of an earlier process, for a source without an end, which is never read as a whole."""
+        """Continue the file of an earlier process, for a source without an end, which is never read
+        as a whole."""
         self._append = True
         if self.path is None or not self.path.is_file():
             return
@@ -36,15 +41,24 @@ class LongPrompts:
                 continue
 
     def add(self, where: str, length: str, action: str) -> None:
-        """Count the prompt at ``where``. ``length`` describes how long it is; ``action`` is "skipped" or "cut"."""
-        if not self._count(where, action) or self.path is None or self.skipped + self.cut > MOST_LISTED:
+        """Count the prompt at ``where``.
+
+        ``length`` describes how long it is; ``action`` is "skipped" or "cut".
+        """
+        if (
+            not self._count(where, action)
+            or self.path is None
+            or self.skipped + self.cut > MOST_LISTED
+        ):
             return
         try:
             with self.path.open("a" if self._append else "w", encoding="utf-8") as file:
                 file.write(json.dumps({"where": where, "length": length, "done": action}) + "\n")
             self._append = True
         except OSError as error:
-            log.warning("prompts that are too long cannot be listed", path=str(self.path), reason=str(error))
+            log.warning(
+                "prompts that are too long cannot be listed", path=str(self.path), reason=str(error)
+            )
             self.path = None
 
     def _count(self, where: str, action: str) -> bool:

@@ -1,16 +1,20 @@
-"""Exchange of messages between ranks in rounds: through shared memory on one node, else by collectives of the group.
+"""Exchange of messages between ranks in rounds: through shared memory on one node, else by
+collectives of the group.
 
     SharedExchange   pack ─▶ a bucket that all ranks have mapped ─▶ meet (a byte to each rank) ─▶ unpack from the others
     GroupExchange    pack ─▶ a bucket ─▶ all-to-all (gloo, nccl, hccl) ─▶ a bucket ─▶ unpack
 
-Both have two buckets. Round k uses number k mod 2, so a rank packs one while the other is in flight. Shared buckets are
-memory files without a name, and pipes; the other ranks open them below ``/proc/PID/fd``, which the kernel permits to the
-same user. So a killed rank leaves nothing behind, and the end of a rank is noticed at once.
+Both have two buckets. Round k uses number k mod 2, so a rank packs one while the other is in
+flight. Shared buckets are memory files without a name, and pipes; the other ranks open them below
+``/proc/PID/fd``, which the kernel permits to the same user. So a killed rank leaves nothing behind,
+and the end of a rank is noticed at once.
 
-Rounds are made in order, the same on every rank: fill ``room(k)``, ``start(k)``, then ``messages(k - 1)``, which are valid
-until the next ``room``. These raise RuntimeError or OSError when a rank has ended or is late.
+Rounds are made in order, the same on every rank: fill ``room(k)``, ``start(k)``, then ``messages(k
+- 1)``, which are valid until the next ``room``. These raise RuntimeError or OSError when a rank has
+  ended or is late.
 
-Ranks meet by writing a byte into a pipe. gloo's smallest collective would wake a second thread of each rank.
+Ranks meet by writing a byte into a pipe. gloo's smallest collective would wake a second thread of
+each rank.
 """
 
 from __future__ import annotations
@@ -34,14 +38,19 @@ import torch.distributed as dist
 from pipeline.warehouse.arena import shared_memory_directory
 from stages.resharding.plan import Round
 
-Move = tuple[str, tuple[slice, ...], slice, tuple[int, ...]]  # of a tensor's part, to or from a place in flat values
+# of a tensor's part, to or from a place in flat values
+Move = tuple[str, tuple[slice, ...], slice, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class Part:
-    """A rank's part in one round. ``sends`` and ``receives``: elements of ``dtype`` by peer. ``begins``: where the message
-    for this rank begins in each peer's bucket; messages are ordered by receiver. ``packed``: parts of source tensors with
-    their place in this rank's bucket. ``unpacked``: parts of target tensors with their sender and place in its message."""
+    """A rank's part in one round.
+
+    ``sends`` and ``receives``: elements of ``dtype`` by peer. ``begins``: where the message for
+    this rank begins in each peer's bucket; messages are ordered by receiver. ``packed``: parts of
+    source tensors with their place in this rank's bucket. ``unpacked``: parts of target tensors
+    with their sender and place in its message.
+    """
 
     dtype: torch.dtype
     sends: list[int]
@@ -61,15 +70,20 @@ class Part:
 
 def part_of(rank: int, slices: Round, world: int) -> Part:
     """Returns the part of ``rank`` in the round ``slices``."""
-    sends, receives, begins = [0] * world, [0] * world, [0] * world
-    packed, unpacked, at = [], [], 0
+    sends = [0] * world
+    receives = [0] * world
+    begins = [0] * world
+    packed = []
+    unpacked = []
+    at = 0
     for s in sorted((s for s in slices if s.sender == rank), key=lambda s: s.receiver):
         count = prod(s.sizes)
         packed.append((s.source, part_index(s.source_at, s.sizes), slice(at, at + count), s.sizes))
         sends[s.receiver] += count
         at += count
     for s in slices:
-        count, at = prod(s.sizes), receives[s.sender]
+        count = prod(s.sizes)
+        at = receives[s.sender]
         if s.receiver == rank:
             move = (s.target, part_index(s.target_at, s.sizes), slice(at, at + count), s.sizes)
             unpacked.append((s.sender, move))
@@ -85,18 +99,26 @@ def part_index(at: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[slice, ...]
 
 
 def temporary_bytes(parts: Sequence[Part]) -> int:
-    """Bytes of the buckets of an exchange; what lies in shared memory counts for its sender and its receiver."""
+    """Bytes of the buckets of an exchange; what lies in shared memory counts for its sender and its
+    receiver."""
     return sum(max((part.nbytes for part in parts[lane::2]), default=0) for lane in (0, 1))
 
 
 def connect(
-    parts: Sequence[Part], rank: int, *, device: torch.device, group: dist.ProcessGroup | None, deadline: float
+    parts: Sequence[Part],
+    rank: int,
+    *,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+    deadline: float,
 ) -> Exchange:
-    """Returns the exchange that all ranks of ``group`` use: shared memory when the tensors are on the CPU and every rank can
-    open that of all others, else the group. ``deadline``: seconds for a round, and for this call."""
+    """Returns the exchange that all ranks of ``group`` use: shared memory when the tensors are on
+    the CPU and every rank can open that of all others, else the group. ``deadline``: seconds for a
+    round, and for this call."""
     if device.type != "cpu":
         return GroupExchange(parts, device, group, deadline)
-    world, shared = dist.get_world_size(group), None
+    world = dist.get_world_size(group)
+    shared = None
     announced = [0] * (6 + 2 * world)
     with ExitStack() as undo:
         with suppress(OSError):  # the others hear zeros then
@@ -104,7 +126,10 @@ def connect(
             undo.callback(shared.close)
             announced = shared.announced
         announcements = torch.zeros(world, len(announced), dtype=torch.int64)
-        _wait(dist.all_gather([*announcements], torch.tensor(announced), group=group, async_op=True), deadline)
+        _wait(
+            dist.all_gather([*announcements], torch.tensor(announced), group=group, async_op=True),
+            deadline,
+        )
         reached = torch.tensor([int(shared is not None and shared.reach(announcements.tolist()))])
         _wait(dist.all_reduce(reached, dist.ReduceOp.MIN, group=group, async_op=True), deadline)
         if shared is not None and reached:
@@ -119,13 +144,22 @@ def _wait(work: Any, deadline: float) -> None:
 
 
 class GroupExchange:
-    """All-to-alls of the group. On gloo they are as fast as batches of sends and receives at 4 MiB, and faster below."""
+    """All-to-alls of the group.
+
+    On gloo they are as fast as batches of sends and receives at 4 MiB, and faster below.
+    """
 
     def __init__(
-        self, parts: Sequence[Part], device: torch.device, group: dist.ProcessGroup | None, deadline: float
+        self,
+        parts: Sequence[Part],
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+        deadline: float,
     ) -> None:
         self.name: str = dist.get_backend(group)
-        self._parts, self._group, self._deadline = parts, group, deadline
+        self._parts = parts
+        self._group = group
+        self._deadline = deadline
         sizes = [max((part.nbytes for part in parts[lane::2]), default=0) for lane in (0, 1)]
         self._buckets = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
         self._flying: list[Any] = [None, None]
@@ -158,17 +192,21 @@ class GroupExchange:
 
 
 class SharedExchange:
-    """Buckets in shared memory, for ranks of one user on one node. Raises OSError when the node has too little shared memory
-    or is not Linux.
+    """Buckets in shared memory, for ranks of one user on one node.
 
-    All ranks meet before each round but the first, and before the last one is unpacked. A rank that has arrived has packed
-    the previous round and unpacked the one before it, so that round's bucket can be packed again.
+    Raises OSError when the node has too little shared memory or is not Linux.
+
+    All ranks meet before each round but the first, and before the last one is unpacked. A rank that
+    has arrived has packed the previous round and unpacked the one before it, so that round's bucket
+    can be packed again.
     """
 
     name = "shared memory"
 
     def __init__(self, parts: Sequence[Part], rank: int, world: int, deadline: float) -> None:
-        self._parts, self._rank, self._deadline = parts, rank, deadline
+        self._parts = parts
+        self._rank = rank
+        self._deadline = deadline
         lanes = [max((part.sent_bytes for part in parts[lane::2]), default=0) for lane in (0, 1)]
         second = -(-lanes[0] // mmap.PAGESIZE) * mmap.PAGESIZE
         nbytes = second + max(lanes[1], 1)
@@ -180,7 +218,8 @@ class SharedExchange:
             node = UUID(Path("/proc/sys/kernel/random/boot_id").read_text().strip()).int >> 65
             memory = os.open(shared_memory_directory(), os.O_TMPFILE | os.O_RDWR, 0o600)
             self._open.append(memory)
-            os.posix_fallocate(memory, 0, nbytes)  # a full directory is an error here and not a signal later
+            # a full directory is an error here and not a signal later
+            os.posix_fallocate(memory, 0, nbytes)
             pipes = []
             for _ in range(world):
                 incoming, outgoing = os.pipe()
@@ -194,7 +233,10 @@ class SharedExchange:
             raise
 
     def reach(self, announcements: Sequence[Sequence[int]]) -> bool:
-        """Map the buckets of all ranks and open their pipes. Returns False when one cannot be opened."""
+        """Map the buckets of all ranks and open their pipes.
+
+        Returns False when one cannot be opened.
+        """
         try:
             for node, pid, memory, identity, second, nbytes, *pipes in announcements:
                 if node != self.announced[0]:
@@ -216,7 +258,10 @@ class SharedExchange:
         return self._open[-1]
 
     def reached(self) -> None:
-        """Called when all ranks have opened everything. From then on the end of a rank closes its pipes."""
+        """Called when all ranks have opened everything.
+
+        From then on the end of a rank closes its pipes.
+        """
         for one in {*self._open}.difference(self._incoming, self._outgoing):
             os.close(one)
         self._open = [*self._incoming, *self._outgoing]
@@ -233,9 +278,11 @@ class SharedExchange:
     def messages(self, number: int) -> Sequence[torch.Tensor]:
         if number == len(self._parts) - 1:
             self._meet()
-        part, found = self._parts[number], []
+        part = self._parts[number]
+        found = []
         for buckets, begin, size in zip(self._buckets, part.begins, part.receives, strict=True):
-            first, nbytes = begin * part.dtype.itemsize, size * part.dtype.itemsize
+            first = begin * part.dtype.itemsize
+            nbytes = size * part.dtype.itemsize
             found.append(buckets[number % 2][first : first + nbytes].view(part.dtype))
         return found
 

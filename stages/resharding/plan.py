@@ -1,4 +1,5 @@
-"""The plan from one layout to another: the slices that each rank gets from other ranks, and the memory that it takes.
+"""The plan from one layout to another: the slices that each rank gets from other ranks, and the
+memory that it takes.
 
     Placement (train) ─┐               ┌─ slices that a rank has itself: copied locally
                        ├─ plan_reshard ┤
@@ -10,7 +11,8 @@
                        buckets          │    │██           │                 │
                                     train  gather          generate     prefetch
 
-Arithmetic on placements only: it needs no process and no device, and gives all bytes that a swap moves and allocates.
+Arithmetic on placements only: it needs no process and no device, and gives all bytes that a swap
+moves and allocates.
 """
 
 from __future__ import annotations
@@ -37,8 +39,9 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A box of ``parameter`` to be sent: ``sizes`` elements at ``source_at`` of the sender's local tensor ``source`` become
-    those at ``target_at`` of the receiver's ``target``, in the target's ``dtype``."""
+    """A box of ``parameter`` to be sent: ``sizes`` elements at ``source_at`` of the sender's local
+    tensor ``source`` become those at ``target_at`` of the receiver's ``target``, in the target's
+    ``dtype``."""
 
     parameter: str
     sender: int
@@ -60,8 +63,9 @@ Round = tuple[Slice, ...]
 
 @dataclass(frozen=True)
 class ReshardPlan:
-    """``slices``: everything that has to arrive, once. ``rounds``: the slices that travel between ranks, split so that in
-    each round no rank sends and receives more than ``bucket_bytes`` together. A round has one dtype."""
+    """``slices``: everything that has to arrive, once. ``rounds``: the slices that travel between
+    ranks, split so that in each round no rank sends and receives more than ``bucket_bytes``
+    together. A round has one dtype."""
 
     source: Placement
     target: Placement
@@ -94,9 +98,10 @@ class ReshardPlan:
 
     @cached_property
     def temporary(self) -> tuple[int, ...]:
-        """The largest temporary buffers of each rank in bytes: its two largest consecutive rounds, which are in flight
-        together."""
-        buffers = [[0] * self.world, [0] * self.world]  # as many bytes as the fullest of every second round
+        """The largest temporary buffers of each rank in bytes: its two largest consecutive rounds,
+        which are in flight together."""
+        # as many bytes as the fullest of every second round
+        buffers = [[0] * self.world, [0] * self.world]
         for number, slices in enumerate(self.rounds):
             load = self._sums((rank, s.nbytes) for s in slices for rank in (s.sender, s.receiver))
             buffers[number % 2] = list(map(max, buffers[number % 2], load))
@@ -110,23 +115,34 @@ class ReshardPlan:
 
 
 def plan_reshard(
-    source: Placement, target: Placement, *, bucket_bytes: int = BUCKET_BYTES, ranks_per_node: int | None = None
+    source: Placement,
+    target: Placement,
+    *,
+    bucket_bytes: int = BUCKET_BYTES,
+    ranks_per_node: int | None = None,
 ) -> ReshardPlan:
-    """Returns the plan that fills ``target`` from ``source``. A rank first uses its own slices, then those of a rank of its
-    node (``ranks_per_node`` neighbours; None: one node), then any; among equals the sender with the fewest bytes so far.
+    """Returns the plan that fills ``target`` from ``source``.
 
-    Raises :class:`PlanError` when the source lacks something, and for a bucket smaller than an element.
+    A rank first uses its own slices, then those of a rank of its node (``ranks_per_node``
+    neighbours; None: one node), then any; among equals the sender with the fewest bytes so far.
+
+    Raises :class:`PlanError` when the source lacks something, and for a bucket smaller than an
+    element.
     """
     widest = max((t.dtype.itemsize for rank in target.ranks for t in rank), default=1)
     if bucket_bytes < 2 * widest:
-        raise PlanError(f"bucket_bytes: {bucket_bytes} cannot hold an element of {widest} bytes; use 1 MiB or more")
+        raise PlanError(
+            f"bucket_bytes: {bucket_bytes} cannot hold an element of {widest} bytes; "
+            f"use 1 MiB or more"
+        )
     node = ranks_per_node or max(source.world, target.world)
     slices = tuple(_slices(source, target, node))
     crossing = [s for s in slices if s.sender != s.receiver]
     return ReshardPlan(source, target, slices, tuple(_rounds(crossing, bucket_bytes)), bucket_bytes)
 
 
-# --- senders ----------------------------------------------------------------------------------------------------------
+# --- senders
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,16 +160,22 @@ def _places(placement: Placement) -> dict[str, dict[int, list[_Place]]]:
     for rank, tensors in enumerate(placement.ranks):
         for tensor in tensors:
             for piece in tensor.pieces:
-                found[piece.parameter].setdefault(rank, []).append(_Place(tensor.name, piece, tensor.dtype))
+                found[piece.parameter].setdefault(rank, []).append(
+                    _Place(tensor.name, piece, tensor.dtype)
+                )
     return found
 
 
 def _slices(source: Placement, target: Placement, node: int) -> Iterator[Slice]:
-    sources, targets = _places(source), _places(target)
+    sources = _places(source)
+    targets = _places(target)
     sent: dict[int, int] = defaultdict(int)
     for parameter, wanted in targets.items():
         if parameter not in sources:
-            raise PlanError(f"parameter {parameter!r}: the source layout has none of it; both must be of one model")
+            raise PlanError(
+                f"parameter {parameter!r}: the source layout has none of it; both must "
+                f"be of one model"
+            )
         have = sources[parameter]
         boxes: dict[Box, list[tuple[int, _Place]]] = defaultdict(list)
         for rank, places in have.items():
@@ -161,7 +183,9 @@ def _slices(source: Placement, target: Placement, node: int) -> Iterator[Slice]:
                 boxes[place.piece.box].append((rank, place))
         for receiver, places in wanted.items():
             for place in places:
-                yield from _cover(parameter, receiver, place, have.get(receiver, ()), boxes, node, sent)
+                yield from _cover(
+                    parameter, receiver, place, have.get(receiver, ()), boxes, node, sent
+                )
 
 
 def _cover(
@@ -188,37 +212,58 @@ def _cover(
             at = missing.index(box)
             missing[at : at + 1] = subtract(box, common)
             sizes = tuple(end - start for start, end in common)
-            source_at, target_at = _offset(common, held.piece), _offset(common, place.piece)
+            source_at = _offset(common, held.piece)
+            target_at = _offset(common, place.piece)
             yield Slice(
-                parameter, sender, receiver, sizes, held.tensor, source_at, place.tensor, target_at, place.dtype
+                parameter,
+                sender,
+                receiver,
+                sizes,
+                held.tensor,
+                source_at,
+                place.tensor,
+                target_at,
+                place.dtype,
             )
 
     for held in own:
         yield from take(receiver, held)
     if not missing:
         return
-    offers = [min(holders, key=distance) for box, holders in boxes.items() if intersect(box, place.piece.box)]
+    offers = [
+        min(holders, key=distance)
+        for box, holders in boxes.items()
+        if intersect(box, place.piece.box)
+    ]
     for sender, theirs in sorted(offers, key=distance):
         for s in take(sender, theirs):
             sent[sender] += s.nbytes
             yield s
     if missing:
         raise PlanError(
-            f"parameter {parameter!r}: no rank of the source layout has {missing[0]}; both must be of one model"
+            f"parameter {parameter!r}: no rank of the source layout has {missing[0]}; both must be "
+            f"of one model"
         )
 
 
 def _offset(box: Box, piece: Piece) -> tuple[int, ...]:
     """Where ``box``, a part of the piece's box, begins in the piece's local tensor."""
-    return tuple(at + start - first for (start, _), (first, _), at in zip(box, piece.box, piece.at, strict=True))
+    return tuple(
+        at + start - first
+        for (start, _), (first, _), at in zip(box, piece.box, piece.at, strict=True)
+    )
 
 
-# --- rounds ----------------------------------------------------------------------------------------------------------
+# --- rounds
+# --------------------------------------------------------------------------------------------------
 
 
 def _rounds(slices: Sequence[Slice], bucket_bytes: int) -> Iterator[Round]:
-    """Build rounds in which the pairs of ranks with the most bytes left come first. A slice is split where the room ends. A
-    pair first gets half a bucket, so that an odd number of ranks leaves none without a partner, and then the rest."""
+    """Build rounds in which the pairs of ranks with the most bytes left come first.
+
+    A slice is split where the room ends. A pair first gets half a bucket, so that an odd number of
+    ranks leaves none without a partner, and then the rest.
+    """
     for dtype in dict.fromkeys(s.dtype for s in slices):
         waiting: dict[tuple[int, int], list[Slice]] = defaultdict(list)
         left: dict[int, int] = defaultdict(int)  # bytes before each rank
@@ -233,7 +278,11 @@ def _rounds(slices: Sequence[Slice], bucket_bytes: int) -> Iterator[Round]:
             made: list[Slice] = []
             for share in (bucket_bytes // 2, bucket_bytes):
                 for pair in pairs:
-                    for s in _taken(waiting[pair], min(share, room[pair[0]], room[pair[1]]), bucket_bytes // _CRUMB):
+                    for s in _taken(
+                        waiting[pair],
+                        min(share, room[pair[0]], room[pair[1]]),
+                        bucket_bytes // _CRUMB,
+                    ):
                         made.append(s)
                         for rank in pair:
                             room[rank] -= s.nbytes
@@ -243,7 +292,8 @@ def _rounds(slices: Sequence[Slice], bucket_bytes: int) -> Iterator[Round]:
 
 
 def _taken(queue: list[Slice], room: int, crumb: int) -> Iterator[Slice]:
-    """Take slices off the end of ``queue`` while they fit into ``room`` bytes; the rest of a split slice is put back."""
+    """Take slices off the end of ``queue`` while they fit into ``room`` bytes; the rest of a split
+    slice is put back."""
     while queue and room and room >= crumb:
         head, rest = _fit(queue.pop(), room)
         queue += reversed(rest)
@@ -254,7 +304,8 @@ def _taken(queue: list[Slice], room: int, crumb: int) -> Iterator[Slice]:
 
 
 def _fit(part: Slice, room: int) -> tuple[Slice | None, list[Slice]]:
-    """The first part of ``part`` that fits into ``room`` bytes, if any, and the rest of it, in order."""
+    """The first part of ``part`` that fits into ``room`` bytes, if any, and the rest of it, in
+    order."""
     if part.nbytes <= room:
         return part, []
     for dim, size in enumerate(part.sizes):
@@ -279,7 +330,8 @@ def _along(part: Slice, dim: int, start: int, end: int) -> Slice:
     )
 
 
-# --- memory ----------------------------------------------------------------------------------------------------------
+# --- memory
+# --------------------------------------------------------------------------------------------------
 
 
 class Phase(StrEnum):
@@ -295,8 +347,11 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True)
 class PhaseMemory:
-    """Bytes of one phase, each by rank. ``live``: device memory at most; ``after``: at its end; ``temporary``: of ``live``,
-    buckets; ``received``: from other ranks; ``host``: between device and host."""
+    """Bytes of one phase, each by rank.
+
+    ``live``: device memory at most; ``after``: at its end; ``temporary``: of ``live``, buckets;
+    ``received``: from other ranks; ``host``: between device and host.
+    """
 
     phase: Phase
     live: tuple[int, ...]
@@ -307,28 +362,37 @@ class PhaseMemory:
 
 
 def adamw_bytes(placement: Placement, *, gradients: bool = True) -> tuple[int, ...]:
-    """Bytes of gradients and of AdamW's two moments by rank, all in the weights' dtype. Without ``gradients``: between two
-    steps of an engine that frees them."""
+    """Bytes of gradients and of AdamW's two moments by rank, all in the weights' dtype.
+
+    Without ``gradients``: between two steps of an engine that frees them.
+    """
     return tuple((2 + gradients) * placement.nbytes(rank) for rank in range(placement.world))
 
 
 def memory(plan: ReshardPlan, state_bytes: Sequence[int]) -> tuple[PhaseMemory, ...]:
-    """Device memory of every rank in every phase of an allgather-swap. ``state_bytes``: gradients and optimizer state, by
-    rank (:func:`adamw_bytes`, or counted)."""
+    """Device memory of every rank in every phase of an allgather-swap.
+
+    ``state_bytes``: gradients and optimizer state, by rank (:func:`adamw_bytes`, or counted).
+    """
     ranks = range(plan.world)
     nothing = tuple(0 for _ in ranks)
     weights = tuple(plan.source.nbytes(rank) for rank in ranks)
     state = tuple(state_bytes[rank] if rank < len(state_bytes) else 0 for rank in ranks)
     rollout = tuple(plan.target.nbytes(rank) for rank in ranks)
-    training, both = _add(weights, state), _add(weights, rollout)
+    training = _add(weights, state)
+    both = _add(weights, rollout)
     return (
         PhaseMemory(Phase.TRAIN, training, training, nothing, nothing, nothing),
         PhaseMemory(Phase.OFFLOAD_STATE, training, weights, nothing, nothing, state),
-        PhaseMemory(Phase.GATHER, _add(both, plan.temporary), both, plan.temporary, plan.received, nothing),
+        PhaseMemory(
+            Phase.GATHER, _add(both, plan.temporary), both, plan.temporary, plan.received, nothing
+        ),
         PhaseMemory(Phase.OFFLOAD_WEIGHTS, both, rollout, nothing, nothing, weights),
         PhaseMemory(Phase.GENERATE, rollout, rollout, nothing, nothing, nothing),
         # Rollout weights are let go before the first training byte comes back.
-        PhaseMemory(Phase.PREFETCH, tuple(map(max, rollout, training)), training, nothing, nothing, training),
+        PhaseMemory(
+            Phase.PREFETCH, tuple(map(max, rollout, training)), training, nothing, nothing, training
+        ),
     )
 
 
@@ -337,43 +401,57 @@ def _add(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
 
 
 def redundant_if_naive(plan: ReshardPlan) -> tuple[int, ...]:
-    """Bytes of training weights that the naive way (gather, slice, keep both) leaves on each rank beside the rollout
-    weights. A rollout tensor that is a contiguous part of one training tensor of its rank can be a view of it, so those
-    bytes are not redundant."""
+    """Bytes of training weights that the naive way (gather, slice, keep both) leaves on each rank
+    beside the rollout weights. A rollout tensor that is a contiguous part of one training tensor of
+    its rank can be a view of it, so those bytes are not redundant."""
     redundant = [plan.source.nbytes(rank) for rank in range(plan.world)]
     arriving: dict[tuple[int, str], list[Slice]] = defaultdict(list)
     for s in plan.slices:
         arriving[s.receiver, s.target].append(s)
     have = {(rank, t.name): t for rank, tensors in enumerate(plan.source.ranks) for t in tensors}
     for rank, tensors in enumerate(plan.target.ranks):
-        viewed: set[tuple[str, tuple[int, ...]]] = set()  # two views of the same bytes save them once
+        # two views of the same bytes save them once
+        viewed: set[tuple[str, tuple[int, ...]]] = set()
         for tensor in tensors:
             places = {
-                (s.sender, s.source, tuple(a - b for a, b in zip(s.source_at, s.target_at, strict=True)))
+                (
+                    s.sender,
+                    s.source,
+                    tuple(a - b for a, b in zip(s.source_at, s.target_at, strict=True)),
+                )
                 for s in arriving[rank, tensor.name]
             }
             if len(places) == 1:
                 ((sender, name, at),) = places
-                if sender == rank and have[rank, name].dtype == tensor.dtype and (name, at) not in viewed:
+                if (
+                    sender == rank
+                    and have[rank, name].dtype == tensor.dtype
+                    and (name, at) not in viewed
+                ):
                     redundant[rank] -= tensor.nbytes
                     viewed.add((name, at))
     return tuple(redundant)
 
 
 def redundant_eq3(model: ModelState, train: Layout, rollout: Layout) -> float:
-    """Redundant bytes on all ranks by MindSpeed RL (arXiv 2507.19017), Eq. 3: GDP · (TW / UTP + EW / GEP), with GDP and GEP
-    of generation, UTP of the update, TW the bytes that tensor parallelism splits, EW those of experts.
+    """Redundant bytes on all ranks by MindSpeed RL (arXiv 2507.19017), Eq. 3: GDP · (TW / UTP + EW
+    / GEP), with GDP and GEP of generation, UTP of the update, TW the bytes that tensor parallelism
+    splits, EW those of experts.
 
-    It holds when the update does not shard over data-parallel ranks, and generation has one tensor-parallel rank and twice
-    the update's expert parallelism; :func:`redundant_general` has no such condition.
+    It holds when the update does not shard over data-parallel ranks, and generation has one
+    tensor-parallel rank and twice the update's expert parallelism; :func:`redundant_general` has no
+    such condition.
     """
     return rollout.dp_replicate * (model.split_bytes / train.tp + model.expert_bytes / rollout.ep)
 
 
 def redundant_general(model: ModelState, train: Layout, rollout: Layout) -> float:
-    """Redundant bytes on all ranks: N · (TW / UTP + EW · (1 / UEP − 1 / GEP)). UTP and UEP count every split, also over
-    data-parallel shards. It assumes that generation splits the dense weights in another way, and that each rank trains the
-    experts with which it generates; :func:`redundant_if_naive` counts the real bytes."""
+    """Redundant bytes on all ranks: N · (TW / UTP + EW · (1 / UEP − 1 / GEP)).
+
+    UTP and UEP count every split, also over data-parallel shards. It assumes that generation splits
+    the dense weights in another way, and that each rank trains the experts with which it generates;
+    :func:`redundant_if_naive` counts the real bytes.
+    """
     dense = model.split_bytes / (train.tp * train.fsdp)
     experts = model.expert_bytes * max(0.0, 1 / train.expert_parts - 1 / rollout.expert_parts)
     return train.world * (dense + experts)

@@ -1,14 +1,15 @@
-"""Allgather-swap: training and generation take turns on the same devices, and neither leaves weights in device memory.
+"""Allgather-swap: training and generation take turns on the same devices, and neither leaves
+weights in device memory.
 
     TRAINING ── to_rollout() ──▶ GENERATING ── prefetch() ──▶ RETURNING ── ready() ──▶ TRAINING
         │                            ▲
         │ 1. gradients, optimizer state ─▶ host arena         3. training weights ─▶ host arena
         └ 2. slices from all ranks ─▶ two buckets in turn ─▶ the rollout's tensors
 
-``prefetch`` returns at once: the bytes come back in a thread (CPU) or a side stream (accelerator) beside the inference
-stages, and ``ready`` waits for the rest. A tensor keeps its identity: its storage is resized to 0 and back, so modules,
-optimizers and DTensors that hold it do not change. When a step to generation fails, the training state is restored before
-the error is raised.
+``prefetch`` returns at once: the bytes come back in a thread (CPU) or a side stream (accelerator)
+beside the inference stages, and ``ready`` waits for the rest. A tensor keeps its identity: its
+storage is resized to 0 and back, so modules, optimizers and DTensors that hold it do not change.
+When a step to generation fails, the training state is restored before the error is raised.
 """
 
 from __future__ import annotations
@@ -37,8 +38,11 @@ Watch = Callable[[Phase], None]
 
 
 class SwapError(RuntimeError):
-    """A swap failed. The message names the rank and the reason. The training state is on the device, or in the arena from
-    which it can be restored."""
+    """A swap failed.
+
+    The message names the rank and the reason. The training state is on the device, or in the arena
+    from which it can be restored.
+    """
 
 
 class State(Enum):
@@ -47,11 +51,13 @@ class State(Enum):
     RETURNING = "returning"
 
 
-# --- tensors of a rank -----------------------------------------------------------------------------------------------
+# --- tensors of a rank
+# -----------------------------------------------------------------------------------------------
 
 
 def local_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters of ``model`` by name as this rank holds them, tied ones once: local tensors of DTensors, or all."""
+    """The parameters of ``model`` by name as this rank holds them, tied ones once: local tensors of
+    DTensors, or all."""
     return {name: local_part(parameter.detach()) for name, parameter in model.named_parameters()}
 
 
@@ -71,12 +77,16 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def live_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the storages of ``tensors``, shared ones once. A storage that was resized to 0 has none."""
+    """Bytes of the storages of ``tensors``, shared ones once.
+
+    A storage that was resized to 0 has none.
+    """
     return sum(storage.nbytes() for storage in _storages(tensors))
 
 
 def separate(parameters: Iterable[nn.Parameter]) -> None:
-    """Give each of ``parameters`` a storage of its own that can be resized: a model read from files may have mapped them."""
+    """Give each of ``parameters`` a storage of its own that can be resized: a model read from files
+    may have mapped them."""
     for parameter in parameters:
         storage = parameter.untyped_storage()
         if not storage.resizable() or storage.nbytes() != parameter.nbytes:
@@ -102,12 +112,15 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-# --- host memory -----------------------------------------------------------------------------------------------------
+# --- host memory
+# --------------------------------------------------------------------------------------------------
 
 
 class Arena:
-    """Host memory for the storages of a rank: one allocation, reused, and enlarged when needed. Page-locked where copies are
-    faster that way."""
+    """Host memory for the storages of a rank: one allocation, reused, and enlarged when needed.
+
+    Page-locked where copies are faster that way.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -120,14 +133,19 @@ class Arena:
         return self._memory.numel()
 
     def reserve(self, storages: Sequence[torch.UntypedStorage]) -> None:
-        """Make room for ``storages``, before any of them is stored. Raises ValueError for one that cannot be resized."""
+        """Make room for ``storages``, before any of them is stored.
+
+        Raises ValueError for one that cannot be resized.
+        """
         if not all(storage.resizable() for storage in storages):
             raise ValueError(
-                "weights, state: a storage cannot be resized, because numpy or another process shares it; train on a clone"
+                "weights, state: a storage cannot be resized, because numpy or another process "
+                "shares it; train on a clone"
             )
         needed = sum(_padded(storage.nbytes()) for storage in storages)
         if needed > self.nbytes:
-            self._memory = torch.empty(0, dtype=torch.uint8)  # the old one first, so that both are never there
+            # the old one first, so that both are never there
+            self._memory = torch.empty(0, dtype=torch.uint8)
             self._memory = devices.host_empty(needed, self.device)
 
     def store(self, storages: Iterable[torch.UntypedStorage]) -> int:
@@ -135,7 +153,9 @@ class Arena:
         stored = []
         for storage in storages:
             if nbytes := storage.nbytes():
-                self._memory[self._used : self._used + nbytes].copy_(_bytes(storage), non_blocking=True)
+                self._memory[self._used : self._used + nbytes].copy_(
+                    _bytes(storage), non_blocking=True
+                )
                 stored.append((storage, self._used, nbytes))
                 self._used += _padded(nbytes)
         devices.synchronize(self.device)
@@ -145,7 +165,8 @@ class Arena:
         return sum(nbytes for _, _, nbytes in stored)
 
     def allocate(self) -> None:
-        """Give the stored storages their device memory again. Can be called again after a failure."""
+        """Give the stored storages their device memory again. Can be called again after a
+        failure."""
         for storage, _, nbytes in self._away:
             if storage.nbytes() != nbytes:
                 storage.resize_(nbytes)
@@ -157,7 +178,8 @@ class Arena:
         with stream or nullcontext():
             for storage, offset, nbytes in self._away:
                 _bytes(storage).copy_(self._memory[offset : offset + nbytes], non_blocking=True)
-        self._away, self._used = [], 0
+        self._away = []
+        self._used = 0
 
     @property
     def used(self) -> int:
@@ -170,14 +192,16 @@ def _padded(nbytes: int) -> int:
 
 
 class Swap:
-    """One rank's swaps between the training tensors ``weights`` (by name, as in ``plan.source`` for ``rank``) and the
-    rollout's tensors ``rollout`` (by the names of ``plan.target``), which have memory only while GENERATING. It creates the
-    rollout's tensors, or uses those of an engine and empties their storages.
+    """One rank's swaps between the training tensors ``weights`` (by name, as in ``plan.source`` for
+    ``rank``) and the rollout's tensors ``rollout`` (by the names of ``plan.target``), which have
+    memory only while GENERATING. It creates the rollout's tensors, or uses those of an engine and
+    empties their storages.
 
-    ``state`` returns the present gradients and optimizer state (:func:`training_state`). ``device``: the device of all of
-    them; parts of ``state`` on other devices stay there. ``group`` has ``plan.world`` ranks, this one is number ``rank``.
-    ``deadline``: seconds for a round. ``watch`` is called at the end of each phase and after each round. Methods are called
-    from one thread, and on every rank of the group.
+    ``state`` returns the present gradients and optimizer state (:func:`training_state`).
+    ``device``: the device of all of them; parts of ``state`` on other devices stay there. ``group``
+    has ``plan.world`` ranks, this one is number ``rank``.
+    ``deadline``: seconds for a round. ``watch`` is called at the end of each phase and after each
+    round. Methods are called from one thread, and on every rank of the group.
     """
 
     def __init__(
@@ -199,11 +223,20 @@ class Swap:
         if rollout is not None:
             _check_tensors("rollout", targets, rollout, rank)
             _check_own(rollout)
-        self.plan, self.rank, self.device = plan, rank, device
-        self._weights, self._training_state = dict(weights), state
-        self._deadline, self._watch = deadline, watch
+        self.plan = plan
+        self.rank = rank
+        self.device = device
+        self._weights = dict(weights)
+        self._training_state = state
+        self._deadline = deadline
+        self._watch = watch
         self._gather = Gather(
-            plan, rank, device=device, group=group, deadline=deadline, watch=lambda: self._watch(Phase.GATHER)
+            plan,
+            rank,
+            device=device,
+            group=group,
+            deadline=deadline,
+            watch=lambda: self._watch(Phase.GATHER),
         )
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
@@ -212,18 +245,24 @@ class Swap:
         self.arena = Arena(device)
         self.state = State.TRAINING
         self.seconds: dict[Phase, float] = {}
-        """What each phase of the last swap took; PREFETCH the copies themselves, beside whatever else ran."""
+        """What each phase of the last swap took; PREFETCH the copies themselves, beside whatever
+        else ran."""
         self.waited = 0.0
         """Seconds that the last ``ready`` waited."""
         self.rollout: dict[str, torch.Tensor] = dict(rollout or {})
         empty(self.rollout.values())
         for tensor in targets if rollout is None else ():
-            self.rollout[tensor.name] = made = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+            self.rollout[tensor.name] = made = torch.empty(
+                tensor.shape, dtype=tensor.dtype, device=device
+            )
             empty([made])  # one after the other, as training has all of its memory now
 
     def to_rollout(self) -> Mapping[str, torch.Tensor]:
-        """Fill the rollout's tensors, and move the training state to host memory. Returns ``rollout``. Raises
-        :class:`SwapError` and restores everything when a rank does not answer or a checksum is wrong."""
+        """Fill the rollout's tensors, and move the training state to host memory.
+
+        Returns ``rollout``. Raises :class:`SwapError` and restores everything when a rank does not
+        answer or a checksum is wrong.
+        """
         self._expect(State.TRAINING, "to_rollout")
         weights = _storages(self._weights.values())
         training = {storage._cdata for storage in weights}
@@ -257,38 +296,49 @@ class Swap:
         return self.rollout
 
     def prefetch(self) -> None:
-        """Free the rollout's weights and start to restore the training state; returns at once. Raises the error of the
-        device's allocator when there is no room; the call can be repeated."""
+        """Free the rollout's weights and start to restore the training state; returns at once.
+
+        Raises the error of the device's allocator when there is no room; the call can be repeated.
+        """
         self._expect(State.GENERATING, "prefetch")
         devices.synchronize(self.device)  # generation may have used other streams
         empty(self.rollout.values())
-        self.arena.allocate()  # here and not on the thread: memory that one thread freed is not another's to reuse
+        # here and not on the thread: memory that one thread freed is not another's to reuse
+        self.arena.allocate()
         self.state = State.RETURNING
         if self._stream is None:
-            self._thread = threading.Thread(target=self._copy_back, name=f"prefetch-{self.rank}", daemon=True)
+            self._thread = threading.Thread(
+                target=self._copy_back, name=f"prefetch-{self.rank}", daemon=True
+            )
             self._thread.start()
         else:
             self._copy_back()
 
     def ready(self, timeout: float | None = None) -> None:
-        """Wait until the training state is restored (``timeout`` seconds, default the deadline); starts it when
-        :meth:`prefetch` was not called. Raises :class:`SwapError`."""
+        """Wait until the training state is restored (``timeout`` seconds, default the deadline);
+        starts it when :meth:`prefetch` was not called. Raises :class:`SwapError`."""
         if self.state is State.GENERATING:
             self.prefetch()
         self._expect(State.RETURNING, "ready")
-        started, limit = time.perf_counter(), self._deadline if timeout is None else timeout
+        started = time.perf_counter()
+        limit = self._deadline if timeout is None else timeout
         if self._thread is not None:
             self._thread.join(limit)
             if self._thread.is_alive():
-                raise SwapError(f"rank {self.rank}: the training state is not back within {limit:g} s; wait again")
+                raise SwapError(
+                    f"rank {self.rank}: the training state is not back within "
+                    f"{limit:g} s; wait again"
+                )
             self._thread = None
         if self._stream is not None:
             torch.accelerator.current_stream(self.device).wait_stream(self._stream)
             devices.synchronize(self.device)
         if (failure := self._failure) is not None:
-            self._failure, self.state = None, State.GENERATING  # the arena keeps its content
+            self._failure = None
+            self.state = State.GENERATING  # the arena keeps its content
             raise SwapError(
-                f"rank {self.rank}: the training state could not be brought back ({failure}); it is still in "
+                f"rank {self.rank}: the training state could not be brought back ({failure}); it "
+                f"is still in "
                 "host memory: call ready() again"
             ) from failure
         self.waited = time.perf_counter() - started
@@ -325,12 +375,13 @@ class Swap:
         state = [t for t in self._training_state() if t.device.type == self.device.type]
         return live_bytes([*self._weights.values(), *state])
 
-    # -----------------------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
 
     def _expect(self, state: State, call: str) -> None:
         if self.state is not state:
             raise RuntimeError(
-                f"{call}() while {self.state.value}; the order is to_rollout(), then prefetch(), then ready()"
+                f"{call}() while {self.state.value}; the order is to_rollout(), then prefetch(), "
+                f"then ready()"
             )
 
     @contextmanager
@@ -350,17 +401,23 @@ class Swap:
         self._copied = started, devices.mark(self._stream)
 
 
-def _check_tensors(what: str, tensors: Iterable[LocalTensor], given: Mapping[str, torch.Tensor], rank: int) -> None:
+def _check_tensors(
+    what: str, tensors: Iterable[LocalTensor], given: Mapping[str, torch.Tensor], rank: int
+) -> None:
     wanted = {tensor.name: tensor for tensor in tensors}
     if missing := sorted(wanted.keys() ^ given.keys()):
         where = "the plan" if missing[0] in given else what
-        raise ValueError(f"{what}: {missing[0]!r} is not in {where} of rank {rank}; lay out the model that is trained")
+        raise ValueError(
+            f"{what}: {missing[0]!r} is not in {where} of rank {rank}; lay out the "
+            f"model that is trained"
+        )
     for name, tensor in wanted.items():
         found = given[name]
         if tuple(found.shape) != tensor.shape or found.dtype != tensor.dtype:
             raise ValueError(
-                f"{what}: {name!r} is {found.dtype} {list(found.shape)} on rank {rank} where the plan has {tensor.dtype} "
-                f"{list(tensor.shape)}; give the local tensors of the layout that the plan was made from"
+                f"{what}: {name!r} is {found.dtype} {list(found.shape)} on rank {rank} where the "
+                f"plan has {tensor.dtype} {list(tensor.shape)}; give the local tensors of the "
+                f"layout that the plan was made from"
             )
 
 
@@ -369,5 +426,6 @@ def _check_own(tensors: Mapping[str, torch.Tensor]) -> None:
         storage = tensor.untyped_storage()
         if not storage.resizable() or storage.nbytes() not in (0, tensor.nbytes):
             raise ValueError(
-                f"rollout: {name!r} has no storage of its own that can be resized; give whole tensors, each a clone"
+                f"rollout: {name!r} has no storage of its own that can be resized; give whole "
+                f"tensors, each a clone"
             )

@@ -23,7 +23,9 @@ from typing import Any
 
 from pipeline.compat.extras import ExtraMissing, extra
 
-MOST_DIGITS, MOST_EXPONENT = 1000, 400  # of a number that is read; longer ones equal nothing
+# of a number that is read; longer ones equal nothing
+MOST_DIGITS = 1000
+MOST_EXPONENT = 400
 MOST_CHARACTERS = 300  # of an expression that math-verify reads
 SECONDS = 5.0  # that it may take
 MOST_POWER = 1000  # exponents in such an expression, multiplied
@@ -48,12 +50,14 @@ _POWERS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
 _CURRENCY = "$€£¥₹₽₩₺"
 _GROUP = r"(?:\d{1,3}(?:,\d{3})+|\d{1,2}(?:,\d{2})+,\d{3}|\d{1,3}(?:[\u2009'_]\d{3})+)"
 _DIGITS = (
-    rf"(?:{_GROUP}(?:\.\d+)?|\d{{1,3}}(?:\.\d{{3}}){{2,}}(?:,\d+)?|\d{{1,3}}\.\d{{3}},\d{{1,2}}|\d+(?:\.\d+)?|\.\d+)"
+    rf"(?:{_GROUP}(?:\.\d+)?|\d{{1,3}}(?:\.\d{{3}}){{2,}}(?:,\d+)?"
+    r"|\d{1,3}\.\d{3},\d{1,2}|\d+(?:\.\d+)?|\.\d+)"
 )
 _SIGN = r"(?:(?<![\w.)\]}%])[-+]|(?<!\d[ ])\b(?:minus|negative)[ ])"
 NUMBER = re.compile(
     rf"""(?P<sign>{_SIGN})?(?<![\w.])(?:(?P<whole>\d+)[ ](?=\d+/\d))?(?P<digits>{_DIGITS})(?![\d])
-    (?:[eE](?P<exponent>[-+]?\d+)|[ ]?[*x][ ]?10(?:\^|\*\*)(?P<power>[-+]?\d+)|(?:\^|\*\*)(?P<raised>[-+]?\d+))?
+    (?:[eE](?P<exponent>[-+]?\d+)|[ ]?[*x][ ]?10(?:\^|\*\*)(?P<power>[-+]?\d+)
+      |(?:\^|\*\*)(?P<raised>[-+]?\d+))?
     (?:[ ]?/[ ]?(?P<below>[-+]?{_DIGITS})(?![\d/]))?(?P<percent>[ ]?%|[ ]percent\b)?""",
     re.VERBOSE | re.IGNORECASE,
 )
@@ -63,7 +67,8 @@ _COMMAND = re.compile(r"\\[a-zA-Z]+|√|π")
 
 @dataclass(frozen=True)
 class Number:
-    """A number in a text. ``value`` is None where it cannot be held. ``text``: its characters, without separators.
+    """A number in a text. ``value`` is None where it cannot be held. ``text``: its characters,
+    without separators.
     ``is_near``: the value is rounded."""
 
     value: Fraction | None
@@ -72,7 +77,10 @@ class Number:
     is_near: bool = False
 
     def equals(self, other: Number) -> bool:
-        """Whether both say the same. A percentage is its number of hundredths as well as its value: 50 % is 50 and 0.5."""
+        """Whether both say the same.
+
+        A percentage is its number of hundredths as well as its value: 50 % is 50 and 0.5.
+        """
         near = self.is_near or other.is_near
         if self.is_percent == other.is_percent:
             return _equal(self.value, other.value, near)
@@ -82,12 +90,16 @@ class Number:
 
 
 def number_of(answer: Any) -> list[Number]:
-    """What a row's answer, a JSON value, allows: one number, or each number of a list. Raises TypeError for another type."""
+    """What a row's answer, a JSON value, allows: one number, or each number of a list.
+
+    Raises TypeError for another type.
+    """
     if isinstance(answer, list):
         return [number for one in answer for number in number_of(one)]
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         raise TypeError(
-            f"answer: {answer!r:.100} is a {type(answer).__name__}; a number, a text or a list of them is wanted"
+            f"answer: {answer!r:.100} is a {type(answer).__name__}; a number, a text or a list of "
+            f"them is wanted"
         )
     if isinstance(answer, str):
         number = read_number(answer)
@@ -99,8 +111,8 @@ def number_of(answer: Any) -> list[Number]:
 
 
 def is_computed(text: str) -> bool:
-    """Whether ``text`` answers with an expression, which :func:`read_number` has math-verify compute where it is installed
-    (:func:`computes`)."""
+    """Whether ``text`` answers with an expression, which :func:`read_number` has math-verify
+    compute where it is installed (:func:`computes`)."""
     part, is_marked = answer_part(text)
     return _is_expression(plain_text(part), is_marked)
 
@@ -144,7 +156,8 @@ def last_number(plain: str) -> Number | None:
 
 
 def answer_part(text: str) -> tuple[str, bool]:
-    """The marked answer in ``text``, and whether there is one: the last box, tag, or line after ####; else all of it."""
+    """The marked answer in ``text``, and whether there is one: the last box, tag, or line after
+    ####; else all of it."""
     for mark in (r"\boxed", r"\fbox"):
         begin = text.rfind(mark)
         content = _braced(text, begin + len(mark)) if begin >= 0 else None
@@ -192,7 +205,9 @@ def plain_text(text: str) -> str:
 
 def _number(match: re.Match[str]) -> Number:
     digits = match["digits"]
-    text = ("-" if (match["sign"] or "")[:1].lower() in ("-", "m", "n") and match["sign"] else "") + _joined(digits)
+    text = (
+        "-" if (match["sign"] or "")[:1].lower() in ("-", "m", "n") and match["sign"] else ""
+    ) + _joined(digits)
     try:
         value = _fraction(digits)
         if match["below"]:
@@ -213,7 +228,9 @@ def _number(match: re.Match[str]) -> Number:
     rest = match.group()[match.end("digits") - match.start() :]
     before = f"{match['whole']} " if match["whole"] else ""
     sign = text[: len(text) - len(_joined(digits))]
-    return Number(-value if sign else value, f"{sign}{before}{_joined(digits)}{rest}", bool(match["percent"]))
+    return Number(
+        -value if sign else value, f"{sign}{before}{_joined(digits)}{rest}", bool(match["percent"])
+    )
 
 
 def _fraction(digits: str) -> Fraction:
@@ -251,15 +268,19 @@ def _digit(character: str) -> str:
 
 
 def _superscripts(text: str) -> str:
-    return re.sub(r"(?<=[\d)])[⁻⁺]?[⁰¹²³⁴-⁹]+", lambda match: "^" + match.group().translate(_POWERS), text)
+    return re.sub(
+        r"(?<=[\d)])[⁻⁺]?[⁰¹²³⁴-⁹]+", lambda match: "^" + match.group().translate(_POWERS), text
+    )
 
 
 def _braced(text: str, begin: int) -> str | None:
-    """What stands in braces from ``begin`` on; None where they are not closed, or there are none."""
+    """What stands in braces from ``begin`` on; None where they are not closed, or there are
+    none."""
     opened = re.match(r"\s*\{", text[begin:])
     if opened is None:
         return None
-    depth, start = 0, begin + opened.end()
+    depth = 0
+    start = begin + opened.end()
     for at in range(start - 1, len(text)):
         depth += (text[at] == "{") - (text[at] == "}")
         if depth == 0:
@@ -267,13 +288,13 @@ def _braced(text: str, begin: int) -> str | None:
     return None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Expressions
 
 
 def _is_expression(plain: str, is_marked: bool) -> bool:
-    """Whether more than a number is to be computed: LaTeX is left over, or a marked answer has an operation. What is too
-    long is not."""
+    """Whether more than a number is to be computed: LaTeX is left over, or a marked answer has an
+    operation. What is too long is not."""
     if len(plain) > MOST_CHARACTERS:
         return False
     if _COMMAND.search(plain):
@@ -283,7 +304,8 @@ def _is_expression(plain: str, is_marked: bool) -> bool:
 
 
 def _evaluated(expression: str) -> Number | None:
-    """The value of ``expression`` by math-verify, to about 15 digits; None without the package, or for what has none."""
+    """The value of ``expression`` by math-verify, to about 15 digits; None without the package, or
+    for what has none."""
     math_verify = _math_verify()
     if math_verify is None:
         return None
@@ -299,20 +321,35 @@ def _evaluated(expression: str) -> Number | None:
                 right = getattr(result, "rhs", result)  # of an equation
                 if getattr(right, "is_number", False) and right.is_real:
                     value = right.evalf(20)
-                    return Number(_rational(right, value), expression.strip(), is_near=not right.is_Integer)
-    except (TimeLimit, ArithmeticError, ValueError, TypeError, AttributeError, RecursionError, MemoryError):
+                    return Number(
+                        _rational(right, value), expression.strip(), is_near=not right.is_Integer
+                    )
+    except (
+        TimeLimit,
+        ArithmeticError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+        MemoryError,
+    ):
         pass
     return None
 
 
 _COUNTS = re.compile(r"!|binom|\\choose|\\prod|\\sum|\\exp|\\Gamma")
 # Factorials and binomials of plain numbers with up to three digits; 999! has 2,565.
-_SMALL_COUNTS = re.compile(r"(?<![\d.)\]}!])\d{1,3}\s*!(?!\s*!)|binom\s*(\{\s*\d{1,3}\s*\}\s*){2}(?!\s*!)")
+_SMALL_COUNTS = re.compile(
+    r"(?<![\d.)\]}!])\d{1,3}\s*!(?!\s*!)|binom\s*(\{\s*\d{1,3}\s*\}\s*){2}(?!\s*!)"
+)
 
 
 def _is_small(latex: str) -> bool:
-    """Whether the integers that ``latex`` is computed with stay small. A power of large ones is a single operation, which no
-    time limit ends, and during which no other thread of the process runs."""
+    """Whether the integers that ``latex`` is computed with stay small.
+
+    A power of large ones is a single operation, which no time limit ends, and during which no other
+    thread of the process runs.
+    """
     product = 1
     for power in re.finditer(r"\^|\*\*", latex):
         exponent = _exponent(latex, power.end())
@@ -325,7 +362,8 @@ def _is_small(latex: str) -> bool:
 
 
 def _exponent(latex: str, begin: int) -> str:
-    """What stands from ``begin`` on as an exponent: all to the end of its brackets, or one token, with a power of it."""
+    """What stands from ``begin`` on as an exponent: all to the end of its brackets, or one token,
+    with a power of it."""
     depth = 0
     for at in range(begin, len(latex)):
         depth += (latex[at] in "{([") - (latex[at] in "})]")
@@ -351,7 +389,8 @@ def _math_verify() -> Any:
         return None
     import logging
 
-    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns that its own alarms are off
+    # it warns that its own alarms are off
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     return math_verify
 
 
@@ -361,9 +400,13 @@ class TimeLimit(BaseException):
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise :class:`TimeLimit` in this thread after ``seconds``. Unlike an alarm it works in any thread; like one it comes
-    between two instructions of Python, not inside a long one."""
-    thread, lock = ctypes.c_ulong(threading.get_ident()), threading.Lock()
+    """Raise :class:`TimeLimit` in this thread after ``seconds``.
+
+    Unlike an alarm it works in any thread; like one it comes between two instructions of Python,
+    not inside a long one.
+    """
+    thread = ctypes.c_ulong(threading.get_ident())
+    lock = threading.Lock()
     has_ended = False
 
     def end() -> None:

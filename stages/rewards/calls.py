@@ -1,4 +1,6 @@
-"""Calls of reward functions: how one is called, what it must return, and which code calls it. Importing this needs no torch.
+"""Calls of reward functions: how one is called, what it must return, and which code calls it.
+
+Importing this needs no torch.
 
 RewardSet ── call(name, arguments) ──▶ LocalCaller: in this process       (functions of the package, which are harmless)
                                   │                └ rows with an expression ─▶ a pool, in a sandbox (DividedCaller)
@@ -22,23 +24,30 @@ from stages.user_code import call, place_of
 Score = float | None | str  # None: the function does not apply; a text: why the row has no score
 Scores = list[Score]  # one for each row
 LARGEST = 3.4e38  # float32 holds it
-Arguments = Mapping[str, list[Any]]  # one value for each row, of each name; "completions" is always there
+# one value for each row, of each name; "completions" is always there
+Arguments = Mapping[str, list[Any]]
 
 
 class CallFailed(RuntimeError):
-    """A call of a reward function gave no scores. The message says why, as what follows the function's name; ``place`` is
-    the file and line, where known. ``shared``: the process ended while other calls ran in it too, which may be the cause.
-    ``misfit``: the function returned, and not one score for each row. Calls of single rows would hide that."""
+    """A call of a reward function gave no scores. The message says why, as what follows the
+    function's name; ``place`` is the file and line, where known. ``shared``: the process ended
+    while other calls ran in it too, which may be the cause.
+    ``misfit``: the function returned, and not one score for each row. Calls of single rows would
+    hide that."""
 
-    def __init__(self, message: str, place: str = "", *, shared: bool = False, misfit: bool = False) -> None:
+    def __init__(
+        self, message: str, place: str = "", *, shared: bool = False, misfit: bool = False
+    ) -> None:
         super().__init__(message)
-        self.place, self.shared, self.misfit = place, shared, misfit
+        self.place = place
+        self.shared = shared
+        self.misfit = misfit
 
 
 @dataclass
 class CallCounts:
-    """Calls of one function by one process: how many there were, how many of them failed, how many were made ``again`` after
-    a failure, and the ``seconds`` of all of them together."""
+    """Calls of one function by one process: how many there were, how many of them failed, how many
+    were made ``again`` after a failure, and the ``seconds`` of all of them together."""
 
     calls: int = 0
     failed: int = 0
@@ -47,27 +56,39 @@ class CallCounts:
 
 
 class Caller(Protocol):
-    """Calls reward functions by name. ``parallel``: how many calls of plain functions run at the same time."""
+    """Calls reward functions by name.
+
+    ``parallel``: how many calls of plain functions run at the same time.
+    """
 
     parallel: int
 
     async def open(self) -> None:
-        """Find the functions. Raises RewardError for one that cannot be called at all. Does nothing when repeated."""
+        """Find the functions.
+
+        Raises RewardError for one that cannot be called at all. Does nothing when repeated.
+        """
 
     async def is_async(self, name: str) -> bool:
         """Whether the function is a coroutine function, whose calls run at the same time."""
 
-    async def call(self, name: str, arguments: Arguments, timeout: float, *, alone: bool = False) -> Scores:
-        """The scores of the rows, within ``timeout`` seconds. ``alone``: no other call runs in its process meanwhile.
-        Raises CallFailed."""
+    async def call(
+        self, name: str, arguments: Arguments, timeout: float, *, alone: bool = False
+    ) -> Scores:
+        """The scores of the rows, within ``timeout`` seconds.
+
+        ``alone``: no other call runs in its process meanwhile. Raises CallFailed.
+        """
 
     async def close(self) -> None:
         """End what runs."""
 
 
 class LocalCaller(Caller):
-    """Calls functions in this process, plain ones in a thread. One that hangs keeps its thread. Raises RewardError for a
-    name that is not found."""
+    """Calls functions in this process, plain ones in a thread.
+
+    One that hangs keeps its thread. Raises RewardError for a name that is not found.
+    """
 
     parallel = 1
 
@@ -81,13 +102,19 @@ class LocalCaller(Caller):
     async def is_async(self, name: str) -> bool:
         return inspect.iscoroutinefunction(self._functions[name])
 
-    async def call(self, name: str, arguments: Arguments, timeout: float, *, alone: bool = False) -> Scores:
-        function, rows, deadline = self._functions[name], len(arguments["completions"]), asyncio.timeout(timeout)
+    async def call(
+        self, name: str, arguments: Arguments, timeout: float, *, alone: bool = False
+    ) -> Scores:
+        function = self._functions[name]
+        rows = len(arguments["completions"])
+        deadline = asyncio.timeout(timeout)
         try:
             async with deadline:
                 result = await call(function, **selected(arguments, named_by(function)))
         except (Exception, SystemExit) as error:
-            raise too_slow(timeout, rows) if deadline.expired() else raised(error, function) from error
+            raise (
+                too_slow(timeout, rows) if deadline.expired() else raised(error, function)
+            ) from error
         return plain_scores(result, rows)
 
     async def close(self) -> None:
@@ -95,11 +122,15 @@ class LocalCaller(Caller):
 
 
 class DividedCaller(Caller):
-    """Calls functions by ``local``, but by ``pool`` with rows for which ``is_foreign`` holds, given a completion and its
-    row's answer: those on which a function has a library compute. The pool starts with the first of them."""
+    """Calls functions by ``local``, but by ``pool`` with rows for which ``is_foreign`` holds, given
+    a completion and its row's answer: those on which a function has a library compute. The pool
+    starts with the first of them."""
 
     def __init__(self, local: Caller, pool: Caller, is_foreign: Callable[[Any, Any], bool]) -> None:
-        self.parallel, self._local, self._pool, self._is_foreign = local.parallel, local, pool, is_foreign
+        self.parallel = local.parallel
+        self._local = local
+        self._pool = pool
+        self._is_foreign = is_foreign
 
     async def open(self) -> None:
         await self._local.open()
@@ -107,15 +138,22 @@ class DividedCaller(Caller):
     async def is_async(self, name: str) -> bool:
         return await self._local.is_async(name)
 
-    async def call(self, name: str, arguments: Arguments, timeout: float, *, alone: bool = False) -> Scores:
+    async def call(
+        self, name: str, arguments: Arguments, timeout: float, *, alone: bool = False
+    ) -> Scores:
         rows = itertools.zip_longest(arguments["completions"], arguments.get("answer", ()))
         foreign = [self._is_foreign(completion, answer) for completion, answer in rows]
         scores: dict[int, Score] = {}
         for caller, chosen in ((self._local, False), (self._pool, True)):
             numbers = [number for number, is_foreign in enumerate(foreign) if is_foreign is chosen]
             if numbers:
-                part = {argument: [values[number] for number in numbers] for argument, values in arguments.items()}
-                scores |= zip(numbers, await caller.call(name, part, timeout, alone=alone), strict=True)
+                part = {
+                    argument: [values[number] for number in numbers]
+                    for argument, values in arguments.items()
+                }
+                scores |= zip(
+                    numbers, await caller.call(name, part, timeout, alone=alone), strict=True
+                )
         return [scores[number] for number in range(len(foreign))]
 
     async def close(self) -> None:
@@ -135,30 +173,47 @@ def selected(arguments: Arguments, names: Sequence[str] | None) -> dict[str, lis
 
 
 def plain_scores(result: Any, rows: int) -> Scores:
-    """What a function returned for ``rows`` rows, as plain values. A list, a tuple, an iterator, a tensor or an array [N] or
-    [N, 1] of numbers will do. Raises CallFailed, a misfit, unless there is one value for each row."""
+    """What a function returned for ``rows`` rows, as plain values.
+
+    A list, a tuple, an iterator, a tensor or an array [N] or [N, 1] of numbers will do. Raises
+    CallFailed, a misfit, unless there is one value for each row.
+    """
     try:
         values = _values(result, rows)
     except CallFailed:
         raise
-    except (Exception, SystemExit) as error:  # code of the user: an iterator, or a class with a length
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # code of the user: an iterator, or a class with a length
         raise CallFailed(f"returned what cannot be read: {_shown(error)}", misfit=True) from error
     if len(values) != rows:
-        count = f"more than {rows}" if isinstance(result, Iterator) and len(values) > rows else len(values)
-        raise CallFailed(f"returned {count} scores for {rows} rows; one for each is wanted", misfit=True)
+        count = (
+            (f"more than {rows}")
+            if isinstance(result, Iterator) and len(values) > rows
+            else len(values)
+        )
+        raise CallFailed(
+            f"returned {count} scores for {rows} rows; one for each is wanted", misfit=True
+        )
     return [_plain_score(value) for value in values]
 
 
 def _values(result: Any, rows: int) -> list[Any]:
-    """The values of ``result``; of an iterator, which may have no end, one more than wanted at most."""
+    """The values of ``result``; of an iterator, which may have no end, one more than wanted at
+    most."""
     shape = tuple(getattr(result, "shape", ()))
-    has_order = isinstance(result, Iterable) and not isinstance(result, str | bytes | bytearray | Mapping | Set)
+    has_order = isinstance(result, Iterable) and not isinstance(
+        result, str | bytes | bytearray | Mapping | Set
+    )
     if not has_order or getattr(result, "ndim", 1) == 0:
         wanted = f"a list of {rows} numbers is wanted"
         raise CallFailed(f"returned a {type(result).__name__}; {wanted}", misfit=True)
     if len(shape) > 1 and shape != (rows, 1):
         wanted = f"[{rows}] is wanted"
-        raise CallFailed(f"returned a {type(result).__name__} of shape {[*shape]}; {wanted}", misfit=True)
+        raise CallFailed(
+            f"returned a {type(result).__name__} of shape {[*shape]}; {wanted}", misfit=True
+        )
     if isinstance(result, Iterator):
         return list(itertools.islice(result, rows + 1))
     return list(result)
@@ -167,7 +222,8 @@ def _values(result: Any, rows: int) -> list[Any]:
 def _plain_score(score: Any) -> Score:
     """The score of one row, as a number, or None; a text says why it is neither."""
     try:
-        if 0 <= getattr(score, "ndim", -1) <= 1 and score.shape in ((), (1,)):  # of a tensor, or of an array
+        # of a tensor, or of an array
+        if 0 <= getattr(score, "ndim", -1) <= 1 and score.shape in ((), (1,)):
             score = score.item()
         if score is None:
             return None

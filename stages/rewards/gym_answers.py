@@ -1,8 +1,9 @@
 """Answers of reasoning_gym's tasks, read without evaluating them. Importing this needs no torch.
 
-Some of its scorers pass the answer, which a policy has written, or a text of the row to ``eval``, or to sympy's
-``parse_expr``, which evaluates too. Here their modules get other functions under these names. They know literals, integers
-with operators, and expressions of numbers, symbols and known functions; what is refused scores as a wrong answer.
+Some of its scorers pass the answer, which a policy has written, or a text of the row to ``eval``,
+or to sympy's ``parse_expr``, which evaluates too. Here their modules get other functions under
+these names. They know literals, integers with operators, and expressions of numbers, symbols and
+known functions; what is refused scores as a wrong answer.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from typing import Any
 
 MOST_CHARACTERS = 4000  # of a text that is evaluated
 KNOWN = re.compile(
-    "a?(sin|cos|tan|cot|sec|csc)h?|exp|log|ln|sqrt|cbrt|root|[Aa]bs|sign|erf[ci]?|gamma|factorial|Rational|Integer|Float"
-    "|pi|oo|Integral|S[hi]i?|C[hi]i?|[EL]i|fresnel[cs]|expint|uppergamma|lowergamma"
+    "a?(sin|cos|tan|cot|sec|csc)h?|exp|log|ln|sqrt|cbrt|root|[Aa]bs|sign|erf[ci]?|gamma"
+    "|factorial|Rational|Integer|Float|pi|oo|Integral|S[hi]i?|C[hi]i?|[EL]i|fresnel[cs]|expint|uppergamma|lowergamma"
 )
-_TOKEN = re.compile(r"\s*(?:(?P<number>\d[\d_]*\.?\d*|\.\d+)|(?P<name>[A-Za-z_]\w*)|\*\*|//|[-+*/^%(),!])", re.ASCII)
+_TOKEN = re.compile(
+    r"\s*(?:(?P<number>\d[\d_]*\.?\d*|\.\d+)|(?P<name>[A-Za-z_]\w*)|\*\*|//|[-+*/^%(),!])", re.ASCII
+)
 _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -43,13 +46,18 @@ class NotPlain(ValueError):
 
 
 def literal(text: str) -> Any:
-    """The value of a literal of Python: numbers, strings, lists and such. In place of ``eval``. Raises ValueError, and
-    SyntaxError."""
+    """The value of a literal of Python: numbers, strings, lists and such.
+
+    In place of ``eval``. Raises ValueError, and SyntaxError.
+    """
     return ast.literal_eval(_short(text).strip())
 
 
 def integer(text: str) -> int:
-    """The value of integers with operators. In place of ``eval``. Raises ValueError, and SyntaxError."""
+    """The value of integers with operators.
+
+    In place of ``eval``. Raises ValueError, and SyntaxError.
+    """
     return _integer(ast.parse(_short(text).strip(), mode="eval").body)
 
 
@@ -60,7 +68,8 @@ def _integer(node: ast.expr) -> int:
         case ast.UnaryOp(op=sign, operand=operand) if type(sign) in _OPERATORS:
             return int(_OPERATORS[type(sign)](_integer(operand)))
         case ast.BinOp(left=left, op=sign, right=right) if type(sign) in _OPERATORS:
-            first, second = _integer(left), _integer(right)
+            first = _integer(left)
+            second = _integer(right)
             if isinstance(sign, ast.LShift) and second > MOST_SHIFT:
                 raise NotPlain(f"a shift by {second} bits is too far")
             return int(_OPERATORS[type(sign)](first, second))
@@ -68,16 +77,18 @@ def _integer(node: ast.expr) -> int:
 
 
 def plain_expression(text: str) -> str:
-    """``text``, if it is an expression of numbers, operators, symbols and the functions :data:`KNOWN`. Raises
-    NotPlain."""
+    """``text``, if it is an expression of numbers, operators, symbols and the functions
+    :data:`KNOWN`. Raises NotPlain."""
     import sympy
 
-    at, end = 0, len(_short(text).rstrip())
+    at = 0
+    end = len(_short(text).rstrip())
     while at < end:
         token = _TOKEN.match(text, at)
         if token is None:
             raise NotPlain(f"{text[at : at + 20]!r} is no part of an expression")
-        at, name = token.end(), token["name"]
+        at = token.end()
+        name = token["name"]
         if name and len(name) > 1 and not KNOWN.fullmatch(name):
             means_code = hasattr(sympy, name) or hasattr(builtins, name) or keyword.iskeyword(name)
             if means_code or "_" in name:
@@ -99,7 +110,10 @@ def parse_plain(text: str, *arguments: Any, **options: Any) -> Any:
 
 
 class PlainSympy:
-    """Replaces the module sympy in a scorer. Its ``parse_expr`` is :func:`parse_plain`; all else is sympy's."""
+    """Replaces the module sympy in a scorer.
+
+    Its ``parse_expr`` is :func:`parse_plain`; all else is sympy's.
+    """
 
     parse_expr = staticmethod(parse_plain)
 
@@ -109,8 +123,10 @@ class PlainSympy:
         return getattr(sympy, name)
 
 
-EXECUTES = frozenset({"codeio"})  # runs code of reasoning_gym's own data to make a row; its scorer compares texts
-# Tasks whose scorers evaluate answers. Of each: its module, the name that is replaced in it, the replacement.
+# runs code of reasoning_gym's own data to make a row; its scorer compares texts
+EXECUTES = frozenset({"codeio"})
+# Tasks whose scorers evaluate answers. Of each: its module, the name that is replaced in it, the
+# replacement.
 EVALUATES: dict[str, tuple[str, str, Any]] = {
     "binary_matrix": ("algorithmic.binary_matrix", "eval", literal),
     "number_sorting": ("algorithmic.number_sorting", "eval", literal),

@@ -1,4 +1,7 @@
-"""Reward functions by their names. :mod:`stages.rewards.stage` calls them. Importing this needs no torch."""
+"""Reward functions by their names. :mod:`stages.rewards.stage` calls them.
+
+Importing this needs no torch.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,15 @@ from stages.prompts.tasks import REWARDS
 from stages.user_code import CodeUnusable, find
 
 ENTRY_POINTS = "asyncdock.rewards"
-RESERVED = ("prompts", "completions", "completion_ids")  # arguments that the run gives to reward functions
+# arguments that the run gives to reward functions
+RESERVED = ("prompts", "completions", "completion_ids")
 
 
 class RewardError(Fatal, RuntimeError):
-    """A reward function cannot be found, or returned something else than scores. The message names it, and the row."""
+    """A reward function cannot be found, or returned something else than scores.
+
+    The message names it, and the row.
+    """
 
 
 class RewardUnknown(ProblemError, RewardError):
@@ -25,7 +32,10 @@ class RewardUnknown(ProblemError, RewardError):
 
 
 class RewardFunctions:
-    """Looks reward functions up by name. Entry points are read once, on the first name that needs them."""
+    """Looks reward functions up by name.
+
+    Entry points are read once, on the first name that needs them.
+    """
 
     @functools.cached_property
     def _installed(self) -> importlib.metadata.EntryPoints:
@@ -45,13 +55,18 @@ class RewardFunctions:
 
 
 def call_problem(function: Callable[..., Any]) -> tuple[str, str] | None:
-    """Why ``function`` cannot be called as a reward function, whatever it computes, and what to do; None: it can."""
+    """Why ``function`` cannot be called as a reward function, whatever it computes, and what to do;
+    None: it can."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:
-        return f"cannot be called by names: its parameters are not known ({error})", "wrap it in a function of your own"
+        return (
+            f"cannot be called by names: its parameters are not known ({error})"
+        ), "wrap it in a function of your own"
     if by_place := [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]:
-        return f"takes {by_place[0]!r} by its place only, and is called by names", "remove the / from its parameters"
+        return (
+            f"takes {by_place[0]!r} by its place only, and is called by names"
+        ), "remove the / from its parameters"
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         return "yields its scores", "return them as a list"
     return None

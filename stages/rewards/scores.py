@@ -16,7 +16,9 @@ from dataclasses import dataclass
 
 import torch
 
-FAILED, FAILED_AS_ZERO = math.inf, -0.0  # no function returns these: see number_of
+# no function returns these: see number_of
+FAILED = math.inf
+FAILED_AS_ZERO = -0.0
 
 
 def number_of(score: float) -> float:
@@ -41,8 +43,8 @@ def mean_of(values: torch.Tensor, counted: torch.Tensor) -> float | None:
 
 @dataclass(frozen=True)
 class RewardScores:
-    """``scores`` float32 [B, K]: one column per function. ``total`` float32 [B]: the sum of score times weight, to which
-    functions that failed or do not apply add nothing."""
+    """``scores`` float32 [B, K]: one column per function. ``total`` float32 [B]: the sum of score
+    times weight, to which functions that failed or do not apply add nothing."""
 
     scores: torch.Tensor
     total: torch.Tensor
@@ -58,6 +60,7 @@ class RewardScores:
         return has_reward(self.scores)
 
     def means(self, names: Sequence[str]) -> dict[str, float | None]:
-        """The mean score of each function: of the responses that it applies to and has not failed on."""
+        """The mean score of each function: of the responses that it applies to and has not failed
+        on."""
         scored = ~(self.scores.isnan() | has_failed(self.scores))
         return {name: mean_of(self.scores[:, k], scored[:, k]) for k, name in enumerate(names)}

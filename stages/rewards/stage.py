@@ -1,4 +1,5 @@
-"""The reward stage: calls several weighted functions, in TRL's signature, with a batch of finished responses.
+"""The reward stage: calls several weighted functions, in TRL's signature, with a batch of finished
+responses.
 
     prompts, completions, token ids, columns ──▶ each function, by its caller ──▶ scores [B, K] · weights ──▶ total [B]
                           │                          plain: many rows a call; async: one, up to `concurrency` at once
@@ -7,11 +8,13 @@
                                                               returned no score for a row: that row fails at once
                                                               returned more or fewer than rows: all rows fail at once
 
-A reward function is ``f(prompts, completions, completion_ids, **columns) -> list[float | None]``, plain or async. It gets
-the arguments that it names, or all of them with ``**columns``. ``columns`` are the other columns of the prompts' rows, one
-value per response, and those columns of the recipe's own stages that a function names. Where a prompt is a conversation, its
-completion is one too: ``[{"role": "assistant", "content": ...}]``. ``None``: the function does not apply to the response.
-A response to which no function applies has no reward: it is in no mean (:mod:`stages.rewards.scores`).
+A reward function is ``f(prompts, completions, completion_ids, **columns) -> list[float | None]``,
+plain or async. It gets the arguments that it names, or all of them with ``**columns``. ``columns``
+are the other columns of the prompts' rows, one value per response, and those columns of the
+recipe's own stages that a function names. Where a prompt is a conversation, its completion is one
+too: ``[{"role": "assistant", "content": ...}]``. ``None``: the function does not apply to the
+response. A response to which no function applies has no reward: it is in no mean
+(:mod:`stages.rewards.scores`).
 """
 
 from __future__ import annotations
@@ -55,11 +58,16 @@ FETCHES = ("given", "fields", "response_ids")
 ROWS_AT_ONCE = 64  # of one claim; rows that became ready together are scored together
 LEAST_ROWS = 8  # of a call: fewer are not divided over several processes
 # Samples of which the share of failures is taken, and how many count at the beginning as if scored.
-RECENT, FIRST = 256, 32
-BACKOFF_SECONDS, LONGEST_BACKOFF = 0.1, 10.0  # before the second call of a row alone, growing fourfold; at most
+RECENT = 256
+FIRST = 32
+# before the second call of a row alone, growing fourfold; at most
+BACKOFF_SECONDS = 0.1
+LONGEST_BACKOFF = 10.0
 
 METRIC = "reward_scores"  # of the alarm
-LOOK = "Correct the function: it must return one number, or None, for each completion, in their order."
+LOOK = (
+    "Correct the function: it must return one number, or None, for each completion, in their order."
+)
 
 log = structlog.get_logger()
 T = TypeVar("T")
@@ -67,12 +75,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ErrorPolicy:
-    """What is done about a reward function that fails: that raises, returns no scores, takes more than ``timeout`` seconds
-    for a call, or ends its process. The rows of a failed call are called one by one, and ``retries`` times more, those of an
-    async function at the same time. At most ``concurrency`` calls of async functions run at once. But where the function has
-    returned, its rows without a score, or all where it has not one for each, have failed. A row that fails is
-    a failed sample: the run fails, the function's score is 0, or the sample's group is dropped. The run also fails when
-    more than ``max_error_share`` of the last :data:`RECENT` samples of a function failed."""
+    """What is done about a reward function that fails: that raises, returns no scores, takes more
+    than ``timeout`` seconds for a call, or ends its process. The rows of a failed call are called
+    one by one, and ``retries`` times more, those of an async function at the same time. At most
+    ``concurrency`` calls of async functions run at once. But where the function has returned, its
+    rows without a score, or all where it has not one for each, have failed. A row that fails is a
+    failed sample: the run fails, the function's score is 0, or the sample's group is dropped. The
+    run also fails when more than ``max_error_share`` of the last :data:`RECENT` samples of a
+    function failed."""
 
     timeout: float = 60.0
     retries: int = 2
@@ -84,11 +94,12 @@ class ErrorPolicy:
 class RewardSet:
     """Reward functions by name, and their weights.
 
-    A name is ``module:function``, or one of :data:`stages.prompts.tasks.REWARDS`, or an entry point of the group
-    ``asyncdock.rewards``. ``pool`` calls the functions that are not :data:`~stages.prompts.tasks.HARMLESS`, and those of
-    :data:`~stages.prompts.tasks.COMPUTED` where a library computes; without it, all are called in this process.
-    ``end_tokens``: special tokens stay in the texts, but for one of these at the end; None: they are left out. An async
-    function is called with one row, unless ``batched`` has it.
+    A name is ``module:function``, or one of :data:`stages.prompts.tasks.REWARDS`, or an entry point
+    of the group ``asyncdock.rewards``. ``pool`` calls the functions that are not
+    :data:`~stages.prompts.tasks.HARMLESS`, and those of :data:`~stages.prompts.tasks.COMPUTED`
+    where a library computes; without it, all are called in this process.
+    ``end_tokens``: special tokens stay in the texts, but for one of these at the end; None: they
+    are left out. An async function is called with one row, unless ``batched`` has it.
     """
 
     def __init__(
@@ -108,22 +119,32 @@ class RewardSet:
             raise RewardError(f"rewards: {sorted(repeated)} are given twice; add their weights up")
         self.weights = torch.tensor([weight for _, weight in functions], dtype=torch.float32)
         if not self.weights.isfinite().all():
-            raise RewardError(f"rewards: the weights {self.weights.tolist()} of {self.names} must be finite")
+            raise RewardError(
+                f"rewards: the weights {self.weights.tolist()} of {self.names} must be finite"
+            )
         self._callers = self._callers_of(pool)
-        self._policy, self._end_tokens, self._batched = policy, end_tokens, frozenset(batched)
+        self._policy = policy
+        self._end_tokens = end_tokens
+        self._batched = frozenset(batched)
         self._slots = asyncio.Semaphore(policy.concurrency)  # of calls of async functions
         self.counts = {name: CallCounts() for name in self.names}
-        self._recent: dict[str, deque[bool]] = {name: deque(maxlen=RECENT) for name in self.names}  # whether it failed
+        # whether it failed
+        self._recent: dict[str, deque[bool]] = {name: deque(maxlen=RECENT) for name in self.names}
         self.failures: dict[str, str] = {}  # the reason of each function's first one
-        self.misfits: dict[str, str] = {}  # of those, where it did not return one score for each row
+        # of those, where it did not return one score for each row
+        self.misfits: dict[str, str] = {}
 
     def _callers_of(self, pool: Caller | None) -> list[Caller]:
         """Who calls each function."""
-        local: Caller = LocalCaller([name for name in self.names if pool is None or name in HARMLESS])
+        local: Caller = LocalCaller(
+            [name for name in self.names if pool is None or name in HARMLESS]
+        )
         if pool is None:
             return [local] * len(self.names)
         divided = DividedCaller(local, pool, has_expression) if computes() else local
-        callers: dict[str, Caller] = dict.fromkeys(HARMLESS, local) | dict.fromkeys(COMPUTED, divided)
+        callers: dict[str, Caller] = dict.fromkeys(HARMLESS, local) | dict.fromkeys(
+            COMPUTED, divided
+        )
         return [callers.get(name, pool) for name in self.names]
 
     async def open(self) -> None:
@@ -151,9 +172,12 @@ class RewardSet:
         fields: Sequence[Mapping[str, Any]],
         columns: Mapping[str, list[Any]] = MappingProxyType({}),
     ) -> RewardScores:
-        """Scores of B responses by all functions, which run at the same time. ``prompts`` are the rows' own
-        (:attr:`stages.prompts.formatter.Prompt.given`), ``fields`` their other columns (None where a row lacks one),
-        ``columns`` those of stages. Raises :class:`RewardError` where the policy lets the run fail."""
+        """Scores of B responses by all functions, which run at the same time.
+
+        ``prompts`` are the rows' own (:attr:`stages.prompts.formatter.Prompt.given`), ``fields``
+        their other columns (None where a row lacks one), ``columns`` those of stages. Raises
+        :class:`RewardError` where the policy lets the run fail.
+        """
         names = dict.fromkeys(name for row in fields for name in row)
         if taken := [name for name in (*RESERVED, *columns) if name in names]:
             wrong = f"the prompts have columns {taken}, which reward functions get from the run"
@@ -169,16 +193,22 @@ class RewardSet:
         given |= {name: [row.get(name) for row in fields] for name in names} | dict(columns)
         lengths = {name: len(values) for name, values in given.items()}
         if len(set(lengths.values())) != 1:
-            raise RewardError(f"rewards: as many values are needed of each, but there are {lengths}")
-        found = await _all(self._column(*each, given) for each in zip(self.names, self._callers, strict=True))
+            raise RewardError(
+                f"rewards: as many values are needed of each, but there are {lengths}"
+            )
+        found = await _all(
+            self._column(*each, given) for each in zip(self.names, self._callers, strict=True)
+        )
         scores = torch.tensor(found, dtype=torch.float32).T.contiguous()
         if absent := int(scores.isnan().all(dim=1).sum()):
-            log.warning("no reward function applies to responses", responses=absent, functions=self.names)
+            log.warning(
+                "no reward function applies to responses", responses=absent, functions=self.names
+            )
         return RewardScores(scores, scores.nan_to_num(nan=0.0, posinf=0.0) @ self.weights)
 
     async def _column(self, name: str, caller: Caller, given: Arguments) -> list[float]:
-        """Scores of one function, called with parts of the rows as large as its caller can call at the same time, or, where
-        it is async, with each row."""
+        """Scores of one function, called with parts of the rows as large as its caller can call at
+        the same time, or, where it is async, with each row."""
         rows = len(given["completions"])
         size = max(LEAST_ROWS, -(-rows // caller.parallel))
         if await caller.is_async(name) and name not in self._batched:
@@ -200,7 +230,13 @@ class RewardSet:
         return [self._number(name, given, at, score) for at, score in enumerate(scores)]
 
     async def _call(
-        self, name: str, caller: Caller, arguments: Arguments, *, alone: bool = False, again: bool = False
+        self,
+        name: str,
+        caller: Caller,
+        arguments: Arguments,
+        *,
+        alone: bool = False,
+        again: bool = False,
     ) -> Scores:
         """One call, counted; ``again``: after a failed one. Raises CallFailed."""
         counts = self.counts[name]
@@ -217,7 +253,13 @@ class RewardSet:
                 counts.seconds += time.monotonic() - began
 
     async def _alone(
-        self, name: str, caller: Caller, given: Arguments, at: int, error: CallFailed, of_others: bool
+        self,
+        name: str,
+        caller: Caller,
+        given: Arguments,
+        at: int,
+        error: CallFailed,
+        of_others: bool,
     ) -> float:
         """The score of the row ``at`` after a call that failed with ``error``."""
         row = {argument: values[at : at + 1] for argument, values in given.items()}
@@ -228,7 +270,8 @@ class RewardSet:
             try:
                 (score,) = await self._call(name, caller, row, alone=alone, again=True)
             except CallFailed as again:
-                error, alone = again, alone or again.shared
+                error = again
+                alone = alone or again.shared
                 if error.misfit:
                     break
             else:
@@ -236,7 +279,8 @@ class RewardSet:
         return self._failed(name, given, at, error)
 
     def _number(self, name: str, given: Arguments, at: int, score: Score) -> float:
-        """What a function returned for the row ``at``: its score, or NaN where it does not apply."""
+        """What a function returned for the row ``at``: its score, or NaN where it does not
+        apply."""
         weight = abs(float(self.weights[self.names.index(name)]))
         if isinstance(score, float) and abs(score) * weight * len(self.names) > LARGEST:
             score = f"returned {score} as a score, which is too large for its weight of {weight:g}"
@@ -246,10 +290,15 @@ class RewardSet:
         return math.nan if score is None else number_of(score)
 
     def _failed(self, name: str, given: Arguments, at: int, error: CallFailed) -> float:
-        """The score of the row ``at``, which cannot be scored. Raises :class:`RewardError` where the run is to fail."""
-        policy, recent = self._policy, self._recent[name]
+        """The score of the row ``at``, which cannot be scored.
+
+        Raises :class:`RewardError` where the run is to fail.
+        """
+        policy = self._policy
+        recent = self._recent[name]
         recent.append(True)
-        prompt, completion = given["prompts"][at], given["completions"][at]
+        prompt = given["prompts"][at]
+        completion = given["completions"][at]
         place = f" ({error.place})" if error.place else ""
         row = "" if error.misfit else f" at prompt {prompt!r:.200}, completion {completion!r:.200}"
         reason = f"reward {name!r} {error}{row}{place}"
@@ -257,7 +306,10 @@ class RewardSet:
             raise RewardError(f"{reason}; correct it, or set reward.on_error to 'drop' or 'zero'")
         if sum(recent) > policy.max_error_share * max(FIRST, len(recent)):
             failures = f"it failed for {sum(recent)} of the last {len(recent)} samples"
-            raise RewardError(f"{reason}; {failures}, more than reward.max_error_share = {policy.max_error_share:g}")
+            raise RewardError(
+                f"{reason}; {failures}, more than reward.max_error_share = "
+                f"{policy.max_error_share:g}"
+            )
         self.failures.setdefault(name, reason)
         if error.misfit:
             self.misfits.setdefault(name, reason)
@@ -266,7 +318,10 @@ class RewardSet:
 
 
 async def _all(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of ``coroutines``, which run at the same time. Raises the first error, after the others are cancelled."""
+    """The results of ``coroutines``, which run at the same time.
+
+    Raises the first error, after the others are cancelled.
+    """
     try:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(coroutine) for coroutine in coroutines]
@@ -280,10 +335,12 @@ def _slice(given: Arguments, first: int, last: int) -> Arguments:
 
 
 class MisfitAlarm:
-    """Raises an alarm the first time that a function of ``rewards`` does not return one score for each row."""
+    """Raises an alarm the first time that a function of ``rewards`` does not return one score for
+    each row."""
 
     def __init__(self, index: Index, worker: str) -> None:
-        self._index, self._worker = index, worker
+        self._index = index
+        self._worker = worker
         self._reported: set[str] = set()
 
     async def report(self, rewards: RewardSet) -> None:
@@ -291,12 +348,15 @@ class MisfitAlarm:
             self._reported.add(name)
             step = (await self._index.status()).trained
             reason = f"{METRIC}: {rewards.misfits[name]}"
-            alarm = AlarmEvent(metric=METRIC, step=step, value=1.0, reason=reason, look=LOOK, worker=self._worker)
+            alarm = AlarmEvent(
+                metric=METRIC, step=step, value=1.0, reason=reason, look=LOOK, worker=self._worker
+            )
             await self._index.emit(alarm)
 
 
 class Reward(Stage):
-    """The stage: claims finished responses one by one or many at once, as they come, and scores them."""
+    """The stage: claims finished responses one by one or many at once, as they come, and scores
+    them."""
 
     name = "reward"
 
@@ -307,13 +367,20 @@ class Reward(Stage):
         fetches: tuple[str, ...] = FETCHES,
         alarm: MisfitAlarm | None = None,
     ) -> None:
-        self.rewards, self.tokenizer, self.fetches, self._alarm = rewards, tokenizer, fetches, alarm
+        self.rewards = rewards
+        self.tokenizer = tokenizer
+        self.fetches = fetches
+        self._alarm = alarm
 
     def room(self, held: int) -> int:
         return ROWS_AT_ONCE
 
     def figures(self) -> Mapping[str, Any]:
-        return {"calls": {name: asdict(counts) for name, counts in self.rewards.counts.items() if counts.calls}}
+        return {
+            "calls": {
+                name: asdict(counts) for name, counts in self.rewards.counts.items() if counts.calls
+            }
+        }
 
     async def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
         reads = [name for name in self.fetches if name not in FETCHES]
@@ -330,8 +397,8 @@ class Reward(Stage):
 async def score_rows(
     rewards: RewardSet, tokenizer: Tokenizer, rows: TensorDict, reads: Sequence[str] = ()
 ) -> RewardScores:
-    """Scores of rows with the columns ``given`` and ``fields`` (JSON texts) and ``response_ids`` int64 jagged. The
-    columns ``reads`` are arguments of the functions by their names."""
+    """Scores of rows with the columns ``given`` and ``fields`` (JSON texts) and ``response_ids``
+    int64 jagged. The columns ``reads`` are arguments of the functions by their names."""
     ids = [row.tolist() for row in rows["response_ids"].unbind()]
     return await rewards.score(
         [json.loads(text) for text in rows["given"]],

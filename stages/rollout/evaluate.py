@@ -3,11 +3,12 @@
     version due ─▶ rows that training does not need ─▶ a newer version waits: no further prompt ─▶ swap
                                                           └─▶ the rest: at most `share` of the engine's rows
 
-An engine that goes past a due version is evaluated at the version that it has; the event names both, and counts due versions
-that were passed over.
+An engine that goes past a due version is evaluated at the version that it has; the event names
+both, and counts due versions that were passed over.
 
-With η = 0, and in a colocated run, all prompts are answered at once, and the claims wait. Otherwise a swap waits for the
-answers in flight alone: an evaluation that one version has no time for is completed by the next ones, before another is due.
+With η = 0, and in a colocated run, all prompts are answered at once, and the claims wait. Otherwise
+a swap waits for the answers in flight alone: an evaluation that one version has no time for is
+completed by the next ones, before another is due.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ DRAWS_PER_PROMPT = 20  # at most, to find distinct prompts: a small procedural s
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Answers ``prompts`` and scores them. ``samples`` of the answers are shown, always to the same prompts."""
+    """Answers ``prompts`` and scores them.
+
+    ``samples`` of the answers are shown, always to the same prompts.
+    """
 
     engine: RolloutEngine
     params: SamplingParams
@@ -50,35 +54,49 @@ class Evaluator:
     rows: int = 0
     """Responses that the engine decodes at the same time."""
     share: float = 1.0
-    """Of those, an evaluation that has waited takes at most so much while training needs all of them."""
+    """Of those, an evaluation that has waited takes at most so much while training needs all of
+    them."""
 
     async def run(self, version: int) -> EvaluationEvent:
-        """Returns the `evaluation` event of ``version``, which the engine must have loaded: all prompts at once."""
+        """Returns the `evaluation` event of ``version``, which the engine must have loaded: all
+        prompts at once."""
         evaluation = Evaluation(self, version)
         await evaluation.answer_all()
         return await evaluation.event()
 
 
 class Evaluation:
-    """An evaluation of ``version`` in progress. It may be left between two answers, for the engine to load newer weights:
-    each answer is of one version."""
+    """An evaluation of ``version`` in progress.
+
+    It may be left between two answers, for the engine to load newer weights: each answer is of one
+    version.
+    """
 
     def __init__(self, evaluator: Evaluator, version: int) -> None:
-        self.evaluator, self.version, self.last_version = evaluator, version, version
+        self.evaluator = evaluator
+        self.version = version
+        self.last_version = version
         self._left = list(range(len(evaluator.prompts)))
         self._answers: dict[int, Completion] = {}
-        self._began, self._row_seconds = time.monotonic(), 0.0
+        self._began = time.monotonic()
+        self._row_seconds = 0.0
 
     async def answer_all(self) -> None:
         await self._answer(self._left, self.version)
         self._left = []
 
     async def go_on(
-        self, version: int, room: Callable[[int], int], gives_way: Callable[[], bool], changed: asyncio.Event
+        self,
+        version: int,
+        room: Callable[[int], int],
+        gives_way: Callable[[], bool],
+        changed: asyncio.Event,
     ) -> bool:
-        """Answer with ``version``, ``room(in flight)`` further prompts at a time, until all are answered, or none is in
-        flight and it ``gives_way``. Both are asked again when ``changed`` is set. Returns whether all are answered."""
-        self.last_version, running = version, set[asyncio.Task[None]]()
+        """Answer with ``version``, ``room(in flight)`` further prompts at a time, until all are
+        answered, or none is in flight and it ``gives_way``. Both are asked again when ``changed``
+        is set. Returns whether all are answered."""
+        self.last_version = version
+        running = set[asyncio.Task[None]]()
         try:
             while True:
                 changed.clear()
@@ -91,35 +109,46 @@ class Evaluation:
                 running |= {asyncio.create_task(self._answer([number], version)) for number in more}
                 if not running and (not self._left or gives_way()):
                     return not self._left
-                answered = [asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)] if running else []
+                answered = (
+                    [asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)] if running else []
+                )
                 await first_of(changed.wait(), *answered, timeout=WAIT_SECONDS)
         finally:
             await cancel_all(*running)
 
     async def _answer(self, numbers: Sequence[int], version: int) -> None:
-        greedy, prompts = replace(self.evaluator.params, temperature=0.0, top_k=0, top_p=1.0), self.evaluator.prompts
+        greedy = replace(self.evaluator.params, temperature=0.0, top_k=0, top_p=1.0)
+        prompts = self.evaluator.prompts
         requests = [GroupRequest(-1 - i, (0,), prompts[i].ids, greedy, 0) for i in numbers]
         began = time.monotonic()
         async with aclosing(self.evaluator.engine.generate(requests)) as completions:  # type: ignore[type-var]
             async for completion in completions:
                 if completion.versions != ((version, len(completion.token_ids)),):
                     raise RuntimeError(
-                        f"evaluation of version {version} was answered by versions {completion.versions}"
+                        f"evaluation of version {version} was answered by versions "
+                        f"{completion.versions}"
                     )
                 self._answers[-1 - completion.group] = completion
                 self._row_seconds += time.monotonic() - began
 
     async def event(self) -> EvaluationEvent:
         """Score the answers, all of which are there, and return the event."""
-        seconds, evaluator, answers = time.monotonic() - self._began, self.evaluator, self._answers
+        seconds = time.monotonic() - self._began
+        evaluator = self.evaluator
+        answers = self._answers
         order = range(len(answers))
         rows = TensorDict({}, batch_size=[len(answers)])
-        rows["response_ids"] = torch.nested.nested_tensor([answers[i].token_ids for i in order], layout=torch.jagged)
+        rows["response_ids"] = torch.nested.nested_tensor(
+            [answers[i].token_ids for i in order], layout=torch.jagged
+        )
         rows["given"] = NonTensorStack(*(prompt.given_json for prompt in evaluator.prompts))
         rows["fields"] = NonTensorStack(*(prompt.fields_json for prompt in evaluator.prompts))
         scores = await score_rows(evaluator.rewards, evaluator.tokenizer, rows)
-        counted, failed = scores.counted, has_failed(scores.scores)
-        rewards = [float(total) if has else None for total, has in zip(scores.total, counted, strict=True)]
+        counted = scores.counted
+        failed = has_failed(scores.scores)
+        rewards = [
+            float(total) if has else None for total, has in zip(scores.total, counted, strict=True)
+        ]
         names = evaluator.rewards.names
         return EvaluationEvent(
             version=self.version,
@@ -128,13 +157,19 @@ class Evaluation:
             count=int(counted.sum()),
             failed=int(failed.any(dim=1).sum()),
             absent=int(scores.scores.isnan().all(dim=1).sum()),
-            reason=next(iter(evaluator.rewards.failures.values()), "") if bool(failed.any()) else "",
+            reason=next(iter(evaluator.rewards.failures.values()), "")
+            if bool(failed.any())
+            else "",
             reward_mean=mean_of(scores.total, counted),
             functions=scores.means(names) if len(names) > 1 else {},
             samples=[
                 Answer(
                     prompt=question(evaluator.prompts[i]),
-                    response=str(evaluator.tokenizer.decode(answers[i].token_ids.tolist(), skip_special_tokens=True)),
+                    response=str(
+                        evaluator.tokenizer.decode(
+                            answers[i].token_ids.tolist(), skip_special_tokens=True
+                        )
+                    ),
                     reward=rewards[i],
                 )
                 for i in range(min(evaluator.samples, len(answers)))
@@ -146,7 +181,8 @@ class Evaluation:
 
 
 def newest_due(version: int, every: int, steps: int) -> int:
-    """Returns the newest version up to ``version`` that is due: each ``every`` versions, and the last of ``steps``.
+    """Returns the newest version up to ``version`` that is due: each ``every`` versions, and the
+    last of ``steps``.
 
     >>> newest_due(12, 5, 20), newest_due(20, 15, 20)
     (10, 20)
@@ -160,21 +196,25 @@ async def newest_evaluated(index: Index) -> int:
     return -1 if version is None else version
 
 
-async def evaluate_once(index: Index, evaluator: Evaluator, version: int, due: int, every: int) -> None:
+async def evaluate_once(
+    index: Index, evaluator: Evaluator, version: int, due: int, every: int
+) -> None:
     """Evaluate ``version`` and emit the result, unless it, or a newer one, was evaluated before."""
     if await newest_evaluated(index) < version:
         await record(index, await evaluator.run(version), due, every)
 
 
 async def record(index: Index, event: EvaluationEvent, due: int, every: int) -> None:
-    """Emit ``event``, of the evaluation that was due at version ``due``; its version is not evaluated again."""
+    """Emit ``event``, of the evaluation that was due at version ``due``; its version is not
+    evaluated again."""
     missed = max(0, (due - 1) // every - await newest_evaluated(index) // every)
     event = replace(event, due=None if due == event.version else due, missed=missed)
     await index.emit(event, EVALUATED.entry(event.version))
 
 
 def distinct_prompts(source: PromptSource, count: int) -> list[Prompt]:
-    """Returns the first ``count`` distinct prompts of ``source``; fewer when it repeats itself before."""
+    """Returns the first ``count`` distinct prompts of ``source``; fewer when it repeats itself
+    before."""
     found: dict[str, Prompt] = {}
     for number in range(DRAWS_PER_PROMPT * count):
         prompt = source.prompt(number)

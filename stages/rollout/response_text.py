@@ -16,15 +16,21 @@ class Decodes(Protocol):
 
 
 class ResponseText:
-    """Decodes the tokens of one response. Its text ends before the first of the ``stops``; text that may turn out to be the
-    beginning of one, and bytes of an incomplete character, are returned later. ``stopped``: there is no more text.
-    ``special_tokens``: they have a text, too. ``newest``: what the last call has decoded, before stop strings."""
+    """Decodes the tokens of one response. Its text ends before the first of the ``stops``; text
+    that may turn out to be the beginning of one, and bytes of an incomplete character, are returned
+    later. ``stopped``: there is no more text.
+    ``special_tokens``: they have a text, too. ``newest``: what the last call has decoded, before
+    stop strings."""
 
-    def __init__(self, tokenizer: Any, stops: Sequence[str] = (), *, special_tokens: bool = False) -> None:
-        self._tokenizer, self._stops = tokenizer, stops
+    def __init__(
+        self, tokenizer: Any, stops: Sequence[str] = (), *, special_tokens: bool = False
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._stops = stops
         self._options = {} if special_tokens else {"skip_special_tokens": True}
         self._ids: list[int] = []
-        self._begin = self._end = 0  # of the tokens that were decoded last: the next ones are decoded after them
+        # of the tokens that were decoded last: the next ones are decoded after them
+        self._begin = self._end = 0
         self._held = ""
         self.newest = ""
         self.stopped = False
@@ -35,7 +41,8 @@ class ResponseText:
 
     @property
     def pending(self) -> int:
-        """The number of the last tokens that have not been decoded, as they end inside a character."""
+        """The number of the last tokens that have not been decoded, as they end inside a
+        character."""
         return len(self._ids) - self._end
 
     def add(self, token: int) -> str:
@@ -59,14 +66,18 @@ class ResponseText:
         return text[:certain]
 
     def _decode_newest(self, *, whole: bool) -> str:
-        """Returns what the tokens after those of the last call add; "" while they end inside a character."""
-        before, text = self._decode(self._begin, self._end), self._decode(self._begin, None)
+        """Returns what the tokens after those of the last call add; "" while they end inside a
+        character."""
+        before = self._decode(self._begin, self._end)
+        text = self._decode(self._begin, None)
         count = len(self._ids)
         if not text.endswith(BROKEN) or whole:
-            self._begin, self._end = self._end, count
+            self._begin = self._end
+            self._end = count
             return text[len(before) :]
         for end in range(count - 4, count) if count - self._end > MOST_PENDING else ():
-            first, rest = self._decode(self._begin, end), self._decode(end, None)
+            first = self._decode(self._begin, end)
+            rest = self._decode(end, None)
             if first + rest == text:  # no character begins before this token and ends after it
                 self._begin = self._end = end
                 return first[len(before) :]
@@ -77,7 +88,11 @@ class ResponseText:
         return str(self._tokenizer.decode(ids, **self._options)) if ids else ""
 
     def _certain(self, text: str) -> int:
-        """Returns how many characters of ``text`` are before what may be the beginning of a stop string."""
+        """Returns how many characters of ``text`` are before what may be the beginning of a stop
+        string."""
         longest = max(map(len, self._stops), default=1) - 1
         begins = range(max(0, len(text) - longest), len(text))
-        return next((at for at in begins if any(stop.startswith(text[at:]) for stop in self._stops)), len(text))
+        return next(
+            (at for at in begins if any(stop.startswith(text[at:]) for stop in self._stops)),
+            len(text),
+        )

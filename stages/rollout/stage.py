@@ -5,8 +5,9 @@
        │ none that its loaded version may not make                                         │
        └── parked rows first, with the tokens they have ◀── any rollout worker ◀───────────┘
 
-Responses that end while a commit is under way go out together with the next one. One is cut when it has used its budget of
-tokens for one visit, or (by recipe) at a weight update; the worker that claims it next continues after its last token.
+Responses that end while a commit is under way go out together with the next one. One is cut when it
+has used its budget of tokens for one visit, or (by recipe) at a weight update; the worker that
+claims it next continues after its last token.
 """
 
 from __future__ import annotations
@@ -27,20 +28,33 @@ from pipeline.controller import Output, Stage
 from pipeline.first_of import cancel_all
 from pipeline.index.client import Claim
 from pipeline.warehouse.dock import Dock
-from stages.engines.protocols import Begun, Completion, EngineFailed, GroupRequest, RolloutEngine, SamplingParams
+from stages.engines.protocols import (
+    Begun,
+    Completion,
+    EngineFailed,
+    GroupRequest,
+    RolloutEngine,
+    SamplingParams,
+)
 from stages.flow.catalogue import ROUTED
 from stages.training.device_lease import DeviceLease
 
-PROGRESS = ("response_ids", "rollout_logprobs", "versions")  # columns that a cut response is parked with
+# columns that a cut response is parked with
+PROGRESS = ("response_ids", "rollout_logprobs", "versions")
 
-STRAGGLER, RECENT = 4, 256  # times the mean length of so many responses: a straggler is parked after these tokens
+# times the mean length of so many responses: a straggler is parked after these tokens
+STRAGGLER = 4
+RECENT = 256
 
 
 class Rollout(Stage):
-    """The rollout stage. ``most_rows``: responses that this worker holds at once, decoding or waiting in the engine.
-    ``first_rows``: of its first claim (default: as many), so that the first optimizer step does not wait for later ones.
-    ``parks_stragglers``: a visit of a response ends after STRAGGLER times the mean length, as with ``params.budget``. The
-    limit depends on other responses alone, and what is parked is continued, so it favours no length."""
+    """The rollout stage. ``most_rows``: responses that this worker holds at once, decoding or
+    waiting in the engine.
+    ``first_rows``: of its first claim (default: as many), so that the first optimizer step does not
+    wait for later ones.
+    ``parks_stragglers``: a visit of a response ends after STRAGGLER times the mean length, as with
+    ``params.budget``. The limit depends on other responses alone, and what is parked is continued,
+    so it favours no length."""
 
     name = "rollout"
     fetches: tuple[str, ...] = ("prompt_ids",)
@@ -59,17 +73,23 @@ class Rollout(Stage):
     ) -> None:
         self.dock = dock
         self._lengths = deque[int](maxlen=RECENT if parks_stragglers else 0)
-        self.engine, self.params, self.seed = engine, params, seed
-        self._group_size, self._most_rows = group_size, most_rows
+        self.engine = engine
+        self.params = params
+        self.seed = seed
+        self._group_size = group_size
+        self._most_rows = most_rows
         self._first_rows = first_rows  # None after the first claim
-        self.held_back = False  # claims nothing while it is set (an evaluation that must not share its batch)
+        # claims nothing while it is set (an evaluation that must not share its batch)
+        self.held_back = False
         self.leaving = False  # the engine is closed; rows without a token go back to the index
         self.device = DeviceLease()
 
     def room(self, held: int) -> int:
         if self.held_back or not self.device.may_generate:
             return 0
-        most = self._most_rows if self._first_rows is None else min(self._first_rows, self._most_rows)
+        most = (
+            self._most_rows if self._first_rows is None else min(self._first_rows, self._most_rows)
+        )
         return (most - held) // self._group_size
 
     def version(self) -> int | None:
@@ -78,10 +98,13 @@ class Rollout(Stage):
     async def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
         positions = {(row.group, row.place): i for i, row in enumerate(claim.rows)}
         prompts = rows["prompt_ids"].unbind()
-        begun, requests, params = await self._begun(claim, prompts), [], replace(self.params, budget=self._budget())
+        begun = await self._begun(claim, prompts)
+        requests = []
+        params = replace(self.params, budget=self._budget())
         for group, members in groupby(claim.rows, key=lambda row: row.group):
             rows_of = [(row.place, positions[group, row.place]) for row in members]
-            prompt, seed = prompts[rows_of[0][1]].clone(), group_seed(self.seed, group)
+            prompt = prompts[rows_of[0][1]].clone()
+            seed = group_seed(self.seed, group)
             progress = {place: begun[at] for place, at in rows_of if at in begun}
             wanted = tuple(place for place, _ in rows_of)
             requests.append(GroupRequest(group, wanted, prompt, params, seed, progress))
@@ -95,7 +118,9 @@ class Rollout(Stage):
                     news.append(ended.get_nowait())
                 together = [completion for completion in news if completion is not None]
                 left -= len(together)
-                self._lengths.extend(len(done.token_ids) for done in together if done.finish_reason != "cut")
+                self._lengths.extend(
+                    len(done.token_ids) for done in together if done.finish_reason != "cut"
+                )
                 for parked in (False, True):
                     if some := [c for c in together if (c.finish_reason == "cut") == parked]:
                         places = [positions[c.group, c.place] for c in some]
@@ -105,18 +130,24 @@ class Rollout(Stage):
                     return
                 if left and None in news:
                     await listening  # raises what the engine raised
-                    raise RuntimeError(f"the rollout engine ended with {left} of {len(positions)} responses missing")
+                    raise RuntimeError(
+                        f"the rollout engine ended with {left} of {len(positions)} "
+                        f"responses missing"
+                    )
             self._first_rows = None
         finally:
             await cancel_all(listening)
 
     def _budget(self) -> int:
         """Tokens of one visit of a response; 0: as many as it takes."""
-        straggler = math.ceil(STRAGGLER * sum(self._lengths) / len(self._lengths)) if self._lengths else 0
+        straggler = (
+            math.ceil(STRAGGLER * sum(self._lengths) / len(self._lengths)) if self._lengths else 0
+        )
         return min(filter(None, (self.params.budget, straggler)), default=0)
 
     async def _begun(self, claim: Claim, prompts: Sequence[torch.Tensor]) -> dict[int, Begun]:
-        """Returns the progress that rows of the claim were parked with, by position; each has a prompt."""
+        """Returns the progress that rows of the claim were parked with, by position; each has a
+        prompt."""
         columns_read = (*PROGRESS, ROUTED) if ROUTED in self.dock.schema else PROGRESS
         positions, rows = await self.dock.begun(claim, columns_read)
         if not positions:
@@ -129,11 +160,16 @@ class Rollout(Stage):
                 tuple((int(v), int(n)) for v, n in versions.view(-1, 2)),
                 *(experts.view(len(prompts[position]) + len(tokens) - 1, -1) for experts in routed),
             )
-            for position, tokens, logprobs, versions, *routed in zip(positions, *columns, strict=True)
+            for position, tokens, logprobs, versions, *routed in zip(
+                positions, *columns, strict=True
+            )
         }
 
-    async def _listen(self, requests: Sequence[GroupRequest], ended: asyncio.Queue[Completion | None]) -> None:
-        """Put completions into ``ended`` as they come, and None after the last one, or when the engine has failed."""
+    async def _listen(
+        self, requests: Sequence[GroupRequest], ended: asyncio.Queue[Completion | None]
+    ) -> None:
+        """Put completions into ``ended`` as they come, and None after the last one, or when the
+        engine has failed."""
         try:
             async with aclosing(self.engine.generate(requests)) as completions:  # type: ignore[type-var]
                 async for completion in completions:
@@ -148,17 +184,23 @@ def group_seed(seed: int, group: int) -> int:
 
 
 def responses(
-    positions: Sequence[int], completions: Sequence[Completion], *, before: int = 0, parked: bool = False
+    positions: Sequence[int],
+    completions: Sequence[Completion],
+    *,
+    before: int = 0,
+    parked: bool = False,
 ) -> Output:
-    """Returns the columns of ended or ``parked`` responses; ``before`` of their tokens were counted in earlier visits.
-    Raises EngineFailed for a logprob that is not finite: such a row is not committed, so that nothing is trained on it."""
+    """Returns the columns of ended or ``parked`` responses; ``before`` of their tokens were counted
+    in earlier visits. Raises EngineFailed for a logprob that is not finite: such a row is not
+    committed, so that nothing is trained on it."""
     for completion in completions:
         if not bool(completion.logprobs.isfinite().all()):
             at = int((~completion.logprobs.isfinite()).nonzero()[0, 0])
             raise EngineFailed(
-                f"group {completion.group}, place {completion.place}: the rollout engine returned the logprob "
-                f"{float(completion.logprobs[at])} for token {at} of {len(completion.logprobs)}, made by version "
-                f"{completion.versions[-1][0]}; its weights or its arithmetic are broken, and the response is not used"
+                f"group {completion.group}, place {completion.place}: the rollout engine returned "
+                f"the logprob {float(completion.logprobs[at])} for token {at} of "
+                f"{len(completion.logprobs)}, made by version {completion.versions[-1][0]}; its "
+                f"weights or its arithmetic are broken, and the response is not used"
             )
     rows: dict[str, Any] = {
         "response_ids": [c.token_ids for c in completions],

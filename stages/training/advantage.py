@@ -1,24 +1,29 @@
-"""Advantage: the algorithm's credit, and which responses are left out of training because they were truncated.
+"""Advantage: the algorithm's credit, and which responses are left out of training because they were
+truncated.
 
 whole groups ─▶ algorithm.credit, group by group ─▶ its columns, committed together; or dropped with the reason
 
-A truncated response, cut at ``rollout.max_tokens``, has a reward of something unfinished. ``rollout.truncated`` is
+A truncated response, cut at ``rollout.max_tokens``, has a reward of something unfinished.
+``rollout.truncated`` is
 
     train   as any other response
     mask    no token of it is in the loss; its reward is one of the group's, in the mean that the others are compared with
     drop    the group is what is left without it, for credit too: N - 1 rewards have their own mean and deviation
 
-A group with too few responses left is dropped, and another one generated: with ``mask`` one without any, with ``drop`` one
-with fewer than the algorithm's credit compares, and with either one that lacks any where the loss compares whole groups
-(``Algorithm.unit``). The index drops whole groups only, so single rows stay in their group, masked (:data:`MASK`), and the
-ledger counts them as trained; the train engine does not compute them.
+A group with too few responses left is dropped, and another one generated: with ``mask`` one without
+any, with ``drop`` one with fewer than the algorithm's credit compares, and with either one that
+lacks any where the loss compares whole groups (``Algorithm.unit``). The index drops whole groups
+only, so single rows stay in their group, masked (:data:`MASK`), and the ledger counts them as
+trained; the train engine does not compute them.
 
-A group with a row on which a reward function failed is dropped, and credit does not see it. A row to which no function
-applies has no reward: credit is that of the others, and its own is zeros, as in TRL. Where credit is not an advantage of
-rows, or compares more rows than have a reward, such a group is dropped.
+A group with a row on which a reward function failed is dropped, and credit does not see it. A row
+to which no function applies has no reward: credit is that of the others, and its own is zeros, as
+in TRL. Where credit is not an advantage of rows, or compares more rows than have a reward, such a
+group is dropped.
 
-Of the groups that credit drops because they teach nothing, a step drops a bounded number (``algorithm.max_refill``). Further
-ones are trained with credit that teaches nothing (:func:`spared`), so no run generates for ever, whatever its prompts.
+Of the groups that credit drops because they teach nothing, a step drops a bounded number
+(``algorithm.max_refill``). Further ones are trained with credit that teaches nothing
+(:func:`spared`), so no run generates for ever, whatever its prompts.
 """
 
 from __future__ import annotations
@@ -46,39 +51,55 @@ DROPPED = "truncated"  # reason of a group with too few responses that were not 
 ABSENT = "no reward function applies"  # reason of a group with too few responses that have a reward
 METRIC = "dropped_groups"  # of the alarm when no group teaches
 LOOK = (
-    "Nothing is learned, and tokens are generated for it. Look at the newest samples and what the reward functions return: "
-    "a reward that is the same for all responses, or fails; prompts that are all too easy or too hard."
+    "Nothing is learned, and tokens are generated for it. Look at the newest samples and what the "
+    "reward functions return: a reward that is the same for all responses, or fails; prompts that "
+    "are all too easy or too hard."
 )
 
 
 class DropAlarm:
-    """Raises an alarm when ``most`` groups in a row were to be dropped; the next one after a group that was not."""
+    """Raises an alarm when ``most`` groups in a row were to be dropped; the next one after a group
+    that was not."""
 
     def __init__(self, index: Index, most: int, worker: str) -> None:
-        self._index, self._most, self._worker, self._in_a_row = index, most, worker, 0
+        self._index = index
+        self._most = most
+        self._worker = worker
+        self._in_a_row = 0
 
     async def add(self, results: Iterable[Result]) -> None:
         for result in results:
             self._in_a_row = self._in_a_row + 1 if isinstance(result, Drop) else 0
             if isinstance(result, Drop) and self._in_a_row == self._most:
-                status, count = await self._index.status(), float(self._most)
+                status = await self._index.status()
+                count = float(self._most)
                 reason = (
-                    f"{METRIC}: {self._most} groups in a row taught nothing, the last one because of: {result.reason}"
+                    f"{METRIC}: {self._most} groups in a row taught nothing, the last one because "
+                    f"of: {result.reason}"
                 )
                 await self._index.emit(
                     AlarmEvent(
-                        metric=METRIC, step=status.trained, value=count, limit=count, reason=reason, look=LOOK,
+                        metric=METRIC,
+                        step=status.trained,
+                        value=count,
+                        limit=count,
+                        reason=reason,
+                        look=LOOK,
                         worker=self._worker,
                     )
-                )  # fmt: skip
-                await self._index.emit(await self._index.ledger_event())  # a step would report it, and there is none
+                )
+                # a step would report it, and there is none
+                await self._index.emit(await self._index.ledger_event())
 
 
 class Advantage(Stage):
-    """The stage of an algorithm's credit, with ``truncated`` as ``rollout.truncated`` says. ``rewards``: the functions, in
-    the order of ``scores``; none where these are not read. ``rated``: the index that keeps the pass rates of prompts.
-    ``alarm`` watches that not all groups are dropped. ``refill``: the index that knows how far a step is, and the number of
-    groups that it may drop; None: any number. ``masked``: a stage before this one makes ``loss_mask``."""
+    """The stage of an algorithm's credit, with ``truncated`` as ``rollout.truncated`` says.
+
+    ``rewards``: the functions, in the order of ``scores``; none where these are not read.
+    ``rated``: the index that keeps the pass rates of prompts. ``alarm`` watches that not all groups
+    are dropped. ``refill``: the index that knows how far a step is, and the number of groups that
+    it may drop; None: any number. ``masked``: a stage before this one makes ``loss_mask``.
+    """
 
     name = CREDIT
 
@@ -92,8 +113,12 @@ class Advantage(Stage):
         refill: tuple[Index, int] | None = None,
         masked: bool = False,
     ) -> None:
-        self._alarm, self._refill = alarm, refill
-        self.algorithm, self.truncated, self.rewards, self._rated = algorithm, truncated, rewards, rated
+        self._alarm = alarm
+        self._refill = refill
+        self.algorithm = algorithm
+        self.truncated = truncated
+        self.rewards = rewards
+        self._rated = rated
         also = {name: "" for name, reads in {"scores": rewards, "reward": rated}.items() if reads}
         declared = credit_stage(algorithm, truncated, also)  # type: ignore[arg-type]
         optional = declared.optional if declared and masked else ()
@@ -105,17 +130,26 @@ class Advantage(Stage):
     async def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
         tokens = claim.tokens.tolist()
         groups = claim.group.tolist()
-        members, results = credits(self.algorithm, rows, groups, tokens, self.truncated, self.rewards)
+        members, results = credits(
+            self.algorithm, rows, groups, tokens, self.truncated, self.rewards
+        )
         if self._alarm is not None:
             await self._alarm.add(results)
         if self._rated is not None:  # before the commit, by which the groups may leave
             rewards = rewards_of_groups(rows, groups, members, bool(self.rewards))
-            await self._rated.put_outcomes({group: outcome(of_group) for group, of_group in rewards.items()})
-        if self._refill is not None and any(isinstance(result, Drop) and result.instead for result in results):
+            await self._rated.put_outcomes(
+                {group: outcome(of_group) for group, of_group in rewards.items()}
+            )
+        if self._refill is not None and any(
+            isinstance(result, Drop) and result.instead for result in results
+        ):
             index, most = self._refill
             numbers = [groups[at[0]] for at in members]
-            given, results = results, spared(numbers, results, (await index.status()).droppable(most))
-            kept = [number for number, a, b in zip(numbers, given, results, strict=True) if a is not b]
+            given = results
+            results = spared(numbers, results, (await index.status()).droppable(most))
+            kept = [
+                number for number, a, b in zip(numbers, given, results, strict=True) if a is not b
+            ]
             if kept:
                 await index.spare_groups(kept)
         for output in outputs_of(members, results, tokens):
@@ -125,21 +159,26 @@ class Advantage(Stage):
 def rewards_of_groups(
     rows: TensorDict, groups: Sequence[int], members: Iterable[list[int]], scored: bool
 ) -> dict[int, list[float]]:
-    """The rewards of each group by its number, for the pass rate of its prompt: of the rows that have one (``scored``: as
-    the column ``scores`` says). A group that is to be dropped for a failure, or has none, is left out."""
-    counted, dropped = torch.ones(len(rows), dtype=torch.bool), torch.zeros(len(rows), dtype=torch.bool)
+    """The rewards of each group by its number, for the pass rate of its prompt: of the rows that
+    have one (``scored``: as the column ``scores`` says). A group that is to be dropped for a
+    failure, or has none, is left out."""
+    counted = torch.ones(len(rows), dtype=torch.bool)
+    dropped = torch.zeros(len(rows), dtype=torch.bool)
     if scored:
-        counted, dropped = has_reward(rows["scores"]), rows["scores"].isinf().any(dim=1)
+        counted = has_reward(rows["scores"])
+        dropped = rows["scores"].isinf().any(dim=1)
     whole = [at for at in members if not dropped[at].any()]
     of_groups = {groups[at[0]]: rows["reward"][at][counted[at]].tolist() for at in whole}
     return {group: of_group for group, of_group in of_groups.items() if of_group}
 
 
 def spared(groups: Sequence[int], results: Sequence[Result], below: int) -> list[Result]:
-    """``results`` of the numbered ``groups``, in which a group from ``below`` on that would be dropped gets the columns with
-    which it is trained instead, where its Drop has any."""
+    """``results`` of the numbered ``groups``, in which a group from ``below`` on that would be
+    dropped gets the columns with which it is trained instead, where its Drop has any."""
     return [
-        result.instead if isinstance(result, Drop) and result.instead is not None and group >= below else result
+        result.instead
+        if isinstance(result, Drop) and result.instead is not None and group >= below
+        else result
         for group, result in zip(groups, results, strict=True)
     ]
 
@@ -152,13 +191,19 @@ def credits(
     truncated: Truncated = "train",
     rewards: Sequence[str] = (),
 ) -> tuple[list[list[int]], list[Result]]:
-    """The credit of each group of ``rows``, and the positions of its rows. ``groups`` names the group of each row;
-    ``tokens`` has the length of each response. A group in which one of the functions ``rewards`` failed is dropped."""
+    """The credit of each group of ``rows``, and the positions of its rows.
+
+    ``groups`` names the group of each row; ``tokens`` has the length of each response. A group in
+    which one of the functions ``rewards`` failed is dropped.
+    """
     optional = [name for name in algorithm.credit_optional if name in rows]
     read = (*algorithm.credit_reads, *optional) if algorithm.credit_makes else ()
-    columns, members = plain_columns(rows, read), groups_of(groups)
+    columns = plain_columns(rows, read)
+    members = groups_of(groups)
     failed = rows["scores"].isinf() if rewards else torch.zeros(len(rows), 0)
-    absent = rows["scores"].isnan().all(dim=1) if rewards else torch.zeros(len(rows), dtype=torch.bool)
+    absent = (
+        rows["scores"].isnan().all(dim=1) if rewards else torch.zeros(len(rows), dtype=torch.bool)
+    )
     results: list[Result] = []
     for at in members:
         group = {name: rows_at(column, at) for name, column in columns.items()}
@@ -179,21 +224,27 @@ def _credit(
     tokens: Sequence[int],
     how: Truncated,
 ) -> Result:
-    """The credit of one group, and, but with "train", the mask of its responses that are not ``truncated``. Credit gets
-    neither these, with "drop", nor those whose reward is ``absent``, and is 0 for them. Or a Drop, where too few are left,
-    or where a 0 would teach something."""
+    """The credit of one group, and, but with "train", the mask of its responses that are not
+    ``truncated``. Credit gets neither these, with "drop", nor those whose reward is ``absent``, and
+    is 0 for them. Or a Drop, where too few are left, or where a 0 would teach something."""
     least = max(1, algorithm.least_group_size) if algorithm.credit_makes else 1
     uncut = truncated.count(False)
-    if how != "train" and uncut < (len(truncated) if algorithm.unit == "group" else least if how == "drop" else 1):
+    if how != "train" and uncut < (
+        len(truncated) if algorithm.unit == "group" else least if how == "drop" else 1
+    ):
         return Drop(DROPPED)
-    left_out = [lacks or (cut and how == "drop") for lacks, cut in zip(absent, truncated, strict=True)]
+    left_out = [
+        lacks or (cut and how == "drop") for lacks, cut in zip(absent, truncated, strict=True)
+    ]
     rest = [row for row, is_out in enumerate(left_out) if not is_out]
-    # Of responses that are compared with one another a 0 says nothing; other credit is used in other ways.
+    # Of responses that are compared with one another a 0 says nothing; other credit is used in
+    # other ways.
     compares = algorithm.unit == "row" and "advantage" in algorithm.credit_makes and least > 1
     if any(absent) and not (compares and len(rest) >= least):
         credit = _credit(algorithm, group, truncated, [False] * len(absent), tokens, how)
         return credit if isinstance(credit, Drop) else Drop(ABSENT, instead=credit)
-    if not algorithm.credit_makes and how == "train":  # the stage drops groups, and does nothing else
+    # the stage drops groups, and does nothing else
+    if not algorithm.credit_makes and how == "train":
         return {passed_column(CREDIT): torch.ones(len(truncated), dtype=torch.bool)}
 
     def complete(columns: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -201,8 +252,12 @@ def _credit(
             columns = {name: _with_zeros(column, rest, tokens) for name, column in columns.items()}
         if how == "train":
             return columns
-        mask = columns.get(MASK) or [torch.ones(n, dtype=torch.bool) for n in tokens]  # a credit may make one too
-        return {**columns, MASK: [row & (not cut) for row, cut in zip(mask, truncated, strict=True)]}
+        # a credit may make one too
+        mask = columns.get(MASK) or [torch.ones(n, dtype=torch.bool) for n in tokens]
+        return {
+            **columns,
+            MASK: [row & (not cut) for row, cut in zip(mask, truncated, strict=True)],
+        }
 
     credit = {}
     if algorithm.credit_makes:
@@ -216,10 +271,14 @@ def _credit(
 
 
 def _with_zeros(column: Any, rows: Sequence[int], tokens: Sequence[int]) -> Any:
-    """The values of ``column`` at ``rows`` of a group, and zeros at its others: as many as ``tokens`` where it is ragged."""
+    """The values of ``column`` at ``rows`` of a group, and zeros at its others: as many as
+    ``tokens`` where it is ragged."""
     if isinstance(column, torch.Tensor):
         out = column.new_zeros(len(tokens), *column.shape[1:])
         out[list(rows)] = column
         return out
     values = dict(zip(rows, column, strict=True))
-    return [values.get(row, column[0].new_zeros(n, *column[0].shape[1:])) for row, n in enumerate(tokens)]
+    return [
+        values.get(row, column[0].new_zeros(n, *column[0].shape[1:]))
+        for row, n in enumerate(tokens)
+    ]

@@ -1,4 +1,6 @@
-"""Colocated runs: training and generation take turns on each rank's device. Rank 0 decides for all ranks.
+"""Colocated runs: training and generation take turns on each rank's device.
+
+Rank 0 decides for all ranks.
 
        ┌─────────────── no complete train batch, and something to generate ────────────────┐
        ▼                                                                                   │
@@ -8,10 +10,10 @@
 
     rank 0: Turn ── broadcasts "return", "train", "generate" ──▶ every rank: its SharedDevice
 
-Responses in flight at the end of generation's turn are cut and parked, and any rank continues them. Neither side can wait
-for the other for ever: a train batch is complete before training asks for the device, and rows that must be generated first
-(lost ones, say) give the device back to generation without a step. When a turn fails, the rank group starts again at its
-last checkpoint.
+Responses in flight at the end of generation's turn are cut and parked, and any rank continues them.
+Neither side can wait for the other for ever: a train batch is complete before training asks for the
+device, and rows that must be generated first (lost ones, say) give the device back to generation
+without a step. When a turn fails, the rank group starts again at its last checkpoint.
 """
 
 from __future__ import annotations
@@ -34,14 +36,16 @@ from stages.training.shared_device import SharedDevice
 if TYPE_CHECKING:
     from stages.training.update import Update
 
-WAIT_SECONDS = 10.0  # conditions are checked again this often, so that nothing depends on a single wake-up
+# conditions are checked again this often, so that nothing depends on a single wake-up
+WAIT_SECONDS = 10.0
 
 
 class Turn(DeviceLease):
     """The lease of rank 0's device, and the decision of which engine computes on all ranks.
 
-    ``groups``: how many the gate will admit in all, without those that replace filtered ones. ``ahead``: training comes back
-    as soon as nothing is left to generate; else when a batch is claimed. ``every``: which versions are evaluated.
+    ``groups``: how many the gate will admit in all, without those that replace filtered ones.
+    ``ahead``: training comes back as soon as nothing is left to generate; else when a batch is
+    claimed. ``every``: which versions are evaluated.
     ``overlap``: an evaluation shares the engine with training samples.
     """
 
@@ -58,11 +62,19 @@ class Turn(DeviceLease):
         ahead: bool,
         overlap: bool,
     ) -> None:
-        self.device, self.rank_group, self.index, self.evaluator = device, rank_group, index, evaluator
-        self.steps, self.groups, self.every, self.ahead, self.overlap = steps, groups, every, ahead, overlap
+        self.device = device
+        self.rank_group = rank_group
+        self.index = index
+        self.evaluator = evaluator
+        self.steps = steps
+        self.groups = groups
+        self.every = every
+        self.ahead = ahead
+        self.overlap = overlap
         self._changed = asyncio.Event()
         self._no_batch = self._no_rows = False
-        self._requested: asyncio.Event | None = None  # a batch was claimed; set when training has the device
+        # a batch was claimed; set when training has the device
+        self._requested: asyncio.Event | None = None
         self._over = asyncio.Event()
 
     # ── called by the controllers of rank 0 ──
@@ -98,8 +110,8 @@ class Turn(DeviceLease):
             self._changed.set()
 
     async def give_to_training(self) -> None:
-        """Training has the device when this returns; the other ranks follow with the next call that they make together. For
-        use after :meth:`run`."""
+        """Training has the device when this returns; the other ranks follow with the next call that
+        they make together. For use after :meth:`run`."""
         if self.device.state is State.GENERATING:
             await self._leave()
         await self.device.ready()
@@ -107,8 +119,9 @@ class Turn(DeviceLease):
     # ── the decision ──
 
     async def run(self, update: Update) -> None:
-        """Give the device to training and to generation in turns, until ``update`` has ended: all steps are trained, and
-        evaluated if they are to be; or the run stops, and what was being generated can be finished."""
+        """Give the device to training and to generation in turns, until ``update`` has ended: all
+        steps are trained, and evaluated if they are to be; or the run stops, and what was being
+        generated can be finished."""
         while not self._over.is_set():
             self._changed.clear()
             if self._requested is not None:
@@ -121,7 +134,10 @@ class Turn(DeviceLease):
                 left, position = await self._to_generate()
                 await (self._generate(update) if left else self._wait(position))
         if update.trained < self.steps:  # stopped
-            if self.device.state is not State.GENERATING and (await self.index.queue("rollout")).leased:
+            if (
+                self.device.state is not State.GENERATING
+                and (await self.index.queue("rollout")).leased
+            ):
                 await self._generate(update)
         elif await self._due(update.trained):
             if self.device.state is not State.GENERATING:
@@ -160,13 +176,14 @@ class Turn(DeviceLease):
         await self.device.generate(update.trained, update.probe, claims=not alone)
 
     async def _wait(self, position: str | None = None) -> bool:
-        """Wait until something has changed here, or on the gate's topic after ``position``; False after ``WAIT_SECONDS``."""
+        """Wait until something has changed here, or on the gate's topic after ``position``; False
+        after ``WAIT_SECONDS``."""
         gate = () if position is None else (self.index.wait(VERSION, position, WAIT_SECONDS),)
         return any(await first_of(self._changed.wait(), *gate, timeout=WAIT_SECONDS))
 
     async def _to_generate(self) -> tuple[bool, str]:
-        """Returns whether any rank has something to generate with the published version, admitted or to be admitted, and the
-        position of the gate's topic."""
+        """Returns whether any rank has something to generate with the published version, admitted
+        or to be admitted, and the position of the gate's topic."""
         status = await self.index.status()
         limit = min(status.gate, self.groups + status.filtered)
         if status.remake or status.admitted < limit:
@@ -181,7 +198,10 @@ class Turn(DeviceLease):
         return newest_due(version, self.every, self.steps) > await newest_evaluated(self.index)
 
     async def _evaluate(self, version: int) -> None:
-        """Evaluate ``version``. Unless it is the last one, the evaluation is given up when the run stops."""
+        """Evaluate ``version``.
+
+        Unless it is the last one, the evaluation is given up when the run stops.
+        """
         assert self.evaluator is not None
         due = newest_due(version, self.every, self.steps)
         evaluation = evaluate_once(self.index, self.evaluator, version, due, self.every)

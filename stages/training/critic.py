@@ -8,11 +8,12 @@
       commit the step, once both have trained ◀────────────────────────────────────────────┘
       every k steps ─▶ order "save" ────────────▶ copy the state ─▶ answer; the written files are reported apart
 
-The index records a step, and the gate opens for the next one, when policy and critic have both trained: one commit is both.
-A batch of which one of the two has a loss or gradient that is not finite is skipped by both.
-The two workers live and die as one; those that are started next load one checkpoint and replay the recorded steps, of which
-the values are still in the warehouse. Orders and answers are numbered entries of two logs in the index. A critic on several
-ranks is a rank group as the policy's trainer is (stages.training.ranks): its rank 0 is "the critic's worker" above.
+The index records a step, and the gate opens for the next one, when policy and critic have both
+trained: one commit is both. A batch of which one of the two has a loss or gradient that is not
+finite is skipped by both. The two workers live and die as one; those that are started next load one
+checkpoint and replay the recorded steps, of which the values are still in the warehouse. Orders and
+answers are numbered entries of two logs in the index. A critic on several ranks is a rank group as
+the policy's trainer is (stages.training.ranks): its rank 0 is "the critic's worker" above.
 """
 
 from __future__ import annotations
@@ -39,22 +40,28 @@ class CriticEngine(UndoableEngine, Protocol):
     """A train engine whose model gives values."""
 
     def values(self, batch: TensorDictBase) -> torch.Tensor:
-        """Values of the states before the response tokens: float32 jagged [B, T_i], no gradient. Groups are computed one by
-        one, so the result of a row does not depend on the other groups. On several ranks each is given the whole batch."""
+        """Values of the states before the response tokens: float32 jagged [B, T_i], no gradient.
+
+        Groups are computed one by one, so the result of a row does not depend on the other groups.
+        On several ranks each is given the whole batch.
+        """
 
 
 class CriticOrders:
     """The logs of orders and answers. ``life`` names them; it is another one after each restart."""
 
     def __init__(self, index: Index, life: str) -> None:
-        self.index, self._number, self._saves = index, 0, 0
+        self.index = index
+        self._number = 0
+        self._saves = 0
         self._orders = CRITIC_ORDERS.at(life=life)
         self._answers = CRITIC_ANSWERS.at(life=life)
         self._saved = CRITIC_SAVED.at(life=life)
 
     async def send(self, do: str, **what: Any) -> dict[str, Any]:
         """Order ``do``, and return the critic's answer."""
-        number, self._number = self._number, self._number + 1
+        number = self._number
+        self._number = self._number + 1
         await self._orders.append(self.index, number, {"do": do, **what})
         answer = await self._answers.next(self.index, number)
         for log in (self._orders, self._answers):
@@ -63,7 +70,8 @@ class CriticOrders:
 
     async def until_saved(self) -> None:
         """Return when the checkpoint that was ordered next is written."""
-        number, self._saves = self._saves, self._saves + 1
+        number = self._saves
+        self._saves = self._saves + 1
         await self._saved.next(self.index, number)
 
     # ── of the critic ──
@@ -83,9 +91,13 @@ class CriticOrders:
 
 
 class CriticWorker:
-    """Carries out rank 0's orders, until the order to end. ``trained`` counts the steps in the engine's weights; ``save``
-    begins to write the engine's state below a folder, and returns what to await until it is written; ``begin`` is called
-    once recorded steps are replayed. ``rank_group``: this worker is rank 0 of it, and passes the work on to the others."""
+    """Carries out rank 0's orders, until the order to end.
+
+    ``trained`` counts the steps in the engine's weights; ``save`` begins to write the engine's
+    state below a folder, and returns what to await until it is written; ``begin`` is called once
+    recorded steps are replayed. ``rank_group``: this worker is rank 0 of it, and passes the work on
+    to the others.
+    """
 
     def __init__(
         self,
@@ -100,8 +112,13 @@ class CriticWorker:
         rank_group: RankGroup | None = None,
     ) -> None:
         self.rank_group = rank_group or RankGroup(dock.index)
-        self.dock, self.engine, self.algorithm, self.orders = dock, engine, algorithm, orders
-        self.trained, self._save, self._begin = version, save, begin
+        self.dock = dock
+        self.engine = engine
+        self.algorithm = algorithm
+        self.orders = orders
+        self.trained = version
+        self._save = save
+        self._begin = begin
         self.computing = asyncio.Lock()  # the engine takes one call at a time
 
     async def run(self) -> None:
@@ -125,7 +142,9 @@ class CriticWorker:
                 self._begin()
             case "train":
                 if order["trained"] != self.trained:
-                    raise RuntimeError(f"critic: is at version {self.trained}, the policy at {order['trained']}")
+                    raise RuntimeError(
+                        f"critic: is at version {self.trained}, the policy at {order['trained']}"
+                    )
                 return await self._train(Claim("", order["claim"]["token"], order["claim"]))
             case "undo":  # the policy has skipped the batch
                 async with self.computing:
@@ -139,13 +158,16 @@ class CriticWorker:
         return {}
 
     async def _train(self, claim: Claim) -> Mapping[str, Any]:
-        """Train on the claim's rows. Returns the ``metrics``, and why the batch was ``skipped``, or ""."""
+        """Train on the claim's rows.
+
+        Returns the ``metrics``, and why the batch was ``skipped``, or "".
+        """
         shares = await self.rank_group.deal(self.dock, claim, self.algorithm)
-        columns, by_token = (
-            trained_columns(self.algorithm, self.dock.schema),
-            TOKEN_STALENESS in self.algorithm.loss_reads,
+        columns = trained_columns(self.algorithm, self.dock.schema)
+        by_token = TOKEN_STALENESS in self.algorithm.loss_reads
+        batch = await self.rank_group.fetch(
+            self.dock, claim, shares, columns, self.trained, by_token=by_token
         )
-        batch = await self.rank_group.fetch(self.dock, claim, shares, columns, self.trained, by_token=by_token)
         try:
             async with self.computing:
                 await self.rank_group.broadcast("train", claim=claim.record(), shares=shares)
@@ -153,7 +175,10 @@ class CriticWorker:
         except FloatingPointError as refused:
             answer: Mapping[str, Any] = {"metrics": {}, "skipped": str(refused)}
         else:
-            named = {name if "value" in name else f"critic_{name}": float(value) for name, value in metrics.items()}
+            named = {
+                name if "value" in name else f"critic_{name}": float(value)
+                for name, value in metrics.items()
+            }
             answer = {"metrics": named, "skipped": ""}
         self.trained += 1
         return answer

@@ -2,7 +2,8 @@
 
     update stage:  async with device.training(): …        rollout stage:  claims rows only while device.may_generate
 
-Stages with devices of their own hold the lease always. In a colocated run they take turns (``stages.training.colocated``).
+Stages with devices of their own hold the lease always. In a colocated run they take turns
+(``stages.training.colocated``).
 """
 
 from __future__ import annotations
@@ -27,5 +28,10 @@ class DeviceLease:
         """The train engine has the device when this returns, for as long as the process lives."""
 
     async def follow(self, order: Mapping[str, Any]) -> None:
-        """Do what rank 0 has ordered all ranks to do with the device. Raises RuntimeError for an unknown order."""
-        raise RuntimeError(f"ranks: rank 0 orders {order['do']!r}, which this rank does not know; restart both")
+        """Do what rank 0 has ordered all ranks to do with the device.
+
+        Raises RuntimeError for an unknown order.
+        """
+        raise RuntimeError(
+            f"ranks: rank 0 orders {order['do']!r}, which this rank does not know; restart both"
+        )

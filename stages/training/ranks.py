@@ -7,8 +7,9 @@
       every k steps          ─▶ order "save" ─────────▶ write its shard
       the work is done       ─▶ order "end" ──────────▶ end
 
-An order is a numbered entry of a log in the index, so a rank waits for it on the server, for as long as it takes, and no
-collective call's deadline runs meanwhile. The ranks end together; those that are started next have a log of another name.
+An order is a numbered entry of a log in the index, so a rank waits for it on the server, for as
+long as it takes, and no collective call's deadline runs meanwhile. The ranks end together; those
+that are started next have a log of another name.
 """
 
 from __future__ import annotations
@@ -41,20 +42,27 @@ log = structlog.get_logger()
 
 
 class RankGroup:
-    """The rank group as the rank at ``coordinates`` sees it. ``life`` names its log; another one after each restart."""
+    """The rank group as the rank at ``coordinates`` sees it.
+
+    ``life`` names its log; another one after each restart.
+    """
 
     def __init__(self, index: Index, coordinates: RankCoordinates = ALONE, life: str = "") -> None:
         self.index = index
         self.coordinates = coordinates
-        self._life, self._number = life, 0
+        self._life = life
+        self._number = 0
         self._orders = RANK_ORDERS.at(life=life)
         self._sent: list[int] = []  # entries of the log
         self._heard = False  # all ranks have surely read all of them
         self._parts = 0  # versions of which the ranks have published their parts
 
     async def broadcast(self, do: str, *, together: bool = True, **what: Any) -> None:
-        """Order what all ranks do next. ``together``: rank 0 makes the call with all of them, so that all have read this
-        order when it sends the next one."""
+        """Order what all ranks do next.
+
+        ``together``: rank 0 makes the call with all of them, so that all have read this order when
+        it sends the next one.
+        """
         if self.coordinates.world == 1:
             return
         await self._orders.append(self.index, self._number, {"do": do, **what})
@@ -79,7 +87,8 @@ class RankGroup:
         self._parts += 1
 
     async def join_parts(self, own: Published) -> Published:
-        """Wait, on rank 0, until all other ranks have published their part of a version, and return its whole record."""
+        """Wait, on rank 0, until all other ranks have published their part of a version, and return
+        its whole record."""
         parts = [own]
         for rank in range(1, self.coordinates.world):
             log = RANK_PARTS.at(life=self._life, rank=rank)
@@ -90,16 +99,21 @@ class RankGroup:
         return joined(parts)
 
     async def deal(self, dock: Dock, claim: Claim, algorithm: AlgorithmLike) -> list[list[int]]:
-        """Returns the claim's positions for each replica, so that the tokens of each of the algorithm's mini-batches are
-        balanced. The result depends on the claim alone, so that a replay gets the same."""
+        """Returns the claim's positions for each replica, so that the tokens of each of the
+        algorithm's mini-batches are balanced. The result depends on the claim alone, so that a
+        replay gets the same."""
         replicas = self.coordinates.layout.replicas
         if replicas == 1:
             return [list(range(len(claim)))]
         groups: dict[int, list[int]] = {}
-        for position in sorted(range(len(claim)), key=lambda at: (claim.group[at], claim.place[at])):
+        for position in sorted(
+            range(len(claim)), key=lambda at: (claim.group[at], claim.place[at])
+        ):
             groups.setdefault(int(claim.group[position]), []).append(position)
         members = list(groups.values())
-        prompts = await dock.fetch_packed(claim.part([positions[0] for positions in members]), ["prompt_ids"])
+        prompts = await dock.fetch_packed(
+            claim.part([positions[0] for positions in members]), ["prompt_ids"]
+        )
         shapes = [
             GroupShape(int(length), tuple(claim.tokens[positions].tolist()))
             for length, positions in zip(prompts["prompt_ids"].lengths(), members, strict=True)
@@ -115,7 +129,9 @@ class RankGroup:
             mini_batches=algorithm.mini_batches,
             trained=[trained[positions].tolist() for positions in members],
         )
-        return [[members[piece.group][row] for piece in share for row in piece.rows] for share in shares]
+        return [
+            [members[piece.group][row] for piece in share for row in piece.rows] for share in shares
+        ]
 
     async def fetch(
         self,
@@ -127,16 +143,19 @@ class RankGroup:
         *,
         by_token: bool = True,
     ) -> TensorDict:
-        """Returns this rank's share of the claim, as its engine takes it after ``trained`` steps; ``by_token``: with the
-        staleness of each token."""
+        """Returns this rank's share of the claim, as its engine takes it after ``trained`` steps;
+        ``by_token``: with the staleness of each token."""
         share = claim.part(shares[self.coordinates.replica])
         read = [*columns, VERSIONS] if VERSIONS in dock.schema else columns
         return train_batch(share, await dock.fetch(share, read), trained, by_token=by_token)
 
 
 class RankWorker:
-    """Carries out rank 0's orders on another rank, until the order to end. ``trained`` counts the steps in the engine's
-    weights; ``save`` begins to write the engine's shard into a folder; ``publisher`` publishes this rank's part of them."""
+    """Carries out rank 0's orders on another rank, until the order to end.
+
+    ``trained`` counts the steps in the engine's weights; ``save`` begins to write the engine's
+    shard into a folder; ``publisher`` publishes this rank's part of them.
+    """
 
     def __init__(
         self,
@@ -150,9 +169,14 @@ class RankWorker:
         device: DeviceLease | None = None,
         publisher: Publisher | None = None,
     ) -> None:
-        self.dock, self.engine, self.algorithm, self.rank_group = dock, engine, algorithm, rank_group
+        self.dock = dock
+        self.engine = engine
+        self.algorithm = algorithm
+        self.rank_group = rank_group
         self.publisher = publisher
-        self.trained, self._save, self.device = version, save, device or DeviceLease()
+        self.trained = version
+        self._save = save
+        self.device = device or DeviceLease()
 
     async def run(self) -> None:
         while (order := await self.rank_group.receive())["do"] != "end":
@@ -169,7 +193,8 @@ class RankWorker:
                     batch = await self.rank_group.fetch(
                         self.dock, claim, order["shares"], columns, self.trained, by_token=by_token
                     )
-                    with suppress(FloatingPointError):  # of all ranks: rank 0 records that the batch was skipped
+                    # of all ranks: rank 0 records that the batch was skipped
+                    with suppress(FloatingPointError):
                         await asyncio.to_thread(self.engine.train_batch, batch, self.algorithm)
                     self.trained += 1
             case "undo":
@@ -186,7 +211,10 @@ class RankWorker:
                 await self.device.follow(order)
 
     def _publish(self, probe: Sequence[list[int]], version: int | None) -> Published | None:
-        """Take part in the calls that rank 0 makes of all ranks. Returns what this rank has published of ``version``."""
+        """Take part in the calls that rank 0 makes of all ranks.
+
+        Returns what this rank has published of ``version``.
+        """
         if probe:
             probed(self.engine, probe)
         if self.publisher is None or version is None:
@@ -195,10 +223,12 @@ class RankWorker:
         return self.publisher.publish(version, self.engine.weights(), None, (own.rank, own.world))
 
 
-def train_batch(claim: Claim, rows: TensorDict, trained: int | None = None, *, by_token: bool = True) -> TensorDict:
-    """Returns ``rows`` with the columns ``group`` and ``place``, and for a trainer that has made ``trained`` steps
-    ``staleness``, and in the place of ``versions`` the ``age`` of each token and, with ``by_token``, its staleness, as
-    :meth:`TrainEngine.train_batch` takes them."""
+def train_batch(
+    claim: Claim, rows: TensorDict, trained: int | None = None, *, by_token: bool = True
+) -> TensorDict:
+    """Returns ``rows`` with the columns ``group`` and ``place``, and for a trainer that has made
+    ``trained`` steps ``staleness``, and in the place of ``versions`` the ``age`` of each token and,
+    with ``by_token``, its staleness, as :meth:`TrainEngine.train_batch` takes them."""
     batch = rows.copy()
     batch["group"] = torch.from_numpy(claim.group.astype("int64"))
     batch["place"] = torch.from_numpy(claim.place.astype("int64"))
@@ -206,7 +236,10 @@ def train_batch(claim: Claim, rows: TensorDict, trained: int | None = None, *, b
         batch[STALENESS] = trained - torch.from_numpy(claim.oldest_version.astype("int64"))
         if VERSIONS in batch:
             versions = [row.tolist() for row in batch[VERSIONS].unbind()]
-            for name, of in {AGE: ages_of, **({TOKEN_STALENESS: staleness_of} if by_token else {})}.items():
+            for name, of in {
+                AGE: ages_of,
+                **({TOKEN_STALENESS: staleness_of} if by_token else {}),
+            }.items():
                 rows_of = [of(row, trained) for row in versions]
                 batch[name] = torch.nested.nested_tensor(rows_of, layout=torch.jagged)
             del batch[VERSIONS]
@@ -214,13 +247,15 @@ def train_batch(claim: Claim, rows: TensorDict, trained: int | None = None, *, b
 
 
 def staleness_of(versions: Sequence[int], trained: int) -> torch.Tensor:
-    """Returns int64 [T], the steps that a trainer which has made ``trained`` steps has made since each token of a response
-    was generated. ``versions``: version, tokens, version, tokens, … of the response.
+    """Returns int64 [T], the steps that a trainer which has made ``trained`` steps has made since
+    each token of a response was generated. ``versions``: version, tokens, version, tokens, … of the
+    response.
 
     >>> staleness_of([1, 2, 5, 1, 7, 2], 7).tolist()
     [6, 6, 2, 0, 0]
     """
-    generated, counts = torch.tensor(versions[::2]), torch.tensor(versions[1::2])
+    generated = torch.tensor(versions[::2])
+    counts = torch.tensor(versions[1::2])
     return (trained - generated).repeat_interleave(counts)
 
 

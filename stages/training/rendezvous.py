@@ -1,9 +1,11 @@
-"""The rendezvous of a rank group: a store in rank 0's process, which the other ranks reach wherever they run.
+"""The rendezvous of a rank group: a store in rank 0's process, which the other ranks reach wherever
+they run.
 
     rank 0: a store ◀── served at an address that the rank group's log has ◀── rank r: a connection for each calling thread
 
-Both ends of a connection prove that they know the run's secret (:mod:`stages.weights.secret_socket`), inside TLS where the
-recipe has certificates. The log also orders: rank r connects when rank 0 listens.
+Both ends of a connection prove that they know the run's secret
+(:mod:`stages.weights.secret_socket`), inside TLS where the recipe has certificates. The log also
+orders: rank r connects when rank 0 listens.
 """
 
 from __future__ import annotations
@@ -20,19 +22,24 @@ from torch.distributed import HashStore, Store
 from stages.weights.depot import CONNECT_SECONDS
 from stages.weights.secret_socket import SecretServer, SecretSocket, connect
 
-IDLE_SECONDS = 14 * 86400.0  # for which the store waits for a rank's next call: another group is made much later
+# for which the store waits for a rank's next call: another group is made much later
+IDLE_SECONDS = 14 * 86400.0
 MARGIN_SECONDS = 5.0  # for which a rank waits for the store's answer beyond the store's own timeout
 
 
 class RanksStore(Store):
-    """The store of rank 0 (:func:`serve_store`) in the process of another rank. Each thread has a proven connection of its
-    own: a call may wait for a key that a rank sets after a call of another thread."""
+    """The store of rank 0 (:func:`serve_store`) in the process of another rank.
+
+    Each thread has a proven connection of its own: a call may wait for a key that a rank sets after
+    a call of another thread.
+    """
 
     own_address = ""
 
     def __init__(self, connected: Callable[[], SecretSocket]) -> None:
         super().__init__()
-        self._connected, self._own = connected, threading.local()
+        self._connected = connected
+        self._own = threading.local()
 
     def _ask(self, do: str, *arguments: Any) -> Any:
         if not hasattr(self._own, "peer"):
@@ -78,19 +85,31 @@ def serve_store(peer: SecretSocket, store: Store) -> None:
 
 
 class HeldStore(HashStore):
-    """The store in rank 0's process. ``own_address``: the address by which this process reaches the others ("": they are on
-    this node)."""
+    """The store in rank 0's process.
+
+    ``own_address``: the address by which this process reaches the others ("": they are on this
+    node).
+    """
 
     own_address = ""
 
 
 class Rendezvous:
-    """Rank 0's end: :attr:`store`, served on ``host`` at :attr:`address`. ``advertise``: the address by which other nodes
-    reach it (default: ``host``); ``timeout``: seconds for which a rank waits for the others. Raises OSError where ``host``
-    is no address of this machine."""
+    """Rank 0's end: :attr:`store`, served on ``host`` at :attr:`address`.
+
+    ``advertise``: the address by which other nodes reach it (default: ``host``); ``timeout``:
+    seconds for which a rank waits for the others. Raises OSError where ``host`` is no address of
+    this machine.
+    """
 
     def __init__(
-        self, host: str, secret: bytes, *, advertise: str = "", timeout: float, tls: ssl.SSLContext | None = None
+        self,
+        host: str,
+        secret: bytes,
+        *,
+        advertise: str = "",
+        timeout: float,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self.store = HeldStore()
         self.store.set_timeout(timedelta(seconds=timeout))
@@ -107,8 +126,15 @@ class Rendezvous:
 def join_rendezvous(
     address: tuple[str, int], secret: bytes, *, timeout: float, tls: ssl.SSLContext | None = None
 ) -> RanksStore:
-    """Returns the store at ``address`` of a :class:`Rendezvous`. Raises OSError when nothing there knows ``secret``."""
-    options: dict[str, Any] = {"connecting": CONNECT_SECONDS, "timeout": timeout + MARGIN_SECONDS, "tls": tls}
+    """Returns the store at ``address`` of a :class:`Rendezvous`.
+
+    Raises OSError when nothing there knows ``secret``.
+    """
+    options: dict[str, Any] = {
+        "connecting": CONNECT_SECONDS,
+        "timeout": timeout + MARGIN_SECONDS,
+        "tls": tls,
+    }
     first = connect(address, secret, **options)
     store = RanksStore(lambda: connect(address, secret, **options))
     store.own_address = _beyond_this_node(first.own_address)

@@ -1,4 +1,5 @@
-"""The device of one rank of a colocated run, and the changes between its train engine and its rollout engine.
+"""The device of one rank of a colocated run, and the changes between its train engine and its
+rollout engine.
 
 TRAINING ── generate: weights go to the rollout engine, training's bytes to host memory ──▶ GENERATING
    ▲                                                                                         │ leave
@@ -30,11 +31,15 @@ if TYPE_CHECKING:
 
 
 class SharedDevice(DeviceLease):
-    """One rank's device and its two engines. The train engine has it at first, and ``rollout`` sleeps.
+    """One rank's device and its two engines.
 
-    ``plan`` is of the weights that are exchanged; None: they are adapters. ``controller`` runs this rank's rollout stage,
-    which samples at ``temperature``. ``probe``: how far logprobs may lie from the trainer's (None: they are not compared).
-    ``deadline``: seconds that a change may wait for another rank or for the engine. Raises what :class:`Swap` raises.
+    The train engine has it at first, and ``rollout`` sleeps.
+
+    ``plan`` is of the weights that are exchanged; None: they are adapters. ``controller`` runs this
+    rank's rollout stage, which samples at ``temperature``. ``probe``: how far logprobs may lie from
+    the trainer's (None: they are not compared).
+    ``deadline``: seconds that a change may wait for another rank or for the engine. Raises what
+    :class:`Swap` raises.
     """
 
     may_generate = False
@@ -52,8 +57,12 @@ class SharedDevice(DeviceLease):
         probe: ProbeRule | None,
         deadline: float,
     ) -> None:
-        self.rollout, self.controller, self.index = rollout, controller, index
-        self.worker, self.deadline, self._temperature = f"rollout-{rank}", deadline, temperature
+        self.rollout = rollout
+        self.controller = controller
+        self.index = index
+        self.worker = f"rollout-{rank}"
+        self.deadline = deadline
+        self._temperature = temperature
         self._judge = None if probe is None else ProbeJudge(probe)
         self.swap: Swap | AdapterSwap = (
             AdapterSwap(trainer, rollout)
@@ -78,7 +87,8 @@ class SharedDevice(DeviceLease):
 
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
-        """For ranks other than 0: the train engine has the device, since rank 0 has ordered "return"."""
+        """For ranks other than 0: the train engine has the device, since rank 0 has ordered
+        "return"."""
         await self.ready()
         yield
 
@@ -93,15 +103,18 @@ class SharedDevice(DeviceLease):
                 await super().follow(order)
 
     def device_bytes(self) -> int:
-        """Returns the bytes on the device: its own count, or on the CPU the storages of weights, gradients, optimizer state,
-        keys and values, and buckets."""
+        """Returns the bytes on the device: its own count, or on the CPU the storages of weights,
+        gradients, optimizer state, keys and values, and buckets."""
         counted = devices.allocated(self.swap.device)
         return self.swap.device_bytes() + self.rollout.cache_bytes() if counted is None else counted
 
     async def leave(self) -> None:
         """End generation, and begin to bring training's bytes back."""
         self.may_generate = False
-        counted = {"generating_bytes": self.device_bytes(), "cache_bytes": self.rollout.cache_bytes()}
+        counted = {
+            "generating_bytes": self.device_bytes(),
+            "cache_bytes": self.rollout.cache_bytes(),
+        }
         async with asyncio.timeout(self.deadline):
             await self.rollout.sleep()
         self._left = time.monotonic()
@@ -109,7 +122,10 @@ class SharedDevice(DeviceLease):
         await self._emit_turn(**counted)
 
     async def ready(self) -> None:
-        """Wait until all of training's bytes are back. Returns at once when the train engine has the device."""
+        """Wait until all of training's bytes are back.
+
+        Returns at once when the train engine has the device.
+        """
         if self.state is State.TRAINING:
             return
         beside = time.monotonic() - self._left
@@ -124,9 +140,9 @@ class SharedDevice(DeviceLease):
         await self._emit_turn()
 
     async def generate(self, version: int, probe: Probe | None, *, claims: bool = True) -> None:
-        """Give the device to the rollout engine, with the weights of ``version``; all ranks call this together. Without
-        ``claims``, rollout work is claimed only after :meth:`open`. Raises SwapError when the engine's logprobs are not
-        those of ``probe``."""
+        """Give the device to the rollout engine, with the weights of ``version``; all ranks call
+        this together. Without ``claims``, rollout work is claimed only after :meth:`open`. Raises
+        SwapError when the engine's logprobs are not those of ``probe``."""
         await self.ready()
         began = time.monotonic()
         self._most = {}
@@ -164,12 +180,15 @@ class SharedDevice(DeviceLease):
                 if failed.alarm:
                     await raise_alarm(self.index, self.worker, version, failed, OTHER)
                 about = f"{self.worker}: with the weights of version {version}"
-                raise SwapError(f"{about} {failed}; the ranks start again at the last checkpoint") from None
+                raise SwapError(
+                    f"{about} {failed}; the ranks start again at the last checkpoint"
+                ) from None
             await self.rollout.resume()
             return gap
 
     def _count(self, phase: Phase) -> None:
-        if phase not in self._most:  # the buckets of a gather exist from its first round to its last
+        # the buckets of a gather exist from its first round to its last
+        if phase not in self._most:
             self._most[phase] = self.device_bytes()
 
     async def _emit_turn(self, **counted: int) -> None:
@@ -183,7 +202,9 @@ class SharedDevice(DeviceLease):
             )
         )
 
-    async def _emit_sync(self, to: str, *, nbytes: int, exposed: float, hidden: float = 0.0, **more: Any) -> None:
+    async def _emit_sync(
+        self, to: str, *, nbytes: int, exposed: float, hidden: float = 0.0, **more: Any
+    ) -> None:
         await self.index.emit(
             SyncEvent(
                 worker=self.worker,

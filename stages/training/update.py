@@ -1,12 +1,14 @@
-"""Update: claims P whole groups in admission order, makes one optimizer step of them, publishes what came out.
+"""Update: claims P whole groups in admission order, makes one optimizer step of them, publishes
+what came out.
 
     claim P groups (the window) ─▶ check the bound ─▶ train ─▶ commit the step and its event, atomically
        ▲                                                          └─▶ publish v + 1: the gate opens ─▶ checkpoint?
     between two steps: an engine has reported v as damaged ─▶ the worker ends, and its successor publishes v again
 
-A killed worker's successor loads the last checkpoint and replays the steps that the index has recorded since: their rows
-are still there, the arithmetic is deterministic, so it arrives at the very weights that were lost. Where the engine has
-several ranks, this is what the first of them does (``stages.training.ranks``).
+A killed worker's successor loads the last checkpoint and replays the steps that the index has
+recorded since: their rows are still there, the arithmetic is deterministic, so it arrives at the
+very weights that were lost. Where the engine has several ranks, this is what the first of them does
+(``stages.training.ranks``).
 """
 
 from __future__ import annotations
@@ -49,22 +51,29 @@ log = structlog.get_logger()
 
 WAIT_SECONDS = 10.0  # a wait on the server is renewed this often
 REWARDS = ("reward", "scores")
-PROBE_PROMPT, PROBE_RESPONSE = 64, 16  # tokens at most of a row that a swap is probed with
-PROBE_ROWS, PROBE_NEW_ROWS = 16, 8  # at most, in all and of one batch: the others are the batches' before
+# tokens at most of a row that a swap is probed with
+PROBE_PROMPT = 64
+PROBE_RESPONSE = 16
+# at most, in all and of one batch: the others are the batches' before
+PROBE_ROWS = 16
+PROBE_NEW_ROWS = 8
 
 
 class SamplesGone(Passing, RuntimeError):
-    """Rows of steps since the checkpoint lay on a node that was lost, so that these steps cannot be replayed."""
+    """Rows of steps since the checkpoint lay on a node that was lost, so that these steps cannot be
+    replayed."""
 
 
 class Update(Stage):
-    """``version``: policy version of the engine's weights. ``after_step`` is called with each new version when it is
-    published (checkpoints); ``after_last`` is called when ``steps`` are done. With ``publish_first`` the weights that the
-    run begins with are published too, for engines that are not built from its model. ``store`` is None where ranks pass the
-    weights on themselves: only the version is published then. ``device`` is what the engine computes on.
-    ``scored``: the column ``scores`` says which rows have a reward, as the run's own reward stage writes it; else all have.
-    ``skipped`` takes the steps with a loss or gradient that is not finite; None: they end the run. ``critic``: a critic with
-    a worker of its own, which trains on the rows of each step beside ``engine``: a step is committed when both have."""
+    """``version``: policy version of the engine's weights. ``after_step`` is called with each new
+    version when it is published (checkpoints); ``after_last`` is called when ``steps`` are done.
+    With ``publish_first`` the weights that the run begins with are published too, for engines that
+    are not built from its model. ``store`` is None where ranks pass the weights on themselves: only
+    the version is published then. ``device`` is what the engine computes on.
+    ``scored``: the column ``scores`` says which rows have a reward, as the run's own reward stage
+    writes it; else all have. ``skipped`` takes the steps with a loss or gradient that is not
+    finite; None: they end the run. ``critic``: a critic with a worker of its own, which trains on
+    the rows of each step beside ``engine``: a step is committed when both have."""
 
     name = "update"
 
@@ -94,28 +103,43 @@ class Update(Stage):
         # For the step's event; each rank fetches the columns that it trains on.
         wanted = (*REWARDS[: 1 + scored], "truncated", "response_ids")
         self.fetches = tuple(name for name in wanted if name in dock.schema)
-        self.dock, self.engine, self.algorithm, self.store = dock, engine, algorithm, store
-        self.steps, self.staleness, self.trained = steps, staleness, version
-        self._after_step, self._after_last = after_step, after_last
-        self.spans, self.recorder, self.skipped, self.critic = spans or Spans(), recorder, skipped, critic
+        self.dock = dock
+        self.engine = engine
+        self.algorithm = algorithm
+        self.store = store
+        self.steps = steps
+        self.staleness = staleness
+        self.trained = version
+        self._after_step = after_step
+        self._after_last = after_last
+        self.spans = spans or Spans()
+        self.recorder = recorder
+        self.skipped = skipped
+        self.critic = critic
         self._since = time.monotonic()
         self._publish_first = publish_first
         self.device = device or DeviceLease()
         self.probe: Probe | None = None  # of the version published last
-        self._stepping = asyncio.Lock()  # held from the check of the bound to the publishing of the step's weights
+        # held from the check of the bound to the publishing of the step's weights
+        self._stepping = asyncio.Lock()
         self._over = asyncio.Event()
-        self._probe_tokens, self._probe = probe_tokens, list[list[int]]()  # rows of the last batches
+        self._probe_tokens = probe_tokens
+        self._probe = list[list[int]]()  # rows of the last batches
 
     def room(self, held: int) -> int:
         return 0 if held or self.trained >= self.steps else 1
 
     async def catch_up(self) -> None:
-        """Replay the recorded steps past the engine's own version, then publish if the index does not have it yet."""
-        status, began = await self.dock.index.status(), self.trained
+        """Replay the recorded steps past the engine's own version, then publish if the index does
+        not have it yet."""
+        status = await self.dock.index.status()
+        began = self.trained
         while self.trained < status.trained:
             try:
                 claim = await self.dock.index.replay(self.trained)
-                await self._train_or_skip(claim, (self.trained - claim.oldest_version.astype(int)).tolist())
+                await self._train_or_skip(
+                    claim, (self.trained - claim.oldest_version.astype(int)).tolist()
+                )
             except StaleHandle as gone:
                 raise SamplesGone(str(gone)) from gone
             log.info("step replayed", step=self.trained)
@@ -136,7 +160,8 @@ class Update(Stage):
             stale = (self.trained - claim.oldest_version.astype(int)).tolist()
             if max(stale) > self.staleness or min(stale) < 0:
                 raise BoundBroken(
-                    f"step {self.trained}: staleness {min(stale)}..{max(stale)}, the bound is {self.staleness}"
+                    f"step {self.trained}: staleness {min(stale)}..{max(stale)}, the bound is "
+                    f"{self.staleness}"
                 )
             metrics, reason, seconds, samples = await self._train_and_read(claim, stale)
             if "truncated" in rows:
@@ -149,7 +174,9 @@ class Update(Stage):
             now = time.monotonic()
             spent = (now - self._since, seconds)
             scored = {name: rows[name] for name in REWARDS if name in rows}
-            event = step_event(self.trained, claim, scored, stale, metrics, ledger, spent, reason, forecast)
+            event = step_event(
+                self.trained, claim, scored, stale, metrics, ledger, spent, reason, forecast
+            )
             self._since = now
             yield Output(step=self.trained, event=event, tokens=int(claim.tokens.sum()))
             self.trained += 1
@@ -167,9 +194,10 @@ class Update(Stage):
     async def _train_and_read(
         self, claim: Claim, stale: list[int]
     ) -> tuple[Mapping[str, float], str, float, Sequence[Sample]]:
-        """Train or skip, and read beside it what is recorded: its rows are gone with the next checkpoint. Also the seconds
-        of training."""
-        began, reading = time.monotonic(), None
+        """Train or skip, and read beside it what is recorded: its rows are gone with the next
+        checkpoint. Also the seconds of training."""
+        began = time.monotonic()
+        reading = None
         if self.recorder is not None:
             reading = asyncio.create_task(self.recorder.read(self.trained, claim, stale))
         try:
@@ -179,8 +207,11 @@ class Update(Stage):
         finally:
             await cancel_all(reading)
 
-    async def _train_or_skip(self, claim: Claim, stale: list[int]) -> tuple[Mapping[str, float], str]:
-        """The metrics of a step on the claim's rows, or why none was taken. Raises TooManySkipped."""
+    async def _train_or_skip(
+        self, claim: Claim, stale: list[int]
+    ) -> tuple[Mapping[str, float], str]:
+        """The metrics of a step on the claim's rows, or why none was taken. Raises
+        TooManySkipped."""
         try:
             metrics = await self._train(claim)
         except FloatingPointError as refused:
@@ -193,7 +224,8 @@ class Update(Stage):
         return metrics, ""
 
     async def _train(self, claim: Claim) -> Mapping[str, float]:
-        """The optimizer steps on the claim's rows, by all ranks, and by the critic beside them: of both or of neither."""
+        """The optimizer steps on the claim's rows, by all ranks, and by the critic beside them: of
+        both or of neither."""
         if self.critic is None:
             return await self._train_policy(claim)
         critic = self.critic.send("train", claim=claim.record(), trained=self.trained)
@@ -214,25 +246,27 @@ class Update(Stage):
     async def _train_policy(self, claim: Claim) -> Mapping[str, float]:
         shares = await self.rank_group.deal(self.dock, claim, self.algorithm)
         await self.rank_group.broadcast("train", claim=claim.record(), shares=shares)
-        columns, by_token = (
-            trained_columns(self.algorithm, self.dock.schema),
-            TOKEN_STALENESS in self.algorithm.loss_reads,
+        columns = trained_columns(self.algorithm, self.dock.schema)
+        by_token = TOKEN_STALENESS in self.algorithm.loss_reads
+        batch = await self.rank_group.fetch(
+            self.dock, claim, shares, columns, self.trained, by_token=by_token
         )
-        batch = await self.rank_group.fetch(self.dock, claim, shares, columns, self.trained, by_token=by_token)
         if self._probe_tokens:
             self._probe = probe_rows(self._probe, batch, self._probe_tokens)
         with self.spans.during("train", rows=len(claim), version=self.trained):
             return await asyncio.to_thread(self._train_in_thread, batch)
 
     def _train_in_thread(self, batch: TensorDict) -> Mapping[str, float]:
-        began, computed = time.perf_counter(), time.thread_time()
+        began = time.perf_counter()
+        computed = time.thread_time()
         metrics = self.engine.train_batch(batch, self.algorithm)
         share = (time.thread_time() - computed) / max(1e-9, time.perf_counter() - began)
         return {**metrics, "train_cpu_share": min(1.0, share)}
 
     async def _reachable(self) -> bool:
-        """Whether engines can have the published version's weights: a trainer that is gone sends them no more. Those that
-        the run begins with were not published, unless an engine needs them."""
+        """Whether engines can have the published version's weights: a trainer that is gone sends
+        them no more. Those that the run begins with were not published, unless an engine needs
+        them."""
         record = (await self.dock.index.published_weights()).record
         if not record or self.store is None:
             return not self._publish_first
@@ -240,7 +274,8 @@ class Update(Stage):
         return sources[: len(own)] == own and bool(sources) == bool(own)  # the ranks end together
 
     async def publish(self) -> None:
-        """Put the engine's weights into host memory as the current version, and record it in the index."""
+        """Put the engine's weights into host memory as the current version, and record it in the
+        index."""
         began = time.monotonic()
         with self.spans.during("publish", version=self.trained):
             if self._probe or self.store is not None:
@@ -268,7 +303,8 @@ class Update(Stage):
         self.probe = probed(self.engine, self._probe) if self._probe else None
         if self.store is None:
             return None
-        weights, world = self.engine.weights(), self.rank_group.coordinates.world
+        weights = self.engine.weights()
+        world = self.rank_group.coordinates.world
         part = () if world == 1 else ((0, world),)
         return self.store.publish(self.trained, weights, self.probe, *part)
 
@@ -277,19 +313,26 @@ class Update(Stage):
         self._over.set()
 
     async def until_taken(self, engines: Sequence[str]) -> None:
-        """Return when nothing more will be trained and, after the last step, all of ``engines`` have its version (those of
-        the document ENGINES, where the supervisor has written it). Raises WeightsDamaged, between two steps, when an engine
-        has reported the newest version as damaged."""
-        position, index = "", self.dock.index
-        while not self._over.is_set() or (self.trained >= self.steps and not await self._all_taken(engines)):
+        """Return when nothing more will be trained and, after the last step, all of ``engines``
+        have its version (those of the document ENGINES, where the supervisor has written it).
+        Raises WeightsDamaged, between two steps, when an engine has reported the newest version as
+        damaged."""
+        position = ""
+        index = self.dock.index
+        while not self._over.is_set() or (
+            self.trained >= self.steps and not await self._all_taken(engines)
+        ):
             async with self._stepping:
                 if reported_by := await DAMAGED.get(index, version=self.trained):
                     raise WeightsDamaged(
-                        f"weights of version {self.trained}: {reported_by} has found them damaged; the trainer starts again "
+                        f"weights of version {self.trained}: {reported_by} has found them damaged; "
+                        f"the trainer starts again "
                         "and publishes them again"
                     )
             waking = index.woken(TAKEN, position, WAIT_SECONDS)
-            woken, *_ = await first_of(waking, *([] if self._over.is_set() else [self._over.wait()]))
+            woken, *_ = await first_of(
+                waking, *([] if self._over.is_set() else [self._over.wait()])
+            )
             position = woken or position
 
     async def _all_taken(self, engines: Sequence[str]) -> bool:
@@ -302,8 +345,9 @@ class Update(Stage):
 
 
 def probe_rows(before: Sequence[list[int]], batch: TensorDict, tokens: int) -> list[list[int]]:
-    """Sequences for the next probe: those of ``before``, the newest last, and of ``batch`` one row, or as many groups' first
-    rows as it takes for ``tokens`` to be probed. The oldest leave first, where the others are enough."""
+    """Sequences for the next probe: those of ``before``, the newest last, and of ``batch`` one row,
+    or as many groups' first rows as it takes for ``tokens`` to be probed. The oldest leave first,
+    where the others are enough."""
     limits = (("prompt_ids", PROBE_PROMPT), ("response_ids", PROBE_RESPONSE))
     prompts, responses = (batch[name].unbind() for name, _ in limits)
     first = {group: number for number, group in reversed(list(enumerate(batch["group"].tolist())))}
@@ -311,9 +355,14 @@ def probe_rows(before: Sequence[list[int]], batch: TensorDict, tokens: int) -> l
         [*prompts[number][:PROBE_PROMPT].tolist(), *responses[number][:PROBE_RESPONSE].tolist()]
         for number in sorted(first.values())
     ]
-    rows, added = list(before), 0
+    rows = list(before)
+    added = 0
     for ids in fresh:
-        if ids not in rows and added < PROBE_NEW_ROWS and (not added or _probed_tokens(rows) < tokens):
+        if (
+            ids not in rows
+            and added < PROBE_NEW_ROWS
+            and (not added or _probed_tokens(rows) < tokens)
+        ):
             rows.append(ids)
             added += 1
     while len(rows) > PROBE_ROWS or (len(rows) > 1 and _probed_tokens(rows[1:]) >= tokens):
@@ -326,16 +375,26 @@ def _probed_tokens(rows: Sequence[Sequence[int]]) -> int:
 
 
 def variety(claim: Claim, rows: TensorDict) -> dict[str, float]:
-    """Metrics of a step's ``rows``: ``distinct_responses``, the share of responses that are not equal to another one; and
-    ``equal_groups``, the share of groups whose rewards are all equal, of those with any."""
+    """Metrics of a step's ``rows``: ``distinct_responses``, the share of responses that are not
+    equal to another one; and ``equal_groups``, the share of groups whose rewards are all equal, of
+    those with any."""
     out = {}
     if "response_ids" in rows:
-        hashes = {xxhash.xxh3_64_intdigest(row.contiguous().numpy()) for row in rows["response_ids"].unbind()}
+        hashes = {
+            xxhash.xxh3_64_intdigest(row.contiguous().numpy())
+            for row in rows["response_ids"].unbind()
+        }
         out["distinct_responses"] = len(hashes) / len(claim)
     if "reward" in rows:
-        first, rewards, counted = dict[int, float](), rows["reward"].tolist(), rewarded(rows).tolist()
+        first = dict[int, float]()
+        rewards = rows["reward"].tolist()
+        counted = rewarded(rows).tolist()
         groups = claim.group.tolist()
-        pairs = [(group, reward) for group, reward, has in zip(groups, rewards, counted, strict=True) if has]
+        pairs = [
+            (group, reward)
+            for group, reward, has in zip(groups, rewards, counted, strict=True)
+            if has
+        ]
         for group, reward in pairs:
             first.setdefault(group, reward)
         differing = {group for group, reward in pairs if reward != first[group]}
@@ -362,9 +421,9 @@ def step_event(
     skipped: str = "",
     forecast: ForecastEvent | None = None,
 ) -> StepEvent:
-    """The event of a step on the rows of ``claim``. ``metrics`` are what the engine measured, ``ledger`` the counts before
-    the step, ``seconds`` those since the last step and those of training. Of ``columns`` ``reward`` and ``scores``
-    are read, where the flow has them.
+    """The event of a step on the rows of ``claim``. ``metrics`` are what the engine measured,
+    ``ledger`` the counts before the step, ``seconds`` those since the last step and those of
+    training. Of ``columns`` ``reward`` and ``scores`` are read, where the flow has them.
     ``skipped``: why no step was taken. ``forecast``: the newest `forecast` event."""
     staleness = torch.tensor(stale, dtype=torch.float64)
     lengths = torch.from_numpy(claim.tokens.astype("float64"))

@@ -1,12 +1,14 @@
-"""How the bytes of a version travel between nodes: in a chain, each node sending on what it has while the rest arrives.
+"""How the bytes of a version travel between nodes: in a chain, each node sending on what it has
+while the rest arrives.
 
     trainer ── pieces ──▶ node A ── pieces ──▶ node B ── …      the trainer's :class:`Chain` gives each node its sender
 
-N nodes have a version after bytes / bandwidth + (N - 1) · piece / bandwidth, and each link carries it once. A sender that
-waits for its own bytes sends a sign of life each second, so that silence means that it has failed, and not one before it.
+N nodes have a version after bytes / bandwidth + (N - 1) · piece / bandwidth, and each link carries
+it once. A sender that waits for its own bytes sends a sign of life each second, so that silence
+means that it has failed, and not one before it.
 
-Where both ends of a link have an older version of the same layout, a piece is sent as its changes from that one. Each link
-decides for itself, and the bytes that a node has in the end are the same.
+Where both ends of a link have an older version of the same layout, a piece is sent as its changes
+from that one. Each link decides for itself, and the bytes that a node has in the end are the same.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ class Piece(NamedTuple):
 
 
 def pieces_of(published: Published, source: int, sources: int) -> list[Piece]:
-    """Returns what one of ``sources`` processes sends of a version, in order: of each ``sources`` buckets one."""
+    """Returns what one of ``sources`` processes sends of a version, in order: of each ``sources``
+    buckets one."""
     return [
         Piece(bucket, offset + at, min(PIECE_BYTES, nbytes - at), at + PIECE_BYTES >= nbytes)
         for bucket, (offset, nbytes, _) in enumerate(published.buckets)
@@ -47,22 +50,32 @@ def pieces_of(published: Published, source: int, sources: int) -> list[Piece]:
 
 
 class Chain:
-    """The nodes that receive each version, in the order in which they asked for it. Not thread-safe."""
+    """The nodes that receive each version, in the order in which they asked for it.
+
+    Not thread-safe.
+    """
 
     def __init__(self) -> None:
         self._nodes: dict[str, list[Address]] = {}
         self._failed: dict[Address, float] = {}
 
-    def sender_to(self, node: Address | None, version: str, failed: Sequence[Address]) -> Address | None:
-        """Returns the node that sends ``version`` to ``node`` (None: one that other nodes cannot reach); None: the trainer
-        does. ``failed``: senders that ``node`` has tried. After two of them it gets the trainer."""
+    def sender_to(
+        self, node: Address | None, version: str, failed: Sequence[Address]
+    ) -> Address | None:
+        """Returns the node that sends ``version`` to ``node`` (None: one that other nodes cannot
+        reach); None: the trainer does. ``failed``: senders that ``node`` has tried. After two of
+        them it gets the trainer."""
         now = time.monotonic()
         self._failed.update(dict.fromkeys(failed, now))
         nodes = self._nodes.setdefault(version, [])
         before = nodes[: nodes.index(node)] if node in nodes else nodes[:]
         if node is not None and node not in nodes:
             nodes.append(node)
-        usable = (one for one in reversed(before) if now - self._failed.get(one, -AVOIDED_SECONDS) >= AVOIDED_SECONDS)
+        usable = (
+            one
+            for one in reversed(before)
+            if now - self._failed.get(one, -AVOIDED_SECONDS) >= AVOIDED_SECONDS
+        )
         return None if len(failed) > 1 else next(usable, None)
 
     def forget(self, version: str) -> None:
@@ -77,15 +90,19 @@ def send_pieces(
     wait: Callable[[int, float], bool] = lambda number, seconds: True,
     base: Callable[[], np.ndarray | None] = lambda: None,
 ) -> None:
-    """Send ``pieces`` of ``memory`` from number ``first`` on. ``wait(number, seconds)`` returns whether that one is there
-    within ``seconds``; ``base`` the bytes of the older version that the other end has, and None once they are no longer
-    that version."""
+    """Send ``pieces`` of ``memory`` from number ``first`` on.
+
+    ``wait(number, seconds)`` returns whether that one is there within ``seconds``; ``base`` the
+    bytes of the older version that the other end has, and None once they are no longer that
+    version.
+    """
     whole = -1  # the bucket of which too much has changed
     for number in range(first, len(pieces)):
         while not wait(number, ALIVE_SECONDS):
             peer.send_message(False)
         piece = pieces[number]
-        new, old = _of(piece, memory), None if piece.bucket == whole else base()
+        new = _of(piece, memory)
+        old = None if piece.bucket == whole else base()
         packed = None if old is None else changes(new, _of(piece, old))
         if packed is None or base() is None:
             whole = piece.bucket
@@ -104,11 +121,14 @@ def receive_pieces(
     timeout: float,
     base: np.ndarray | None = None,
 ) -> Iterator[int]:
-    """Fill ``memory``, and yield the number of each piece when it is there. ``base``: the bytes of the older version that
-    the sender knows of. Raises OSError, also when the other end has had nothing but signs of life for ``timeout`` seconds,
-    and ValueError."""
+    """Fill ``memory``, and yield the number of each piece when it is there.
+
+    ``base``: the bytes of the older version that the sender knows of. Raises OSError, also when the
+    other end has had nothing but signs of life for ``timeout`` seconds, and ValueError.
+    """
     for number in range(first, len(pieces)):
-        since, piece = time.monotonic(), pieces[number]
+        since = time.monotonic()
+        piece = pieces[number]
         while (coming := peer.receive_message()) is False:
             if time.monotonic() - since > timeout:
                 raise TimeoutError(f"the sender has had nothing to send for {timeout:g} s")

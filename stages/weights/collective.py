@@ -1,5 +1,5 @@
-"""Weight sync over the network, the trainer's side: sends published versions, and says which node sends them to which.
-Each rank of a trainer sends the buckets that it has published.
+"""Weight sync over the network, the trainer's side: sends published versions, and says which node
+sends them to which. Each rank of a trainer sends the buckets that it has published.
 
     node A (its depot)                             trainer
     connect, both prove the run's secret ────────▶ a thread for this one request
@@ -8,8 +8,9 @@ Each rank of a trainer sends the buckets that it has published.
     node B: request v ───────────────────────────▶ the chain of v: A before B
         ◀── have it, from A ────────────────────── B connects to A, with the same proof
 
-Bytes travel on the proven connections themselves (``secret_socket``), from host memory to host memory. A connection serves
-one request: when one end dies the other gets an error, at once or after a timeout, and asks again.
+Bytes travel on the proven connections themselves (``secret_socket``), from host memory to host
+memory. A connection serves one request: when one end dies the other gets an error, at once or after
+a timeout, and asks again.
 """
 
 from __future__ import annotations
@@ -40,11 +41,13 @@ _CREDENTIALS = "credentials.json"
 
 
 class WeightSender:
-    """Publishes into ``store`` as the store itself does, and sends what lies there to nodes that ask.
+    """Publishes into ``store`` as the store itself does, and sends what lies there to nodes that
+    ask.
 
-    ``host`` is the address that it listens on, and by which nodes reach this process unless ``advertise`` is another one;
-    ``secret`` the run's, which a node must prove to know; ``tls`` wraps the connections; ``timeout``: seconds for which it
-    waits for the other end at each piece. Raises ``OSError`` where ``host`` is no address of this machine.
+    ``host`` is the address that it listens on, and by which nodes reach this process unless
+    ``advertise`` is another one; ``secret`` the run's, which a node must prove to know; ``tls``
+    wraps the connections; ``timeout``: seconds for which it waits for the other end at each piece.
+    Raises ``OSError`` where ``host`` is no address of this machine.
     """
 
     def __init__(
@@ -57,14 +60,18 @@ class WeightSender:
         tls: ssl.SSLContext | None = None,
         timeout: float = STALL_SECONDS,
     ) -> None:
-        self._store, self._timeout = store, timeout
+        self._store = store
+        self._timeout = timeout
         self._offered: dict[int, Published] = {}  # by slot
         self._part = (0, 1)  # of the buckets that this process publishes
         self._sending: Counter[int] = Counter()  # requests that read a slot
-        self._turn, self._chain = threading.Condition(), Chain()
+        self._turn = threading.Condition()
+        self._chain = Chain()
         self._server = SecretServer(host, secret, self._answer, timeout=timeout, tls=tls)
         store.directory.mkdir(parents=True, exist_ok=True)
-        self.source = json.dumps([[advertise or host, self._server.address[1], node_id(store.directory)]])
+        self.source = json.dumps(
+            [[advertise or host, self._server.address[1], node_id(store.directory)]]
+        )
 
     def publish(
         self,
@@ -73,10 +80,14 @@ class WeightSender:
         probe: Probe | None = None,
         part: tuple[int, int] = (0, 1),
     ) -> Published:
-        """See :meth:`WeightStore.publish`. It waits while the bytes that it would overwrite are being sent."""
+        """See :meth:`WeightStore.publish`.
+
+        It waits while the bytes that it would overwrite are being sent.
+        """
         slot = self._store.slot(version)
         with self._turn:
-            if (replaced := self._offered.pop(slot, None)) is not None:  # no new request reads this slot
+            # no new request reads this slot
+            if (replaced := self._offered.pop(slot, None)) is not None:
                 self._chain.forget(replaced.key(*part))
             self._turn.wait_for(lambda: not self._sending[slot], self._timeout)
         published = replace(self._store.publish(version, weights, probe, part), source=self.source)
@@ -92,7 +103,8 @@ class WeightSender:
     def _answer(self, node: SecretSocket) -> None:
         try:
             request = node.receive_message()
-            key, first = str(request["key"]), int(request["first"])
+            key = str(request["key"])
+            first = int(request["first"])
             serves = request["serves"] and (str(request["serves"][0]), int(request["serves"][1]))
             failed = [(str(host), int(port)) for host, port in request["failed"]]
             with self._reading(key) as published:
@@ -103,14 +115,17 @@ class WeightSender:
                     sender = self._chain.sender_to(serves, key, failed)
                 node.send_message({"have": True, "from": sender})
                 if sender is None:
-                    pieces, base = pieces_of(published, *self._part), self._base(str(request["base"]), published)
+                    pieces = pieces_of(published, *self._part)
+                    base = self._base(str(request["base"]), published)
                     send_pieces(node, self._store.memory(published), pieces, first, base=base)
-        except Exception as error:  # most likely the node's process has ended; if not, it requests again
+        except (
+            Exception
+        ) as error:  # most likely the node's process has ended; if not, it requests again
             log.warning("weights not sent", reason=f"{type(error).__name__}: {error}")
 
     def _base(self, key: str, published: Published) -> Callable[[], np.ndarray | None]:
-        """Returns what gives the bytes of an older version that is as long, until they are overwritten: publishing does not
-        wait for those who send changes of it."""
+        """Returns what gives the bytes of an older version that is as long, until they are
+        overwritten: publishing does not wait for those who send changes of it."""
         base = self._find(key)
         if base is None or base.nbytes != published.nbytes:
             return lambda: None
@@ -119,7 +134,9 @@ class WeightSender:
 
     def _find(self, key: str) -> Published | None:
         with self._turn:
-            return next((one for one in self._offered.values() if one.key(*self._part) == key), None)
+            return next(
+                (one for one in self._offered.values() if one.key(*self._part) == key), None
+            )
 
     @contextmanager
     def _reading(self, key: str) -> Iterator[Published | None]:
@@ -138,8 +155,10 @@ class WeightSender:
 
 @dataclass(frozen=True)
 class Credentials:
-    """What a process of another library (vLLM's worker) needs to receive weights: a file that only the run's user can read.
-    ``shared``: the folder with the node's depot; ``tls``: the files of certificate, key and authority (None: no TLS)."""
+    """What a process of another library (vLLM's worker) needs to receive weights: a file that only
+    the run's user can read.
+    ``shared``: the folder with the node's depot; ``tls``: the files of certificate, key and
+    authority (None: no TLS)."""
 
     secret: bytes
     shared: Path
@@ -149,17 +168,24 @@ class Credentials:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder / _CREDENTIALS, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w") as file:
-            json.dump({"secret": self.secret.decode(), "shared": str(self.shared), "tls": self.tls}, file)
+            json.dump(
+                {"secret": self.secret.decode(), "shared": str(self.shared), "tls": self.tls}, file
+            )
 
     @classmethod
     def read(cls, folder: Path) -> Credentials:
         found = json.loads((folder / _CREDENTIALS).read_text())
-        return cls(found["secret"].encode(), Path(found["shared"]), found["tls"] and tuple(found["tls"]))
+        return cls(
+            found["secret"].encode(), Path(found["shared"]), found["tls"] and tuple(found["tls"])
+        )
 
     def depot(self) -> Depot:
         tls = None
         if self.tls is not None:
             certificate, key, authority = self.tls
-            tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context(cafile=authority)
+            tls = (
+                ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER),
+                ssl.create_default_context(cafile=authority),
+            )
             tls[0].load_cert_chain(certificate, key)
         return Depot(self.shared, secret=self.secret, tls=tls)

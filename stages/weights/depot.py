@@ -1,13 +1,15 @@
-"""The depot: one copy of each published version on a node, in shared memory, which all engines of the node map.
+"""The depot: one copy of each published version on a node, in shared memory, which all engines of
+the node map.
 
     engine that wants v first ─▶ locks the depot ─▶ receives v: from the trainer, or from the node before it in the chain
              │                            │            └─▶ and sends it on to the next node, piece by piece as it comes
              │                            └──▶ on the trainer's own node: copies what lies there
     the node's other engines ──▶ wait for the lock ─▶ map v's file, and compare the checksums
 
-The lock is one of the kernel on a file, so it ends with the process that has it. The next engine keeps the buckets that are
-there. A file is complete when it has its name; nothing writes to it after that. It is removed when newer versions come, and
-engines that have mapped it keep the bytes until they drop them.
+The lock is one of the kernel on a file, so it ends with the process that has it. The next engine
+keeps the buckets that are there. A file is complete when it has its name; nothing writes to it
+after that. It is removed when newer versions come, and engines that have mapped it keep the bytes
+until they drop them.
 """
 
 from __future__ import annotations
@@ -50,12 +52,14 @@ CONNECT_SECONDS = 5.0  # to notice that a node is gone
 STALL_SECONDS = 30.0  # for which one end waits for the other
 FOLDER = "depot"
 _LOCK_SECONDS = 0.02  # between two attempts to get the lock
-_UNREADABLE = (OSError, ValueError, KeyError, TypeError)  # of a connection: it fails, or what comes makes no sense
+# of a connection: it fails, or what comes makes no sense
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError)
 
 
 class Arriving:
-    """A version that arrives in ``memory``, uint8 [``published.nbytes``], from each source of ``published`` its part. Where
-    this node has the bytes ``base`` of an older version, ``base_of``, they may come as changes of these."""
+    """A version that arrives in ``memory``, uint8 [``published.nbytes``], from each source of
+    ``published`` its part. Where this node has the bytes ``base`` of an older version, ``base_of``,
+    they may come as changes of these."""
 
     alive: Callable[[], None] = staticmethod(lambda: None)
     """Called with each piece that arrives."""
@@ -67,16 +71,20 @@ class Arriving:
         base_of: Published | None = None,
         base: np.ndarray | None = None,
     ) -> None:
-        self.published, self.memory, self._base = published, memory, base
+        self.published = published
+        self.memory = memory
+        self._base = base
         self._base_of = None if base is None else base_of
         sources: list[Any] = json.loads(published.source)
         self.sources: list[Address] = [(source[0], source[1]) for source in sources]
         self.pieces = [pieces_of(published, source, len(sources)) for source in range(len(sources))]
         self.there = [0] * len(sources)  # pieces of each source
-        self._turn, self._failed = threading.Condition(), False
+        self._turn = threading.Condition()
+        self._failed = False
 
     def keep_verified(self) -> None:
-        """Keep what the memory has already of each source, up to the first bucket that is not right."""
+        """Keep what the memory has already of each source, up to the first bucket that is not
+        right."""
         for source, pieces in enumerate(self.pieces):
             with suppress(WeightsDamaged):
                 for number, piece in enumerate(pieces):
@@ -85,15 +93,24 @@ class Arriving:
                         self.there[source] = number + 1
 
     def request(self, source: int, *part: int, **more: Any) -> dict[str, Any]:
-        """Returns the request for the rest of one source's part. ``part``: that and the number of sources, where the other
-        end has this part alone."""
-        keys = {"key": self.published.key(*part), "base": self._base_of.key(*part) if self._base_of else ""}
+        """Returns the request for the rest of one source's part.
+
+        ``part``: that and the number of sources, where the other end has this part alone.
+        """
+        keys = {
+            "key": self.published.key(*part),
+            "base": self._base_of.key(*part) if self._base_of else "",
+        }
         return {"source": source, "first": self.there[source], **keys, **more}
 
     def receive(self, peer: SecretSocket, source: int, timeout: float) -> None:
-        """Receive the rest of one source's part, and verify each bucket when it is there. After an error only verified
-        buckets count as there. Raises OSError, ValueError and WeightsDamaged."""
-        pieces, verified = self.pieces[source], self.there[source]
+        """Receive the rest of one source's part, and verify each bucket when it is there.
+
+        After an error only verified buckets count as there. Raises OSError, ValueError and
+        WeightsDamaged.
+        """
+        pieces = self.pieces[source]
+        verified = self.there[source]
         try:
             for number in receive_pieces(peer, self.memory, pieces, verified, timeout, self._base):
                 self._set(source, number + 1)
@@ -104,8 +121,8 @@ class Arriving:
             self._set(source, verified)
 
     def send(self, peer: SecretSocket, source: int, first: int, base: np.ndarray | None) -> None:
-        """Send one source's part from piece ``first`` on, as it arrives, as changes of ``base`` where the other end has
-        that. Raises OSError."""
+        """Send one source's part from piece ``first`` on, as it arrives, as changes of ``base``
+        where the other end has that. Raises OSError."""
 
         def wait(number: int, seconds: float) -> bool:
             with self._turn:
@@ -130,10 +147,12 @@ class Arriving:
 
 
 class Depot:
-    """Reads published versions for one engine, through the copy of its node in a folder of ``shared``.
+    """Reads published versions for one engine, through the copy of its node in a folder of
+    ``shared``.
 
-    ``secret``: of the run; ``tls``: contexts of server and client; ``timeout``: seconds for which one end waits for the
-    other. Where the trainer's own folder is ``shared``, the copy is made of what lies there.
+    ``secret``: of the run; ``tls``: contexts of server and client; ``timeout``: seconds for which
+    one end waits for the other. Where the trainer's own folder is ``shared``, the copy is made of
+    what lies there.
     """
 
     def __init__(
@@ -144,8 +163,11 @@ class Depot:
         tls: tuple[ssl.SSLContext, ssl.SSLContext] | None = None,
         timeout: float = STALL_SECONDS,
     ) -> None:
-        self._store, self._folder = WeightStore(shared), shared / FOLDER
-        self._secret, self._tls, self._timeout = secret, tls, timeout
+        self._store = WeightStore(shared)
+        self._folder = shared / FOLDER
+        self._secret = secret
+        self._tls = tls
+        self._timeout = timeout
         self._name = uuid.uuid4().hex
         self._sendable: dict[str, Arriving] = {}  # by key of the version: received here
         self._last: Published | None = None  # that was read here, and verified
@@ -153,12 +175,18 @@ class Depot:
         self._starting = threading.Lock()
 
     def read(self, published: Published) -> dict[str, torch.Tensor]:
-        """Returns the tensors of a version by parameter name, verified. They are the node's copy: for reading alone. Raises
-        ``WeightsDamaged`` for bytes that are not those that were published, and ``WeightsUnreachable``."""
+        """Returns the tensors of a version by parameter name, verified.
+
+        They are the node's copy: for reading alone. Raises ``WeightsDamaged`` for bytes that are
+        not those that were published, and ``WeightsUnreachable``.
+        """
         return tensors_of(self._held(published), published)
 
     def receive(self, published: Published, memory: np.ndarray) -> None:
-        """Copy a version into ``memory``, uint8 [``published.nbytes``], verified. Raises as :meth:`read`."""
+        """Copy a version into ``memory``, uint8 [``published.nbytes``], verified.
+
+        Raises as :meth:`read`.
+        """
         copy_verified(self._held(published), memory, published)
 
     def close(self) -> None:
@@ -168,9 +196,14 @@ class Depot:
         self._sendable.clear()
 
     def _is_trainers(self, published: Published) -> bool:
-        """Whether all of the version lies in the trainer's own memory on this node. Raises WeightsUnreachable."""
+        """Whether all of the version lies in the trainer's own memory on this node.
+
+        Raises WeightsUnreachable.
+        """
         if published.source:
-            return all(is_here(node, self._store.directory) for _, _, node in json.loads(published.source))
+            return all(
+                is_here(node, self._store.directory) for _, _, node in json.loads(published.source)
+            )
         if self._store.has(published):
             return True
         wrong = "it was published for one node alone; set sync.transport = 'collective'"
@@ -179,9 +212,12 @@ class Depot:
     def _held(self, published: Published) -> np.ndarray:
         """The node's copy, which is made first if it is not there."""
         published.check()
-        path, made = self._folder / f"weights-{published.key()}", False
+        path = self._folder / f"weights-{published.key()}"
+        made = False
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for key in [key for key in self._sendable if not (self._folder / f"weights-{key}").exists()]:
+        for key in [
+            key for key in self._sendable if not (self._folder / f"weights-{key}").exists()
+        ]:
             del self._sendable[key]
         try:
             with self._only_one() as locked:
@@ -190,7 +226,10 @@ class Depot:
                     made = True
                 memory = mapped(path)[: published.nbytes]
         except _UNREADABLE as error:
-            wrong = f"weights of version {published.version}: not received from the trainer at {published.source!r}"
+            wrong = (
+                f"weights of version {published.version}: not received from the trainer at "
+                f"{published.source!r}"
+            )
             raise WeightsUnreachable(f"{wrong}: {error}") from error
         try:
             if not made:
@@ -203,12 +242,17 @@ class Depot:
 
     @contextmanager
     def _only_one(self) -> Iterator[bool]:
-        """Wait until no other engine of the node receives. Gives False when the one that does has received nothing for so
-        long that it must be stuck: flock has no deadline, so the lock is tried again and again."""
+        """Wait until no other engine of the node receives.
+
+        Gives False when the one that does has received nothing for so long that it must be stuck:
+        flock has no deadline, so the lock is tried again and again.
+        """
         with (self._folder / "lock").open("ab") as lock:
-            touched, since = 0, time.monotonic()
+            touched = 0
+            since = time.monotonic()
             while not (locked := _is_locked(lock.fileno())):
-                before, touched = touched, os.fstat(lock.fileno()).st_mtime_ns
+                before = touched
+                touched = os.fstat(lock.fileno()).st_mtime_ns
                 if touched != before:
                     since = time.monotonic()
                 elif time.monotonic() - since > self._timeout:
@@ -218,13 +262,20 @@ class Depot:
             yield locked
 
     def _make(self, path: Path, published: Published, locked: bool) -> None:
-        """Copy a version of this node's trainer, or receive it, into a file, which gets the name ``path`` when it is
-        complete. ``locked``: what another engine has left of it is used, and what is left of others is removed; of older
-        versions the newest stays where the next one may come as changes of it."""
-        part, is_trainers = self._folder / f"part-{self._name}-{published.key()}", self._is_trainers(published)
+        """Copy a version of this node's trainer, or receive it, into a file, which gets the name
+        ``path`` when it is complete. ``locked``: what another engine has left of it is used, and
+        what is left of others is removed; of older versions the newest stays where the next one may
+        come as changes of it."""
+        part = self._folder / f"part-{self._name}-{published.key()}"
+        is_trainers = self._is_trainers(published)
         if locked:
-            complete = sorted(self._folder.glob("weights-*"), key=lambda file: file.stat().st_mtime_ns)
-            lefts = sorted(self._folder.glob("part-*"), key=lambda file: not file.name.endswith(f"-{published.key()}"))
+            complete = sorted(
+                self._folder.glob("weights-*"), key=lambda file: file.stat().st_mtime_ns
+            )
+            lefts = sorted(
+                self._folder.glob("part-*"),
+                key=lambda file: not file.name.endswith(f"-{published.key()}"),
+            )
             if lefts and lefts[0].name.endswith(f"-{published.key()}"):
                 lefts.pop(0).rename(part)
             for file in (*complete[: len(complete) if is_trainers else -1], *lefts):
@@ -234,7 +285,8 @@ class Depot:
         if is_trainers:
             copy_verified(self._store.mapped(published), memory, published)
         else:
-            last, self._last = self._last, None  # a base that is damaged is not used again
+            last = self._last
+            self._last = None  # a base that is damaged is not used again
             base = self._complete(last.key(), published.nbytes) if last else None
             self._receive_into(Arriving(published, memory, last, base), begun)
         part.rename(path)
@@ -254,7 +306,8 @@ class Depot:
             raise
 
     def _complete(self, key: str, nbytes: int) -> np.ndarray | None:
-        """Returns the bytes of a version that this node has, by its key; None when it has none of ``nbytes`` bytes."""
+        """Returns the bytes of a version that this node has, by its key; None when it has none of
+        ``nbytes`` bytes."""
         for file in self._folder.glob("weights-*"):
             with suppress(FileNotFoundError):
                 if file.name == f"weights-{key}" and file.stat().st_size == max(nbytes, 1):
@@ -262,12 +315,17 @@ class Depot:
         return None
 
     def _receive_part(self, arriving: Arriving, source: int) -> None:
-        """Receive one source's part from the node that the source names; from another one when that fails."""
-        origin, sources, failed = arriving.sources[source], len(arriving.sources), list[Address]()
+        """Receive one source's part from the node that the source names; from another one when that
+        fails."""
+        origin = arriving.sources[source]
+        sources = len(arriving.sources)
+        failed = list[Address]()
         while True:
             with closing(self._connect(origin, self._timeout)) as trainer:
                 serves = self._serve(trainer.own_address)
-                trainer.send_message(arriving.request(source, source, sources, serves=serves, failed=failed))
+                trainer.send_message(
+                    arriving.request(source, source, sources, serves=serves, failed=failed)
+                )
                 answer = trainer.receive_message()
                 if not answer["have"]:
                     raise arriving.published.damage("the trainer has them no more; take the newest")
@@ -282,7 +340,9 @@ class Depot:
                     return arriving.receive(node, source, self._timeout)
             except (WeightsDamaged, *_UNREADABLE) as error:
                 reason = f"{type(error).__name__}: {error}"
-                log.warning("weights: the node before this one has failed", node=sender, reason=reason)
+                log.warning(
+                    "weights: the node before this one has failed", node=sender, reason=reason
+                )
                 failed.append(sender)
 
     def _connect(self, address: Address, timeout: float) -> SecretSocket:
@@ -290,12 +350,15 @@ class Depot:
         return connect(address, self._secret, connecting=CONNECT_SECONDS, timeout=timeout, tls=tls)
 
     def _serve(self, host: str) -> Address | None:
-        """Returns where the next node reaches this one, on its own address ``host``; None: nowhere."""
+        """Returns where the next node reaches this one, on its own address ``host``; None:
+        nowhere."""
         with self._starting:
             if self._server is None:
                 tls = self._tls and self._tls[0]
                 with suppress(OSError):
-                    self._server = SecretServer(host, self._secret, self._answer, timeout=self._timeout, tls=tls)
+                    self._server = SecretServer(
+                        host, self._secret, self._answer, timeout=self._timeout, tls=tls
+                    )
             return None if self._server is None else self._server.address
 
     def _answer(self, node: SecretSocket) -> None:
@@ -311,7 +374,8 @@ class Depot:
 
 
 def _all(work: Callable[[int], None], count: int) -> None:
-    """Call ``work`` with each number below ``count``, at the same time; it returns, or raises, when all have ended."""
+    """Call ``work`` with each number below ``count``, at the same time; it returns, or raises, when
+    all have ended."""
     calls = [deferred(functools.partial(work, number)) for number in range(count)]
     for _, run in calls[1:]:
         threading.Thread(target=run, name="weights-received", daemon=True).start()

@@ -1,4 +1,7 @@
-"""Documents, topics and logs by which trainer, engines and critic of a run agree. ``stages`` owns them."""
+"""Documents, topics and logs by which trainer, engines and critic of a run agree.
+
+``stages`` owns them.
+"""
 
 from __future__ import annotations
 

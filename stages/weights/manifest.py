@@ -1,10 +1,12 @@
-"""The manifest of a checkpoint: its files with their sizes and xxHash digests, in ``digests.json`` beside ``run.json``.
+"""The manifest of a checkpoint: its files with their sizes and xxHash digests, in ``digests.json``
+beside ``run.json``.
 
     all files written ─▶ write: digests.json, the last one ─▶ the checkpoint gets its name
     a reader          ─▶ verify: the files that it reads, sizes first ─▶ FilesDamaged names one that is not as it was written
 
-Files are hashed in several threads; reading a file takes longer than hashing it. A folder without ``digests.json`` is not
-verified: checkpoints of older versions, and a ``model`` folder that was copied out of its checkpoint.
+Files are hashed in several threads; reading a file takes longer than hashing it. A folder without
+``digests.json`` is not verified: checkpoints of older versions, and a ``model`` folder that was
+copied out of its checkpoint.
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ def digest_of(path: Path) -> FileDigest:
 
 def hashed(file: IO[bytes]) -> FileDigest:
     """Read and hash ``file`` to its end."""
-    digest, size = xxhash.xxh3_64(), 0
+    digest = xxhash.xxh3_64()
+    size = 0
     chunk = memoryview(bytearray(CHUNK_BYTES))
     while count := file.readinto(chunk):  # type: ignore[attr-defined]
         digest.update(chunk[:count])
@@ -65,13 +68,17 @@ def hashed(file: IO[bytes]) -> FileDigest:
 
 def files_below(folder: Path) -> list[str]:
     """Returns the names of the files below ``folder``, relative to it."""
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return sorted(
+        path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
+    )
 
 
 def digests_of(folder: Path, names: Sequence[str]) -> dict[str, FileDigest]:
     """Read and hash the files ``names`` below ``folder``."""
     with _threads() as threads:
-        return dict(zip(names, threads.map(lambda name: digest_of(folder / name), names), strict=True))
+        return dict(
+            zip(names, threads.map(lambda name: digest_of(folder / name), names), strict=True)
+        )
 
 
 def write(folder: Path) -> None:
@@ -82,7 +89,10 @@ def write(folder: Path) -> None:
 
 
 def read(folder: Path) -> dict[str, FileDigest] | None:
-    """Returns the manifest of the checkpoint in ``folder``; None where it has none. Raises FilesDamaged."""
+    """Returns the manifest of the checkpoint in ``folder``; None where it has none.
+
+    Raises FilesDamaged.
+    """
     path = folder / MANIFEST
     try:
         return parse(path.read_bytes(), path)
@@ -96,16 +106,22 @@ def parse(text: bytes, where: object) -> dict[str, FileDigest]:
         files = {name: FileDigest(**digest) for name, digest in json.loads(text)["files"].items()}
         sizes = [digest.bytes for digest in files.values()]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise FilesDamaged(f"{where} is damaged: it is no list of digests ({error!r:.200})") from None
+        raise FilesDamaged(
+            f"{where} is damaged: it is no list of digests ({error!r:.200})"
+        ) from None
     refuse_names(files, sizes, where)
     return files
 
 
 def refuse_names(names: Iterable[str], sizes: Iterable[object], where: object) -> None:
-    """Raises FilesDamaged when the list of files ``where`` has a name that may lie outside of its folder, or a size that is
-    none."""
+    """Raises FilesDamaged when the list of files ``where`` has a name that may lie outside of its
+    folder, or a size that is none."""
     for name in names:
-        if PurePosixPath(name).as_posix() != name or name.startswith("/") or {"..", "."} & {*name.split("/")}:
+        if (
+            PurePosixPath(name).as_posix() != name
+            or name.startswith("/")
+            or {"..", "."} & {*name.split("/")}
+        ):
             raise FilesDamaged(f"{where} names {name!r:.200}, which is no file below its folder")
         if not name.isprintable():
             raise FilesDamaged(f"{where} names {name!r:.200}, which no checkpoint has")
@@ -114,8 +130,13 @@ def refuse_names(names: Iterable[str], sizes: Iterable[object], where: object) -
             raise FilesDamaged(f"{where} has {size!r:.100} as the size of a file")
 
 
-def damages(folder: Path, manifest: Mapping[str, FileDigest], names: Sequence[str]) -> Iterator[str]:
-    """Compare the files ``names`` below ``folder`` with ``manifest``. Yield a sentence for each that differs."""
+def damages(
+    folder: Path, manifest: Mapping[str, FileDigest], names: Sequence[str]
+) -> Iterator[str]:
+    """Compare the files ``names`` below ``folder`` with ``manifest``.
+
+    Yield a sentence for each that differs.
+    """
     whole = []
     for name in names:
         if wrong := _wrong_size(folder / name, manifest[name].bytes):
@@ -125,12 +146,15 @@ def damages(folder: Path, manifest: Mapping[str, FileDigest], names: Sequence[st
     for name, found in digests_of(folder, whole).items():
         if found != manifest[name]:
             written = manifest[name].xxh3
-            yield f"{folder / name} is damaged: its xxh3 digest is {found.xxh3}, and was {written} when it was written"
+            yield (
+                f"{folder / name} is damaged: its xxh3 digest is {found.xxh3}, and was {written} "
+                f"when it was written"
+            )
 
 
 def verify(folder: Path, names: Sequence[str]) -> None:
-    """Verify the files ``names`` below the checkpoint ``folder``; one that its manifest does not name is not. Does nothing
-    where there is no manifest. Raises FilesDamaged."""
+    """Verify the files ``names`` below the checkpoint ``folder``; one that its manifest does not
+    name is not. Does nothing where there is no manifest. Raises FilesDamaged."""
     manifest = read(folder)
     if manifest is None:
         return _say_unverified(folder)
@@ -139,8 +163,8 @@ def verify(folder: Path, names: Sequence[str]) -> None:
 
 
 def verify_part(part: Path) -> None:
-    """Verify what is in ``part``, a folder of a checkpoint such as its ``model``, or the checkpoint itself. Does nothing for
-    a folder of no checkpoint. Raises FilesDamaged."""
+    """Verify what is in ``part``, a folder of a checkpoint such as its ``model``, or the checkpoint
+    itself. Does nothing for a folder of no checkpoint. Raises FilesDamaged."""
     part = part.absolute()
     folder = next((each for each in (part, *part.parents[:2]) if (each / STATE).is_file()), None)
     if folder is None:
@@ -150,7 +174,11 @@ def verify_part(part: Path) -> None:
         return _say_unverified(folder)
     prefix = "" if part == folder else f"{part.relative_to(folder).as_posix()}/"
     # A checkpoint that was copied from its URL has the parts that are read here.
-    names = [name for name in manifest if name.startswith(prefix) and (folder / Path(name).parts[0]).exists()]
+    names = [
+        name
+        for name in manifest
+        if name.startswith(prefix) and (folder / Path(name).parts[0]).exists()
+    ]
     for wrong in damages(folder, manifest, names):
         raise FilesDamaged(wrong)
 
@@ -163,7 +191,11 @@ def _wrong_size(path: Path, size: int) -> str:
     if not S_ISREG(status.st_mode):
         return f"{path} is damaged: it is no file, and had {size} bytes when it was written"
     found = status.st_size
-    return f"{path} is damaged: it has {found} bytes, and had {size} when it was written" if found != size else ""
+    return (
+        (f"{path} is damaged: it has {found} bytes, and had {size} when it was written")
+        if found != size
+        else ""
+    )
 
 
 def _threads() -> ThreadPoolExecutor:
@@ -173,4 +205,7 @@ def _threads() -> ThreadPoolExecutor:
 @functools.cache
 def _say_unverified(folder: Path) -> None:
     """Log once in this process that ``folder`` cannot be verified."""
-    log.warning("the checkpoint has no digests, of an older version; its files are not verified", folder=str(folder))
+    log.warning(
+        "the checkpoint has no digests, of an older version; its files are not verified",
+        folder=str(folder),
+    )

@@ -1,4 +1,5 @@
-"""A blocking connection: both ends prove that they know the run's secret before either reads anything else.
+"""A blocking connection: both ends prove that they know the run's secret before either reads
+anything else.
 
     connect ─────────────────────────────▶ accept
             ◀── hello: magic, version, nonce
@@ -6,8 +7,8 @@
             ◀── HMAC(secret, all so far)    compare, else drop
     messages (msgpack, small) and bytes, both ways
 
-The same proof as the warehouse wire's (``warehouse.wire``), for threads. What follows the proof is neither encrypted
-nor signed: where a third party could read or change packets, give TLS contexts.
+The same proof as the warehouse wire's (``warehouse.wire``), for threads. What follows the proof is
+neither encrypted nor signed: where a third party could read or change packets, give TLS contexts.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from pipeline.warehouse.wire.protocol import check_secret, proof
 log = structlog.get_logger()
 
 HELLO_SECONDS = 5.0  # for all of a handshake
-UNPROVEN = 32  # connections that have not proven the secret yet; with one more the oldest is dropped
+# connections that have not proven the secret yet; with one more the oldest is dropped
+UNPROVEN = 32
 MOST_MESSAGE = 2**16  # bytes
 PIECE = 2**22  # bytes that are received at once
 VERSION = 1
@@ -49,16 +51,24 @@ class ProofRefused(ConnectionError):
 
 
 class SecretSocket:
-    """One end of a proven connection. ``timeout``: seconds for which it waits for the other end, each time."""
+    """One end of a proven connection.
+
+    ``timeout``: seconds for which it waits for the other end, each time.
+    """
 
     def __init__(self, sock: socket.socket, timeout: float) -> None:
         self._sock = sock
         self._flags = 0 if isinstance(sock, ssl.SSLSocket) else socket.MSG_WAITALL
         sock.settimeout(timeout)
-        if self._flags:  # the kernel keeps the deadline: Python's own costs a call before each piece
+        # the kernel keeps the deadline: Python's own costs a call before each piece
+        if self._flags:
             sock.settimeout(None)
             for direction in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-                sock.setsockopt(socket.SOL_SOCKET, direction, struct.pack("@ll", int(timeout), int(timeout % 1 * 1e6)))
+                sock.setsockopt(
+                    socket.SOL_SOCKET,
+                    direction,
+                    struct.pack("@ll", int(timeout), int(timeout % 1 * 1e6)),
+                )
         with suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -75,7 +85,9 @@ class SecretSocket:
         """Returns the next message. Raises ConnectionError, also for bytes that are no message."""
         (length,) = _LENGTH.unpack(_received(self._sock, _LENGTH.size))
         if length > MOST_MESSAGE:
-            raise ConnectionError(f"a message of {length} bytes came, at most {MOST_MESSAGE} are taken")
+            raise ConnectionError(
+                f"a message of {length} bytes came, at most {MOST_MESSAGE} are taken"
+            )
         try:
             return msgpack.unpackb(_received(self._sock, length))
         except ValueError as error:
@@ -106,8 +118,8 @@ class SecretSocket:
 
 
 class SecretServer:
-    """Listens on a free port of ``host`` alone; ``serve`` gets each proven connection, in a thread of its own. Raises
-    ``OSError`` where ``host`` is no address of this machine."""
+    """Listens on a free port of ``host`` alone; ``serve`` gets each proven connection, in a thread
+    of its own. Raises ``OSError`` where ``host`` is no address of this machine."""
 
     def __init__(
         self,
@@ -118,12 +130,16 @@ class SecretServer:
         timeout: float,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        self._secret, self._serve, self._timeout, self._tls = check_secret(secret), serve, timeout, tls
+        self._secret = check_secret(secret)
+        self._serve = serve
+        self._timeout = timeout
+        self._tls = tls
         family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         self._listening = socket.create_server(address[:2], family=family, backlog=128)
         self.address: tuple[str, int] = self._listening.getsockname()[:2]
         self._unproven: deque[socket.socket] = deque()
-        self._turn, self._closed = threading.Lock(), False
+        self._turn = threading.Lock()
+        self._closed = False
         self._accepting = threading.Thread(target=self._accept, name="weights-asked", daemon=True)
         self._accepting.start()
 
@@ -149,7 +165,9 @@ class SecretServer:
             if dropped is not None:
                 with suppress(OSError):
                     dropped.shutdown(socket.SHUT_RDWR)
-            threading.Thread(target=self._greet, args=(sock,), name="weights-sent", daemon=True).start()
+            threading.Thread(
+                target=self._greet, args=(sock,), name="weights-sent", daemon=True
+            ).start()
 
     def _greet(self, sock: socket.socket) -> None:
         try:
@@ -159,7 +177,9 @@ class SecretServer:
                 with self._turn, suppress(ValueError):
                     self._unproven.remove(sock)
         except OSError as error:
-            log.debug("a connection was dropped before it proved the run's secret", reason=str(error))
+            log.debug(
+                "a connection was dropped before it proved the run's secret", reason=str(error)
+            )
             sock.close()
             return
         peer = SecretSocket(proven, self._timeout)
@@ -170,10 +190,16 @@ class SecretServer:
 
 
 def connect(
-    address: tuple[str, int], secret: bytes, *, connecting: float, timeout: float, tls: ssl.SSLContext | None = None
+    address: tuple[str, int],
+    secret: bytes,
+    *,
+    connecting: float,
+    timeout: float,
+    tls: ssl.SSLContext | None = None,
 ) -> SecretSocket:
-    """A proven connection to the :class:`SecretServer` at ``address``, made within ``connecting`` seconds. Raises
-    ``OSError``, and :class:`ProofRefused` when what answers there does not know the secret."""
+    """A proven connection to the :class:`SecretServer` at ``address``, made within ``connecting``
+    seconds. Raises ``OSError``, and :class:`ProofRefused` when what answers there does not know the
+    secret."""
     check_secret(secret)
     deadline = time.monotonic() + connecting
     sock = socket.create_connection(address, timeout=connecting)
@@ -192,7 +218,9 @@ def connect(
         except ConnectionError:
             raise ProofRefused(f"{address} hung up on the proof: it has another secret") from None
         if not hmac.compare_digest(given, proof(secret, b"trainer", hello, reply)):
-            raise ProofRefused(f"what answers at {address} does not prove that it knows the run's secret")
+            raise ProofRefused(
+                f"what answers at {address} does not prove that it knows the run's secret"
+            )
         return SecretSocket(sock, timeout)
     except BaseException:
         sock.close()

@@ -1,4 +1,5 @@
-"""The emulated device: built once for a version of its source, torch and Python, and how processes get it.
+"""The emulated device: built once for a version of its source, torch and Python, and how processes
+get it.
 
 python -m tests.accelerator.build      builds it, and prints the variables of an environment that has it
 """
@@ -31,7 +32,10 @@ def missing() -> str:
 
 
 def library() -> Path:
-    """The compiled device. The first call on a machine takes about half a minute; others wait for it."""
+    """The compiled device.
+
+    The first call on a machine takes about half a minute; others wait for it.
+    """
     built_from = SOURCE.read_bytes() + f"{torch.__version__} {sys.version}".encode()
     folder = platformdirs.user_cache_path("asyncdock") / "tests" / "emulated-npu"
     folder.mkdir(parents=True, exist_ok=True)

@@ -28,7 +28,8 @@ def emulated() -> list[str]:
 
 def of_wheel(library: bytes, name: str) -> list[str]:
     """The schemas of the operator ``name`` in the library: texts that end with a zero byte."""
-    found, start = [], 0
+    found = []
+    start = 0
     while (start := library.find(f"{name}(".encode(), start)) >= 0:
         text = library[start : library.index(b"\0", start)].decode(errors="replace")
         if library[start - 1 : start] in (b"\0", b":") and " -> " in text:
@@ -47,7 +48,11 @@ def main(wheel: str) -> int:
         different += not equal
         print(f"{name}: {'the same' if equal else 'different'}")
         if not equal:
-            print(*(f"  the wheel: {each}" for each in real or ["(none)"]), f"  emulated:  {schema}", sep="\n")
+            print(
+                *(f"  the wheel: {each}" for each in real or ["(none)"]),
+                f"  emulated:  {schema}",
+                sep="\n",
+            )
     return int(different > 0)
 
 

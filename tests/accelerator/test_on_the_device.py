@@ -1,6 +1,7 @@
 """The tests of ``on_device``, and one whole run, in processes that have the emulated device.
 
-It is no NPU: that these pass says that the code asks the right device in the right order, not that a device was used.
+It is no NPU: that these pass says that the code asks the right device in the right order, not that
+a device was used.
 """
 
 from __future__ import annotations
@@ -33,11 +34,24 @@ def environment() -> dict[str, str]:
 def outcomes(
     environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, list[ElementTree.Element]]:
-    """The tests of each file, with the allocator of torch_npu before 2.13, which torch.accelerator cannot ask."""
+    """The tests of each file, with the allocator of torch_npu before 2.13, which torch.accelerator
+    cannot ask."""
     report = tmp_path_factory.mktemp("on-device") / "report.xml"
-    command = [sys.executable, "-m", "pytest", str(INSIDE), "-p", "no:cacheprovider", f"--junitxml={report}"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        str(INSIDE),
+        "-p",
+        "no:cacheprovider",
+        f"--junitxml={report}",
+    ]
     done = subprocess.run(
-        command, cwd=build.ROOT, env=environment | {"EMULATED_NPU": "2.10"}, capture_output=True, text=True
+        command,
+        cwd=build.ROOT,
+        env=environment | {"EMULATED_NPU": "2.10"},
+        capture_output=True,
+        text=True,
     )
     assert report.exists(), done.stdout + done.stderr
     cases: dict[str, list[ElementTree.Element]] = {}
@@ -47,7 +61,9 @@ def outcomes(
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_the_tests_of_a_file_pass_on_the_device(name: str, outcomes: dict[str, list[ElementTree.Element]]) -> None:
+def test_the_tests_of_a_file_pass_on_the_device(
+    name: str, outcomes: dict[str, list[ElementTree.Element]]
+) -> None:
     assert outcomes.get(name), f"{name} was not run: {sorted(outcomes)}"
     failed = [
         f"{case.get('name')}\n{problem.text}"
@@ -58,9 +74,11 @@ def test_the_tests_of_a_file_pass_on_the_device(name: str, outcomes: dict[str, l
     assert not failed, "\n\n".join(failed)
 
 
-def test_a_run_computes_with_the_fused_operators(environment: dict[str, str], tmp_path: Path) -> None:
-    """Two steps of bfloat16 ``tiny``, both engines on the device: how often each operator is called is a matter of the
-    recipe alone."""
+def test_a_run_computes_with_the_fused_operators(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    """Two steps of bfloat16 ``tiny``, both engines on the device: how often each operator is called
+    is a matter of the recipe alone."""
     calls = tmp_path / "calls"
     calls.mkdir()
     chosen = ("rollout.device=npu", "train.device=npu", "train.steps=2", "model.dtype=bfloat16")

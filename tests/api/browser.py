@@ -1,4 +1,5 @@
-"""Debian's Chromium without a screen, driven by selenium as a person would: by what is seen, and by keys."""
+"""Debian's Chromium without a screen, driven by selenium as a person would: by what is seen, and by
+keys."""
 
 from __future__ import annotations
 
@@ -49,9 +50,17 @@ class Browser:
 
     # ── how it looks ──
 
-    def shape(self, width: int = 1280, height: int = 900, *, scheme: str = "light", sharp: float = 1) -> None:
-        """A window of this size in CSS pixels; narrow ones are phones. ``scheme``: light or dark."""
-        screen = {"width": width, "height": height, "deviceScaleFactor": sharp, "mobile": width < 500}
+    def shape(
+        self, width: int = 1280, height: int = 900, *, scheme: str = "light", sharp: float = 1
+    ) -> None:
+        """A window of this size in CSS pixels; narrow ones are phones. ``scheme``: light or
+        dark."""
+        screen = {
+            "width": width,
+            "height": height,
+            "deviceScaleFactor": sharp,
+            "mobile": width < 500,
+        }
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
@@ -70,7 +79,9 @@ class Browser:
     def enter(self, url: str, token: str) -> None:
         """Open ``url`` as one who has given ``token`` in this tab."""
         self.open(url)
-        self.js("sessionStorage.clear(); sessionStorage.setItem('asyncdock.token', arguments[0])", token)
+        self.js(
+            "sessionStorage.clear(); sessionStorage.setItem('asyncdock.token', arguments[0])", token
+        )
         self.open(url)
 
     def named(self, name: str, role: str = "control") -> WebElement:
@@ -84,7 +95,8 @@ class Browser:
         for _ in range(5):
             try:
                 control = self.named(name)
-                self.js("arguments[0].scrollIntoView({block: 'center'})", control)  # not beneath the page's own bar
+                # not beneath the page's own bar
+                self.js("arguments[0].scrollIntoView({block: 'center'})", control)
                 return control.click()
             except StaleElementReferenceException:
                 continue
@@ -112,15 +124,20 @@ class Browser:
         wrapped = (
             "const done = arguments[arguments.length - 1];"
             f"(async (...arguments_) => {{ {script} }})(...[...arguments].slice(0, -1))"
-            ".then((value) => done({value}), (error) => done({error: String(error?.stack ?? error)}));"
+            ".then((value) => done({value}), (error) => done({error: String(error?.stack ?? "
+            "error)}));"
         )
         answer = self.driver.execute_async_script(wrapped, *arguments)
         assert "error" not in answer, answer["error"]
         return answer.get("value")
 
     def until(self, script: str, *arguments: Any, why: str = "", seconds: float = SECONDS) -> Any:
-        """What ``script`` returns, once that is something. It may ask of what is not there yet: that is not yet, too."""
-        end, wrong = time.monotonic() + seconds, ""
+        """What ``script`` returns, once that is something.
+
+        It may ask of what is not there yet: that is not yet, too.
+        """
+        end = time.monotonic() + seconds
+        wrong = ""
         while time.monotonic() < end:
             try:
                 if found := self.js(script, *arguments):
@@ -130,26 +147,29 @@ class Browser:
                 wrong = f" ({error.msg})"
             time.sleep(LOOK_SECONDS)
         shown = self.js("return document.body ? document.body.innerText : ''")
-        raise AssertionError(f"not within {seconds:g} s: {why or script}{wrong}\n\nthe page says:\n{shown[:3000]}")
+        raise AssertionError(
+            f"not within {seconds:g} s: {why or script}{wrong}\n\nthe page says:\n{shown[:3000]}"
+        )
 
     def text(self, selector: str) -> str:
-        return str(self.js("return document.querySelector(arguments[0])?.innerText ?? ''", selector))
+        return str(
+            self.js("return document.querySelector(arguments[0])?.innerText ?? ''", selector)
+        )
 
     def focused(self) -> dict[str, Any]:
         """Of what has the focus: its name, and whether one sees that."""
         return self.js(
-            "const at = document.activeElement;"
-            "const labels = [...(at.labels ?? [])].map((label) => label.innerText).join(' ');"
-            "const name = at.getAttribute('aria-label') || labels || at.innerText || at.id || at.tagName;"
-            "const drawn = at.matches('.segments input') ? at.nextElementSibling : at;"
-            "const style = getComputedStyle(drawn);"
-            "const seen = style.outlineStyle !== 'none' && parseFloat(style.outlineWidth) >= 1;"
-            "return {name: name.replace(/\\s+/g, ' ').trim(), tag: at.tagName, id: at.id, seen};"
+            "const at = document.activeElement;const labels = [...(at.labels ?? [])].map((label) "
+            "=> label.innerText).join(' ');const name = at.getAttribute('aria-label') || labels || "
+            "at.innerText || at.id || at.tagName;const drawn = at.matches('.segments input') ? "
+            "at.nextElementSibling : at;const style = getComputedStyle(drawn);const seen = "
+            "style.outlineStyle !== 'none' && parseFloat(style.outlineWidth) >= 1;return {name: "
+            "name.replace(/\\s+/g, ' ').trim(), tag: at.tagName, id: at.id, seen};"
         )
 
     def complaints(self) -> list[str]:
-        """Errors that the page has logged since it was asked last, breaches of its security policy among them. What the
-        network answered is left out."""
+        """Errors that the page has logged since it was asked last, breaches of its security policy
+        among them. What the network answered is left out."""
         return [
             entry["message"]
             for entry in self.driver.get_log("browser")
@@ -157,16 +177,19 @@ class Browser:
         ]
 
     def axe(self, part: str = "html") -> list[str]:
-        """What axe-core finds wrong with a part of the page for people who use it otherwise than by looking and pointing."""
-        # The page's own policy forbids every other script; this one comes in by the debugger's door.
+        """What axe-core finds wrong with a part of the page for people who use it otherwise than by
+        looking and pointing."""
+        # The page's own policy forbids every other script; this one comes in by the debugger's
+        # door.
         if not self.js("return 'axe' in window"):
             source = gzip.decompress(AXE.read_bytes()).decode()
             self.driver.execute_cdp_cmd("Runtime.evaluate", {"expression": f"{source}\n;0"})
         found = self.asynchronous(
             "const {violations} = await axe.run(arguments_[0], {resultTypes: ['violations'], "
-            "runOnly: ['wcag2a', 'wcag2aa', 'wcag21a', 'wcag21aa', 'wcag22aa', 'best-practice']});"
-            "return violations.map((one) => `${one.id}: ${one.help}: ` + "
-            "one.nodes.slice(0, 5).map((node) => `${node.html.slice(0, 160)} ${node.failureSummary}`).join(' | '));",
+            "runOnly: ['wcag2a', 'wcag2aa', 'wcag21a', 'wcag21aa', 'wcag22aa', "
+            "'best-practice']});return violations.map((one) => `${one.id}: ${one.help}: ` + "
+            "one.nodes.slice(0, 5).map((node) => `${node.html.slice(0, 160)} "
+            "${node.failureSummary}`).join(' | '));",
             part,
         )
         return list(found)

@@ -42,7 +42,13 @@ def run_view(run: str = RUN, **changes: Any) -> dict[str, Any]:
 
 
 def problem(status: int, detail: str, **more: Any) -> web.Response:
-    problem = {"type": "about:blank", "title": "Refused", "status": status, "detail": detail, **more}
+    problem = {
+        "type": "about:blank",
+        "title": "Refused",
+        "status": status,
+        "detail": detail,
+        **more,
+    }
     return web.json_response(problem, status=status, content_type="application/problem+json")
 
 
@@ -60,8 +66,9 @@ class Event:
 
 @dataclass
 class Stream:
-    """One connection of the event stream: how many ``events`` are sent before it ends, what stands ``before`` them, how many
-    earlier ones are sent ``again``, how many bytes of the next one follow (``half``), and what is sent at the ``end``."""
+    """One connection of the event stream: how many ``events`` are sent before it ends, what stands
+    ``before`` them, how many earlier ones are sent ``again``, how many bytes of the next one follow
+    (``half``), and what is sent at the ``end``."""
 
     events: int | None = None  # None: to the end of the run
     before: bytes = b""
@@ -92,8 +99,11 @@ def busy(status: int = 503, after: str | None = None) -> Fault:
 
 @dataclass
 class Service:
-    """``async with Service() as service``. Each request first meets the next of ``faults`` (None: goes well). A fault under
-    ``late`` comes after the request has had its effect: the answer is lost. Streams go by ``streams``, then well."""
+    """``async with Service() as service``.
+
+    Each request first meets the next of ``faults`` (None: goes well). A fault under ``late`` comes
+    after the request has had its effect: the answer is lost. Streams go by ``streams``, then well.
+    """
 
     script: Sequence[Event] = ()
     runs: list[dict[str, Any]] = field(default_factory=lambda: [run_view()])
@@ -107,7 +117,8 @@ class Service:
     bodies: list[Any] = field(default_factory=list)
     keys: dict[str, dict[str, Any]] = field(default_factory=dict)
     streaming: asyncio.Event = field(default_factory=asyncio.Event)  # a stream was opened
-    left: asyncio.Event = field(default_factory=asyncio.Event)  # a reader went away from a stream that was held
+    # a reader went away from a stream that was held
+    left: asyncio.Event = field(default_factory=asyncio.Event)
     hold: asyncio.Event | None = None  # a stream that goes well waits for it before it ends
 
     async def __aenter__(self) -> Service:
@@ -126,7 +137,9 @@ class Service:
                 web.post("/v1/runs/{run}/{action:pause|resume|stop|checkpoint}", self._move),
             ]
         )
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
+        self._runner = web.AppRunner(
+            app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True
+        )
         await self._runner.setup()
         self._site = web.TCPSite(self._runner, "127.0.0.1", 0)
         await self._site.start()
@@ -134,7 +147,10 @@ class Service:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         await self._runner.cleanup()
 
@@ -154,24 +170,33 @@ class Service:
         for run in self.runs:
             if run["id"] == request.match_info["run"]:
                 return run
-        problem = {"type": "urn:asyncdock:unknown-run", "title": "Not Found", "detail": "There is no such run."}
+        problem = {
+            "type": "urn:asyncdock:unknown-run",
+            "title": "Not Found",
+            "detail": "There is no such run.",
+        }
         problem |= {"field": "path.run", "fix": "see GET /v1/runs"}
         raise web.HTTPNotFound(text=json.dumps(problem), content_type="application/problem+json")
 
     async def _submit(self, request: web.Request) -> web.Response:
-        key, body = request.headers["Idempotency-Key"], await request.json()
+        key = request.headers["Idempotency-Key"]
+        body = await request.json()
         self.bodies.append(body)
         made = key not in self.keys
         if made:
-            self.keys[key] = run_view(f"scripted-{len(self.keys)}", state="created", position=len(self.keys) + 1)
+            self.keys[key] = run_view(
+                f"scripted-{len(self.keys)}", state="created", position=len(self.keys) + 1
+            )
             self.runs.insert(0, self.keys[key])
         return web.json_response(self.keys[key], status=201 if made else 200)
 
     async def _list(self, request: web.Request) -> web.Response:
         """A page looks at ``limit`` runs: with a filter it may hold fewer, or none."""
         query = request.query
-        begin, limit = int(query.get("after", 0)), int(query.get("limit", 50))
-        end, state = begin + limit, query.get("state", "")
+        begin = int(query.get("after", 0))
+        limit = int(query.get("limit", 50))
+        end = begin + limit
+        state = query.get("state", "")
         page = [run for run in self.runs[begin:end] if state in ("", run["state"])]
         return web.json_response({"runs": page, "next": str(end) if len(self.runs) > end else ""})
 
@@ -184,7 +209,12 @@ class Service:
             self.bodies.append(await request.json())
         if run["state"] in ("finished", "failed", "stopped"):
             return problem(409, f"The run is {run['state']}.", fix="start another one")
-        states = {"pause": "paused", "resume": "running", "stop": "stopping", "checkpoint": run["state"]}
+        states = {
+            "pause": "paused",
+            "resume": "running",
+            "stop": "stopping",
+            "checkpoint": run["state"],
+        }
         run["state"] = states[request.match_info["action"]]
         return web.json_response(run, status=202)
 
@@ -193,12 +223,25 @@ class Service:
         return web.Response(status=204)
 
     async def _stages(self, request: web.Request) -> web.Response:
-        view = {"stages": [], "ledger": {}, "dropped": {"equal rewards": 3}, "dropped_tokens": {"equal rewards": 1200}}
-        view |= {"warehouses": [], "published": 0, "trained": 0, "flow": {}, "epochs": {}, "alarms": []}
+        view = {
+            "stages": [],
+            "ledger": {},
+            "dropped": {"equal rewards": 3},
+            "dropped_tokens": {"equal rewards": 1200},
+        }
+        view |= {
+            "warehouses": [],
+            "published": 0,
+            "trained": 0,
+            "flow": {},
+            "epochs": {},
+            "alarms": [],
+        }
         return web.json_response({**view, "gate": {"admitted": 0, "allowed": 0, "open": 0}})
 
     async def _samples(self, request: web.Request) -> web.Response:
-        begin, limit = int(request.query.get("after", 0)), int(request.query.get("limit", 50))
+        begin = int(request.query.get("after", 0))
+        limit = int(request.query.get("limit", 50))
         more = len(self.samples) > begin + limit
         page = self.samples[begin : begin + limit]
         return web.json_response({"samples": page, "next": str(begin + limit) if more else ""})
@@ -240,7 +283,9 @@ class Service:
             if self.hold is not None:
                 await self.hold.wait()
             run["state"] = self.ended
-            await response.write(f'event: end\ndata: {{"state":"{self.ended}","reason":""}}\n\n'.encode())
+            await response.write(
+                f'event: end\ndata: {{"state":"{self.ended}","reason":""}}\n\n'.encode()
+            )
             return response
         return lost(request)
 

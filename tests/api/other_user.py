@@ -26,12 +26,24 @@ def missing() -> str:
 
 
 def options() -> dict[str, Any]:
-    return {"user": NOBODY, "group": NOBODY, "extra_groups": [], "cwd": "/", "env": {"HOME": "/nonexistent"}}
+    return {
+        "user": NOBODY,
+        "group": NOBODY,
+        "extra_groups": [],
+        "cwd": "/",
+        "env": {"HOME": "/nonexistent"},
+    }
 
 
 def as_nobody(program: str, *arguments: object) -> Any:
-    """What ``program`` prints, as JSON, when `nobody` executes it with ``arguments``, as JSON in ``sys.argv[1]``."""
-    command = [PYTHON, "-c", f"import json, sys\ngiven = json.loads(sys.argv[1])\n{program}", json.dumps(arguments)]
+    """What ``program`` prints, as JSON, when `nobody` executes it with ``arguments``, as JSON in
+    ``sys.argv[1]``."""
+    command = [
+        PYTHON,
+        "-c",
+        f"import json, sys\ngiven = json.loads(sys.argv[1])\n{program}",
+        json.dumps(arguments),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, **options())
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

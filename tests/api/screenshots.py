@@ -1,7 +1,8 @@
-"""The pictures of the dashboard in the documentation, taken of a real run: ``python -m tests.api.screenshots [FOLDER]``.
+"""The pictures of the dashboard in the documentation, taken of a real run: ``python -m
+tests.api.screenshots [FOLDER]``.
 
-Needs Chromium and its driver. Starts a service of its own and a run of the recipe ``tiny`` in it, with another one that
-waits, and looks.
+Needs Chromium and its driver. Starts a service of its own and a run of the recipe ``tiny`` in it,
+with another one that waits, and looks.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from tests.api.browser import CHROMIUM, DRIVER, WITHOUT, Browser, chromium
 from tests.api.site import site
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "images"
-# With a KL term, so that there is a reference stage; slower to learn than the recipe, so that there is something to see.
+# With a KL term, so that there is a reference stage; slower to learn than the recipe, so that there
+# is something to see.
 LEARNS = {
     "name": "letters",
     "train.steps": 160,
@@ -39,13 +41,23 @@ def take(browser: Browser, url: str, token: str, folder: Path) -> None:
         browser.shape(width, height, scheme=scheme, sharp=sharp)
         browser.enter(url, token)
         browser.until("return document.querySelectorAll('.plot canvas').length >= 7")
-        browser.until(f"return Number(document.querySelector('.track[role]').ariaValueNow) >= {STEPS}", seconds=400)
-        browser.until("return /Other stages worked/.test(document.querySelector('#timeline-says').innerText)")
-        browser.until("return performance.getEntriesByType('resource').some((one) => /metrics[?]/.test(one.name))")
+        browser.until(
+            f"return Number(document.querySelector('.track[role]').ariaValueNow) >= {STEPS}",
+            seconds=400,
+        )
+        browser.until(
+            "return /Other stages worked/.test(document.querySelector('#timeline-says').innerText)"
+        )
+        browser.until(
+            "return performance.getEntriesByType('resource').some((one) => "
+            "/metrics[?]/.test(one.name))"
+        )
         path = folder / f"{name}.png"
         # 256 colours are enough for a page of flat ones, and a third of the bytes.
         picture = Image.open(io.BytesIO(browser.picture())).convert("RGB")
-        picture.quantize(256, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(path, optimize=True)
+        picture.quantize(256, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(
+            path, optimize=True
+        )
         print(f"{path} {path.stat().st_size / 1024:.0f} KiB")
 
 
@@ -53,7 +65,11 @@ def main(folder: Path) -> None:
     if not (CHROMIUM and DRIVER):
         sys.exit(WITHOUT)
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="adk-site-") as data, site(Path(data)) as served, chromium() as browser:
+    with (
+        tempfile.TemporaryDirectory(prefix="adk-site-") as data,
+        site(Path(data)) as served,
+        chromium() as browser,
+    ):
         served.finished({"name": "warm-up", "train.steps": 10})
         run = served.submit(LEARNS, recipe="tiny")
         served.submit({"name": "next-one"})

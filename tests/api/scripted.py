@@ -12,7 +12,9 @@ from orchestration.recipe.schema import Recipe
 from orchestration.run.run import RunResult
 from pipeline.events import Event
 
-STEPS, BOUND, BEGIN = 8, 2, 1_700_000_000.0
+STEPS = 8
+BOUND = 2
+BEGIN = 1_700_000_000.0
 
 
 def recipe() -> Recipe:
@@ -60,7 +62,9 @@ def step(number: int, **changes: Any) -> Event:
     return event(10 + 2 * number, "step", **data | changes)
 
 
-def stage(time: float, worker: str, wall: float, busy: float, waiting: float, room: float, rows: int) -> Event:
+def stage(
+    time: float, worker: str, wall: float, busy: float, waiting: float, room: float, rows: int
+) -> Event:
     kind = worker.rpartition("-")[0]
     return event(
         time,
@@ -82,8 +86,18 @@ def stage(time: float, worker: str, wall: float, busy: float, waiting: float, ro
 def evaluation(time: float, version: int, reward: float, response: str) -> Event:
     prompt = "What is 2 | 3?\n*carefully*"
     samples = [{"prompt": prompt, "response": response, "reward": reward}]
-    return event(time, "evaluation", version=version, step=version, reward_mean=reward, count=16, samples=samples,
-                 tokens=100, seconds=2.0, share=0.25)  # fmt: skip
+    return event(
+        time,
+        "evaluation",
+        version=version,
+        step=version,
+        reward_mean=reward,
+        count=16,
+        samples=samples,
+        tokens=100,
+        seconds=2.0,
+        share=0.25,
+    )
 
 
 def events(ending: str = "finished", reason: str = "") -> list[Event]:
@@ -99,20 +113,59 @@ def events(ending: str = "finished", reason: str = "") -> list[Event]:
     for number in range(STEPS):
         at = 10 + 2 * number
         made += [
-            stage(at - 0.5, "rollout-0", at - 8, (at - 8) * 0.7, (at - 8) * 0.2, (at - 8) * 0.05, 40 * number),
+            stage(
+                at - 0.5,
+                "rollout-0",
+                at - 8,
+                (at - 8) * 0.7,
+                (at - 8) * 0.2,
+                (at - 8) * 0.05,
+                40 * number,
+            ),
             stage(at - 0.4, "update-0", at - 8, (at - 8) * 0.5, (at - 8) * 0.5, 0.0, 32 * number),
             step(number),
-            event(at + 0.1, "sync", worker="update-0", version=number + 1, bytes=2**20, publish_seconds=0.05,
-                  exposed_seconds=0.0, hidden_seconds=0.0),
-            event(at + 0.2, "sync", worker="rollout-0", version=number + 1, bytes=2**20, publish_seconds=0.0,
-                  exposed_seconds=0.002, hidden_seconds=0.3),
-        ]  # fmt: skip
+            event(
+                at + 0.1,
+                "sync",
+                worker="update-0",
+                version=number + 1,
+                bytes=2**20,
+                publish_seconds=0.05,
+                exposed_seconds=0.0,
+                hidden_seconds=0.0,
+            ),
+            event(
+                at + 0.2,
+                "sync",
+                worker="rollout-0",
+                version=number + 1,
+                bytes=2**20,
+                publish_seconds=0.0,
+                exposed_seconds=0.002,
+                hidden_seconds=0.3,
+            ),
+        ]
     counts = dict.fromkeys(("generated", "trained", "filtered", "remade", "in_flight"), 0)
-    dropped = {"dropped": {"equal rewards": 3, "reward x failed": 1}, "dropped_tokens": {"equal rewards": 1200}}
-    ledger = {**counts, **{f"{name}_tokens": 0 for name in counts}, "redelivered": 0, "skipped_steps": 2, **dropped}
+    dropped = {
+        "dropped": {"equal rewards": 3, "reward x failed": 1},
+        "dropped_tokens": {"equal rewards": 1200},
+    }
+    ledger = {
+        **counts,
+        **{f"{name}_tokens": 0 for name in counts},
+        "redelivered": 0,
+        "skipped_steps": 2,
+        **dropped,
+    }
     made += [
         event(25.1, "ledger", **ledger),
-        event(25.2, "prompt", change="epoch", reason="", epochs={"prompts.sources.0": 2, "prompts.sources.1": 5}),
+        event(
+            25.2,
+            "prompt",
+            change="epoch",
+            reason="",
+            epochs={"prompts.sources.0": 2, "prompts.sources.1": 5},
+        ),
     ]
     died = {"reason": "ended by signal 9"}
     made += [
@@ -125,8 +178,11 @@ def events(ending: str = "finished", reason: str = "") -> list[Event]:
 
 
 class ScriptedRun:
-    """A run that only emits ``script``. With ``endless`` it goes on until it is stopped, and with ``deaf`` it
-    does not even listen to that. ``failed``: the worker by which it fails."""
+    """A run that only emits ``script``.
+
+    With ``endless`` it goes on until it is stopped, and with ``deaf`` it does not even listen to
+    that. ``failed``: the worker by which it fails.
+    """
 
     def __init__(
         self,
@@ -137,8 +193,11 @@ class ScriptedRun:
         deaf: bool = False,
         failed: str = "",
     ) -> None:
-        self.recipe, self.out_dir = recipe(), out_dir
-        self.script, self.endless, self.deaf = script, endless, deaf
+        self.recipe = recipe()
+        self.out_dir = out_dir
+        self.script = script
+        self.endless = endless
+        self.deaf = deaf
         self.failed = failed
         self.waiting = asyncio.Event()  # execute has begun
         out_dir.mkdir(parents=True, exist_ok=True)
@@ -148,14 +207,16 @@ class ScriptedRun:
 
     async def execute(self, stop: asyncio.Event | None = None) -> RunResult:
         last = self.script[-1].data
-        state, reason = last["state"], last["reason"]
+        state = last["state"]
+        reason = last["reason"]
         self.waiting.set()
         if self.deaf:
             await asyncio.Event().wait()
         if self.endless:
             assert stop is not None
             await stop.wait()
-            state, reason = "stopped", "stopped by request"
+            state = "stopped"
+            reason = "stopped by request"
         return RunResult("scripted-1", state, reason, self.out_dir, None, 28.0, self.failed)
 
     async def events(self, after: str = "0") -> AsyncIterator[Event]:

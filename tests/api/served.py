@@ -1,4 +1,5 @@
-"""A service of the tests' own, as its command starts it, on a port that a second server can take again."""
+"""A service of the tests' own, as its command starts it, on a port that a second server can take
+again."""
 
 from __future__ import annotations
 
@@ -26,13 +27,22 @@ class Served:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port: int = free.getsockname()[1]
-        self.data, self.options, self.url = data, options, f"http://127.0.0.1:{self.port}"
+        self.data = data
+        self.options = options
+        self.url = f"http://127.0.0.1:{self.port}"
         self.descriptors = descriptors  # that its process may have; 0: as many as this one
         self.process: subprocess.Popen[str] | None = None
         self.log = data.parent / "serve.log"
 
     def start(self) -> None:
-        command = ["serve", "--data", str(self.data), "--listen", f"127.0.0.1:{self.port}", *self.options]
+        command = [
+            "serve",
+            "--data",
+            str(self.data),
+            "--listen",
+            f"127.0.0.1:{self.port}",
+            *self.options,
+        ]
         with self.log.open("a") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "tests.api.watched", *command],
@@ -44,7 +54,9 @@ class Served:
                 preexec_fn=self._limit if self.descriptors else None,
             )
         assert self.process.stdout is not None
-        assert self.process.stdout.readline() == f"AsyncDock serves {self.url}\n", self.log.read_text()
+        assert self.process.stdout.readline() == (f"AsyncDock serves {self.url}\n"), (
+            self.log.read_text()
+        )
 
     @property
     def token(self) -> str:
@@ -73,7 +85,9 @@ class Served:
         self.stop()
         if (self.data / FILE).exists():
             ServiceIndex(self.data).stop()
-        assert not (held := [line for line in self.log.read_text().splitlines() if HELD in line]), held
+        assert not (held := [line for line in self.log.read_text().splitlines() if HELD in line]), (
+            held
+        )
 
 
 def environment() -> dict[str, str]:

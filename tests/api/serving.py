@@ -38,10 +38,13 @@ def shared_checks() -> Checks:
 async def serving(
     url: str, data: Path, *, modules: tuple[ModuleType, ...] = (), **settings: Any
 ) -> AsyncGenerator[Client, None]:
-    """A client of a server over the index at ``url``, with the operations of ``modules`` beside its own. It asks for no
-    token unless ``settings`` say so. Afterwards no handler may have held the event loop."""
-    logs.configure(terminal=False)  # as the command has them: what a test shows of an error takes longer
-    watchdog, registry = Watchdog(), Registry(url, timeout=3.0)
+    """A client of a server over the index at ``url``, with the operations of ``modules`` beside its
+    own. It asks for no token unless ``settings`` say so. Afterwards no handler may have held the
+    event loop."""
+    # as the command has them: what a test shows of an error takes longer
+    logs.configure(terminal=False)
+    watchdog = Watchdog()
+    registry = Registry(url, timeout=3.0)
     settings.setdefault("no_token", not settings.get("hosts"))
     app = build_app(Settings(data=data, **settings), registry, shared_checks())
     app.middlewares.insert(0, marked)

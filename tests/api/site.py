@@ -1,4 +1,5 @@
-"""A whole service of the test's own: ``asyncdock serve`` as a process, with its index, its agent and its runs."""
+"""A whole service of the test's own: ``asyncdock serve`` as a process, with its index, its agent
+and its runs."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ class Site:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
-        self.data, self.options = data, options
+        self.data = data
+        self.options = options
         self.url = f"http://127.0.0.1:{self.port}/"
         self._log = data / "server.out"
         self._process: subprocess.Popen[bytes] | None = None
@@ -53,7 +55,15 @@ class Site:
 
     def start(self) -> None:
         with self._log.open("ab") as log:
-            command = ["serve", "--data", str(self.data), "--listen", f"127.0.0.1:{self.port}", "--runs", "1"]
+            command = [
+                "serve",
+                "--data",
+                str(self.data),
+                "--listen",
+                f"127.0.0.1:{self.port}",
+                "--runs",
+                "1",
+            ]
             self._process = subprocess.Popen(
                 [*asyncdock(), *command, *self.options],
                 stdout=log,
@@ -83,8 +93,12 @@ class Site:
         end = time.monotonic() + SECONDS
         while not holds():
             assert self._process is not None
-            assert self._process.poll() is None, f"the server has ended: {self._log.read_text()[-3000:]}"
-            assert time.monotonic() < end, f"not within {SECONDS:g} s: {what}; {self._log.read_text()[-3000:]}"
+            assert self._process.poll() is None, (
+                f"the server has ended: {self._log.read_text()[-3000:]}"
+            )
+            assert time.monotonic() < end, (
+                f"not within {SECONDS:g} s: {what}; {self._log.read_text()[-3000:]}"
+            )
             time.sleep(LOOK_SECONDS)
 
     # ── its API ──
@@ -94,7 +108,9 @@ class Site:
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"} if data is not None else {}
         headers |= {"Authorization": f"Bearer {self.own_token}"} if self.own_token else {}
-        request = urllib.request.Request(f"{self.url}{path}", data=data, method=method, headers=headers)
+        request = urllib.request.Request(
+            f"{self.url}{path}", data=data, method=method, headers=headers
+        )
         try:
             with urllib.request.urlopen(request, timeout=30) as answer:
                 read = answer.read()
@@ -121,7 +137,9 @@ class Site:
 
     def submit(self, overrides: Mapping[str, Any], *, recipe: str = "mock") -> str:
         """The id of a new run of the stored ``recipe`` with ``overrides``."""
-        answer = self.ask_for("POST", "v1/runs", {"recipe_name": recipe, "overrides": dict(overrides)})
+        answer = self.ask_for(
+            "POST", "v1/runs", {"recipe_name": recipe, "overrides": dict(overrides)}
+        )
         assert answer.status == 201, answer
         return str(answer.body["id"])
 

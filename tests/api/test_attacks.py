@@ -1,4 +1,5 @@
-"""Requests that are made to cost much: their senders get an answer, and other clients are not slowed.
+"""Requests that are made to cost much: their senders get an answer, and other clients are not
+slowed.
 
 That no handler holds the event loop is seen by the watchdog of :func:`tests.api.serving.serving`.
 """
@@ -26,8 +27,8 @@ from tests.api.served import Served
 from tests.api.serving import Client, problem, serving
 from tests.orchestration.runs import MOCK
 
-# Seconds for an answer beside an attack; with a machine of one's own it is 0.25. That no request holds the others up is
-# judged by the processor time of each turn of the loop, see watchdog.py.
+# Seconds for an answer beside an attack; with a machine of one's own it is 0.25. That no request
+# holds the others up is judged by the processor time of each turn of the loop, see watchdog.py.
 PATIENCE = 60.0
 ENDLESS = "tests.api.endless:reward"
 
@@ -50,7 +51,9 @@ def recipe(**changes: Any) -> dict[str, Any]:
 
 
 def named(names: int, length: int = 20) -> dict[str, Any]:
-    return recipe(reward={"functions": [{"name": f"unknown{at}".ljust(length, "x")} for at in range(names)]})
+    return recipe(
+        reward={"functions": [{"name": f"unknown{at}".ljust(length, "x")} for at in range(names)]}
+    )
 
 
 async def check(client: Client, data: dict[str, Any], **more: Any) -> Any:
@@ -82,7 +85,8 @@ async def until(condition: Callable[[], Any], seconds: float = 20) -> None:
             await asyncio.sleep(0.01)  # of processes and threads
 
 
-# --- long texts ---------------------------------------------------------------------------------------------------------
+# --- long texts
+# --------------------------------------------------------------------------------------------------
 
 
 async def test_thousands_of_letters_in_a_path_by_eight_connections(client: Client) -> None:
@@ -101,7 +105,8 @@ async def test_a_name_of_900_kB_in_a_check(client: Client) -> None:
 
 
 async def test_a_long_value_of_every_key_that_a_request_has(client: Client) -> None:
-    """The answer repeats a refused value, shortened: in each place a text of letters, and one of URLs without an end."""
+    """The answer repeats a refused value, shortened: in each place a text of letters, and one of
+    URLs without an end."""
     async with undisturbed(client):
         for text in (
             "a" * 900_000,
@@ -110,10 +115,24 @@ async def test_a_long_value_of_every_key_that_a_request_has(client: Client) -> N
             " " * 900_000,
             "1" + " " * 800_000 + "!",
         ):
-            for body in ({"recipe_name": text}, {"recipe": {}, text: 1}, {"recipe": text}, {"recipe": {text: 1}}):
+            for body in (
+                {"recipe_name": text},
+                {"recipe": {}, text: 1},
+                {"recipe": text},
+                {"recipe": {text: 1}},
+            ):
                 assert (await client.post("/v1/recipes/check", json=body)).status in (404, 413, 422)
-            for key in ("train.steps", "pipeline.arena", "rollout.engine", "prompts.template", "model.source", text):
-                answer = await client.post("/v1/recipes/check", json={"recipe": MOCK, "overrides": {key: text}})
+            for key in (
+                "train.steps",
+                "pipeline.arena",
+                "rollout.engine",
+                "prompts.template",
+                "model.source",
+                text,
+            ):
+                answer = await client.post(
+                    "/v1/recipes/check", json={"recipe": MOCK, "overrides": {key: text}}
+                )
                 assert answer.status in (413, 422), key[:99]
                 assert len(await answer.text()) < 5000
 
@@ -141,7 +160,8 @@ async def test_texts_up_to_the_bounds_take_no_longer(client: Client) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", ["a" * 10**7, ["a" * 10**7], {"a": list(range(10**6))}, list(range(10**6)), "://" * 10**6]
+    "value",
+    ["a" * 10**7, ["a" * 10**7], {"a": list(range(10**6))}, list(range(10**6)), "://" * 10**6],
 )
 def test_the_repeated_part_of_a_value_is_bounded(value: object) -> None:
     began = time.process_time()
@@ -153,7 +173,10 @@ def test_the_repeated_part_of_a_value_is_bounded(value: object) -> None:
     ("text", "safe"),
     [
         ("redis://:hunter2@host", "redis://***@host"),
-        ("see rediss://ada:hunter2@host/1 and http://host", "see rediss://***@host/1 and http://host"),
+        (
+            "see rediss://ada:hunter2@host/1 and http://host",
+            "see rediss://***@host/1 and http://host",
+        ),
         ("redis://:hun@ter2@host", "redis://***@host"),
         ("no://thing here @home", "no://thing here @home"),
     ],
@@ -195,7 +218,8 @@ async def test_a_page_of_the_largest_recipes(client: Client) -> None:
         assert len((await answer.json())["runs"]) >= 12
 
 
-# --- many values --------------------------------------------------------------------------------------------------------
+# --- many values
+# --------------------------------------------------------------------------------------------------
 
 
 async def test_six_checks_of_8000_unknown_rewards(client: Client) -> None:
@@ -219,9 +243,16 @@ async def idle(client: Client) -> None:
     pids = [checker.pid for checker in checks._free]
 
     def ticks() -> list[int]:
-        return [sum(map(int, Path(f"/proc/{pid}/stat").read_text().rsplit(")")[-1].split()[11:13])) for pid in pids]
+        return [
+            sum(map(int, Path(f"/proc/{pid}/stat").read_text().rsplit(")")[-1].split()[11:13]))
+            for pid in pids
+        ]
 
-    await until(lambda: all("S" in Path(f"/proc/{pid}/stat").read_text().rsplit(")")[-1].split()[0] for pid in pids))
+    await until(
+        lambda: all(
+            "S" in Path(f"/proc/{pid}/stat").read_text().rsplit(")")[-1].split()[0] for pid in pids
+        )
+    )
     before = ticks()
     await asyncio.sleep(0.3)  # in which nothing may be done
     assert ticks() == before
@@ -248,24 +279,37 @@ async def test_many_keys_are_refused_with_a_short_answer(client: Client) -> None
 
 
 @pytest.mark.parametrize(
-    "text", ["[" + "[]," * 300_000 + "[]]", "[" + "1," * 500_000 + "1]", "{" + '"a":1,' * 60_000 + '"b":1}']
+    "text",
+    [
+        "[" + "[]," * 300_000 + "[]]",
+        "[" + "1," * 500_000 + "1]",
+        "{" + '"a":1,' * 60_000 + '"b":1}',
+    ],
 )
 async def test_json_of_too_many_values_is_not_read(client: Client, text: str) -> None:
     body = f'{{"recipe": {{"a": {text}}}}}'.encode()
     async with undisturbed(client):
         for _ in range(4):
-            answer = await client.post("/v1/recipes/check", data=body, headers={"Content-Type": "application/json"})
+            answer = await client.post(
+                "/v1/recipes/check", data=body, headers={"Content-Type": "application/json"}
+            )
             assert "are read" in (await problem(answer, 413))["detail"]
     assert len(body) < 2**20, f"and not because of its size: at most {BODY_VALUES} values"
 
 
 async def test_thousands_of_query_keys(client: Client) -> None:
     """As many as fit into a request line: each was looked for among all."""
-    for query in ("a&" * 4000, "&".join(f"k{at}=" for at in range(1200)), "names=" + "," * 8000, "names=&" * 1100):
+    for query in (
+        "a&" * 4000,
+        "&".join(f"k{at}=" for at in range(1200)),
+        "names=" + "," * 8000,
+        "names=&" * 1100,
+    ):
         assert (await client.get(f"/v1/runs/nothing/metrics?{query}")).status in (400, 404)
 
 
-# --- checks that do not end ---------------------------------------------------------------------------------------------
+# --- checks that do not end
+# ---------------------------------------------------------------------------------------------
 
 
 def own(client: Client) -> set[int]:
@@ -281,7 +325,8 @@ def alive(pids: set[int]) -> set[int]:
 async def endless(
     index_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncGenerator[tuple[Client, Path], None]:
-    """A server whose operator allows a reward whose import never ends, and the file that says that it has begun."""
+    """A server whose operator allows a reward whose import never ends, and the file that says that
+    it has begun."""
     began = tmp_path / "began"
     monkeypatch.setenv("ASYNCDOCK_TEST_BEGAN", str(began))
     async with serving(index_url, tmp_path, allow_rewards={ENDLESS}) as client:
@@ -292,7 +337,9 @@ async def endless(
         own.close()
 
 
-async def test_a_check_that_does_not_end_is_given_up_with_its_process(endless: tuple[Client, Path]) -> None:
+async def test_a_check_that_does_not_end_is_given_up_with_its_process(
+    endless: tuple[Client, Path],
+) -> None:
     client, began = endless
     before, service = own(client), client.app[SERVICE]  # type: ignore[union-attr]
     service.settings = service.settings.model_copy(update={"handler_seconds": 2.0})
@@ -314,7 +361,9 @@ async def test_a_check_ends_with_its_client(endless: tuple[Client, Path]) -> Non
     assert (await check(client, MOCK)).status == 200
 
 
-async def test_a_process_that_was_killed_while_it_waited_is_replaced(endless: tuple[Client, Path]) -> None:
+async def test_a_process_that_was_killed_while_it_waited_is_replaced(
+    endless: tuple[Client, Path],
+) -> None:
     client, _ = endless
     for pid in own(client):
         os.kill(pid, signal.SIGKILL)
@@ -332,7 +381,10 @@ def test_a_server_ends_while_checks_go_on(tmp_path: Path, monkeypatch: pytest.Mo
 
         body = {"recipe": recipe(reward={"functions": [{"name": ENDLESS}]})}
         async with aiohttp.ClientSession(headers=served.headers) as session:
-            asking = [asyncio.create_task(session.post(f"{served.url}/v1/recipes/check", json=body)) for _ in range(6)]
+            asking = [
+                asyncio.create_task(session.post(f"{served.url}/v1/recipes/check", json=body))
+                for _ in range(6)
+            ]
             await until(began.exists, 60)
             assert await asyncio.to_thread(served.stop, signal.SIGTERM) == 0
             await asyncio.gather(*asking, return_exceptions=True)
@@ -343,6 +395,8 @@ def test_a_server_ends_while_checks_go_on(tmp_path: Path, monkeypatch: pytest.Mo
     assert time.monotonic() - began_at < 60
     for stat in Path("/proc").glob("[0-9]*/environ"):
         try:
-            assert str(began).encode() not in stat.read_bytes() or int(stat.parent.name) == os.getpid()
+            assert (
+                str(began).encode() not in stat.read_bytes() or int(stat.parent.name) == os.getpid()
+            )
         except OSError:
             continue

@@ -118,15 +118,19 @@ class Earlier:
 @pytest.fixture
 def person(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder with a recipe and modules of a person's own, where the command is given."""
-    home = tmp_path / ("a folder with a long name " * 5).strip()  # longer than the 80 columns that a pipe is taken for
+    # longer than the 80 columns that a pipe is taken for
+    home = tmp_path / ("a folder with a long name " * 5).strip()
     (home / "data").mkdir(parents=True)
     (home / "mine.toml").write_text(RECIPE)
-    (home / "data" / "p.jsonl").write_text("".join(f'{{"prompt": "{letter}="}}\n' for letter in "abcd"))
+    (home / "data" / "p.jsonl").write_text(
+        "".join(f'{{"prompt": "{letter}="}}\n' for letter in "abcd")
+    )
     for name, text in MODULES.items():
         (home / f"{name}.py").write_text(text)
     monkeypatch.chdir(home)
     monkeypatch.setattr(sys, "path", [*sys.path, str(home)])
-    monkeypatch.setattr(cli, "fork_server", lambda: contextlib.nullcontext(None))  # all is inline here
+    # all is inline here
+    monkeypatch.setattr(cli, "fork_server", lambda: contextlib.nullcontext(None))
     yield home
     for name in MODULES:
         sys.modules.pop(name, None)
@@ -139,7 +143,8 @@ def asyncdock(*arguments: str) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
-# --- a failure ----------------------------------------------------------------------------------------------------------
+# --- a failure
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -148,7 +153,12 @@ def asyncdock(*arguments: str) -> tuple[int, str, str]:
         ("Loss", "raised KeyError('missing') in loss", 6),
         ("Credit", "raised ValueError('by; my helper') in credit", 13),
         ("Finish", "raised ZeroDivisionError('division by zero') in finish", 17),
-        ("Arguments", "raised TypeError('Arguments.loss() takes 1 positional argument but 2 were given') in loss", 20),
+        (
+            "Arguments",
+            "raised TypeError('Arguments.loss() takes 1 positional argument but 2 were "
+            "given') in loss",
+            20,
+        ),
         ("Nothing", "returned None from loss", 24),
         ("Rows", "returned [0.5, 0.5, 0.5, 0.5] from credit", 28),
         ("Infinite", "returned a tensor of float32 [4] from credit", 32),
@@ -158,7 +168,9 @@ def asyncdock(*arguments: str) -> tuple[int, str, str]:
 def test_a_failing_algorithm_names_itself_the_method_and_the_line(
     person: Path, name: str, expected: str, line: int
 ) -> None:
-    code, out, _ = asyncdock("run", "mine.toml", "--out", "out", f"--set=algorithm.name=habits_algorithm:{name}")
+    code, out, _ = asyncdock(
+        "run", "mine.toml", "--out", "out", f"--set=algorithm.name=habits_algorithm:{name}"
+    )
     assert code == 1
     assert out.count(expected) == 1, "the reason stands once"
     (reason,) = [text for text in out.splitlines() if expected in text]
@@ -195,14 +207,24 @@ def test_a_failing_reward_names_its_line(person: Path) -> None:
     code, out, _ = asyncdock("run", "mine.toml", "--out", "out", broken)
     assert code == 1
     (reason,) = [text for text in out.splitlines() if "IndexError" in text]
-    assert "reward 'habits_reward:broken' raised IndexError('list index out of range') at prompt" in reason
+    assert (
+        "reward 'habits_reward:broken' raised IndexError('list index out of range') at prompt"
+        in reason
+    )
     assert f"({person / 'habits_reward.py'}, line 7); it failed for " in reason
 
 
-def test_a_worker_that_fails_is_named_with_its_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    worker, reason = {"stage": "update", "worker": "update-0", "pid": 7}, "KeyError: 'x'"
+def test_a_worker_that_fails_is_named_with_its_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    worker = {"stage": "update", "worker": "update-0", "pid": 7}
+    reason = "KeyError: 'x'"
     death = scripted.event(29, "worker", **worker, change="died", reason=reason)
-    script = [*scripted.events()[:-1], death, scripted.event(30, "state", state="failed", reason=f"update-0: {reason}")]
+    script = [
+        *scripted.events()[:-1],
+        death,
+        scripted.event(30, "state", state="failed", reason=f"update-0: {reason}"),
+    ]
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "update-0.log").touch()
     run = scripted.ScriptedRun(tmp_path, script, failed="update-0")
@@ -210,7 +232,9 @@ def test_a_worker_that_fails_is_named_with_its_log(tmp_path: Path, capsys: pytes
     out = capsys.readouterr().out
     assert out.count(reason) == 1
     assert f"  log: {tmp_path / 'logs' / 'update-0.log'}" in out.splitlines()
-    assert "worker rollout-0 died: ended by signal 9\nworker rollout-0 restarted\n" in out, "what it did not fail of"
+    assert "worker rollout-0 died: ended by signal 9\nworker rollout-0 restarted\n" in out, (
+        "what it did not fail of"
+    )
 
 
 @pytest.mark.parametrize("width", [60, 80, 150])
@@ -219,7 +243,11 @@ def test_the_live_view_shows_the_reason_whole_and_once(width: int) -> None:
     worker = {"stage": "update", "worker": "update-0", "pid": 7}
     progress = Progress("scripted", scripted.STEPS, scripted.BOUND)
     death = scripted.event(29, "worker", **worker, change="died", reason=reason.partition(": ")[2])
-    for event in [*scripted.events()[:-1], death, scripted.event(30, "state", state="failed", reason=reason)]:
+    for event in [
+        *scripted.events()[:-1],
+        death,
+        scripted.event(30, "state", state="failed", reason=reason),
+    ]:
         progress.apply(event)
     console = Console(width=width, height=60, record=True, file=io.StringIO(), force_terminal=True)
     console.print(terminal.LiveView(progress, console).render())
@@ -228,19 +256,31 @@ def test_the_live_view_shows_the_reason_whole_and_once(width: int) -> None:
         assert words.count(f"word{n}") == 1
 
 
-@pytest.mark.parametrize("key", ["reward.functions=[{{name='{}'}}]", "algorithm.name={}", "rollout.engine={}"])
+@pytest.mark.parametrize(
+    "key", ["reward.functions=[{{name='{}'}}]", "algorithm.name={}", "rollout.engine={}"]
+)
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
         (
             "habits_missing:f",
-            "No module named 'habits_not_there'\") ({}/habits_missing.py, line 1); correct habits_missing",
+            "No module named 'habits_not_there'\") ({}/habits_missing.py, line 1); correct "
+            "habits_missing",
         ),
         ("habits_syntax:f", "SyntaxError: '(' was never closed ({}/habits_syntax.py, line 2)"),
-        ("habits_division:f", "ZeroDivisionError('division by zero') ({}/habits_division.py, line 1)"),
+        (
+            "habits_division:f",
+            "ZeroDivisionError('division by zero') ({}/habits_division.py, line 1)",
+        ),
         ("habits_exit:f", "SystemExit(3) ({}/habits_exit.py, line 2)"),
-        ("habits_nowhere:f", "No module named 'habits_nowhere'\"); put its directory on PYTHONPATH"),
-        ("habits_reward:hlaf", "habits_reward has no attribute 'hlaf'; did you mean 'habits_reward:half'?"),
+        (
+            "habits_nowhere:f",
+            "No module named 'habits_nowhere'\"); put its directory on PYTHONPATH",
+        ),
+        (
+            "habits_reward:hlaf",
+            "habits_reward has no attribute 'hlaf'; did you mean 'habits_reward:half'?",
+        ),
     ],
 )
 def test_a_module_that_cannot_be_imported(person: Path, key: str, name: str, expected: str) -> None:
@@ -253,17 +293,27 @@ def test_a_module_that_cannot_be_imported(person: Path, key: str, name: str, exp
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("Made", "RuntimeError('cannot be made') was raised ({}/habits_algorithm.py, line 41); correct its code"),
-        ("Earlier", "has the interface of an earlier version; write `credit` in place of `advantages`"),
+        (
+            "Made",
+            "RuntimeError('cannot be made') was raised ({}/habits_algorithm.py, line 41); "
+            "correct its code",
+        ),
+        (
+            "Earlier",
+            "has the interface of an earlier version; write `credit` in place of `advantages`",
+        ),
     ],
 )
-def test_check_finds_an_algorithm_that_cannot_be_made(person: Path, name: str, expected: str) -> None:
+def test_check_finds_an_algorithm_that_cannot_be_made(
+    person: Path, name: str, expected: str
+) -> None:
     code, _, err = asyncdock("check", "mine.toml", f"--set=algorithm.name=habits_algorithm:{name}")
     assert code == 2
     assert expected.format(person) in err
 
 
-# --- paths and folders --------------------------------------------------------------------------------------------------
+# --- paths and folders
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_run_can_be_begun_again_and_resumed_from_any_folder(
@@ -271,7 +321,9 @@ def test_a_run_can_be_begun_again_and_resumed_from_any_folder(
 ) -> None:
     assert asyncdock("run", "mine.toml", "--out", "out", "--set=train.steps=1")[0] == 0
     run = person / "out"
-    assert json.loads((run / "recipe.json").read_text())["prompts"]["path"] == str(person / "data" / "p.jsonl")
+    assert json.loads((run / "recipe.json").read_text())["prompts"]["path"] == str(
+        person / "data" / "p.jsonl"
+    )
 
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -281,7 +333,10 @@ def test_a_run_can_be_begun_again_and_resumed_from_any_folder(
     code, _, _ = asyncdock("run", str(run / "recipe.json"), "--out", "again", "--set=train.steps=1")
     assert code == 0
     assert (elsewhere / "again" / "summary.json").is_file()
-    assert load_recipe(elsewhere / "again" / "recipe.json").to_json() == (run / "recipe.json").read_text()
+    assert (
+        load_recipe(elsewhere / "again" / "recipe.json").to_json()
+        == (run / "recipe.json").read_text()
+    )
     assert Path.cwd() == elsewhere
 
     recipe = json.loads((run / "recipe.json").read_text())
@@ -298,8 +353,15 @@ def test_the_folder_of_a_run_is_no_recipe(person: Path) -> None:
     Run.create(load_recipe("mine.toml"), Path("out"))
     code, _, err = asyncdock("run", "out")
     assert code == 2
-    assert "continue it with `asyncdock resume out`, or start a run like it with `asyncdock run out/recipe.json`" in err
-    for text, expected in (("[1]", "it holds a list"), ("{", "is not a recipe in JSON"), ("{}", "model: is missing")):
+    assert (
+        "continue it with `asyncdock resume out`, or start a run like it with `asyncdock run "
+        "out/recipe.json`" in err
+    )
+    for text, expected in (
+        ("[1]", "it holds a list"),
+        ("{", "is not a recipe in JSON"),
+        ("{}", "model: is missing"),
+    ):
         Path("other.json").write_text(text)
         code, _, err = asyncdock("check", "other.json")
         assert code == 2
@@ -315,17 +377,22 @@ def test_paths_are_whole_in_a_pipe(person: Path) -> None:
     for name in ("summary.json", "metrics.jsonl"):
         assert f"  {made / name}" in lines
     names = [each["name"] for each in json.loads(asyncdock("recipes", "--json")[1])]
-    assert [line.split()[0] for line in asyncdock("recipes")[1].splitlines()] == names, "a line for each"
+    assert [line.split()[0] for line in asyncdock("recipes")[1].splitlines()] == names, (
+        "a line for each"
+    )
 
 
-# --- short runs ---------------------------------------------------------------------------------------------------------
+# --- short runs
+# --------------------------------------------------------------------------------------------------
 
 
 def test_equal_rewards_are_reported_at_the_end(person: Path) -> None:
     _, out, _ = asyncdock("run", "mine.toml", "--out", "out")
     assert "Every reward was 0.5, in all 2 steps: there was nothing to learn from" in out
     assert " 0 tokens/s" not in out
-    _, out, _ = asyncdock("run", "mine.toml", "--out", "two", "--set=reward.functions=[{name='brevity'}]")
+    _, out, _ = asyncdock(
+        "run", "mine.toml", "--out", "two", "--set=reward.functions=[{name='brevity'}]"
+    )
     assert "nothing to learn" not in out
 
 
@@ -347,12 +414,16 @@ def test_a_short_run_has_a_rate(person: Path) -> None:
 def test_a_recipe_made_shorter_than_its_warm_up(person: Path) -> None:
     recipe = load_recipe(ROOT / "recipes" / "quickstart.toml", ["train.steps=1"])
     assert (recipe.train.steps, recipe.train.warmup_steps) == (1, 1)
-    code, _, err = asyncdock("check", "mine.toml", "--set=train.steps=1", "--set=train.warmup_steps=2")
+    code, _, err = asyncdock(
+        "check", "mine.toml", "--set=train.steps=1", "--set=train.warmup_steps=2"
+    )
     assert code == 2
     assert "train.warmup_steps = 2: is more than train.steps = 1" in err
 
 
-def test_json_keeps_the_reason_on_both_streams(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_keeps_the_reason_on_both_streams(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     made: Any = scripted.ScriptedRun(tmp_path, scripted.events("failed", "update-0: no memory"))
     local_run.show_run(made, json=True, plain=False)
     printed = capsys.readouterr()

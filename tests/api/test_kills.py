@@ -1,4 +1,5 @@
-"""kill -9 of each process of a service, one after the other, in the middle of one run, driven and watched over REST."""
+"""kill -9 of each process of a service, one after the other, in the middle of one run, driven and
+watched over REST."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ from tests.api.served import SECONDS, Served
 from tests.orchestration.runs import MOCK
 from tests.orchestration.service.test_agent import assert_whole
 
-PART = 8  # steps that the run may make between two kills: it has prompts for no more, so it cannot end before all kills
+# steps that the run may make between two kills: it has prompts for no more, so it cannot end before
+# all kills
+PART = 8
 STEPS = 5 * PART
 GROUPS = MOCK["train"]["groups_per_step"]
 RECIPE: dict[str, Any] = {
@@ -36,7 +39,8 @@ RECIPE: dict[str, Any] = {
     "checkpoint": {"every": 4},
     "launch": {"launcher": "process", "max_restarts": 3, "stop_timeout": 20.0},
 }
-# What may follow on what, for a watcher that may be late. It ends well, so nothing else may ever be shown.
+# What may follow on what, for a watcher that may be late. It ends well, so nothing else may ever be
+# shown.
 FOLLOWS = {
     "created": {"starting", "running"},
     "starting": {"running", "stopping", "finished"},
@@ -52,10 +56,15 @@ def server(tmp_path: Path) -> Iterator[Served]:
 
 
 class Watcher:
-    """Asks for the run again and again, as a page does. Refused connections and 503 are no statement about the run."""
+    """Asks for the run again and again, as a page does.
+
+    Refused connections and 503 are no statement about the run.
+    """
 
     def __init__(self, server: Served, run: str) -> None:
-        self.path, self.seen, self.unanswered = f"{server.url}/v1/runs/{run}", list[dict[str, Any]](), 0
+        self.path = f"{server.url}/v1/runs/{run}"
+        self.seen = list[dict[str, Any]]()
+        self.unanswered = 0
         self.headers = server.headers
         self.parts = 0
         self.changed = asyncio.Condition()
@@ -78,7 +87,8 @@ class Watcher:
                 await asyncio.sleep(0.02)
 
     async def give_prompts(self) -> None:
-        """Put the prompts of PART further steps, each once, however often the request has to be repeated."""
+        """Put the prompts of PART further steps, each once, however often the request has to be
+        repeated."""
         first = self.parts * PART * GROUPS
         body = {"prompts": [{"prompt": "ab=", "answer": "aaaa"}] * (PART * GROUPS), "first": first}
         self.parts += 1
@@ -93,7 +103,9 @@ class Watcher:
 
     async def until(self, true: Callable[[dict[str, Any]], bool]) -> None:
         async with asyncio.timeout(SECONDS), self.changed:
-            await self.changed.wait_for(lambda: bool(self.seen) and (true(self.seen[-1]) or self.seen[-1]["ended"]))
+            await self.changed.wait_for(
+                lambda: bool(self.seen) and (true(self.seen[-1]) or self.seen[-1]["ended"])
+            )
         assert self.seen[-1]["ended"] is None, "all of it was to happen in the middle of the run"
 
 
@@ -107,7 +119,9 @@ async def test_after_any_kill_the_run_ends_well_and_the_api_stays_correct(server
             """Two more steps than there were."""
             done = watcher.seen[-1]["steps_done"]
             await watcher.give_prompts()
-            await watcher.until(lambda view: view["state"] == "running" and view["steps_done"] >= done + 2)
+            await watcher.until(
+                lambda view: view["state"] == "running" and view["steps_done"] >= done + 2
+            )
 
         await watcher.until(lambda view: view["state"] == "running")
         await goes_on()
@@ -126,7 +140,10 @@ async def test_after_any_kill_the_run_ends_well_and_the_api_stays_correct(server
 
     views = watcher.seen
     for before, after in pairwise(views):
-        assert after["state"] == before["state"] or after["state"] in FOLLOWS[before["state"]], (before, after)
+        assert after["state"] == before["state"] or after["state"] in FOLLOWS[before["state"]], (
+            before,
+            after,
+        )
         assert after["steps_done"] >= before["steps_done"], (before, after)
         assert after["attempts"] in (before["attempts"], before["attempts"] + 1), (before, after)
     assert all((view["state"] == "finished") >= (view["ended"] is not None) for view in views)
@@ -140,5 +157,9 @@ async def test_after_any_kill_the_run_ends_well_and_the_api_stays_correct(server
 
 def titled(title: str) -> int:
     """The process of that title."""
-    [found] = [process.pid for process in psutil.process_iter(["cmdline"]) if title in (process.info["cmdline"] or ())]
+    [found] = [
+        process.pid
+        for process in psutil.process_iter(["cmdline"])
+        if title in (process.info["cmdline"] or ())
+    ]
     return found

@@ -1,4 +1,5 @@
-"""Another user of the machine against a service on loopback: each test carries out an attack, as `nobody`, for real."""
+"""Another user of the machine against a service on loopback: each test carries out an attack, as
+`nobody`, for real."""
 
 from __future__ import annotations
 
@@ -45,7 +46,9 @@ def served(open_folder: Path) -> Iterator[Served]:
 
 def asyncdock(*arguments: object, **more: str) -> subprocess.CompletedProcess[str]:
     env = {**environment(), "ASYNCDOCK_TOKEN": "", **more}
-    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=SECONDS, cwd=ROOT, env=env)
+    return subprocess.run(
+        command(*arguments), capture_output=True, text=True, timeout=SECONDS, cwd=ROOT, env=env
+    )
 
 
 def link(served: Served) -> str:
@@ -67,15 +70,33 @@ print(json.dumps([call(url + path, method, headers, body) for method, path, body
 
 
 @pytest.mark.parametrize(
-    "authorization", ["", "Bearer none", "Bearer ", f"Bearer adock_{'0' * 12}_{'A' * 43}", f"Bearer {PREFIX}{'A' * 43}"]
+    "authorization",
+    [
+        "",
+        "Bearer none",
+        "Bearer ",
+        f"Bearer adock_{'0' * 12}_{'A' * 43}",
+        f"Bearer {PREFIX}{'A' * 43}",
+    ],
 )
 def test_no_route_does_anything_without_a_token(served: Served, authorization: str) -> None:
     with SyncClient(served.url) as client:
         run = client.submit("mock").id
-    opened = ("/healthz", "/readyz", "/openapi.json", "/", "/docs", "/dashboard/app.js", "/docs/reference.js")
-    calls, scoped = [], []
+    opened = (
+        "/healthz",
+        "/readyz",
+        "/openapi.json",
+        "/",
+        "/docs",
+        "/dashboard/app.js",
+        "/docs/reference.js",
+    )
+    calls = []
+    scoped = []
     for o in operations_of(ROUTES):
-        path = re.sub(r"\{(\w+)(:[^}]*)?\}", lambda name: {"run": run, "file": ""}.get(name[1], "1"), o.path)
+        path = re.sub(
+            r"\{(\w+)(:[^}]*)?\}", lambda name: {"run": run, "file": ""}.get(name[1], "1"), o.path
+        )
         if o.scope is not None:
             calls.append((o.method, path, {} if o.method in ("POST", "PUT") else None))
             scoped.append(f"{o.method} {path}")
@@ -119,21 +140,28 @@ print(json.dumps([found[:seen], heard]))
 """
 
 
-def test_the_token_is_in_no_file_and_in_no_process_that_another_user_can_read(served: Served) -> None:
+def test_the_token_is_in_no_file_and_in_no_process_that_another_user_can_read(
+    served: Served,
+) -> None:
     """While commands of the user run, one after the other."""
     with SyncClient(served.url) as client:
         client.submit("mock")
         watching = subprocess.Popen(
             command("runs", "watch", client.submit("mock").id, "--server", served.url, "--json"),
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT, env=environment(),
-        )  # fmt: skip
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd=ROOT,
+            env=environment(),
+        )
         try:
             found, heard = as_nobody(LOOK, str(served.data), str(services_folder()))
         finally:
             watching.kill()
             watching.wait()
     assert found == []
-    assert any("api.cli.main" in text or "tests.api.watched" in text for text in heard), "no command line was read"
+    assert any("api.cli.main" in text or "tests.api.watched" in text for text in heard), (
+        "no command line was read"
+    )
     secret = served.token.rpartition("_")[2]
     assert not [text for text in heard if secret in text]
     assert secret not in served.log.read_text()
@@ -157,21 +185,29 @@ def post(url: str, body: dict[str, Any], authorization: str = "") -> tuple[int, 
     import urllib.error
     import urllib.request
 
-    headers = {"Content-Type": "application/json", **({"Authorization": authorization} if authorization else {})}
+    headers = {
+        "Content-Type": "application/json",
+        **({"Authorization": authorization} if authorization else {}),
+    }
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)) as answer:
+        with urllib.request.urlopen(
+            urllib.request.Request(url, json.dumps(body).encode(), headers)
+        ) as answer:
             return answer.status, json.loads(answer.read())
     except urllib.error.HTTPError as refused:
         return refused.code, json.loads(refused.read())
 
 
 def test_a_links_code_is_neither_guessed_nor_taken_nor_used_twice(served: Served) -> None:
-    """The code as another user reads it off the command line of the browser that opens the link, in time."""
+    """The code as another user reads it off the command line of the browser that opens the link, in
+    time."""
     code = link(served)
     guessed, taken = as_nobody(REDEEM, served.url, code)
     assert guessed == [400, 410] or guessed == [410, 422], guessed
     assert taken[0] == 403
-    assert json.loads(taken[1])["detail"] == f"This link was made for a browser of user 0, and user {NOBODY} asks."
+    assert json.loads(taken[1])["detail"] == (
+        f"This link was made for a browser of user 0, and user {NOBODY} asks."
+    )
     status, session = post(f"{served.url}/v1/login", {"code": code})
     assert (status, session["name"], session["scope"]) == (201, "local", "admin")
     status, late = post(f"{served.url}/v1/login", {"code": code})
@@ -179,15 +215,24 @@ def test_a_links_code_is_neither_guessed_nor_taken_nor_used_twice(served: Served
     assert "used already" in late["detail"]
     assert "asyncdock link" in late["fix"]
     for presented in (code, f"{PREFIX}{code}"):
-        assert post(f"{served.url}/v1/recipes/check", {"recipe_name": "mock"}, f"Bearer {presented}")[0] == 401
+        assert (
+            post(f"{served.url}/v1/recipes/check", {"recipe_name": "mock"}, f"Bearer {presented}")[
+                0
+            ]
+            == 401
+        )
     own = f"Bearer {session['token']}"
     assert post(f"{served.url}/v1/recipes/check", {"recipe_name": "mock"}, own)[0] == 200
     assert code not in served.log.read_text()
-    assert f"user={NOBODY}" in served.log.read_text() or f'"user": {NOBODY}' in served.log.read_text()
+    assert (
+        f"user={NOBODY}" in served.log.read_text()
+        or (f'"user": {NOBODY}') in served.log.read_text()
+    )
 
 
 def test_who_takes_the_port_of_a_service_that_was_killed_hears_no_token(open_folder: Path) -> None:
-    """`kill -9` leaves the files; a client that had the token goes on asking, and commands begin anew."""
+    """`kill -9` leaves the files; a client that had the token goes on asking, and commands begin
+    anew."""
     made = Served(open_folder / "killed", "--runs", "0")
     made.start()
     try:
@@ -237,14 +282,26 @@ print("null")
 """
 
 
-def test_a_folder_that_another_user_has_put_in_the_way_is_refused(open_folder: Path, tmp_path: Path) -> None:
-    """In /tmp: whoever owns the folder can replace what root puts there, the index's address and the token among it."""
+def test_a_folder_that_another_user_has_put_in_the_way_is_refused(
+    open_folder: Path, tmp_path: Path
+) -> None:
+    """In /tmp: whoever owns the folder can replace what root puts there, the index's address and
+    the token among it."""
     folder, inside, away = (open_folder / name for name in ("planted", "planted-parent", "linked"))
     (tmp_path / "precious").mkdir(mode=0o700)
     planted = [("folder", folder, ""), ("folder", inside, ""), ("folder", inside / "data", "")]
-    as_nobody(MAKE, *([*map(str, each)] for each in [*planted, ("link", away, tmp_path / "precious")]))
-    for path, why in ((folder, "belongs to user"), (inside / "data", "belongs to user"), (away, "is a link that user")):
-        for arguments in (("serve", "--listen", "127.0.0.1:0", "--data", path), ("token", "list", "--data", path)):
+    as_nobody(
+        MAKE, *([*map(str, each)] for each in [*planted, ("link", away, tmp_path / "precious")])
+    )
+    for path, why in (
+        (folder, "belongs to user"),
+        (inside / "data", "belongs to user"),
+        (away, "is a link that user"),
+    ):
+        for arguments in (
+            ("serve", "--listen", "127.0.0.1:0", "--data", path),
+            ("token", "list", "--data", path),
+        ):
             done = asyncdock(*arguments)
             assert (done.returncode, done.stdout) == (2, ""), (path, done.stderr)
             assert f"{why} {NOBODY}" in done.stderr
@@ -254,9 +311,14 @@ def test_a_folder_that_another_user_has_put_in_the_way_is_refused(open_folder: P
 def test_a_folder_of_services_that_another_user_has_made_is_not_trusted(
     open_folder: Path, served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """XDG_STATE_HOME below /tmp: the service starts and says so; its token is not looked for there."""
+    """XDG_STATE_HOME below /tmp: the service starts and says so; its token is not looked for
+    there."""
     state = open_folder / "state"
-    planted = [("folder", state, ""), ("folder", state / "asyncdock", ""), ("folder", state / "asyncdock/services", "")]
+    planted = [
+        ("folder", state, ""),
+        ("folder", state / "asyncdock", ""),
+        ("folder", state / "asyncdock/services", ""),
+    ]
     as_nobody(MAKE, *([*map(str, each)] for each in planted))
     monkeypatch.setenv("XDG_STATE_HOME", str(state))
     made = Served(open_folder / "stateless", "--runs", "0")
@@ -286,7 +348,9 @@ def test_two_services_at_once_are_told_apart(served: Served, open_folder: Path) 
             with SyncClient(each.url) as client:
                 list(client.runs())
         headers = {"Authorization": f"Bearer {other.token}"}
-        ((status, _),) = as_nobody(ROUTES_WITHOUT_TOKEN, served.url, [("GET", "/v1/runs", None)], headers)
+        ((status, _),) = as_nobody(
+            ROUTES_WITHOUT_TOKEN, served.url, [("GET", "/v1/runs", None)], headers
+        )
         assert status == 401
     finally:
         other.end()
@@ -297,10 +361,18 @@ def test_two_services_at_once_are_told_apart(served: Served, open_folder: Path) 
 def test_a_service_of_somebody_else_says_what_to_do(served: Served, tmp_path: Path) -> None:
     """A user without the file: his command is refused with the way out."""
     done = asyncdock(
-        "runs", "list", "--server", served.url, XDG_STATE_HOME=str(tmp_path), XDG_CONFIG_HOME=str(tmp_path)
+        "runs",
+        "list",
+        "--server",
+        served.url,
+        XDG_STATE_HOME=str(tmp_path),
+        XDG_CONFIG_HOME=str(tmp_path),
     )
     assert (done.returncode, done.stdout) == (3, "")
-    assert "no service of yours is known there; ask who runs it for one, and set ASYNCDOCK_TOKEN" in done.stderr
+    assert (
+        "no service of yours is known there; ask who runs it for one, and set ASYNCDOCK_TOKEN"
+        in done.stderr
+    )
 
 
 def test_without_tokens_the_operator_is_told_what_it_means(open_folder: Path) -> None:
@@ -339,7 +411,10 @@ def test_a_login_is_gone_with_its_token_and_with_its_server(open_folder: Path) -
         asyncdock("token", "revoke", token.split("_")[1], "--data", made.data)
         check = *check[:2], f"Bearer {session}"
         assert post(*check)[0] == 401
-        assert "the token of your service there" in asyncdock("runs", "list", "--server", made.url).stderr
+        assert (
+            "the token of your service there"
+            in asyncdock("runs", "list", "--server", made.url).stderr
+        )
         made.stop()
         made.start()
         assert made.token != token, "a token that was revoked is replaced"

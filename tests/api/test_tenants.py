@@ -1,7 +1,8 @@
-"""One client of a service does not stop another one: what strangers send is computed in processes with limits, in turns.
+"""One client of a service does not stop another one: what strangers send is computed in processes
+with limits, in turns.
 
-Each test is the attack itself, bounded in number and time. What others get meanwhile is judged by order and by the processor
-time of the event loop's turns, not by seconds of a busy machine.
+Each test is the attack itself, bounded in number and time. What others get meanwhile is judged by
+order and by the processor time of the event loop's turns, not by seconds of a busy machine.
 """
 
 from __future__ import annotations
@@ -26,7 +27,14 @@ from api.server.service import SERVICE
 from orchestration.policy import texts
 from orchestration.policy.rows import Rows, spare_of
 from orchestration.processes.confined import Turns, TurnsFull
-from tests.api.policy.answers import CHAT, COMPLETIONS, Client, byte_model, byte_tokenizer, checkpoint
+from tests.api.policy.answers import (
+    CHAT,
+    COMPLETIONS,
+    Client,
+    byte_model,
+    byte_tokenizer,
+    checkpoint,
+)
 from tests.api.served import Served
 from tests.api.serving import bearer, problem, serving
 from tests.api.test_attacks import alive, until
@@ -35,7 +43,8 @@ from tests.orchestration.runs import MOCK
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 BOMB = "{{ 'x' * 10 ** 11 }}"
-LONGEST = "Ġ" * 4000  # a token of so many characters: its context of 256 tokens may take a prompt of 900 kB
+# a token of so many characters: its context of 256 tokens may take a prompt of 900 kB
+LONGEST = "Ġ" * 4000
 
 
 def tokenizer(template: str = "") -> PreTrainedTokenizerFast:
@@ -48,7 +57,8 @@ def tokenizer(template: str = "") -> PreTrainedTokenizerFast:
 
 @contextlib.contextmanager
 def unheld(limit: float = 1.0) -> Iterator[None]:
-    """No turn of the loop may take more than ``limit`` seconds of the processor meanwhile: what held it took five."""
+    """No turn of the loop may take more than ``limit`` seconds of the processor meanwhile: what
+    held it took five."""
     watchdog = Watchdog()
     marker = _REQUEST.set("a prompt")
     with watchdog.watching():
@@ -86,7 +96,9 @@ async def test_a_prompt_of_too_many_characters_is_refused_before_it_is_read(
         assert (chat.details.field, chat.details.value) == ("messages", 900_000)
 
 
-async def test_an_endless_template_is_ended_with_its_client_and_delays_no_other(tmp_path: Path) -> None:
+async def test_an_endless_template_is_ended_with_its_client_and_delays_no_other(
+    tmp_path: Path,
+) -> None:
     with checkpoint(tmp_path, byte_model(0), tokenizer(ENDLESS)) as client:
         confined = client.policies._texts._confined
         asked = client.body(CHAT, {"messages": [{"role": "user", "content": "a"}]})
@@ -95,7 +107,11 @@ async def test_an_endless_template_is_ended_with_its_client_and_delays_no_other(
         (pid,) = [call.worker.pid for call in confined._calls if call.worker]
         with unheld():
             await client.whole(COMPLETIONS, prompt="ab", max_tokens=2)
-            question = {"recipe": (await opened(client)).to_json(), "texts": ["ab" * 5000], "most": None}
+            question = {
+                "recipe": (await opened(client)).to_json(),
+                "texts": ["ab" * 5000],
+                "most": None,
+            }
             ((first, *_),) = await client.policies._texts.read(question, "another token")
         assert isinstance(first, int)
         endless.cancel()
@@ -112,7 +128,8 @@ async def test_a_template_without_end_or_measure_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, says: str
 ) -> None:
     with checkpoint(tmp_path, byte_model(0), tokenizer()) as client:
-        await client.whole(CHAT, messages=[{"role": "user", "content": "a"}], max_tokens=1)  # the process has begun
+        # the process has begun
+        await client.whole(CHAT, messages=[{"role": "user", "content": "a"}], max_tokens=1)
     (tmp_path / "other").mkdir()
     monkeypatch.setattr(texts, "SECONDS", 2.0 if template is ENDLESS else 30.0)
     with checkpoint(tmp_path / "other", byte_model(0), tokenizer(template)) as client:
@@ -144,8 +161,10 @@ async def test_an_answer_that_is_too_large_is_refused(
 
 
 async def test_turns_go_round_the_owners_and_each_has_one() -> None:
-    turns, order = Turns(2, waiting=100), list[str]()
-    running, most = set[str](), 0
+    turns = Turns(2, waiting=100)
+    order = list[str]()
+    running = set[str]()
+    most = 0
 
     async def ask(owner: str) -> None:
         nonlocal most
@@ -183,7 +202,9 @@ async def test_a_turn_that_is_given_up_is_the_next_ones() -> None:
 
 
 @pytest.fixture
-async def service(index_url: str, tmp_path: Path) -> AsyncGenerator[tuple[Any, dict[str, str], dict[str, str]], None]:
+async def service(
+    index_url: str, tmp_path: Path
+) -> AsyncGenerator[tuple[Any, dict[str, str], dict[str, str]], None]:
     """A server with two tokens of scope `read`, and a root for models and templates."""
     from api.server.recipe_checks import Checks
 
@@ -202,26 +223,36 @@ def templated(folder: Path, name: str, template: str) -> dict[str, Any]:
     return {"recipe": {**MOCK, "prompts": {**MOCK["prompts"], "chat_template": str(path)}}}
 
 
-async def test_one_tokens_endless_checks_leave_the_others_theirs(service: Any, tmp_path: Path) -> None:
+async def test_one_tokens_endless_checks_leave_the_others_theirs(
+    service: Any, tmp_path: Path
+) -> None:
     client, ada, eve = service
     checks = client.app[SERVICE].checks
     endless = templated(tmp_path, "endless", ENDLESS)
-    asking = [asyncio.create_task(client.post("/v1/recipes/check", json=endless, headers=eve)) for _ in range(6)]
+    asking = [
+        asyncio.create_task(client.post("/v1/recipes/check", json=endless, headers=eve))
+        for _ in range(6)
+    ]
     await until(lambda: any(call.worker for call in checks._calls), 60)
     for _ in range(3):
-        assert (await client.post("/v1/recipes/check", json={"recipe": MOCK}, headers=ada)).status == 200
+        assert (
+            await client.post("/v1/recipes/check", json={"recipe": MOCK}, headers=ada)
+        ).status == 200
     assert len(checks._calls) == 1, "one of its checks is under way"
     (call,) = checks._calls
     pid = call.worker.pid
     for task in asking:
         task.cancel()
     await until(lambda: not alive({pid}))
-    assert (await client.post("/v1/recipes/check", json={"recipe": MOCK}, headers=eve)).status == 200
+    assert (
+        await client.post("/v1/recipes/check", json={"recipe": MOCK}, headers=eve)
+    ).status == 200
 
 
 async def test_a_check_takes_no_more_memory_than_it_may(service: Any, tmp_path: Path) -> None:
     client, _, eve = service
-    checks, most = client.app[SERVICE].checks, 0
+    checks = client.app[SERVICE].checks
+    most = 0
     bomb = templated(
         tmp_path,
         "bomb",
@@ -251,7 +282,9 @@ def test_a_row_of_another_token_starts_at_once_and_one_token_alone_has_all_rows(
             assert (first.running, second.running) == (7, 1), "eight of the engine's rows are taken"
         for _ in range(30):
             (first if first.running >= second.running else second).end()
-            assert rows.running >= min(8, first.waiting + second.waiting), "none is idle while any waits"
+            assert rows.running >= min(8, first.waiting + second.waiting), (
+                "none is idle while any waits"
+            )
     assert (rows.running, rows._of, rows._claims) == (0, {}, {})
 
 
@@ -265,7 +298,9 @@ def test_free_rows_go_to_the_token_with_the_fewest_then_to_its_request_with_the_
             eve[0].end()
         assert [claim.running for claim in (*eve, *ada)] == [3, 0, 0, 0, 2, 1]
         eve[0].end()
-        assert [claim.running for claim in (*eve, *ada)] == [2, 1, 0, 0, 2, 1], "both tokens have three"
+        assert [claim.running for claim in (*eve, *ada)] == [2, 1, 0, 0, 2, 1], (
+            "both tokens have three"
+        )
         ada[0].end(2)
         assert sum(claim.running for claim in ada) == 2
         assert [claim.running for claim in eve] == [2, 1, 1, 0]
@@ -279,13 +314,21 @@ async def test_eight_tokens_beside_four_streams_take_about_as_many_steps(tmp_pat
             body = {"model": client.model, "prompt": "ab", "stream": True, **asked}
             request = REQUESTS[COMPLETIONS].model_validate_json(json.dumps(body))
             async for part in respond(client.policies, request, owner):
-                for choice in json.loads(part.removeprefix(b"data: "))["choices"] if b"choices" in part else ():
-                    made[choice["index"]] = made.get(choice["index"], 0) + sum(n for _, n in choice["versions"])
+                for choice in (
+                    json.loads(part.removeprefix(b"data: "))["choices"]
+                    if b"choices" in part
+                    else ()
+                ):
+                    made[choice["index"]] = made.get(choice["index"], 0) + sum(
+                        n for _, n in choice["versions"]
+                    )
 
         await ask("ada", {}, max_tokens=1)
         most = (await opened(client)).rollout.max_rows
         streams: list[dict[int, int]] = [{} for _ in range(4)]
-        asking = [asyncio.create_task(ask("eve", made, max_tokens=240, n=most // 2)) for made in streams]
+        asking = [
+            asyncio.create_task(ask("eve", made, max_tokens=240, n=most // 2)) for made in streams
+        ]
         await until(lambda: max(streams[0].values(), default=0) > 3, 60)
         before = dict(streams[0])
         await ask("ada", other := {}, max_tokens=8, temperature=0)
@@ -320,7 +363,9 @@ async def run_of(served: Served, session: aiohttp.ClientSession, megabytes: int 
     numbers = ", ".join(f'"number{at}": 0.5' for at in range(40))
     with (folder / "metrics.jsonl").open("w") as file:
         for at in range(megabytes * 1400):
-            file.write(f'{{"id": "{1000 + at}-0", "time": 1.0, "kind": "ledger", "data": {{{numbers}}}}}\n')
+            file.write(
+                f'{{"id": "{1000 + at}-0", "time": 1.0, "kind": "ledger", "data": {{{numbers}}}}}\n'
+            )
     return str(run["id"])
 
 
@@ -340,14 +385,20 @@ async def test_a_what_if_has_bounds_and_ends_with_its_client(served: Served) -> 
         url = f"{served.url}/v1/runs/{run}/what-if"
         async with session.post(url, json={"overrides": {"rollout.workers": 10_000}}) as response:
             refused = await response.json(content_type=None)
-            assert (response.status, refused["field"], refused["value"]) == (422, "rollout.workers", 10_000)
+            assert (response.status, refused["field"], refused["value"]) == (
+                422,
+                "rollout.workers",
+                10_000,
+            )
             assert refused["fix"] == "give at most 1000"
         asking = [asyncio.create_task(session.post(url, json={"overrides": {}})) for _ in range(12)]
         await until(lambda: bool(busy(served)), 60)
         computing = busy(served)
         assert len(computing) <= 1, "one of one token at a time"
         for path in ("/healthz", "/v1/runs", "/v1/recipes"):
-            async with session.get(served.url + path, timeout=aiohttp.ClientTimeout(60)) as response:
+            async with session.get(
+                served.url + path, timeout=aiohttp.ClientTimeout(60)
+            ) as response:
                 assert response.status == 200
         for task in asking:
             task.cancel()
@@ -361,7 +412,9 @@ async def test_unread_streams_hold_little_memory_and_are_all_ended(served: Serve
     server = psutil.Process(served.process.pid)
     async with aiohttp.ClientSession(headers=served.headers) as session:
         run = await run_of(served, session, 4)
-        before, descriptors, sockets = server.memory_info().rss, server.num_fds(), []
+        before = server.memory_info().rss
+        descriptors = server.num_fds()
+        sockets = []
         for _ in range(300):
             _, writer = await asyncio.open_connection("127.0.0.1", served.port, limit=1024)
             writer.transport.pause_reading()
@@ -382,7 +435,9 @@ async def test_unread_streams_hold_little_memory_and_are_all_ended(served: Serve
         async def readers() -> float:
             async with session.get(f"{served.url}/metrics") as response:
                 (line,) = [
-                    one for one in (await response.text()).splitlines() if one.startswith("asyncdock_stream_readers ")
+                    one
+                    for one in (await response.text()).splitlines()
+                    if one.startswith("asyncdock_stream_readers ")
                 ]
                 return float(line.split()[1])
 
@@ -397,7 +452,8 @@ async def test_a_server_ends_while_a_what_if_computes(served: Served) -> None:
         url = f"{served.url}/v1/runs/{run}/what-if"
         asking = [asyncio.create_task(session.post(url, json={"overrides": {}})) for _ in range(12)]
         await until(lambda: bool(busy(served)), 60)
-        pids, began = {child.pid for child in checkers(served)}, time.monotonic()
+        pids = {child.pid for child in checkers(served)}
+        began = time.monotonic()
         assert await asyncio.to_thread(served.stop, signal.SIGTERM) == 0
         assert time.monotonic() - began < 20
         assert not alive(pids)

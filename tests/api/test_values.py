@@ -1,4 +1,5 @@
-"""Unusual values: each is refused or has its literal meaning, and none causes an error of the server."""
+"""Unusual values: each is refused or has its literal meaning, and none causes an error of the
+server."""
 
 from __future__ import annotations
 
@@ -43,21 +44,30 @@ async def status(client: Client, method: str, path: str, **options: Any) -> int:
         return answer.status
 
 
-# --- the attacks --------------------------------------------------------------------------------------------------------
+# --- the attacks
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "arena", [HUGE, "9" * 5000, HUGE + "TiB", "1e999", "٣MiB", "1" + " " * 9000 + "!", "9" * 17 + "TiB"]
+    "arena",
+    [HUGE, "9" * 5000, HUGE + "TiB", "1e999", "٣MiB", "1" + " " * 9000 + "!", "9" * 17 + "TiB"],
 )
 async def test_an_arena_that_is_no_size(client: Client, arena: str) -> None:
-    answer = await client.post("/v1/recipes/check", json={"recipe": MOCK, "overrides": {"pipeline.arena": arena}})
+    answer = await client.post(
+        "/v1/recipes/check", json={"recipe": MOCK, "overrides": {"pipeline.arena": arena}}
+    )
     assert (await problem(answer, 422))["field"] == "pipeline.arena"
 
 
 @pytest.mark.parametrize("every", ["1e-300", "5e-324", "0", "0.0009", "1e-3"])
-async def test_points_of_next_to_no_time_are_the_events_themselves(client: Client, run: str, every: str) -> None:
+async def test_points_of_next_to_no_time_are_the_events_themselves(
+    client: Client, run: str, every: str
+) -> None:
     answer = await client.get(f"/v1/runs/{run}/metrics?every={every}")
-    assert (answer.status, (await answer.json())["every"]) == (200, 1e-3 if every == "1e-3" else 0.0)
+    assert (answer.status, (await answer.json())["every"]) == (
+        200,
+        1e-3 if every == "1e-3" else 0.0,
+    )
 
 
 @pytest.mark.parametrize("after", ["٣", "1-٣", "१", HUGE, "1-" + HUGE, "²", "-", "1-", "$$", "１"])
@@ -68,20 +78,34 @@ async def test_an_event_id_that_is_none(client: Client, run: str, after: str) ->
 
 
 async def test_no_value_of_any_parameter_is_the_servers_mistake(client: Client, run: str) -> None:
-    """Each query parameter and header of each operation, and each part of each path, with each of the values."""
+    """Each query parameter and header of each operation, and each part of each path, with each of
+    the values."""
     made = 0
     for operation in operations_of(ROUTES):
         path = operation.path
-        for part in ("{name:(?!check$|schema$)[^/]+}", "{version:[0-9]+}", "{token}", "{file:.+}", "{run}"):
+        for part in (
+            "{name:(?!check$|schema$)[^/]+}",
+            "{version:[0-9]+}",
+            "{token}",
+            "{file:.+}",
+            "{run}",
+        ):
             value = {"{run}": run, "{file:.+}": "index.html"}.get(part, "1")
             path = path.replace(part, value)
         body = {"json": {}} if ("body" in operation.parts or operation.consumes) else {}
         for value in VALUES:
             if operation.method != "GET":
-                assert await status(client, operation.method, path.replace(run, value) + "?a=b", **body) < 500, path
+                assert (
+                    await status(
+                        client, operation.method, path.replace(run, value) + "?a=b", **body
+                    )
+                    < 500
+                ), path
                 continue
             assert await status(client, "GET", path.replace("/1", f"/{value}")) < 500, (path, value)
-            for name, info in (operation.parts["query"].model_fields if "query" in operation.parts else {}).items():
+            for name, info in (
+                operation.parts["query"].model_fields if "query" in operation.parts else {}
+            ).items():
                 made += 1
                 found = await status(client, "GET", f"{path}?{info.alias or name}={value}")
                 assert found < 500, (path, name, value)
@@ -123,15 +147,36 @@ async def test_bytes_in_headers_that_are_no_text(client: Client, run: str, head:
         reader, writer = await asyncio.open_connection(client.host, client.port)
         kind = b"" if head.startswith(b"Content-Type") else b"Content-Type: application/json\r\n"
         length = f"Content-Length: {len(body)}\r\n".encode() if body else b""
-        writer.write(f"{line} HTTP/1.1\r\nHost: localhost\r\n".encode() + kind + length + head + b"\r\n\r\n" + body)
+        writer.write(
+            f"{line} HTTP/1.1\r\nHost: localhost\r\n".encode()
+            + kind
+            + length
+            + head
+            + b"\r\n\r\n"
+            + body
+        )
         async with asyncio.timeout(20):
             answer = await reader.readline()
-        assert answer.startswith((b"HTTP/1.1 2", b"HTTP/1.1 3", b"HTTP/1.1 4")), (line, head, answer)
+        assert answer.startswith((b"HTTP/1.1 2", b"HTTP/1.1 3", b"HTTP/1.1 4")), (
+            line,
+            head,
+            answer,
+        )
         writer.close()
 
 
 @pytest.mark.parametrize(
-    "host", ["[::1", "\xff", "[", "localhost:٣", "localhost:99999999", "a b", "localhost:" + "9" * 5000, "@"]
+    "host",
+    [
+        "[::1",
+        "\xff",
+        "[",
+        "localhost:٣",
+        "localhost:99999999",
+        "a b",
+        "localhost:" + "9" * 5000,
+        "@",
+    ],
 )
 async def test_a_host_that_is_none(client: Client, host: str) -> None:
     reader, writer = await asyncio.open_connection(client.host, client.port)
@@ -153,7 +198,8 @@ async def test_a_host_that_is_none(client: Client, host: str) -> None:
         '{"recipe": {"seed": NaN}}',
         '{"recipe": {"seed": -0.0}}',
         '{"recipe": {}, "overrides": {"reward.functions.٣": 1}}',
-        '{"recipe": {"reward": {"functions": []}}, "overrides": {"reward.functions.' + "9" * 150 + '": 1}}',
+        '{"recipe": {"reward": {"functions": []}}, "overrides": '
+        '{"reward.functions.' + "9" * 150 + '": 1}}',
         '{"recipe": {}, "overrides": {"": 1, ".": 1, "..": 1, "\\u0000": 1, "a.\\u202e": 1}}',
         '{"recipe": ' + '{"a":' * 150 + "1" + "}" * 150 + "}",
         '{"recipe": ' + "[" * 9000 + "]" * 9000 + "}",
@@ -164,14 +210,20 @@ async def test_a_host_that_is_none(client: Client, host: str) -> None:
 async def test_json_that_no_recipe_is_made_of(client: Client, text: str) -> None:
     for path in ("/v1/recipes/check", "/v1/runs"):
         headers = {"Content-Type": "application/json"}
-        assert await status(client, "POST", path, data=text.encode(), headers=headers) in (400, 413, 422)
+        assert await status(client, "POST", path, data=text.encode(), headers=headers) in (
+            400,
+            413,
+            422,
+        )
 
 
-# --- unused connections -------------------------------------------------------------------------------------------------
+# --- unused connections
+# -------------------------------------------------------------------------------------------------
 
 
 class Kept:
-    """In the place of the interface to a run: closing it takes a while, in which others have their turn."""
+    """In the place of the interface to a run: closing it takes a while, in which others have their
+    turn."""
 
     closed = 0
 
@@ -193,7 +245,12 @@ async def test_two_requests_may_close_idle_sessions_at_once(tmp_path: Path) -> N
         for one in kept.values():
             one.used = time.monotonic() - sessions_module.IDLE_SECONDS - 1
         await asyncio.gather(*(sessions._close_idle() for _ in range(3)))
-    assert {run: one.external.closed for run, one in kept.items()} == {"a": 1, "b": 1, "c": 1, "used": 0}  # type: ignore[attr-defined]
+    assert {run: one.external.closed for run, one in kept.items()} == {
+        "a": 1,
+        "b": 1,
+        "c": 1,
+        "used": 0,
+    }  # type: ignore[attr-defined]
     assert set(sessions._runs) == {"used"}, "a session that a request is about stays open"
     assert not kept["used"].users
 
@@ -201,6 +258,16 @@ async def test_two_requests_may_close_idle_sessions_at_once(tmp_path: Path) -> N
 def test_a_sample_whose_text_is_no_text_is_shown() -> None:
     from api.schemas.runs import SampleView
 
-    given = {"group": 0, "place": 0, "step": 0, "prompt": "a\ud800", "response": "b", "reward": 0.0, "rewards": {}}
+    given = {
+        "group": 0,
+        "place": 0,
+        "step": 0,
+        "prompt": "a\ud800",
+        "response": "b",
+        "reward": 0.0,
+        "rewards": {},
+    }
     more = {"advantage": None, "tokens": 1, "versions": [], "staleness": 0, "truncated": False}
-    assert json.loads(SampleView.model_validate({**given, **more}).model_dump_json())["prompt"] == "a?"
+    assert (
+        json.loads(SampleView.model_validate({**given, **more}).model_dump_json())["prompt"] == "a?"
+    )

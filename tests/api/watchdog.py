@@ -2,8 +2,8 @@
 
     each turn of the loop ── processor time of its thread > LIMIT_SECONDS ──▶ Hold: the request whose turn it was
 
-Processor time, not wall time: on a busy machine a turn waits, and that is no handler's fault. Collections of garbage are
-left out: how long one takes depends on what else the test process holds.
+Processor time, not wall time: on a busy machine a turn waits, and that is no handler's fault.
+Collections of garbage are left out: how long one takes depends on what else the test process holds.
 """
 
 from __future__ import annotations
@@ -18,17 +18,21 @@ from typing import Any
 
 from aiohttp import web
 
-LIMIT_SECONDS = 0.15  # thrice what a handler may hold it: processor time grows too on a machine that others use
+# thrice what a handler may hold it: processor time grows too on a machine that others use
+LIMIT_SECONDS = 0.15
 HELD = "held the event loop for"
 _REQUEST: ContextVar[str] = ContextVar("request")
 
 
 class Watchdog:
-    """``with watchdog.watching()``; ``holds`` are the turns that took too long, as texts; ``report`` is called with each."""
+    """``with watchdog.watching()``; ``holds`` are the turns that took too long, as texts;
+    ``report`` is called with each."""
 
     def __init__(self, report: Callable[[str], object] = lambda hold: None) -> None:
-        self.holds, self._report = list[str](), report
-        self._collecting, self._began = 0.0, 0.0
+        self.holds = list[str]()
+        self._report = report
+        self._collecting = 0.0
+        self._began = 0.0
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -36,7 +40,8 @@ class Watchdog:
         gc.callbacks.append(self._collected)
 
         def timed(handle: asyncio.Handle) -> None:
-            began, collecting = time.thread_time(), self._collecting
+            began = time.thread_time()
+            collecting = self._collecting
             try:
                 run(handle)
             finally:

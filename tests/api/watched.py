@@ -1,4 +1,5 @@
-"""The command ``asyncdock`` with a watchdog: a server that says in its log which handlers held its event loop."""
+"""The command ``asyncdock`` with a watchdog: a server that says in its log which handlers held its
+event loop."""
 
 from __future__ import annotations
 

@@ -15,13 +15,17 @@ def test_the_smoke_run_prints_what_each_arm_holds_and_waits(
 ) -> None:
     monkeypatch.setenv(SECONDS, "0")  # put back at the end
     assert main(["--smoke", "--json", str(tmp_path / "arms.json")]) == 0
-    separate, plain, prefetch = (Arm(**arm) for arm in json.loads((tmp_path / "arms.json").read_text()))
+    separate, plain, prefetch = (
+        Arm(**arm) for arm in json.loads((tmp_path / "arms.json").read_text())
+    )
     assert [arm.arm for arm in (separate, plain, prefetch)] == list(ARMS)
     assert {arm.steps for arm in (separate, plain, prefetch)} == {3}
     assert (separate.training, separate.released) == (0, 0)
     for arm in (plain, prefetch):
         assert arm.released >= arm.training, "all of it"
-        assert 0 < arm.generating - arm.training / 3 < arm.training, "the rollout's weights, and keys and values"
+        assert 0 < arm.generating - arm.training / 3 < arm.training, (
+            "the rollout's weights, and keys and values"
+        )
         assert arm.exposed > 0
     assert prefetch.hidden > 0
     printed = capsys.readouterr().out

@@ -1,5 +1,5 @@
-"""Every benchmark starts as the pages say: ``python -m benchmarks.NAME``, in the root of a clone, without PYTHONPATH; and it
-accepts the arguments of each command of the documentation."""
+"""Every benchmark starts as the pages say: ``python -m benchmarks.NAME``, in the root of a clone,
+without PYTHONPATH; and it accepts the arguments of each command of the documentation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ import pytest
 from tests.pages.page import PAGES, blocks
 from tests.plain import ROOT
 
-# Each in a fork of a process that has imported what all of them import, once. A command ends when its arguments are parsed.
+# Each in a fork of a process that has imported what all of them import, once. A command ends when
+# its arguments are parsed.
 EACH = """
 import argparse, contextlib, importlib, io, json, os, runpy, sys
 
@@ -51,7 +52,9 @@ for name, *arguments in commands:
     os.wait()
 """
 NAMES = [
-    path.stem for path in sorted((ROOT / "benchmarks").glob("*.py")) if 'if __name__ == "__main__"' in path.read_text()
+    path.stem
+    for path in sorted((ROOT / "benchmarks").glob("*.py"))
+    if 'if __name__ == "__main__"' in path.read_text()
 ]
 IN_TEXT = re.compile(r"`(python -m benchmarks\.[^`]+)`")
 STANDS_FOR = {"FOLDER": "."}  # words that a text has for any value
@@ -94,7 +97,9 @@ def answers() -> dict[tuple[str, ...], tuple[int | str, str]]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_benchmark_prints_its_help(name: str, answers: dict[tuple[str, ...], tuple[int | str, str]]) -> None:
+def test_a_benchmark_prints_its_help(
+    name: str, answers: dict[tuple[str, ...], tuple[int | str, str]]
+) -> None:
     code, output = answers[name, "--help"]
     assert code == 0, output
     assert output.startswith("usage: "), output
@@ -117,17 +122,23 @@ def test_a_benchmark_starts_as_a_module() -> None:
     """One that imports another, by the command itself."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, "-m", "benchmarks.planner_scale", "--help"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("usage: ")
 
 
-@pytest.mark.parametrize(("module", "library"), [("transfer_queue_calls", "transfer_queue"), ("grpo_step", "trl")])
+@pytest.mark.parametrize(
+    ("module", "library"), [("transfer_queue_calls", "transfer_queue"), ("grpo_step", "trl")]
+)
 def test_a_benchmark_without_its_library_says_what_to_install(module: str, library: str) -> None:
     code = f"import runpy, sys; sys.modules[{library!r}] = None; sys.argv[1:] = []; "
     code += f"runpy.run_module('benchmarks.{module}', run_name='__main__')"
     command = [sys.executable, "-W", "ignore", "-c", code]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 2, done.stderr
-    assert done.stderr.splitlines()[-1] == f"error: {library} is not installed; pip install 'asyncdock[bench]'"
+    assert done.stderr.splitlines()[-1] == (
+        f"error: {library} is not installed; pip install 'asyncdock[bench]'"
+    )
     assert "Traceback" not in done.stderr

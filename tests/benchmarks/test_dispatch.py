@@ -1,5 +1,5 @@
-"""What the dispatch benchmarks say holds: Eq. 2 gives Table 1, every byte that is counted was really moved, and the hosts
-that they make are gone afterwards, however they end."""
+"""What the dispatch benchmarks say holds: Eq. 2 gives Table 1, every byte that is counted was
+really moved, and the hosts that they make are gone afterwards, however they end."""
 
 from __future__ import annotations
 
@@ -23,11 +23,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_equation_2_gives_every_figure_of_table_1() -> None:
-    """The paper prints 15.25 as 15.2, 3973 as 3.9K and 31622 as 31K: cut, not rounded, so a cut digit is allowed for."""
+    """The paper prints 15.25 as 15.2, 3973 as 3.9K and 31622 as 31K: cut, not rounded, so a cut
+    digit is allowed for."""
     for row in TABLE_1:
         for computed, printed in zip(row.computed, (row.gb, row.slow, row.fast), strict=True):
             assert computed == pytest.approx(printed, rel=0.021), row
-    assert transfer_volume(1, 1, 1, 0, 0, 0) == 8, "a prompt of one element is put once and got once"
+    assert transfer_volume(1, 1, 1, 0, 0, 0) == 8, (
+        "a prompt of one element is put once and got once"
+    )
 
 
 def test_the_iteration_makes_the_moves_that_the_equation_counts() -> None:
@@ -35,7 +38,10 @@ def test_the_iteration_makes_the_moves_that_the_equation_counts() -> None:
     gets = [name for step in STEPS for name in step.gets]
     puts = [name for step in STEPS for name in step.puts]
     assert sorted(puts) == sorted(set(puts)), "each column is put once"
-    assert (gets.count("prompt_ids"), sum(name in dispatch_volume.LONG for name in gets)) == (1, 2 * 5)
+    assert (gets.count("prompt_ids"), sum(name in dispatch_volume.LONG for name in gets)) == (
+        1,
+        2 * 5,
+    )
     integers = sum(name in dispatch_volume.INTEGERS for name in (*gets, *puts))
     missing = (8 * 3 - integers) * batch.rows * 4
     assert sum(batch.counted(step) for step in STEPS) == batch.equation - missing
@@ -45,7 +51,16 @@ def test_measured_bytes_are_the_counted_ones_and_the_dock_needs_fewer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dispatch_volume.main(
-        ["--groups", "3", "--prompt", "64", "--response", "96", "--json", str(tmp_path / "result.json")]
+        [
+            "--groups",
+            "3",
+            "--prompt",
+            "64",
+            "--response",
+            "96",
+            "--json",
+            str(tmp_path / "result.json"),
+        ]
     )
     result = json.loads((tmp_path / "result.json").read_text())["iteration"]
     central, dock, ragged = (result["arms"][arm] for arm in ("central", "dock", "dock, ragged"))
@@ -76,8 +91,14 @@ def hosts() -> Iterator[Network]:
 
 
 def namespaces(process: int) -> list[str]:
-    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
-    return [line for line in listed.splitlines() if line.startswith(f"{dispatch_scale.PREFIX}-{process}-")]
+    listed = subprocess.run(
+        ["ip", "netns", "list"], capture_output=True, text=True, check=True
+    ).stdout
+    return [
+        line
+        for line in listed.splitlines()
+        if line.startswith(f"{dispatch_scale.PREFIX}-{process}-")
+    ]
 
 
 def test_equation_4_is_equation_2_shared_among_warehouses() -> None:
@@ -92,7 +113,8 @@ def test_linearity_is_taken_round_by_round_and_bytes_from_the_worst_warehouse() 
     def cell(nodes: int, rate: float, moved: list[int]) -> Cell:
         return Cell("dock", nodes, rate, moved, [0] * nodes, 1000.0, 0.0, 0.1)
 
-    slow = [cell(1, 5.0, [1000]), cell(4, 18.0, [1000, 1000, 1030, 990])]  # another program ran all this round
+    # another program ran all this round
+    slow = [cell(1, 5.0, [1000]), cell(4, 18.0, [1000, 1000, 1030, 990])]
     fast = [cell(1, 10.0, [1000]), cell(4, 38.0, [1000, 1010, 1000, 1000])]
     one, four = summary(Work(), [slow, fast, fast])
     assert (one["linearity"], one["within"]) == (1.0, True)
@@ -133,30 +155,56 @@ def test_a_quick_run_moves_what_equation_4_says(
 ) -> None:
     hosts.__exit__()
     arms = ["dock", "central", "peers"][: 2 if on_ray else 3]
-    command = ["--quick", "--json", str(tmp_path / "result.json"), "--arms", *arms, *(["--ray"] if on_ray else [])]
+    command = [
+        "--quick",
+        "--json",
+        str(tmp_path / "result.json"),
+        "--arms",
+        *arms,
+        *(["--ray"] if on_ray else []),
+    ]
     assert dispatch_scale.main(command) == 0
     result = json.loads((tmp_path / "result.json").read_text())["summary"]
-    assert [(row["arm"], row["nodes"]) for row in result] == [(arm, n) for arm in arms for n in (1, 2)]
+    assert [(row["arm"], row["nodes"]) for row in result] == [
+        (arm, n) for arm in arms for n in (1, 2)
+    ]
     assert all(row["within"] and row["linearity"] > 0 for row in result), result
     found = {(row["arm"], row["nodes"]): row for row in result}
     wire = {cell: sum(row["wire_bytes"]) for cell, row in found.items()}
     assert wire["dock", 1] == wire["central", 1] == 0, "one host moves nothing over its link"
-    assert wire["central", 2] > 0.1 * found["central", 2]["equation_bytes"], "the other host's samples at least went in"
+    assert wire["central", 2] > 0.1 * found["central", 2]["equation_bytes"], (
+        "the other host's samples at least went in"
+    )
     assert "Eq. 4" in capsys.readouterr().out
     assert not namespaces(os.getpid())
 
 
 def test_ctrl_c_takes_the_hosts_down(hosts: Network) -> None:
     hosts.__exit__()
-    command = [sys.executable, "-m", "benchmarks.dispatch_scale", "--nodes", "2", "--batches", "4", "--repeats", "99"]
-    run = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.dispatch_scale",
+        "--nodes",
+        "2",
+        "--batches",
+        "4",
+        "--repeats",
+        "99",
+    ]
+    run = subprocess.Popen(
+        command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+    )
     try:
         assert run.stderr is not None
         assert run.stderr.readline().startswith("round 1"), "it is under way"
         assert namespaces(run.pid)
         run.send_signal(signal.SIGINT)
         errors = run.communicate(timeout=60)[1]
-        assert (run.returncode, errors.splitlines()[-1]) == (130, "interrupted; the hosts are taken down"), errors
+        assert (run.returncode, errors.splitlines()[-1]) == (
+            130,
+            "interrupted; the hosts are taken down",
+        ), errors
         assert not namespaces(run.pid)
     finally:
         run.kill()

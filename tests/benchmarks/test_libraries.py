@@ -16,6 +16,12 @@ def test_each_library_is_measured(
     monkeypatch.setenv("PYTHONPATH", "")  # put back at the end
     main(["--smoke", "--json", str(tmp_path / "rows.json")])
     rows = json.loads((tmp_path / "rows.json").read_text())
-    assert {row["library"] for row in rows} == {"redis-py", "stamina", "anyio", "httpx", "multiprocessing"}
+    assert {row["library"] for row in rows} == {
+        "redis-py",
+        "stamina",
+        "anyio",
+        "httpx",
+        "multiprocessing",
+    }
     assert all(row["ours"] > 0 and row["theirs"] > 0 for row in rows)
     assert all(f"| {row['what']} |" in capsys.readouterr().out for row in rows[:1])

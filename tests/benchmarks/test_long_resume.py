@@ -16,9 +16,19 @@ def test_the_resumed_run_goes_on_after_the_steps_that_its_file_has(tmp_path: Pat
     steps = 100
     figures = measure(tmp_path, steps, times=1)
     assert [len(firsts) for firsts in figures.values()] == [1, 1]
-    assert all(first.seconds > 0 and first.processor_seconds > 0 for firsts in figures.values() for first in firsts)
-    made = [event.data["step"] for event in read_metrics(tmp_path / "long" / METRICS) if event.kind == "step"]
-    assert made[: steps + 1] == list(range(steps + 1)), "the steps of the file, and the first one after the resume"
+    assert all(
+        first.seconds > 0 and first.processor_seconds > 0
+        for firsts in figures.values()
+        for first in firsts
+    )
+    made = [
+        event.data["step"]
+        for event in read_metrics(tmp_path / "long" / METRICS)
+        if event.kind == "step"
+    ]
+    assert made[: steps + 1] == list(range(steps + 1)), (
+        "the steps of the file, and the first one after the resume"
+    )
     assert "a run resumed after 100 steps" in table(figures, steps)
 
 

@@ -1,4 +1,5 @@
-"""The table of model families: its command runs, sees differences, and docs/models.md has all families."""
+"""The table of model families: its command runs, sees differences, and docs/models.md has all
+families."""
 
 from __future__ import annotations
 
@@ -11,7 +12,17 @@ import pytest
 import torch
 
 from benchmarks.families import FAMILIES, LONGROPE, ROPE_CHANGE, WINDOW, model_of, write
-from benchmarks.models import COLUMNS, LENGTH, PROMPTS, Failed, judged, main, plain_rows, refusal, sequences
+from benchmarks.models import (
+    COLUMNS,
+    LENGTH,
+    PROMPTS,
+    Failed,
+    judged,
+    main,
+    plain_rows,
+    refusal,
+    sequences,
+)
 from stages.models import tiny_tokenizer
 from stages.weights.store import ProbeRule
 
@@ -19,7 +30,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
 
 @pytest.mark.timeout(600)
-def test_the_command_measures_each_column_of_a_dense_model_and_of_one_with_experts(tmp_path: Path) -> None:
+def test_the_command_measures_each_column_of_a_dense_model_and_of_one_with_experts(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "models.json"
     families = ["--family", "Qwen3", "--family", "Qwen3-MoE"]
     assert main([*families, "--dtype", "float32", "--json", str(file)]) == 0
@@ -45,7 +58,8 @@ def test_the_command_measures_each_column_of_a_dense_model_and_of_one_with_exper
 )
 def test_what_a_family_has_shows_in_the_logprobs(family: str, without: dict[str, object]) -> None:
     """An engine that ignored it would be outside of the limits, in bfloat16's too."""
-    model, other = model_of(family), model_of(family, **without)
+    model = model_of(family)
+    other = model_of(family, **without)
     other.load_state_dict(model.state_dict())
     rows = sequences()
     for dtype in (torch.float32, torch.bfloat16):
@@ -53,12 +67,28 @@ def test_what_a_family_has_shows_in_the_logprobs(family: str, without: dict[str,
             judged(plain_rows(other, rows), plain_rows(model, rows), ProbeRule(dtype, 4))
 
 
-def test_the_row_of_a_checkpoint_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_row_of_a_checkpoint_of_ones_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = write("Gemma 3", tmp_path / "my-gemma", torch.bfloat16)
     weights = (folder / "model.safetensors").read_bytes()
-    arguments = ["--checkpoint", str(folder), "--dtype", "bfloat16", "--column", "rollout", "--column", "train"]
+    arguments = [
+        "--checkpoint",
+        str(folder),
+        "--dtype",
+        "bfloat16",
+        "--column",
+        "rollout",
+        "--column",
+        "train",
+    ]
     assert main(arguments) == 0
-    assert re.search(r"^\| my-gemma \| \S+ / \S+ \| \S+ / \S+; g \S+ \|$", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(
+        r"^\| my-gemma \| \S+ / \S+ \| \S+ / \S+; g \S+ "
+        r"\|$",
+        capsys.readouterr().out,
+        re.MULTILINE,
+    )
     assert (folder / "model.safetensors").read_bytes() == weights
 
 
@@ -68,7 +98,12 @@ def test_the_row_of_a_checkpoint_of_ones_own(tmp_path: Path, capsys: pytest.Capt
         ("Qwen2", {}, "no sliding window for some layers only (max_window_layers = 2)"),
         ("Qwen2", {"max_window_layers": 4}, ""),
         ("Gemma 2", {}, "caps attention otherwise (attn_logit_softcapping = 5)"),
-        ("gpt-oss", {}, "in one tensor (model.layers.0.mlp.experts.down_proj) at its start only, not from an update"),
+        (
+            "gpt-oss",
+            {},
+            "in one tensor (model.layers.0.mlp.experts.down_proj) at its start only, "
+            "not from an update",
+        ),
         ("Mixtral", {}, ""),
         ("DeepSeek-V3", {}, ""),
         ("DeepSeek-V3", {"scoring_func": None}, "(scoring_func = 'sigmoid' is missing there)"),
@@ -93,7 +128,8 @@ def test_what_vllm_cannot_run_or_update_is_refused_by_a_property(
 
 
 def test_sinks_show_in_the_logprobs() -> None:
-    model, rows = model_of("gpt-oss"), sequences()
+    model = model_of("gpt-oss")
+    rows = sequences()
     with_sinks = plain_rows(model, rows)
     for name, parameter in model.named_parameters():
         if name.endswith("sinks"):
@@ -112,7 +148,9 @@ def test_the_page_has_every_family_with_every_column() -> None:
     text = PAGE.read_text(encoding="utf-8")
     for dtype in ("float32", "bfloat16"):
         table = text.partition(f"**{dtype}**")[2].partition("\n\n**")[0].partition("\n\n1. ")[0]
-        rows = [line.strip("| ").split(" | ") for line in re.findall(r"^\|.*\|$", table, re.MULTILINE)]
+        rows = [
+            line.strip("| ").split(" | ") for line in re.findall(r"^\|.*\|$", table, re.MULTILINE)
+        ]
         assert rows[0] == [*COLUMNS]
         assert [row[0] for row in rows[2:]] == list(FAMILIES)
         assert all(len(row) == len(COLUMNS) + 1 and "–" not in row for row in rows[2:])

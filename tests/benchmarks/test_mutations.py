@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from benchmarks.mutations import AREAS, ROOT, TESTS, Result, changed, drawn, of_lua, of_python, shown
+from benchmarks.mutations import (
+    AREAS,
+    ROOT,
+    TESTS,
+    Result,
+    changed,
+    drawn,
+    of_lua,
+    of_python,
+    shown,
+)
 
 PYTHON = '''
 def most(values: list[int], limit: int = 3) -> int:
@@ -69,9 +79,15 @@ def test_each_module_is_of_one_area() -> None:
 
 
 def test_the_table_counts_by_module_and_lists_survivors() -> None:
-    results = [Result("a.py", 3, "x < y", "x <= y", True, 1.0), Result("a.py", 9, "x", "pass", False, 1.0)]
+    results = [
+        Result("a.py", 3, "x < y", "x <= y", True, 1.0),
+        Result("a.py", 9, "x", "pass", False, 1.0),
+    ]
     table = shown(results)
-    assert [line.split() for line in table.splitlines()[1:3]] == [["a.py", "2", "1"], ["all", "2", "1"]]
+    assert [line.split() for line in table.splitlines()[1:3]] == [
+        ["a.py", "2", "1"],
+        ["all", "2", "1"],
+    ]
     results.append(Result("stages/gate.py", 3, "x < y", "x <= y", False, 1.0))
     counts = [line.split() for line in shown(results).splitlines()[3:5]]
     assert counts == [["gate", "1", "0"], ["all", "3", "1"]]

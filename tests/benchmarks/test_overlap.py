@@ -15,11 +15,13 @@ from tests.forked import fork_server, listen
 @pytest.mark.parametrize("balance", [0.5, 1.0, 2.0])
 def test_a_run_whose_busiest_stage_never_waits_reaches_exactly_its_bound(balance: float) -> None:
     workload = Workload(balance=balance, steps=8, margin=2)
-    now, steps = 100.0, []
+    now = 100.0
+    steps = []
     for step in range(8):
         tokens = 20_000 + 500 * step
         busiest = max(workload.generation_seconds(tokens), workload.training_seconds(1, tokens))
-        now += busiest if 2 <= step < 7 else 99.0  # what is slow while the pipeline fills and drains is left out
+        # what is slow while the pipeline fills and drains is left out
+        now += busiest if 2 <= step < 7 else 99.0
         steps.append(Trained(step, tokens, now, step % 3))
     arm = measured(workload, "ideal", 2, steps)
     assert (arm.first, arm.last, arm.staleness_max) == (1, 6, 2)
@@ -36,12 +38,15 @@ def test_a_run_whose_busiest_stage_never_waits_reaches_exactly_its_bound(balance
 def test_an_average_step_takes_each_stage_what_the_workload_says(balance: float) -> None:
     workload = Workload(step_seconds=4.0, balance=balance)
     tokens = round(workload.mean_tokens * workload.groups * workload.group_size)
-    generation, training = workload.generation_seconds(tokens), workload.training_seconds(1, tokens)
+    generation = workload.generation_seconds(tokens)
+    training = workload.training_seconds(1, tokens)
     assert max(generation, training) == pytest.approx(4.0, rel=1e-3)
     assert training / generation == pytest.approx(balance, rel=1e-3)
 
 
-def test_the_smoke_run_compares_the_orders_of_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_smoke_run_compares_the_orders_of_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     main(["--smoke", "--json", str(tmp_path / "overlap.json")])
     result = json.loads((tmp_path / "overlap.json").read_text())
     assert [(arm["name"], arm["bound"]) for arm in result["arms"]] == [
@@ -54,7 +59,9 @@ def test_the_smoke_run_compares_the_orders_of_work(tmp_path: Path, capsys: pytes
         assert 0 < arm["of_bound"] == max(arm["generation_share"], arm["training_share"])
         assert arm["tokens_per_second"] == pytest.approx(arm["tokens"] / arm["seconds"])
         assert (arm["first"], arm["last"]) == (0, result["workload"]["steps"] - 1)
-    assert len({arm["tokens"] for arm in result["arms"]}) == 1, "the same groups have the same lengths in every arm"
+    assert len({arm["tokens"] for arm in result["arms"]}) == 1, (
+        "the same groups have the same lengths in every arm"
+    )
     lines = capsys.readouterr().out.splitlines()
     assert [line[:18].strip() for line in lines[-3:]] == ["synchronous", "η = 0", "η = 2"]
     assert lines[-3].split()[-1] == "1.00", "speed-up is relative to the synchronous order"
@@ -68,17 +75,31 @@ def test_replicas_that_swap_one_after_the_other_never_all_stop(tmp_path: Path) -
     assert arms["η = 2, rolling"]["all_stop_share"] < arms["η = 2, together"]["all_stop_share"]
 
 
-def test_torch_replicas_in_processes_swap_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_replicas_in_processes_swap_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     listen()
     monkeypatch.setattr(ForkServer, "start", fork_server)
-    main(["--smoke", "--engine", "torch", "--replicas", "2", "--json", str(tmp_path / "overlap.json")])
+    main(
+        [
+            "--smoke",
+            "--engine",
+            "torch",
+            "--replicas",
+            "2",
+            "--json",
+            str(tmp_path / "overlap.json"),
+        ]
+    )
     result = json.loads((tmp_path / "overlap.json").read_text())
     together, rolling = result["runs"]
     assert (together["rolling"], rolling["rolling"]) == (False, True)
     assert rolling["at_once"] == 1, "by the workers' own clocks never two in their swaps"
     assert rolling["all_stop_share"] == rolling["longest_stop"] == 0
     for run in result["runs"]:
-        assert 2 <= run["swaps"] <= 2 * result["workload"]["steps"], "each replica has taken the last version"
+        assert 2 <= run["swaps"] <= 2 * result["workload"]["steps"], (
+            "each replica has taken the last version"
+        )
         assert run["tokens_per_second"] > 0 < run["exposed_seconds"]
         assert run["staleness_max"] <= run["bound"] == 2
 

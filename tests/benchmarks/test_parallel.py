@@ -12,5 +12,7 @@ def test_formulas_give_the_bytes_that_are_sent(monkeypatch: pytest.MonkeyPatch) 
     found = parallel.measure([4], 64)
     assert len(found) >= 8
     for cell in found:
-        assert cell["counted"] == pytest.approx(sum(cell["formula"].values()), rel=0.02), cell["product"]
+        assert cell["counted"] == pytest.approx(sum(cell["formula"].values()), rel=0.02), cell[
+            "product"
+        ]
         assert min(cell["formula"].values()) > 1e5

@@ -31,7 +31,10 @@ def test_the_shortest_step_of_those_that_fit_is_chosen() -> None:
         found = best(model, Machine(memory, 1e14, 4, 1e11, 1e10), 4, 16, 8192)
         assert found
         assert all(each["memory"] <= memory for each in found)
-        assert all(math.prod(each["product"].get(n, 1) for n in ("dp", "tp", "cp", "pp")) == 4 for each in found)
+        assert all(
+            math.prod(each["product"].get(n, 1) for n in ("dp", "tp", "cp", "pp")) == 4
+            for each in found
+        )
         assert all(Layout.for_training(**each["product"]).world == 4 for each in found)
         seconds.append(found[0]["seconds"])
         assert seconds[-1] == min(each["seconds"] for each in found)
@@ -43,6 +46,15 @@ def test_the_shortest_step_of_those_that_fit_is_chosen() -> None:
 
 def test_a_model_in_a_folder_is_taken(tmp_path: Path) -> None:
     CONFIG.save_pretrained(tmp_path / "own")
-    options = ["--ranks", "2", "--rows", "16", "--tokens", "2048", "--json", str(tmp_path / "found.json")]
+    options = [
+        "--ranks",
+        "2",
+        "--rows",
+        "16",
+        "--tokens",
+        "2048",
+        "--json",
+        str(tmp_path / "found.json"),
+    ]
     assert main(["--model", str(tmp_path / "own"), *options]) == 0
     assert '"own"' in (tmp_path / "found.json").read_text()

@@ -27,33 +27,48 @@ def test_sizes_count_every_linear_weight_once() -> None:
 
 @pytest.mark.parametrize("group", [1, 4])
 def test_the_floor_adds_up_matmuls_and_attention(group: int) -> None:
-    sizes, case, machine = tiny(), Case(8, group, 3, prompt=10), Machine(rate=1e9, bandwidth=1e18)
+    sizes = tiny()
+    case = Case(8, group, 3, prompt=10)
+    machine = Machine(rate=1e9, bandwidth=1e18)
     prompts = 8 // group
-    fed, predicted = prompts * 10 + 8 + 8, prompts + 8 + 8
+    fed = prompts * 10 + 8 + 8
+    predicted = prompts + 8 + 8
     pairs = prompts * 50 + 8 * 11 + 8 * 12
-    operations = 2 * (sizes.body * fed + sizes.head * predicted) + 4 * sizes.layers * sizes.attention * pairs
+    operations = (
+        2 * (sizes.body * fed + sizes.head * predicted) + 4 * sizes.layers * sizes.attention * pairs
+    )
     found = floor_seconds(sizes, case, machine, lambda i, o, tokens: 2 * i * o * tokens / 1e9)
     assert found == pytest.approx(operations / 1e9)
 
 
 def test_the_floor_of_slow_memory_is_what_is_read() -> None:
-    sizes, case, machine = tiny(), Case(8, 4, 3, prompt=10), Machine(rate=1e18, bandwidth=1e6)
-    weights, cached = sizes.body + sizes.head, (20 + 8) + (20 + 16)  # a group's prompt is read once
+    sizes = tiny()
+    case = Case(8, 4, 3, prompt=10)
+    machine = Machine(rate=1e18, bandwidth=1e6)
+    weights = sizes.body + sizes.head
+    cached = (20 + 8) + (20 + 16)  # a group's prompt is read once
     found = floor_seconds(sizes, case, machine, lambda i, o, tokens: 0.0)
     assert found == pytest.approx(4 * (3 * weights + sizes.kv * cached) / 1e6)
 
 
-def test_the_smoke_run_has_all_arms_make_the_same_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_smoke_run_has_all_arms_make_the_same_tokens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     main(["--smoke", "--threads", "1", "--json", str(tmp_path / "rollout.json")])
     result = json.loads((tmp_path / "rollout.json").read_text())
-    assert [(row["rows"], row["group"], row["tokens"]) for row in result["cases"]] == [(4, 2, 3), (2, 1, 4)]
+    assert [(row["rows"], row["group"], row["tokens"]) for row in result["cases"]] == [
+        (4, 2, 3),
+        (2, 1, 4),
+    ]
     for row in result["cases"]:
         assert row["bfloat16_tokens_per_s"] > 0
         assert list(row["arms"]) == ["ours", "generate", "continuous"]
         assert row["seconds_against_fastest"] >= 1.0
         for arm in row["arms"].values():
             assert arm["rows_equal_to_ours"] == 1.0
-            assert arm["tokens_per_s"] == pytest.approx(row["floor_tokens_per_s"] * arm["share_of_floor"])
+            assert arm["tokens_per_s"] == pytest.approx(
+                row["floor_tokens_per_s"] * arm["share_of_floor"]
+            )
     assert "vllm: left out" in capsys.readouterr().out
 
 

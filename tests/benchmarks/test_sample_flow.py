@@ -8,18 +8,34 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.sample_flow import CASES, Case, Round, Turn, against, fingerprint, main, stamp, unordered
+from benchmarks.sample_flow import (
+    CASES,
+    Case,
+    Round,
+    Turn,
+    against,
+    fingerprint,
+    main,
+    stamp,
+    unordered,
+)
 
-RAGGED, DENSE = Case("ragged", 6, 2, 9), Case("dense", 6, 5, 5)
+RAGGED = Case("ragged", 6, 2, 9)
+DENSE = Case("dense", 6, 5, 5)
 
 
 @pytest.mark.parametrize("case", [RAGGED, DENSE], ids=["ragged", "dense"])
-def test_rows_in_another_order_or_of_another_turn_are_distinguished_from_the_right_ones(case: Case) -> None:
-    rows, again = case.make(), case.make()
+def test_rows_in_another_order_or_of_another_turn_are_distinguished_from_the_right_ones(
+    case: Case,
+) -> None:
+    rows = case.make()
+    again = case.make()
     assert fingerprint(rows) == fingerprint(again)
     order = list(reversed(range(case.rows)))
     turned = {
-        name: torch.nested.as_nested_tensor([column.unbind()[i] for i in order], layout=torch.jagged)
+        name: torch.nested.as_nested_tensor(
+            [column.unbind()[i] for i in order], layout=torch.jagged
+        )
         for name, column in rows.items()
     }
     assert all(fingerprint(turned)[name] != found for name, found in fingerprint(rows).items())
@@ -42,20 +58,28 @@ def test_a_peer_is_reported_at_its_better_mode_against_ours_of_the_same_round() 
             for number, (mode, taken) in seconds.items()
         ]
 
-    ours = rounds({0: ("", 1.0), 1: ("", 10.0), 2: ("", 1.0), 3: ("", 10.0)})  # the machine is slow every other round
-    theirs = rounds({0: ("polling", 4.0), 1: ("default", 20.0), 2: ("polling", 6.0), 3: ("default", 30.0)})
+    # the machine is slow every other round
+    ours = rounds({0: ("", 1.0), 1: ("", 10.0), 2: ("", 1.0), 3: ("", 10.0)})
+    theirs = rounds(
+        {0: ("polling", 4.0), 1: ("default", 20.0), 2: ("polling", 6.0), 3: ("default", 30.0)}
+    )
     assert against(theirs, ours, "put") == {"mode": "default", "seconds": 25.0, "ratio": 2.5}
     assert against(theirs, [], "put")["mode"] == "polling", "without ours, the fewer seconds"
 
 
-def test_a_quick_run_of_ours_alone_reports_every_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_quick_run_of_ours_alone_reports_every_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     main(["--quick", "--peers", "ours", "--repeats", "1", "--json", str(tmp_path / "flow.json")])
     result = json.loads((tmp_path / "flow.json").read_text())
     assert [case["case"] for case in result["cases"]] == [case.name for case in CASES]
     for case in result["cases"]:
         ours = case["arms"]["ours"]
         assert ours["turns_out_of_order"] == 0
-        assert all(ours[what]["us"] > 0 and ours[what]["times_ours"] == 1.0 for what in ("put", "get", "read"))
+        assert all(
+            ours[what]["us"] > 0 and ours[what]["times_ours"] == 1.0
+            for what in ("put", "get", "read")
+        )
         assert set(case["memcpy_mb_per_s"]) == {"warm", "fresh", "shared"}
     names = [row["name"] for row in result["rows"]]
     assert names == [
@@ -77,7 +101,9 @@ def test_a_quick_run_of_ours_alone_reports_every_row(tmp_path: Path, capsys: pyt
         "memory after 20 turns",
     ]
     without_peer = {row["name"] for row in result["rows"] if row["met"] is None}
-    assert {"get, a", "get, a2"} <= without_peer, "nothing is called met that was compared with nothing"
+    assert {"get, a", "get, a2"} <= without_peer, (
+        "nothing is called met that was compared with nothing"
+    )
     printed = capsys.readouterr().out
     assert all(row["goal"] in printed and row["measured"] in printed for row in result["rows"])
 

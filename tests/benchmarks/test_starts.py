@@ -16,6 +16,12 @@ async def test_a_start_and_a_recovery_are_timed() -> None:
 def test_each_process_is_in_the_timeline_to_the_first_step() -> None:
     phases, seconds = first_step.measure("mock", [])
     processes = {phase["process"] for phase in phases}
-    assert {"the command", "fork server", "worker flow-0", "worker rollout-0", "worker update-0"} <= processes
+    assert {
+        "the command",
+        "fork server",
+        "worker flow-0",
+        "worker rollout-0",
+        "worker update-0",
+    } <= processes
     assert all(0 <= phase["start"] < seconds for phase in phases)
     assert "running" in {phase["phase"] for phase in phases if phase["process"] == "event"}

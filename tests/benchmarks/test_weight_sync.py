@@ -13,12 +13,16 @@ from stages.parallel.placement import model_state, place
 from stages.resharding.plan import Phase, adamw_bytes, memory, plan_reshard
 
 
-def test_the_smoke_run_counts_what_the_plan_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_smoke_run_counts_what_the_plan_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     main(["--smoke", "--train", "tp=2", "--rollout", "dp=2", "--json", str(tmp_path / "sync.json")])
     result = json.loads((tmp_path / "sync.json").read_text())
     state = model_state(config("tiny"))
     train = place(state, Layout(tp=2))
-    plan = plan_reshard(train, place(state, Layout(dp_replicate=2), names="vllm"), bucket_bytes=2**16)
+    plan = plan_reshard(
+        train, place(state, Layout(dp_replicate=2), names="vllm"), bucket_bytes=2**16
+    )
     figures = {one.phase.value: one for one in memory(plan, adamw_bytes(train))}
 
     gathers = ["gather", "gather: bare all-to-alls", "gather: one copy"]
@@ -52,12 +56,20 @@ def test_the_smoke_run_counts_what_the_plan_says(tmp_path: Path, capsys: pytest.
     lines = capsys.readouterr().out.splitlines()
     assert result["exchange"] == "shared memory"
     assert lines[0].endswith("buckets of 64 KiB, exchanged by shared memory")
-    assert [line.split("  ")[0].strip() for line in lines if line.startswith(("naive", "swap"))] == list(ARMS)
+    assert [
+        line.split("  ")[0].strip() for line in lines if line.startswith(("naive", "swap"))
+    ] == list(ARMS)
 
 
 def test_what_crosses_is_copied_twice_in_the_gathers_floor() -> None:
-    """Of 100 bytes that arrive the rank has 40 itself, and it sends 50: at 10 bytes a second 4 + 5 + 6 seconds of copies."""
-    nbytes = {Phase.OFFLOAD_STATE: 80, Phase.GATHER: 100, Phase.OFFLOAD_WEIGHTS: 40, "bring back": 120}
+    """Of 100 bytes that arrive the rank has 40 itself, and it sends 50: at 10 bytes a second 4 + 5
+    + 6 seconds of copies."""
+    nbytes = {
+        Phase.OFFLOAD_STATE: 80,
+        Phase.GATHER: 100,
+        Phase.OFFLOAD_WEIGHTS: 40,
+        "bring back": 120,
+    }
     result = {"bytes": nbytes, "kept": 40, "copied": 40 + 50 + 60}
     one = {"rates": {"to host": 20.0, "back": 10.0}, "raw gather": 30.0}
     copies = {"offload state": 4.0, "offload weights": 2.0, "bring back": 12.0}

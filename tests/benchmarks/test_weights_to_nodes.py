@@ -1,4 +1,5 @@
-"""The benchmark of weights to many nodes runs, and the chain does what it is for: counts, no seconds."""
+"""The benchmark of weights to many nodes runs, and the chain does what it is for: counts, no
+seconds."""
 
 from __future__ import annotations
 
@@ -21,11 +22,26 @@ def test_the_trainer_sends_once_and_a_node_has_one_copy(tmp_path: Path) -> None:
     if why := missing("tc"):
         pytest.skip(why)
     file = tmp_path / "found.json"
-    arguments = ["--only", "nodes", "--nodes", "3", "--engines", "2", "--size", "4MiB", "--mbit", "400"]
+    arguments = [
+        "--only",
+        "nodes",
+        "--nodes",
+        "3",
+        "--engines",
+        "2",
+        "--size",
+        "4MiB",
+        "--mbit",
+        "400",
+    ]
     # In a process of its own: the benchmark forks, and this one may have threads of OpenMP.
     command = [sys.executable, "-m", "benchmarks.weights_to_nodes", *arguments, "--json", str(file)]
     done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, timeout=120
+        command,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        timeout=120,
     )
     if done.returncode == 2:
         pytest.skip(done.stderr.decode())

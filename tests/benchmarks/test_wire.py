@@ -22,12 +22,17 @@ def test_the_cases_lie_in_the_arena_as_their_names_say(tmp_path: Path) -> None:
         found = reader.read(one.blocks, one.offsets, one.slots, one.case.columns)
         tokens = [len(packed.values) for packed in found.values()]
         assert len(set(tokens)) == 1
-        assert tokens[0] == one.case.rows * one.case.tokens or 16 * one.case.rows <= tokens[0] <= 240 * one.case.rows
+        assert (
+            tokens[0] == one.case.rows * one.case.tokens
+            or 16 * one.case.rows <= tokens[0] <= 240 * one.case.rows
+        )
         assert len(np.unique(one.blocks)) == one.case.blocks
         assert bool((np.diff(one.slots) == 1).all()) == (not one.case.shuffled)
 
 
-def test_the_smoke_run_compares_reads_with_the_raw_socket(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_smoke_run_compares_reads_with_the_raw_socket(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     main(["--smoke", "--json", str(tmp_path / "wire.json")])
     report = json.loads((tmp_path / "wire.json").read_text())
     assert [case["case"] for case in report["cases"]] == ["a", "a*", "c'", "c*"]

@@ -1,13 +1,15 @@
-"""The compose stack under a real Docker: ``make compose-check`` executes every command of compose/README.md, in order.
+"""The compose stack under a real Docker: ``make compose-check`` executes every command of
+compose/README.md, in order.
 
     prepare (this machine's network) ──▶ isolated: Engine ──▶ for each section: its commands, what has to hold after them
                                                           └──▶ always: down, dockerd's end, an empty process table
 
     python -m tests.compose.check [--folder DIR] [--local-bases]
 
-A Docker that answers here already is used as it is, under a project name of this check's own. Where there is none, or with
-``--local-bases``, dockerd is started in namespaces of its own, which reach no network; tests.compose.bases makes the base
-images then, and Grafana, of which there is no package, is left out. Needs root; exit code 1 when anything failed.
+A Docker that answers here already is used as it is, under a project name of this check's own. Where
+there is none, or with ``--local-bases``, dockerd is started in namespaces of its own, which reach
+no network; tests.compose.bases makes the base images then, and Grafana, of which there is no
+package, is left out. Needs root; exit code 1 when anything failed.
 """
 
 from __future__ import annotations
@@ -55,8 +57,10 @@ NEEDED_FOR_AN_ENGINE = {
     "unshare": "apt install util-linux",
 }
 PLUGINS = {
-    "compose": "Docker Compose 2.26 or newer, docker's plugin (Debian 13: docker-compose; Docker: docker-compose-plugin)",
-    "buildx": "BuildKit's plugin of docker (Debian 13: docker-buildx; Docker: docker-buildx-plugin)",
+    "compose": "Docker Compose 2.26 or newer, docker's plugin (Debian 13: docker-compose; Docker: "
+    "docker-compose-plugin)",
+    "buildx": "BuildKit's plugin of docker (Debian 13: docker-buildx; Docker: "
+    "docker-buildx-plugin)",
 }
 
 
@@ -64,10 +68,12 @@ PLUGINS = {
 class Report:
     """What was tried, each with its outcome: printed as it comes, and as a table at the end."""
 
-    rows: list[tuple[str, str, float, str]] = field(default_factory=list)  # section, what, seconds, failure
+    # section, what, seconds, failure
+    rows: list[tuple[str, str, float, str]] = field(default_factory=list)
 
     def attempt(self, section: str, what: str, work: Callable[[], None]) -> bool:
-        began, failure = time.monotonic(), ""
+        began = time.monotonic()
+        failure = ""
         try:
             work()
         except Exception as error:
@@ -95,8 +101,15 @@ class Report:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Execute compose/README.md under a real Docker.")
-    parser.add_argument("--folder", type=Path, default=ROOT / ".compose-check", help="for base images and the engine")
-    parser.add_argument("--local-bases", action="store_true", help="an engine and base images of this check's own")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=ROOT / ".compose-check",
+        help="for base images and the engine",
+    )
+    parser.add_argument(
+        "--local-bases", action="store_true", help="an engine and base images of this check's own"
+    )
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     folder = given.folder.resolve()
@@ -111,11 +124,16 @@ def main() -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        sys.exit(f"compose-check: another check uses {folder}; wait for its end, or give another --folder")
+        sys.exit(
+            f"compose-check: another check uses {folder}; wait for its end, or give another "
+            f"--folder"
+        )
     if not own:
         sys.exit(check(folder, None))
     print(
-        "No registry is asked: base images by debootstrap, packages by pip. The first time takes minutes.", flush=True
+        "No registry is asked: base images by debootstrap, packages by pip. The first time takes "
+        "minutes.",
+        flush=True,
     )
     bases.prepare(folder)
     sys.exit(isolated(["--inside", "--folder", str(folder)]))
@@ -123,12 +141,19 @@ def main() -> None:
 
 def engine_answers() -> bool:
     """Whether this machine has a Docker that runs."""
-    return bool(shutil.which("docker")) and not subprocess.run(["docker", "info"], capture_output=True).returncode
+    return (
+        bool(shutil.which("docker"))
+        and not subprocess.run(["docker", "info"], capture_output=True).returncode
+    )
 
 
 def missing(own: bool) -> list[str]:
     """What has to be installed before the check, which installs nothing."""
-    lines = ["it is for root: mounts, namespaces and the folders of an engine"] if os.getuid() != 0 else []
+    lines = (
+        ["it is for root: mounts, namespaces and the folders of an engine"]
+        if os.getuid() != 0
+        else []
+    )
     programs = NEEDED | (NEEDED_FOR_AN_ENGINE if own else {})
     lines += [f"{name}: {fix}" for name, fix in programs.items() if shutil.which(name) is None]
     if shutil.which("docker"):
@@ -136,7 +161,10 @@ def missing(own: bool) -> list[str]:
             if subprocess.run(["docker", name, "version"], capture_output=True).returncode:
                 lines.append(f"docker {name}: {fix}")
     if own and sys.version_info[:2] != (3, 11):
-        lines.append(f"Python 3.11, which the image has: this is {platform.python_version()}; name one: make PYTHON=…")
+        lines.append(
+            f"Python 3.11, which the image has: this is {platform.python_version()}; name "
+            f"one: make PYTHON=…"
+        )
     return lines
 
 
@@ -155,8 +183,19 @@ def check(folder: Path, engine: Engine | None) -> int:
         try:
             follow_the_page(stack, report, folder)
         finally:
-            docker("compose", "--project-directory", str(home), "--profile", "*", "down", "--volumes", check=False)
-            report.attempt("Afterwards", "no container, network or volume", partial(nothing_is_left, stack))
+            docker(
+                "compose",
+                "--project-directory",
+                str(home),
+                "--profile",
+                "*",
+                "down",
+                "--volumes",
+                check=False,
+            )
+            report.attempt(
+                "Afterwards", "no container, network or volume", partial(nothing_is_left, stack)
+            )
     if engine is not None:
         report.attempt("Afterwards", "no process of the engine", engine.assert_nothing_was_left)
     shutil.rmtree(folder / "tree")
@@ -190,7 +229,9 @@ def copy_of_the_tree(place: Path) -> Path:
     """What git would commit here, so that the secrets that a person has stay as they are."""
     shutil.rmtree(place, ignore_errors=True)
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+    names = subprocess.run(
+        listed, cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split("\0")
     for name in names:
         if name and (ROOT / name).is_file():
             (place / name).parent.mkdir(parents=True, exist_ok=True)
@@ -205,8 +246,13 @@ def images() -> list[str]:
 
 
 def own_engine_override() -> dict[str, object]:
-    """The build finds pip's packages on loopback, and what has no stand-in is in a profile that nobody asks for."""
-    built = {name: {"build": {"network": "host"}} for name, spec in load()["services"].items() if "build" in spec}
+    """The build finds pip's packages on loopback, and what has no stand-in is in a profile that
+    nobody asks for."""
+    built = {
+        name: {"build": {"network": "host"}}
+        for name, spec in load()["services"].items()
+        if "build" in spec
+    }
     return {"services": built | {"grafana": {"profiles": ["with-grafana"]}}}
 
 
@@ -214,7 +260,9 @@ def versions() -> str:
     engine = docker("version", "--format", "{{.Server.Version}}").stdout.strip()
     compose = docker("compose", "version", "--short").stdout.strip()
     buildx = docker("buildx", "version").stdout.split()[1]
-    return f"Docker Engine {engine}, Compose {compose}, buildx {buildx}, {os.cpu_count()} processors"
+    return (
+        f"Docker Engine {engine}, Compose {compose}, buildx {buildx}, {os.cpu_count()} processors"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""A Docker engine of this check's own, in namespaces of its own: with them end its processes, mounts and networks.
+"""A Docker engine of this check's own, in namespaces of its own: with them end its processes,
+mounts and networks.
 
 isolated(command) ──unshare──▶ private /run, loopback and processes ──▶ the check again, inside
                                  └─ with Engine(folder): dockerd, that all ``docker`` commands reach
@@ -23,11 +24,13 @@ from tests.compose.bases import WHEELS_PORT
 from tests.compose.page import until
 
 SOCKET = "unix:///run/check.sock"
-START_SECONDS, END_SECONDS = 120.0, 60.0
+START_SECONDS = 120.0
+END_SECONDS = 60.0
 
 
 def isolated(arguments: Sequence[str]) -> int:
-    """Exit code of this module's check with ``arguments``, in namespaces that end with this process."""
+    """Exit code of this module's check with ``arguments``, in namespaces that end with this
+    process."""
     enter = ["unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
     prepare = 'mount -t tmpfs tmpfs /run && ip link set lo up && exec "$@"'
     check = [sys.executable, "-m", "tests.compose.check", *arguments]
@@ -46,22 +49,37 @@ class Quiet(SimpleHTTPRequestHandler):
 
 
 class Engine:
-    """``with Engine(folder):`` dockerd with its data below ``folder``, and ``folder``/wheels for the build's pip."""
+    """``with Engine(folder):`` dockerd with its data below ``folder``, and ``folder``/wheels for
+    the build's pip."""
 
     def __init__(self, folder: Path) -> None:
-        self._data, self._wheels, self.log = folder / "docker", folder / "wheels", folder / "dockerd.log"
+        self._data = folder / "docker"
+        self._wheels = folder / "wheels"
+        self.log = folder / "dockerd.log"
         self._left: list[str] = []
 
     def __enter__(self) -> Engine:
         shutil.rmtree(self._data, ignore_errors=True)  # of a check that was killed
-        self._server = ThreadingHTTPServer(("127.0.0.1", WHEELS_PORT), partial(Quiet, directory=str(self._wheels)))
+        self._server = ThreadingHTTPServer(
+            ("127.0.0.1", WHEELS_PORT), partial(Quiet, directory=str(self._wheels))
+        )
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
         os.environ["DOCKER_HOST"] = SOCKET
-        places = ["--data-root", str(self._data), "--exec-root", "/run/check", "--pidfile", "/run/check.pid"]
+        places = [
+            "--data-root",
+            str(self._data),
+            "--exec-root",
+            "/run/check",
+            "--pidfile",
+            "/run/check.pid",
+        ]
         with self.log.open("wb") as output:
             command = ["dockerd", *places, "--host", SOCKET]
-            # In a process group of its own: Ctrl-C ends the check, which then still takes down what runs.
-            self._daemon = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+            # In a process group of its own: Ctrl-C ends the check, which then still takes down what
+            # runs.
+            self._daemon = subprocess.Popen(
+                command, stdout=output, stderr=output, start_new_session=True
+            )
         until(self._answers, START_SECONDS, f"dockerd answers (its log: {self.log})")
         return self
 

@@ -1,4 +1,5 @@
-"""What has to hold after the commands of each section of compose/README.md, beside that they succeed."""
+"""What has to hold after the commands of each section of compose/README.md, beside that they
+succeed."""
 
 from __future__ import annotations
 
@@ -56,10 +57,14 @@ def containers_have_limits(stack: Stack) -> None:
 
 
 def index_and_agent_have_no_way_out(stack: Stack) -> None:
-    """They do not even reach a neighbour on the other network, by its address; who is on that network does."""
+    """They do not even reach a neighbour on the other network, by its address; who is on that
+    network does."""
     for service in ("redis", "agent"):
         for network in stack.container(service).shown["NetworkSettings"]["Networks"]:
-            assert docker("network", "inspect", "--format", "{{.Internal}}", network).stdout == "true\n", network
+            assert (
+                docker("network", "inspect", "--format", "{{.Internal}}", network).stdout
+                == "true\n"
+            ), network
     [front] = stack.container("prometheus").shown["NetworkSettings"]["Networks"].values()
     connect = f"import socket; socket.create_connection(('{front['IPAddress']}', 9090), 5)"
     from_api = stack.container("api").execute("python", "-c", connect)
@@ -81,7 +86,8 @@ def the_log_of_tokens_has_no_warning(stack: Stack) -> None:
 
 
 def the_image_has_what_is_written_down(stack: Stack) -> None:
-    api, image = stack.container("api"), stack.container("api").shown["Config"]["Image"]
+    api = stack.container("api")
+    image = stack.container("api").shown["Config"]["Image"]
     lines = (ROOT / "compose" / "requirements.txt").read_text().splitlines()
     written = {line.replace("-", "_") for line in lines if line and not line.startswith("#")}
     names = api.execute("ls", SITE_PACKAGES).stdout.split()
@@ -89,7 +95,9 @@ def the_image_has_what_is_written_down(stack: Stack) -> None:
     installed = {info.replace("-", "==", 1) for info in infos}
     assert {name for name in installed if not name.startswith("asyncdock")} == written
     folders = ["pipeline", "stages", "orchestration", "api", "recipes"]
-    files = subprocess.run(["git", "ls-files", *folders], cwd=ROOT, capture_output=True, text=True, check=True)
+    files = subprocess.run(
+        ["git", "ls-files", *folders], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     lacking = "for path; do [ -f $path ] || echo $path; done"
     words = ["sh", "-c", f"cd {SITE_PACKAGES}; {lacking}", "sh", *files.stdout.split()]
     assert api.execute(*words).stdout == ""
@@ -105,14 +113,19 @@ def requests_need_a_token_with_the_right_scope(stack: Stack) -> None:
     assert stack.ask("/v1/runs")[0] == 200
     assert stack.ask("/metrics", token="")[0] == 401
     assert stack.ask("/metrics", token=metrics)[0] == 200
-    assert stack.ask("/v1/runs", method="POST", body={"recipe_name": "mock"}, token=metrics)[0] == 403
+    assert (
+        stack.ask("/v1/runs", method="POST", body={"recipe_name": "mock"}, token=metrics)[0] == 403
+    )
 
 
 def the_index_accepts_its_own_user_only(stack: Stack) -> None:
     redis = stack.container("redis")
     [password] = re.findall(r":([0-9a-f]{64})@", stack.secret("index_url"))
     assert "NOAUTH" in redis.execute("redis-cli", "ping").stdout
-    assert "NOPERM" in redis.execute("redis-cli", "--user", "health", "--pass", "none", "get", "x").stdout
+    assert (
+        "NOPERM"
+        in redis.execute("redis-cli", "--user", "health", "--pass", "none", "get", "x").stdout
+    )
     known = ["redis-cli", "--user", "asyncdock", "--pass", password]
     assert redis.execute(*known, "ping").stdout == "PONG\n"
     for words in (["config", "get", "dir"], ["flushall"], ["shutdown"], ["acl", "list"]):
@@ -120,8 +133,11 @@ def the_index_accepts_its_own_user_only(stack: Stack) -> None:
 
 
 def the_advice_of_demo_works_on_this_machine(stack: Stack) -> None:
-    """The command that `demo` advises shows the run, in the same folder, for as long as one looks."""
-    output = next(text for command, text in stack.outputs.items() if "run --rm demo " in f"{command} ")
+    """The command that `demo` advises shows the run, in the same folder, for as long as one
+    looks."""
+    output = next(
+        text for command, text in stack.outputs.items() if "run --rm demo " in f"{command} "
+    )
     [advice] = re.findall(r"Watch it: (.*)", output)
     watch = subprocess.Popen(
         f"exec {advice} --plain",
@@ -149,9 +165,14 @@ def a_killed_api_and_agent_are_started_again_and_the_run_goes_on(stack: Stack) -
     before = stack.until_run("demo", lambda view: view["steps_done"] > 0, "a step")
     stack.container("api").kill()
     stack.container("agent").kill()
-    stack.until_run("demo", lambda view: view["steps_done"] > before["steps_done"] + 2, "more steps than before")
+    stack.until_run(
+        "demo", lambda view: view["steps_done"] > before["steps_done"] + 2, "more steps than before"
+    )
     stack.until_healthy("api", "agent")
-    assert {each: stack.container(each).shown["RestartCount"] for each in ("api", "agent")} == {"api": 1, "agent": 1}
+    assert {each: stack.container(each).shown["RestartCount"] for each in ("api", "agent")} == {
+        "api": 1,
+        "agent": 1,
+    }
 
 
 # ── With curl ──
@@ -238,13 +259,18 @@ def a_run_is_on_the_two_hosts(stack: Stack) -> None:
     read = ["sh", "-c", f"cat /data/*/runs/{view['id']}/metrics.jsonl"]
     lines = stack.container("agent").execute(*read).stdout.splitlines()
     events = [json.loads(line)["data"] for line in lines if '"kind": "worker"' in line]
-    ready = {event["worker"]: event["node"] for event in events if event["change"] == "ready" and event.get("host")}
+    ready = {
+        event["worker"]: event["node"]
+        for event in events
+        if event["change"] == "ready" and event.get("host")
+    }
     assert {"update-0", "rollout-0", "rollout-1"} <= ready.keys()
     assert len(set(ready.values())) == 2, ready
 
 
 def one_agent_holds_one_folder(stack: Stack) -> None:
-    """After three have been healthy, which `--wait` says: their folders are there, and the one that is left has one."""
+    """After three have been healthy, which `--wait` says: their folders are there, and the one that
+    is left has one."""
     agent = stack.container("agent")
     folders = agent.execute("sh", "-c", "ls -d /data/agent-*/agent.lock").stdout.split()
     assert folders == [f"/data/agent-{number}/agent.lock" for number in (1, 2, 3)], folders
@@ -260,7 +286,9 @@ def command_line(process: psutil.Process) -> str:
 
 def no_secret_is_on_a_command_line_or_in_a_log(stack: Stack) -> None:
     names = ("token", "metrics_token", "grafana_password")
-    words = [stack.secret(name) for name in names] + re.findall(r":([0-9a-f]{64})@", stack.secret("index_url"))
+    words = [stack.secret(name) for name in names] + re.findall(
+        r":([0-9a-f]{64})@", stack.secret("index_url")
+    )
     for container in stack.containers():
         running = container.processes() if container.shown["State"]["Running"] else []
         lines = "".join(map(command_line, running))
@@ -283,7 +311,8 @@ def only_the_new_token_opens_the_api(stack: Stack) -> None:
 
 
 def prometheus_still_scrapes(stack: Stack) -> None:
-    began, up = time.time(), 'up{job="asyncdock"}'
+    began = time.time()
+    up = 'up{job="asyncdock"}'
 
     def scraped() -> bool:
         [when], [outcome] = stack.query(f"timestamp({up})"), stack.query(up)

@@ -1,5 +1,5 @@
-"""The Dockerfile's steps, run in order without a container engine: each stage is a folder, and its RUN steps run with that
-folder as root file system.
+"""The Dockerfile's steps, run in order without a container engine: each stage is a folder, and its
+RUN steps run with that folder as root file system.
 
     base ──copy──▶ stage: COPY (only what .dockerignore lets through), RUN as USER in WORKDIR with ENV ──▶ next stage
 """
@@ -48,16 +48,22 @@ class Stage:
 
 
 def stages(path: Path = DOCKERFILE) -> dict[str, Stage]:
-    """The stages by name, with the ARGs that stand before the first one filled in. One without a name is called ""."""
+    """The stages by name, with the ARGs that stand before the first one filled in.
+
+    One without a name is called "".
+    """
     found: dict[str, Stage] = {}
     defaults: dict[str, str] = {}
     current: Stage | None = None
     with path.open("rb") as file:
         structure = DockerfileParser(fileobj=file).structure
     for entry in structure:
-        name, value = entry["instruction"], entry["value"]
+        name = entry["instruction"]
+        value = entry["value"]
         if name == "FROM":
-            base, _, alias = re.sub(r"\$\{(\w+)\}", lambda match: defaults[match[1]], value).partition(" AS ")
+            base, _, alias = re.sub(
+                r"\$\{(\w+)\}", lambda match: defaults[match[1]], value
+            ).partition(" AS ")
             current = found[alias] = Stage(alias, base)
         elif current is not None and name != "COMMENT":
             current.steps.append((name, value))
@@ -81,11 +87,15 @@ def environment(name: str, found: Mapping[str, Stage] | None = None) -> dict[str
 
 
 def let_through(path: str) -> bool:
-    """Whether .dockerignore lets ``path``, relative to the repository, into the build. The last line that fits decides."""
+    """Whether .dockerignore lets ``path``, relative to the repository, into the build.
+
+    The last line that fits decides.
+    """
     verdict = True
     for line in IGNORED.read_text().splitlines():
         if line and not line.startswith("#"):
-            pattern, kept = line.removeprefix("!"), line.startswith("!")
+            pattern = line.removeprefix("!")
+            kept = line.startswith("!")
             parents = [str(parent) for parent in (Path(path), *Path(path).parents)]
             if any(fnmatch.fnmatch(parent, pattern.removeprefix("**/")) for parent in parents) or (
                 pattern.startswith("**/") and Path(pattern).name in Path(path).parts
@@ -95,8 +105,11 @@ def let_through(path: str) -> bool:
 
 
 class Builder:
-    """Builds stages as folders in ``folder``. ``base`` is the folder of the image that the others begin with; ``around`` are
-    bwrap's further arguments for every step (mounts), ``variables`` is what it adds to every step's environment."""
+    """Builds stages as folders in ``folder``.
+
+    ``base`` is the folder of the image that the others begin with; ``around`` are bwrap's further
+    arguments for every step (mounts), ``variables`` is what it adds to every step's environment.
+    """
 
     def __init__(
         self,
@@ -107,8 +120,11 @@ class Builder:
         around: Sequence[str] = (),
         variables: Mapping[str, str] | None = None,
     ) -> None:
-        self.folder, self.base, self.arguments = folder, base, dict(arguments)
-        self.around, self.variables = list(around), dict(variables or {})
+        self.folder = folder
+        self.base = base
+        self.arguments = dict(arguments)
+        self.around = list(around)
+        self.variables = dict(variables or {})
         self.stages = stages()
         self.seconds: dict[str, float] = {}
 
@@ -140,8 +156,11 @@ class Builder:
                 self.seconds[f"{name}: {value[:60]}"] = time.monotonic() - began
         return draft.rename(root)
 
-    def run(self, name: str, command: Sequence[str], variables: Mapping[str, str] | None = None) -> str:
-        """What ``command`` prints in the built stage ``name``, as its user, its file system read-only."""
+    def run(
+        self, name: str, command: Sequence[str], variables: Mapping[str, str] | None = None
+    ) -> str:
+        """What ``command`` prints in the built stage ``name``, as its user, its file system
+        read-only."""
         user, where = self._after(name)
         variables = {**environment(name, self.stages), **(variables or {})}
         return self._step(self.folder / name, where, user, variables, command, readonly=True)
@@ -159,7 +178,9 @@ class Builder:
         *sources, target = [part for part in value.split() if not part.startswith("--")]
         into = root / (target if target.startswith("/") else f"{where}/{target}").lstrip("/")
         for source in sources:
-            origin = self.build(flags["from"]) / source.lstrip("/") if "from" in flags else ROOT / source
+            origin = (
+                self.build(flags["from"]) / source.lstrip("/") if "from" in flags else ROOT / source
+            )
             if "from" not in flags and not let_through(source):
                 raise FileNotFoundError(f"COPY {source}: .dockerignore keeps it out of the build")
             place = into / origin.name if target.endswith("/") else into
@@ -172,17 +193,38 @@ class Builder:
             if "chmod" in flags:
                 place.chmod(int(flags["chmod"], 8))
 
-    def _run(self, root: Path, where: str, user: str, variables: Mapping[str, str], script: str) -> None:
+    def _run(
+        self, root: Path, where: str, user: str, variables: Mapping[str, str], script: str
+    ) -> None:
         self._step(root, where, user, variables, ["/bin/sh", "-c", script], readonly=False)
 
     def _step(
-        self, root: Path, where: str, user: str, variables: Mapping[str, str], command: Sequence[str], *, readonly: bool
+        self,
+        root: Path,
+        where: str,
+        user: str,
+        variables: Mapping[str, str],
+        command: Sequence[str],
+        *,
+        readonly: bool,
     ) -> str:
         given = {**variables, **self.variables}
         bwrap = ["bwrap", "--die-with-parent", "--unshare-pid", "--clearenv", "--cap-add", "ALL"]
         bwrap += [part for key, value in given.items() for part in ("--setenv", key, value)]
         bwrap += ["--ro-bind" if readonly else "--bind", str(root), "/", *self.around]
-        bwrap += ["--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--tmpfs", "/tmp", "--chdir", where, "--"]
+        bwrap += [
+            "--proc",
+            "/proc",
+            "--dev",
+            "/dev",
+            "--perms",
+            "1777",
+            "--tmpfs",
+            "/tmp",
+            "--chdir",
+            where,
+            "--",
+        ]
         privileges = [] if user.startswith("0") else as_user(user)
         done = subprocess.run([*bwrap, *privileges, *command], capture_output=True, text=True)
         if done.returncode:

@@ -1,4 +1,5 @@
-"""The commands of compose/README.md, in order, each executed in the shell that a person would have who types them all."""
+"""The commands of compose/README.md, in order, each executed in the shell that a person would have
+who types them all."""
 
 from __future__ import annotations
 
@@ -34,21 +35,27 @@ def commands(page: str) -> Iterator[Command]:
 
 
 class Shell:
-    """A person's shell: the folder and the variables that a command sets are there for the next one."""
+    """A person's shell: the folder and the variables that a command sets are there for the next
+    one."""
 
     def __init__(self, folder: Path, state: Path, names: list[str]) -> None:
         """``names`` of the variables to keep; ``state``: a folder to keep them in."""
-        self._state, self._names = state, names
+        self._state = state
+        self._names = names
         state.mkdir()
         (state / "variables").touch()
         (state / "folder").write_text(str(folder))
 
     def run(self, command: str, seconds: float) -> tuple[int, str, str]:
-        """Exit code, standard output and standard error. A command that takes too long has exit code 124."""
+        """Exit code, standard output and standard error.
+
+        A command that takes too long has exit code 124.
+        """
         script = (
-            f'cd "$(cat {self._state}/folder)"\nsource {self._state}/variables\n{command}\nstatus=$?\n'
-            f"declare -p {' '.join(self._names)} > {self._state}/variables 2>/dev/null\n"
-            f"pwd > {self._state}/folder\nexit $status\n"
+            f'cd "$(cat {self._state}/folder)"\nsource '
+            f"{self._state}/variables\n{command}\nstatus=$?\n"
+            f"declare -p {' '.join(self._names)} > {self._state}/variables 2>/dev/null\npwd > "
+            f"{self._state}/folder\nexit $status\n"
         )
         shell = ["timeout", "--kill-after=30", str(seconds), "bash", "-o", "pipefail", "-c", script]
         done = subprocess.run(shell, stdin=subprocess.DEVNULL, capture_output=True, text=True)
@@ -62,7 +69,10 @@ def variables(lines: list[Command]) -> list[str]:
 
 
 def until(condition: Callable[[], T], seconds: float, what: str) -> T:
-    """The first true value of ``condition()``. Raises AssertionError, with its last value or error, when it is late."""
+    """The first true value of ``condition()``.
+
+    Raises AssertionError, with its last value or error, when it is late.
+    """
     deadline = time.monotonic() + seconds
     while True:
         try:

@@ -1,4 +1,5 @@
-"""What runs: the containers of the stack by ``docker``, and its API and Prometheus by HTTP, as a person on the machine."""
+"""What runs: the containers of the stack by ``docker``, and its API and Prometheus by HTTP, as a
+person on the machine."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ class Container:
         return docker("exec", self.name, *command, check=False)
 
     def kill(self) -> None:
-        """Kill its first process, as the kernel does when memory is short; the engine then starts the container again."""
+        """Kill its first process, as the kernel does when memory is short; the engine then starts
+        the container again."""
         psutil.Process(self.shown["State"]["Pid"]).kill()
 
     def logs(self) -> str:
@@ -51,8 +53,12 @@ class Container:
 
 
 def docker(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(["docker", *arguments], capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    assert not check or done.returncode == 0, f"docker {' '.join(arguments)}\n{done.stdout}{done.stderr}"
+    done = subprocess.run(
+        ["docker", *arguments], capture_output=True, text=True, stdin=subprocess.DEVNULL
+    )
+    assert not check or done.returncode == 0, (
+        f"docker {' '.join(arguments)}\n{done.stdout}{done.stderr}"
+    )
     return done
 
 
@@ -60,7 +66,8 @@ class Stack:
     """The project ``name``, whose files and secrets lie in ``home``."""
 
     def __init__(self, name: str, home: Path) -> None:
-        self.name, self.home = name, home
+        self.name = name
+        self.home = home
         self.outputs: dict[str, str] = {}  # of the page's commands
         self.kept: dict[str, str] = {}  # ids of the containers that were healthy after the start
         port = os.environ.get
@@ -68,12 +75,15 @@ class Stack:
         self.prometheus = f"http://127.0.0.1:{port('PROMETHEUS_PORT', '9090')}"
 
     def compose(self, *arguments: str) -> str:
-        done = subprocess.run(["docker", "compose", *arguments], cwd=self.home, capture_output=True, text=True)
+        done = subprocess.run(
+            ["docker", "compose", *arguments], cwd=self.home, capture_output=True, text=True
+        )
         assert done.returncode == 0, f"docker compose {' '.join(arguments)}\n{done.stderr}"
         return done.stdout
 
     def containers(self, service: str = "") -> list[Container]:
-        """Those of one service, or all; the ended ones too, but not those of ``docker compose run``."""
+        """Those of one service, or all; the ended ones too, but not those of ``docker compose
+        run``."""
         label = f"label=com.docker.compose.project={self.name}"
         ids = docker("ps", "--all", "--quiet", "--filter", label).stdout.split()
         found = json.loads(docker("inspect", *ids).stdout) if ids else []
@@ -83,7 +93,10 @@ class Stack:
             for each, labels in marked
             if labels.get("com.docker.compose.oneoff") != "True"
         ]
-        return sorted((each for each in containers if service in ("", each.service)), key=lambda each: each.name)
+        return sorted(
+            (each for each in containers if service in ("", each.service)),
+            key=lambda each: each.name,
+        )
 
     def container(self, service: str) -> Container:
         [container] = self.containers(service)
@@ -101,10 +114,15 @@ class Stack:
     def secret(self, name: str) -> str:
         return (self.home / "secrets" / name).read_text().strip()
 
-    def ask(self, path: str, *, method: str = "GET", body: Any = None, token: str | None = None) -> tuple[int, Any]:
+    def ask(
+        self, path: str, *, method: str = "GET", body: Any = None, token: str | None = None
+    ) -> tuple[int, Any]:
         """Status and answer of the API. ``token`` instead of the admin's; "": none."""
         text = self.secret("token") if token is None else token
-        headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {text}"} if text else {})}
+        headers = {
+            "Content-Type": "application/json",
+            **({"Authorization": f"Bearer {text}"} if text else {}),
+        }
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(f"{self.api}{path}", data, headers, method=method)
         try:
@@ -120,7 +138,9 @@ class Stack:
         assert page["runs"], f"no run is called {name}"
         return page["runs"][0]
 
-    def until_run(self, name: str, condition: Callable[[dict[str, Any]], bool], what: str) -> dict[str, Any]:
+    def until_run(
+        self, name: str, condition: Callable[[dict[str, Any]], bool], what: str
+    ) -> dict[str, Any]:
         def reached() -> dict[str, Any]:
             view = self.run(name)
             if condition(view):

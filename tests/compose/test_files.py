@@ -1,5 +1,5 @@
-"""The stack's files keep what compose/README.md promises, and are what their readers take: compose's schema, a Dockerfile
-linter, the versions that the project allows."""
+"""The stack's files keep what compose/README.md promises, and are what their readers take:
+compose's schema, a Dockerfile linter, the versions that the project allows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from packaging.version import Version
 
 from tests.compose.sandbox import ROOT
 
-pytest.importorskip("dockerfile_parse", reason="dockerfile-parse is not installed; pip install -e '.[dev]'")
+pytest.importorskip(
+    "dockerfile_parse", reason="dockerfile-parse is not installed; pip install -e '.[dev]'"
+)
 
 from tests.compose.image import let_through, stages
 from tests.compose.services import FOLDER, in_bytes, load, ports
@@ -37,20 +39,29 @@ def tool(name: str) -> list[str]:
 
 
 def test_compose_yaml_is_valid_by_the_compose_specification() -> None:
-    command = [*tool("check-jsonschema"), "--builtin-schema", "vendor.compose-spec", str(FOLDER / "compose.yaml")]
+    command = [
+        *tool("check-jsonschema"),
+        "--builtin-schema",
+        "vendor.compose-spec",
+        str(FOLDER / "compose.yaml"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
 
 def test_the_schema_is_one_that_refuses(tmp_path: Path) -> None:
     wrong = tmp_path / "compose.yaml"
-    wrong.write_text((FOLDER / "compose.yaml").read_text().replace("read_only: true", "readonly: true"))
+    wrong.write_text(
+        (FOLDER / "compose.yaml").read_text().replace("read_only: true", "readonly: true")
+    )
     command = [*tool("check-jsonschema"), "--builtin-schema", "vendor.compose-spec", str(wrong)]
     assert subprocess.run(command, capture_output=True).returncode != 0
 
 
 def test_the_dockerfile_has_nothing_for_a_linter_to_say() -> None:
-    done = subprocess.run([*tool("hadolint"), str(FOLDER / "Dockerfile")], capture_output=True, text=True)
+    done = subprocess.run(
+        [*tool("hadolint"), str(FOLDER / "Dockerfile")], capture_output=True, text=True
+    )
     assert (done.returncode, done.stdout) == (0, "")
 
 
@@ -59,7 +70,8 @@ def test_the_scripts_are_posix_shell() -> None:
         subprocess.run(["sh", "-n", str(FOLDER / script)], check=True)
 
 
-# --- every service ---------------------------------------------------------------------------------------------------
+# --- every service
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", SERVICES)
@@ -98,7 +110,8 @@ def test_an_older_engine_takes_the_health_check(name: str) -> None:
 @pytest.mark.parametrize("name", SERVICES)
 def test_a_service_that_stays_has_a_health_check_and_is_started_again(name: str) -> None:
     spec = SERVICES[name]
-    ends = spec["restart"].startswith("on-failure")  # tokens, model, demo: they do one thing and end
+    # tokens, model, demo: they do one thing and end
+    ends = spec["restart"].startswith("on-failure")
     assert spec["restart"] in ("unless-stopped", "on-failure:3", "no")
     if ends or spec["restart"] == "no":
         assert spec["healthcheck"] == {"disable": True}
@@ -109,7 +122,8 @@ def test_a_service_that_stays_has_a_health_check_and_is_started_again(name: str)
 
 @pytest.mark.parametrize("name", SERVICES)
 def test_what_a_service_names_is_there(name: str, tmp_path: Path) -> None:
-    spec, whole = SERVICES[name], load()
+    spec = SERVICES[name]
+    whole = load()
     for mount in spec.get("volumes", []):
         source = mount.split(":")[0]
         assert (FOLDER / source).exists() if source.startswith(".") else source in whole["volumes"]
@@ -117,7 +131,8 @@ def test_what_a_service_names_is_there(name: str, tmp_path: Path) -> None:
     assert set(spec.get("secrets", [])) <= set(whole["secrets"])
     assert set(spec.get("networks", [])) <= set(whole["networks"])
     for other, how in spec.get("depends_on", {}).items():
-        assert how.keys() == {"condition"}  # an optional one makes `up` with a profile replace the container
+        # an optional one makes `up` with a profile replace the container
+        assert how.keys() == {"condition"}
         awaited = how["condition"] == "service_healthy"
         assert awaited == ("test" in whole["services"][other]["healthcheck"])
 
@@ -131,7 +146,9 @@ def test_an_agent_has_memory_to_share_and_no_way_out() -> None:
     """64 MiB, what a container has by default, is the arena of one run."""
     agent = SERVICES["agent"]
     assert in_bytes(agent["shm_size"]) >= 2**30
-    assert in_bytes(agent["deploy"]["resources"]["limits"]["memory"]) >= 2 * in_bytes(agent["shm_size"])
+    assert in_bytes(agent["deploy"]["resources"]["limits"]["memory"]) >= 2 * in_bytes(
+        agent["shm_size"]
+    )
     assert [load()["networks"][network] for network in agent["networks"]] == [{"internal": True}]
 
 
@@ -143,7 +160,8 @@ def test_the_index_forgets_nothing() -> None:
     assert 1.5 * in_bytes(settings["maxmemory"].removesuffix("b")) <= limit
 
 
-# --- secrets ---------------------------------------------------------------------------------------------------------
+# --- secrets
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -168,7 +186,9 @@ def test_the_secrets_of_setup_are_private(folder: Path) -> None:
     assert not any(text.strip() in done.stdout + done.stderr for text in made.values())
 
 
-def test_setup_again_changes_nothing_and_elsewhere_makes_others(folder: Path, tmp_path: Path) -> None:
+def test_setup_again_changes_nothing_and_elsewhere_makes_others(
+    folder: Path, tmp_path: Path
+) -> None:
     subprocess.run([folder / "setup"], check=True, capture_output=True)
     first = {path.name: path.read_text() for path in (folder / "secrets").iterdir()}
     again = subprocess.run([folder / "setup"], check=True, capture_output=True, text=True)
@@ -181,29 +201,47 @@ def test_setup_again_changes_nothing_and_elsewhere_makes_others(folder: Path, tm
 
 
 def test_no_secret_is_tracked_or_sent_to_the_build() -> None:
-    tracked = subprocess.run(["git", "ls-files", "compose"], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert not [path for path in tracked.stdout.split() if "secrets" in path or path.endswith(".env")]
-    ignored = subprocess.run(["git", "check-ignore", "compose/secrets/token", "compose/.env"], cwd=ROOT)
+    tracked = subprocess.run(
+        ["git", "ls-files", "compose"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert not [
+        path for path in tracked.stdout.split() if "secrets" in path or path.endswith(".env")
+    ]
+    ignored = subprocess.run(
+        ["git", "check-ignore", "compose/secrets/token", "compose/.env"], cwd=ROOT
+    )
     assert ignored.returncode == 0
-    assert not any(let_through(path) for path in ("compose/secrets/token", "compose/.env", "runs/x", ".git/config"))
+    assert not any(
+        let_through(path)
+        for path in ("compose/secrets/token", "compose/.env", "runs/x", ".git/config")
+    )
     for spec in SERVICES.values():
         for name, value in spec.get("environment", {}).items():
-            assert not re.search("PASSWORD|TOKEN|SECRET|_INDEX", name) or value.startswith("/run/secrets/")
+            assert not re.search("PASSWORD|TOKEN|SECRET|_INDEX", name) or value.startswith(
+                "/run/secrets/"
+            )
 
 
-def test_the_entrypoint_puts_a_secret_in_the_environment_and_says_when_it_cannot(tmp_path: Path) -> None:
+def test_the_entrypoint_puts_a_secret_in_the_environment_and_says_when_it_cannot(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "url").write_text("redis://:a b$c@redis\n")
     entry = str(FOLDER / "entrypoint.sh")
     given = {"PATH": "/usr/bin:/bin", "ASYNCDOCK_INDEX_FILE": str(tmp_path / "url")}
-    done = subprocess.run([entry, "printenv", "ASYNCDOCK_INDEX"], env=given, capture_output=True, text=True)
+    done = subprocess.run(
+        [entry, "printenv", "ASYNCDOCK_INDEX"], env=given, capture_output=True, text=True
+    )
     assert done.stdout == "redis://:a b$c@redis\n"
     given["ASYNCDOCK_INDEX_FILE"] = "/nowhere"
-    done = subprocess.run([entry, "printenv", "ASYNCDOCK_INDEX"], env=given, capture_output=True, text=True)
+    done = subprocess.run(
+        [entry, "printenv", "ASYNCDOCK_INDEX"], env=given, capture_output=True, text=True
+    )
     assert done.returncode == 2
     assert "compose/setup" in done.stderr
 
 
-# --- the image -------------------------------------------------------------------------------------------------------
+# --- the image
+# --------------------------------------------------------------------------------------------------
 
 
 def test_the_image_is_of_two_stages_without_root_and_without_what_builds() -> None:
@@ -217,7 +255,9 @@ def test_the_image_is_of_two_stages_without_root_and_without_what_builds() -> No
     }
     assert final.last("USER") == "10001:10001" == SERVICES["api"]["user"]
     assert [value for name, value in final.steps if name == "COPY" and "--from=build" in value]
-    assert "pip uninstall" in final.last("RUN") or any("pip uninstall" in value for name, value in final.steps)
+    assert "pip uninstall" in final.last("RUN") or any(
+        "pip uninstall" in value for name, value in final.steps
+    )
     assert final.last("HEALTHCHECK")
     assert final.command("ENTRYPOINT")
     steps = [step for stage in found.values() for step in stage.steps]
@@ -226,7 +266,9 @@ def test_the_image_is_of_two_stages_without_root_and_without_what_builds() -> No
         for name, value in steps
         if name == "ADD" or (re.search(r"https?://|apt-get|curl|wget", value) and name == "RUN")
     ]
-    assert all("--no-deps" in value for name, value in steps if name == "RUN" and "pip install" in value)
+    assert all(
+        "--no-deps" in value for name, value in steps if name == "RUN" and "pip install" in value
+    )
 
 
 def test_the_image_begins_what_compose_begins_by_itself() -> None:
@@ -234,7 +276,8 @@ def test_the_image_begins_what_compose_begins_by_itself() -> None:
     assert command[:2] == SERVICES["api"]["command"][:2] == ["asyncdock", "serve"]
     assert stages()["asyncdock"].command("ENTRYPOINT") == ["asyncdock-entrypoint"]
     built = {name: spec["build"]["target"] for name, spec in OURS.items() if "build" in spec}
-    assert built == {"tokens": "asyncdock", "model": "model"}  # an image that two services build is two images
+    # an image that two services build is two images
+    assert built == {"tokens": "asyncdock", "model": "model"}
     with (ROOT / "pyproject.toml").open("rb") as file:
         version = tomllib.load(file)["project"]["version"]
     assert {spec["image"].split(":")[1] for spec in OURS.values()} == {version}
@@ -252,11 +295,14 @@ def test_the_image_has_every_requirement_in_a_version_that_we_allow() -> None:
     versions = pinned("requirements.txt")
     for requirement in map(Requirement, project["dependencies"]):
         assert versions[canonicalize_name(requirement.name)] in requirement.specifier
-    assert versions["torch"].local == "cpu"  # pip then refuses the build that brings gigabytes of CUDA
+    # pip then refuses the build that brings gigabytes of CUDA
+    assert versions["torch"].local == "cpu"
     assert not set(versions) & set(pinned("requirements-model.txt"))
 
 
-@pytest.mark.parametrize("recipe", sorted((FOLDER / "recipes").glob("*.toml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "recipe", sorted((FOLDER / "recipes").glob("*.toml")), ids=lambda path: path.stem
+)
 def test_the_recipes_of_the_stack_are_whole(recipe: Path) -> None:
     with recipe.open("rb") as file:
         parsed: dict[str, Any] = tomllib.load(file)

@@ -1,5 +1,5 @@
-"""What Prometheus and Grafana are given is what they take: Prometheus by its own promtool, Grafana by what its provisioning
-and its panels need, as no Grafana is in Debian's packages."""
+"""What Prometheus and Grafana are given is what they take: Prometheus by its own promtool, Grafana
+by what its provisioning and its panels need, as no Grafana is in Debian's packages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
-pytest.importorskip("dockerfile_parse", reason="dockerfile-parse is not installed; pip install -e '.[dev]'")
+pytest.importorskip(
+    "dockerfile_parse", reason="dockerfile-parse is not installed; pip install -e '.[dev]'"
+)
 
 from tests.compose.services import FOLDER, load
 
@@ -45,7 +47,11 @@ def test_promtool_takes_configuration_and_rules(tmp_path: Path) -> None:
 def test_each_alert_fires_for_what_it_is_for_and_no_sooner() -> None:
     tests = Path(__file__).parent / "alerts.test.yml"
     promtool("test", "rules", str(tests))
-    alerts = {rule["alert"] for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]}
+    alerts = {
+        rule["alert"]
+        for group in yaml.safe_load(RULES.read_text())["groups"]
+        for rule in group["rules"]
+    }
     quiet: set[str] = set()
     fires: set[str] = set()
     for test in yaml.safe_load(tests.read_text())["tests"]:
@@ -57,14 +63,22 @@ def test_each_alert_fires_for_what_it_is_for_and_no_sooner() -> None:
 def test_prometheus_asks_the_api_where_it_listens() -> None:
     jobs = {
         job["job_name"]: job
-        for job in yaml.safe_load((FOLDER / "prometheus/prometheus.yml").read_text())["scrape_configs"]
+        for job in yaml.safe_load((FOLDER / "prometheus/prometheus.yml").read_text())[
+            "scrape_configs"
+        ]
     }
-    listening = next(part for part in load()["services"]["api"]["command"] if part.startswith("--listen="))
-    assert jobs["asyncdock"]["static_configs"][0]["targets"] == [f"api:{listening.rpartition(':')[2]}"]
+    listening = next(
+        part for part in load()["services"]["api"]["command"] if part.startswith("--listen=")
+    )
+    assert jobs["asyncdock"]["static_configs"][0]["targets"] == [
+        f"api:{listening.rpartition(':')[2]}"
+    ]
     secret = Path(jobs["asyncdock"]["authorization"]["credentials_file"])
     assert secret.parent == Path("/run/secrets")
     assert secret.name in load()["services"]["prometheus"]["secrets"]
-    assert set(load()["services"]["api"]["networks"]) & set(load()["services"]["prometheus"]["networks"])
+    assert set(load()["services"]["api"]["networks"]) & set(
+        load()["services"]["prometheus"]["networks"]
+    )
 
 
 def panels(dashboard: dict[str, Any]) -> list[dict[str, Any]]:
@@ -74,15 +88,20 @@ def panels(dashboard: dict[str, Any]) -> list[dict[str, Any]]:
 def test_grafana_finds_its_data_source_and_its_dashboard() -> None:
     service = load()["services"]["grafana"]
     mounted = {
-        place: source for source, place, _ in (mount.split(":") for mount in service["volumes"] if ":ro" in mount)
+        place: source
+        for source, place, _ in (mount.split(":") for mount in service["volumes"] if ":ro" in mount)
     }
     provisioning = FOLDER / mounted["/etc/grafana/provisioning"]
-    [source] = yaml.safe_load((provisioning / "datasources/prometheus.yaml").read_text())["datasources"]
+    [source] = yaml.safe_load((provisioning / "datasources/prometheus.yaml").read_text())[
+        "datasources"
+    ]
     assert source["url"] == "http://prometheus:9090"
     assert source["type"] == "prometheus"
     assert source["isDefault"]
     assert set(service["networks"]) & set(load()["services"]["prometheus"]["networks"])
-    [provider] = yaml.safe_load((provisioning / "dashboards/asyncdock.yaml").read_text())["providers"]
+    [provider] = yaml.safe_load((provisioning / "dashboards/asyncdock.yaml").read_text())[
+        "providers"
+    ]
     folder = FOLDER / mounted[provider["options"]["path"]]
     assert [path.name for path in folder.iterdir()] == ["asyncdock.json"]
     home = Path(service["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"])

@@ -1,5 +1,6 @@
-"""compose/README.md is a page that ``make compose-check`` can follow: each command stands in a block, and each section that
-has commands has something to hold after them. The check itself says what is lacking, and its shell is a person's."""
+"""compose/README.md is a page that ``make compose-check`` can follow: each command stands in a
+block, and each section that has commands has something to hold after them. The check itself says
+what is lacking, and its shell is a person's."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("dockerfile_parse", reason="dockerfile-parse is not installed; pip install -e '.[dev]'")
+pytest.importorskip(
+    "dockerfile_parse", reason="dockerfile-parse is not installed; pip install -e '.[dev]'"
+)
 
 from tests.compose.check import Report, missing
 from tests.compose.expected import AFTER
@@ -39,7 +42,10 @@ def test_a_command_of_the_page_is_good_bash() -> None:
 
 
 def test_commands_are_read_by_section_and_line() -> None:
-    page = "# T\n```bash\nno\n```\n## A\n```bash\na=1   # x\n# only this\n\nb \\\n  c\n```\n```json\n{}\n```\n## B\n"
+    page = (
+        "# T\n```bash\nno\n```\n## A\n```bash\na=1   # x\n# only this\n\nb \\\n  "
+        "c\n```\n```json\n{}\n```\n## B\n"
+    )
     assert list(commands(page)) == [Command("A", "a=1   # x"), Command("A", "b    c")]
 
 
@@ -48,7 +54,11 @@ def test_the_shell_keeps_folder_and_variables_and_tells_failures(tmp_path: Path)
     shell = Shell(tmp_path, tmp_path / "state", ["word", "never_set"])
     assert shell.run("cd inner", 60) == (0, "", "")
     assert shell.run("word='two  words $(x)'", 60) == (0, "", "")
-    assert shell.run('printf "%s" "$word"; pwd', 60) == (0, f"two  words $(x){tmp_path}/inner\n", "")
+    assert shell.run('printf "%s" "$word"; pwd', 60) == (
+        0,
+        f"two  words $(x){tmp_path}/inner\n",
+        "",
+    )
     assert shell.run("false | cat", 60)[0] == 1
     assert shell.run("sleep 60", 0.1)[0] == 124
     assert shell.run('printf "%s" "$word"', 60)[1] == "two  words $(x)"
@@ -78,7 +88,14 @@ def test_until_says_what_it_saw_last() -> None:
 def test_two_checks_in_one_folder_are_one_too_many(tmp_path: Path) -> None:
     if os.getuid() != 0 or missing(own=True):
         pytest.skip("; ".join(missing(own=True)))
-    command = [sys.executable, "-m", "tests.compose.check", "--local-bases", "--folder", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.compose.check",
+        "--local-bases",
+        "--folder",
+        str(tmp_path),
+    ]
     with (tmp_path / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -89,8 +106,17 @@ def test_two_checks_in_one_folder_are_one_too_many(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("options", [[], ["--local-bases"]])
 def test_what_is_not_installed_is_named_with_its_fix(tmp_path: Path, options: list[str]) -> None:
-    command = [sys.executable, "-m", "tests.compose.check", "--folder", str(tmp_path / "check"), *options]
-    done = subprocess.run(command, cwd=ROOT, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "tests.compose.check",
+        "--folder",
+        str(tmp_path / "check"),
+        *options,
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, env={"PATH": str(tmp_path)}, capture_output=True, text=True
+    )
     assert done.returncode == 1
     for line in ("docker: apt install docker.io", "debootstrap: apt install debootstrap"):
         assert line in done.stderr

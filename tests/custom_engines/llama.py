@@ -1,8 +1,10 @@
-"""Somebody else's rollout engine: a Llama in numpy, in a process of its own that knows a run by its HTTP interface alone.
+"""Somebody else's rollout engine: a Llama in numpy, in a process of its own that knows a run by its
+HTTP interface alone.
 
     python llama.py http://127.0.0.1:8765 RUN WORKER
 
-It imports nothing of AsyncDock and no torch. What it is asked for by number (heads, rope) is that of the `tiny` model.
+It imports nothing of AsyncDock and no torch. What it is asked for by number (heads, rope) is that
+of the `tiny` model.
 """
 
 import json
@@ -16,20 +18,33 @@ import numpy as np
 from safetensors.numpy import load, save
 
 BINARY = "application/octet-stream"
-HEADS, KV_HEADS, THETA, EPSILON = 4, 2, 10000.0, 1e-6
+HEADS = 4
+KV_HEADS = 2
+THETA = 10000.0
+EPSILON = 1e-6
 
 
 def call(url, method, body=None, accept="application/json"):
     """The answer to a request, read; a server that is not there now is asked again."""
-    kind, data = (BINARY, body) if isinstance(body, bytes) else ("application/json", json.dumps(body).encode())
+    kind, data = (
+        (BINARY, body)
+        if isinstance(body, bytes)
+        else ("application/json", json.dumps(body).encode())
+    )
     headers = {"Accept": accept} | ({"Content-Type": kind} if body is not None else {})
-    request = urllib.request.Request(url, data if body is not None else None, headers, method=method)
+    request = urllib.request.Request(
+        url, data if body is not None else None, headers, method=method
+    )
     deadline = time.monotonic() + 60
     while True:
         try:
             with urllib.request.urlopen(request, timeout=90) as answer:
                 read = answer.read()
-                return json.loads(read) if answer.headers.get_content_type() == "application/json" else read
+                return (
+                    json.loads(read)
+                    if answer.headers.get_content_type() == "application/json"
+                    else read
+                )
         except urllib.error.HTTPError:
             raise
         except OSError:
@@ -52,8 +67,12 @@ def logits(w, ids):
         out = []
         for head in range(HEADS):
             shared = head // (HEADS // KV_HEADS)
-            mine, theirs = slice(head * size, (head + 1) * size), slice(shared * size, (shared + 1) * size)
-            scores = turned(q[:, mine], cos, sin) @ turned(k[:, theirs], cos, sin).T / np.sqrt(size) + future
+            mine = slice(head * size, (head + 1) * size)
+            theirs = slice(shared * size, (shared + 1) * size)
+            scores = (
+                turned(q[:, mine], cos, sin) @ turned(k[:, theirs], cos, sin).T / np.sqrt(size)
+                + future
+            )
             weights = np.exp(scores - scores.max(1, keepdims=True))
             out.append(weights / weights.sum(1, keepdims=True) @ v[:, theirs])
         x = x + np.concatenate(out, 1) @ w[at + "self_attn.o_proj.weight"].T
@@ -75,7 +94,8 @@ def turned(x, cos, sin):
 
 def respond(weights, prompt, sampling, random):
     """Tokens, their logprobs, and whether they were cut off."""
-    ids, logprobs = list(prompt), []
+    ids = list(prompt)
+    logprobs = []
     while len(logprobs) < sampling["max_tokens"]:
         row = logits(weights, np.array(ids)).astype(np.float64) / sampling["temperature"]
         row -= row.max() + np.log(np.exp(row - row.max()).sum())
@@ -93,7 +113,10 @@ def ragged(name, rows, dtype):
 
 
 def main(server, run, worker):
-    here, version, weights, random = f"{server}/v1/runs/{run}", -1, {}, np.random.default_rng()
+    here = f"{server}/v1/runs/{run}"
+    version = -1
+    weights = {}
+    random = np.random.default_rng()
     while True:
         try:
             newest = call(f"{here}/weights?after={version}&wait={0 if weights else 30}", "GET")
@@ -103,15 +126,33 @@ def main(server, run, worker):
                 version = newest["version"]
                 told = {"worker": worker, "version": version, "exposed": time.monotonic() - began}
                 call(f"{here}/weights/notify", "POST", told)
-            asked = {"stage": "rollout", "worker": worker, "count": 2, "version": version, "wait": 5}
-            got = call(f"{here}/experience/get", "POST", asked if weights else {**asked, "version": 0}, BINARY)
-            told = json.loads(json.loads(got[8 : 8 + int.from_bytes(got[:8], "little")])["__metadata__"]["asyncdock"])
+            asked = {
+                "stage": "rollout",
+                "worker": worker,
+                "count": 2,
+                "version": version,
+                "wait": 5,
+            }
+            got = call(
+                f"{here}/experience/get",
+                "POST",
+                asked if weights else {**asked, "version": 0},
+                BINARY,
+            )
+            told = json.loads(
+                json.loads(got[8 : 8 + int.from_bytes(got[:8], "little")])["__metadata__"][
+                    "asyncdock"
+                ]
+            )
             if told["over"]:
                 return
             if told["token"] is None:
                 continue
-            columns, rows = load(got), told["rows"]
-            prompts = [columns["prompt_ids"][a:b] for a, b in pairwise(columns["prompt_ids.offsets"])]
+            columns = load(got)
+            rows = told["rows"]
+            prompts = [
+                columns["prompt_ids"][a:b] for a, b in pairwise(columns["prompt_ids.offsets"])
+            ]
             made = [respond(weights, prompt, told["sampling"], random) for prompt in prompts]
             for group in sorted({row["group"] for row in rows}):
                 at = [i for i, row in enumerate(rows) if row["group"] == group]

@@ -1,4 +1,5 @@
-"""A train engine for recipes whose last rank is killed in collective calls, in one after the other."""
+"""A train engine for recipes whose last rank is killed in collective calls, in one after the
+other."""
 
 from __future__ import annotations
 
@@ -16,12 +17,13 @@ from stages.parallel.layout import RankCoordinates
 
 
 class Deaths(TorchDispatchMode):
-    """Kills this process as it begins its second call of the first of ``calls`` in which none has been killed yet.
-    ``folder`` has a file for each death."""
+    """Kills this process as it begins its second call of the first of ``calls`` in which none has
+    been killed yet. ``folder`` has a file for each death."""
 
     def __init__(self, calls: list[str], folder: Path) -> None:
         super().__init__()
-        self._counts, self._folder = Counter[str](), folder
+        self._counts = Counter[str]()
+        self._folder = folder
         self._next = next((call for call in calls if not (folder / call).exists()), "")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -33,7 +35,9 @@ class Deaths(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def dying(recipe: Any, *, ranks: RankCoordinates, meeting: Any, calls: list[str], folder: str) -> TrainEngine:
+def dying(
+    recipe: Any, *, ranks: RankCoordinates, meeting: Any, calls: list[str], folder: str
+) -> TrainEngine:
     engine = _torch_train(recipe, ranks, meeting)
     if ranks.rank == ranks.world - 1:
         plain = engine.train_batch

@@ -53,7 +53,8 @@ class Watched:
     """A run being executed, with all of its events so far."""
 
     def __init__(self, run: Run) -> None:
-        self.run, self.events = run, list[Event]()
+        self.run = run
+        self.events = list[Event]()
         self.stop = asyncio.Event()
         self.changed = asyncio.Condition()
 
@@ -78,8 +79,10 @@ class Watched:
 
 
 def assert_documented(event: Event) -> None:
-    """The event is as the REST contract describes it, with nothing in it that is not named there but a step's metrics."""
-    model, data = MODELS[event.kind], {"time": event.time, **finite(event.data)}
+    """The event is as the REST contract describes it, with nothing in it that is not named there
+    but a step's metrics."""
+    model = MODELS[event.kind]
+    data = {"time": event.time, **finite(event.data)}
     model.model_validate(data)
     assert event.kind == "step" or set(data) <= set(model.model_fields), (event.kind, data)
 

@@ -1,4 +1,7 @@
-"""Reward functions of the tests' runs. Importing this imports nothing else: each process of rewards does it anew."""
+"""Reward functions of the tests' runs.
+
+Importing this imports nothing else: each process of rewards does it anew.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,8 @@ BAD = "hb="  # the prompt whose reward is too large for a gradient
 
 
 def early_letters(completions: list[str], **_: Any) -> list[float]:
-    """The share of characters from the first half of the alphabet: a model that knows nothing has something to learn from
-    in every group."""
+    """The share of characters from the first half of the alphabet: a model that knows nothing has
+    something to learn from in every group."""
     return [sum(character < "n" for character in text) / max(1, len(text)) for text in completions]
 
 
@@ -26,7 +29,9 @@ def parity(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [float(len(ids) % 2) for ids in completion_ids]
 
 
-def judged(completion_ids: list[list[int]], length: list[float], twice: list[list[int]]) -> list[float]:
+def judged(
+    completion_ids: list[list[int]], length: list[float], twice: list[list[int]]
+) -> list[float]:
     assert [2 * len(ids) for ids in completion_ids] == [len(row) for row in twice]
     assert length == [3.0 * len(ids) for ids in completion_ids]
     return [value % 2 for value in length]
@@ -37,9 +42,13 @@ def short(length: list[float]) -> list[float]:
 
 
 def overflowing(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
-    """Rewards of 2e37 for one prompt: every number is finite until the gradient's norm overflows float32."""
+    """Rewards of 2e37 for one prompt: every number is finite until the gradient's norm overflows
+    float32."""
     scores = early_letters(completions)
-    return [score * (2e37 if prompt == BAD else 1) for prompt, score in zip(prompts, scores, strict=True)]
+    return [
+        score * (2e37 if prompt == BAD else 1)
+        for prompt, score in zip(prompts, scores, strict=True)
+    ]
 
 
 def poisoned(prompts: list[str], completions: list[str], **_: Any) -> list[float]:

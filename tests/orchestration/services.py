@@ -1,4 +1,5 @@
-"""A service without its REST server, for tests: an index, agents as processes, and what became of its runs."""
+"""A service without its REST server, for tests: an index, agents as processes, and what became of
+its runs."""
 
 from __future__ import annotations
 
@@ -37,29 +38,38 @@ class Service:
     """What runs in ``data``, by an index of its own there or at ``url``."""
 
     def __init__(self, data: Path, url: str = "") -> None:
-        self.data, self.url, self.own = data, url, not url
+        self.data = data
+        self.url = url
+        self.own = not url
         self.agents: list[subprocess.Popen[bytes]] = []
         self.registry: Registry
 
     def start_agent(
         self, runs: int = 1, data: Path | None = None, prefix: Sequence[str] = ()
     ) -> subprocess.Popen[bytes]:
-        """``asyncdock agent``, as a person starts it, by the command ``prefix``: then with all of it in the namespaces that
-        the prefix makes."""
+        """``asyncdock agent``, as a person starts it, by the command ``prefix``: then with all of
+        it in the namespaces that the prefix makes."""
         data = data or self.data
         data.mkdir(exist_ok=True)
         program = [sys.executable, "-P", "-m", "api.cli.main"] if prefix else asyncdock()
         command = [*prefix, *program, "agent", "--data", str(data), "--runs", str(runs)]
-        env = {**os.environ, "PYTHONPATH": str(ROOT), **({} if self.own else {INDEX_VARIABLE: self.url})}
+        env = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            **({} if self.own else {INDEX_VARIABLE: self.url}),
+        }
         with (data / "agent.log").open("ab") as log:
-            agent = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, env=env)
+            agent = subprocess.Popen(
+                command, stdout=log, stderr=log, start_new_session=True, env=env
+            )
         self.agents.append(agent)
         return agent
 
     @asynccontextmanager
     async def working(self, runs: int = 1) -> AsyncGenerator[Agent, None]:
         """An agent in this process, which starts sooner."""
-        agent, stop = Agent(self.url, self.data, runs, forks=forks()), asyncio.Event()
+        agent = Agent(self.url, self.data, runs, forks=forks())
+        stop = asyncio.Event()
         task = asyncio.create_task(agent.run(stop))
         try:
             yield agent
@@ -68,8 +78,10 @@ class Service:
             await task
 
     async def agent_works(self) -> None:
-        """Wait until all started agents have reported that they hold its folder. Trying its lock here could take it
-        from one that is starting."""
+        """Wait until all started agents have reported that they hold its folder.
+
+        Trying its lock here could take it from one that is starting.
+        """
         async with asyncio.timeout(SECONDS):
             while (self.data / "agent.log").read_bytes().count(b"agent works") < len(self.agents):
                 await self.registry.wait("", 0.2)  # no event reports it
@@ -84,9 +96,16 @@ class Service:
         return (await self.registry.submit(recipe))[0].id
 
     async def until(
-        self, run: str, condition: Callable[[RunRecord], bool], timeout: float = SECONDS, never: Collection[str] = ()
+        self,
+        run: str,
+        condition: Callable[[RunRecord], bool],
+        timeout: float = SECONDS,
+        never: Collection[str] = (),
     ) -> RunRecord:
-        """Wait until ``condition`` holds for the run. Its state must not be one of ``never`` meanwhile."""
+        """Wait until ``condition`` holds for the run.
+
+        Its state must not be one of ``never`` meanwhile.
+        """
         marker = ""
         async with asyncio.timeout(timeout):
             while not condition(record := await self.registry.get(run)):
@@ -95,13 +114,17 @@ class Service:
         return record
 
     async def ended(self, run: str) -> RunRecord:
-        return await self.until(run, lambda record: record.state in ENDED and record.ended is not None)
+        return await self.until(
+            run, lambda record: record.state in ENDED and record.ended is not None
+        )
 
     async def steps(self, run: str, count: int) -> None:
         """Wait until so many steps of the run are reported."""
         await self.wait_for_event(run, "step", lambda data: data["step"] >= count - 1)
 
-    async def wait_for_event(self, run: str, kind: str, condition: Callable[[dict[str, Any]], bool]) -> Event:
+    async def wait_for_event(
+        self, run: str, kind: str, condition: Callable[[dict[str, Any]], bool]
+    ) -> Event:
         index = Index(self.url, run)
         try:
             async with asyncio.timeout(SECONDS):
@@ -124,7 +147,8 @@ class Service:
                 marker = await self.registry.wait(marker, 0.2)
 
     async def lapse(self, run: str) -> None:
-        """End the lease of the run now, instead of waiting for the seconds that its runner had left."""
+        """End the lease of the run now, instead of waiting for the seconds that its runner had
+        left."""
         held, _ = await self.held(run)
         assert await self.registry.renew(run, held.token, held.process, 0)
 
@@ -141,21 +165,27 @@ class Service:
 
 
 def told_once(found: list[Event], events: list[Event]) -> None:
-    """``found``, of a run's files, has each of its ``events`` once and in order; but of syncs, ledgers and turns, which are
-    thinned, it has sums and the newest ones, some with ids of their own."""
+    """``found``, of a run's files, has each of its ``events`` once and in order; but of syncs,
+    ledgers and turns, which are thinned, it has sums and the newest ones, some with ids of their
+    own."""
     ids = {event.id for event in events}
     whole = [(event.id, event.kind) for event in events if event.kind not in THINNED]
-    assert [(event.id, event.kind) for event in found if event.kind not in THINNED and event.id in ids] == whole
+    assert [
+        (event.id, event.kind) for event in found if event.kind not in THINNED and event.id in ids
+    ] == whole
     assert {event.kind for event in found if event.id not in ids} <= {*THINNED, "stage"}
     ledgers = [event.data for event in events if event.kind == "ledger"]
     assert [event.data for event in found if event.kind == "ledger"][-1:] == ledgers[-1:]
-    loaded, kept = (sum(event.data["bytes"] for event in of if event.kind == "sync") for of in (events, found))
+    loaded, kept = (
+        sum(event.data["bytes"] for event in of if event.kind == "sync") for of in (events, found)
+    )
     assert loaded == kept
 
 
 @asynccontextmanager
 async def serving(data: Path, url: str = "") -> AsyncGenerator[Service, None]:
-    """A service; at the end all of its runs and processes are ended, and none may have been left by them."""
+    """A service; at the end all of its runs and processes are ended, and none may have been left by
+    them."""
     own = None if url else ServiceIndex(data)
     service = Service(data, url)
     if own is not None:
@@ -187,7 +217,8 @@ async def serving(data: Path, url: str = "") -> AsyncGenerator[Service, None]:
             await asyncio.to_thread(own.stop)
     async with asyncio.timeout(30):
         for record in runs:
-            for pid in processes_of(record.id):  # a runner that has reported its end is about to exit
+            # a runner that has reported its end is about to exit
+            for pid in processes_of(record.id):
                 await Process.of(pid).wait()
     for left in shared_memory(data):  # of runs that this has ended itself
         shutil.rmtree(left)

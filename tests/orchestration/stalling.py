@@ -21,7 +21,9 @@ class PausedEngine(MockRolloutEngine):
 
     once: Path
 
-    async def load_weights(self, version: int, weights: Mapping[str, torch.Tensor], **how: Any) -> SwapTimes:
+    async def load_weights(
+        self, version: int, weights: Mapping[str, torch.Tensor], **how: Any
+    ) -> SwapTimes:
         times = await super().load_weights(version, weights, **how)
         if version >= 2 and not self.once.exists():
             self.once.touch()
@@ -36,13 +38,14 @@ def paused(recipe: Any, *, version: int, weights: Path | None, once: str) -> Pau
     return engine
 
 
-LONG_GROUP, LONG_FACTOR = 6, 100
+LONG_GROUP = 6
+LONG_FACTOR = 100
 
 
 @dataclass(frozen=True)
 class Visit:
-    """What a worker was asked for of a response: at most ``budget`` tokens (0: all of them) after the ``begun`` ones; and
-    what it will make."""
+    """What a worker was asked for of a response: at most ``budget`` tokens (0: all of them) after
+    the ``begun`` ones; and what it will make."""
 
     group: int
     place: int
@@ -53,15 +56,20 @@ class Visit:
 
 
 class LongTailedEngine(MockRolloutEngine):
-    """The first response of group LONG_GROUP has LONG_FACTOR times the median length. ``visits`` are those of all engines
-    of this process."""
+    """The first response of group LONG_GROUP has LONG_FACTOR times the median length.
+
+    ``visits`` are those of all engines of this process.
+    """
 
     visits: ClassVar[list[Visit]] = []
 
     def _row(self, request: GroupRequest, place: int, stream: Any) -> Any:
         row = self._long_tailed(request, place, stream)
-        made, is_cut = row.tokens - row.begun, row.finish_reason == "cut"
-        self.visits.append(Visit(request.group, place, row.begun, request.params.budget, made, is_cut))
+        made = row.tokens - row.begun
+        is_cut = row.finish_reason == "cut"
+        self.visits.append(
+            Visit(request.group, place, row.begun, request.params.budget, made, is_cut)
+        )
         return row
 
     def _long_tailed(self, request: GroupRequest, place: int, stream: Any) -> Any:
@@ -71,9 +79,12 @@ class LongTailedEngine(MockRolloutEngine):
             row.length = row.tokens = LONG_FACTOR * int(self._options.median_tokens)
             row.finish_reason = "stop"
             if budget and row.begun + budget < row.length:
-                row.tokens, row.finish_reason = row.begun + budget, "cut"
+                row.tokens = row.begun + budget
+                row.finish_reason = "cut"
         return row
 
 
 def long_tailed(recipe: Any, *, version: int, weights: Path | None) -> LongTailedEngine:
-    return LongTailedEngine(MockRolloutOptions(time_scale=0.01, median_tokens=20, row_rate=200), version=version)
+    return LongTailedEngine(
+        MockRolloutOptions(time_scale=0.01, median_tokens=20, row_rate=200), version=version
+    )

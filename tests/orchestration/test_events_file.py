@@ -1,4 +1,5 @@
-"""metrics.jsonl on a disk that is full for a while, with torn lines, and with ids that go on after all before."""
+"""metrics.jsonl on a disk that is full for a while, with torn lines, and with ids that go on after
+all before."""
 
 from __future__ import annotations
 
@@ -23,13 +24,16 @@ from pipeline.index.embedded import EmbeddedIndex
 
 
 def event(number: int, kind: str = "step") -> Event:
-    return Event(f"{number}-0", float(number), kind, {"version": number, "step": number, "metrics": {}})
+    return Event(
+        f"{number}-0", float(number), kind, {"version": number, "step": number, "metrics": {}}
+    )
 
 
 @contextlib.contextmanager
 def disk(patch: pytest.MonkeyPatch, room: int) -> Iterator[None]:
     """A disk with ``room`` bytes left: it takes a part of what is written, and then refuses."""
-    write, left = os.write, [room]
+    write = os.write
+    left = [room]
 
     def refusing(file: int, data: Any) -> int:
         if not left[0]:
@@ -56,7 +60,12 @@ def test_a_full_disk_tears_no_line_and_loses_no_event_once_it_has_room(
             for line in path.read_bytes().splitlines(keepends=True):
                 assert line.endswith(b"\n"), "no part of a line is there"
                 json.loads(line)
-            for part in (str(path), "No space left on device", "are needed, and its disk has", "free room there"):
+            for part in (
+                str(path),
+                "No space left on device",
+                "are needed, and its disk has",
+                "free room there",
+            ):
                 assert part in file.refused
         file.event(event(7))
         assert file.refused == ""
@@ -78,7 +87,9 @@ def test_events_that_no_room_came_for_are_reported_and_a_limit_ends_the_waiting(
     assert (tmp_path / METRICS).read_bytes() == b""
 
 
-def test_torn_lines_are_named_and_change_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_torn_lines_are_named_and_change_nothing_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / METRICS
     with MetricsFile(path) as file:
         for number in range(1, 7):
@@ -102,7 +113,11 @@ def test_torn_lines_are_named_and_change_nothing_else(tmp_path: Path, capsys: py
 def test_a_file_that_a_full_disk_does_not_take_is_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "recipe.json"
     write_private(path, "before")
-    refused = pytest.raises(OSError, match=rf"{path} cannot be written .*: 2 KiB are needed, and its disk has")
+    refused = pytest.raises(
+        OSError,
+        match=rf"{path} cannot be written .*: 2 KiB are needed, and "
+        rf"its disk has",
+    )
     with refused, replacing(path, 2048) as partial:
         partial.write_text("half of")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -129,6 +144,8 @@ async def test_ids_go_on_after_those_of_before_where_the_clock_is_behind(tmp_pat
             await index.continue_events("99999999999999-99")
             await index.transition(["starting"], "running")
             (last,) = await index.events(found[-1], timeout=10.0)
-            assert order(last.id) == (99999999999999, 10), "a stream that is there counts on by itself"
+            assert order(last.id) == (99999999999999, 10), (
+                "a stream that is there counts on by itself"
+            )
     finally:
         server.stop()

@@ -11,7 +11,9 @@ from orchestration import logs
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_a_traceback_shows_no_variables(terminal: bool, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_traceback_shows_no_variables(
+    terminal: bool, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     def connect(password: str) -> None:
         raise RuntimeError("no answer")
 

@@ -37,7 +37,9 @@ def holding(path: Path) -> Iterator[int]:
         "print('held', flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", program, str(path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "held\n"
         yield other.pid
@@ -48,7 +50,9 @@ def holding(path: Path) -> Iterator[int]:
 
 @pytest.mark.parametrize("inside", [(), ("server.lock",), ("runs", "notes.txt"), ("cache",)])
 @pytest.mark.parametrize("before", [0o755, 0o750, 0o777, 0o701])
-def test_a_services_folder_is_taken_from_others(tmp_path: Path, inside: tuple[str, ...], before: int) -> None:
+def test_a_services_folder_is_taken_from_others(
+    tmp_path: Path, inside: tuple[str, ...], before: int
+) -> None:
     folder = tmp_path / "data"
     folder.mkdir()
     for name in inside:
@@ -73,17 +77,27 @@ def test_a_folder_of_other_things_is_left_as_it_is(tmp_path: Path) -> None:
     """A home, /tmp: taking it from others would break what is theirs."""
     (tmp_path / "public_html").mkdir()
     tmp_path.chmod(0o755)
-    with pytest.raises(NotPrivate, match=r"has mode 755.*not a service's; give a folder of its own.*chmod 700"):
+    with pytest.raises(
+        NotPrivate,
+        match=r"has mode 755.*not a service's; give a folder of its "
+        r"own.*chmod 700",
+    ):
         private_folder(tmp_path)
     assert mode(tmp_path) == 0o755
     tmp_path.chmod(0o700)
     private_folder(tmp_path)  # no other user can access it
 
 
-def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_another_user_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     user = os.geteuid()
     monkeypatch.setattr(private.os, "geteuid", lambda: user + 1)
-    with pytest.raises(NotPrivate, match=rf"belongs to user {user}.*runs as user {user + 1}.*--data .*/service"):
+    with pytest.raises(
+        NotPrivate,
+        match=rf"belongs to user {user}.*runs as user "
+        rf"{user + 1}.*--data .*/service",
+    ):
         private_folder(tmp_path)
 
 
@@ -97,7 +111,11 @@ def test_what_another_user_has_put_into_an_open_folder_is_not_trusted(
     if (tmp_path / "service.json").stat().st_uid == 0:
         monkeypatch.setattr(private.os, "geteuid", lambda: 12345)
         monkeypatch.setattr(type(tmp_path), "stat", _owned_by(12345))
-    with pytest.raises(NotPrivate, match=r"others may write to .*'service\.json' in it belongs to user"):
+    with pytest.raises(
+        NotPrivate,
+        match=r"others may write to .*'service\.json' in it belongs to "
+        r"user",
+    ):
         private_folder(tmp_path)
 
 
@@ -146,7 +164,10 @@ def test_a_containers_secret_whose_mode_cannot_be_changed_is_not_reported(tmp_pa
     secret = tmp_path / "token"
     secret.write_text("secret")
     secret.chmod(0o644)
-    program = "import sys; from pathlib import Path; from orchestration.private_files import read_by_others\n"
+    program = (
+        "import sys; from pathlib import Path; from orchestration.private_files import "
+        "read_by_others\n"
+    )
     program += "print([read_by_others(Path(path)) != '' for path in sys.argv[1:]])"
     mounted = ["bwrap", "--bind", "/", "/", "--dev", "/dev", "--ro-bind", str(secret), str(secret)]
     outside = tmp_path / "other"
@@ -167,14 +188,18 @@ def test_a_lock_that_is_held_is_waited_for_aloud_and_not_for_ever(
     with holding(tmp_path / "service.lock") as pid:
         began = time.monotonic()
         with pytest.raises(
-            Locked, match=rf"service\.lock: process {pid} \(.*python.*\) holds this lock.*0\.6 s; end"
+            Locked,
+            match=rf"service\.lock: process {pid} \(.*python.*\) holds this lock.*0\.6 s; "
+            rf"end",
         ) as held:
             ServiceIndex(tmp_path).start()
         assert time.monotonic() - began >= 0.6
         assert held.value.process == pid
         assert not (tmp_path / "index").exists()
     written = capsys.readouterr()
-    line = next(line for line in (written.out + written.err).splitlines() if "waiting for a lock" in line)
+    line = next(
+        line for line in (written.out + written.err).splitlines() if "waiting for a lock" in line
+    )
     assert str(pid) in line
     assert "service.lock" in line
 
@@ -191,7 +216,8 @@ def test_a_lock_is_had_as_soon_as_it_is_free(tmp_path: Path) -> None:
 
 
 def test_what_can_be_no_lock_file_is_refused_at_once(tmp_path: Path) -> None:
-    """In a folder that others could write to: a link would have another file emptied, a pipe would be waited for."""
+    """In a folder that others could write to: a link would have another file emptied, a pipe would
+    be waited for."""
     (tmp_path / "precious").write_text("precious")
     (tmp_path / "link").symlink_to(tmp_path / "precious")
     os.mkfifo(tmp_path / "pipe")

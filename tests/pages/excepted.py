@@ -1,4 +1,7 @@
-"""What no test executes as it stands on a page, by name. Each says why, and what executes it instead."""
+"""What no test executes as it stands on a page, by name.
+
+Each says why, and what executes it instead.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,16 @@ from pathlib import Path
 
 from tests.pages.page import ROOT, Block
 
-DOCKER = "Docker: `make compose-check` executes it where Docker is, tests/compose all but the containers"
-MEASURED = "a measurement of minutes to hours; tests/benchmarks/test_commands.py reads its arguments"
+DOCKER = (
+    "Docker: `make compose-check` executes it where Docker is, tests/compose all but the containers"
+)
+MEASURED = (
+    "a measurement of minutes to hours; tests/benchmarks/test_commands.py reads its arguments"
+)
 # By the beginning of a command.
 COMMANDS = {
-    "asyncdock pairs runs/tiny-1-0": "a run of the measurement above it; tests/test_plain_install.py executes it",
+    "asyncdock pairs "
+    "runs/tiny-1-0": "a run of the measurement above it; tests/test_plain_install.py executes it",
     "make bounds": "an hour, a package index and 7 GB for each environment",
     "make compose-check": DOCKER,
     "make demo": "ten minutes and a package index; it is `asyncdock run quickstart`",
@@ -22,7 +30,8 @@ COMMANDS = {
 WHOLE = {
     "compose/README.md": DOCKER,
     "docs/measurements/gpu.md": "a CUDA GPU",
-    "docs/two-machines.md": "a second machine; tests/orchestration/run/test_hosts.py executes it in two networks",
+    "docs/two-machines.md": "a second machine; tests/orchestration/run/test_hosts.py executes it "
+    "in two networks",
 }
 # On the pages of docs/measurements.
 MEASUREMENT = re.compile(r"(sudo )?python -m benchmarks\.")

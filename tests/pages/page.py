@@ -11,7 +11,8 @@ fence              what it is
 ``text``           a picture, or an output. Directly below a program or commands: exactly what these print
 =================  ==================================================================================================
 
-A file's name is its first line, as a comment; where a format has no comments, the end of the paragraph above: `name`:
+A file's name is its first line, as a comment; where a format has no comments, the end of the
+paragraph above: `name`:
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class Block:
 
     @property
     def commands(self) -> list[str]:
-        """The commands of a shell, each in one line, without the variables that are set before it."""
+        """The commands of a shell, each in one line, without the variables that are set before
+        it."""
         if self.kind not in ("bash", "console"):
             return []
         lines = self.shell.replace("\\\n", " ").splitlines()

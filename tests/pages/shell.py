@@ -1,10 +1,11 @@
-"""A page as a reader works through it: one folder, one shell, a home of its own, the commands of this environment.
+"""A page as a reader works through it: one folder, one shell, a home of its own, the commands of
+this environment.
 
     unshare (network, processes, mounts of its own) ── bash: page.sh, then block after block ──▶ exit code, errors
                                                         └── a shell for each terminal of its own
 
-Nothing that stands on the page is changed. All pages take the default ports, each in its own network, and what a page
-leaves behind ends with its processes' namespace, after it has been found.
+Nothing that stands on the page is changed. All pages take the default ports, each in its own
+network, and what a page leaves behind ends with its processes' namespace, after it has been found.
 """
 
 from __future__ import annotations
@@ -54,14 +55,17 @@ def missing() -> str:
 
 def clone(folder: Path) -> None:
     """The files of the repository that git has, as a clone has them."""
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     for name in filter(None, listed.stdout.split("\0")):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
 
 
 def script(page: Path, chosen: list[Block], made: Path) -> str:
-    """The commands that execute ``chosen``, whose files are written to ``made``, the reader's folder beside it."""
+    """The commands that execute ``chosen``, whose files are written to ``made``, the reader's
+    folder beside it."""
     steps = []
     for number, block in enumerate(chosen):
         path = made / f"{block.line}.sh"
@@ -87,18 +91,25 @@ def script(page: Path, chosen: list[Block], made: Path) -> str:
 
 
 def environment(page: Path, made: Path, home: Path, patience: int) -> dict[str, str]:
-    """A new user's, with this environment's commands. Ray leaves its workers the priority of the tests."""
+    """A new user's, with this environment's commands.
+
+    Ray leaves its workers the priority of the tests.
+    """
     foreign = ("ASYNCDOCK_", "PYTHON", "RAY_", "VIRTUAL_", "XDG_")
     user = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
-    shared = {name: value for name, value in os.environ.items() if name == "ASYNCDOCK_SHARED_MEMORY"}
+    shared = {
+        name: value for name, value in os.environ.items() if name == "ASYNCDOCK_SHARED_MEMORY"
+    }
     own = {"HOME": str(home), "PATH": f"{BIN}:{user['PATH']}", "RAY_worker_niceness": "0"}
     where = {"page": page.name, "blocks": str(made), "patience": str(patience)}
     return {**user, **shared, **own, **where}
 
 
-def execute(page: Path, chosen: list[Block], folder: Path, timeout: float, patience: int = 60) -> tuple[int, str]:
-    """Exit code and errors of the blocks ``chosen`` of ``page``, one after the other, below ``folder``. Their processes
-    may take ``patience`` seconds to end."""
+def execute(
+    page: Path, chosen: list[Block], folder: Path, timeout: float, patience: int = 60
+) -> tuple[int, str]:
+    """Exit code and errors of the blocks ``chosen`` of ``page``, one after the other, below
+    ``folder``. Their processes may take ``patience`` seconds to end."""
     made, home, here = (folder / name for name in ("blocks", "home", "here"))
     for each in (made, home, here):
         each.mkdir()

@@ -41,7 +41,9 @@ def params() -> list[object]:
     for page in PAGES:
         if any(block.runs for block in chosen(page)):
             name = str(page.relative_to(ROOT))
-            found.append(pytest.param(page, id=name, marks=[pytest.mark.pages] if name in LONG else []))
+            found.append(
+                pytest.param(page, id=name, marks=[pytest.mark.pages] if name in LONG else [])
+            )
     return found
 
 
@@ -49,7 +51,9 @@ def params() -> list[object]:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("page", params())
 def test_a_page_runs_in_order_as_it_stands(page: Path, tmp_path: Path) -> None:
-    if lacking := [name for name in PROGRAMS if f"`{name}`" in needs(page) and not shutil.which(name)]:
+    if lacking := [
+        name for name in PROGRAMS if f"`{name}`" in needs(page) and not shutil.which(name)
+    ]:
         pytest.skip(f"{', '.join(lacking)} not installed")
     code, errors = execute(page, chosen(page), tmp_path, timeout=1740)
     assert code == 0, errors
@@ -100,13 +104,25 @@ def outcome(text: str, folder: Path) -> tuple[int, str]:
     [
         ("", "", ""),
         ("word=world", "false", "page.md, the block of line 21: false: exit code 1"),
-        ("echo $word", "echo $word | grep moon | cat", "page.md, the block of line 25: cat: exit code 1"),
+        (
+            "echo $word",
+            "echo $word | grep moon | cat",
+            "page.md, the block of line 25: cat: exit code 1",
+        ),
         ("```text\nhello", "```text\nhullo", "-hullo\n+hello"),
         ("```text\nworld", "```text\nword", "-word\n+world"),
         ("echo $word", "sleep 600 &\necho $word", "left over:\n/proc/"),
         ("print(WORD)", "print(word)", "NameError: name 'word' is not defined"),
     ],
-    ids=["right", "exit code", "pipe", "output of a program", "output of a command", "left over", "program"],
+    ids=[
+        "right",
+        "exit code",
+        "pipe",
+        "output of a program",
+        "output of a command",
+        "left over",
+        "program",
+    ],
 )
 def test_a_page_that_is_wrong_is_found(right: str, wrong: str, error: str, tmp_path: Path) -> None:
     code, errors = outcome(PAGE.replace(right, wrong), tmp_path)

@@ -16,7 +16,8 @@ class Plan(StalenessPlan):
     """
 
     def admissible(self, version: int) -> int:
-        """How many groups may have been admitted in all once ``version`` is published: groups 0 .. this - 1."""
+        """How many groups may have been admitted in all once ``version`` is published: groups 0 ..
+        this - 1."""
         return (version + self.slack + 1) * self.groups_per_step
 
     def required_version(self, group: int) -> int:
@@ -27,7 +28,9 @@ class Plan(StalenessPlan):
         """Whether a rollout engine that has loaded ``version`` may begin ``group``."""
         return group < self.admissible(version)
 
-    def pick(self, oldest: int, ready: Collection[int], passed: Collection[int] = ()) -> list[int] | None:
+    def pick(
+        self, oldest: int, ready: Collection[int], passed: Collection[int] = ()
+    ) -> list[int] | None:
         """See :func:`windowed_pick`."""
         return windowed_pick(oldest, ready, self.groups_per_step, self.window, passed)
 
@@ -35,11 +38,13 @@ class Plan(StalenessPlan):
 def windowed_pick(
     oldest: int, ready: Collection[int], groups: int, window: int, passed: Collection[int] = ()
 ) -> list[int] | None:
-    """The groups of the next step, in admission order, or None while there are not ``groups`` of them to take.
+    """The groups of the next step, in admission order, or None while there are not ``groups`` of
+    them to take.
 
-    ``oldest`` is the oldest unconsumed group, ``ready`` the complete ones, ``passed`` those after ``oldest`` that are
-    already consumed. Group q may be taken only while q < (oldest group not yet taken) + ``window``; taking the smallest
-    first moves that anchor as far as it can go, so if any choice of ``groups`` exists, this finds one.
+    ``oldest`` is the oldest unconsumed group, ``ready`` the complete ones, ``passed`` those after
+    ``oldest`` that are already consumed. Group q may be taken only while q < (oldest group not yet
+    taken) + ``window``; taking the smallest first moves that anchor as far as it can go, so if any
+    choice of ``groups`` exists, this finds one.
 
     >>> windowed_pick(0, [1, 2, 3], groups=2, window=3)
     [1, 2]

@@ -1,4 +1,5 @@
-"""What writers and readers of samples rely on: bits come back, nothing is cast, a refusal names its column."""
+"""What writers and readers of samples rely on: bits come back, nothing is cast, a refusal names its
+column."""
 
 from __future__ import annotations
 
@@ -43,13 +44,19 @@ def write(schema: Schema, rows: Any, block_id: int = 1) -> BlockView:
 
 
 class Shelf:
-    """An arena that writes go into one after the other. ``take`` reads rows, given as (write, slot), in the order asked."""
+    """An arena that writes go into one after the other.
+
+    ``take`` reads rows, given as (write, slot), in the order asked.
+    """
 
     def __init__(self, schema: Schema, nbytes: int = 1 << 18) -> None:
-        self.schema, self.memory, self.end = schema, memoryview(bytearray(b"\xa5" * nbytes)), 0
+        self.schema = schema
+        self.memory = memoryview(bytearray(b"\xa5" * nbytes))
+        self.end = 0
 
     def write(self, rows: Any) -> tuple[int, int]:
-        packed, place = pack(self.schema, rows), self.end
+        packed = pack(self.schema, rows)
+        place = self.end
         self.end += packed.nbytes
         packed.write_into(self.memory[place : self.end], place + 1)
         return place, place + 1
@@ -68,18 +75,30 @@ class Shelf:
 def whole(schema: Schema, view: BlockView, name: str) -> Any:
     """A block's column: dense, or the list of its rows."""
     packed = view.column(name)
-    return packed.values.view(view.rows, *schema[name].shape) if packed.offsets is None else packed.jagged().unbind()
+    return (
+        packed.values.view(view.rows, *schema[name].shape)
+        if packed.offsets is None
+        else packed.jagged().unbind()
+    )
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+    return (
+        tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+    )
 
 
 def values(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
     """Every bit pattern may occur, NaNs with payloads included."""
     count = math.prod(shape) * dtype.itemsize
-    raw = np.random.default_rng(seed).integers(0, 2 if dtype == torch.bool else 256, count, dtype=np.uint8)
-    return torch.frombuffer(bytearray(raw), dtype=dtype).view(shape) if count else torch.empty(shape, dtype=dtype)
+    raw = np.random.default_rng(seed).integers(
+        0, 2 if dtype == torch.bool else 256, count, dtype=np.uint8
+    )
+    return (
+        torch.frombuffer(bytearray(raw), dtype=dtype).view(shape)
+        if count
+        else torch.empty(shape, dtype=dtype)
+    )
 
 
 # ── what is written comes back ──
@@ -88,7 +107,11 @@ def values(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_comes_back_bit_for_bit(dtype: torch.dtype) -> None:
     schema = Schema(
-        [Column.scalar("scalar", dtype), Column.fixed("fixed", dtype, [3, 2]), Column.ragged("ragged", dtype)]
+        [
+            Column.scalar("scalar", dtype),
+            Column.fixed("fixed", dtype, [3, 2]),
+            Column.ragged("ragged", dtype),
+        ]
     )
     ragged = [values(dtype, n, seed=n) for n in (3, 0, 1, 7)]
     rows = {"scalar": values(dtype, 4), "fixed": values(dtype, 4, 3, 2), "ragged": ragged}
@@ -100,17 +123,24 @@ def test_every_dtype_comes_back_bit_for_bit(dtype: torch.dtype) -> None:
     assert [bits(row) for row in whole(schema, view, "ragged")] == [bits(row) for row in ragged]
 
 
-ragged_rows = st.lists(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=5), min_size=1, max_size=6)
+ragged_rows = st.lists(
+    st.lists(st.integers(-(2**63), 2**63 - 1), max_size=5), min_size=1, max_size=6
+)
 
 
 @settings(max_examples=60, deadline=None)
 @given(ids=ragged_rows, data=st.data())
 def test_any_rows_come_back_in_any_order_asked(ids: list[list[int]], data: st.DataObject) -> None:
-    """One write may be read row by row, mixed with rows of another write, in any order, with repeats."""
+    """One write may be read row by row, mixed with rows of another write, in any order, with
+    repeats."""
     count = len(ids)
     rewards = data.draw(st.lists(st.floats(width=32), min_size=count, max_size=count))
     texts = data.draw(
-        st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=6), min_size=count, max_size=count)
+        st.lists(
+            st.text(st.characters(exclude_categories=["Cs"]), max_size=6),
+            min_size=count,
+            max_size=count,
+        )
     )
     rows = {
         "ids": [torch.tensor(row, dtype=torch.int64) for row in ids],
@@ -119,8 +149,11 @@ def test_any_rows_come_back_in_any_order_asked(ids: list[list[int]], data: st.Da
         "answer": texts,
     }
     shelf = Shelf(SCHEMA)
-    first, second = shelf.write(rows), shelf.write(dict(reversed(rows.items())))
-    asked = data.draw(st.lists(st.tuples(st.sampled_from([first, second]), st.integers(0, count - 1)), min_size=1))
+    first = shelf.write(rows)
+    second = shelf.write(dict(reversed(rows.items())))
+    asked = data.draw(
+        st.lists(st.tuples(st.sampled_from([first, second]), st.integers(0, count - 1)), min_size=1)
+    )
     out = shelf.take(["answer", "scores", "ids", "reward"], asked)
     order = [slot for _, slot in asked]
     assert [row.tolist() for row in out["ids"].jagged().unbind()] == [ids[slot] for slot in order]
@@ -132,20 +165,36 @@ def test_any_rows_come_back_in_any_order_asked(ids: list[list[int]], data: st.Da
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_long_and_short_rows_come_together_bit_for_bit(dtype: torch.dtype) -> None:
-    """Long rows are copied as they are, short ones gathered by element; columns of a write may be fewer than another's."""
+    """Long rows are copied as they are, short ones gathered by element; columns of a write may be
+    fewer than another's."""
     schema = Schema(
-        [Column.scalar("first", torch.int8), Column.ragged("row", dtype), Column.fixed("fixed", dtype, [3])]
+        [
+            Column.scalar("first", torch.int8),
+            Column.ragged("row", dtype),
+            Column.fixed("fixed", dtype, [3]),
+        ]
     )
     for longest in (40, 4000):
-        shelf, rows, asked = Shelf(schema, 1 << 20), [], []
+        shelf = Shelf(schema, 1 << 20)
+        rows = []
+        asked = []
         for i in range(12):
             rows.append(values(dtype, longest * (i % 3), seed=i))
             given = {"row": [values(dtype, 5), rows[-1]], "fixed": values(dtype, 2, 3, seed=i)}
-            asked.append((shelf.write({"first": torch.zeros(2, dtype=torch.int8), **given} if i % 2 else given), 1))
+            asked.append(
+                (
+                    shelf.write(
+                        {"first": torch.zeros(2, dtype=torch.int8), **given} if i % 2 else given
+                    ),
+                    1,
+                )
+            )
         out = shelf.take(["row", "fixed"], asked[::-1])
         assert bits(out["row"].values) == b"".join(bits(row) for row in rows[::-1])
         assert out["row"].lengths().tolist() == [len(row) for row in rows[::-1]]
-        assert bits(out["fixed"].values) == b"".join(bits(values(dtype, 2, 3, seed=i)[1]) for i in reversed(range(12)))
+        assert bits(out["fixed"].values) == b"".join(
+            bits(values(dtype, 2, 3, seed=i)[1]) for i in reversed(range(12))
+        )
 
 
 @settings(deadline=None)
@@ -153,7 +202,8 @@ def test_long_and_short_rows_come_together_bit_for_bit(dtype: torch.dtype) -> No
 def test_rows_from_several_places_come_in_the_order_asked(lengths: list[int], random: Any) -> None:
     rows = [torch.arange(n) + 10 * i for i, n in enumerate(lengths)]
     home = [random.randint(0, 2) for _ in rows]
-    ragged, dense = [], []
+    ragged = []
+    dense = []
     for place in set(home):
         at = np.array([i for i, h in enumerate(home) if h == place])
         offsets = torch.tensor([0, *(len(rows[i]) for i in at)]).cumsum(0)
@@ -161,37 +211,52 @@ def test_rows_from_several_places_come_in_the_order_asked(lengths: list[int], ra
         dense.append((at, Packed(torch.tensor([[i, -i] for i in at]).view(-1), None)))
     out = in_order(ragged, len(rows))
     assert [row.tolist() for row in out.jagged().unbind()] == [row.tolist() for row in rows]
-    assert in_order(dense, len(rows)).values.tolist() == [v for i in range(len(rows)) for v in (i, -i)]
+    assert in_order(dense, len(rows)).values.tolist() == [
+        v for i in range(len(rows)) for v in (i, -i)
+    ]
 
 
 def test_ragged_rows_can_be_had_packed_padded_and_jagged() -> None:
     shelf = Shelf(SCHEMA)
-    at = shelf.write({"ids": [torch.tensor([1, 2, 3]), torch.tensor([], dtype=torch.int64), torch.tensor([4])]})
+    at = shelf.write(
+        {"ids": [torch.tensor([1, 2, 3]), torch.tensor([], dtype=torch.int64), torch.tensor([4])]}
+    )
     ids = shelf.take(["ids"], [(at, slot) for slot in range(3)])["ids"]
     assert (ids.values.tolist(), ids.offsets.tolist()) == ([1, 2, 3, 4], [0, 3, 3, 4])  # type: ignore[union-attr]
     assert ids.padded(-1).tolist() == [[1, 2, 3], [-1, -1, -1], [4, -1, -1]]
     assert [row.tolist() for row in ids.jagged().unbind()] == [[1, 2, 3], [], [4]]
 
 
-@pytest.mark.parametrize("as_given", ["jagged", "list", "packed", "slice of a jagged", "TensorDict"])
+@pytest.mark.parametrize(
+    "as_given", ["jagged", "list", "packed", "slice of a jagged", "TensorDict"]
+)
 def test_ragged_columns_are_taken_in_each_form(as_given: str) -> None:
     parts = [torch.tensor([1, 2, 3]), torch.tensor([], dtype=torch.int64), torch.tensor([4])]
     jagged = torch.nested.nested_tensor(parts, layout=torch.jagged)
-    if as_given == "slice of a jagged":  # a window into longer rows: offsets do not tell where rows end
+    # a window into longer rows: offsets do not tell where rows end
+    if as_given == "slice of a jagged":
         wide = torch.tensor([[0, 1, 2, 3], [0, 0, 0, 0], [0, 4, 0, 0]])
-        jagged = torch.nested.narrow(wide, 1, torch.tensor([1, 0, 1]), torch.tensor([3, 0, 1]), layout=torch.jagged)
+        jagged = torch.nested.narrow(
+            wide, 1, torch.tensor([1, 0, 1]), torch.tensor([3, 0, 1]), layout=torch.jagged
+        )
     rows: Any = {"ids": parts if as_given == "list" else jagged}
     if as_given == "packed":
         rows = {"ids": Packed(torch.tensor([1, 2, 3, 4]), torch.tensor([0, 3, 3, 4]))}
     if as_given == "TensorDict":
         rows = TensorDict(rows, batch_size=[3])
-    assert [row.tolist() for row in whole(SCHEMA, write(SCHEMA, rows), "ids")] == [[1, 2, 3], [], [4]]
+    assert [row.tolist() for row in whole(SCHEMA, write(SCHEMA, rows), "ids")] == [
+        [1, 2, 3],
+        [],
+        [4],
+    ]
 
 
 def test_what_a_reader_got_can_be_written_again() -> None:
     """A stage may pass on, as it is, what it was given."""
     shelf = Shelf(SCHEMA)
-    at = shelf.write({"ids": [torch.tensor([1]), torch.tensor([2, 3])], "reward": torch.tensor([1.0, 2.0])})
+    at = shelf.write(
+        {"ids": [torch.tensor([1]), torch.tensor([2, 3])], "reward": torch.tensor([1.0, 2.0])}
+    )
     read = shelf.take(["ids", "reward"], [(at, 1), (at, 0)])
     again = shelf.write({"ids": read["ids"].jagged(), "reward": read["reward"].values})
     out = shelf.take(["ids", "reward"], [(again, 1), (again, 0)])
@@ -224,14 +289,18 @@ def test_neighbouring_rows_are_views_and_scattered_rows_are_copies() -> None:
     side_by_side = shelf.take(["ids", "reward"], [(at, 1), (at, 2)])
     assert shelf.holds(side_by_side["ids"].values)
     assert shelf.holds(side_by_side["reward"].values)
-    assert [row.tolist() for row in side_by_side["ids"].jagged().unbind()] == [[0, 1, 2], [0, 1, 2, 3]]
+    assert [row.tolist() for row in side_by_side["ids"].jagged().unbind()] == [
+        [0, 1, 2],
+        [0, 1, 2, 3],
+    ]
     scattered = shelf.take(["ids", "reward"], [(at, 2), (at, 1)])
     assert not shelf.holds(scattered["ids"].values)
     assert not shelf.holds(scattered["reward"].values)
 
 
 def test_packing_pads_nothing() -> None:
-    """What a thousand ragged rows need: their own bytes and one offset each, whatever the longest row is."""
+    """What a thousand ragged rows need: their own bytes and one offset each, whatever the longest
+    row is."""
     rows = [torch.zeros(n, dtype=torch.int64) for n in [4096, *[1] * 999]]
     assert pack(SCHEMA, {"ids": rows}).nbytes <= 8 * (4096 + 999) + 8 * 1001 + 3 * 64
 
@@ -258,7 +327,8 @@ def test_a_handle_to_reused_bytes_is_an_error() -> None:
 
 def test_a_column_that_a_row_does_not_have_is_an_error() -> None:
     shelf = Shelf(SCHEMA)
-    without, having = shelf.write({"reward": torch.zeros(2)}), shelf.write({"answer": ["a", "b"]})
+    without = shelf.write({"reward": torch.zeros(2)})
+    having = shelf.write({"answer": ["a", "b"]})
     with pytest.raises(ColumnError, match="'answer': row 0 of this claim does not have it yet"):
         shelf.take(["answer"], [(without, 0)])
     with pytest.raises(ColumnError, match="'answer': row 1 of this claim does not have it yet"):
@@ -269,11 +339,19 @@ def test_a_column_that_a_row_does_not_have_is_an_error() -> None:
 
 def test_values_that_are_not_finite_are_refused_in_finite_columns() -> None:
     schema = Schema(
-        [Column.scalar("reward", torch.float32, finite=True), Column.ragged("kl", torch.float64, finite=True)]
+        [
+            Column.scalar("reward", torch.float32, finite=True),
+            Column.ragged("kl", torch.float64, finite=True),
+        ]
     )
-    with pytest.raises(ColumnError, match="column 'reward': row 1 holds nan; NaN and infinities are refused"):
+    with pytest.raises(
+        ColumnError, match="column 'reward': row 1 holds nan; NaN and infinities are refused"
+    ):
         pack(schema, {"reward": torch.tensor([1.0, math.nan])})
-    rows = [torch.tensor([], dtype=torch.float64), torch.tensor([0.0, math.inf], dtype=torch.float64)]
+    rows = [
+        torch.tensor([], dtype=torch.float64),
+        torch.tensor([0.0, math.inf], dtype=torch.float64),
+    ]
     with pytest.raises(ColumnError, match="column 'kl': row 1 holds inf"):
         pack(schema, {"kl": rows})
     assert pack(schema, {"kl": rows[:1], "reward": torch.ones(1)}).rows == 1
@@ -283,39 +361,100 @@ def test_values_that_are_not_finite_are_refused_in_finite_columns() -> None:
 
 IDS = [torch.tensor([1, 2]), torch.tensor([3])]
 REFUSED = {
-    "another float": ("reward", torch.zeros(2, dtype=torch.float64), r"float32 \[\], got a tensor of float64.*\.to\("),
-    "an integer for a float": ("reward", torch.zeros(2, dtype=torch.int64), "got a tensor of int64"),
+    "another float": (
+        "reward",
+        torch.zeros(2, dtype=torch.float64),
+        r"float32 \[\], got a tensor of "
+        r"float64.*\.to\(",
+    ),
+    "an integer for a float": (
+        "reward",
+        torch.zeros(2, dtype=torch.int64),
+        "got a tensor of int64",
+    ),
     "a bool for a float": ("reward", torch.zeros(2, dtype=torch.bool), "got a tensor of bool"),
     "a list for a tensor": ("reward", [0.5, 1.0], "got list .* make it a tensor"),
     "an array for a tensor": ("reward", np.zeros(2, np.float32), "got ndarray .* make it a tensor"),
     "one number": ("reward", 0.5, "needs one value for each row, got float 0.5"),
-    "no dimension": ("reward", torch.tensor(0.5), r"needs one value for each row, got a tensor of float32 \[\]"),
-    "no rows": ("reward", torch.zeros(0), r"needs one value for each row, got a tensor of float32 \[0\]"),
-    "too many dimensions": ("reward", torch.zeros(2, 1), r"takes shape \[2\], got a tensor of float32 \[2, 1\]"),
-    "another shape": ("scores", torch.zeros(2, 3, 2), r"takes shape \[2, 2, 3\], got .* \[2, 3, 2\]; reshape"),
-    "ragged for fixed": ("scores", torch.nested.nested_tensor([torch.zeros(2)], layout=torch.jagged), "takes shape"),
+    "no dimension": (
+        "reward",
+        torch.tensor(0.5),
+        r"needs one value for each row, got a tensor of "
+        r"float32 \[\]",
+    ),
+    "no rows": (
+        "reward",
+        torch.zeros(0),
+        r"needs one value for each row, got a tensor of float32 "
+        r"\[0\]",
+    ),
+    "too many dimensions": (
+        "reward",
+        torch.zeros(2, 1),
+        r"takes shape \[2\], got a tensor of float32 \[2, "
+        r"1\]",
+    ),
+    "another shape": (
+        "scores",
+        torch.zeros(2, 3, 2),
+        r"takes shape \[2, 2, 3\], got .* \[2, 3, 2\]; "
+        r"reshape",
+    ),
+    "ragged for fixed": (
+        "scores",
+        torch.nested.nested_tensor([torch.zeros(2)], layout=torch.jagged),
+        "takes shape",
+    ),
     "dense for ragged": (
         "ids",
         torch.zeros(2, 3, dtype=torch.int64),
         "is ragged; give a jagged nested tensor or a list",
     ),
-    "another ragged dtype": ("ids", [torch.tensor([1]), torch.tensor([1], dtype=torch.int32)], "got a tensor of int32"),
+    "another ragged dtype": (
+        "ids",
+        [torch.tensor([1]), torch.tensor([1], dtype=torch.int32)],
+        "got a tensor of int32",
+    ),
     "another jagged dtype": (
         "ids",
         torch.nested.nested_tensor([torch.zeros(2)], layout=torch.jagged),
         "of float32 jagged",
     ),
-    "a strided nested tensor": ("ids", torch.nested.nested_tensor(IDS), "give a jagged .*, got .* strided"),
-    "rows of two dimensions": ("ids", [torch.zeros(2, 2, dtype=torch.int64)], "ragged rows have one dimension"),
+    "a strided nested tensor": (
+        "ids",
+        torch.nested.nested_tensor(IDS),
+        "give a jagged .*, got .* strided",
+    ),
+    "rows of two dimensions": (
+        "ids",
+        [torch.zeros(2, 2, dtype=torch.int64)],
+        "ragged rows have one dimension",
+    ),
     "a jagged of two dimensions": (
         "ids",
         torch.nested.nested_tensor([torch.zeros(2, 2, dtype=torch.int64)], layout=torch.jagged),
         "ragged rows have one dimension",
     ),
-    "packed of another dtype": ("ids", Packed(torch.zeros(2), torch.tensor([0, 2])), "got a tensor of float32"),
-    "packed without offsets": ("ids", Packed(torch.tensor([1, 2]), None), "needs one value for each row"),
-    "packed that ends early": ("ids", Packed(torch.tensor([1, 2, 3]), torch.tensor([0, 2])), "rise from 0 to their"),
-    "packed with falling offsets": ("ids", Packed(torch.tensor([1, 2]), torch.tensor([0, 3, 2])), "rise from 0 to"),
+    "packed of another dtype": (
+        "ids",
+        Packed(torch.zeros(2), torch.tensor([0, 2])),
+        "got a tensor of float32",
+    ),
+    "packed without offsets": (
+        "ids",
+        Packed(torch.tensor([1, 2]), None),
+        "needs one value for each row",
+    ),
+    "packed that ends early": (
+        "ids",
+        Packed(torch.tensor([1, 2, 3]), torch.tensor([0, 2])),
+        "rise from 0 to their",
+    ),
+    "packed with falling offsets": (
+        "ids",
+        Packed(torch.tensor([1, 2]), torch.tensor([0, 3, 2])),
+        "rise from 0 to",
+    ),
     "rows of numbers": ("ids", [[1, 2], [3]], r"got list \[1, 2\]; make it a tensor"),
     "a row that is a number": ("ids", [torch.tensor(1)], "ragged rows have one dimension"),
     "one string": ("answer", "ab", "takes one string for each row, got str 'ab'"),
@@ -333,9 +472,17 @@ def test_a_refusal_names_column_value_and_fix(name: str, value: Any, message: st
 
 
 def test_rows_that_do_not_belong_together_are_refused() -> None:
-    with pytest.raises(ColumnError, match=r"column 'reward': has 3 rows where 'ids' has 2; give all the same rows"):
+    with pytest.raises(
+        ColumnError,
+        match=r"column 'reward': has 3 rows where 'ids' has 2; give "
+        r"all the same rows",
+    ):
         pack(SCHEMA, {"ids": IDS, "reward": torch.zeros(3)})
-    with pytest.raises(ColumnError, match=r"column 'rewards': is not in the schema; it has \['ids', 'reward'"):
+    with pytest.raises(
+        ColumnError,
+        match=r"column 'rewards': is not in the schema; it has "
+        r"\['ids', 'reward'",
+    ):
         pack(SCHEMA, {"rewards": torch.zeros(2)})
     with pytest.raises(ColumnError, match="no column given"):
         pack(SCHEMA, {})
@@ -349,7 +496,9 @@ def test_schemas_that_cannot_be_are_refused() -> None:
     with pytest.raises(ColumnError, match=r"column 't': text has no shape; use Column\.text"):
         Column("t", "utf8", (2,))
     columns = [Column.scalar(f"c{i}", torch.int8) for i in range(MAX_COLUMNS + 1)]
-    with pytest.raises(ColumnError, match=f"schema: {MAX_COLUMNS + 1} columns, at most {MAX_COLUMNS} fit"):
+    with pytest.raises(
+        ColumnError, match=f"schema: {MAX_COLUMNS + 1} columns, at most {MAX_COLUMNS} fit"
+    ):
         Schema(columns)
     largest = Schema(columns[:MAX_COLUMNS])
     every = [column.name for column in largest.columns]

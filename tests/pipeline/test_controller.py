@@ -1,5 +1,5 @@
-"""What a stage relies on from its controller, on a real index: every row once and in order, time that adds up, failures that
-are heard at once, and nothing left running."""
+"""What a stage relies on from its controller, on a real index: every row once and in order, time
+that adds up, failures that are heard at once, and nothing left running."""
 
 from __future__ import annotations
 
@@ -102,7 +102,9 @@ async def test_rows_are_processed_in_order_and_each_once(dock: Dock) -> None:
     await finish(controller, running)
     assert [number for numbers in stage.claimed for number in numbers] == list(range(12))
     assert sorted(stage.done) == list(range(12))
-    assert all(len(numbers) <= 3 for numbers in stage.claimed), "more was claimed than there is room for"
+    assert all(len(numbers) <= 3 for numbers in stage.claimed), (
+        "more was claimed than there is room for"
+    )
     assert (controller.rows, controller.tokens) == (12, sum(range(12)))
     result = await dock.claim("check", 100)
     assert result is not None
@@ -112,7 +114,8 @@ async def test_rows_are_processed_in_order_and_each_once(dock: Dock) -> None:
 
 async def test_a_controller_reports_its_work(dock: Dock) -> None:
     await admit(dock, range(2))
-    stage = Double(most=2)  # its room is taken by the first claim: nothing moves while the report is made
+    # its room is taken by the first claim: nothing moves while the report is made
+    stage = Double(most=2)
     stage.gate.clear()
     controller = Controller(dock, stage, number=7)
     running = asyncio.create_task(controller.run())
@@ -135,7 +138,8 @@ async def test_a_controller_reports_its_work(dock: Dock) -> None:
 
 
 async def test_a_controller_reports_its_spans(dock: Dock) -> None:
-    """Each claim is a span; when more were made than fit a report, it has the longest and the number left out."""
+    """Each claim is a span; when more were made than fit a report, it has the longest and the
+    number left out."""
     most = 5
     controller = Controller(dock, Double(most=1), spans=Spans(most))
     began = time.time()
@@ -212,7 +216,8 @@ async def test_leases_are_renewed_while_a_stage_takes_its_time(dock: Dock) -> No
 
 
 async def test_a_lease_that_is_gone_ends_the_work_on_it(dock: Dock) -> None:
-    """The work would be refused in the end: it is cancelled when the renewal fails, not after hours of generation."""
+    """The work would be refused in the end: it is cancelled when the renewal fails, not after hours
+    of generation."""
     await admit(dock, range(1))
     stage = Double()
     stage.gate.clear()
@@ -234,7 +239,9 @@ class Train:
     fetches: tuple[str, ...] = ("doubled",)
 
     def __init__(self) -> None:
-        self.steps, self.ended, self.published = 0, 0, asyncio.Event()
+        self.steps = 0
+        self.ended = 0
+        self.published = asyncio.Event()
 
     def room(self, held: int) -> int:
         return 0 if held else 1
@@ -246,14 +253,19 @@ class Train:
         return None
 
     async def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
-        yield Output(step=self.steps, event=AnyEvent(kind="step", data={"step": self.steps}), tokens=len(claim.rows))
+        yield Output(
+            step=self.steps,
+            event=AnyEvent(kind="step", data={"step": self.steps}),
+            tokens=len(claim.rows),
+        )
         self.steps += 1
         await self.published.wait()
         self.ended += 1
 
 
 async def test_what_follows_a_step_may_outlast_its_lease(index: Index, tmp_path: Path) -> None:
-    """The step's rows are consumed when it is recorded: publishing and saving need no lease, and must not be cut short."""
+    """The step's rows are consumed when it is recorded: publishing and saving need no lease, and
+    must not be cut short."""
     await index.init(RunConfig(STAGES, 2, 1, 1, 1), {"published": 0, "trained": 0, "admitted": 0})
     dock = Dock(index, SCHEMA, worker="w", directory=tmp_path, lease=0.15)
     await dock.join(1 << 20)
@@ -281,7 +293,8 @@ async def test_pause_claims_nothing_and_resume_goes_on(dock: Dock) -> None:
     controller.pause()
     running = asyncio.create_task(controller.run())
     await admit(dock, range(4))
-    other = await dock.claim("double", 1)  # several round trips later, all rows but this one are still there
+    # several round trips later, all rows but this one are still there
+    other = await dock.claim("double", 1)
     assert (await dock.index.stats())["stages"]["double"]["ready"] == 3
     assert other is not None
     assert not stage.claimed
@@ -304,7 +317,9 @@ async def test_pause_leaves_what_is_held_to_be_finished(dock: Dock) -> None:
     held = sum(map(len, stage.claimed))
     assert held <= 4, "at most the claim that was on its way"
     await finish(controller, running)
-    assert await dock.index.queue_depth("double") == 6 - held, "stopped while paused: nothing more is claimed"
+    assert await dock.index.queue_depth("double") == 6 - held, (
+        "stopped while paused: nothing more is claimed"
+    )
 
 
 async def test_stop_finishes_what_is_held_and_claims_no_more(dock: Dock) -> None:
@@ -318,11 +333,16 @@ async def test_stop_finishes_what_is_held_and_claims_no_more(dock: Dock) -> None
     stage.gate.set()
     await asyncio.wait_for(running, 10)
     assert stage.done == [0, 1]
-    assert (await dock.index.stats())["stages"]["double"] == {"ready": 4, "leased": 0, "takes": "rows"}
+    assert (await dock.index.stats())["stages"]["double"] == {
+        "ready": 4,
+        "leased": 0,
+        "takes": "rows",
+    }
 
 
 async def test_what_a_stopped_worker_has_not_begun_goes_to_another_at_once(dock: Dock) -> None:
-    """A stage that is closed returns without the rows that it has not begun; nobody waits for the end of their lease."""
+    """A stage that is closed returns without the rows that it has not begun; nobody waits for the
+    end of their lease."""
 
     class Leaving(Double):
         leaving = False
@@ -344,7 +364,11 @@ async def test_what_a_stopped_worker_has_not_begun_goes_to_another_at_once(dock:
     controller.stop()
     stage.gate.set()
     await asyncio.wait_for(running, 10)
-    assert (await dock.index.stats())["stages"]["double"] == {"ready": 2, "leased": 0, "takes": "rows"}
+    assert (await dock.index.stats())["stages"]["double"] == {
+        "ready": 2,
+        "leased": 0,
+        "takes": "rows",
+    }
     again = await dock.claim("double", 10)
     assert again is not None
     assert again.group.tolist() == [1, 2]
@@ -384,7 +408,9 @@ async def test_cancelling_ends_everything_at_once(dock: Dock, moment: str) -> No
         await asyncio.wait_for(running, 5)
     assert asyncio.all_tasks() == before, "no task is left"
     assert stage.closed == len(stage.claimed)
-    assert await dock.index.queue_depth("double") == (0 if moment in ("working", "waiting for rows") else 3)
+    assert await dock.index.queue_depth("double") == (
+        0 if moment in ("working", "waiting for rows") else 3
+    )
 
 
 async def test_waiting_for_room_is_not_counted_as_work(index: Index, tmp_path: Path) -> None:
@@ -413,7 +439,10 @@ def test_every_instant_is_one_of_four_and_they_add_up_to_wall_time() -> None:
         nonlocal now
         now += seconds
         read = clock.read()
-        assert sum(read[kind] for kind in ("busy", "waiting_input", "waiting_room", "other")) == read["wall"]
+        assert (
+            sum(read[kind] for kind in ("busy", "waiting_input", "waiting_room", "other"))
+            == read["wall"]
+        )
         return read
 
     assert passes(1)["other"] == 1
@@ -428,4 +457,10 @@ def test_every_instant_is_one_of_four_and_they_add_up_to_wall_time() -> None:
                         assert passes(16)["waiting_room"] == 16
                 passes(32)
         assert passes(64)["waiting_input"] == 66
-    assert passes(128) == {"busy": 44, "waiting_input": 66, "waiting_room": 16, "other": 129, "wall": 255}
+    assert passes(128) == {
+        "busy": 44,
+        "waiting_input": 66,
+        "waiting_room": 16,
+        "other": 129,
+        "wall": 255,
+    }

@@ -18,7 +18,11 @@ async def test_results_stand_in_the_order_given_and_the_others_are_cancelled() -
         finally:
             cancelled.append(name)
 
-    assert await first_of(waits_for_ever("a"), asyncio.sleep(0, "done"), waits_for_ever("c")) == [None, "done", None]
+    assert await first_of(waits_for_ever("a"), asyncio.sleep(0, "done"), waits_for_ever("c")) == [
+        None,
+        "done",
+        None,
+    ]
     assert cancelled == ["a", "c"]
 
 
@@ -45,7 +49,8 @@ async def test_an_error_is_raised_after_the_others_have_ended() -> None:
 
 
 async def test_cancelling_the_caller_cancels_all() -> None:
-    started, ended = asyncio.Event(), []
+    started = asyncio.Event()
+    ended = []
 
     async def waits() -> None:
         started.set()

@@ -1,4 +1,5 @@
-"""What is killed, cut or restarted in the middle loses nothing: real processes, real SIGKILL, real servers."""
+"""What is killed, cut or restarted in the middle loses nothing: real processes, real SIGKILL, real
+servers."""
 
 from __future__ import annotations
 
@@ -72,13 +73,16 @@ asyncio.run(main(*sys.argv[1:]))
 @pytest.fixture
 async def dock(index_url: str, tmp_path: Path) -> AsyncIterator[Dock]:
     run = uuid.uuid4().hex[:8]
-    async with Dock.open(index_url, run, SCHEMA, STAGES, worker="survivor", arena=1 << 20, directory=tmp_path) as dock:
+    async with Dock.open(
+        index_url, run, SCHEMA, STAGES, worker="survivor", arena=1 << 20, directory=tmp_path
+    ) as dock:
         yield dock
         await dock.index.erase()
 
 
 async def killed(dock: Dock, home: Path, moment: str) -> None:
-    """Run the victim until the moment, kill it, and forget it in the index, as a supervisor does."""
+    """Run the victim until the moment, kill it, and forget it in the index, as a supervisor
+    does."""
     victim, output = program(VICTIM, dock.index.url, dock.index.run, str(home), moment)
     with output:
         assert await asyncio.wait_for(asyncio.to_thread(output.readline), 60) == "here\n"
@@ -91,7 +95,9 @@ async def killed(dock: Dock, home: Path, moment: str) -> None:
     ("moment", "left"),
     [("after the claim", 2), ("after its outputs are written", 2), ("after its commit", 1)],
 )
-async def test_a_killed_consumers_rows_are_delivered_again(dock: Dock, tmp_path: Path, moment: str, left: int) -> None:
+async def test_a_killed_consumers_rows_are_delivered_again(
+    dock: Dock, tmp_path: Path, moment: str, left: int
+) -> None:
     await dock.put({"tokens": [torch.tensor([1, 2]), torch.tensor([3])]})
     used = (await dock.index.stats())["warehouses"]["local"]["used"]
     await killed(dock, tmp_path, moment)
@@ -99,7 +105,9 @@ async def test_a_killed_consumers_rows_are_delivered_again(dock: Dock, tmp_path:
     assert stats["stages"]["score"] == {"ready": left, "leased": 0, "takes": "rows"}
     assert stats["stages"]["keep"]["ready"] == 2 - left, "what was committed stays committed"
     if left == 2:
-        assert stats["warehouses"]["local"]["used"] == used, "half-done outputs leave no bytes behind"
+        assert stats["warehouses"]["local"]["used"] == used, (
+            "half-done outputs leave no bytes behind"
+        )
     claim = await dock.claim("score", 10)
     assert claim is not None
     tokens = (await dock.fetch(claim, ["tokens"]))["tokens"].unbind()
@@ -112,7 +120,9 @@ async def test_a_killed_consumers_rows_are_delivered_again(dock: Dock, tmp_path:
     assert (await dock.index.stats())["rows"] == 0
 
 
-async def test_a_put_that_was_torn_shows_nothing_and_gives_its_bytes_back(dock: Dock, tmp_path: Path) -> None:
+async def test_a_put_that_was_torn_shows_nothing_and_gives_its_bytes_back(
+    dock: Dock, tmp_path: Path
+) -> None:
     before = await dock.index.stats()
     await killed(dock, tmp_path, "in a put")
     assert await dock.index.stats() == before
@@ -138,7 +148,9 @@ async def test_a_worker_that_was_only_slow_finds_its_commit_refused_and_goes_on(
 
 
 @pytest.mark.parametrize("server", ["valkey", "redis"])
-async def test_a_killed_index_comes_back_with_all_that_it_acknowledged(tmp_path: Path, server: str) -> None:
+async def test_a_killed_index_comes_back_with_all_that_it_acknowledged(
+    tmp_path: Path, server: str
+) -> None:
     """Killed again and again under load: every put that returned is there, once, with its bytes."""
     if server == "redis" and REDIS is None:
         pytest.skip(WITHOUT_REDIS)
@@ -151,7 +163,13 @@ async def test_a_killed_index_comes_back_with_all_that_it_acknowledged(tmp_path:
     acknowledged: list[int] = []
     try:
         async with Dock.open(
-            started.url, "run", SCHEMA, STAGES, worker="w", arena=1 << 22, directory=tmp_path / "arena"
+            started.url,
+            "run",
+            SCHEMA,
+            STAGES,
+            worker="w",
+            arena=1 << 22,
+            directory=tmp_path / "arena",
         ) as dock:
             reached = {goal: asyncio.Event() for goal in (40, 100, 170)}
 
@@ -185,7 +203,8 @@ async def test_a_killed_index_comes_back_with_all_that_it_acknowledged(tmp_path:
 
 
 async def test_a_cut_to_the_index_is_waited_out_or_raised(index_url: str, tmp_path: Path) -> None:
-    """Answers that are lost on the way are asked for again, and given, without anything being done twice."""
+    """Answers that are lost on the way are asked for again, and given, without anything being done
+    twice."""
     url = urlsplit(index_url)
     target = (url.hostname, url.port) if url.port else url.path
     async with Cable(target) as cable:  # type: ignore[arg-type]
@@ -212,7 +231,9 @@ async def test_a_cut_to_the_index_is_waited_out_or_raised(index_url: str, tmp_pa
         await index.close()
 
 
-@pytest.mark.parametrize("ways", [("there",), ("back",), ()], ids=["requests lost", "answers lost", "both"])
+@pytest.mark.parametrize(
+    "ways", [("there",), ("back",), ()], ids=["requests lost", "answers lost", "both"]
+)
 async def test_a_cut_between_two_nodes_is_raised_within_the_deadline_and_nothing_is_lost(
     index: Index, tmp_path: Path, ways: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,13 +262,17 @@ async def test_a_cut_between_two_nodes_is_raised_within_the_deadline_and_nothing
             assert a.warehouses._heartbeat is not None
             a.warehouses._heartbeat.cancel()
             await index.announce_warehouse(1, "127.0.0.1", cable.port)
-            a.warehouses._heartbeat = asyncio.create_task(a.warehouses._beat(1, "127.0.0.1", cable.port))
+            a.warehouses._heartbeat = asyncio.create_task(
+                a.warehouses._beat(1, "127.0.0.1", cable.port)
+            )
             await b.warehouses.enter()
             await a.put({"tokens": [torch.arange(n) for n in (3, 0, 5)]})
             claim = await b.claim("score", 3)
             assert claim is not None
             cable.cut(*ways)
-            with pytest.raises(WarehouseUnreachable, match="is alive, but cannot be reached from node 'b'"):
+            with pytest.raises(
+                WarehouseUnreachable, match="is alive, but cannot be reached from node 'b'"
+            ):
                 await b.fetch(claim, ["tokens"])
             cable.mend()
             rows = (await b.fetch(claim, ["tokens"]))["tokens"].unbind()
@@ -262,7 +287,9 @@ async def test_an_index_behind_a_password_and_tls(tmp_path: Path) -> None:
     server = RedisServer(tmp_path, password="right", certificate=self_signed(tmp_path))
     server.start()
     try:
-        async with Dock.open(server.url, "r", SCHEMA, STAGES, worker="w", arena=1 << 20, directory=tmp_path) as dock:
+        async with Dock.open(
+            server.url, "r", SCHEMA, STAGES, worker="w", arena=1 << 20, directory=tmp_path
+        ) as dock:
             await dock.put({"tokens": [torch.tensor([1])]})
             claim = await dock.claim("score", 1)
             assert claim is not None
@@ -280,9 +307,13 @@ async def test_an_index_behind_a_password_and_tls(tmp_path: Path) -> None:
         server.stop()
 
 
-async def test_many_workers_that_die_at_random_deliver_every_row_exactly_once(dock: Dock, tmp_path: Path) -> None:
-    """Consumers are cancelled in the middle of whatever they do; what they had comes back, and nothing comes twice."""
-    rng, done = random.Random(0), list[int]()
+async def test_many_workers_that_die_at_random_deliver_every_row_exactly_once(
+    dock: Dock, tmp_path: Path
+) -> None:
+    """Consumers are cancelled in the middle of whatever they do; what they had comes back, and
+    nothing comes twice."""
+    rng = random.Random(0)
+    done = list[int]()
     await dock.put({"tokens": [torch.tensor([n]) for n in range(300)]})
 
     async def consume(name: str) -> None:
@@ -310,5 +341,7 @@ async def test_many_workers_that_die_at_random_deliver_every_row_exactly_once(do
             break
     kept = await dock.claim("keep", 1000)
     assert kept is not None
-    assert sorted((await dock.fetch(kept, ["tokens"]))["tokens"].values().tolist()) == list(range(300))
+    assert sorted((await dock.fetch(kept, ["tokens"]))["tokens"].values().tolist()) == list(
+        range(300)
+    )
     assert len(done) == len(set(done)), "a row was committed twice"

@@ -17,7 +17,9 @@ from pipeline.pacing import MARGIN, STEPS, Pacer
 from pipeline.staleness import StalenessPlan
 from tests.orchestration.runs import MOCK, complete, recipe
 
-GROUPS, SIZE, ROWS = 16, 4, 32
+GROUPS = 16
+SIZE = 4
+ROWS = 32
 
 
 def both(
@@ -30,7 +32,10 @@ def both(
     steps: int = 60,
     **changes: float,
 ) -> tuple[Forecast, Forecast]:
-    """Forecasts with groups that enter early, and late. ``balance``: seconds of training over seconds of generation."""
+    """Forecasts with groups that enter early, and late.
+
+    ``balance``: seconds of training over seconds of generation.
+    """
     lengths = DrawnLengths(SIZE, 400, median=60, sigma=sigma)
     tokens = sum(sum(lengths(group)) for group in range(640)) / 640 * GROUPS
     costs = Costs(
@@ -73,23 +78,33 @@ def test_as_fast_with_drops_replicas_and_cuts(changes: dict[str, float]) -> None
 
 @pytest.mark.parametrize(("failures", "least"), [(1.0, 0.99), (6.0, 0.98), (60.0, 0.9)])
 def test_what_failures_of_the_only_replica_cost(failures: float, least: float) -> None:
-    """``failures`` an hour, each 30 s long, with steps of 2 s. Groups that enter early are a reserve while nothing is
-    generated: each failure costs up to ``bound`` - 1 steps more without them."""
+    """``failures`` an hour, each 30 s long, with steps of 2 s.
+
+    Groups that enter early are a reserve while nothing is generated: each failure costs up to
+    ``bound`` - 1 steps more without them.
+    """
     early, late = both(4, 2.0, 0.5, failures=failures, steps=3000)
     assert late.tokens_per_second >= least * early.tokens_per_second
     assert late.staleness_mean <= 0.75 * early.staleness_mean
 
 
 def test_lead_and_step_follow_what_was_seen() -> None:
-    """Steps of 10 s, whose groups need 4 s: they enter 4 s and a margin before the next step begins."""
-    pacer, size = Pacer(StalenessPlan(3, 2)), 2
+    """Steps of 10 s, whose groups need 4 s: they enter 4 s and a margin before the next step
+    begins."""
+    pacer = Pacer(StalenessPlan(3, 2))
+    size = 2
     for version in range(STEPS + 1):
         assert pacer.lead == inf
         pacer.see(10.0 * version, version, admitted=(version + 1) * size, done=version * size)
-        pacer.see(10.0 * version + 0.5, version, admitted=(version + 2) * size, done=(version + 1) * size)
-        pacer.see(10.0 * version + 4.5, version, admitted=(version + 2) * size, done=(version + 2) * size)
+        pacer.see(
+            10.0 * version + 0.5, version, admitted=(version + 2) * size, done=(version + 1) * size
+        )
+        pacer.see(
+            10.0 * version + 4.5, version, admitted=(version + 2) * size, done=(version + 2) * size
+        )
     assert pacer.lead == MARGIN * 4.0
-    begun, due = 10.0 * STEPS, 10.0 - MARGIN * 4.0
+    begun = 10.0 * STEPS
+    due = 10.0 - MARGIN * 4.0
     assert pacer.limit(begun + due - 0.1) == (STEPS + 1) * size
     assert pacer.limit(begun + due + 0.1) == (STEPS + 2) * size
     assert pacer.limit(begun + 100.0) == (STEPS + 4) * size, "the bound ends it"
@@ -100,10 +115,13 @@ def test_a_step_that_waited_counts_without_its_wait() -> None:
     now = 0.0
     for version in range(STEPS + 1):
         pacer.see(now, version, admitted=version + 1, done=version)
-        pacer.see(now + 6.0, version, admitted=version + 1, done=version + 1)  # complete 6 s after it could have begun
+        # complete 6 s after it could have begun
+        pacer.see(now + 6.0, version, admitted=version + 1, done=version + 1)
         now += 7.0
     assert pacer.lead == MARGIN * 6.0
-    assert pacer.limit(now - 7.0 + 0.1) == STEPS + 3, "the trainer needs one second: all that the bound allows"
+    assert pacer.limit(now - 7.0 + 0.1) == STEPS + 3, (
+        "the trainer needs one second: all that the bound allows"
+    )
 
 
 async def test_a_run_whose_trainer_is_the_busiest_trains_fresh_samples(tmp_path: Path) -> None:
@@ -111,7 +129,12 @@ async def test_a_run_whose_trainer_is_the_busiest_trains_fresh_samples(tmp_path:
     slow = {"step_seconds": 0.6, "token_seconds": 0.0}
     quick = {"median_tokens": 8, "sigma": 0.2, "row_rate": 100.0, "prefill_rate": 1e6}
     of = recipe(
-        MOCK, pipeline__staleness=5, train__steps=14, train__mock=slow, rollout__mock=quick, checkpoint__every=14
+        MOCK,
+        pipeline__staleness=5,
+        train__steps=14,
+        train__mock=slow,
+        rollout__mock=quick,
+        checkpoint__every=14,
     )
     watched, result = await complete(Run.create(of, tmp_path / "run"))
     assert result.state == "finished"

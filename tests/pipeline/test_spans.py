@@ -1,4 +1,5 @@
-"""What a timeline relies on from spans: the longest are kept, nothing is counted twice, and a failure is a span too."""
+"""What a timeline relies on from spans: the longest are kept, nothing is counted twice, and a
+failure is a span too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The bound holds and is reached, and nothing ever deadlocks, whatever the order in which groups are completed."""
+"""The bound holds and is reached, and nothing ever deadlocks, whatever the order in which groups
+are completed."""
 
 from __future__ import annotations
 
@@ -20,9 +21,11 @@ plans = st.builds(
 
 
 def simulate(plan: Plan, rng: random.Random, steps: int, engines: int) -> list[int]:
-    """Run the flow with ``engines`` rollout engines that load versions late and finish groups in any order; returns the
-    staleness of each trained group. Raises when nothing can move any more."""
-    version, admitted = 0, 0
+    """Run the flow with ``engines`` rollout engines that load versions late and finish groups in
+    any order; returns the staleness of each trained group. Raises when nothing can move any more.
+    """
+    version = 0
+    admitted = 0
     loaded = [0] * engines
     waiting: list[int] = []
     working: dict[int, int] = {}  # group -> version of its first token
@@ -70,7 +73,9 @@ def simulate(plan: Plan, rng: random.Random, steps: int, engines: int) -> list[i
 
 
 @given(plan=plans, seed=st.integers(0, 2**32), engines=st.integers(1, 3))
-def test_no_order_of_events_exceeds_the_bound_or_deadlocks(plan: Plan, seed: int, engines: int) -> None:
+def test_no_order_of_events_exceeds_the_bound_or_deadlocks(
+    plan: Plan, seed: int, engines: int
+) -> None:
     ages = simulate(plan, random.Random(seed), steps=12, engines=engines)
     assert len(ages) == 12 * plan.groups_per_step
     assert max(ages) <= plan.max_age <= plan.bound
@@ -80,7 +85,8 @@ def test_no_order_of_events_exceeds_the_bound_or_deadlocks(plan: Plan, seed: int
 @example(Plan(bound=1, groups_per_step=4))
 @example(Plan(bound=3, groups_per_step=4, window=6))
 def test_the_age_promised_is_really_reached(plan: Plan) -> None:
-    """The worst case of the derivation: the last group of step S is made by version 0, and finishes last of all."""
+    """The worst case of the derivation: the last group of step S is made by version 0, and finishes
+    last of all."""
     slowest = plan.admissible(0) - 1
     consumed: set[int] = set()
     for version in range(plan.max_age + plan.slack + plan.window + 2):
@@ -111,14 +117,18 @@ def test_required_version_and_gate_are_two_views_of_one_rule(plan: Plan, version
         assert plan.may_claim(group, version) == (version >= plan.required_version(group))
 
 
-def _any_order_exists(oldest: int, ready: frozenset[int], groups: int, window: int, gone: frozenset[int]) -> bool:
+def _any_order_exists(
+    oldest: int, ready: frozenset[int], groups: int, window: int, gone: frozenset[int]
+) -> bool:
     """By trying every choice."""
     if groups == 0:
         return True
     while oldest in gone:
         oldest += 1
     return any(
-        _any_order_exists(oldest, ready - {q}, groups - 1, window, gone | {q}) for q in ready if q < oldest + window
+        _any_order_exists(oldest, ready - {q}, groups - 1, window, gone | {q})
+        for q in ready
+        if q < oldest + window
     )
 
 

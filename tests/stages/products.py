@@ -1,4 +1,7 @@
-"""What ranks do in the tests of products of strategies. Each function runs on every rank; arguments are small."""
+"""What ranks do in the tests of products of strategies.
+
+Each function runs on every rank; arguments are small.
+"""
 
 from __future__ import annotations
 
@@ -36,21 +39,34 @@ from tests.stages.sharded import (
 
 def name_of(chosen: Mapping[str, int], options: Mapping[str, Any] | None = None) -> str:
     """As in ``dp4-dp_replicate2``."""
-    return "-".join([*(f"{name}{size}" for name, size in chosen.items()), *map(str, (options or {}).values())])
+    return "-".join(
+        [*(f"{name}{size}" for name, size in chosen.items()), *map(str, (options or {}).values())]
+    )
 
 
 def first_step(ranks: RankCoordinates, kind: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """A step in float32, and :func:`after_steps`, by a rank. Gradients are of the parameters that it has."""
+    """A step in float32, and :func:`after_steps`, by a rank.
+
+    Gradients are of the parameters that it has.
+    """
     engine = TorchTrainEngine(model_of(kind), parallel=Sharded(ranks), **{**OPTIONS, **options})
     logprobs = [row.tolist() for row in engine.logprobs(share(ranks)).unbind()]
     gradients, metrics = gradients_of_step(engine, share(ranks), algorithm())
     of_rank = {name: value.numpy() for name, value in gradients.items()}
-    return {"metrics": metrics, "logprobs": logprobs, "gradients": of_rank, "steps": after_steps(ranks, kind, options)}
+    return {
+        "metrics": metrics,
+        "logprobs": logprobs,
+        "gradients": of_rank,
+        "steps": after_steps(ranks, kind, options),
+    }
 
 
-def after_steps(ranks: RankCoordinates | None, kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def after_steps(
+    ranks: RankCoordinates | None, kind: str, given: Mapping[str, Any]
+) -> dict[str, Any]:
     """All weights after three steps, in float64, by one process (None) or a rank."""
-    model, options = model_of(kind, dtype=torch.float64), {**OPTIONS, "grad_clip": 0.5, "weight_decay": 0.1, **given}
+    model = model_of(kind, dtype=torch.float64)
+    options = {**OPTIONS, "grad_clip": 0.5, "weight_decay": 0.1, **given}
     engine = TorchTrainEngine(model, parallel=parallel_of(ranks), **options)
     for seed in range(3):
         batch = make_batch(seed=seed) if ranks is None else share(ranks, seed=seed)
@@ -59,13 +75,20 @@ def after_steps(ranks: RankCoordinates | None, kind: str, given: Mapping[str, An
 
 
 def of_context(ranks: RankCoordinates, kind: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Gradients of a step, twice; of one whose activations are computed again; of one that computes in bfloat16. And the
-    tokens that this rank is fed of each micro-batch."""
+    """Gradients of a step, twice; of one whose activations are computed again; of one that computes
+    in bfloat16. And the tokens that this rank is fed of each micro-batch."""
     found: dict[str, Any] = {"fed": []}
-    variants: dict[str, dict[str, Any]] = {"first": {}, "second": {}, "again": {"activation_checkpointing": True}}
+    variants: dict[str, dict[str, Any]] = {
+        "first": {},
+        "second": {},
+        "again": {"activation_checkpointing": True},
+    }
     for name, more in (variants | {"half": {"compute": torch.bfloat16}}).items():
-        engine = TorchTrainEngine(model_of(kind), parallel=Sharded(ranks), **{**OPTIONS, **options, **more})
-        layer, fed = engine.model.base_model.layers[0], found["fed"] if name == "first" else []
+        engine = TorchTrainEngine(
+            model_of(kind), parallel=Sharded(ranks), **{**OPTIONS, **options, **more}
+        )
+        layer = engine.model.base_model.layers[0]
+        fed = found["fed"] if name == "first" else []
         layer.register_forward_pre_hook(lambda _, given, fed=fed: fed.append(given[0].shape[1]))
         gradients, _ = gradients_of_step(engine, share(ranks), algorithm())
         found[name] = {key: value.float().numpy() for key, value in gradients.items()}
@@ -73,25 +96,32 @@ def of_context(ranks: RankCoordinates, kind: str, options: Mapping[str, Any]) ->
 
 
 def of_tokens(ranks: RankCoordinates, kind: str) -> dict[str, Any]:
-    """Gradients of a step, and of one whose activations are computed again; and the tokens of each forward of the embedding
-    and, on this rank, of each norm between blocks."""
+    """Gradients of a step, and of one whose activations are computed again; and the tokens of each
+    forward of the embedding and, on this rank, of each norm between blocks."""
     found: dict[str, Any] = {"fed": [], "norms": []}
     for again in (True, False):
-        engine = TorchTrainEngine(model_of(kind), parallel=Sharded(ranks), **OPTIONS, activation_checkpointing=again)
+        engine = TorchTrainEngine(
+            model_of(kind), parallel=Sharded(ranks), **OPTIONS, activation_checkpointing=again
+        )
         decoder: Any = engine.model.base_model
         for seen in found["fed"], found["norms"]:
             seen.clear()
-        decoder.embed_tokens.register_forward_hook(lambda _, __, out: found["fed"].append(out.shape[-2]))
+        decoder.embed_tokens.register_forward_hook(
+            lambda _, __, out: found["fed"].append(out.shape[-2])
+        )
         for layer in decoder.layers:
             for norm in (layer.input_layernorm, layer.post_attention_layernorm):
                 norm.register_forward_hook(lambda _, __, out: found["norms"].append(out.shape[-2]))
         gradients, _ = gradients_of_step(engine, share(ranks), algorithm())
-        found["again" if again else "first"] = {name: value.numpy() for name, value in gradients.items()}
+        found["again" if again else "first"] = {
+            name: value.numpy() for name, value in gradients.items()
+        }
     return found
 
 
 def bytes_of_long_rows(ranks: RankCoordinates, tokens: int, options: Mapping[str, Any]) -> int:
-    """The most bytes that a rank holds at one time in a step of two responses of so many tokens, beyond those before it."""
+    """The most bytes that a rank holds at one time in a step of two responses of so many tokens,
+    beyond those before it."""
     of = {**OPTIONS, "token_budget": 1024, **options}
     engine = TorchTrainEngine(larger_model(128, False), parallel=Sharded(ranks), **of)
     batch = make_batch([(16, (tokens - 16, tokens - 16))])
@@ -103,14 +133,22 @@ def bytes_of_long_rows(ranks: RankCoordinates, tokens: int, options: Mapping[str
 
 
 def replayed(ranks: RankCoordinates | None, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Logprobs and gradients of a batch with choices of experts that are followed, by one process (None) or a rank."""
-    rng, rows = torch.Generator().manual_seed(0), unstack(make_batch())
-    of_prompts = {int(row["group"]): torch.rand(len(row["prompt_ids"]), 2, 8, generator=rng) for row in rows}
+    """Logprobs and gradients of a batch with choices of experts that are followed, by one process
+    (None) or a rank."""
+    rng = torch.Generator().manual_seed(0)
+    rows = unstack(make_batch())
+    of_prompts = {
+        int(row["group"]): torch.rand(len(row["prompt_ids"]), 2, 8, generator=rng) for row in rows
+    }
     for row in rows:
         own = torch.rand(len(row["response_ids"]) - 1, 2, 8, generator=rng)
         order = torch.cat([of_prompts[int(row["group"])], own]).argsort(-1)
         row[ROUTED] = order[..., :2].flatten().to(torch.uint8)
-    batch = stack(rows if ranks is None else [rows[at] for at in positions(ranks.layout.replicas)[ranks.replica]])
+    batch = stack(
+        rows
+        if ranks is None
+        else [rows[at] for at in positions(ranks.layout.replicas)[ranks.replica]]
+    )
     model = model_of("experts")
     engine = TorchTrainEngine(model, parallel=parallel_of(ranks), **OPTIONS, **options)
     logprobs = [row.tolist() for row in engine.logprobs(batch).unbind()]
@@ -120,9 +158,10 @@ def replayed(ranks: RankCoordinates | None, options: Mapping[str, Any]) -> dict[
 
 
 def of_experts(ranks: RankCoordinates, folder: str) -> dict[str, Any]:
-    """What else holds with experts on several ranks: gradients of a step whose activations are computed again and of one
-    whose are not, and the latter's weights, twice; tensors that ranks read otherwise than transformers from ``folder``;
-    tokens that were fed, and given to each expert of each layer."""
+    """What else holds with experts on several ranks: gradients of a step whose activations are
+    computed again and of one whose are not, and the latter's weights, twice; tensors that ranks
+    read otherwise than transformers from ``folder``; tokens that were fed, and given to each expert
+    of each layer."""
     found: dict[str, Any] = {"differing": differing(ranks, {"experts": folder}, torch.float32)}
     for name, again in (("again", True), ("first", False), ("second", False)):
         engine = TorchTrainEngine(
@@ -137,10 +176,14 @@ def of_experts(ranks: RankCoordinates, folder: str) -> dict[str, Any]:
 
 
 def figure_three(ranks: RankCoordinates, rollout: Layout) -> int:
-    """Two steps, and after each the weights in the tensors of ``rollout`` and back again: the bits are those of the whole
-    weights, and training ends with the weights that it has without. Returns the bytes that this rank received."""
-    state, ended = model_state(model_of("experts").config, torch.float32), []
-    plan = plan_reshard(train_placement(state, ranks.layout), place(state, rollout, names="vllm"), bucket_bytes=4096)
+    """Two steps, and after each the weights in the tensors of ``rollout`` and back again: the bits
+    are those of the whole weights, and training ends with the weights that it has without. Returns
+    the bytes that this rank received."""
+    state = model_state(model_of("experts").config, torch.float32)
+    ended = []
+    plan = plan_reshard(
+        train_placement(state, ranks.layout), place(state, rollout, names="vllm"), bucket_bytes=4096
+    )
     for swapping in (False, True):
         engine = TorchTrainEngine(model_of("experts"), parallel=Sharded(ranks), **OPTIONS)
         swap = Swap(plan, ranks.rank, engine.shards(), engine.held, device=engine.device)
@@ -149,7 +192,11 @@ def figure_three(ranks: RankCoordinates, rollout: Layout) -> int:
             if swapping:
                 whole = weights_of(engine)
                 parts = [(t, whole[t.name].chunk(len(t.parts), t.dim)) for t in state.tensors]
-                full = {name: part for t, values in parts for name, part in zip(t.parts, values, strict=True)}
+                full = {
+                    name: part
+                    for t, values in parts
+                    for name, part in zip(t.parts, values, strict=True)
+                }
                 wanted = laid_out(full, plan.target, ranks.rank)
                 found = swap.to_rollout()
                 assert found.keys() == wanted.keys()
@@ -164,12 +211,16 @@ def figure_three(ranks: RankCoordinates, rollout: Layout) -> int:
 
 
 def of_stages(ranks: RankCoordinates, kind: str, folder: str) -> dict[str, Any]:
-    """Gradients of a step, twice; of one whose activations are computed again, of one in bfloat16, and of adapters where
-    the order of passes allows them; and the
+    """Gradients of a step, twice; of one whose activations are computed again, of one in bfloat16,
+    and of adapters where the order of passes allows them; and the
     weights that the first one publishes, after it has written them below ``folder``."""
     found: dict[str, Any] = {}
     adapters = AdapterOptions(rank=4, alpha=8, targets=(), seed=0, dtype="float32")
-    variants: dict[str, dict[str, Any]] = {"first": {}, "second": {}, "again": {"activation_checkpointing": True}}
+    variants: dict[str, dict[str, Any]] = {
+        "first": {},
+        "second": {},
+        "again": {"activation_checkpointing": True},
+    }
     variants["half"] = {"compute": torch.bfloat16}
     if ranks.layout.pipeline == "auto":
         variants["adapters"] = {"adapters": adapters}
@@ -187,7 +238,8 @@ def of_stages(ranks: RankCoordinates, kind: str, folder: str) -> dict[str, Any]:
 
 def swapped_stages(ranks: RankCoordinates, kind: str) -> None:
     """Two steps, with a swap after each, as :func:`figure_three`."""
-    state, ended = model_state(model_of(kind).config, torch.float32), []
+    state = model_state(model_of(kind).config, torch.float32)
+    ended = []
     target = place(state, Layout(dp_replicate=ranks.world // 2, tp=2), names="vllm")
     plan = plan_reshard(train_placement(state, ranks.layout), target, bucket_bytes=4096)
     for swapping in (False, True):
@@ -196,7 +248,8 @@ def swapped_stages(ranks: RankCoordinates, kind: str) -> None:
         for step in range(2):
             engine.train_batch(share(ranks, seed=step), algorithm())
             if swapping:
-                wanted, found = laid_out(weights_of(engine), plan.target, ranks.rank), swap.to_rollout()
+                wanted = laid_out(weights_of(engine), plan.target, ranks.rank)
+                found = swap.to_rollout()
                 assert found.keys() == wanted.keys()
                 assert all(torch.equal(found[name], value) for name, value in wanted.items())
                 swap.prefetch()

@@ -1,4 +1,7 @@
-"""What ranks do in the tests of the sharded train engine. Each function runs on every rank; arguments are small."""
+"""What ranks do in the tests of the sharded train engine.
+
+Each function runs on every rank; arguments are small.
+"""
 
 from __future__ import annotations
 
@@ -53,14 +56,21 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "initializer_range": 0.2,  # large enough that every gradient is far above the rounding
 }
-OPTIONS: dict[str, Any] = {"learning_rate": 1e-2, "total_steps": 10, "token_budget": 25, "device": "cpu"}
+OPTIONS: dict[str, Any] = {
+    "learning_rate": 1e-2,
+    "total_steps": 10,
+    "token_budget": 25,
+    "device": "cpu",
+}
 
 
 def model_of(kind: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """``llama``: tied embeddings. ``biased``: a head of its own, and biases everywhere. ``qwen3``: norms of queries and
-    keys, whose gradients each rank sees for its own heads alone; sizes that no number of ranks divides. ``moe``: a buffer
-    that decides on experts, shared experts, and experts that checkpoints have one by one. ``experts``: a Qwen3-MoE.
-    ``gathered``: norms over all heads. ``fused``: several matrices in one. ``grouped``: eight heads of queries, two of keys.
+    """``llama``: tied embeddings. ``biased``: a head of its own, and biases everywhere. ``qwen3``:
+    norms of queries and keys, whose gradients each rank sees for its own heads alone; sizes that no
+    number of ranks divides. ``moe``: a buffer that decides on experts, shared experts, and experts
+    that checkpoints have one by one. ``experts``: a Qwen3-MoE.
+    ``gathered``: norms over all heads. ``fused``: several matrices in one. ``grouped``: eight heads
+    of queries, two of keys.
     ``sinks``: attention sinks, and windows."""
     torch.manual_seed(seed)
     model: PreTrainedModel
@@ -70,7 +80,12 @@ def model_of(kind: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) ->
         family = {"moe": "DeepSeek-V3", "experts": "Qwen3-MoE"}[kind]
         experts = {"moe": {"n_routed_experts": 8}, "experts": {"num_experts": 8}}[kind]
         model = family_model(
-            family, seed=seed, dtype=dtype, num_hidden_layers=int(layers or 2), vocab_size=VOCABULARY, **experts
+            family,
+            seed=seed,
+            dtype=dtype,
+            num_hidden_layers=int(layers or 2),
+            vocab_size=VOCABULARY,
+            **experts,
         )
         return _computed_one_by_one(model) if dtype == torch.float64 else model
     if kind in ("gathered", "fused", "sinks"):
@@ -79,16 +94,21 @@ def model_of(kind: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) ->
         return _computed_one_by_one(model) if kind == "sinks" and dtype == torch.float64 else model
     if kind in ("qwen3", "grouped"):
         heads = {"num_attention_heads": 8} if kind == "grouped" else {}
-        config = Qwen3Config(**{**sizes, **heads}, intermediate_size=90, head_dim=8, tie_word_embeddings=True)
+        config = Qwen3Config(
+            **{**sizes, **heads}, intermediate_size=90, head_dim=8, tie_word_embeddings=True
+        )
         model = Qwen3ForCausalLM(config)
     else:
         biased = {"attention_bias": True, "mlp_bias": True} if kind == "biased" else {}
         tied = kind == "llama"
-        model = LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=80, tie_word_embeddings=tied, **biased))
+        model = LlamaForCausalLM(
+            LlamaConfig(**sizes, intermediate_size=80, tie_word_embeddings=tied, **biased)
+        )
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1:  # not all ones or zeros, so that a permuted or missing one shows
             torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.2)
-    for parameter in model.parameters():  # not the buffers: from_pretrained leaves the rotary frequencies in float32
+    # not the buffers: from_pretrained leaves the rotary frequencies in float32
+    for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model.eval()
 
@@ -99,7 +119,8 @@ def _computed_one_by_one(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def positions(dp: int, how: str = "dealt") -> list[list[int]]:
-    """Positions in ``make_batch()`` of each replica's share; ``lopsided`` gives the first ones a row each."""
+    """Positions in ``make_batch()`` of each replica's share; ``lopsided`` gives the first ones a
+    row each."""
     count = sum(len(lengths) for _, lengths in RAGGED)
     if how == "lopsided":
         return [[at] for at in range(dp - 1)] + [list(range(dp - 1, count))]
@@ -128,8 +149,11 @@ def weights_of(engine: Any) -> dict[str, torch.Tensor]:
     return {name: weight.clone() for name, weight in engine.weights()}
 
 
-def gradients_of_step(engine: Any, batch: TensorDict, of: Any) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """What reaches the optimizer in one train step, whole, by parameter name; and the step's metrics."""
+def gradients_of_step(
+    engine: Any, batch: TensorDict, of: Any
+) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """What reaches the optimizer in one train step, whole, by parameter name; and the step's
+    metrics."""
     seen: dict[str, torch.Tensor] = {}
 
     def record(*_: Any) -> None:
@@ -161,7 +185,11 @@ def one_step(
     state = engine.state_dict()
     shards = {name: tuple(value.to_local().shape) for name, value in state["exp_avg"].items()}
     parallel = engine.parallel
-    copies = {n: p.to_local().clone() for n, p in parallel.sharded.items() if parallel.meshes.copies(p) > 1}
+    copies = {
+        n: p.to_local().clone()
+        for n, p in parallel.sharded.items()
+        if parallel.meshes.copies(p) > 1
+    }
     return {
         "metrics": metrics,
         "again": dict(again),
@@ -184,8 +212,8 @@ def _plain(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
 def value_steps(
     ranks: RankCoordinates | None, folder: str, options: dict[str, Any], of_ppo: dict[str, Any]
 ) -> dict[str, Any]:
-    """Two steps of PPO with a value head on the trunk, by one process (None) or a rank: metrics, value head, weights; and
-    with a ``folder`` a checkpoint in it."""
+    """Two steps of PPO with a value head on the trunk, by one process (None) or a rank: metrics,
+    value head, weights; and with a ``folder`` a checkpoint in it."""
     made = model_of("llama")
     of = {**OPTIONS, **options, "value_head": True}
     engine = TorchTrainEngine(made, parallel=parallel_of(ranks), **of)
@@ -194,8 +222,12 @@ def value_steps(
         rows = unstack(make_batch(seed=seed))
         for row, reward in zip(rows, torch.linspace(-1, 1, len(rows)), strict=True):
             row["reward"] = reward
-        kept = range(len(rows)) if ranks is None else positions(ranks.layout.replicas)[ranks.replica]
-        metrics.append(dict(engine.train_batch(stack([rows[at] for at in kept]), PPO(epochs=1, **of_ppo))))
+        kept = (
+            range(len(rows)) if ranks is None else positions(ranks.layout.replicas)[ranks.replica]
+        )
+        metrics.append(
+            dict(engine.train_batch(stack([rows[at] for at in kept]), PPO(epochs=1, **of_ppo)))
+        )
     if folder:
         writer = checkpoint.Writer(engine, ranks.rank if ranks else 0)
         writer.copy()
@@ -204,13 +236,17 @@ def value_steps(
     return {"metrics": metrics, "head": _plain(head), "weights": _plain(weights_of(engine))}
 
 
-def critic_steps(ranks: RankCoordinates | None, kind: str, folder: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Two steps of a critic of its own, by one process (None) or a rank: metrics, and the values before each step and after
-    the last one. A rank writes a checkpoint into ``folder``."""
-    made, of = model_of(kind), {**OPTIONS, **options}
+def critic_steps(
+    ranks: RankCoordinates | None, kind: str, folder: str, options: dict[str, Any]
+) -> dict[str, Any]:
+    """Two steps of a critic of its own, by one process (None) or a rank: metrics, and the values
+    before each step and after the last one. A rank writes a checkpoint into ``folder``."""
+    made = model_of(kind)
+    of = {**OPTIONS, **options}
     engine = TorchCriticEngine(made, parallel=parallel_of(ranks), **of)
     learning = PPO(critic="own").critic_algorithm()
-    metrics, values = [], []
+    metrics = []
+    values = []
     for seed in range(3):
         rows = unstack(make_batch(seed=seed))
         for row, reward in zip(rows, torch.linspace(-1, 1, len(rows)), strict=True):
@@ -219,7 +255,11 @@ def critic_steps(ranks: RankCoordinates | None, kind: str, folder: str, options:
             row["values"] = found
             values.append(found.tolist())
         if seed < 2:
-            kept = range(len(rows)) if ranks is None else positions(ranks.layout.replicas)[ranks.replica]
+            kept = (
+                range(len(rows))
+                if ranks is None
+                else positions(ranks.layout.replicas)[ranks.replica]
+            )
             metrics.append(dict(engine.train_batch(stack([rows[at] for at in kept]), learning)))
     one_group = [row for row in rows if int(row["group"]) == int(rows[0]["group"])]
     alone = [row.tolist() for row in engine.values(stack(one_group)).unbind()]
@@ -230,18 +270,25 @@ def critic_steps(ranks: RankCoordinates | None, kind: str, folder: str, options:
     return {"metrics": metrics, "values": values, "alone": alone}
 
 
-def steps(ranks: RankCoordinates, kind: str, count: int, options: dict[str, Any]) -> list[dict[str, Any]]:
+def steps(
+    ranks: RankCoordinates, kind: str, count: int, options: dict[str, Any]
+) -> list[dict[str, Any]]:
     """``count`` steps; metrics of each and the weights at the end."""
     engine = TorchTrainEngine(model_of(kind), parallel=Sharded(ranks), **{**OPTIONS, **options})
-    metrics = [dict(engine.train_batch(share(ranks, seed=seed), algorithm())) for seed in range(count)]
+    metrics = [
+        dict(engine.train_batch(share(ranks, seed=seed), algorithm())) for seed in range(count)
+    ]
     return [*metrics, _plain(weights_of(engine))]
 
 
-def saved(ranks: RankCoordinates, kind: str, folder: str, options: dict[str, Any]) -> dict[str, Any]:
+def saved(
+    ranks: RankCoordinates, kind: str, folder: str, options: dict[str, Any]
+) -> dict[str, Any]:
     """A step, and a checkpoint after it, as the ranks of a run write it: beside the next step."""
     engine = TorchTrainEngine(model_of(kind), parallel=Sharded(ranks), **{**OPTIONS, **options})
     engine.train_batch(share(ranks, seed=0), algorithm())
-    state, writer = whole_state(engine), checkpoint.Writer(engine, ranks.rank)
+    state = whole_state(engine)
+    writer = checkpoint.Writer(engine, ranks.rank)
     writer.copy()
     engine.model.state_dict = None  # it would free layers that FSDP has gathered for the next step
     with ThreadPoolExecutor(1) as thread:
@@ -254,8 +301,11 @@ def saved(ranks: RankCoordinates, kind: str, folder: str, options: dict[str, Any
 def resumed(
     ranks: RankCoordinates, kind: str, folder: str, options: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The state of other weights after that checkpoint was loaded into them, and after one step more."""
-    engine = TorchTrainEngine(model_of(kind, seed=9), parallel=Sharded(ranks), **{**OPTIONS, **options})
+    """The state of other weights after that checkpoint was loaded into them, and after one step
+    more."""
+    engine = TorchTrainEngine(
+        model_of(kind, seed=9), parallel=Sharded(ranks), **{**OPTIONS, **options}
+    )
     checkpoint.Checkpoint(Path(folder), 1, {}, []).load_into(engine)
     before = whole_state(engine)
     engine.train_batch(share(ranks, seed=1), algorithm())
@@ -274,9 +324,12 @@ def whole_state(engine: Any) -> dict[str, Any]:
 
 
 def written(ranks: RankCoordinates, kind: str, folder: str, file_bytes: int) -> None:
-    """A Hugging Face checkpoint of bfloat16 compute over float32 weights, in files of at most ``file_bytes``."""
+    """A Hugging Face checkpoint of bfloat16 compute over float32 weights, in files of at most
+    ``file_bytes``."""
     torch_sharded.FILE_BYTES = file_bytes
-    engine = TorchTrainEngine(model_of(kind), parallel=Sharded(ranks), compute=torch.bfloat16, **OPTIONS)
+    engine = TorchTrainEngine(
+        model_of(kind), parallel=Sharded(ranks), compute=torch.bfloat16, **OPTIONS
+    )
     engine.save_pretrained(Path(folder))
 
 
@@ -285,7 +338,9 @@ def opened(ranks: RankCoordinates, folder: str) -> dict[str, Any]:
     return _plain(weights_of(sharded_by_files(ranks, folder, torch.float32)))
 
 
-def sharded_by_files(ranks: RankCoordinates, folder: str, dtype: torch.dtype, **options: Any) -> TorchTrainEngine:
+def sharded_by_files(
+    ranks: RankCoordinates, folder: str, dtype: torch.dtype, **options: Any
+) -> TorchTrainEngine:
     """An engine that reads its shards of the checkpoint itself."""
     skeleton = model_skeleton(folder, dtype=dtype)
     assert skeleton is not None
@@ -294,8 +349,8 @@ def sharded_by_files(ranks: RankCoordinates, folder: str, dtype: torch.dtype, **
 
 
 def differing(ranks: RankCoordinates, folders: dict[str, str], dtype: torch.dtype) -> list[str]:
-    """The tensors that ranks with shards of each checkpoint have otherwise than ``from_pretrained`` reads them. Every
-    parameter has ``dtype``."""
+    """The tensors that ranks with shards of each checkpoint have otherwise than ``from_pretrained``
+    reads them. Every parameter has ``dtype``."""
     found = []
     for family, folder in folders.items():
         expected = in_one_dtype(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype), dtype)
@@ -322,14 +377,16 @@ class CountingFiles(WeightFiles):
     def _tensor(self, *arguments: Any) -> torch.Tensor:
         value = super()._tensor(*arguments)
         self._mapped = [(one, size) for one, size in self._mapped if not one.expired()]
-        self._mapped.append((StorageWeakRef(value.untyped_storage()), value.untyped_storage().nbytes()))
+        self._mapped.append(
+            (StorageWeakRef(value.untyped_storage()), value.untyped_storage().nbytes())
+        )
         self.most = max(self.most, sum(size for _, size in self._mapped))
         return value
 
 
 def bytes_at_loading(ranks: RankCoordinates, folder: str, dtype: torch.dtype) -> tuple[int, int]:
-    """The most bytes that this rank holds at one time until its weights are read, of mapped files and of torch's CPU
-    allocator, and the bytes of its shard."""
+    """The most bytes that this rank holds at one time until its weights are read, of mapped files
+    and of torch's CPU allocator, and the bytes of its shard."""
     memory = Allocations()
     skeleton = model_skeleton(folder, dtype=dtype)
     assert skeleton is not None
@@ -347,7 +404,8 @@ def bytes_at_loading(ranks: RankCoordinates, folder: str, dtype: torch.dtype) ->
 
 
 def mixed_steps(ranks: RankCoordinates, count: int) -> dict[str, Any]:
-    """Steps in mixed precision: dtypes of what is computed, kept and published, and what came of it."""
+    """Steps in mixed precision: dtypes of what is computed, kept and published, and what came of
+    it."""
     options: dict[str, Any] = {**OPTIONS, "learning_rate": 1e-4, "compute": torch.bfloat16}
     if ranks.world == 1:
         engine = TorchTrainEngine(model_of("qwen3"), **options)
@@ -369,14 +427,17 @@ def mixed_steps(ranks: RankCoordinates, count: int) -> dict[str, Any]:
         "logprobs": first,
         "gradients": _plain(gradients),
         "loss": metrics["loss"],
-        "masters": _plain({name: whole(value) for name, value in engine.state_dict()["model"].items()}),
+        "masters": _plain(
+            {name: whole(value) for name, value in engine.state_dict()["model"].items()}
+        ),
         "weights": _plain(published),
     }
 
 
 def left_alone(ranks: RankCoordinates) -> str:
     """Rank 0 makes a step that rank 1 does not make; what it is metrics then."""
-    engine, message = TorchTrainEngine(model_of("llama"), parallel=Sharded(ranks), **OPTIONS), ""
+    engine = TorchTrainEngine(model_of("llama"), parallel=Sharded(ranks), **OPTIONS)
+    message = ""
     if ranks.rank == 0:
         try:
             engine.train_batch(share(ranks), algorithm())
@@ -386,15 +447,18 @@ def left_alone(ranks: RankCoordinates) -> str:
 
 
 def taking_turns(ranks: RankCoordinates, kind: str, compute: str, device: str = "cpu") -> list[str]:
-    """Two steps with an allgather-swap after each, into the tensors of a decoder: it has the engine's weights, and training
-    goes on as it does without."""
+    """Two steps with an allgather-swap after each, into the tensors of a decoder: it has the
+    engine's weights, and training goes on as it does without."""
     state = model_state(model_of(kind).config, torch.float32)
     ended = []
     for swapping in (False, True):
         options = {**OPTIONS, "device": device, "compute": getattr(torch, compute)}
         engine = TorchTrainEngine(model_of(kind), parallel=Sharded(ranks), **options)
-        decoder = TorchDecoder(model_of(kind, dtype=getattr(torch, compute)), engine.device, packed=False)
-        names, dtype = ("vllm" if decoder.fused else "hf"), getattr(torch, compute)
+        decoder = TorchDecoder(
+            model_of(kind, dtype=getattr(torch, compute)), engine.device, packed=False
+        )
+        names = "vllm" if decoder.fused else "hf"
+        dtype = getattr(torch, compute)
         plan = plan_reshard(
             train_placement(state, ranks.layout),
             place(state, Layout(dp_replicate=ranks.world), names=names, dtype=dtype),
@@ -424,7 +488,8 @@ def taking_turns(ranks: RankCoordinates, kind: str, compute: str, device: str = 
 
 
 def of_masked(ranks: RankCoordinates | None) -> TensorDict:
-    """This rank's share of a batch whose second share is masked; None: the first share, which alone is trained."""
+    """This rank's share of a batch whose second share is masked; None: the first share, which alone
+    is trained."""
     rows = unstack(make_batch())
     half = len(rows) // 2
     first = stack(rows[:half] if ranks is None or ranks.replica == 0 else rows[half:])
@@ -447,7 +512,10 @@ def drawn_case(seed: int) -> dict[str, Any]:
     kind = ("grpo", "dpo", "ppo")[seed % 3]
     groups = made.randint(2, 6)
     size = 2 if kind == "dpo" else made.randint(1, 4)
-    lengths = [[1 + min(40, int(made.lognormvariate(1.5, 1.0))) for _ in range(size)] for _ in range(groups)]
+    lengths = [
+        [1 + min(40, int(made.lognormvariate(1.5, 1.0))) for _ in range(size)]
+        for _ in range(groups)
+    ]
     masked = [[made.random() < 0.3 for _ in of] for of in lengths]
     masked[0][0] = False
     return {
@@ -473,20 +541,24 @@ def batch_of_case(case: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
 
 def algorithm_of_case(case: dict[str, Any]) -> Any:
     algorithm = {"grpo": GRPO(kl_coef=0.1), "dpo": DPO(), "ppo": PPO()}[case["kind"]]
-    return algorithm.model_copy(update={"epochs": case["epochs"], "mini_batches": case["mini_batches"]})
+    return algorithm.model_copy(
+        update={"epochs": case["epochs"], "mini_batches": case["mini_batches"]}
+    )
 
 
 def optimizer_steps(
     ranks: RankCoordinates | None, cases: list[dict[str, Any]], how: str, options: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """Of each case, in float64: the gradient's norm of each optimizer step, its metrics, and the weights after it; by one
-    process (None) or a rank. ``how``: as a run deals the rows, or ``lopsided``: the first replicas get one row each."""
+    """Of each case, in float64: the gradient's norm of each optimizer step, its metrics, and the
+    weights after it; by one process (None) or a rank. ``how``: as a run deals the rows, or
+    ``lopsided``: the first replicas get one row each."""
     found = []
     for case in cases:
         of = {**OPTIONS, **options, "value_head": case["kind"] == "ppo"}
         model = model_of("llama", dtype=torch.float64)
         engine = TorchTrainEngine(model, parallel=parallel_of(ranks), **of)
-        rows, algorithm = batch_of_case(case), algorithm_of_case(case)
+        rows = batch_of_case(case)
+        algorithm = algorithm_of_case(case)
         if ranks is not None and how == "lopsided":
             rows = (
                 rows[ranks.replica :][:1]
@@ -496,11 +568,17 @@ def optimizer_steps(
         elif ranks is not None:
             shapes = [GroupShape(prompt, tuple(lengths)) for prompt, lengths in case["groups"]]
             trained = [
-                [0 if is_masked else length for length, is_masked in zip(lengths, masked, strict=True)]
+                [
+                    0 if is_masked else length
+                    for length, is_masked in zip(lengths, masked, strict=True)
+                ]
                 for (_, lengths), masked in zip(case["groups"], case["masked"], strict=True)
             ]
-            whole, count = algorithm.unit == "group", algorithm.mini_batches
-            shares = deal(shapes, ranks.layout.replicas, whole=whole, mini_batches=count, trained=trained)
+            whole = algorithm.unit == "group"
+            count = algorithm.mini_batches
+            shares = deal(
+                shapes, ranks.layout.replicas, whole=whole, mini_batches=count, trained=trained
+            )
             own = {(piece.group + 40, row) for piece in shares[ranks.replica] for row in piece.rows}
             rows = [row for row in rows if (int(row["group"]), int(row["place"])) in own]
         norms: list[float] = []
@@ -522,14 +600,19 @@ def batch_with_rewards(seed: int) -> TensorDict:
 
 @contextmanager
 def spoiled(engine: Any, at: int, what: str = "gradient") -> Iterator[None]:
-    """Meanwhile this process has a gradient, or a loss, that is no number in optimizer step ``at``, counted from 1."""
+    """Meanwhile this process has a gradient, or a loss, that is no number in optimizer step ``at``,
+    counted from 1."""
     parallel = engine.parallel
-    calls, clip, add_up = itertools.count(1), parallel.clip, parallel.reduce_metrics
+    calls = itertools.count(1)
+    clip = parallel.clip
+    add_up = parallel.reduce_metrics
 
     def spoiling_clip(*of: Any) -> float:
         if what == "gradient" and next(calls) == at:
             owner = getattr(parallel, "sharded", engine.trained)
-            gradients = [parameter.grad for parameter in owner.values() if parameter.grad is not None]
+            gradients = [
+                parameter.grad for parameter in owner.values() if parameter.grad is not None
+            ]
             getattr(gradients[0], "_local_tensor", gradients[0]).fill_(torch.nan)
         return float(clip(*of))
 
@@ -537,23 +620,34 @@ def spoiled(engine: Any, at: int, what: str = "gradient") -> Iterator[None]:
         added: dict[str, float] = add_up(metrics, everywhere)
         return added | {"loss": torch.nan} if what == "loss" and next(calls) == at else added
 
-    parallel.clip, parallel.reduce_metrics = spoiling_clip, spoiling_sums
+    parallel.clip = spoiling_clip
+    parallel.reduce_metrics = spoiling_sums
     try:
         yield
     finally:
-        parallel.clip, parallel.reduce_metrics = clip, add_up
+        parallel.clip = clip
+        parallel.reduce_metrics = add_up
 
 
 def skipped_on_ranks(ranks: RankCoordinates, where: str) -> dict[str, Any]:
-    """Three batches of two epochs and two mini-batches. Of the second one the last rank has something that is no number:
-    the rows of its last group, a gradient or a loss."""
+    """Three batches of two epochs and two mini-batches.
+
+    Of the second one the last rank has something that is no number: the rows of its last group, a
+    gradient or a loss.
+    """
     engine = TorchTrainEngine(
-        model_of("llama"), parallel=Sharded(ranks), **OPTIONS, warmup_steps=8, compute=torch.bfloat16
+        model_of("llama"),
+        parallel=Sharded(ranks),
+        **OPTIONS,
+        warmup_steps=8,
+        compute=torch.bfloat16,
     )
-    several, is_last = algorithm().model_copy(update={"epochs": 2, "mini_batches": 2}), ranks.rank == ranks.world - 1
+    several = algorithm().model_copy(update={"epochs": 2, "mini_batches": 2})
+    is_last = ranks.rank == ranks.world - 1
     engine.train_batch(share(ranks, seed=0), several)
     before = whole_state(engine)
-    batch, error = share(ranks, seed=1), ""
+    batch = share(ranks, seed=1)
+    error = ""
     if where == "rows":
         numbers = batch["group"]
         last = max(int(number) for number in make_batch()["group"])

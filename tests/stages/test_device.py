@@ -28,18 +28,25 @@ def test_auto_is_the_accelerator_or_the_cpu() -> None:
 @pytest.mark.skipif(HAVE, reason="there is an accelerator here")
 @pytest.mark.parametrize("name", ["cuda", "cuda:3", "xpu"])
 def test_a_device_that_is_not_here_is_refused(name: str) -> None:
-    with pytest.raises(device.DeviceMissing, match=f"device '{name}': torch .* sees no accelerator here; install"):
+    with pytest.raises(
+        device.DeviceMissing, match=f"device '{name}': torch .* sees no accelerator here; install"
+    ):
         device.select(name)
 
 
 def test_npu_without_torch_npu_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch_npu", None)  # what an import of a missing module meets
-    with pytest.raises(device.DeviceMissing, match=r"torch_npu cannot be imported .*CANN.*asyncdock\[ascend\]"):
+    with pytest.raises(
+        device.DeviceMissing,
+        match=r"torch_npu cannot be imported "
+        r".*CANN.*asyncdock\[ascend\]",
+    ):
         device.select("npu")
 
 
 def test_npu_imports_torch_npu_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch knows the device only once torch_npu has been imported; here it brings one that torch takes as its own."""
+    """torch knows the device only once torch_npu has been imported; here it brings one that torch
+    takes as its own."""
     monkeypatch.setitem(sys.modules, "torch_npu", types.ModuleType("torch_npu"))
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
@@ -54,7 +61,8 @@ def test_npu_imports_torch_npu_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ranks_of_a_node_take_its_devices_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu, chosen = torch.device("cpu"), torch.device("cuda", 1)
+    cpu = torch.device("cpu")
+    chosen = torch.device("cuda", 1)
     assert [device.of_rank(cpu, rank) for rank in range(3)] == [cpu] * 3
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     assert [device.of_rank(torch.device("cuda"), rank).index for rank in range(4)] == [0, 1, 0, 1]
@@ -66,7 +74,9 @@ def test_ranks_of_a_node_take_its_devices_in_turn(monkeypatch: pytest.MonkeyPatc
     assert used == [1]
 
 
-def test_what_runs_on_the_cpu_is_known_without_asking_for_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_runs_on_the_cpu_is_known_without_asking_for_a_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert device.on_cpu("cpu")
     assert not device.on_cpu("cuda:3")
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
@@ -110,7 +120,9 @@ def named(code: str) -> set[str]:
     """The names and texts in ``code`` that begin with a vendor's, as ``"cuda:0"`` does."""
     words: list[Any] = []
     for node in ast.walk(ast.parse(code)):
-        words += [getattr(node, field, None) for field in ("attr", "id", "value", "arg", "module", "name")]
+        words += [
+            getattr(node, field, None) for field in ("attr", "id", "value", "arg", "module", "name")
+        ]
     return {word for word in words if isinstance(word, str) and VENDORS.match(word)}
 
 

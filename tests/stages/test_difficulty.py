@@ -9,7 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stages import difficulty
-from stages.difficulty import LEAST_SHARE, MOST_PASSED, Difficulty, PassRate, outcome, prompt_key, share
+from stages.difficulty import (
+    LEAST_SHARE,
+    MOST_PASSED,
+    Difficulty,
+    PassRate,
+    outcome,
+    prompt_key,
+    share,
+)
 from stages.models import load_tokenizer
 from stages.prompts.options import PromptOptions
 from stages.prompts.sources import PromptSource, load_prompts
@@ -27,13 +35,17 @@ def others() -> list[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def source() -> PromptSource:
-    here = [{"source": "datasets", "path": f"tests.stages.test_difficulty:{name}"} for name in ("rows", "others")]
+    here = [
+        {"source": "datasets", "path": f"tests.stages.test_difficulty:{name}"}
+        for name in ("rows", "others")
+    ]
     return load_prompts(PromptOptions(sources=here), load_tokenizer("tiny"), seed=3).train
 
 
 def taken(of: Difficulty, groups: int) -> tuple[Counter[str], int]:
     """How often each prompt is taken by so many groups, and the position after the last one."""
-    position, found = 0, Counter[str]()
+    position = 0
+    found = Counter[str]()
     for _ in range(groups):
         place, _, key = of.choose(position)
         assert position <= place <= position + MOST_PASSED
@@ -50,7 +62,9 @@ def test_a_group_teaches_when_its_rewards_differ(rewards: list[float]) -> None:
 
 
 @given(st.floats(0, 1), st.integers(0, 10**4))
-def test_a_prompt_that_taught_keeps_its_share_longer_and_none_is_lost_for_ever(reward: float, streak: int) -> None:
+def test_a_prompt_that_taught_keeps_its_share_longer_and_none_is_lost_for_ever(
+    reward: float, streak: int
+) -> None:
     taught, never = (share(PassRate(reward, of, streak)) for of in (True, False))
     assert LEAST_SHARE <= never <= taught <= 1
     assert share(PassRate(reward, True, 0)) == share(None) == 1
@@ -66,7 +80,10 @@ def test_prompts_that_teach_nothing_come_rarely_and_all_come(
     keys = {prompt_key(source.prompt(position)) for position in range(2 * ROWS)}
     assert len(keys) == 2 * ROWS
     solved = data.draw(st.sets(st.sampled_from(sorted(keys)), min_size=8, max_size=72))
-    of.put((key, PassRate(1.0, False, 3) if key in solved else PassRate(0.5, True, 0)) for key in sorted(keys))
+    of.put(
+        (key, PassRate(1.0, False, 3) if key in solved else PassRate(0.5, True, 0))
+        for key in sorted(keys)
+    )
     found, position = taken(of, 400)
     assert all(found[key] for key in keys - solved)
     passes = position / len(keys)

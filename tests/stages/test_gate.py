@@ -1,4 +1,5 @@
-"""The gate on a real index: which groups enter, when, with which prompts, and what it says of them."""
+"""The gate on a real index: which groups enter, when, with which prompts, and what it says of
+them."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ STAGES = (
     StageSpec("update", "batch", SCHEMA.mask(["response_ids"]), 0),
 )
 PLAN = StalenessPlan(bound=1, groups_per_step=2)  # groups below (v + 2) * 2 may enter
-STEPS, SIZE = 3, 2
+STEPS = 3
+SIZE = 2
 
 
 class Numbered:
@@ -67,7 +69,11 @@ async def dock(index: Index, tmp_path: Path) -> Dock:
 
 
 def gate_of(dock: Dock, source: Any = None, **options: Any) -> Gate:
-    return Gate(dock, source or Numbered(), **{"group_size": SIZE, "steps": STEPS, "groups_per_step": 2, **options})
+    return Gate(
+        dock,
+        source or Numbered(),
+        **{"group_size": SIZE, "steps": STEPS, "groups_per_step": 2, **options},
+    )
 
 
 @asynccontextmanager
@@ -93,7 +99,8 @@ async def until(condition: Callable[[int], bool], dock: Dock) -> None:
 
 
 async def generated(dock: Dock, version: int) -> Claim | None:
-    """All groups that may be begun with ``version``, with their responses; None where all have theirs."""
+    """All groups that may be begun with ``version``, with their responses; None where all have
+    theirs."""
     claim = await dock.claim("rollout", 100, version=version)
     if claim is None:
         return None
@@ -110,7 +117,9 @@ async def trained(dock: Dock, version: int) -> None:
     await dock.index.publish_weights(version + 1, {})
 
 
-async def test_groups_enter_as_far_as_the_bound_allows_until_all_steps_have_theirs(dock: Dock) -> None:
+async def test_groups_enter_as_far_as_the_bound_allows_until_all_steps_have_theirs(
+    dock: Dock,
+) -> None:
     source = Numbered()
     async with running(gate_of(dock, source)) as work:
         await until(lambda admitted: admitted == 4, dock)
@@ -118,8 +127,12 @@ async def test_groups_enter_as_far_as_the_bound_allows_until_all_steps_have_thei
         assert claim is not None
         assert claim.group.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
         rows = await dock.fetch(claim, ["prompt_ids", "given", "fields"])
-        assert [ids.tolist() for ids in rows["prompt_ids"].unbind()] == [[group, 7] for group in claim.group.tolist()]
-        assert [rows["fields"][at] for at in range(8)] == [f'{{"answer": {group}}}' for group in claim.group.tolist()]
+        assert [ids.tolist() for ids in rows["prompt_ids"].unbind()] == [
+            [group, 7] for group in claim.group.tolist()
+        ]
+        assert [rows["fields"][at] for at in range(8)] == [
+            f'{{"answer": {group}}}' for group in claim.group.tolist()
+        ]
         await trained(dock, 0)
         await until(lambda admitted: admitted == 6, dock)
         await trained(dock, 1)

@@ -28,7 +28,9 @@ def test_tiny_moe_has_experts_and_the_tokenizer_of_tiny() -> None:
     assert tuple(model.model.layers[1].mlp.experts.down_proj.shape) == (8, 64, 64)
     assert tokenizer.get_vocab() == load_tokenizer("tiny").get_vocab()
     assert sum(weight.numel() for weight in model.parameters()) == parameters_of_source("tiny-moe")
-    assert {name: getattr(model.config, name) for name in CONFIGS["tiny-moe"]} == CONFIGS["tiny-moe"]
+    assert {name: getattr(model.config, name) for name in CONFIGS["tiny-moe"]} == CONFIGS[
+        "tiny-moe"
+    ]
 
 
 def test_tiny_comes_in_the_dtype_asked_for() -> None:
@@ -41,7 +43,10 @@ def test_tiny_tokenizer_spells_characters_and_back() -> None:
     ids = tokenizer(TINY_CHARACTERS)["input_ids"]
     assert len(ids) == len(TINY_CHARACTERS)
     assert tokenizer.decode(ids) == TINY_CHARACTERS
-    assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == TINY_CHARACTERS
+    assert (
+        tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True)
+        == TINY_CHARACTERS
+    )
     assert tokenizer("Ä")["input_ids"] == [tokenizer.unk_token_id]
 
 
@@ -70,8 +75,11 @@ def test_missing_smollm2_names_the_command(monkeypatch: pytest.MonkeyPatch) -> N
         load_tokenizer("smollm2")
 
 
-def _fill(lock_folder: str, target: str, starts: multiprocessing.Barrier, made: multiprocessing.Queue) -> None:
-    """What two workers of a new installation do at once, with a conversion that only writes who did it."""
+def _fill(
+    lock_folder: str, target: str, starts: multiprocessing.Barrier, made: multiprocessing.Queue
+) -> None:
+    """What two workers of a new installation do at once, with a conversion that only writes who did
+    it."""
 
     def convert(gguf: Path, folder: Path) -> None:
         folder.mkdir()
@@ -90,9 +98,11 @@ def test_processes_that_start_together_convert_once(tmp_path: Path) -> None:
     weights = tmp_path / "weights.gguf"
     weights.write_bytes(b"x" * 10)
     context = multiprocessing.get_context("fork")
-    starts, made = context.Barrier(3), context.Queue()
+    starts = context.Barrier(3)
+    made = context.Queue()
     workers = [
-        context.Process(target=_fill, args=(str(tmp_path / "cache"), str(weights), starts, made)) for _ in range(3)
+        context.Process(target=_fill, args=(str(tmp_path / "cache"), str(weights), starts, made))
+        for _ in range(3)
     ]
     for worker in workers:
         worker.start()

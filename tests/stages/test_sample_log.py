@@ -1,5 +1,5 @@
-"""What the samples browser relies on: the newest samples, whole, newest step first, page by page, and never more than there
-is room for."""
+"""What the samples browser relies on: the newest samples, whole, newest step first, page by page,
+and never more than there is room for."""
 
 from __future__ import annotations
 
@@ -25,7 +25,13 @@ class Usage(NamedTuple):
 
 
 def sample(step: int, place: int, size: int = 0) -> dict[str, Any]:
-    return {"step": step, "group": place // 2, "place": place % 2, "response": "é" * size, "reward": place / 4}
+    return {
+        "step": step,
+        "group": place // 2,
+        "place": place % 2,
+        "response": "é" * size,
+        "reward": place / 4,
+    }
 
 
 def all_of(folder: Path, limit: int = 3, **options: Any) -> list[dict[str, Any]]:
@@ -37,15 +43,24 @@ def all_of(folder: Path, limit: int = 3, **options: Any) -> list[dict[str, Any]]
     return found
 
 
-@given(steps=st.lists(st.integers(1, 9), min_size=1, max_size=12), size=st.integers(0, 40), limit=st.integers(1, 7))
+@given(
+    steps=st.lists(st.integers(1, 9), min_size=1, max_size=12),
+    size=st.integers(0, 40),
+    limit=st.integers(1, 7),
+)
 def test_steps_come_newest_first_and_the_oldest_are_let_go(
     tmp_path_factory: pytest.TempPathFactory, steps: list[int], size: int, limit: int
 ) -> None:
-    folder, most = tmp_path_factory.mktemp("book"), 4000
+    folder = tmp_path_factory.mktemp("book")
+    most = 4000
     book = SampleLog(folder, most)
     for step, count in enumerate(steps):
         book.add([sample(step, place, size) for place in range(count)])
-    written = [sample(step, place, size) for step, count in reversed(list(enumerate(steps))) for place in range(count)]
+    written = [
+        sample(step, place, size)
+        for step, count in reversed(list(enumerate(steps)))
+        for place in range(count)
+    ]
     found = all_of(folder, limit)
     longest = max(len(json.dumps(one, ensure_ascii=False).encode()) for one in written)
     assert sum(path.stat().st_size for path in folder.iterdir()) <= most + most / FILES + longest
@@ -55,7 +70,13 @@ def test_steps_come_newest_first_and_the_oldest_are_let_go(
     assert older == written[len(newest) : len(newest) + len(older)] or len(newest) < steps[-1]
     kept = {(one["step"], one["group"], one["place"]) for one in found}
     assert len(kept) == len(found)
-    if sum(len(json.dumps(one, separators=(",", ":"), ensure_ascii=False).encode()) + 1 for one in written) < most:
+    if (
+        sum(
+            len(json.dumps(one, separators=(",", ":"), ensure_ascii=False).encode()) + 1
+            for one in written
+        )
+        < most
+    ):
         assert found == written
 
 
@@ -73,15 +94,20 @@ class Disk:
     """A disk of ``total`` bytes, on which nothing lies but the samples in ``folder``."""
 
     def __init__(self, folder: Path, total: int) -> None:
-        self.folder, self.total, self.other = folder, total, 0
+        self.folder = folder
+        self.total = total
+        self.other = 0
 
     def usage(self, _: Path) -> Usage:
         used = self.other + sum(path.stat().st_size for path in self.folder.iterdir())
         return Usage(self.total, used, max(0, self.total - used))
 
 
-def test_samples_are_kept_only_as_far_as_the_disk_has_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A recipe that keeps 100 TiB does not fill the disk; when others fill it, the oldest samples go, and then all wait."""
+def test_samples_are_kept_only_as_far_as_the_disk_has_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A recipe that keeps 100 TiB does not fill the disk; when others fill it, the oldest samples
+    go, and then all wait."""
     disk = Disk(tmp_path, total=100_000)  # a twentieth of which stays free
     monkeypatch.setattr(shutil, "disk_usage", disk.usage)
     book = SampleLog(tmp_path, 100 * 2**40)
@@ -104,7 +130,9 @@ def test_samples_are_kept_only_as_far_as_the_disk_has_room(tmp_path: Path, monke
     assert next(one["step"] for one in all_of(tmp_path, limit=100)) == 100
 
 
-def test_no_file_is_larger_than_a_reader_takes_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_file_is_larger_than_a_reader_takes_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sample_log, "LARGEST_FILE", 2000)
     book = SampleLog(tmp_path, 2**40)
     for step in range(20):
@@ -116,7 +144,9 @@ def test_no_file_is_larger_than_a_reader_takes_in(tmp_path: Path, monkeypatch: p
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 5000 + 2500
 
 
-def test_looking_ends_where_nothing_more_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_looking_ends_where_nothing_more_can_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     book = SampleLog(tmp_path, 1 << 20)
     for step in range(20):
         book.add([sample(step, place, 20) for place in range(4)])
@@ -153,7 +183,9 @@ async def test_a_run_records_what_it_was_trained_on(tmp_path: Path) -> None:
             assert set(one["rewards"]) == {"spelling"}
 
 
-async def test_a_run_that_keeps_none_writes_none_and_one_without_a_disk_goes_on(tmp_path: Path) -> None:
+async def test_a_run_that_keeps_none_writes_none_and_one_without_a_disk_goes_on(
+    tmp_path: Path,
+) -> None:
     made = Run.create(recipe(MOCK, pipeline__keep_samples=0), tmp_path / "none")
     assert (await complete(made))[1].state == "finished"
     assert not (tmp_path / "none" / FOLDER).exists()

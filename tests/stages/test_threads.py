@@ -1,4 +1,5 @@
-"""Threads: the process does not wait for one that never returns, and a temporary one leaves no OpenMP helper."""
+"""Threads: the process does not wait for one that never returns, and a temporary one leaves no
+OpenMP helper."""
 
 from __future__ import annotations
 
@@ -58,8 +59,13 @@ async def test_the_loop_does_not_wait_for_work_that_was_given_up() -> None:
     thread.join(10)
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts the system's threads, as Linux lists them")
+@pytest.mark.skipif(
+    not Path("/proc/self/task").exists(), reason="counts the system's threads, as Linux lists them"
+)
 def test_the_helpers_of_a_computation_end_with_it() -> None:
-    """A computation in the thread that stays leaves one for its second core; one that is done apart leaves none."""
-    helpers = subprocess.run([sys.executable, "-c", HELPERS], capture_output=True, text=True, check=True, timeout=120)
+    """A computation in the thread that stays leaves one for its second core; one that is done apart
+    leaves none."""
+    helpers = subprocess.run(
+        [sys.executable, "-c", HELPERS], capture_output=True, text=True, check=True, timeout=120
+    )
     assert helpers.stdout.split() == ["0", "1"]

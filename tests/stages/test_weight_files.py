@@ -1,4 +1,5 @@
-"""Checkpoints read tensor by tensor: the weights of ``from_pretrained``, and no more memory than a shard and one tensor."""
+"""Checkpoints read tensor by tensor: the weights of ``from_pretrained``, and no more memory than a
+shard and one tensor."""
 
 from __future__ import annotations
 
@@ -29,16 +30,20 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_family_is_read_as_transformers_reads_it(folders: dict[str, Path], dtype: torch.dtype) -> None:
+def test_every_family_is_read_as_transformers_reads_it(
+    folders: dict[str, Path], dtype: torch.dtype
+) -> None:
     for family, folder in folders.items():
         assert open_skeleton(folder, dtype) is not None, family
-        expected, state = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype), torch.random.get_rng_state()
+        expected = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        state = torch.random.get_rng_state()
         model, _ = load_model(str(folder), dtype=dtype, seed=0)
         assert torch.equal(torch.random.get_rng_state(), state)
         assert (type(model), model.config.to_dict()) == (type(expected), expected.config.to_dict())
         assert model.generation_config.to_dict() == expected.generation_config.to_dict()
         for kind in ("named_parameters", "named_buffers"):  # parameters: tied ones once
-            found, wanted = dict(getattr(model, kind)()), dict(getattr(expected, kind)())
+            found = dict(getattr(model, kind)())
+            wanted = dict(getattr(expected, kind)())
             assert list(found) == list(wanted), family
             for name, value in wanted.items():
                 asked = dtype if kind == "named_parameters" else value.dtype
@@ -52,7 +57,8 @@ def test_parameters_that_transformers_keeps_in_float32_have_the_dtype_of_the_oth
     folders: dict[str, Path], whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Qwen3MoeForCausalLM, "_keep_in_fp32_modules_strict", ["gate.weight"])
-    source, kept = str(folders["Qwen3-MoE"]), "model.layers.0.mlp.gate.weight"
+    source = str(folders["Qwen3-MoE"])
+    kept = "model.layers.0.mlp.gate.weight"
     as_read = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
     assert as_read.get_parameter(kept).dtype == torch.float32 != as_read.dtype
     if whole:  # a checkpoint that is not read tensor by tensor
@@ -65,10 +71,14 @@ def test_parameters_that_transformers_keeps_in_float32_have_the_dtype_of_the_oth
 
 
 @pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2), (2, 2)])
-def test_ranks_read_their_shards_of_every_family_bit_for_bit(folders: dict[str, Path], dp: int, tp: int) -> None:
+def test_ranks_read_their_shards_of_every_family_bit_for_bit(
+    folders: dict[str, Path], dp: int, tp: int
+) -> None:
     chosen = {family: str(folder) for family, folder in folders.items() if tp == 1 or _cuts(family)}
     assert len(chosen) > 8
-    assert on_ranks(dp, tp, differing, chosen, torch.bfloat16 if dp * tp == 4 else torch.float32) == [[]] * (dp * tp)
+    assert on_ranks(
+        dp, tp, differing, chosen, torch.bfloat16 if dp * tp == 4 else torch.float32
+    ) == [[]] * (dp * tp)
 
 
 def _cuts(family: str) -> bool:
@@ -81,11 +91,14 @@ def _cuts(family: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("family", "dp", "tp"), [("Qwen3", 2, 1), ("Qwen3", 1, 2), ("DeepSeek-V3", 2, 1), ("Qwen3-MoE", 4, 1)]
+    ("family", "dp", "tp"),
+    [("Qwen3", 2, 1), ("Qwen3", 1, 2), ("DeepSeek-V3", 2, 1), ("Qwen3-MoE", 4, 1)],
 )
-def test_no_rank_holds_more_than_its_shard_and_one_tensor(family: str, dp: int, tp: int, tmp_path: Path) -> None:
-    """In float32, of a bfloat16 checkpoint: both dtypes of a tensor are never held at one time, and experts are fused one by
-    one."""
+def test_no_rank_holds_more_than_its_shard_and_one_tensor(
+    family: str, dp: int, tp: int, tmp_path: Path
+) -> None:
+    """In float32, of a bfloat16 checkpoint: both dtypes of a tensor are never held at one time, and
+    experts are fused one by one."""
     folder = write(family, tmp_path / family, torch.bfloat16)
     whole = 2 * sum(t.nbytes for t in load_file(folder / "model.safetensors").values())
     with torch.device("meta"):

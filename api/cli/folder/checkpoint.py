@@ -24,12 +24,16 @@ checkpoint_app = typer.Typer(help="Look at the checkpoints of a run.", no_args_i
 def verify(
     run: Annotated[
         Path,
-        typer.Argument(metavar="RUN", callback=run_folder, help="The folder of a run, or of one of its checkpoints."),
+        typer.Argument(
+            metavar="RUN",
+            callback=run_folder,
+            help="The folder of a run, or of one of its checkpoints.",
+        ),
     ],
     as_json: JsonOption = False,
 ) -> None:
-    """Read every file of a run's checkpoints, also at checkpoint.url, and compare it with the digest of when it was written.
-    Ends with 1 where one is damaged."""
+    """Read every file of a run's checkpoints, also at checkpoint.url, and compare it with the
+    digest of when it was written. Ends with 1 where one is damaged."""
     from orchestration.run.storage.verification import NoCheckpoints, verified
 
     try:

@@ -19,8 +19,8 @@ SPECIAL = {stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a de
 
 
 def run_folder(run: Named) -> Named:
-    """Return ``run``; end the command where it is a folder with something in it that cannot be read as a file. A callback of
-    arguments that name the folder of a run."""
+    """Return ``run``; end the command where it is a folder with something in it that cannot be read
+    as a file. A callback of arguments that name the folder of a run."""
     if run is None or not os.path.isdir(run):
         return run
     for folder, _, names in os.walk(run):
@@ -31,7 +31,10 @@ def run_folder(run: Named) -> Named:
             except OSError:
                 continue  # a link to nothing, or removed by a run that goes on
             if kind in SPECIAL:
-                refuse(f"run: {path} is {SPECIAL[kind]}, which no run has; remove it, after a look at who put it there")
+                refuse(
+                    f"run: {path} is {SPECIAL[kind]}, which no run has; remove it, after a look "
+                    f"at who put it there"
+                )
     return run
 
 
@@ -46,6 +49,7 @@ def refuse_anothers(run_dir: Path, trusted: bool) -> None:
             continue  # is reported where it is read
         if owner not in (0, os.geteuid()) and not trusted:
             refuse(
-                f"run: {path} belongs to user {owner}, and a resumed run executes, as user {os.geteuid()}, what its recipe "
-                f"names; look at {run_dir / RECIPE}, and give --trust to go on"
+                f"run: {path} belongs to user {owner}, and a resumed run executes, as user "
+                f"{os.geteuid()}, what its recipe names; look at {run_dir / RECIPE}, and give "
+                f"--trust to go on"
             )

@@ -1,11 +1,11 @@
-"""``asyncdock agent``: executes a service's runs on this machine, without a REST server. ``asyncdock host``: starts workers
-here for a run that another machine executes.
+"""``asyncdock agent``: executes a service's runs on this machine, without a REST server.
+``asyncdock host``: starts workers here for a run that another machine executes.
 
 agent ──▶ index (or its own below DATA) ──▶ Agent.run until SIGTERM or Ctrl-C; the runs go on without it
 host  ──▶ Host.run until the run has ended, SIGTERM or Ctrl-C; the run starts its workers elsewhere
 
---shared: several agents share DATA. Each takes the first free folder of agent-1, agent-2, …, with the runs in it, so that a
-container takes over the runs of the one that it replaces.
+--shared: several agents share DATA. Each takes the first free folder of agent-1, agent-2, …, with
+the runs in it, so that a container takes over the runs of the one that it replaces.
 """
 
 from __future__ import annotations
@@ -32,18 +32,25 @@ def agent_command(
     shared: Annotated[
         bool,
         typer.Option(
-            "--shared", help="Other agents have DIR too: work in its first free folder of agent-1, agent-2, …"
+            "--shared",
+            help="Other agents have DIR too: work in its first free folder of agent-1, agent-2, …",
         ),
     ] = False,
 ) -> None:
-    """Execute the runs of a service. SIGTERM or Ctrl-C ends the agent and leaves the runs alone: the next one goes on."""
+    """Execute the runs of a service.
+
+    SIGTERM or Ctrl-C ends the agent and leaves the runs alone: the next one goes on.
+    """
     from orchestration.private_files import keep_from_others
     from orchestration.service.agent import AgentError
 
     keep_from_others()
     try:
         if shared and not index:
-            raise ValueError("--shared: agents that share DIR have one index; give it by --index or ASYNCDOCK_INDEX")
+            raise ValueError(
+                "--shared: agents that share DIR have one index; give it by --index "
+                "or ASYNCDOCK_INDEX"
+            )
         asyncio.run(_work(index, data, runs, shared))
     except (AgentError, OSError, RuntimeError, ValueError) as error:
         refuse(error, BAD_INPUT if isinstance(error, AgentError | ValueError) else FAILED)
@@ -88,23 +95,31 @@ def host_command(
             "--token",
             metavar="TOKEN",
             envvar="ASYNCDOCK_HOST_TOKEN",
-            help="The index's password, unless the URL has it; `token` in the run's index.json. Prefer the environment "
-            "variable: other users of the machine can read command lines.",
+            help="The index's password, unless the URL has it; `token` in the run's index.json. "
+            "Prefer the environment variable: other users of the machine can read command "
+            "lines.",
         ),
     ] = "",
     data: Annotated[
-        Path, typer.Option("--data", metavar="DIR", help="The folder of this host, for logs and downloads.")
+        Path,
+        typer.Option(
+            "--data", metavar="DIR", help="The folder of this host, for logs and downloads."
+        ),
     ] = Path("host"),
     workers: Annotated[int, typer.Option(metavar="N", min=1, help="Workers at the same time.")] = 1,
     serve: Annotated[
         str,
         typer.Option(
             metavar="ADDRESS",
-            help="On which other nodes read this one's samples; `auto`: the one that leads to the index.",
+            help="On which other nodes read this one's samples; `auto`: the one that leads to the "
+            "index.",
         ),
     ] = "auto",
 ) -> None:
-    """Start workers of a run that another machine executes. SIGTERM or Ctrl-C ends them; the run starts them elsewhere."""
+    """Start workers of a run that another machine executes.
+
+    SIGTERM or Ctrl-C ends them; the run starts them elsewhere.
+    """
     from orchestration.private_files import keep_from_others
 
     keep_from_others()
@@ -123,7 +138,8 @@ async def _host(url: str, run: str, folder: Path, workers: int, serve: str) -> N
 
 def _stop_by_signal() -> asyncio.Event:
     """Returns an event that SIGTERM and Ctrl-C set."""
-    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     return stop

@@ -19,7 +19,13 @@ import typer
 
 from api.cli.exit_codes import BAD_INPUT, FAILED, INTERRUPTED, NO_SERVICE
 from api.cli.output import advised, refuse
-from api.client.credentials import DEFAULT_SERVER, SERVER_VARIABLE, TOKEN_VARIABLE, KeyringError, token_source
+from api.client.credentials import (
+    DEFAULT_SERVER,
+    SERVER_VARIABLE,
+    TOKEN_VARIABLE,
+    KeyringError,
+    token_source,
+)
 from api.terminal.screen import complain
 
 if TYPE_CHECKING:
@@ -36,10 +42,18 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def ask(
-    server: str, work: Callable[[Client], Awaitable[T]], run: str = "", *, token: str = "", on_retry: Any = None
+    server: str,
+    work: Callable[[Client], Awaitable[T]],
+    run: str = "",
+    *,
+    token: str = "",
+    on_retry: Any = None,
 ) -> T:
-    """Return what ``work`` returns with a client of ``server``. Any failure ends the command with a message and an exit
-    code. ``run``: the run that it is about; ``token``: instead of the kept one."""
+    """Return what ``work`` returns with a client of ``server``.
+
+    Any failure ends the command with a message and an exit code. ``run``: the run that it is about;
+    ``token``: instead of the kept one.
+    """
     from api.client import ApiProblem, Client, ServiceError
 
     async def asking() -> T:
@@ -49,7 +63,8 @@ def ask(
                 return await work(client)
             except ApiProblem as problem:
                 if problem.type == UNKNOWN_RUN:
-                    problem.value, problem.fix = run, _closest_run(run, await newest_runs(client))
+                    problem.value = run
+                    problem.fix = _closest_run(run, await newest_runs(client))
                 raise
 
     try:
@@ -65,7 +80,8 @@ def ask(
 
 
 def ask_for_completion(server: Any, work: Callable[[Client], Awaitable[T]]) -> T | None:
-    """Return what ``work`` returns, or None when the service does not answer soon: completion cannot show errors."""
+    """Return what ``work`` returns, or None when the service does not answer soon: completion
+    cannot show errors."""
     from api.client import Client, ServiceError
 
     address = str(server or os.environ.get(SERVER_VARIABLE) or DEFAULT_SERVER)
@@ -80,10 +96,12 @@ def ask_for_completion(server: Any, work: Callable[[Client], Awaitable[T]]) -> T
         return None
 
 
-def ask_here(run: str, work: Callable[[Index], Awaitable[T]], unreachable: str = "") -> tuple[str, T] | None:
-    """Return the id of the run that `asyncdock run` executes in the folder ``run``, and what ``work`` returns with its
-    index; None when ``run`` is not a run's folder. Any failure ends the command; ``unreachable``: what it means when the
-    index does not answer."""
+def ask_here(
+    run: str, work: Callable[[Index], Awaitable[T]], unreachable: str = ""
+) -> tuple[str, T] | None:
+    """Return the id of the run that `asyncdock run` executes in the folder ``run``, and what
+    ``work`` returns with its index; None when ``run`` is not a run's folder. Any failure ends the
+    command; ``unreachable``: what it means when the index does not answer."""
     folder = Path(run).resolve()
     if not (folder / "recipe.json").is_file():
         return None
@@ -109,7 +127,11 @@ def is_loopback(server: str) -> bool:
 
 def _closest_run(run: str, known: Sequence[RunView]) -> str:
     close = difflib.get_close_matches(run, [one.id for one in known], n=1)
-    return f"did you mean {close[0]}?" if close else f"`{advised('runs list')}` shows those that there are"
+    return (
+        (f"did you mean {close[0]}?")
+        if close
+        else f"`{advised('runs list')}` shows those that there are"
+    )
 
 
 def _exit_code(problem: ApiProblem) -> int:
@@ -119,7 +141,8 @@ def _exit_code(problem: ApiProblem) -> int:
 
 
 def _describe(server: str, problem: ApiProblem, *, token_given: bool) -> str:
-    """Return the problem as text, with the source of the token when the problem is about the token."""
+    """Return the problem as text, with the source of the token when the problem is about the
+    token."""
     source = token_source(server) if problem.status in (401, 403) else ""
     source = "the token that was just given" if token_given else source
     fix = f"set {TOKEN_VARIABLE}, or run `asyncdock login --server {server}`"
@@ -128,7 +151,9 @@ def _describe(server: str, problem: ApiProblem, *, token_given: bool) -> str:
             return f"{server} does not accept {source}: {problem.detail} Get another one and {fix}"
         case 401:
             ask_first = (
-                "no service of yours is known there; ask who runs it for one, and " if is_loopback(server) else ""
+                "no service of yours is known there; ask who runs it for one, and "
+                if is_loopback(server)
+                else ""
             )
             return f"{server} needs a token: {ask_first}{fix}"
         case 403 if source:
@@ -142,7 +167,10 @@ def _unreachable_hint(server: str, error: ServiceError) -> str:
     if not isinstance(error, Unreachable):
         return ""
     if is_loopback(server):
-        return "; start a service with `asyncdock serve`, or name another one with --server or ASYNCDOCK_SERVER"
+        return (
+            "; start a service with `asyncdock serve`, or name another one with --server or "
+            "ASYNCDOCK_SERVER"
+        )
     return "; see whether it runs there, and whether --server or ASYNCDOCK_SERVER is right"
 
 

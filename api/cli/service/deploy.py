@@ -21,25 +21,43 @@ def deploy_command(
     run: Annotated[str, typer.Argument(metavar="RUN", help="The run's id.")],
     index: IndexOption = "",
     data: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="The folder of the service, for its own index.")
+        Path | None,
+        typer.Option(metavar="DIR", help="The folder of the service, for its own index."),
     ] = None,
     address: Annotated[
-        str, typer.Option("--address", metavar="ADDRESS", help="Of the Ray cluster, as `ray://HOST:PORT`.")
+        str,
+        typer.Option(
+            "--address", metavar="ADDRESS", help="Of the Ray cluster, as `ray://HOST:PORT`."
+        ),
     ] = "auto",
-    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Of Serve's proxies.")] = "127.0.0.1:8000",
+    listen: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Of Serve's proxies.")
+    ] = "127.0.0.1:8000",
     least: Annotated[int, typer.Option("--min", min=0, help="Replicas.")] = 1,
     most: Annotated[int, typer.Option("--max", min=1, help="Replicas.")] = 1,
-    target: Annotated[float, typer.Option(help="Requests under way in a replica, by which Serve scales.")] = 16.0,
-    delay: Annotated[float, typer.Option(help="Seconds of more than that, until Serve starts another.")] = 30.0,
+    target: Annotated[
+        float, typer.Option(help="Requests under way in a replica, by which Serve scales.")
+    ] = 16.0,
+    delay: Annotated[
+        float, typer.Option(help="Seconds of more than that, until Serve starts another.")
+    ] = 30.0,
     cpus: Annotated[float, typer.Option(help="CPUs of a replica.")] = 1.0,
     gpus: Annotated[float, typer.Option(help="GPUs of a replica.")] = 0.0,
     no_token: Annotated[
-        bool, typer.Option("--no-token", help="Whoever reaches it on this machine may ask. On loopback alone.")
+        bool,
+        typer.Option(
+            "--no-token", help="Whoever reaches it on this machine may ask. On loopback alone."
+        ),
     ] = False,
-    rate: Annotated[float, typer.Option(help="Requests a second of one address, in each replica.")] = 1000.0,
-    remove: Annotated[bool, typer.Option("--remove", help="Remove the deployment of RUN instead.")] = False,
+    rate: Annotated[
+        float, typer.Option(help="Requests a second of one address, in each replica.")
+    ] = 1000.0,
+    remove: Annotated[
+        bool, typer.Option("--remove", help="Remove the deployment of RUN instead.")
+    ] = False,
 ) -> None:
-    """Serve the newest policy of RUN, and its versions, on a Ray cluster, with Ray Serve's autoscaling."""
+    """Serve the newest policy of RUN, and its versions, on a Ray cluster, with Ray Serve's
+    autoscaling."""
     if is_installed("ray"):
         address = _admitted(address)
     try:
@@ -56,7 +74,10 @@ def deploy_command(
     if least > most:
         refuse(f"--min: {least} is more than --max, which is {most}; raise --max")
     if not (index or data or remove):
-        refuse("deploy: give the index of the run, with --index URL, or --data DIR of the service on this machine")
+        refuse(
+            "deploy: give the index of the run, with --index URL, or --data DIR of the service "
+            "on this machine"
+        )
     host, _, port = listen.rpartition(":")
     try:
         ray.init(address, log_to_driver=False)
@@ -81,7 +102,8 @@ def deploy_command(
 
 
 def _admitted(address: str) -> str:
-    """Return the address of the cluster, with its token in the environment, which Ray reads when it is imported."""
+    """Return the address of the cluster, with its token in the environment, which Ray reads when it
+    is imported."""
     from orchestration.cluster.ray_cluster import LOCAL, ClusterRefused, find
 
     try:
@@ -90,7 +112,8 @@ def _admitted(address: str) -> str:
         refuse(error, FAILED)
     if cluster.address == LOCAL:
         refuse(
-            "--address: no Ray cluster runs on this machine; start one with `ray start --head`, or give its address",
+            "--address: no Ray cluster runs on this machine; start one with `ray start --head`, or "
+            "give its address",
             FAILED,
         )
     os.environ |= cluster.environment

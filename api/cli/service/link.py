@@ -16,7 +16,8 @@ from orchestration.service.own_services import ANY
 
 
 def link_command(server: ServerOption = DEFAULT_SERVER, as_json: JsonOption = False) -> None:
-    """Print a link that signs a browser in to the dashboard: once, within ten minutes, with what your token may."""
+    """Print a link that signs a browser in to the dashboard: once, within ten minutes, with what
+    your token may."""
     link = ask(server, lambda client: client.login_link())
     url = login_link(server, link.code)
     print_json({"url": url, "seconds": link.seconds}) if as_json else write(url)

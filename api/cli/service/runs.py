@@ -21,7 +21,14 @@ from rich.table import Table
 from rich.text import Text
 
 from api.cli.exit_codes import FAILED, NO_READER, OF_STATE
-from api.cli.options import EventsOption, FromOption, JsonOption, PlainOption, ServerOption, SetOption
+from api.cli.options import (
+    EventsOption,
+    FromOption,
+    JsonOption,
+    PlainOption,
+    ServerOption,
+    SetOption,
+)
 from api.cli.output import advised, local_time, print_json, refuse, table
 from api.cli.recipe_files import complete_path
 from api.cli.service.asking import ask, ask_for_completion, ask_here, is_loopback, newest_runs
@@ -50,20 +57,26 @@ def _complete_run(ctx: typer.Context, incomplete: str) -> Iterator[tuple[str, st
 
 
 def _complete_recipe(ctx: typer.Context, incomplete: str) -> Iterator[tuple[str, str]]:
-    for recipe in ask_for_completion(ctx.params.get("server"), lambda client: client.recipes()) or ():
+    for recipe in (
+        ask_for_completion(ctx.params.get("server"), lambda client: client.recipes()) or ()
+    ):
         if recipe.name.startswith(incomplete):
             yield recipe.name, escaped(recipe.description)
     yield from complete_path(incomplete)
 
 
 RunArgument = Annotated[
-    str, typer.Argument(metavar="RUN", help="A run's id, from `asyncdock runs list`.", autocompletion=_complete_run)
+    str,
+    typer.Argument(
+        metavar="RUN", help="A run's id, from `asyncdock runs list`.", autocompletion=_complete_run
+    ),
 ]
 LiveArgument = Annotated[
     str,
     typer.Argument(
         metavar="RUN",
-        help="A run's id, from `asyncdock runs list`; or the folder of one that `asyncdock run` executes.",
+        help="A run's id, from `asyncdock runs list`; or the folder of one that `asyncdock run` "
+        "executes.",
         autocompletion=_complete_run,
     ),
 ]
@@ -94,7 +107,9 @@ def list_(
 
 
 @runs_app.command()
-def show(run: RunArgument, as_json: JsonOption = False, server: ServerOption = DEFAULT_SERVER) -> None:
+def show(
+    run: RunArgument, as_json: JsonOption = False, server: ServerOption = DEFAULT_SERVER
+) -> None:
     """Show one run."""
 
     async def asked(client: Client) -> tuple[RunView, StagesView | None]:
@@ -112,12 +127,17 @@ def start(
     recipe: Annotated[
         str,
         typer.Argument(
-            metavar="RECIPE", help="A TOML file here, or a recipe's name there.", autocompletion=_complete_recipe
+            metavar="RECIPE",
+            help="A TOML file here, or a recipe's name there.",
+            autocompletion=_complete_recipe,
         ),
     ],
     set_: SetOption = None,
     key: Annotated[
-        str, typer.Option(help="An idempotency key: the same one again gives the run that it made, and no second.")
+        str,
+        typer.Option(
+            help="An idempotency key: the same one again gives the run that it made, and no second."
+        ),
     ] = "",
     watch: Annotated[bool, typer.Option("--watch", help="Then watch it.")] = False,
     as_json: JsonOption = False,
@@ -158,7 +178,9 @@ def stop(
 
 
 @runs_app.command()
-def pause(run: LiveArgument, as_json: JsonOption = False, server: ServerOption = DEFAULT_SERVER) -> None:
+def pause(
+    run: LiveArgument, as_json: JsonOption = False, server: ServerOption = DEFAULT_SERVER
+) -> None:
     """Let no more samples begin; what is in flight ends."""
     _request(run, server, as_json, _active("pause"), lambda client: client.pause(run))
 
@@ -171,14 +193,23 @@ def resume(
     as_json: JsonOption = False,
     server: ServerOption = DEFAULT_SERVER,
 ) -> None:
-    """Go on after a pause; or, when it has ended, from its newest checkpoint, with the keys that --set changes."""
+    """Go on after a pause; or, when it has ended, from its newest checkpoint, with the keys that
+    --set changes."""
     overrides = _overrides(set_ or [])
     here = None if overrides or start_version is not None else _active("resume")
-    _request(run, server, as_json, here, lambda client: client.resume(run, overrides, start_version=start_version))
+    _request(
+        run,
+        server,
+        as_json,
+        here,
+        lambda client: client.resume(run, overrides, start_version=start_version),
+    )
 
 
 @runs_app.command()
-def checkpoint(run: LiveArgument, as_json: JsonOption = False, server: ServerOption = DEFAULT_SERVER) -> None:
+def checkpoint(
+    run: LiveArgument, as_json: JsonOption = False, server: ServerOption = DEFAULT_SERVER
+) -> None:
     """Ask for a checkpoint after the next step."""
     _request(run, server, as_json, _active("checkpoint"), lambda client: client.checkpoint(run))
 
@@ -186,14 +217,22 @@ def checkpoint(run: LiveArgument, as_json: JsonOption = False, server: ServerOpt
 @runs_app.command()
 def scale(
     run: LiveArgument,
-    workers: Annotated[str, typer.Argument(metavar="rollout=N", help="How many rollout workers it is to have.")],
+    workers: Annotated[
+        str, typer.Argument(metavar="rollout=N", help="How many rollout workers it is to have.")
+    ],
     as_json: JsonOption = False,
     server: ServerOption = DEFAULT_SERVER,
 ) -> None:
-    """Ask for another number of rollout workers while the run goes on. Those that leave park what they hold."""
+    """Ask for another number of rollout workers while the run goes on.
+
+    Those that leave park what they hold.
+    """
     kind, _, number = workers.partition("=")
     if kind != "rollout" or not number.isdecimal() or not int(number):
-        refuse(f"workers = {workers!r}: is not a number of rollout workers; write for example rollout=4")
+        refuse(
+            f"workers = {workers!r}: is not a number of rollout workers; write for example "
+            f"rollout=4"
+        )
 
     async def scaled(index: Index) -> str:
         from orchestration.elastic.scale import request_scale
@@ -205,7 +244,10 @@ def scale(
 
 @runs_app.command()
 def watch(
-    run: RunArgument, as_json: EventsOption = False, plain: PlainOption = False, server: ServerOption = DEFAULT_SERVER
+    run: RunArgument,
+    as_json: EventsOption = False,
+    plain: PlainOption = False,
+    server: ServerOption = DEFAULT_SERVER,
 ) -> None:
     """Watch a run until it ends, from its beginning. Ctrl-C leaves the view and not the run."""
     _watch(server, run, as_json=as_json, plain=plain)
@@ -230,16 +272,29 @@ def logs(
 @runs_app.command()
 def samples(
     run: RunArgument,
-    step: Annotated[int | None, typer.Option(min=0, help="Only those trained in this step.")] = None,
-    reward_min: Annotated[float | None, typer.Option(help="Only those with at least this reward.")] = None,
-    reward_max: Annotated[float | None, typer.Option(help="Only those with at most this reward.")] = None,
-    staleness_min: Annotated[int | None, typer.Option(min=0, help="Only those at least so stale.")] = None,
+    step: Annotated[
+        int | None, typer.Option(min=0, help="Only those trained in this step.")
+    ] = None,
+    reward_min: Annotated[
+        float | None, typer.Option(help="Only those with at least this reward.")
+    ] = None,
+    reward_max: Annotated[
+        float | None, typer.Option(help="Only those with at most this reward.")
+    ] = None,
+    staleness_min: Annotated[
+        int | None, typer.Option(min=0, help="Only those at least so stale.")
+    ] = None,
     limit: Annotated[int, typer.Option(min=1, help="At most so many.")] = 10,
     as_json: JsonOption = False,
     server: ServerOption = DEFAULT_SERVER,
 ) -> None:
     """Look at prompts, responses and their rewards."""
-    filters = {"step": step, "reward_min": reward_min, "reward_max": reward_max, "staleness_min": staleness_min}
+    filters = {
+        "step": step,
+        "reward_min": reward_min,
+        "reward_max": reward_max,
+        "staleness_min": staleness_min,
+    }
 
     async def listed(client: Client) -> list[SampleView]:
         return [sample async for sample in client.samples(run, limit=limit, **filters)]  # type: ignore[arg-type]
@@ -272,7 +327,10 @@ def delete(
 
 
 def login(server: ServerOption = DEFAULT_SERVER) -> None:
-    """Keep a token for a service, in a file that only you can read. It is asked for, or read from standard input."""
+    """Keep a token for a service, in a file that only you can read.
+
+    It is asked for, or read from standard input.
+    """
     if sys.stdin.isatty():
         token = typer.prompt(f"Token for {server}", hide_input=True, err=True).strip()
     else:
@@ -291,11 +349,17 @@ def login(server: ServerOption = DEFAULT_SERVER) -> None:
         refuse(error)
     complain(f"Kept in {file}. Commands for {server} use it unless {TOKEN_VARIABLE} is set.")
     if server.startswith("http://") and not is_loopback(server):
-        complain("This address has no TLS: the token can be read on its way there. Use https:// where there is one.")
+        complain(
+            "This address has no TLS: the token can be read on its way there. Use https:// "
+            "where there is one."
+        )
 
 
 def logout(server: ServerOption = DEFAULT_SERVER) -> None:
-    """Forget the token that `asyncdock login` kept for a service. It stays valid until it is revoked."""
+    """Forget the token that `asyncdock login` kept for a service.
+
+    It stays valid until it is revoked.
+    """
     try:
         known = forget(server)
     except KeyringError as error:
@@ -303,8 +367,11 @@ def logout(server: ServerOption = DEFAULT_SERVER) -> None:
     complain(f"Forgotten, for {server}." if known else f"No token was kept for {server}.")
 
 
-def _submission(recipe: str, sets: Sequence[str]) -> tuple[str | dict[str, Any], dict[str, Any] | None]:
-    """Return what to submit: the tables of a file with the overrides applied, or a name and the overrides."""
+def _submission(
+    recipe: str, sets: Sequence[str]
+) -> tuple[str | dict[str, Any], dict[str, Any] | None]:
+    """Return what to submit: the tables of a file with the overrides applied, or a name and the
+    overrides."""
     from orchestration.recipe.load import read_recipe
     from orchestration.recipe.problems import RecipeError
 
@@ -345,29 +412,43 @@ def _watch(server: str, run: str, *, as_json: bool, plain: bool) -> NoReturn:
         try:
             return await watch_run(client, run, screen, json=as_json, plain=plain, say=say)
         except asyncio.CancelledError:
-            again, stop = advised(f"runs watch {run}"), advised(f"runs stop {run}")
+            again = advised(f"runs watch {run}")
+            stop = advised(f"runs stop {run}")
             complain(f"\nThe run goes on. Watch it again: {again}   Stop it: {stop}")
             raise
 
     view = ask(server, watching, run, on_retry=on_retry)
     if not as_json:
         reason = f" ({view.reason})" if view.reason else ""
-        screen.print(f"{view.id}: {view.state}{reason}", markup=False, highlight=False, soft_wrap=True)
+        screen.print(
+            f"{view.id}: {view.state}{reason}", markup=False, highlight=False, soft_wrap=True
+        )
     if view.state == "failed":
         complain(f"See the logs of its workers: {advised(f'runs logs {view.id}')}")
     raise typer.Exit(OF_STATE[view.state])
 
 
 async def watch_run(
-    client: Client, run: str, console: Console, *, json: bool, plain: bool, say: list[Callable[[str], None]]
+    client: Client,
+    run: str,
+    console: Console,
+    *,
+    json: bool,
+    plain: bool,
+    say: list[Callable[[str], None]],
 ) -> RunView:
-    """Show ``run`` until it has ended. While there is a view, the last element of ``say`` prints a line beside it."""
+    """Show ``run`` until it has ended.
+
+    While there is a view, the last element of ``say`` prints a line beside it.
+    """
     from api.telemetry.progress import Progress
     from api.terminal.view import viewing
 
     about = await client.run(run)
     client.patience = WATCH_PATIENCE
-    progress = Progress(about.name, about.steps, about.recipe["pipeline"]["staleness"], about.devices)
+    progress = Progress(
+        about.name, about.steps, about.recipe["pipeline"]["staleness"], about.devices
+    )
     with viewing(progress, console, json=json, plain=plain) as (show, say_beside):
         say.append(say_beside)
         if about.position:
@@ -386,11 +467,18 @@ def runs_table(runs: Sequence[RunView], now: float) -> Table:
 
     columns = ("run", "state", "steps", "reward", "took", "created", "owner")
     made = table(*columns, right=("steps", "reward", "took"), header_style="dim")
-    made.columns[0].min_width = max((len(run.id) for run in runs), default=0)  # ids are copied: they are not cut
+    # ids are copied: they are not cut
+    made.columns[0].min_width = max((len(run.id) for run in runs), default=0)
     for run in runs:
-        state = Text(f"queued {run.position}" if run.position else run.state, style=STATE_STYLES.get(run.state, ""))
-        steps, reward = f"{run.steps_done}/{run.steps}", number(run.reward, ".3f")
-        made.add_row(run.id, state, steps, reward, _took(run, now), local_time(run.created), run.owner)
+        state = Text(
+            f"queued {run.position}" if run.position else run.state,
+            style=STATE_STYLES.get(run.state, ""),
+        )
+        steps = f"{run.steps_done}/{run.steps}"
+        reward = number(run.reward, ".3f")
+        made.add_row(
+            run.id, state, steps, reward, _took(run, now), local_time(run.created), run.owner
+        )
     return made
 
 
@@ -399,7 +487,9 @@ def run_table(run: RunView, now: float, stages: StagesView) -> Table:
     from api.terminal.live import number
     from api.terminal.report import dropped_text
 
-    dropped = {reason: (groups, stages.dropped_tokens[reason]) for reason, groups in stages.dropped.items()}
+    dropped = {
+        reason: (groups, stages.dropped_tokens[reason]) for reason, groups in stages.dropped.items()
+    }
 
     return pairs_table(
         ("run", run.id),
@@ -423,13 +513,19 @@ def _print_sample(sample: SampleView, console: Console) -> None:
 
     versions = " ".join(f"v{version}×{tokens}" for version, tokens in sample.versions)
     console.rule(
-        f"group {sample.group} #{sample.place}  step {sample.step}  reward {number(sample.reward, '.3f')}  "
-        f"advantage {number(sample.advantage, '.3f')}  staleness {sample.staleness}  {versions}",
+        f"group {sample.group} #{sample.place}  step {sample.step}  reward "
+        f"{number(sample.reward, '.3f')}  advantage {number(sample.advantage, '.3f')}  staleness "
+        f"{sample.staleness}  {versions}",
         style="dim",
         align="left",
     )
     console.print(sample.prompt, style="dim", markup=False, highlight=False, soft_wrap=True)
-    console.print(sample.response + (" …" if sample.truncated else ""), markup=False, highlight=False, soft_wrap=True)
+    console.print(
+        sample.response + (" …" if sample.truncated else ""),
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 def _request(
@@ -439,8 +535,9 @@ def _request(
     here: Callable[[Index], Awaitable[str]] | None,
     there: Callable[[Client], Awaitable[RunView]],
 ) -> None:
-    """Ask a run for something, ``here`` by its index when ``run`` is the folder of one of `asyncdock run`, else ``there`` by
-    its service, and print its state then. ``here`` None: only a service can be asked."""
+    """Ask a run for something, ``here`` by its index when ``run`` is the folder of one of
+    `asyncdock run`, else ``there`` by its service, and print its state then. ``here`` None: only a
+    service can be asked."""
     if here is not None and (found := ask_here(run, here)):
         name, state = found
         print_json({"id": name, "state": state}) if as_json else complain(f"{name}: {state}")

@@ -35,9 +35,13 @@ def _repeatable(metavar: str, *flag: str, help: str = "") -> Any:
 
 def serve_command(
     data: DataOption,
-    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Port 0: any that is free.")] = LISTEN,
+    listen: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Port 0: any that is free.")
+    ] = LISTEN,
     index: IndexOption = "",
-    runs: Annotated[int, typer.Option(metavar="N", help="Runs at the same time; 0: agents elsewhere.")] = 1,
+    runs: Annotated[
+        int, typer.Option(metavar="N", help="Runs at the same time; 0: agents elsewhere.")
+    ] = 1,
     root: Annotated[Folders, _repeatable("DIR", help="Paths in recipes lie below.")] = None,
     recipes: Annotated[Folders, _repeatable("DIR", help="Stored recipes (TOML).")] = None,
     allow_rewards: Annotated[Names, _repeatable("MODULE:FUNCTION", "--allow-reward")] = None,
@@ -45,42 +49,71 @@ def serve_command(
     allow_stages: Annotated[Names, _repeatable("MODULE:CLASS", "--allow-stage")] = None,
     allow_engines: Annotated[Names, _repeatable("MODULE:FACTORY", "--allow-engine")] = None,
     allow_datasets: Annotated[Names, _repeatable("MODULE:FUNCTION", "--allow-dataset")] = None,
-    allow_listen: Annotated[Names, _repeatable("HOST", help="Address on which runs may open ports.")] = None,
-    allow_teachers: Annotated[
-        Names, _repeatable("URL", "--allow-teacher", help="`teacher.url` that runs may ask, with any key.")
+    allow_listen: Annotated[
+        Names, _repeatable("HOST", help="Address on which runs may open ports.")
     ] = None,
-    allow_checkpoints: Annotated[Names, _repeatable("URL", help="`checkpoint.url` that runs may write to.")] = None,
+    allow_teachers: Annotated[
+        Names,
+        _repeatable(
+            "URL", "--allow-teacher", help="`teacher.url` that runs may ask, with any key."
+        ),
+    ] = None,
+    allow_checkpoints: Annotated[
+        Names, _repeatable("URL", help="`checkpoint.url` that runs may write to.")
+    ] = None,
     allow_clusters: Annotated[
         Names, _repeatable("ADDRESS", "--allow-cluster", help="`launch.address` of Ray's.")
     ] = None,
     allow_networks: Annotated[
         Names,
-        _repeatable("FUNCTION", "--allow-network", help="Reward function or stage that may have `network = true`."),
+        _repeatable(
+            "FUNCTION",
+            "--allow-network",
+            help="Reward function or stage that may have `network = true`.",
+        ),
     ] = None,
     allow_environment: Annotated[
         Names, _repeatable("NAME", help="Variable that `reward.environment` may name.")
     ] = None,
     unsandboxed_code: Annotated[
-        bool, typer.Option("--unsandboxed-code", help="Functions of --allow-reward and stages run without a sandbox.")
+        bool,
+        typer.Option(
+            "--unsandboxed-code",
+            help="Functions of --allow-reward and stages run without a sandbox.",
+        ),
     ] = False,
     no_token: Annotated[
-        bool, typer.Option("--no-token", help="Every user of this machine is the owner. On loopback alone.")
+        bool,
+        typer.Option(
+            "--no-token", help="Every user of this machine is the owner. On loopback alone."
+        ),
     ] = False,
-    host_name: Annotated[Names, _repeatable("NAME", help="A name it is reached by through a proxy.")] = None,
+    host_name: Annotated[
+        Names, _repeatable("NAME", help="A name it is reached by through a proxy.")
+    ] = None,
     tls_certificate: Annotated[Path | None, typer.Option(metavar="PEM")] = None,
     tls_key: Annotated[Path | None, typer.Option(metavar="PEM")] = None,
     rate: Annotated[float, typer.Option(help="Requests a second of one address.")] = 1000.0,
-    max_connections: Annotated[int, typer.Option(help="0: as the limit of open files has room for.")] = 0,
+    max_connections: Annotated[
+        int, typer.Option(help="0: as the limit of open files has room for.")
+    ] = 0,
     max_connections_per_address: Annotated[int, typer.Option(help="0: seven eighths of all.")] = 0,
-    policies: Annotated[int, typer.Option(metavar="N", help="Policies that are open at once; 0: none.")] = 3,
+    policies: Annotated[
+        int, typer.Option(metavar="N", help="Policies that are open at once; 0: none.")
+    ] = 3,
     checkpoint: Annotated[
         Names, _repeatable("NAME=DIR", help="A model that is served, as Hugging Face has it.")
     ] = None,
     max_waiting: Annotated[int, typer.Option(help="Runs in the queue.")] = 1000,
     max_workers: Annotated[int, typer.Option(help="Worker processes of one run.")] = 64,
-    max_arena: Annotated[str, typer.Option(metavar="SIZE", help="pipeline.arena of one run.")] = "16GiB",
+    max_arena: Annotated[
+        str, typer.Option(metavar="SIZE", help="pipeline.arena of one run.")
+    ] = "16GiB",
 ) -> None:
-    """Serve the REST API, the dashboard and the runs in DIR until Ctrl-C. Runs go on without it, and are there again."""
+    """Serve the REST API, the dashboard and the runs in DIR until Ctrl-C.
+
+    Runs go on without it, and are there again.
+    """
     from pydantic import ValidationError
 
     from api.server.app import ServeError
@@ -90,7 +123,11 @@ def serve_command(
 
     keep_from_others()
     # The options that have a setting's name.
-    given = {name: value for name, value in locals().items() if name in Settings.model_fields and value is not None}
+    given = {
+        name: value
+        for name, value in locals().items()
+        if name in Settings.model_fields and value is not None
+    }
     host, _, port = listen.rpartition(":")
     try:
         own = {
@@ -105,7 +142,9 @@ def serve_command(
         }
         settings = Settings(**given | own)
     except ValidationError as error:
-        refuse("\n".join(f"serve: {_in_words(dict(one))}" for one in error.errors(include_url=False)))
+        refuse(
+            "\n".join(f"serve: {_in_words(dict(one))}" for one in error.errors(include_url=False))
+        )
     except ValueError as error:
         refuse(f"serve: {error}")
     try:
@@ -117,7 +156,8 @@ def serve_command(
 def _in_words(error: dict[str, Any]) -> str:
     """Return what pydantic found, with the setting's name where it is about one alone."""
     name = ".".join(map(str, error["loc"]))
-    reason = error.get("ctx", {}).get("error", error["msg"])  # of a validator, without pydantic's words
+    # of a validator, without pydantic's words
+    reason = error.get("ctx", {}).get("error", error["msg"])
     return ": ".join(filter(None, (name, str(reason))))
 
 
@@ -134,7 +174,8 @@ def _checkpoints(given: Names) -> dict[str, Path]:
         name, _, folder = text.partition("=")
         if not name or not (Path(folder) / "config.json").is_file():
             refuse(
-                f"--checkpoint: {text!r} is no NAME=DIR with a Hugging Face checkpoint in DIR, which has a config.json"
+                f"--checkpoint: {text!r} is no NAME=DIR with a Hugging Face checkpoint in DIR, "
+                f"which has a config.json"
             )
         found[name] = Path(folder).resolve()
     return found
@@ -143,7 +184,8 @@ def _checkpoints(given: Names) -> dict[str, Path]:
 async def _serve(settings: Settings) -> None:
     from api.server.app import serve
 
-    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
 
     def interrupt() -> None:
         if stop.is_set():
@@ -158,7 +200,10 @@ async def _serve(settings: Settings) -> None:
 
 
 def _print_ready(url: str, code: str) -> None:
-    """Print where the service is, and how a browser gets in. A log, which others may read, gets no code."""
+    """Print where the service is, and how a browser gets in.
+
+    A log, which others may read, gets no code.
+    """
     print(f"AsyncDock serves {url}", flush=True)
     if code and sys.stdout.isatty():
         print(f"Open {login_link(url, code)}", flush=True)

@@ -1,4 +1,5 @@
-"""``asyncdock token``: creates, lists and revokes the bearer tokens of a service. Its server need not be running."""
+"""``asyncdock token``: creates, lists and revokes the bearer tokens of a service. Its server need
+not be running."""
 
 from __future__ import annotations
 
@@ -23,25 +24,35 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 DAY = 86400.0
 
-token_app = typer.Typer(help="Bearer tokens: who may use a service, and for what.", no_args_is_help=True)
+token_app = typer.Typer(
+    help="Bearer tokens: who may use a service, and for what.", no_args_is_help=True
+)
 
 NameArgument = Annotated[str, typer.Argument(help="Whose it is; runs are owned by this name.")]
-ScopeOption = Annotated[str, typer.Option("--scope", help="read, run or admin; each may do what those before it may.")]
-OptionalDataOption = Annotated[Path | None, typer.Option("--data", metavar="DIR", help="The service's folder.")]
+ScopeOption = Annotated[
+    str, typer.Option("--scope", help="read, run or admin; each may do what those before it may.")
+]
+OptionalDataOption = Annotated[
+    Path | None, typer.Option("--data", metavar="DIR", help="The service's folder.")
+]
 
 
 @token_app.command()
 def create(
     name: NameArgument,
     scope: ScopeOption,
-    days: Annotated[float | None, typer.Option(help="Valid for so long. Default: until revoked.")] = None,
+    days: Annotated[
+        float | None, typer.Option(help="Valid for so long. Default: until revoked.")
+    ] = None,
     data: OptionalDataOption = None,
     index: IndexOption = "",
     as_json: JsonOption = False,
 ) -> None:
     """Make a token and print it, once: only a hash of it is kept."""
     seconds = None if days is None else days * DAY
-    token, text = _with_tokens(data, index, lambda tokens: tokens.create(name, _scope(scope), seconds=seconds))
+    token, text = _with_tokens(
+        data, index, lambda tokens: tokens.create(name, _scope(scope), seconds=seconds)
+    )
     if as_json:
         return print_json({**asdict(token), "token": text})
     print(text)
@@ -56,8 +67,10 @@ def adopt(
     data: OptionalDataOption = None,
     index: IndexOption = "",
 ) -> None:
-    """Let a token that lies in a file already open the service, as a deployment needs it. Harmless when repeated; one that
-    was revoked stays revoked (exit code 1)."""
+    """Let a token that lies in a file already open the service, as a deployment needs it.
+
+    Harmless when repeated; one that was revoked stays revoked (exit code 1).
+    """
     from api.server.access.tokens import TokenRevoked
     from orchestration.private_files import read_by_others
 
@@ -77,7 +90,8 @@ def adopt(
 @token_app.command()
 def show(
     data: Annotated[
-        Path | None, typer.Option("--data", metavar="DIR", help="The service's folder; in place of --server.")
+        Path | None,
+        typer.Option("--data", metavar="DIR", help="The service's folder; in place of --server."),
     ] = None,
     server: ServerOption = DEFAULT_SERVER,
 ) -> None:
@@ -91,12 +105,18 @@ def show(
     except (KeyringError, OSError, ValueError) as error:
         refuse(error)
     if token is None:
-        refuse(f"token: there is none for {server}; start a service of yours there, or `asyncdock login`", NO_SERVICE)
+        refuse(
+            f"token: there is none for {server}; start a service of yours there, or `asyncdock "
+            f"login`",
+            NO_SERVICE,
+        )
     write(token)
 
 
 @token_app.command("list")
-def list_(data: OptionalDataOption = None, index: IndexOption = "", as_json: JsonOption = False) -> None:
+def list_(
+    data: OptionalDataOption = None, index: IndexOption = "", as_json: JsonOption = False
+) -> None:
     """Tokens that were not revoked."""
     found = _with_tokens(data, index, lambda tokens: tokens.list())
     if as_json:
@@ -120,7 +140,10 @@ def revoke(
 
 
 def _with_tokens(data: Path | None, index: str, work: Callable[[Tokens], Awaitable[T]]) -> T:
-    """Return what ``work`` returns with the tokens of the service. Ends the command when the index does not answer."""
+    """Return what ``work`` returns with the tokens of the service.
+
+    Ends the command when the index does not answer.
+    """
     from api.server.access.tokens import Tokens
     from pipeline.index.client import IndexUnreachable
 
@@ -142,7 +165,10 @@ def _with_tokens(data: Path | None, index: str, work: Callable[[Tokens], Awaitab
 
 @contextlib.contextmanager
 def _index(data: Path | None, index: str) -> Iterator[str]:
-    """Yield the URL of the service's index. One below ``data`` that is not running is started for the duration."""
+    """Yield the URL of the service's index.
+
+    One below ``data`` that is not running is started for the duration.
+    """
     if index:
         yield index
         return
@@ -150,7 +176,8 @@ def _index(data: Path | None, index: str) -> Iterator[str]:
         refuse("token: no service is given; use --data DIR, or --index URL")
     from orchestration.service.index_server import FILE, ServiceIndex
 
-    server, was_up = ServiceIndex(data), (data / FILE).exists()
+    server = ServiceIndex(data)
+    was_up = (data / FILE).exists()
     url = server.start()  # what lies in a folder that is refused is not touched
     try:
         yield url

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from pipeline.index.client import Index
 
 
-def why_command(run: LiveArgument, server: ServerOption = DEFAULT_SERVER, as_json: JsonOption = False) -> None:
+def why_command(
+    run: LiveArgument, server: ServerOption = DEFAULT_SERVER, as_json: JsonOption = False
+) -> None:
     """Print who waits for whom in a run at this moment, for how long, and which bound ends it."""
 
     async def waiting(index: Index) -> list[Wait]:

@@ -6,7 +6,8 @@ import ipaddress
 
 
 def client_of(address: str) -> str:
-    """Return the client of an address: for IPv6 its /64 network, since one customer has all 2**64 addresses of it.
+    """Return the client of an address: for IPv6 its /64 network, since one customer has all 2**64
+    addresses of it.
 
     >>> client_of("10.0.0.7"), client_of("2001:db8::1:2"), client_of("::ffff:10.0.0.7"), client_of("fe80::1%eth0")
     ('10.0.0.7', '2001:db8::/64', '10.0.0.7', 'fe80::/64')

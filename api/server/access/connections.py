@@ -3,9 +3,10 @@
     accept ──▶ is there room? ──no──▶ close the connection that has waited longest for its client ──none waits──▶ 503
                  └yes─▶ Connection: headers within `header_seconds`, written bytes read within WRITE_SECONDS
 
-A connection waits for its client while the headers or the body of a request are incomplete, between two requests, and while
-the client does not read what was written. Such connections cost a client nothing, so they are closed first. A request that
-is being handled, or a stream that is read, is never closed to make room.
+A connection waits for its client while the headers or the body of a request are incomplete, between
+two requests, and while the client does not read what was written. Such connections cost a client
+nothing, so they are closed first. A request that is being handled, or a stream that is read, is
+never closed to make room.
 """
 
 from __future__ import annotations
@@ -20,7 +21,13 @@ from typing import Any
 
 import structlog
 from aiohttp import HttpVersion10, HttpVersion11, web
-from aiohttp.http_exceptions import BadHttpMethod, BadStatusLine, HttpProcessingError, InvalidHeader, LineTooLong
+from aiohttp.http_exceptions import (
+    BadHttpMethod,
+    BadStatusLine,
+    HttpProcessingError,
+    InvalidHeader,
+    LineTooLong,
+)
 from aiohttp.streams import StreamReader
 
 from api.server.access.limits import SECURITY_HEADERS, client_of
@@ -42,7 +49,8 @@ VERSIONS = (HttpVersion11, HttpVersion10)
 
 
 def raise_descriptor_limit() -> None:
-    """Raise the limit of open files of this process and its children as far as allowed, at most to MOST_DESCRIPTORS."""
+    """Raise the limit of open files of this process and its children as far as allowed, at most to
+    MOST_DESCRIPTORS."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -50,8 +58,9 @@ def raise_descriptor_limit() -> None:
 
 
 def most_connections(settings: Settings, descriptors: int) -> tuple[int, int]:
-    """Return the limits of connections, in all and of one address, for a process that may open ``descriptors`` files. A
-    quarter of these, at least 64, is reserved for other files. Raises ValueError when the settings ask for more.
+    """Return the limits of connections, in all and of one address, for a process that may open
+    ``descriptors`` files. A quarter of these, at least 64, is reserved for other files. Raises
+    ValueError when the settings ask for more.
 
     >>> [most_connections(Settings(data="."), descriptors) for descriptors in (256, 1024, 20_000)]
     [(192, 168), (768, 672), (4096, 3584)]
@@ -61,19 +70,27 @@ def most_connections(settings: Settings, descriptors: int) -> tuple[int, int]:
     if total > room or room < 1:
         needed = max(total + 64, math.ceil(total * 4 / 3))
         raise ValueError(
-            f"max_connections: {total} need {needed} file descriptors, and this process may open {descriptors}; "
-            f"raise the limit (`ulimit -n {needed}`), or give --max-connections {max(1, room)}"
+            f"max_connections: {total} need {needed} file descriptors, and this process may open "
+            f"{descriptors}; raise the limit (`ulimit -n {needed}`), or give --max-connections "
+            f"{max(1, room)}"
         )
     return total, min(total, settings.max_connections_per_address or total - total // 8)
 
 
 def _version_problem() -> HTTPProblem:
-    return HTTPProblem(505, "Only HTTP/1.1 and HTTP/1.0 are spoken here.", kind="http", fix="send METHOD PATH HTTP/1.1")
+    return HTTPProblem(
+        505,
+        "Only HTTP/1.1 and HTTP/1.0 are spoken here.",
+        kind="http",
+        fix="send METHOD PATH HTTP/1.1",
+    )
 
 
 def _too_many() -> HTTPProblem:
     headers = {"Retry-After": "1"}
-    return HTTPProblem(503, "Too many connections.", kind="connections", fix="try again", headers=headers)
+    return HTTPProblem(
+        503, "Too many connections.", kind="connections", fix="try again", headers=headers
+    )
 
 
 class _NoRequest(web.Response):
@@ -85,11 +102,18 @@ class _NoRequest(web.Response):
 
 
 class Connection(web.RequestHandler):
-    """A connection from the client ``host``. The requests of a ``surplus`` connection, past the limit, are refused."""
+    """A connection from the client ``host``.
 
-    def __init__(self, server: web.Server, connections: Connections, host: str, surplus: bool, **options: Any) -> None:
+    The requests of a ``surplus`` connection, past the limit, are refused.
+    """
+
+    def __init__(
+        self, server: web.Server, connections: Connections, host: str, surplus: bool, **options: Any
+    ) -> None:
         super().__init__(server, loop=asyncio.get_running_loop(), **options)
-        self.connections, self.host, self.surplus = connections, host, surplus
+        self.connections = connections
+        self.host = host
+        self.surplus = surplus
         self.between_requests = True  # no byte of the next one has arrived
         self.body: StreamReader | None = None  # of the current request, while it is incomplete
         self.ended = self._loop.create_future()
@@ -146,40 +170,63 @@ class Connection(web.RequestHandler):
         try:
             return await super().finish_response(request, resp, start_time)
         finally:
-            self.body, self.between_requests = None, True
+            self.body = None
+            self.between_requests = True
             self.connections.waits(self)
 
     def handle_error(
-        self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
     ) -> web.StreamResponse:
-        """Answer data that is not HTTP, and a failure outside of the middlewares. Raises ConnectionError, which ends the
-        connection, when an answer has begun."""
+        """Answer data that is not HTTP, and a failure outside of the middlewares.
+
+        Raises ConnectionError, which ends the connection, when an answer has begun.
+        """
         if request.writer.output_size > 0:
             if isinstance(exc, Exception) and not isinstance(exc, HTTPProblem | ConnectionError):
                 log.error("an answer broke off", error=type(exc).__name__, exc_info=exc)
             raise ConnectionError("an answer broke off")
         if isinstance(exc, HttpProcessingError):
             return _NoRequest(_malformed(exc))
-        return _NoRequest(problem_of(exc) if isinstance(exc, Exception) else HTTPProblem(status, "The request failed."))
+        return _NoRequest(
+            problem_of(exc)
+            if isinstance(exc, Exception)
+            else HTTPProblem(status, "The request failed.")
+        )
 
     def log_exception(self, *args: Any, **options: Any) -> None:
-        """Log the server's own errors only: a client's request may contain a token, and clients may send millions."""
-        if not isinstance(options.get("exc_info"), HttpProcessingError | web.RequestPayloadError | ConnectionError):
+        """Log the server's own errors only: a client's request may contain a token, and clients may
+        send millions."""
+        if not isinstance(
+            options.get("exc_info"), HttpProcessingError | web.RequestPayloadError | ConnectionError
+        ):
             super().log_exception(*args, **options)
 
     async def _refuse(self, problem: HTTPProblem) -> None:
-        """Answer, then read for a moment: the system discards the answer of a socket that is closed with unread data."""
+        """Answer, then read for a moment: the system discards the answer of a socket that is closed
+        with unread data."""
         self.close()  # further data is read and not handled as requests
         self.send(problem)
         await asyncio.wait([self.ended], timeout=LINGER_SECONDS)
 
     def send(self, problem: HTTPProblem) -> None:
-        """Write ``problem`` as the connection's last answer, without aiohttp, which would add its name."""
+        """Write ``problem`` as the connection's last answer, without aiohttp, which would add its
+        name."""
         if self.transport is None or self.transport.is_closing():
             return
         body = problem.body()
-        headers = {"Content-Type": f"{MEDIA_TYPE}; charset=utf-8", "Content-Length": len(body), "Connection": "close"}
-        lines = [f"{name}: {value}" for name, value in {**headers, **problem.headers, **SECURITY_HEADERS}.items()]
+        headers = {
+            "Content-Type": f"{MEDIA_TYPE}; charset=utf-8",
+            "Content-Length": len(body),
+            "Connection": "close",
+        }
+        lines = [
+            f"{name}: {value}"
+            for name, value in {**headers, **problem.headers, **SECURITY_HEADERS}.items()
+        ]
         head = "\r\n".join([f"HTTP/1.1 {problem.status} {problem.details.title}", *lines, "", ""])
         self.transport.write(head.encode() + body)
         if self.transport.can_write_eof():
@@ -187,42 +234,60 @@ class Connection(web.RequestHandler):
 
 
 def _malformed(error: HttpProcessingError) -> HTTPProblem:
-    """Return the problem of data that is not HTTP. It does not quote the data, which may contain a token."""
+    """Return the problem of data that is not HTTP.
+
+    It does not quote the data, which may contain a token.
+    """
     match error:
         case LineTooLong():
-            detail, fix = "A line of the request's head is too long.", "send lines of at most 8190 bytes"
+            detail = "A line of the request's head is too long."
+            fix = "send lines of at most 8190 bytes"
         case BadStatusLine() | BadHttpMethod():
-            detail, fix = "The request line is not one of HTTP/1.1.", "send METHOD PATH HTTP/1.1"
+            detail = "The request line is not one of HTTP/1.1."
+            fix = "send METHOD PATH HTTP/1.1"
         case InvalidHeader():
-            detail, fix = "A header is not valid.", "send NAME: VALUE, without control characters"
+            detail = "A header is not valid."
+            fix = "send NAME: VALUE, without control characters"
         case _:
-            detail, fix = "This is not HTTP/1.1.", "speak HTTP/1.1"
+            detail = "This is not HTTP/1.1."
+            fix = "speak HTTP/1.1"
     return HTTPProblem(400, detail, kind="http", fix=fix)
 
 
 class Connections(web.BaseSite):
     """Listens at the address of ``settings`` and keeps the connections within their limits."""
 
-    def __init__(self, runner: web.AppRunner, settings: Settings, tls: ssl.SSLContext | None) -> None:
+    def __init__(
+        self, runner: web.AppRunner, settings: Settings, tls: ssl.SSLContext | None
+    ) -> None:
         super().__init__(runner, ssl_context=tls, backlog=BACKLOG)
         descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self.most, self.most_of_one = most_connections(
             settings, MOST_DESCRIPTORS if descriptors == resource.RLIM_INFINITY else descriptors
         )
-        # A new connection's data is read some iterations of the loop later; it must not be closed before.
+        # A new connection's data is read some iterations of the loop later; it must not be closed
+        # before.
         self._accepted_at_once = max(1, min(ACCEPTED_AT_ONCE, self.most_of_one // 16))
-        self._app, self.settings, self.header_seconds = runner.app, settings, settings.header_seconds
+        self._app = runner.app
+        self.settings = settings
+        self.header_seconds = settings.header_seconds
         self.sockets: list[socket.socket] = []
-        self._open: dict[Connection, asyncio.Task[Any]] = {}  # and the task that opens it, with TLS the handshake
+        # and the task that opens it, with TLS the handshake
+        self._open: dict[Connection, asyncio.Task[Any]] = {}
         self._hosts: Counter[str] = Counter()
-        # Connections that wait for their client, those with the oldest data first, and their deadlines.
+        # Connections that wait for their client, those with the oldest data first, and their
+        # deadlines.
         self._waiting: OrderedDict[Connection, float] = OrderedDict()
-        self._stalled: OrderedDict[Connection, float] = OrderedDict()  # the client does not read the answer
+        # the client does not read the answer
+        self._stalled: OrderedDict[Connection, float] = OrderedDict()
         self._sweeping: asyncio.TimerHandle | None = None
 
     @property
     def name(self) -> str:
-        return f"{'https' if self._ssl_context else 'http'}://{self.settings.host}:{self.settings.port}"
+        return (
+            f"{'https' if self._ssl_context else 'http'}://{self.settings.host}"
+            f":{self.settings.port}"
+        )
 
     def __len__(self) -> int:
         return len(self._open)
@@ -234,7 +299,9 @@ class Connections(web.BaseSite):
         found = await loop.getaddrinfo(
             self.settings.host, self.settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
-        for family, address in dict.fromkeys((family, address) for family, _, _, _, address in found):
+        for family, address in dict.fromkeys(
+            (family, address) for family, _, _, _, address in found
+        ):
             listening = socket.create_server(address, family=family, backlog=self._backlog)
             listening.setblocking(False)
             self.sockets.append(listening)
@@ -301,7 +368,9 @@ class Connections(web.BaseSite):
     def _admit(self, accepted: socket.socket, host: str) -> None:
         surplus = not self._make_room(host)
         if surplus and len(self._open) >= self.most + SURPLUS:
-            log.warning("a connection was refused: all open ones handle requests", open=len(self._open))
+            log.warning(
+                "a connection was refused: all open ones handle requests", open=len(self._open)
+            )
             accepted.close()
             return
         accepted.setblocking(False)
@@ -320,21 +389,27 @@ class Connections(web.BaseSite):
         tls = self._ssl_context
         patience = self.header_seconds if tls else None
         opening = loop.create_task(
-            loop.connect_accepted_socket(lambda: connection, accepted, ssl=tls, ssl_handshake_timeout=patience)
+            loop.connect_accepted_socket(
+                lambda: connection, accepted, ssl=tls, ssl_handshake_timeout=patience
+            )
         )
         self._open[connection] = opening
         self._hosts[host] += 1
         self.waits(connection, self.header_seconds)
 
         def opened(opening: asyncio.Task[Any]) -> None:
-            if opening.cancelled() or opening.exception() is not None:  # it was closed, or is not TLS
+            # it was closed, or is not TLS
+            if opening.cancelled() or opening.exception() is not None:
                 self.forget(connection)
                 loop.call_soon(accepted.close)
 
         opening.add_done_callback(opened)
 
     def _make_room(self, host: str) -> bool:
-        """Whether there is room for one more of ``host``. Closes a connection that waits for its client if necessary."""
+        """Whether there is room for one more of ``host``.
+
+        Closes a connection that waits for its client if necessary.
+        """
         if self._hosts[host] >= self.most_of_one:
             oldest = next((c for c in (*self._waiting, *self._stalled) if c.host == host), None)
         elif len(self._open) >= self.most:
@@ -343,7 +418,9 @@ class Connections(web.BaseSite):
             return True
         if oldest is None:
             return False
-        log.warning("too many connections; one that waits for its client is closed", open=len(self._open))
+        log.warning(
+            "too many connections; one that waits for its client is closed", open=len(self._open)
+        )
         self._end(oldest, _too_many())
         return True
 
@@ -360,7 +437,8 @@ class Connections(web.BaseSite):
             connection.transport.abort()
 
     def _pause(self, listening: socket.socket, error: OSError) -> None:
-        """Accept nothing for a moment and close waiting connections: the socket stays readable and would busy the loop."""
+        """Accept nothing for a moment and close waiting connections: the socket stays readable and
+        would busy the loop."""
         loop = asyncio.get_running_loop()
         log.warning("no connection can be accepted", reason=str(error), open=len(self._open))
         for connection in list(self._waiting)[:ACCEPTED_AT_ONCE]:
@@ -377,17 +455,23 @@ class Connections(web.BaseSite):
         """Close the connections that have waited for their client past their deadline."""
         loop = asyncio.get_running_loop()
         now = loop.time()
-        late = [c for c, deadline in (*self._waiting.items(), *self._stalled.items()) if deadline <= now]
+        late = [
+            c for c, deadline in (*self._waiting.items(), *self._stalled.items()) if deadline <= now
+        ]
         for connection in late:
             if connection in self._open:
                 detail = f"The request's headers did not come within {self.header_seconds:g} s."
-                self._end(connection, HTTPProblem(408, detail, kind="slow-headers", fix="send them faster"))
+                self._end(
+                    connection,
+                    HTTPProblem(408, detail, kind="slow-headers", fix="send them faster"),
+                )
         self._sweeping = loop.call_later(min(SWEEP_SECONDS, self.header_seconds / 4), self._sweep)
 
 
 @web.middleware
 async def admit_connection(request: web.Request, handler: Any) -> web.StreamResponse:
-    """Middleware that marks a connection as handling a request and refuses requests past the limit."""
+    """Middleware that marks a connection as handling a request and refuses requests past the
+    limit."""
     connection = request.protocol
     if isinstance(connection, Connection):
         connection.begin(request)

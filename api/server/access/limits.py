@@ -2,9 +2,10 @@
 
     Host, Origin ──▶ rate of its client ──▶ the handler ──▶ security headers of the answer
 
-On loopback no token is required, and a web page in a local browser can send requests there: with a host name that resolves
-to 127.0.0.1 (DNS rebinding), or without reading the answer (cross-site request forgery). The first kind of request has a
-foreign Host, the second a foreign Origin; both are refused.
+On loopback no token is required, and a web page in a local browser can send requests there: with a
+host name that resolves to 127.0.0.1 (DNS rebinding), or without reading the answer (cross-site
+request forgery). The first kind of request has a foreign Host, the second a foreign Origin; both
+are refused.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from api.server.service import LOOPBACK, Settings
 CLIENTS = 10_000  # with stored rates; for a further one, the client inactive for longest is dropped
 
 SECURITY_HEADERS = {
-    "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; object-src 'none'; base-uri 'none'; "
-    "form-action 'none'; frame-ancestors 'none'",
+    "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; object-src 'none'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
     "Referrer-Policy": "no-referrer",
@@ -36,9 +37,11 @@ SECURITY_HEADERS = {
 
 
 class Rates:
-    """Token buckets: each client may send ``burst`` requests at once, and ``rate`` a second from then on.
+    """Token buckets: each client may send ``burst`` requests at once, and ``rate`` a second from
+    then on.
 
-    The library `limits` is not used: a hit takes 2.1 to 7.6 µs there (1.0 µs here), and its clients are not bounded.
+    The library `limits` is not used: a hit takes 2.1 to 7.6 µs there (1.0 µs here), and its clients
+    are not bounded.
 
     >>> rates = Rates(rate=2.0, burst=1)
     >>> rates.wait("client", now=0.0), rates.wait("client", now=0.1), rates.wait("client", now=0.5)
@@ -46,11 +49,14 @@ class Rates:
     """
 
     def __init__(self, rate: float, burst: int) -> None:
-        self.rate, self.burst = rate, burst
-        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()  # client → tokens left, and at what time
+        self.rate = rate
+        self.burst = burst
+        # client → tokens left, and at what time
+        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def wait(self, client: str, now: float) -> float:
-        """Take one token. Returns 0.0 when there was one, otherwise the seconds until there is one."""
+        """Take one token. Returns 0.0 when there was one, otherwise the seconds until there is
+        one."""
         left, since = self._buckets.pop(client, (float(self.burst), now))
         left = min(float(self.burst), left + max(0.0, now - since) * self.rate)
         allowed = left >= 1.0
@@ -61,8 +67,10 @@ class Rates:
 
 
 def known_host(host: str, settings: Settings) -> bool:
-    """Whether a Host header names this server. A server that other machines reach accepts any name: it requires a token,
-    which a foreign page does not have.
+    """Whether a Host header names this server.
+
+    A server that other machines reach accepts any name: it requires a token, which a foreign page
+    does not have.
 
     >>> [known_host(host, Settings(data=".")) for host in ("localhost:8765", "[::1]:8765", "rebound.example:8765", "")]
     [True, True, False, False]
@@ -77,7 +85,10 @@ def known_host(host: str, settings: Settings) -> bool:
 
 
 def own_origin(request: web.Request) -> bool:
-    """Whether a request comes from a page of this server or from no page. Links from other sites may be followed."""
+    """Whether a request comes from a page of this server or from no page.
+
+    Links from other sites may be followed.
+    """
     origin = request.headers.get("Origin")
     if origin is not None:
         return origin.partition("://")[2].lower() == request.host.lower() != ""
@@ -93,11 +104,22 @@ def admission(settings: Settings) -> Any:
     @web.middleware
     async def admit(request: web.Request, handler: Any) -> web.StreamResponse:
         if not known_host(request.host, settings):
-            fix = "ask for 127.0.0.1 or localhost, or let the server know its other names with --host-name"
-            raise HTTPProblem(403, "This server is not known by that name.", kind="host", field="header.Host", fix=fix)
+            fix = (
+                "ask for 127.0.0.1 or localhost, or let the server know its other names with "
+                "--host-name"
+            )
+            raise HTTPProblem(
+                403,
+                "This server is not known by that name.",
+                kind="host",
+                field="header.Host",
+                fix=fix,
+            )
         if not own_origin(request):
             fix = "other sites are refused; there is no CORS"
-            raise HTTPProblem(403, "This comes from another site.", kind="origin", field="header.Origin", fix=fix)
+            raise HTTPProblem(
+                403, "This comes from another site.", kind="origin", field="header.Origin", fix=fix
+            )
         wait = rates.wait(client_of(request.remote or ""), time.monotonic())
         if wait > 0:
             seconds = math.ceil(wait)

@@ -1,11 +1,12 @@
-"""Paths below the roots of a service: what they are once every link is followed, also of files inside of a folder.
+"""Paths below the roots of a service: what they are once every link is followed, also of files
+inside of a folder.
 
 a path ─▶ its real path ─▶ below a root? ─▶ a folder: each file and link in it, at any depth ─▶ below a root, and a file?
                                                                                                  not the service's own?
 
-It is looked at when a recipe is submitted, and again when its run is resumed. Whoever may write below a root can change a
-file between this and the run's reading of it: a root should be writable for those alone that may see the files of the
-service's user.
+It is looked at when a recipe is submitted, and again when its run is resumed. Whoever may write
+below a root can change a file between this and the run's reading of it: a root should be writable
+for those alone that may see the files of the service's user.
 """
 
 from __future__ import annotations
@@ -24,18 +25,25 @@ MOST_ENTRIES = 20_000  # of a folder, with its subfolders
 
 
 def below_root(roots: Sequence[Path], value: str) -> Path | None:
-    """Return the real path of ``value``, every link followed, if it is below a root. A relative path is looked for in each
-    root."""
+    """Return the real path of ``value``, every link followed, if it is below a root.
+
+    A relative path is looked for in each root.
+    """
     for root in roots:
         below = Path(os.path.realpath(root))
         real = Path(os.path.realpath(below / value))
-        if real.is_relative_to(below) and (real.exists() or Path(value).is_absolute() or root == roots[-1]):
+        if real.is_relative_to(below) and (
+            real.exists() or Path(value).is_absolute() or root == roots[-1]
+        ):
             return real
     return None
 
 
 class PrivatePlaces:
-    """Real paths that only the service in ``data`` may read: its tokens and its index. A root may contain them."""
+    """Real paths that only the service in ``data`` may read: its tokens and its index.
+
+    A root may contain them.
+    """
 
     def __init__(self, data: Path) -> None:
         folder = os.path.realpath(data)
@@ -49,17 +57,21 @@ class PrivatePlaces:
         if path in self._places or path.startswith(self._folders):
             return True
         run, _, name = path.removeprefix(self._runs).partition("/")
-        return path.startswith(self._runs) and bool(run) and name == WHERE  # the password of the run's index
+        # the password of the run's index
+        return path.startswith(self._runs) and bool(run) and name == WHERE
 
 
 def leads_out(roots: Sequence[Path], path: Path, data: Path) -> str:
-    """Return what in the real ``path``, by its name in it, is no file below a root, or is what only the service in ``data``
-    may read, and why; "" where there is nothing. Folders that links lead to are looked at, too."""
+    """Return what in the real ``path``, by its name in it, is no file below a root, or is what only
+    the service in ``data`` may read, and why; "" where there is nothing. Folders that links lead to
+    are looked at, too."""
     private = PrivatePlaces(data)
     if str(path) in private:
         return "it is the service's own"
     real_roots = [os.path.realpath(root) for root in roots]
-    entries, seen, waiting = 0, {os.path.realpath(path)}, [str(path)] if path.is_dir() else []
+    entries = 0
+    seen = {os.path.realpath(path)}
+    waiting = [str(path)] if path.is_dir() else []
     while waiting:
         current = waiting.pop()
         try:
@@ -74,7 +86,9 @@ def leads_out(roots: Sequence[Path], path: Path, data: Path) -> str:
             real = os.path.realpath(entry)
             if real in private:
                 return f"{_shown(entry, path)} is the service's own"
-            if not any(real == root or real.startswith(os.path.join(root, "")) for root in real_roots):
+            if not any(
+                real == root or real.startswith(os.path.join(root, "")) for root in real_roots
+            ):
                 return f"{_shown(entry, path)} is a link to a place outside"
             try:
                 mode = os.lstat(real).st_mode

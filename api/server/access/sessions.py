@@ -31,7 +31,10 @@ class Sessions:
 
     @asynccontextmanager
     async def session(self, token: Token, scope: Scope) -> AsyncIterator[None]:
-        """Surround work under ``token`` and ``scope``. Raises an HTTPProblem (401) when the token loses the scope."""
+        """Surround work under ``token`` and ``scope``.
+
+        Raises an HTTPProblem (401) when the token loses the scope.
+        """
         left = None if token.expires is None else token.expires - time.time()
         try:
             async with asyncio.timeout(left) as ending:
@@ -53,13 +56,16 @@ class Sessions:
             try:
                 marker = await self._tokens.changed(marker, RECHECK_SECONDS)
                 await self._end_refused()
-            except IndexUnreachable as lost:  # tokens cannot be revoked either as long as it does not answer
+            except (
+                IndexUnreachable
+            ) as lost:  # tokens cannot be revoked either as long as it does not answer
                 log.warning("whether tokens were revoked is not known now", reason=str(lost))
                 await asyncio.sleep(1.0)
 
     async def _end_refused(self) -> None:
         known: dict[str, Token | None] = {}
-        while ids := {token.id for token, _ in self._open.values()} - known.keys():  # more may begin meanwhile
+        # more may begin meanwhile
+        while ids := {token.id for token, _ in self._open.values()} - known.keys():
             known |= dict.fromkeys(ids) | dict(await self._tokens.of(ids))
         for ending, (token, scope) in list(self._open.items()):
             now = known.get(token.id, token)

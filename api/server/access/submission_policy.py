@@ -1,10 +1,11 @@
-"""Policy for recipes in requests: modules are imported, and paths looked at, only if the operator allows it.
+"""Policy for recipes in requests: modules are imported, and paths looked at, only if the operator
+allows it.
 
     recipe, or a stored one ──▶ overrides ──▶ code? addresses? paths? ──▶ the recipe's own checks ──▶ limits ──▶ Recipe
                                                └ refused: replaced by a harmless value ┘└─ all problems at once ─┘
 
-Names without a colon belong to installed packages (built in, or an entry point); ``module:name`` could be any code on the
-machine, so the operator must have listed it.
+Names without a colon belong to installed packages (built in, or an entry point); ``module:name``
+could be any code on the machine, so the operator must have listed it.
 """
 
 from __future__ import annotations
@@ -48,20 +49,28 @@ def stored_recipes(settings: Settings) -> dict[str, Path]:
 
 
 def stored_recipe(settings: Settings, name: str) -> dict[str, Any]:
-    """Return the tables of a stored recipe, unchecked. Raises LookupError, and RecipeError when it cannot be read."""
+    """Return the tables of a stored recipe, unchecked.
+
+    Raises LookupError, and RecipeError when it cannot be read.
+    """
     path = stored_recipes(settings)[name]  # a key of this dict, never part of a path
     try:
         data = read_toml(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise RecipeError(name, [Problem("recipe_name", name, f"cannot be read ({error})")]) from error
+        raise RecipeError(
+            name, [Problem("recipe_name", name, f"cannot be read ({error})")]
+        ) from error
     data.setdefault("name", name)
     return data
 
 
 def unknown_recipe(settings: Settings, name: str, status: int, field: str) -> answers.HTTPProblem:
     """Return the answer to a request with a ``field`` that names no stored recipe."""
-    fix, detail = suggest(name, list(stored_recipes(settings))), "No stored recipe is called that."
-    return answers.HTTPProblem(status, detail, kind="unknown-recipe", field=field, value=name, fix=fix)
+    fix = suggest(name, list(stored_recipes(settings)))
+    detail = "No stored recipe is called that."
+    return answers.HTTPProblem(
+        status, detail, kind="unknown-recipe", field=field, value=name, fix=fix
+    )
 
 
 def accept(
@@ -72,10 +81,16 @@ def accept(
     *,
     resumed: Path | None = None,
 ) -> Recipe:
-    """Return the recipe of ``data`` with ``overrides``. Of files below the operator's roots it reads what ``reading`` allows
-    (default: what a check reads). ``resumed``: the folder of a run of ``data`` that goes on. Raises RecipeError with all
-    problems."""
-    too_large = [*out_of_bounds(data, finite=True), *out_of_bounds(overrides, "overrides", finite=True)]
+    """Return the recipe of ``data`` with ``overrides``.
+
+    Of files below the operator's roots it reads what ``reading`` allows (default: what a check
+    reads). ``resumed``: the folder of a run of ``data`` that goes on. Raises RecipeError with all
+    problems.
+    """
+    too_large = [
+        *out_of_bounds(data, finite=True),
+        *out_of_bounds(overrides, "overrides", finite=True),
+    ]
     if too_large:  # other checks could fail on such values, or take long
         raise RecipeError("recipe", too_large)
     submission = _Submission(settings, copy.deepcopy(dict(data)))
@@ -90,7 +105,8 @@ def accept(
     if resumed:
         submission.refuse_changes(data, overrides, resumed)
     pipeline = submission.data.setdefault("pipeline", {})
-    if settings.index and isinstance(pipeline, dict):  # checks see where the service's index is, without its password
+    # checks see where the service's index is, without its password
+    if settings.index and isinstance(pipeline, dict):
         pipeline["index"] = redacted(settings.index)
     recipe = parse_recipe(
         submission.data,
@@ -101,15 +117,21 @@ def accept(
     )
     if problems := list(_beyond_limits(settings, recipe)):
         raise RecipeError("recipe", problems)
-    return recipe.model_copy(update={"pipeline": recipe.pipeline.model_copy(update={"index": "embedded"})})
+    return recipe.model_copy(
+        update={"pipeline": recipe.pipeline.model_copy(update={"index": "embedded"})}
+    )
 
 
 class _Submission:
-    """A recipe in a request. A refused value becomes a problem and is replaced by a harmless one, so that the recipe's own
-    checks can follow. They also check types."""
+    """A recipe in a request.
+
+    A refused value becomes a problem and is replaced by a harmless one, so that the recipe's own
+    checks can follow. They also check types.
+    """
 
     def __init__(self, settings: Settings, data: dict[str, Any]) -> None:
-        self.settings, self.data = settings, data
+        self.settings = settings
+        self.data = data
         self.problems: list[Problem] = []
 
     def value(self, key: str) -> Any:
@@ -126,22 +148,32 @@ class _Submission:
         self.problems.append(Problem(key, value, wrong, fix))
         override(self.data, key, replacement)
 
-    def refuse_changes(self, before: Mapping[str, Any], overrides: Mapping[str, Any], folder: Path) -> None:
-        """Refuse what may not change in the run in ``folder``. A base model may lie elsewhere, with the same files."""
+    def refuse_changes(
+        self, before: Mapping[str, Any], overrides: Mapping[str, Any], folder: Path
+    ) -> None:
+        """Refuse what may not change in the run in ``folder``.
+
+        A base model may lie elsewhere, with the same files.
+        """
         resolved = {key: self.value(key) for key in overrides}
         refused = {problem.key for problem in self.problems}
         moved = set[str]()
         try:
             moved = base_models.moved(Recipe.model_validate(before), resolved, folder)
         except base_models.BaseModelDiffers as differs:
-            self.problems.append(Problem(differs.key, resolved[differs.key], differs.wrong, differs.fix))
+            self.problems.append(
+                Problem(differs.key, resolved[differs.key], differs.wrong, differs.fix)
+            )
             refused.add(differs.key)
         self.problems += [
-            problem for problem in fixed_problems(before, self.data) if problem.key not in refused | moved
+            problem
+            for problem in fixed_problems(before, self.data)
+            if problem.key not in refused | moved
         ]
 
     def refuse_code(self) -> None:
-        """Refuse ``module:name`` that the operator has not listed, and templates that do more than name columns."""
+        """Refuse ``module:name`` that the operator has not listed, and templates that do more than
+        name columns."""
         code = {
             **dict.fromkeys(self._each("reward.functions", "name"), ("reward", "spelling")),
             **dict.fromkeys(self._each("stages", "use"), ("stage", "refused")),
@@ -152,7 +184,11 @@ class _Submission:
         }
         for key, (kind, replacement) in code.items():
             name = self.value(key)
-            if isinstance(name, str) and ":" in name and name not in getattr(self.settings, f"allow_{kind}s"):
+            if (
+                isinstance(name, str)
+                and ":" in name
+                and name not in getattr(self.settings, f"allow_{kind}s")
+            ):
                 fix = f"use an installed name, or {ASK.format(f'--allow-{kind}')}"
                 self.refuse(key, name, "is code that this server does not run", fix, replacement)
         if any(problem.key.startswith("stages.") for problem in self.problems):
@@ -165,12 +201,15 @@ class _Submission:
 
         vllm = self.value("rollout.vllm")
         for name in [*vllm] if isinstance(vllm, dict) else []:
-            if name not in VllmSection.model_fields:  # some are paths, and some have vLLM run code of a model's folder
-                wrong, fix = "is passed to vLLM as it is, which a request may not", "take it out"
+            # some are paths, and some have vLLM run code of a model's folder
+            if name not in VllmSection.model_fields:
+                wrong = "is passed to vLLM as it is, which a request may not"
+                fix = "take it out"
                 self.problems.append(Problem(f"rollout.vllm.{name}", vllm.pop(name), wrong, fix))
 
     def confine_rewards(self) -> None:
-        """Have reward functions run in a sandbox, with a network and an environment that the operator has allowed."""
+        """Have reward functions run in a sandbox, with a network and an environment that the
+        operator has allowed."""
         reward = self.data.get("reward")
         functions = reward.get("functions") if isinstance(reward, dict) else None
         if not isinstance(reward, dict) or not isinstance(functions, list):
@@ -184,19 +223,32 @@ class _Submission:
                 fix = f"take it out, or {ASK.format(f'--allow-environment {name}')}"
                 self.refuse(f"reward.environment.{index}", name, wrong, fix, "")
         for index, function in enumerate(functions):
-            if isinstance(function, dict) and isinstance(name := function.get("name"), str) and name not in HARMLESS:
-                self._confine(f"reward.functions.{index}", function, name, ("reward.processes", 0, 1))
+            if (
+                isinstance(function, dict)
+                and isinstance(name := function.get("name"), str)
+                and name not in HARMLESS
+            ):
+                self._confine(
+                    f"reward.functions.{index}", function, name, ("reward.processes", 0, 1)
+                )
 
     def confine_stages(self) -> None:
         """Have stages run in a sandbox, as reward functions do."""
         stages = self.data.get("stages")
         for index, stage in enumerate(stages if isinstance(stages, list) else []):
             if isinstance(stage, dict) and isinstance(name := stage.get("use"), str):
-                self._confine(f"stages.{index}", stage, name, ("launch.launcher", "inline", "process"))
+                self._confine(
+                    f"stages.{index}", stage, name, ("launch.launcher", "inline", "process")
+                )
 
-    def _confine(self, key: str, code: dict[str, Any], name: str, in_worker: tuple[str, Any, Any]) -> None:
-        """Have ``code``, the table of the function or stage ``name``, run in a sandbox. ``in_worker``: the key whose value
-        would have it run in a worker, that value, and a harmless one."""
+    def _confine(
+        self, key: str, code: dict[str, Any], name: str, in_worker: tuple[str, Any, Any]
+    ) -> None:
+        """Have ``code``, the table of the function or stage ``name``, run in a sandbox.
+
+        ``in_worker``: the key whose value would have it run in a worker, that value, and a harmless
+        one.
+        """
         if not self.settings.unsandboxed_code:
             ask = ASK.format("--unsandboxed-code")
             if code.get("sandbox") is False:
@@ -215,31 +267,52 @@ class _Submission:
     def _each(self, table: str, key: str) -> Iterator[str]:
         """The dotted ``key`` of each entry of a list of tables."""
         entries = self.value(table)
-        return (f"{table}.{index}.{key}" for index in range(len(entries) if isinstance(entries, list) else 0))
+        return (
+            f"{table}.{index}.{key}"
+            for index in range(len(entries) if isinstance(entries, list) else 0)
+        )
 
     def _of_sources(self, key: str) -> list[str]:
         """The dotted ``key`` of the source of prompts, and of each of several."""
         return [f"prompts.{key}", *self._each("prompts.sources", key)]
 
     def refuse_addresses(self) -> None:
-        """Refuse names that are too long, another index, and servers, places and ports that the operator has not allowed."""
-        name, ask = self.value("name"), ASK.format("--allow-listen")
+        """Refuse names that are too long, another index, and servers, places and ports that the
+        operator has not allowed."""
+        name = self.value("name")
+        ask = ASK.format("--allow-listen")
         if isinstance(name, str) and len(name) > LONGEST_NAME:
-            self.refuse("name", name, f"is longer than {LONGEST_NAME} characters", "shorten it", "recipe")
-        port, urls = "opens a port, which a request may not", self.settings.allow_checkpoints
-        place, to_urls = "is a place to which runs of this service copy nothing", ASK.format("--allow-checkpoints")
+            self.refuse(
+                "name", name, f"is longer than {LONGEST_NAME} characters", "shorten it", "recipe"
+            )
+        port = "opens a port, which a request may not"
+        urls = self.settings.allow_checkpoints
+        place = "is a place to which runs of this service copy nothing"
+        to_urls = ASK.format("--allow-checkpoints")
         for key, allowed, wrong, fix in (
             ("pipeline.index", ("embedded",), "is chosen by the service", "leave it out"),
             ("pipeline.index_serve", (AUTO,), "is chosen by the service", "leave it out"),
             ("checkpoint.url", urls, place, f"leave it out, or {to_urls}"),
-            ("pipeline.serve", (AUTO, *self.settings.allow_listen), port, f"leave it out, or {ask}"),
+            (
+                "pipeline.serve",
+                (AUTO, *self.settings.allow_listen),
+                port,
+                f"leave it out, or {ask}",
+            ),
         ):
             if (value := self.value(key)) not in (None, "", *allowed):
                 self.refuse(key, value, wrong, fix, "embedded" if key == "pipeline.index" else "")
         teacher = self.value("teacher.url")
         if isinstance(teacher, str) and teacher and teacher not in self.settings.allow_teachers:
-            wrong = "is a server that runs of this service do not ask"  # nor does it get a key of the environment
-            self.refuse("teacher.url", teacher, wrong, f"use model.reference, or {ASK.format('--allow-teacher')}", "")
+            # nor does it get a key of the environment
+            wrong = "is a server that runs of this service do not ask"
+            self.refuse(
+                "teacher.url",
+                teacher,
+                wrong,
+                f"use model.reference, or {ASK.format('--allow-teacher')}",
+                "",
+            )
             self.data.pop("teacher")
         cluster = self.value("launch.address") or "auto"
         if self.value("launch.launcher") == "ray" and cluster not in self.settings.allow_clusters:
@@ -247,7 +320,8 @@ class _Submission:
             fix = f"take launch.launcher out, or {ASK.format('--allow-cluster')}"
             self.refuse("launch.address", cluster, wrong, fix, "auto")
             override(self.data, "launch.launcher", "process")
-        address, fix = self.value("sync.serve"), f"take sync.transport and sync.serve out, or {ask}"
+        address = self.value("sync.serve")
+        fix = f"take sync.transport and sync.serve out, or {ask}"
         address = None if address == AUTO else address
         on_ray = self.value("launch.launcher") == "ray"
         if on_ray or self.value("launch.remote_rollouts"):
@@ -262,7 +336,9 @@ class _Submission:
                 reason = "has the run listen for other machines, which a request may not"
                 option = "--allow-listen 0.0.0.0"
             if reason:
-                self.refuse(key, self.value(key), reason, f"leave it out, or {ASK.format(option)}", plain)
+                self.refuse(
+                    key, self.value(key), reason, f"leave it out, or {ASK.format(option)}", plain
+                )
             if address is not None and not self._may_listen(address):
                 self.refuse("sync.serve", address, port, fix, LOOPBACK)
             return
@@ -277,45 +353,73 @@ class _Submission:
         return isinstance(address, str) and address in self.settings.allow_listen
 
     def resolve_paths(self) -> None:
-        """Replace each path by its real path; one outside of the roots is refused, whether or not anything is there."""
-        settings, refused = self.settings, {problem.key for problem in self.problems}
+        """Replace each path by its real path; one outside of the roots is refused, whether or not
+        anything is there."""
+        settings = self.settings
+        refused = {problem.key for problem in self.problems}
         models = ("model.source", "model.reference", "critic.source")
         keys = [*models, "prompts.chat_template", *(f"pipeline.{name}" for name in TLS_FILES)]
         paths = dict(zip(self._of_sources("path"), self._of_sources("source"), strict=True))
-        keys += [path for path, kind in paths.items() if self.value(kind) in ("jsonl", "parquet", "datasets")]
+        keys += [
+            path
+            for path, kind in paths.items()
+            if self.value(kind) in ("jsonl", "parquet", "datasets")
+        ]
         for sandboxed in (*self._each("reward.functions", "read"), *self._each("stages", "read")):
             read = self.value(sandboxed)
-            keys += [f"{sandboxed}.{index}" for index in range(len(read) if isinstance(read, list) else 0)]
+            keys += [
+                f"{sandboxed}.{index}"
+                for index in range(len(read) if isinstance(read, list) else 0)
+            ]
         # Values that are no paths.
-        plain = {**dict.fromkeys(models, KNOWN_MODELS), **dict.fromkeys(paths, settings.allow_datasets)}
+        plain = {
+            **dict.fromkeys(models, KNOWN_MODELS),
+            **dict.fromkeys(paths, settings.allow_datasets),
+        }
         for key in keys:
             value = self.value(key)
-            if key in refused or not isinstance(value, str) or not value or value in plain.get(key, ()):
+            if (
+                key in refused
+                or not isinstance(value, str)
+                or not value
+                or value in plain.get(key, ())
+            ):
                 continue
             if key == "prompts.chat_template" and is_template_name(value):
                 continue
             if real := below_root(settings.roots, value):
                 if out := leads_out(settings.roots, real, settings.data):
                     fix = "give a folder with files of its own, and no links to other places"
-                    self.refuse(key, value, f"holds what this server does not read: {out}", fix, "refused")
+                    self.refuse(
+                        key, value, f"holds what this server does not read: {out}", fix, "refused"
+                    )
                 else:
                     override(self.data, key, str(real))
                 continue
             roots = ", ".join(map(str, settings.roots))
-            fix = f"give a path below {roots}" if roots else f"{ASK.format('--root')}; without one no file is read"
+            fix = (
+                (f"give a path below {roots}")
+                if roots
+                else f"{ASK.format('--root')}; without one no file is read"
+            )
             if key in models:
                 fix = f"{suggest(value, KNOWN_MODELS)}; or {fix}"
             self.refuse(key, value, "lies outside of what this server reads", fix, "refused")
 
 
 def _only_names_columns(template: str) -> bool:
-    """Whether ``str.format`` would insert columns as they are: no attributes, items, conversions or widths."""
+    """Whether ``str.format`` would insert columns as they are: no attributes, items, conversions or
+    widths."""
     try:
-        fields = [(name, spec, conversion) for _, name, spec, conversion in string.Formatter().parse(template)]
+        fields = [
+            (name, spec, conversion)
+            for _, name, spec, conversion in string.Formatter().parse(template)
+        ]
     except ValueError:
         return False
     return all(
-        name is None or (name.isidentifier() and not spec and not conversion) for name, spec, conversion in fields
+        name is None or (name.isidentifier() and not spec and not conversion)
+        for name, spec, conversion in fields
     )
 
 
@@ -325,8 +429,18 @@ def _beyond_limits(settings: Settings, recipe: Recipe) -> Iterator[Problem]:
     workers += recipe.critic.ranks if recipe.trains_critic else 0
     workers += sum(stage.workers for stage in recipe.stages)
     if workers > settings.max_workers:
-        wrong = f"makes {workers} workers with those of reward and stages, and dp and tp of train and critic"
-        yield Problem("rollout.workers", recipe.rollout.workers, wrong, f"at most {settings.max_workers} fit here")
+        wrong = (
+            f"makes {workers} workers with those of reward and stages, and dp and tp of train "
+            f"and critic"
+        )
+        yield Problem(
+            "rollout.workers",
+            recipe.rollout.workers,
+            wrong,
+            f"at most {settings.max_workers} fit here",
+        )
     if recipe.pipeline.arena > settings.max_arena:
         fix = f"use at most {format_size(settings.max_arena)}"
-        yield Problem("pipeline.arena", recipe.pipeline.arena, "is more than this server gives to a run", fix)
+        yield Problem(
+            "pipeline.arena", recipe.pipeline.arena, "is more than this server gives to a run", fix
+        )

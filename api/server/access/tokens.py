@@ -1,11 +1,14 @@
-"""Bearer tokens and their scopes. The index keeps a hash of each token; the token itself is shown once and not stored.
+"""Bearer tokens and their scopes.
+
+The index keeps a hash of each token; the token itself is shown once and not stored.
 
     create ──▶ adock_ID_SECRET (shown once)        index: ID ──▶ {name, scope, sha256(SECRET), created, expires}
     find(token) ──▶ entry of its ID ──▶ hashes compared in constant time ──▶ Token, or None
     revoke ──▶ the entry is removed, the ID is kept as revoked: the token stays invalid
     own    ──▶ the token of the user who runs the service, whose text is in a file of that user
 
-A secret has 256 random bits, so a plain hash of it cannot be inverted and no slow hash function is needed.
+A secret has 256 random bits, so a plain hash of it cannot be inverted and no slow hash function is
+needed.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ from pipeline.index.client import Index, IndexUnreachable, Link
 
 Scope = Literal["read", "run", "admin"]
 SCOPES: tuple[Scope, ...] = ("read", "run", "admin")  # each includes those before it
-OWN = "local"  # name of the token of the user who runs the service, and owner of what is asked for without a token
+# name of the token of the user who runs the service, and owner of what is asked for without a token
+OWN = "local"
 SERVICE = "service"  # in keys, in place of a run's id
 KEY = "asyncdock:{service}:tokens"
 REVOKED = "asyncdock:{service}:tokens:revoked"  # a set of IDs
@@ -59,7 +63,10 @@ class TokenRevoked(Exception):
 
 @dataclass(frozen=True)
 class Token:
-    """A token without its secret. ``created`` and ``expires`` in Unix seconds; None: it does not expire."""
+    """A token without its secret.
+
+    ``created`` and ``expires`` in Unix seconds; None: it does not expire.
+    """
 
     id: str
     name: str
@@ -76,12 +83,15 @@ class Token:
 
 
 class Tokens:
-    """The tokens of a service, in its index ``where``: a URL, or a link to share. Raises IndexUnreachable when the
-    index does not answer."""
+    """The tokens of a service, in its index ``where``: a URL, or a link to share.
+
+    Raises IndexUnreachable when the index does not answer.
+    """
 
     def __init__(self, where: str | Link) -> None:
         self._link = where if isinstance(where, Link) else Link(where, timeout=_SECONDS)
-        self._owns_link, self._redis = self._link is not where, self._link.redis
+        self._owns_link = self._link is not where
+        self._redis = self._link.redis
         self._index = Index(self._link, SERVICE)
 
     async def close(self) -> None:
@@ -93,26 +103,39 @@ class Tokens:
         """Raises IndexUnreachable unless the index answers."""
         await self._ask(self._redis.ping())
 
-    async def create(self, name: str, scope: Scope, *, seconds: float | None = None) -> tuple[Token, str]:
-        """Create a token called ``name``, valid for ``seconds`` (None: until revoked). Returns it and its text."""
-        now, identity, secret = time.time(), secrets.token_hex(6), secrets.token_urlsafe(32)
+    async def create(
+        self, name: str, scope: Scope, *, seconds: float | None = None
+    ) -> tuple[Token, str]:
+        """Create a token called ``name``, valid for ``seconds`` (None: until revoked).
+
+        Returns it and its text.
+        """
+        now = time.time()
+        identity = secrets.token_hex(6)
+        secret = secrets.token_urlsafe(32)
         token = _token(identity, name, scope, now, seconds)
         await self._keep(token, secret)
         return token, f"adock_{identity}_{secret}"
 
     async def adopt(self, text: str, name: str, scope: Scope) -> Token:
-        """Make ``text`` valid, a token that a deployment generated before the service started. Idempotent. Raises ValueError
-        for a text of another form, and TokenRevoked."""
+        """Make ``text`` valid, a token that a deployment generated before the service started.
+
+        Idempotent. Raises ValueError for a text of another form, and TokenRevoked.
+        """
         match = _FORM.fullmatch(text)
         if match is None:
-            raise ValueError("token: what was given is not one; it is adock_, 12 of 0-9a-f, _ and 43 of A-Za-z0-9_-")
+            raise ValueError(
+                "token: what was given is not one; it is adock_, 12 of 0-9a-f, _ and "
+                "43 of A-Za-z0-9_-"
+            )
         token = _token(match[1], name, scope, time.time(), None)
         await self._keep(token, match[2])
         return token
 
     async def own(self, data: Path) -> tuple[Token, str]:
-        """Return the token of the user who runs the service in the folder ``data``, and its text: the one that is kept
-        there, or a new one when there is none, it was revoked, or others could read it. Raises OSError."""
+        """Return the token of the user who runs the service in the folder ``data``, and its text:
+        the one that is kept there, or a new one when there is none, it was revoked, or others could
+        read it. Raises OSError."""
         try:
             text = read_authorization(data)
             return await self.adopt(text, OWN, "admin"), text
@@ -127,9 +150,12 @@ class Tokens:
             raise TokenRevoked(f"token: {token.id} was revoked and stays so; make another one")
 
     async def find(self, presented: str) -> Token | None:
-        """Return the token with the text ``presented``; None when it is unknown, revoked or expired."""
+        """Return the token with the text ``presented``; None when it is unknown, revoked or
+        expired."""
         match = _FORM.fullmatch(presented)
-        kept = await self._link.retry(lambda again: self._redis.hget(KEY, match[1])) if match else None
+        kept = (
+            await self._link.retry(lambda again: self._redis.hget(KEY, match[1])) if match else None
+        )
         if match is None or kept is None:
             return None
         token, known = _unpack(kept)
@@ -143,8 +169,8 @@ class Tokens:
         return {token.id: token for token in found if not token.expired}
 
     async def changed(self, after: str, timeout: float) -> str:
-        """Wait until a token was created or revoked since the marker ``after`` ("": the beginning), at most ``timeout``
-        seconds. Returns the new marker."""
+        """Wait until a token was created or revoked since the marker ``after`` ("": the beginning),
+        at most ``timeout`` seconds. Returns the new marker."""
         return await self._index.woken(_CHANGED, after, timeout)
 
     async def list(self) -> list[Token]:
@@ -153,7 +179,10 @@ class Tokens:
         return sorted((_unpack(text)[0] for text in kept.values()), key=lambda token: token.created)
 
     async def revoke(self, token: str) -> bool:
-        """Make the token with this id invalid, at once and permanently. Returns False when there is none."""
+        """Make the token with this id invalid, at once and permanently.
+
+        Returns False when there is none.
+        """
         return bool(await self._ask(self._redis.eval(_REVOKE, 3, KEY, REVOKED, CHANGES, token)))
 
     async def _ask(self, answer: Any) -> Any:
@@ -162,14 +191,18 @@ class Tokens:
                 return await answer
         except (RedisError, OSError) as error:
             kind = type(error).__name__
-            raise IndexUnreachable(f"index {redacted(self._link.url)}: no answer ({kind}); is the server up?") from None
+            raise IndexUnreachable(
+                f"index {redacted(self._link.url)}: no answer ({kind}); is the server up?"
+            ) from None
 
 
 def _token(identity: str, name: str, scope: Scope, now: float, seconds: float | None) -> Token:
     if scope not in SCOPES:
         raise ValueError(f"scope: {scope!r} is not known; use one of {', '.join(SCOPES)}")
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.@ -]{0,63}", name):
-        raise ValueError(f"name: {name!r} is refused; use at most 64 letters, digits, spaces and '_.@-'")
+        raise ValueError(
+            f"name: {name!r} is refused; use at most 64 letters, digits, spaces and '_.@-'"
+        )
     if seconds is not None and not seconds > 0:
         raise ValueError(f"expires: {seconds} is refused; give more than 0 seconds")
     return Token(identity, name, scope, now, None if seconds is None else now + seconds)

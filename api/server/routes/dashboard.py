@@ -1,4 +1,5 @@
-"""Files of the dashboard and of the reference page: pages, scripts and styles, and the vendored uPlot (MIT), Inter (OFL).
+"""Files of the dashboard and of the reference page: pages, scripts and styles, and the vendored
+uPlot (MIT), Inter (OFL).
 
 The files need no token: the dashboard gets what it shows from the API, with the token of its user.
 """
@@ -24,10 +25,12 @@ TYPES = {
     ".woff2": "font/woff2",
     ".LICENSE": "text/plain; charset=utf-8",
 }
-# Stricter than for other answers: scripts and styles only from its own files, no frames, and no text parsed as HTML.
+# Stricter than for other answers: scripts and styles only from its own files, no frames, and no
+# text parsed as HTML.
 POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; font-src 'self'; img-src 'self'; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+    "default-src 'none'; script-src 'self'; style-src 'self'; font-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types 'none'"
 )
 
 
@@ -35,14 +38,30 @@ class FilePath(Strict):
     file: str = Field(pattern=r"^((pages|charts|vendor)/)?[A-Za-z]+\.[A-Za-z0-9]+$", max_length=48)
 
 
-@operation("GET", "/", scope=None, summary="The dashboard", tag="service", produces="text/html", hidden=True)
+@operation(
+    "GET",
+    "/",
+    scope=None,
+    summary="The dashboard",
+    tag="service",
+    produces="text/html",
+    hidden=True,
+)
 async def dashboard(service: Service) -> web.FileResponse:
     answer = _file("dashboard/index.html")
     answer.headers["Content-Security-Policy"] = POLICY
     return answer
 
 
-@operation("GET", "/docs", scope=None, summary="The reference", tag="service", produces="text/html", hidden=True)
+@operation(
+    "GET",
+    "/docs",
+    scope=None,
+    summary="The reference",
+    tag="service",
+    produces="text/html",
+    hidden=True,
+)
 async def docs(service: Service) -> web.FileResponse:
     return _file("reference/index.html")
 
@@ -67,8 +86,15 @@ async def docs_file(service: Service, path: FilePath) -> web.FileResponse:
 
 
 def _file(name: str) -> web.FileResponse:
-    """The answer with a file. Browsers revalidate it each time, so that all files are of one version after an update."""
+    """The answer with a file.
+
+    Browsers revalidate it each time, so that all files are of one version after an update.
+    """
     path = API / name
     if path.suffix not in TYPES or not path.is_file():
-        raise HTTPProblem(404, "There is nothing at this path.", kind="no-such-path", fix="see /docs")
-    return web.FileResponse(path, headers={"Content-Type": TYPES[path.suffix], "Cache-Control": "no-cache"})
+        raise HTTPProblem(
+            404, "There is nothing at this path.", kind="no-such-path", fix="see /docs"
+        )
+    return web.FileResponse(
+        path, headers={"Content-Type": TYPES[path.suffix], "Cache-Control": "no-cache"}
+    )

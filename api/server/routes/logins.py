@@ -1,4 +1,5 @@
-"""Signing a browser in: a link for the caller's own token, and the session that the dashboard gets for it."""
+"""Signing a browser in: a link for the caller's own token, and the session that the dashboard gets
+for it."""
 
 from __future__ import annotations
 
@@ -15,10 +16,12 @@ from api.server.service import LOCAL, PRINCIPAL, Service
 _own: dict[str, Any] = {"scope": "read", "tag": "login"}
 
 
-@operation("POST", "/v1/login/links", summary="The code of a link", status=201, errors=(409,), **_own)
+@operation(
+    "POST", "/v1/login/links", summary="The code of a link", status=201, errors=(409,), **_own
+)
 async def create_login_link(service: Service, request: web.Request) -> LinkView:
-    """A code that signs one browser in with the token of this request, once, on this machine by a browser of the same
-    user."""
+    """A code that signs one browser in with the token of this request, once, on this machine by a
+    browser of the same user."""
     token = request[PRINCIPAL]
     if token is LOCAL:
         detail = "This server asks for no token, so there is nothing to sign in to."
@@ -26,7 +29,16 @@ async def create_login_link(service: Service, request: web.Request) -> LinkView:
     return LinkView(code=service.logins.link(token, _user(service, request)), seconds=CODE_SECONDS)
 
 
-@operation("POST", "/v1/login", scope=None, summary="A session", tag="login", status=201, errors=(410,), seconds=0)
+@operation(
+    "POST",
+    "/v1/login",
+    scope=None,
+    summary="A session",
+    tag="login",
+    status=201,
+    errors=(410,),
+    seconds=0,
+)
 async def log_in(service: Service, request: web.Request, body: Login) -> LoginView:
     """A session for the code of a link. A second time it is refused."""
     text, token = service.logins.redeem(body.code, _user(service, request))
@@ -40,7 +52,8 @@ async def log_out(service: Service, request: web.Request) -> None:
 
 
 def _user(service: Service, request: web.Request) -> int | None:
-    """The user of this machine who asks; None when that is not known, or a proxy asks for others."""
+    """The user of this machine who asks; None when that is not known, or a proxy asks for
+    others."""
     if request.transport is None or service.settings.hosts:
         return None
     client, server = (request.transport.get_extra_info(name) for name in ("peername", "sockname"))

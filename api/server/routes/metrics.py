@@ -1,4 +1,5 @@
-"""Operations on a run's events: the stream, the history, the trace, and the metrics for Prometheus."""
+"""Operations on a run's events: the stream, the history, the trace, and the metrics for
+Prometheus."""
 
 from __future__ import annotations
 
@@ -51,7 +52,11 @@ class Telemetry:
         self.exposition = Exposition(service.registry, self.fanouts, self.server)
 
     def history(self, record: RunRecord, *, detail: bool = False) -> History:
-        return History(lambda: self._service.index(record.id), self._service.folder(record) / METRICS, detail=detail)
+        return History(
+            lambda: self._service.index(record.id),
+            self._service.folder(record) / METRICS,
+            detail=detail,
+        )
 
     async def close(self, _: web.Application) -> None:
         self.fanouts.close()
@@ -75,32 +80,41 @@ def watch(app: web.Application) -> None:
     app.on_shutdown.append(telemetry.close)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The stream
 
 
 def _listed(given: object) -> object:
     """The values of a key that is given several times, or once with commas."""
-    return [name for text in given for name in str(text).split(",") if name] if isinstance(given, list) else given
+    return (
+        [name for text in given for name in str(text).split(",") if name]
+        if isinstance(given, list)
+        else given
+    )
 
 
 def _series(name: str) -> str:
     if not SERIES.fullmatch(name):
         kinds = (
-            "step, evaluation, ledger, stage, sync, stage/WORKER, sync/WORKER, or a number of one of them as step.loss"
+            "step, evaluation, ledger, stage, sync, stage/WORKER, sync/WORKER, or a number of one "
+            "of them as step.loss"
         )
         raise PydanticCustomError("series", "Input should be one of: {kinds}", {"kinds": kinds})
     return name
 
 
 Name = Annotated[
-    str, Field(max_length=200, json_schema_extra={"pattern": f"^({SERIES.pattern})$"}), AfterValidator(_series)
+    str,
+    Field(max_length=200, json_schema_extra={"pattern": f"^({SERIES.pattern})$"}),
+    AfterValidator(_series),
 ]
 
 
 class StreamQuery(Strict):
     kinds: Annotated[list[Kind], BeforeValidator(_listed)] = Field(
-        [], description="Only events of these kinds; none: all. The key is repeated, or has them with commas."
+        [],
+        description="Only events of these kinds; none: all. The key is repeated, or has them "
+        "with commas.",
     )
     last_event_id: str = Field(
         "",
@@ -111,7 +125,10 @@ class StreamQuery(Strict):
 
 class StreamHeaders(Strict):
     last_event_id: str = Field(
-        "", alias="Last-Event-ID", pattern=f"^$|{EVENT_ID}", description="Go on after this event; none: from the first."
+        "",
+        alias="Last-Event-ID",
+        pattern=f"^$|{EVENT_ID}",
+        description="Go on after this event; none: from the first.",
     )
 
 
@@ -127,17 +144,28 @@ class StreamHeaders(Strict):
     events=MESSAGES,
 )
 async def stream(
-    service: Service, path: RunPath, query: StreamQuery, headers: StreamHeaders, request: web.Request
+    service: Service,
+    path: RunPath,
+    query: StreamQuery,
+    headers: StreamHeaders,
+    request: web.Request,
 ) -> web.StreamResponse:
-    """Server-sent events: `event` is the kind, `data` its payload as JSON, `id` what `Last-Event-ID` takes. A comment comes
-    every ten seconds with the id up to which there is nothing more. The last message is `end` when the run has ended, or
-    `dropped` when the server gives the stream up: connect again then."""
+    """Server-sent events: `event` is the kind, `data` its payload as JSON, `id` what
+    `Last-Event-ID` takes. A comment comes every ten seconds with the id up to which there is
+    nothing more. The last message is `end` when the run has ended, or `dropped` when the server
+    gives the stream up: connect again then."""
     record = await service.registry.get(path.run)
     telemetry = request.app[TELEMETRY]
     reader = EventReader(request, frozenset(query.kinds) or None)
     with service.held(request) as room, telemetry.server.reading() as dropped:
         if not room:
-            raise HTTPProblem(503, "Too many readers.", kind="readers", fix="try again", headers={"Retry-After": "30"})
+            raise HTTPProblem(
+                503,
+                "Too many readers.",
+                kind="readers",
+                fix="try again",
+                headers={"Retry-After": "30"},
+            )
         try:
             await reader.open()
         except ConnectionResetError:  # the client has closed the connection
@@ -156,13 +184,17 @@ async def stream(
     return reader.response
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # History and trace
 
 
 class RangeQuery(Strict):
-    begin: Time | None = Field(None, alias="from", description="Unix seconds; none: the run's beginning.")
-    end: Time | None = Field(None, alias="to", description="Unix seconds; none: now, or the run's end.")
+    begin: Time | None = Field(
+        None, alias="from", description="Unix seconds; none: the run's beginning."
+    )
+    end: Time | None = Field(
+        None, alias="to", description="Unix seconds; none: now, or the run's end."
+    )
 
 
 class HistoryQuery(RangeQuery):
@@ -170,20 +202,28 @@ class HistoryQuery(RangeQuery):
         None,
         ge=0,
         le=1e7,
-        description="Seconds that a point stands for; 0 (or less than a millisecond): each event; none: as suits the range.",
+        description="Seconds that a point stands for; 0 (or less than a millisecond): each event; "
+        "none: as suits the range.",
     )
     names: Annotated[list[Name], BeforeValidator(_listed)] = Field(
         [],
         max_length=100,
-        description="Series and numbers, as step, stage/rollout-0, step.reward_mean; none: all. The key is repeated, or has "
-        "them with commas.",
+        description="Series and numbers, as step, stage/rollout-0, step.reward_mean; none: all. "
+        "The key is repeated, or has them with commas.",
     )
 
 
 @operation(
-    "GET", "/v1/runs/{run}/metrics", scope="read", summary="A run's past in numbers", tag="metrics", errors=(404, 422)
+    "GET",
+    "/v1/runs/{run}/metrics",
+    scope="read",
+    summary="A run's past in numbers",
+    tag="metrics",
+    errors=(404, 422),
 )
-async def history(service: Service, path: RunPath, query: HistoryQuery, request: web.Request) -> MetricsView:
+async def history(
+    service: Service, path: RunPath, query: HistoryQuery, request: web.Request
+) -> MetricsView:
     record = await service.registry.get(path.run)
     begin, end = _range(record, query)
     every = width(end - begin) if query.every is None else query.every
@@ -191,7 +231,8 @@ async def history(service: Service, path: RunPath, query: HistoryQuery, request:
     wanted = Wanted(query.names)
     file = service.folder(record) / METRICS
     # Clocks of workers differ a little from the service's: what is not asked for cuts nothing off.
-    first, last = 0.0 if query.begin is None else begin, math.inf if query.end is None else end
+    first = 0.0 if query.begin is None else begin
+    last = math.inf if query.end is None else end
     try:
         past = await asyncio.to_thread(_past, file, first, last, every, wanted)
         async for page in _pages(request, record, first, last, past.last):
@@ -217,28 +258,43 @@ def _past(file: Path, begin: float, end: float, every: float, wanted: Wanted) ->
 
 
 def _joined(view: MetricsView, past: Series) -> bytes:
-    """``view`` with the columns of ``past`` as JSON, column by column: writing one holds the interpreter lock."""
+    """``view`` with the columns of ``past`` as JSON, column by column: writing one holds the
+    interpreter lock."""
     parts = []
     for name, columns in past.columns():
-        pairs = (to_json(key) + b":" + to_json(values, inf_nan_mode="null") for key, values in columns.items())
+        pairs = (
+            to_json(key) + b":" + to_json(values, inf_nan_mode="null")
+            for key, values in columns.items()
+        )
         parts.append(to_json(name) + b":{" + b",".join(pairs) + b"}")
     head = view.model_dump_json(by_alias=True).encode()
     return head.removesuffix(b"{}}") + b"{" + b",".join(parts) + b"}}"
 
 
 async def _refuse_unknown(service: Service, record: RunRecord, names: frozenset[str]) -> None:
-    """Raise an HTTPProblem if one of ``names`` belongs to no worker and no step of the run. While a run has no workers or
-    steps, every name is allowed."""
+    """Raise an HTTPProblem if one of ``names`` belongs to no worker and no step of the run.
+
+    While a run has no workers or steps, every name is allowed.
+    """
     index = service.index(record.id)
     totals = (await service.run_statuses.of(index)).totals
     step = totals.step
-    newest = {} if step is None else dict(sorted(step.wire().items(), key=lambda number: number[0] in step.metrics))
+    newest = (
+        {}
+        if step is None
+        else dict(sorted(step.wire().items(), key=lambda number: number[0] in step.metrics))
+    )
     for name in sorted(names):
         allowed = names_like(name, totals.names, newest)
         if allowed and name not in allowed:
             fix = f"use one of: {', '.join(allowed[:MOST_NAMES])}"
             raise HTTPProblem(
-                422, f"{name} is not known here.", kind="unknown-name", field="query.names", value=name, fix=fix
+                422,
+                f"{name} is not known here.",
+                kind="unknown-name",
+                field="query.names",
+                value=name,
+                fix=fix,
             )
 
 
@@ -258,10 +314,16 @@ class TraceDocument(BaseModel):
     errors=(404, 422),
     seconds=300,
 )
-async def trace(service: Service, path: RunPath, query: RangeQuery, request: web.Request) -> TraceDocument:
+async def trace(
+    service: Service, path: RunPath, query: RangeQuery, request: web.Request
+) -> TraceDocument:
     record = await service.registry.get(path.run)
     begin, end = _range(record, query)
-    pages = request.app[TELEMETRY].history(record, detail=True).pages(id_at(begin), end + REPORT_SECONDS)
+    pages = (
+        request.app[TELEMETRY]
+        .history(record, detail=True)
+        .pages(id_at(begin), end + REPORT_SECONDS)
+    )
     response: Any = web.StreamResponse(
         headers={
             "Content-Type": "application/json",
@@ -270,7 +332,8 @@ async def trace(service: Service, path: RunPath, query: RangeQuery, request: web
     )
     with contextlib.suppress(ConnectionResetError):  # the client has closed the connection
         await response.prepare(request)
-        async for piece in trace_json(pages, Trace(begin, end)):  # as it is made: a long run's trace is large
+        # as it is made: a long run's trace is large
+        async for piece in trace_json(pages, Trace(begin, end)):
             await response.write(piece)
         await response.write_eof()
     return response
@@ -278,24 +341,42 @@ async def trace(service: Service, path: RunPath, query: RangeQuery, request: web
 
 def _range(record: RunRecord, query: RangeQuery) -> tuple[float, float]:
     begin = record.created if query.begin is None else query.begin
-    end = (record.ended + REPORT_SECONDS if record.ended else time.time()) if query.end is None else query.end
+    end = (
+        (record.ended + REPORT_SECONDS if record.ended else time.time())
+        if query.end is None
+        else query.end
+    )
     if query.begin is not None and query.end is not None and end < begin:
         fix = "give a `to` that is not before `from`"
-        raise HTTPProblem(422, "The range ends before it begins.", kind="range", field="query.to", value=end, fix=fix)
+        raise HTTPProblem(
+            422,
+            "The range ends before it begins.",
+            kind="range",
+            field="query.to",
+            value=end,
+            fix=fix,
+        )
     return begin, max(begin, end)
 
 
-def _pages(request: web.Request, record: RunRecord, begin: float, end: float, known: str) -> AsyncIterator[list[Event]]:
-    """Events of the index that the run's file, whose last event is ``known``, may lack: some wait a minute for it."""
+def _pages(
+    request: web.Request, record: RunRecord, begin: float, end: float, known: str
+) -> AsyncIterator[list[Event]]:
+    """Events of the index that the run's file, whose last event is ``known``, may lack: some wait a
+    minute for it."""
     seconds = order(known)[0] / 1000 - WAITING_SECONDS
     return request.app[TELEMETRY].history(record).pages(id_at(max(begin, seconds)), end)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Prometheus
 
 
-@operation("GET", "/metrics", scope="read", summary="For Prometheus", tag="metrics", produces="text/plain")
+@operation(
+    "GET", "/metrics", scope="read", summary="For Prometheus", tag="metrics", produces="text/plain"
+)
 async def metrics(service: Service, request: web.Request) -> web.Response:
     text = await request.app[TELEMETRY].exposition.text()
-    return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+    return web.Response(
+        body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+    )

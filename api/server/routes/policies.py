@@ -11,7 +11,14 @@ from typing import Any
 from aiohttp import web
 from pydantic import Field
 
-from api.schemas.completions import AnswerView, ChatRequest, CompletionRequest, ModelsView, ModelView, Request
+from api.schemas.completions import (
+    AnswerView,
+    ChatRequest,
+    CompletionRequest,
+    ModelsView,
+    ModelView,
+    Request,
+)
 from api.schemas.runs import Strict
 from api.server.operations import operation, while_wanted
 from api.server.problems import HTTPProblem
@@ -21,7 +28,13 @@ from orchestration.run.checkpoint import usable
 from orchestration.service.registry import UnknownRun
 
 MOST_RUNS = 100  # that are listed, the newest
-_asking: dict[str, Any] = {"scope": "run", "tag": "policies", "errors": (404,), "seconds": 0, "streams": True}
+_asking: dict[str, Any] = {
+    "scope": "run",
+    "tag": "policies",
+    "errors": (404,),
+    "seconds": 0,
+    "streams": True,
+}
 
 
 class ModelPath(Strict):
@@ -30,19 +43,24 @@ class ModelPath(Strict):
 
 @operation("GET", "/v1/models", scope="read", summary="Policies that are served", tag="policies")
 async def list_models(service: Service) -> ModelsView:
-    """The checkpoints that the server was given, and the newest runs: each as `RUN`, its newest policy, and as
-    `RUN@VERSION` for each checkpoint."""
+    """The checkpoints that the server was given, and the newest runs: each as `RUN`, its newest
+    policy, and as `RUN@VERSION` for each checkpoint."""
     found = [_model(name) for name in service.settings.checkpoints]
     records, _ = await service.registry.list(limit=MOST_RUNS)
     for record in records:
         if record.started is not None:
             checkpoints = await asyncio.to_thread(usable, service.folder(record) / "checkpoints")
-            names = [record.id, *(f"{record.id}@{checkpoint.version}" for checkpoint in checkpoints)]
+            names = [
+                record.id,
+                *(f"{record.id}@{checkpoint.version}" for checkpoint in checkpoints),
+            ]
             found += [_model(name, record.created, record.owner) for name in names]
     return ModelsView(data=found)
 
 
-@operation("GET", "/v1/models/{model}", scope="read", summary="A policy", tag="policies", errors=(404,))
+@operation(
+    "GET", "/v1/models/{model}", scope="read", summary="A policy", tag="policies", errors=(404,)
+)
 async def get_model(service: Service, path: ModelPath) -> ModelView:
     name, _ = parse_model(path.model)
     if name in service.settings.checkpoints:
@@ -55,30 +73,47 @@ async def get_model(service: Service, path: ModelPath) -> ModelView:
 
 
 @operation("POST", "/v1/completions", summary="A policy's responses to prompts", **_asking)
-async def create_completion(service: Service, request: web.Request, body: CompletionRequest, raw: bytes) -> AnswerView:
-    """OpenAI's completions. Each choice has the policy versions of its tokens, and one alone unless `mix_versions`."""
+async def create_completion(
+    service: Service, request: web.Request, body: CompletionRequest, raw: bytes
+) -> AnswerView:
+    """OpenAI's completions.
+
+    Each choice has the policy versions of its tokens, and one alone unless `mix_versions`.
+    """
     return await _forward(service, request, body, raw)  # type: ignore[return-value]
 
 
-@operation("POST", "/v1/chat/completions", summary="A policy's responses to a conversation", **_asking)
-async def create_chat_completion(service: Service, request: web.Request, body: ChatRequest, raw: bytes) -> AnswerView:
+@operation(
+    "POST", "/v1/chat/completions", summary="A policy's responses to a conversation", **_asking
+)
+async def create_chat_completion(
+    service: Service, request: web.Request, body: ChatRequest, raw: bytes
+) -> AnswerView:
     """OpenAI's chat completions. Versions are as of completions."""
     return await _forward(service, request, body, raw)  # type: ignore[return-value]
 
 
-async def _forward(service: Service, request: web.Request, body: Request, raw: bytes) -> web.StreamResponse:
+async def _forward(
+    service: Service, request: web.Request, body: Request, raw: bytes
+) -> web.StreamResponse:
     await get_model(service, ModelPath(model=body.model))
     if not service.settings.policies:
         raise PoliciesBusy("this server serves none (--policies 0)")
     with service.held(request) as room:
         if not room:
-            raise HTTPProblem(503, "Too many requests wait.", kind="readers", headers={"Retry-After": "10"})
+            raise HTTPProblem(
+                503, "Too many requests wait.", kind="readers", headers={"Retry-After": "10"}
+            )
         return await while_wanted(request, _pass_on(service, request, raw))
 
 
 async def _pass_on(service: Service, request: web.Request, raw: bytes) -> web.StreamResponse:
     async with service.policies.post(request.path, raw, request[PRINCIPAL].id) as answer:
-        headers = {name: answer.headers[name] for name in ("Content-Type", "Retry-After") if name in answer.headers}
+        headers = {
+            name: answer.headers[name]
+            for name in ("Content-Type", "Retry-After")
+            if name in answer.headers
+        }
         response = web.StreamResponse(status=answer.status, headers=headers)
         await response.prepare(request)
         async for piece in answer.content.iter_any():

@@ -34,13 +34,21 @@ NAMED = "/v1/recipes/{name:(?!check$|schema$)[^/]+}"
 @operation("GET", "/v1/recipes", scope="read", summary="The stored recipes", tag="recipes")
 async def list_recipes(service: Service) -> RecipesView:
     def read() -> list[RecipeSummary]:
-        found = ((name, stored_recipe(service.settings, name)) for name in stored_recipes(service.settings))
-        return [RecipeSummary(name=name, description=str(data.get("description", ""))) for name, data in found]
+        found = (
+            (name, stored_recipe(service.settings, name))
+            for name in stored_recipes(service.settings)
+        )
+        return [
+            RecipeSummary(name=name, description=str(data.get("description", "")))
+            for name, data in found
+        ]
 
     return RecipesView(recipes=await asyncio.to_thread(read))
 
 
-@operation("GET", "/v1/recipes/schema", scope="read", summary="The JSON Schema of a recipe", tag="recipes")
+@operation(
+    "GET", "/v1/recipes/schema", scope="read", summary="The JSON Schema of a recipe", tag="recipes"
+)
 async def recipe_schema(service: Service) -> Schema:
     """What a schema cannot say (how keys must fit together) POST /v1/recipes/check does."""
     return Schema(await asyncio.to_thread(_schema))
@@ -60,29 +68,41 @@ async def get_recipe(service: Service, path: RecipePath) -> StoredRecipe:
     return StoredRecipe(name=path.name, description=str(data.get("description", "")), recipe=data)
 
 
-@operation("POST", "/v1/recipes/check", scope="read", summary="Whether a recipe is sound", tag="recipes")
-async def check_recipe(service: Service, request: web.Request, body: RecipeSubmission, raw: bytes) -> CheckedRecipe:
-    """Answers with every problem of the recipe (422), or with what follows from it. Nothing is started."""
+@operation(
+    "POST", "/v1/recipes/check", scope="read", summary="Whether a recipe is sound", tag="recipes"
+)
+async def check_recipe(
+    service: Service, request: web.Request, body: RecipeSubmission, raw: bytes
+) -> CheckedRecipe:
+    """Answers with every problem of the recipe (422), or with what follows from it.
+
+    Nothing is started.
+    """
     answer = await checked(service, request, submission=raw.decode(), plan=True)
     return CheckedRecipe(**answer | {"recipe": json.loads(answer["recipe"])})
 
 
-async def checked(service: Service, request: web.Request, *, plan: bool, **given: Any) -> dict[str, Any]:
-    """Return ``recipe``, that of the body ``submission``, or the ``recipe`` of a run that goes on with the ``overrides``, as
-    JSON with all defaults, and if ``plan`` is true its ``plan``, ``prompts`` and ``examples``. Raises an HTTPProblem with
-    every error of the recipe."""
+async def checked(
+    service: Service, request: web.Request, *, plan: bool, **given: Any
+) -> dict[str, Any]:
+    """Return ``recipe``, that of the body ``submission``, or the ``recipe`` of a run that goes on
+    with the ``overrides``, as JSON with all defaults, and if ``plan`` is true its ``plan``,
+    ``prompts`` and ``examples``. Raises an HTTPProblem with every error of the recipe."""
     return await asked_apart(service, request, {"plan": plan, **given})
 
 
-async def asked_apart(service: Service, request: web.Request, question: dict[str, Any]) -> dict[str, Any]:
-    """Return the answer of :mod:`api.server.check_worker` to ``question``, as long as the client is there. Raises an
-    HTTPProblem."""
+async def asked_apart(
+    service: Service, request: web.Request, question: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the answer of :mod:`api.server.check_worker` to ``question``, as long as the client is
+    there. Raises an HTTPProblem."""
     question = {"settings": service.settings.model_dump(mode="json"), **question}
     try:
         answer = await while_wanted(request, service.checks.ask(question, request[PRINCIPAL].id))
     except Lost as lost:
         log.error("the process of a check was lost", reason=str(lost))
-        detail, retry = "The recipe could not be checked: the process that does it ended.", {"Retry-After": "5"}
+        detail = "The recipe could not be checked: the process that does it ended."
+        retry = {"Retry-After": "5"}
         raise HTTPProblem(503, detail, kind="check-lost", fix="try again", headers=retry) from None
     if "problem" in answer:
         raise HTTPProblem.from_details(answer["problem"])

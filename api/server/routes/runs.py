@@ -1,4 +1,5 @@
-"""Routes about runs: submit, list, pause, resume, stop, checkpoint, scale, delete; stages, checkpoints and logs of a run.
+"""Routes about runs: submit, list, pause, resume, stop, checkpoint, scale, delete; stages,
+checkpoints and logs of a run.
 
 submit ──▶ the registry's queue ──▶ an agent, in another process, executes the run and follows pause, resume, …
 """
@@ -73,17 +74,29 @@ RUN = "/v1/runs/{run}"
     sends={"Location": "Where the run is."},
 )
 async def submit_run(
-    service: Service, request: web.Request, headers: SubmitHeaders, body: RecipeSubmission, raw: bytes
+    service: Service,
+    request: web.Request,
+    headers: SubmitHeaders,
+    body: RecipeSubmission,
+    raw: bytes,
 ) -> Reply[RunView]:
-    """Submits a run. It begins when fewer than the server's limit are active; until then `position` says how many are before
-    it. A repeat under the same `Idempotency-Key` within a day makes no second one."""
+    """Submits a run.
+
+    It begins when fewer than the server's limit are active; until then `position` says how many are
+    before it. A repeat under the same `Idempotency-Key` within a day makes no second one.
+    """
     accepted = (await checked(service, request, submission=raw.decode(), plan=False))["recipe"]
     recipe = await asyncio.to_thread(Recipe.from_json, accepted)  # the first one imports algorithms
     await _refuse_full_queue(service)
     content = json.dumps(body.model_dump(exclude_unset=True), sort_keys=True).encode()
-    fingerprint, owner = hashlib.sha256(content).hexdigest(), request[PRINCIPAL].name
-    record, made = await service.registry.submit(recipe, owner=owner, key=headers.key, fingerprint=fingerprint)
-    return Reply(await _view(service, record), 201 if made else 200, {"Location": f"/v1/runs/{record.id}"})
+    fingerprint = hashlib.sha256(content).hexdigest()
+    owner = request[PRINCIPAL].name
+    record, made = await service.registry.submit(
+        recipe, owner=owner, key=headers.key, fingerprint=fingerprint
+    )
+    return Reply(
+        await _view(service, record), 201 if made else 200, {"Location": f"/v1/runs/{record.id}"}
+    )
 
 
 @operation("GET", "/v1/runs", scope="read", summary="Runs, newest first", tag="runs")
@@ -104,7 +117,13 @@ async def get_run(service: Service, path: RunPath) -> RunView:
 
 
 # What a run is asked to do: answered 202, with the run as it is then.
-_asking: dict[str, Any] = {"scope": "run", "owned": True, "tag": "runs", "status": 202, "errors": (404, 409)}
+_asking: dict[str, Any] = {
+    "scope": "run",
+    "owned": True,
+    "tag": "runs",
+    "status": 202,
+    "errors": (404, 409),
+}
 
 
 @operation("POST", f"{RUN}/pause", summary="It pauses", **_asking)
@@ -114,15 +133,21 @@ async def pause_run(service: Service, path: RunPath) -> RunView:
 
 
 @operation("POST", f"{RUN}/resume", summary="It goes on", body_optional=True, **_asking)
-async def resume_run(service: Service, request: web.Request, path: RunPath, body: Resumption) -> RunView:
-    """A paused run goes on at once. One that has ended waits in the queue again, and goes on from its newest checkpoint:
-    with the `overrides`, which change its recipe for good, and a finished one with more `train.steps`. What may not change
-    says why. Harmless when it is running, or waits, with this recipe already."""
+async def resume_run(
+    service: Service, request: web.Request, path: RunPath, body: Resumption
+) -> RunView:
+    """A paused run goes on at once.
+
+    One that has ended waits in the queue again, and goes on from its newest checkpoint: with the
+    `overrides`, which change its recipe for good, and a finished one with more `train.steps`. What
+    may not change says why. Harmless when it is running, or waits, with this recipe already.
+    """
     record = await service.registry.get(path.run)
     if record.state not in ENDED and body.start_version is not None:
         raise HTTPProblem(
             409,
-            f"run {record.id!r} is {record.state}; start_version is accepted after the run has ended",
+            f"run {record.id!r} is {record.state}; start_version is accepted after the run has "
+            f"ended",
             kind="wrong-state",
             field="start_version",
             value=body.start_version,
@@ -135,20 +160,29 @@ async def resume_run(service: Service, request: web.Request, path: RunPath, body
         if recipe != Recipe.model_validate(record.recipe):
             detail = f"run {record.id!r} is {record.state}; its recipe can change when it has ended"
             fix = "stop it first; it goes on from its last step"
-            raise HTTPProblem(409, detail, kind="wrong-state", field="overrides", value=body.overrides, fix=fix)
+            raise HTTPProblem(
+                409, detail, kind="wrong-state", field="overrides", value=body.overrides, fix=fix
+            )
         return await _view(service, await service.registry.ask(path.run, "resume"))
     made = await asyncio.to_thread(_start, service.folder(record), recipe, body.start_version)
     if made is not None and (done := made.nothing_left(steps := recipe.train.steps)):
-        detail, fix = f"run {record.id!r} {done}", "for more, override train.steps"
-        raise HTTPProblem(409, detail, kind="nothing-left", field="train.steps", value=steps, fix=fix)
+        detail = f"run {record.id!r} {done}"
+        fix = "for more, override train.steps"
+        raise HTTPProblem(
+            409, detail, kind="nothing-left", field="train.steps", value=steps, fix=fix
+        )
     await _refuse_full_queue(service)
     if body.start_version is not None:
-        await asyncio.to_thread(_set_newer_aside, service.folder(record), recipe, body.start_version)
+        await asyncio.to_thread(
+            _set_newer_aside, service.folder(record), recipe, body.start_version
+        )
         await CHECKPOINT_REPORTED.put(service.index(record.id), body.start_version)
     return await _view(service, await service.registry.reopen(record, recipe))
 
 
-async def _changed(service: Service, request: web.Request, record: RunRecord, overrides: Mapping[str, Any]) -> Recipe:
+async def _changed(
+    service: Service, request: web.Request, record: RunRecord, overrides: Mapping[str, Any]
+) -> Recipe:
     """Return the recipe of a run with ``overrides``, checked as that of a run that goes on."""
     folder = str(service.folder(record))
     checked_recipe = await checked(
@@ -179,20 +213,32 @@ def _set_newer_aside(folder: Path, recipe: Recipe, version: int) -> None:
 
 @operation("POST", f"{RUN}/stop", summary="It stops", **_asking)
 async def stop_run(service: Service, path: RunPath) -> RunView:
-    """One that waits never begins; one that runs ends its workers cleanly. Harmless when it is stopping or stopped."""
+    """One that waits never begins; one that runs ends its workers cleanly.
+
+    Harmless when it is stopping or stopped.
+    """
     return await _view(service, await service.registry.ask(path.run, "stop"))
 
 
-@operation("POST", f"{RUN}/checkpoint", summary="It writes a checkpoint after its next step", **_asking)
+@operation(
+    "POST", f"{RUN}/checkpoint", summary="It writes a checkpoint after its next step", **_asking
+)
 async def checkpoint_run(service: Service, path: RunPath) -> RunView:
     """GET /v1/runs/{run}/checkpoints has it once it is whole."""
     return await _view(service, await service.registry.ask(path.run, "checkpoint"))
 
 
-@operation("POST", f"{RUN}/scale", summary="It is asked for another number of rollout workers", **_asking)
-async def scale_run(service: Service, request: web.Request, path: RunPath, body: Scaling) -> RunView:
-    """New ones are started beside the others; the last ones park what they hold, and leave. Its `worker` events show it. A
-    number that the recipe or this service does not allow is refused. A run that is resumed begins with its recipe's."""
+@operation(
+    "POST", f"{RUN}/scale", summary="It is asked for another number of rollout workers", **_asking
+)
+async def scale_run(
+    service: Service, request: web.Request, path: RunPath, body: Scaling
+) -> RunView:
+    """New ones are started beside the others; the last ones park what they hold, and leave.
+
+    Its `worker` events show it. A number that the recipe or this service does not allow is refused.
+    A run that is resumed begins with its recipe's.
+    """
     record = await service.registry.get(path.run)
     overrides = overrides_of(Recipe.model_validate(record.recipe), body.rollout)
     await _changed(service, request, record, overrides)
@@ -200,16 +246,36 @@ async def scale_run(service: Service, request: web.Request, path: RunPath, body:
     return await _view(service, record)
 
 
-@operation("POST", f"{RUN}/what-if", scope="read", summary="What it would do", tag="runs", errors=(404, 409))
-async def what_if_of_run(service: Service, request: web.Request, path: RunPath, body: WhatIf) -> WhatIfView:
-    """Simulates the run with its own measured costs, as it is and with other keys. Nothing of the run changes."""
+@operation(
+    "POST",
+    f"{RUN}/what-if",
+    scope="read",
+    summary="What it would do",
+    tag="runs",
+    errors=(404, 409),
+)
+async def what_if_of_run(
+    service: Service, request: web.Request, path: RunPath, body: WhatIf
+) -> WhatIfView:
+    """Simulates the run with its own measured costs, as it is and with other keys.
+
+    Nothing of the run changes.
+    """
     folder = service.folder(await service.registry.get(path.run))
     overrides = [f"{name}={json.dumps(value)}" for name, value in body.overrides.items()]
-    return WhatIfView(**await asked_apart(service, request, {"what_if": str(folder), "overrides": overrides}))
+    return WhatIfView(
+        **await asked_apart(service, request, {"what_if": str(folder), "overrides": overrides})
+    )
 
 
 @operation(
-    "DELETE", RUN, scope="run", owned=True, summary="The run and its data are gone", tag="runs", errors=(404, 409)
+    "DELETE",
+    RUN,
+    scope="run",
+    owned=True,
+    summary="The run and its data are gone",
+    tag="runs",
+    errors=(404, 409),
 )
 async def delete_run(service: Service, path: RunPath) -> None:
     """Only a run that has ended."""
@@ -217,7 +283,9 @@ async def delete_run(service: Service, path: RunPath) -> None:
     await service.forget(path.run)
 
 
-@operation("GET", f"{RUN}/stages", scope="read", summary="The pipeline now", tag="runs", errors=(404,))
+@operation(
+    "GET", f"{RUN}/stages", scope="read", summary="The pipeline now", tag="runs", errors=(404,)
+)
 async def get_stages(service: Service, path: RunPath) -> StagesView:
     index = service.index((await service.registry.get(path.run)).id)
     try:
@@ -228,7 +296,15 @@ async def get_stages(service: Service, path: RunPath) -> StagesView:
         gate = Gate(admitted=0, allowed=0, open=0)
         nothing: dict[str, dict[str, int]] = {key: {} for key in (*DROPPED, "ledger", "epochs")}
         return StagesView(
-            stages=[], warehouses=[], hosts=[], published=0, trained=0, gate=gate, flow={}, alarms=[], **nothing
+            stages=[],
+            warehouses=[],
+            hosts=[],
+            published=0,
+            trained=0,
+            gate=gate,
+            flow={},
+            alarms=[],
+            **nothing,
         )
     counts = dataclasses.asdict(ledger)
     del counts["version"]  # it is `trained` beside it
@@ -247,27 +323,44 @@ async def get_stages(service: Service, path: RunPath) -> StagesView:
         ],
         ledger=counts,
         **dropped,
-        warehouses=[Warehouse(name=name, **house) for name, house in sorted((stats["warehouses"] or {}).items())],
+        warehouses=[
+            Warehouse(name=name, **house)
+            for name, house in sorted((stats["warehouses"] or {}).items())
+        ],
         hosts=list(_hosts(status)),
         published=stats["published"],
         trained=stats["trained"],
         flow=flow or {},
-        alarms=[AlarmView(time=time, **dataclasses.asdict(alarm)) for time, alarm in status.totals.alarms],
+        alarms=[
+            AlarmView(time=time, **dataclasses.asdict(alarm))
+            for time, alarm in status.totals.alarms
+        ],
         gate=Gate(admitted=stats["admitted"], allowed=stats["gate"], open=stats["open"]),
         epochs=status.totals.epochs,
     )
 
 
-@operation("GET", f"{RUN}/waiting", scope="read", summary="What it waits for now", tag="runs", errors=(404,))
+@operation(
+    "GET",
+    f"{RUN}/waiting",
+    scope="read",
+    summary="What it waits for now",
+    tag="runs",
+    errors=(404,),
+)
 async def get_waiting(service: Service, path: RunPath) -> WaitingView:
     """The chain of waiting: what training waits for, down to a worker and its last sign of life."""
     try:
-        return WaitingView(chain=await waiting_chain(service.index((await service.registry.get(path.run)).id)))
+        return WaitingView(
+            chain=await waiting_chain(service.index((await service.registry.get(path.run)).id))
+        )
     except (IndexRefused, LookupError):  # the run has not started
         return WaitingView(chain=[])
 
 
-@operation("GET", f"{RUN}/checkpoints", scope="read", summary="Its checkpoints", tag="runs", errors=(404,))
+@operation(
+    "GET", f"{RUN}/checkpoints", scope="read", summary="Its checkpoints", tag="runs", errors=(404,)
+)
 async def get_checkpoints(service: Service, path: RunPath) -> CheckpointsView:
     folder = service.folder(await service.registry.get(path.run)) / "checkpoints"
 
@@ -278,7 +371,13 @@ async def get_checkpoints(service: Service, path: RunPath) -> CheckpointsView:
 
 
 @operation(
-    "GET", f"{RUN}/logs", scope="read", summary="The end of its logs", tag="runs", errors=(404,), produces="text/plain"
+    "GET",
+    f"{RUN}/logs",
+    scope="read",
+    summary="The end of its logs",
+    tag="runs",
+    errors=(404,),
+    produces="text/plain",
 )
 async def get_logs(service: Service, path: RunPath, query: LogsQuery) -> str:
     """Lines of JSON, one a line, oldest first: of one worker, or of all of them by their times."""
@@ -292,7 +391,9 @@ async def get_logs(service: Service, path: RunPath, query: LogsQuery) -> str:
     if text is None:
         fix = f"use one of: {', '.join(sorted(_log_files(folder))) or 'none yet'}"
         detail = "No worker of this run has a log by that name."
-        raise HTTPProblem(404, detail, kind="unknown-worker", field="query.worker", value=query.worker, fix=fix)
+        raise HTTPProblem(
+            404, detail, kind="unknown-worker", field="query.worker", value=query.worker, fix=fix
+        )
     return text
 
 
@@ -300,11 +401,21 @@ async def _refuse_full_queue(service: Service) -> None:
     waiting = (await service.registry.counts())["created"]
     if waiting >= service.settings.max_waiting:
         detail = f"There are {waiting} runs in the queue, as many as it takes."
-        raise HTTPProblem(429, detail, kind="queue-full", fix="submit it again later", headers={"Retry-After": "60"})
+        raise HTTPProblem(
+            429,
+            detail,
+            kind="queue-full",
+            fix="submit it again later",
+            headers={"Retry-After": "60"},
+        )
 
 
 async def _view(service: Service, record: RunRecord) -> RunView:
-    step = await service.run_statuses.step(service.index(record.id), record) if record.state != "created" else None
+    step = (
+        await service.run_statuses.step(service.index(record.id), record)
+        if record.state != "created"
+        else None
+    )
     return RunView(
         **vars(record),
         steps=int(record.recipe["train"]["steps"]),
@@ -325,11 +436,14 @@ def _workers(status: RunStatus, stage: str) -> Iterator[StageWorker]:
             process = status.process(name)
             state, pid = status.totals.processes.get(process, ("", 0))
             node, host = status.totals.nodes.get(process, ("", ""))
-            yield StageWorker(**vars(worker.latest), process=process, state=state, pid=pid, node=node, host=host)
+            yield StageWorker(
+                **vars(worker.latest), process=process, state=state, pid=pid, node=node, host=host
+            )
 
 
 def _hosts(status: RunStatus) -> Iterator[Host]:
-    nodes, processes = status.totals.nodes, status.totals.processes
+    nodes = status.totals.nodes
+    processes = status.totals.processes
     for name in sorted(name for name, (_, host) in nodes.items() if host == name):
         workers = sorted(worker for worker, (_, host) in nodes.items() if host == name != worker)
         yield Host(name=name, node=nodes[name][0], state=processes[name][0], workers=workers)
@@ -347,11 +461,14 @@ def _checkpoint(found: checkpoint.Checkpoint) -> CheckpointView | None:
 
 def _log_files(folder: Path) -> dict[str, Path]:
     """Return the logs by worker, without links, which could lead to any file."""
-    return {path.stem: path for path in folder.glob("*.log") if path.is_file() and not path.is_symlink()}
+    return {
+        path.stem: path for path in folder.glob("*.log") if path.is_file() and not path.is_symlink()
+    }
 
 
 def _tail(folder: Path, worker: str, lines: int) -> list[str] | None:
-    """Return the last lines of one worker's log, or of all logs by time; None when ``worker`` has no log."""
+    """Return the last lines of one worker's log, or of all logs by time; None when ``worker`` has
+    no log."""
     files = _log_files(folder)
     if worker:
         return _last_lines(files[worker], lines) if worker in files else None

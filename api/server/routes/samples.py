@@ -18,7 +18,9 @@ class SamplesQuery(Strict):
     step: int | None = Field(None, ge=0, le=2**31, description="Only of this optimizer step.")
     reward_min: float | None = Field(None, description="Only with at least this reward.")
     reward_max: float | None = Field(None, description="Only with at most this reward.")
-    staleness_min: int | None = Field(None, ge=0, le=2**31, description="Only at least so many versions old.")
+    staleness_min: int | None = Field(
+        None, ge=0, le=2**31, description="Only at least so many versions old."
+    )
     limit: int = Field(50, ge=1, le=200)
     after: str = Field("", max_length=40, description="`next` of the page before.")
 
@@ -32,20 +34,41 @@ class SamplesQuery(Strict):
     def _has_reward(self, reward: float | None) -> bool:
         if self.reward_min is None and self.reward_max is None:
             return True
-        least, most = self.reward_min, self.reward_max
-        return reward is not None and (least is None or reward >= least) and (most is None or reward <= most)
+        least = self.reward_min
+        most = self.reward_max
+        return (
+            reward is not None
+            and (least is None or reward >= least)
+            and (most is None or reward <= most)
+        )
 
 
-@operation("GET", "/v1/runs/{run}/samples", scope="read", summary="What was trained on", tag="runs", errors=(400, 404))
+@operation(
+    "GET",
+    "/v1/runs/{run}/samples",
+    scope="read",
+    summary="What was trained on",
+    tag="runs",
+    errors=(400, 404),
+)
 async def samples(service: Service, path: RunPath, query: SamplesQuery) -> SamplePage:
     """Those that `pipeline.keep_samples` has room for."""
     folder = service.folder(await service.registry.get(path.run)) / FOLDER
-    options: dict[str, Any] = {"after": query.after, "limit": query.limit, "oldest_step": query.step or 0}
+    options: dict[str, Any] = {
+        "after": query.after,
+        "limit": query.limit,
+        "oldest_step": query.step or 0,
+    }
     try:
         found, after = await asyncio.to_thread(read, folder, query.wants, **options)
     except ValueError as wrong:
         fix = "give `next` of the page before, or nothing"
         raise HTTPProblem(
-            400, "This is no cursor.", kind="cursor", field="query.after", value=query.after, fix=fix
+            400,
+            "This is no cursor.",
+            kind="cursor",
+            field="query.after",
+            value=query.after,
+            fix=fix,
         ) from wrong
     return SamplePage(samples=[SampleView.model_validate(sample) for sample in found], next=after)

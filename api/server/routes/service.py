@@ -25,15 +25,25 @@ class Document(RootModel[dict[str, Any]]):
     """An OpenAPI 3.1 document."""
 
 
-@operation("GET", "/healthz", scope=None, summary="Whether the server is alive", tag="service", seconds=0)
+@operation(
+    "GET", "/healthz", scope=None, summary="Whether the server is alive", tag="service", seconds=0
+)
 async def healthz(service: Service) -> Health:
     return Health(status="ok", version=importlib.metadata.version("asyncdock"))
 
 
-@operation("GET", "/readyz", scope=None, summary="Whether the server can work: its index answers", tag="service")
+@operation(
+    "GET",
+    "/readyz",
+    scope=None,
+    summary="Whether the server can work: its index answers",
+    tag="service",
+)
 async def readyz(service: Service) -> Health:
     if service.closing.is_set():
-        raise HTTPProblem(503, "The server is going down.", kind="closing", headers={"Retry-After": "5"})
+        raise HTTPProblem(
+            503, "The server is going down.", kind="closing", headers={"Retry-After": "5"}
+        )
     await service.tokens.ping()
     return await healthz(service)
 

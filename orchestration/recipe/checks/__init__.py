@@ -1,1 +1,2 @@
-"""Checks of a recipe beyond single keys: relations between keys, code that it names, files and devices of the machine."""
+"""Checks of a recipe beyond single keys: relations between keys, code that it names, files and
+devices of the machine."""

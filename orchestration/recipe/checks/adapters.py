@@ -1,4 +1,5 @@
-"""Checks of adapters (``model.lora``): what trains and generates with them, and the layers that get one."""
+"""Checks of adapters (``model.lora``): what trains and generates with them, and the layers that get
+one."""
 
 from __future__ import annotations
 
@@ -16,21 +17,39 @@ VLLM_RANKS = 512  # the largest that vLLM has room for
 
 @check("model.lora", "train.engine", "rollout.engine", "external")
 def adapters_are_possible(recipe: Recipe) -> Iterator[Problem]:
-    lora, engine = recipe.model.lora, recipe.rollout.engine
+    lora = recipe.model.lora
+    engine = recipe.rollout.engine
     if recipe.adapters is None:
         for key in lora.model_dump(exclude_defaults=True):
-            yield problem(recipe, f"model.lora.{key}", "has no effect without model.lora.rank", "set it, e.g. to 16")
+            yield problem(
+                recipe,
+                f"model.lora.{key}",
+                "has no effect without model.lora.rank",
+                "set it, e.g. to 16",
+            )
         return
     if recipe.train.engine != "torch":
         yield problem(recipe, "train.engine", "trains no adapters", f"use 'torch', {NONE}")
     if engine not in ("torch", "vllm") and recipe.runs_stage("rollout"):
-        yield problem(recipe, "rollout.engine", "takes no adapters", f"use 'torch' or 'vllm', {NONE}")
+        yield problem(
+            recipe, "rollout.engine", "takes no adapters", f"use 'torch' or 'vllm', {NONE}"
+        )
     if engine == "vllm" and lora.rank > VLLM_RANKS:
-        yield problem(recipe, "model.lora.rank", f"is more than vLLM has room for ({VLLM_RANKS})", "use a lower one")
+        yield problem(
+            recipe,
+            "model.lora.rank",
+            f"is more than vLLM has room for ({VLLM_RANKS})",
+            "use a lower one",
+        )
     if others := [
-        stage for stage in ("rollout", "update") if not recipe.runs_stage(stage) and stage in recipe.external.stages
+        stage
+        for stage in ("rollout", "update")
+        if not recipe.runs_stage(stage) and stage in recipe.external.stages
     ]:
-        wrong = f"leaves {others[0]!r} to a program that exchanges all weights of the model, not adapters"
+        wrong = (
+            f"leaves {others[0]!r} to a program that exchanges all weights of the model, not "
+            f"adapters"
+        )
         yield problem(recipe, "external.stages", wrong, f"take it out, {NONE}")
 
 
@@ -48,12 +67,19 @@ def adapters_fit_the_model(recipe: Recipe, environment: Environment) -> Iterator
     try:
         layers = adapted_layers(model, adapters.targets)
     except ValueError as error:
-        fix = "name some of these, or leave it out for all of them" if adapters.targets else "set model.lora.rank = 0"
+        fix = (
+            ("name some of these, or leave it out for all of them")
+            if adapters.targets
+            else "set model.lora.rank = 0"
+        )
         yield problem(recipe, "model.lora.targets", str(error), fix)
         return
     narrowest = min(layers, key=lambda name: min(layers[name]))
     if adapters.rank > (most := min(layers[narrowest])):
         wrong = f"is more than the narrowest side of {narrowest}, which has {most} numbers"
         yield problem(
-            recipe, "model.lora.rank", wrong, f"use a value <= {most}, or leave that layer out of model.lora.targets"
+            recipe,
+            "model.lora.rank",
+            wrong,
+            f"use a value <= {most}, or leave that layer out of model.lora.targets",
         )

@@ -1,4 +1,5 @@
-"""Checks of addresses: of the index, the warehouse, the weights and the cluster, and whether those reach one another.
+"""Checks of addresses: of the index, the warehouse, the weights and the cluster, and whether those
+reach one another.
 
     index ── reached from other machines ──▶ warehouse and weights are too, by the same version of IP
           └─ on this machine alone ────────▶ so may they be: all workers are here
@@ -33,7 +34,8 @@ TLS = tuple(f"pipeline.{name}" for name in TLS_FILES)
 
 
 def index_host(recipe: Recipe) -> str:
-    """Returns the host at which the index is reached; "" where that is derived, or is a Unix socket."""
+    """Returns the host at which the index is reached; "" where that is derived, or is a Unix
+    socket."""
     text = recipe.index_address
     if text and text != AUTO:
         return value_or_none(lambda: Address.split(text)[0]) or ""
@@ -43,17 +45,24 @@ def index_host(recipe: Recipe) -> str:
 
 
 def served_addresses(recipe: Recipe) -> dict[str, str]:
-    """Returns the addresses that are given for warehouse and weights, by key; none that are derived or not used."""
+    """Returns the addresses that are given for warehouse and weights, by key; none that are derived
+    or not used."""
     served = {"pipeline.serve": recipe.warehouse_address}
     if recipe.weight_transport == "collective":
         served["sync.serve"] = recipe.sync_address
-    return {key: address for key, address in served.items() if operator.attrgetter(key)(recipe) not in ("", AUTO)}
+    return {
+        key: address
+        for key, address in served.items()
+        if operator.attrgetter(key)(recipe) not in ("", AUTO)
+    }
 
 
 @check("pipeline.index_serve", "pipeline.index")
 def the_index_that_is_served_is_the_runs_own(recipe: Recipe) -> Iterator[Problem]:
     if recipe.pipeline.index_serve not in ("", AUTO) and recipe.pipeline.index != "embedded":
-        wrong = f"is for an embedded index, and pipeline.index = {redacted(recipe.pipeline.index)!r}"
+        wrong = (
+            f"is for an embedded index, and pipeline.index = {redacted(recipe.pipeline.index)!r}"
+        )
         yield problem(recipe, "pipeline.index_serve", wrong, "take one of the two out")
 
 
@@ -64,10 +73,16 @@ def tls_files_fit(recipe: Recipe) -> Iterator[Problem]:
         return
     for key, value in files.items():
         if not value:
-            yield Problem(key, value, "is missing", f"give all of {', '.join(files)}, or none for no TLS")
+            yield Problem(
+                key, value, "is missing", f"give all of {', '.join(files)}, or none for no TLS"
+            )
         elif not os.path.isfile(value):
             yield Problem(key, value, "is no file", "give the path of a PEM file")
-    if not recipe.warehouse_address and not recipe.index_address and recipe.weight_transport != "collective":
+    if (
+        not recipe.warehouse_address
+        and not recipe.index_address
+        and recipe.weight_transport != "collective"
+    ):
         wrong = "serves nothing: no other node connects, so that TLS protects nothing"
         fix = "set pipeline.serve to this node's address, or take the tls_ keys out"
         yield problem(recipe, "pipeline.serve", wrong, fix)
@@ -81,7 +96,8 @@ def tls_files_fit(recipe: Recipe) -> Iterator[Problem]:
 
 @check("launch.placement", "external", "rollout.workers", *REACH, *SERVED)
 def other_machines_reach_the_run(recipe: Recipe) -> Iterator[Problem]:
-    launch, pipeline = recipe.launch, recipe.pipeline
+    launch = recipe.launch
+    pipeline = recipe.pipeline
     if not recipe.spans_machines:
         return
     where = "other machines start workers"
@@ -93,22 +109,38 @@ def other_machines_reach_the_run(recipe: Recipe) -> Iterator[Problem]:
         yield problem(recipe, "launch.remote_rollouts", wrong, "lower it, or set rollout.workers")
     if launch.remote_rollouts and launch.launcher != "process":
         one = "places all of them itself" if launch.on_cluster else "has one process"
-        yield problem(recipe, "launch.launcher", f"{one}, but {where}", "set launch.launcher = 'process'")
+        yield problem(
+            recipe, "launch.launcher", f"{one}, but {where}", "set launch.launcher = 'process'"
+        )
     if pipeline.index == "embedded" and not pipeline.index_serve:
         fix = "set 'auto', or an address of this machine"
-        yield problem(recipe, "pipeline.index_serve", f"leaves the index on this machine alone, but {where}", fix)
+        yield problem(
+            recipe,
+            "pipeline.index_serve",
+            f"leaves the index on this machine alone, but {where}",
+            fix,
+        )
     if pipeline.index.startswith("unix://"):
         fix = "set 'embedded', or the redis:// or rediss:// URL of a server that all machines reach"
         yield problem(recipe, "pipeline.index", f"is on this machine alone, but {where}", fix)
     if not pipeline.serve:
         fix = "set 'auto', or the address of this machine"
-        yield problem(recipe, "pipeline.serve", f"is empty, but {where}, which read its prompts", fix)
+        yield problem(
+            recipe, "pipeline.serve", f"is empty, but {where}, which read its prompts", fix
+        )
     if recipe.weight_transport != "collective":
         wrong = f"is the memory of one machine, but {where}"
         yield problem(recipe, "sync.transport", wrong, "set 'auto' or 'collective'")
 
 
-@check("launch.launcher", "launch.placement", "launch.address", "rollout.device", "train.device", "critic.device")
+@check(
+    "launch.launcher",
+    "launch.placement",
+    "launch.address",
+    "rollout.device",
+    "train.device",
+    "critic.device",
+)
 def a_cluster_places_the_workers(recipe: Recipe) -> Iterator[Problem]:
     launch = recipe.launch
     if not launch.on_cluster:
@@ -117,9 +149,13 @@ def a_cluster_places_the_workers(recipe: Recipe) -> Iterator[Problem]:
             yield problem(recipe, "launch.address", "is of a Ray cluster", fix)
         return
     if not is_installed("ray"):
-        yield problem(recipe, "launch.launcher", "needs Ray, which is not installed", install("ray"))
+        yield problem(
+            recipe, "launch.launcher", "needs Ray, which is not installed", install("ray")
+        )
     if not CLUSTER_FORM.fullmatch(launch.address):
-        fix = "write HOST:6379, ray://HOST:10001, 'local', or 'auto' for the cluster of this machine"
+        fix = (
+            "write HOST:6379, ray://HOST:10001, 'local', or 'auto' for the cluster of this machine"
+        )
         yield problem(recipe, "launch.address", "is no address of a Ray cluster", fix)
     if recipe.colocated:
         wrong = "is of one machine so far, while launch.launcher = 'ray' places workers on several"
@@ -127,14 +163,17 @@ def a_cluster_places_the_workers(recipe: Recipe) -> Iterator[Problem]:
     for key in ("rollout.device", "train.device", "critic.device"):
         device = operator.attrgetter(key)(recipe)
         if device is not None and ":" in device:
-            kind, wrong = device.partition(":")[0], "has the number of a device, which Ray gives"
+            kind = device.partition(":")[0]
+            wrong = "has the number of a device, which Ray gives"
             yield problem(recipe, key, wrong, f"set {kind!r}")
 
 
 @machine_check(*REACH, *SERVED)
-def served_addresses_reach_as_far_as_the_index(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
-    """What listens on this machine alone is of no use to those that reach the index from another one. All addresses of one
-    version of IP do not answer at an address of the other."""
+def served_addresses_reach_as_far_as_the_index(
+    recipe: Recipe, environment: Environment
+) -> Iterator[Problem]:
+    """What listens on this machine alone is of no use to those that reach the index from another
+    one. All addresses of one version of IP do not answer at an address of the other."""
     host = index_host(recipe)
     if _version(host) and ipaddress.ip_address(host).is_unspecified and not recipe.index_address:
         wrong = f"stands for all addresses of a machine ({host}), and leads to none of them"
@@ -145,8 +184,13 @@ def served_addresses_reach_as_far_as_the_index(recipe: Recipe, environment: Envi
         reached_by_others = recipe.spans_machines or key == "pipeline.serve"
         if is_loopback(address) and not here_alone and reached_by_others:
             index = "pipeline.index_serve" if recipe.index_address else "pipeline.index"
-            wrong = f"is reached from this machine alone, and {index} leads to the index from others too"
-            yield problem(recipe, key, wrong, "set 'auto', or the address of this machine on its network")
+            wrong = (
+                f"is reached from this machine alone, and {index} leads to the index from "
+                f"others too"
+            )
+            yield problem(
+                recipe, key, wrong, "set 'auto', or the address of this machine on its network"
+            )
         literal = _version(address)
         if literal and ipaddress.ip_address(address).is_unspecified:
             leading = host if host and (recipe.index_address or not here_alone) else ""
@@ -154,12 +198,19 @@ def served_addresses_reach_as_far_as_the_index(recipe: Recipe, environment: Envi
                 leading = own_address()
             version = _version(leading)
             if version and version != literal:
-                wrong = f"stands for addresses of IPv{literal} alone, and other machines reach this one by IPv{version}"
-                yield problem(recipe, key, wrong, "set 'auto', or the address that other machines use")
+                wrong = (
+                    f"stands for addresses of IPv{literal} alone, and other machines reach "
+                    f"this one by IPv{version}"
+                )
+                yield problem(
+                    recipe, key, wrong, "set 'auto', or the address that other machines use"
+                )
 
 
 @machine_check("launch.remote_rollouts", "launch.launcher", *SERVED)
-def served_addresses_are_of_this_machine(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
+def served_addresses_are_of_this_machine(
+    recipe: Recipe, environment: Environment
+) -> Iterator[Problem]:
     served = served_addresses(recipe)
     if recipe.launch.on_cluster:
         served.pop("sync.serve", None)  # an address of the node that Ray gives to the trainer
@@ -179,19 +230,31 @@ def index_can_be_served(recipe: Recipe, environment: Environment) -> Iterator[Pr
         return
     try:
         host = Address.parse(text).host
-        if any(ipaddress.ip_address(found[4][0]).is_unspecified for found in socket.getaddrinfo(host, 0)):
+        if any(
+            ipaddress.ip_address(found[4][0]).is_unspecified
+            for found in socket.getaddrinfo(host, 0)
+        ):
             raise ValueError("it stands for all addresses of this machine")
     except (OSError, ValueError) as error:
-        fix = "give an address of this machine that leads here from the others, with or without a free port"
+        fix = (
+            "give an address of this machine that leads here from the others, with or without a "
+            "free port"
+        )
         yield problem(recipe, "pipeline.index_serve", f"cannot be listened on ({error})", fix)
 
 
 @machine_check(*REACH, *SERVED, *TLS)
-def the_certificate_is_of_the_addresses(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
+def the_certificate_is_of_the_addresses(
+    recipe: Recipe, environment: Environment
+) -> Iterator[Problem]:
     """Others check the certificate of this machine against the address by which they reach it."""
     if not environment.here or not recipe.pipeline.tls_certificate:
         return
-    given = {key: address for key, address in served_addresses(recipe).items() if not _is_unspecified(address)}
+    given = {
+        key: address
+        for key, address in served_addresses(recipe).items()
+        if not _is_unspecified(address)
+    }
     if recipe.index_address:
         given["pipeline.index_serve"] = index_host(recipe)
     if recipe.launch.on_cluster:
@@ -201,16 +264,20 @@ def the_certificate_is_of_the_addresses(recipe: Recipe, environment: Environment
     for key, address in given.items():
         if address and (refused := _refused_certificate(recipe, address)):
             wrong = f"is not accepted for {address!r}, {key} ({refused})"
-            fix = "give one with that name or address among its subjectAltNames, signed by pipeline.tls_authority"
+            fix = (
+                "give one with that name or address among its subjectAltNames, signed by "
+                "pipeline.tls_authority"
+            )
             yield problem(recipe, "pipeline.tls_certificate", wrong, fix)
 
 
 def _refused_certificate(recipe: Recipe, address: str) -> str:
-    """Returns why a client does not accept the recipe's certificate of a server at ``address``; "" where it does. Both ends
-    of the handshake are here."""
+    """Returns why a client does not accept the recipe's certificate of a server at ``address``; ""
+    where it does. Both ends of the handshake are here."""
     contexts = recipe.pipeline.tls_contexts()
     assert contexts is not None
-    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    to_server = ssl.MemoryBIO()
+    to_client = ssl.MemoryBIO()
     server = contexts[0].wrap_bio(to_server, to_client, server_side=True)
     client = contexts[1].wrap_bio(to_client, to_server, server_hostname=address)
     for end in (client, server, client):

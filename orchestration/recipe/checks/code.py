@@ -1,4 +1,5 @@
-"""Checks of the code that a recipe names (engines, rewards, algorithm, task) and of the options that it is called with."""
+"""Checks of the code that a recipe names (engines, rewards, algorithm, task) and of the options
+that it is called with."""
 
 from __future__ import annotations
 
@@ -18,7 +19,14 @@ from orchestration.recipe.schema import Recipe
 from orchestration.sandbox.sandbox import WAY_OUT, available
 from pipeline.problems import Problem
 from stages.engines.mock.options import MockRolloutOptions, MockTrainOptions
-from stages.engines.registry import BUILT_IN, PARAMETERS, EngineUnknown, Side, engine_names, find_factory
+from stages.engines.registry import (
+    BUILT_IN,
+    PARAMETERS,
+    EngineUnknown,
+    Side,
+    engine_names,
+    find_factory,
+)
 from stages.prompts.tasks import CONFIGS, HARMLESS, REWARDS
 from stages.rewards.gym_answers import EVALUATES, EXECUTES
 from stages.user_code import CodeUnusable, place_of
@@ -30,10 +38,17 @@ SIDES: tuple[Side, ...] = ("rollout", "train")
 def engines_are_found(recipe: Recipe) -> Iterator[Problem]:
     for side in SIDES:
         section = getattr(recipe, side)
-        key, name, options = f"{side}.engine", section.engine, section.options
+        key = f"{side}.engine"
+        name = section.engine
+        options = section.options
         if name in BUILT_IN[side]:
             if options:
-                yield problem(recipe, f"{side}.options", f"has no effect with engine {name!r}", "remove the table")
+                yield problem(
+                    recipe,
+                    f"{side}.options",
+                    f"has no effect with engine {name!r}",
+                    "remove the table",
+                )
             continue
         try:
             factory = find_factory(side, name)
@@ -45,7 +60,10 @@ def engines_are_found(recipe: Recipe) -> Iterator[Problem]:
         try:
             inspect.signature(factory).bind(recipe, **dict.fromkeys(PARAMETERS[side]), **options)
         except (TypeError, ValueError) as error:
-            fix = f"it is called with the recipe, {', '.join(PARAMETERS[side])} and what {side}.options holds"
+            fix = (
+                f"it is called with the recipe, {', '.join(PARAMETERS[side])} and what "
+                f"{side}.options holds"
+            )
             key = f"{side}.options" if options else key
             yield problem(recipe, key, f"does not fit what makes the engine ({error})", fix)
 
@@ -54,9 +72,15 @@ def engines_are_found(recipe: Recipe) -> Iterator[Problem]:
 def mock_goes_with_mock(recipe: Recipe) -> Iterator[Problem]:
     source = recipe.model.source
     for side in SIDES:
-        key, engine = f"{side}.engine", getattr(recipe, side).engine
+        key = f"{side}.engine"
+        engine = getattr(recipe, side).engine
         if source == "mock" and engine in ("torch", "vllm"):
-            yield problem(recipe, key, "cannot run model.source = 'mock'", f"set {key} = 'mock', or choose a model")
+            yield problem(
+                recipe,
+                key,
+                "cannot run model.source = 'mock'",
+                f"set {key} = 'mock', or choose a model",
+            )
         if source != "mock" and engine == "mock":
             fix = f"set model.source = 'mock', or {key} = 'torch'"
             yield problem(recipe, key, f"has no use for model.source = {source!r}", fix)
@@ -65,9 +89,12 @@ def mock_goes_with_mock(recipe: Recipe) -> Iterator[Problem]:
 @check("rollout.engine", "rollout.mock", "train.engine", "train.mock")
 def mock_takes_options(recipe: Recipe) -> Iterator[Problem]:
     for side, options in zip(SIDES, (MockRolloutOptions, MockTrainOptions), strict=True):
-        section, key = getattr(recipe, side), f"{side}.mock"
+        section = getattr(recipe, side)
+        key = f"{side}.mock"
         if section.mock and section.engine != "mock":
-            yield problem(recipe, key, f"has no effect with engine {section.engine!r}", "remove the table")
+            yield problem(
+                recipe, key, f"has no effect with engine {section.engine!r}", "remove the table"
+            )
         yield from option_problems(key, options, section.mock)
 
 
@@ -82,16 +109,26 @@ def task_takes_config(recipe: Recipe) -> Iterator[Problem]:
 def rewards_are_there(recipe: Recipe) -> Iterator[Problem]:
     if recipe.reward.functions:
         return
-    given, scores = bool(recipe.prompts.responses), value_or_none(lambda: "reward" in flow_of(recipe))
-    key, fix = ("reward.functions", "name at least 1") if "reward" in recipe.model_fields_set else ("reward", "")
+    given = bool(recipe.prompts.responses)
+    scores = value_or_none(lambda: "reward" in flow_of(recipe))
+    key, fix = (
+        ("reward.functions", "name at least 1")
+        if "reward" in recipe.model_fields_set
+        else ("reward", "")
+    )
     if not given and scores is not False:
         yield Problem(key, None, "is missing", fix or "add a [reward] section")
     elif recipe.evaluate.every:
         wrong = "is missing, and evaluate.every asks for evaluations, which score responses"
-        yield Problem(key, None, wrong, f"{fix or 'add a [reward] section'}, or set evaluate.every = 0")
+        yield Problem(
+            key, None, wrong, f"{fix or 'add a [reward] section'}, or set evaluate.every = 0"
+        )
     elif scores:
         yield Problem(
-            key, None, "is missing, and a stage or the algorithm reads rewards", fix or "add a [reward] section"
+            key,
+            None,
+            "is missing, and a stage or the algorithm reads rewards",
+            fix or "add a [reward] section",
         )
 
 
@@ -115,15 +152,20 @@ def rewards_are_found(recipe: Recipe) -> Iterator[Problem]:
             if fault := call_problem(function):
                 yield Problem(key, name, *fault)
     if names and all(function.weight == 0 for function in recipe.reward.functions):
-        yield Problem("reward.functions", None, "all have weight 0", "give at least one another weight")
+        yield Problem(
+            "reward.functions", None, "all have weight 0", "give at least one another weight"
+        )
 
 
 @check("reward.functions", "reward.processes", "stages", "launch.launcher")
 def sandboxes_are_of_use(recipe: Recipe) -> Iterator[Problem]:
-    """What a model wrote is scored by installed code in a sandbox alone; what a sandbox lets through needs one."""
+    """What a model wrote is scored by installed code in a sandbox alone; what a sandbox lets
+    through needs one."""
     for index, stage in enumerate(recipe.stages):
         if stage.sandbox and recipe.launch.launcher == "inline":
-            wrong = f"leaves no process that could be in a sandbox, as that of {stage.use!r} is to be"
+            wrong = (
+                f"leaves no process that could be in a sandbox, as that of {stage.use!r} is to be"
+            )
             yield problem(recipe, "launch.launcher", wrong, "use 'process'")
         for name in ("network", "read"):
             if getattr(stage, name) and not stage.sandbox:
@@ -136,14 +178,28 @@ def sandboxes_are_of_use(recipe: Recipe) -> Iterator[Problem]:
             wrong = f"would let {function.name} score what a model wrote without a sandbox"
             yield Problem(f"{key}.sandbox", False, wrong, "leave it out")
         elif function.is_sandboxed and not recipe.reward.processes and recipe.runs_stage("reward"):
-            wrong = f"leaves no process that could be in a sandbox, as that of {function.name!r} is to be"
+            wrong = (
+                f"leaves no process that could be in a sandbox, as that of {function.name!r} "
+                f"is to be"
+            )
             yield problem(recipe, "reward.processes", wrong, "use 1 or more")
         for name in ("network", "read"):
             if getattr(function, name) and not function.is_sandboxed:
-                why = "which needs none" if function.name in HARMLESS else "which is called without a sandbox"
-                fix = "leave it out" if function.name in HARMLESS else f"leave it out, or set {key}.sandbox = true"
+                why = (
+                    ("which needs none")
+                    if function.name in HARMLESS
+                    else "which is called without a sandbox"
+                )
+                fix = (
+                    ("leave it out")
+                    if function.name in HARMLESS
+                    else (f"leave it out, or set {key}.sandbox = true")
+                )
                 yield Problem(
-                    f"{key}.{name}", getattr(function, name), f"has no effect on {function.name!r}, {why}", fix
+                    f"{key}.{name}",
+                    getattr(function, name),
+                    f"has no effect on {function.name!r}, {why}",
+                    fix,
                 )
 
 
@@ -175,7 +231,10 @@ def sandboxes_can_be_had(recipe: Recipe, environment: Environment) -> Iterator[P
     for key, part in recipe.prompts.parts().items():
         if part.source == "reasoning_gym" and part.task in {*EVALUATES, *EXECUTES}:
             yield Problem(
-                f"{key}.task", part.task, f"is scored by evaluating answers, and gets {found.shortfall}", WAY_OUT
+                f"{key}.task",
+                part.task,
+                f"is scored by evaluating answers, and gets {found.shortfall}",
+                WAY_OUT,
             )
 
 
@@ -192,12 +251,16 @@ def algorithm_takes_options(recipe: Recipe) -> Iterator[Problem]:
     yield from option_problems("algorithm.options", algorithm, recipe.algorithm.options)
     least = algorithm.least_group_size
     if recipe.algorithm.group_size < least:
-        yield problem(recipe, "algorithm.group_size", f"is too small for {name}", f"use a value >= {least}")
+        yield problem(
+            recipe, "algorithm.group_size", f"is too small for {name}", f"use a value >= {least}"
+        )
 
 
-def option_problems(key: str, target: Callable[..., Any], options: Mapping[str, Any]) -> Iterator[Problem]:
-    """Problems of calling ``target`` (a pydantic model, a dataclass, a function) with the ``options`` of the recipe's
-    ``key``."""
+def option_problems(
+    key: str, target: Callable[..., Any], options: Mapping[str, Any]
+) -> Iterator[Problem]:
+    """Problems of calling ``target`` (a pydantic model, a dataclass, a function) with the
+    ``options`` of the recipe's ``key``."""
     try:
         allowed = list(inspect.signature(target).parameters)
     except (TypeError, ValueError) as error:
@@ -206,7 +269,9 @@ def option_problems(key: str, target: Callable[..., Any], options: Mapping[str, 
     is_model = isinstance(target, type) and issubclass(target, BaseModel)
     unknown = [] if is_model else [option for option in options if option not in allowed]
     for option in unknown:
-        yield Problem(f"{key}.{option}", options[option], "is not a known key", suggest(option, allowed))
+        yield Problem(
+            f"{key}.{option}", options[option], "is not a known key", suggest(option, allowed)
+        )
     try:
         if is_model:
             target.model_validate(options, strict=True)  # type: ignore[attr-defined]

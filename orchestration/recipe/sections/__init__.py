@@ -46,15 +46,19 @@ from stages.parallel.options import RankSizes, Strategies
 
 
 class LoraSection(Section):
-    """Low-rank adapters (LoRA) beside the linear layers of a frozen model: they alone are trained, published and swapped."""
+    """Low-rank adapters (LoRA) beside the linear layers of a frozen model: they alone are trained,
+    published and swapped."""
 
     rank: CountOrZero = key(
-        0, "Rank r of the product B·A that is added to a layer's weight. 0: no adapters, all weights are trained."
+        0,
+        "Rank r of the product B·A that is added to a layer's weight. 0: no adapters, all "
+        "weights are trained.",
     )
     alpha: float = key(32.0, "The product is multiplied by `alpha` / `rank`.", gt=0)
     targets: list[str] = key(
         [],
-        "Linear layers with an adapter, by the ends of their names. Empty: all but the output head.",
+        "Linear layers with an adapter, by the ends of their names. Empty: all but the output "
+        "head.",
         max_length=64,
         examples=[["q_proj", "v_proj"]],
     )
@@ -65,43 +69,61 @@ class ModelSection(Section):
 
     source: str = key(
         ...,
-        "`smollm2`, `tiny`, `tiny-moe`, `mock`, or the path of a folder with a Hugging Face checkpoint.",
+        "`smollm2`, `tiny`, `tiny-moe`, `mock`, or the path of a folder with a Hugging Face "
+        "checkpoint.",
         min_length=1,
         examples=["smollm2", "models/my-model"],
     )
-    dtype: Literal["float32", "bfloat16"] = key("float32", "Number format of the weights. See also `train.precision`.")
+    dtype: Literal["float32", "bfloat16"] = key(
+        "float32", "Number format of the weights. See also `train.precision`."
+    )
     reference: str | None = key(
-        None, "Checkpoint of the frozen model of `ref_logprobs`. Default: the model as the run begins.", min_length=1
+        None,
+        "Checkpoint of the frozen model of `ref_logprobs`. Default: the model as the run begins.",
+        min_length=1,
     )
     vocabulary: Literal["auto", "tokenizer", "model"] = key(
-        "auto", "Tokens with a probability where an embedding is larger than its tokenizer (docs/models.md)."
+        "auto",
+        "Tokens with a probability where an embedding is larger than its tokenizer "
+        "(docs/models.md).",
     )
     lora: LoraSection = LoraSection()
 
 
 class VllmSection(Section):
-    """Settings of `rollout.engine = "vllm"` beside those of `rollout`. Other keys are further arguments of vLLM's engine."""
+    """Settings of `rollout.engine = "vllm"` beside those of `rollout`.
+
+    Other keys are further arguments of vLLM's engine.
+    """
 
     model_config = ConfigDict(extra="allow")
 
     max_model_len: Tokens | None = key(
         None,
-        "Longest prompt with its response. Default: what the model's configuration allows; with longrope, the longest row "
-        "that the recipe allows, by which all engines choose its factors.",
+        "Longest prompt with its response. Default: what the model's configuration allows; with "
+        "longrope, the longest row that the recipe allows, by which all engines choose its "
+        "factors.",
     )
     block_size: Tokens | None = key(
-        None, "Tokens of one block of the KV cache; a group shares its prompt in whole blocks. Default: vLLM's."
+        None,
+        "Tokens of one block of the KV cache; a group shares its prompt in whole blocks. "
+        "Default: vLLM's.",
     )
     kv_cache_bytes: Size | None = key(
-        None, "Memory of the KV cache. Without it vLLM takes `gpu_memory_utilization` of its device."
+        None,
+        "Memory of the KV cache. Without it vLLM takes `gpu_memory_utilization` of its device.",
     )
-    gpu_memory_utilization: float = key(0.9, "Share of the device's memory that vLLM may use in all.", gt=0, le=1)
-    enforce_eager: bool = key(False, "Run without compiling the model: a faster start, slower tokens.")
+    gpu_memory_utilization: float = key(
+        0.9, "Share of the device's memory that vLLM may use in all.", gt=0, le=1
+    )
+    enforce_eager: bool = key(
+        False, "Run without compiling the model: a faster start, slower tokens."
+    )
     tensor_parallel: Count = key(1, "Devices over which the matrices of one engine are sharded.")
     pause: Literal["keep", "abort"] = key(
         "keep",
-        "Responses in flight when weights arrive: `keep` pauses and continues them, `abort` ends them and continues "
-        "them as new requests.",
+        "Responses in flight when weights arrive: `keep` pauses and continues them, `abort` ends "
+        "them and continues them as new requests.",
     )
     kv_cache: Literal["keep", "rebuild"] = key(
         "keep", "KV cache of responses in flight: kept, or computed again with the new weights."
@@ -111,7 +133,12 @@ class VllmSection(Section):
 def _no_options(side: Side) -> ConfigDict:
     """The built-in engines take no options: a section's JSON Schema says so."""
     built_in: Any = {"properties": {"engine": {"enum": list(BUILT_IN[side])}}}
-    return ConfigDict(json_schema_extra={"if": built_in, "then": {"properties": {"options": {"maxProperties": 0}}}})
+    return ConfigDict(
+        json_schema_extra={
+            "if": built_in,
+            "then": {"properties": {"options": {"maxProperties": 0}}},
+        }
+    )
 
 
 class RolloutSection(Section):
@@ -121,21 +148,27 @@ class RolloutSection(Section):
 
     engine: str = key(
         "torch",
-        "`torch`, `vllm`, `mock`, an engine that an installed package registers, or `module:factory`.",
+        "`torch`, `vllm`, `mock`, an engine that an installed package registers, or "
+        "`module:factory`.",
         min_length=1,
         examples=["torch", "vllm", "mock", "my_engines:fast"],
     )
-    options: dict[str, Any] = key({}, "Keyword arguments of the engine's factory. The built-in engines take none.")
+    options: dict[str, Any] = key(
+        {}, "Keyword arguments of the engine's factory. The built-in engines take none."
+    )
     device: Device = key("auto", DEVICE_MEANING)
     workers: Count = key(1, "Rollout engines (replicas), a process each.")
     max_rows: Annotated[int, Field(ge=1), unit("responses")] = key(
         32, "Responses that one worker decodes at the same time."
     )
-    max_tokens: Tokens = key(64, "Longest response. A longer one is cut and counted as `truncated`.")
+    max_tokens: Tokens = key(
+        64, "Longest response. A longer one is cut and counted as `truncated`."
+    )
     truncated: Truncated = key(
         "train",
-        "Responses cut at `max_tokens`: `train` treats them as the others; `mask` takes their tokens out of the loss, while "
-        "their rewards count in the group's credit; `drop` takes them out of both.",
+        "Responses cut at `max_tokens`: `train` treats them as the others; `mask` takes their "
+        "tokens out of the loss, while their rewards count in the group's credit; `drop` takes "
+        "them out of both.",
     )
     temperature: float = key(
         1.0,
@@ -145,7 +178,8 @@ class RolloutSection(Section):
     )
     top_p: float = key(
         1.0,
-        "Nucleus sampling: probability mass kept. 1.0: all. Like `top_k`, refused where the run's own trainer reads "
+        "Nucleus sampling: probability mass kept. 1.0: all. Like `top_k`, refused where the run's "
+        "own trainer reads "
         "`rollout_logprobs`.",
         ge=LEAST,
         le=1,
@@ -156,29 +190,34 @@ class RolloutSection(Section):
     )
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = key(
         [],
-        "A response also ends with one of these token ids, beside the tokenizer's end token and those of the model's "
+        "A response also ends with one of these token ids, beside the tokenizer's end token and "
+        "those of the model's "
         "generation_config.json.",
         max_length=64,
     )
     budget: TokensOrZero = key(
         0,
-        "Tokens that a worker generates of a response before it parks it; the next free worker continues it. 0: no "
+        "Tokens that a worker generates of a response before it parks it; the next free worker "
+        "continues it. 0: no "
         "limit.",
     )
     on_update: Literal["keep", "cut"] = key(
         "keep",
-        "Responses in flight when weights arrive: `keep` continues them with the KV cache they have, `cut` parks "
-        "them and continues them with a new one.",
+        "Responses in flight when weights arrive: `keep` continues them with the KV cache they "
+        "have, `cut` parks them and continues them with a new one.",
     )
     straggler: Literal["wait", "park"] = key(
         "wait",
-        "A response far longer than the others: `wait` leaves it to its worker; `park` parks it each time that it has "
-        "grown by four times the mean length, so that the next free worker continues it. Neither drops it or "
-        "draws it again, so lengths are trained as they are generated.",
+        "A response far longer than the others: `wait` leaves it to its worker; `park` parks it "
+        "each time that it has grown by four times the mean length, so that the next free worker "
+        "continues it. Neither drops it or draws it again, so lengths are trained as they are "
+        "generated.",
     )
     threads: CountOrZero = key(0, "CPU threads of one worker. 0: the launcher divides the cores.")
     vllm: VllmSection = VllmSection()
-    mock: Annotated[dict[str, Any], schema_of(MockRolloutOptions)] = key({}, 'Latency model of `engine = "mock"`.')
+    mock: Annotated[dict[str, Any], schema_of(MockRolloutOptions)] = key(
+        {}, 'Latency model of `engine = "mock"`.'
+    )
 
     @property
     def cuts(self) -> bool:
@@ -199,20 +238,26 @@ class AlgorithmSection(Section):
     )
     max_refill: Annotated[int, Field(ge=1)] = key(
         4,
-        "Times `train.groups_per_step`: at most so many groups a step are dropped and replaced because they teach nothing "
-        "(`drop_equal`). Further ones are trained, with advantages of zero; the ledger counts them as `spared_groups`.",
+        "Times `train.groups_per_step`: at most so many groups a step are dropped and replaced "
+        "because they teach nothing (`drop_equal`). Further ones are trained, with advantages of "
+        "zero; the ledger counts them as `spared_groups`.",
     )
     max_dropped: Annotated[int, Field(ge=1)] = key(
         64,
-        "Times `train.groups_per_step`: the run fails when more groups than that leave it untrained between two steps, "
-        "for whatever reason: `rollout.truncated`, a reward that fails, a stage of your own.",
+        "Times `train.groups_per_step`: the run fails when more groups than that leave it "
+        "untrained between two steps, for whatever reason: `rollout.truncated`, a reward that "
+        "fails, a stage of your own.",
     )
     options: Annotated[dict[str, Any], schema_of(GRPO | dict[str, Any])] = key(
-        {}, "Arguments of the algorithm's class; those of `grpo` follow, the others' are in docs/algorithms.md."
+        {},
+        "Arguments of the algorithm's class; those of `grpo` follow, the others' are in "
+        "docs/algorithms.md.",
     )
 
     @classmethod
-    def __get_pydantic_json_schema__(cls, core: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+    def __get_pydantic_json_schema__(
+        cls, core: Any, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
         schema = only_where({"name": "grpo"}, "options", core, handler)
         if handler.mode == "validation":
             handler.resolve_ref_schema(schema)["allOf"] = [
@@ -237,12 +282,16 @@ class TrainSection(Strategies, Section):
         min_length=1,
         examples=["torch", "mock", "my_engines:trainer"],
     )
-    options: dict[str, Any] = key({}, "Keyword arguments of the engine's factory. The built-in engines take none.")
+    options: dict[str, Any] = key(
+        {}, "Keyword arguments of the engine's factory. The built-in engines take none."
+    )
     device: Device = key("auto", DEVICE_MEANING)
     precision: Literal["auto", "mixed", "model"] = key(
         "auto",
-        "`mixed`: compute in `model.dtype`; master weights, gradient sums and optimizer state in float32. `model`: all "
-        "in `model.dtype`; in bfloat16 most small updates are then rounded away. `auto`: `mixed` unless `model.dtype` is "
+        "`mixed`: compute in `model.dtype`; master weights, gradient sums and optimizer state in "
+        "float32. `model`: all "
+        "in `model.dtype`; in bfloat16 most small updates are then rounded away. `auto`: `mixed` "
+        "unless `model.dtype` is "
         "float32.",
     )
     steps: Steps = key(..., "Optimizer steps of the whole run.")
@@ -252,42 +301,57 @@ class TrainSection(Strategies, Section):
         "constant", "Learning rate after the warm-up: constant, or down to 0 at the last step."
     )
     warmup_steps: StepsOrZero = key(0, "Steps in which the learning rate rises from 0.")
-    weight_decay: float = key(0.0, "Weight decay of AdamW, of matrices: no bias, norm or attention sink decays.", ge=0)
+    weight_decay: float = key(
+        0.0, "Weight decay of AdamW, of matrices: no bias, norm or attention sink decays.", ge=0
+    )
     betas: Betas = key((0.9, 0.95), "Decay rates of AdamW's two moments.")
     grad_clip: float = key(1.0, "Largest norm of the gradient; a larger one is scaled down.", gt=0)
     max_skipped_steps: Annotated[int, Field(ge=1), unit("steps")] = key(
         3,
-        "A batch with a loss or gradient that is not finite is skipped: its step is counted and leaves the weights as they "
-        "are, and its rows are written to `skipped/` in the run's folder. After so many in a row the run fails. Until a "
-        "step is taken again no checkpoint is removed.",
+        "A batch with a loss or gradient that is not finite is skipped: its step is counted and "
+        "leaves the weights as they are, and its rows are written to `skipped/` in the run's "
+        "folder. After so many in a row the run fails. Until a step is taken again no checkpoint "
+        "is removed.",
     )
-    token_budget: Tokens = key(8192, "Tokens of one forward and backward pass of one rank (a micro-batch).")
-    activation_checkpointing: bool = key(False, "Compute activations again in the backward pass: less memory.")
+    token_budget: Tokens = key(
+        8192, "Tokens of one forward and backward pass of one rank (a micro-batch)."
+    )
+    activation_checkpointing: bool = key(
+        False, "Compute activations again in the backward pass: less memory."
+    )
     kernels: Literal["auto", "plain"] = key(
         "auto", "`plain`: no fused or faster functions of the device, to compare with."
     )
     router: Literal["own", "replay"] = key(
         "own",
-        "Of a model with experts: train with the trainer's `own` choices, or `replay` those of the rollout engine.",
+        "Of a model with experts: train with the trainer's `own` choices, or `replay` those of the "
+        "rollout engine.",
     )
     threads: CountOrZero = key(0, "CPU threads of one rank. 0: the launcher divides the cores.")
-    mock: Annotated[dict[str, Any], schema_of(MockTrainOptions)] = key({}, 'Latency model of `engine = "mock"`.')
+    mock: Annotated[dict[str, Any], schema_of(MockTrainOptions)] = key(
+        {}, 'Latency model of `engine = "mock"`.'
+    )
 
 
 class CriticSection(RankSizes, Section):
-    """A critic of its own, for `algorithm.options.critic = "own"`. What is not set here is as in `train`."""
+    """A critic of its own, for `algorithm.options.critic = "own"`. What is not set here is as in
+    `train`."""
 
     source: str | None = key(
         None,
-        "Its model, as `model.source`; a critic's checkpoint (`checkpoints/STEP/critic/model` of a run) brings its value "
-        "head. Default: the model that the policy begins with.",
+        "Its model, as `model.source`; a critic's checkpoint (`checkpoints/STEP/critic/model` of a "
+        "run) brings its value head. Default: the model that the policy begins with.",
         min_length=1,
     )
-    learning_rate: float | None = key(None, "Peak learning rate of AdamW. Default: `train.learning_rate`.", gt=0)
+    learning_rate: float | None = key(
+        None, "Peak learning rate of AdamW. Default: `train.learning_rate`.", gt=0
+    )
     device: Device | None = key(None, "As `train.device`, which is the default.")
     dp: Count = key(1, "Data-parallel ranks, as `train.dp`; default 1, whatever that is.")
     tp: Count = key(1, "Tensor-parallel ranks, as `train.tp`; default 1, whatever that is.")
-    cp: Count = key(1, "Context-parallel ranks, as `train.cp`, by `train.context_parallel`; default 1.")
+    cp: Count = key(
+        1, "Context-parallel ranks, as `train.cp`, by `train.context_parallel`; default 1."
+    )
     pp: Count = key(1, "Pipeline stages, as `train.pp`; default 1, whatever that is.")
     threads: CountOrZero = key(0, "CPU threads of one rank. 0: the launcher divides the cores.")
 
@@ -299,22 +363,27 @@ def _teacher_url(value: object) -> object:
 
 
 class TeacherSection(Section):
-    """A teacher behind an OpenAI-compatible server, which gives `ref_logprobs` in the place of `model.reference`."""
+    """A teacher behind an OpenAI-compatible server, which gives `ref_logprobs` in the place of
+    `model.reference`."""
 
     url: Annotated[str, BeforeValidator(_teacher_url)] = key(
         "",
-        "Its address up to `/v1`. The server must give logprobs of a prompt: `prompt_logprobs` (vLLM), or `echo` with "
-        "`logprobs`. Its model has the tokenizer of `model.source`. Empty: there is none.",
+        "Its address up to `/v1`. The server must give logprobs of a prompt: `prompt_logprobs` "
+        "(vLLM), or `echo` with `logprobs`. Its model has the tokenizer of `model.source`. Empty: "
+        "there is none.",
         examples=["http://127.0.0.1:8000/v1"],
         json_schema_extra={"pattern": "^(https?://|$)"},
     )
     model: str = key("", "Name of the model at the server. Default: the first that it lists.")
     api_key_variable: str = key(
         "",
-        "Environment variable with the server's API key, which is in no recipe, log or message. Empty: none is sent.",
+        "Environment variable with the server's API key, which is in no recipe, log or message. "
+        "Empty: none is sent.",
     )
     timeout: Seconds = key(60.0, "Longest time of one request, with the responses of one group.")
-    retries: CountOrZero = key(5, "Further attempts of a request while the server is away, too slow or too busy.")
+    retries: CountOrZero = key(
+        5, "Further attempts of a request while the server is away, too slow or too busy."
+    )
     in_flight: Annotated[int, Field(ge=1), unit("requests")] = key(8, "Requests at the same time.")
 
 
@@ -326,46 +395,65 @@ class PipelineSection(Section):
 
     staleness: Staleness = key(
         1,
-        "Staleness bound (η): versions by which a sample's oldest token may be behind when it is trained. 0: the "
+        "Staleness bound (η): versions by which a sample's oldest token may be behind when it is "
+        "trained. 0: the "
         f"synchronous run, bit for bit. `auto`: {AUTO_STALENESS}, and `staleness_min = 1`.",
     )
     staleness_min: Annotated[int, Field(ge=0), unit("versions")] = key(
         0,
-        "If set: the run takes the smallest bound from here to `staleness` that keeps its busiest stage busy, and decides "
-        "again while it runs.",
+        "If set: the run takes the smallest bound from here to `staleness` that keeps its busiest "
+        "stage busy, and decides again while it runs.",
     )
     _auto = model_validator(mode="before")(auto_staleness)
-    window: Groups = key(1, "How many groups training may look past the oldest incomplete one (W). 1: admission order.")
+    window: Groups = key(
+        1,
+        "How many groups training may look past the oldest incomplete one (W). 1: admission order.",
+    )
     admission: Literal["paced", "eager"] = key(
-        "paced", "When groups enter: as late as keeps the trainer fed, or as early as the bound allows."
+        "paced",
+        "When groups enter: as late as keeps the trainer fed, or as early as the bound allows.",
     )
     arena: Size = key(64 * 2**20, "Shared memory for the samples' bytes, on each node.")
     lease_seconds: Seconds = key(
-        60.0, "Time after a worker's last heartbeat until its claim ends and its rows are delivered again."
+        60.0,
+        "Time after a worker's last heartbeat until its claim ends and its rows are "
+        "delivered again.",
     )
-    keep_samples: SizeOrZero = key(64 * 2**20, "Disk space for the texts of the newest samples. 0: none are kept.")
+    keep_samples: SizeOrZero = key(
+        64 * 2**20, "Disk space for the texts of the newest samples. 0: none are kept."
+    )
     index: IndexUrl = key(
         "embedded",
-        "`embedded`: a Valkey server of the run's own; or the `redis://`, `rediss://` or `unix://` URL of one.",
+        "`embedded`: a Valkey server of the run's own; or the `redis://`, `rediss://` or `unix://` "
+        "URL of one.",
         json_schema_extra={"pattern": INDEX_PATTERN},
     )
     index_serve: str = key(
         AUTO,
-        "Address of this machine, HOST or HOST:PORT, at which others reach an embedded index: with a password that the run "
-        "makes, inside TLS with the tls_ keys. `auto`: where they start workers, the one on its network. Empty: none do.",
+        "Address of this machine, HOST or HOST:PORT, at which others reach an embedded index: with "
+        "a password that the run makes, inside TLS with the tls_ keys. `auto`: where they start "
+        "workers, the one on its network. Empty: none do.",
         examples=["10.0.0.1", "10.0.0.1:6379"],
     )
     serve: str = key(
         AUTO,
-        "Address on which other nodes reach the warehouse. `auto`: where other machines start workers, the one that leads "
-        "to the index. `0.0.0.0`: all addresses of this node, of which that one is announced. Empty: it is not served.",
+        "Address on which other nodes reach the warehouse. `auto`: where other machines start "
+        "workers, the one that leads to the index. `0.0.0.0`: all addresses of this node, of which "
+        "that one is announced. Empty: it is not served.",
     )
-    tls_certificate: str = key("", "PEM file of the warehouse's certificate. If set, nodes connect by TLS.")
+    tls_certificate: str = key(
+        "", "PEM file of the warehouse's certificate. If set, nodes connect by TLS."
+    )
     tls_key: str = key("", "PEM file of its private key.")
-    tls_authority: str = key("", "PEM file of the authority that signed the other nodes' certificates.")
+    tls_authority: str = key(
+        "", "PEM file of the authority that signed the other nodes' certificates."
+    )
 
     def tls_contexts(self) -> tuple[ssl.SSLContext, ssl.SSLContext] | None:
-        """Return a server's and a client's context; None without TLS. Raises OSError (ssl.SSLError) for unusable files."""
+        """Return a server's and a client's context; None without TLS.
+
+        Raises OSError (ssl.SSLError) for unusable files.
+        """
         if not self.tls_certificate:
             return None
         server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -378,39 +466,48 @@ class SyncSection(Section):
 
     transport: Literal["auto", "shared_memory", "collective"] = key(
         AUTO,
-        "`shared_memory`: engines read the trainer's memory on the same node. `collective`: engines may be on other nodes. "
-        "Each node has one copy, which it sends on while it receives it. `auto`: the one that is needed.",
+        "`shared_memory`: engines read the trainer's memory on the same node. `collective`: "
+        "engines may be on other nodes. Each node has one copy, which it sends on while it "
+        "receives it. `auto`: the one that is needed.",
     )
-    serve: str = key(AUTO, "Address of the trainer's node, for `collective`. `auto`: as pipeline.serve.", min_length=1)
+    serve: str = key(
+        AUTO,
+        "Address of the trainer's node, for `collective`. `auto`: as pipeline.serve.",
+        min_length=1,
+    )
     rolling: bool = key(True, "Replicas take turns to swap, so that some always generate.")
     at_once: Annotated[int, Field(ge=0), unit("replicas")] = key(
-        0, "Replicas that swap at the same time, with `rolling`. 0: a quarter of `rollout.workers`, at least one."
+        0,
+        "Replicas that swap at the same time, with `rolling`. 0: a quarter of "
+        "`rollout.workers`, at least one.",
     )
     prefetch: bool = key(
         True,
-        "In a colocated run: load training's memory as soon as nothing is left to generate, not only when a batch is "
+        "In a colocated run: load training's memory as soon as nothing is left to generate, not "
+        "only when a batch is "
         "claimed.",
     )
     bucket: Annotated[int, size_from(1024), Field(ge=1024, le=LARGEST), unit("bytes")] = key(
-        4 * 2**20, "In a colocated run: each of the two buffers through which ranks exchange weights."
+        4 * 2**20,
+        "In a colocated run: each of the two buffers through which ranks exchange weights.",
     )
     probe: bool = key(
         True,
-        "After a swap, before its next token, the engine scores a few rows of the batches just trained; their "
-        "tokens' logprobs must be the trainer's, within the two limits below.",
+        "After a swap, before its next token, the engine scores a few rows of the batches just "
+        "trained; their tokens' logprobs must be the trainer's, within the two limits below.",
     )
     probe_tolerance: float = key(
         0.0,
-        "Largest difference of a probed logprob: of 95 of 100 tokens, in float32 of every token. 0: by "
-        "model.dtype, 0.001 in float32; in bfloat16 7.5 * 2**-8 * sqrt(layers) (at least 4, and three times as much "
-        "for a model with experts) * the standard deviation of the probed logprobs (at least 1). `asyncdock resume` may "
-        "change it.",
+        "Largest difference of a probed logprob: of 95 of 100 tokens, in float32 of every token. "
+        "0: by model.dtype, 0.001 in float32; in bfloat16 7.5 * 2**-8 * sqrt(layers) (at least 4, "
+        "and three times as much for a model with experts) * the standard deviation of the probed "
+        "logprobs (at least 1). `asyncdock resume` may change it.",
         ge=0,
     )
     probe_mean_tolerance: float = key(
         0.0,
-        "Largest mean of the differences of all probed logprobs. 0: a fifth of the limit above. `asyncdock "
-        "resume` may change it.",
+        "Largest mean of the differences of all probed logprobs. 0: a fifth of the limit above. "
+        "`asyncdock resume` may change it.",
         ge=0,
     )
     timeout: Seconds = key(120.0, "Longest time that reading or loading a version may take.")
@@ -421,7 +518,8 @@ class ServeSection(Section):
 
     share: float = key(
         0.25,
-        "While the run trains, the engines that serve its policy on the same machine compute for at most this share of the "
+        "While the run trains, the engines that serve its policy on the same machine compute for "
+        "at most this share of the "
         "time.",
         gt=0,
         le=1,
@@ -434,12 +532,15 @@ class EvaluateSection(Section):
     every: StepsOrZero = key(0, "Steps between two evaluations. 0: none.")
     share: float = key(
         0.25,
-        "An evaluation uses rows of the engine (`rollout.max_rows`) that training leaves idle. When the next version comes "
-        "before it is complete, it goes on with at most this share of the rows. At η = 0 all prompts are answered at once.",
+        "An evaluation uses rows of the engine (`rollout.max_rows`) that training leaves idle. "
+        "When the next version comes before it is complete, it goes on with at most this share of "
+        "the rows. At η = 0 all prompts are answered at once.",
         gt=0,
         le=1,
     )
-    prompts: Annotated[int, Field(ge=1), unit("prompts")] = key(32, "Number of held-out prompts that are answered.")
+    prompts: Annotated[int, Field(ge=1), unit("prompts")] = key(
+        32, "Number of held-out prompts that are answered."
+    )
     samples: Annotated[int, Field(ge=0), unit("prompts")] = key(
         4, "Number of those prompts that are shown with their responses."
     )
@@ -449,11 +550,14 @@ class CheckpointSection(Section):
     """Checkpoints. Rows of trained steps stay in the arena until one covers them."""
 
     every: Steps = key(20, "Steps between two checkpoints.")
-    keep: Annotated[int, Field(ge=1), unit("checkpoints")] = key(2, "Number of newest checkpoints that are kept.")
+    keep: Annotated[int, Field(ge=1), unit("checkpoints")] = key(
+        2, "Number of newest checkpoints that are kept."
+    )
     url: str = key(
         "",
-        "An existing folder or bucket to which each checkpoint is copied, below the run's id, as a path or as a URL of any "
-        "scheme of fsspec (`s3://` needs the package s3fs). Machines without the run's folder read it there. Empty: none.",
+        "An existing folder or bucket to which each checkpoint is copied, below the run's id, as a "
+        "path or as a URL of any scheme of fsspec (`s3://` needs the package s3fs). Machines "
+        "without the run's folder read it there. Empty: none.",
         examples=["s3://bucket/runs"],
     )
 
@@ -462,23 +566,34 @@ class GuardSection(Section):
     """Alarms on what steps and swaps measure (docs/guard.md)."""
 
     on_alarm: Literal["warn", "pause", "fail"] = key(
-        "warn", "`warn`: an event and a line in the log. `pause`: the run is paused too. `fail`: the run fails."
+        "warn",
+        "`warn`: an event and a line in the log. `pause`: the run is paused too. `fail`: "
+        "the run fails.",
     )
     window: Annotated[int, Field(ge=8, le=10_000), unit("steps")] = key(
         32, "Number of past steps that a metric is compared with."
     )
     sensitivity: float = key(
-        8.0, "Deviations from the median of these steps that are an alarm. Less: more alarms, also false ones.", gt=0
+        8.0,
+        "Deviations from the median of these steps that are an alarm. Less: more alarms, also "
+        "false ones.",
+        gt=0,
     )
-    off: list[str] = key([], "Metrics that are not judged, by name.", max_length=64, examples=[["entropy"]])
+    off: list[str] = key(
+        [], "Metrics that are not judged, by name.", max_length=64, examples=[["entropy"]]
+    )
 
 
 class AutoscaleSection(Section):
     """The number of rollout workers follows the load (docs/elastic.md)."""
 
     min: Count = key(1, "Fewest rollout workers.")
-    max: Annotated[int, Field(ge=0), unit("workers")] = key(0, "Most rollout workers. 0: the number does not change.")
-    window: Seconds = key(30.0, "Time over which it is measured how long trainer and rollouts wait, until a decision.")
+    max: Annotated[int, Field(ge=0), unit("workers")] = key(
+        0, "Most rollout workers. 0: the number does not change."
+    )
+    window: Seconds = key(
+        30.0, "Time over which it is measured how long trainer and rollouts wait, until a decision."
+    )
 
 
 class LaunchSection(Section):
@@ -486,50 +601,67 @@ class LaunchSection(Section):
 
     launcher: Literal["process", "inline", "ray"] = key(
         "process",
-        "`process`: a process for each worker. `inline`: all in one process, to debug. `ray`: workers with engines are "
-        "processes on the nodes of a Ray cluster (docs/ray.md).",
+        "`process`: a process for each worker. `inline`: all in one process, to debug. `ray`: "
+        "workers with engines are processes on the nodes of a Ray cluster (docs/ray.md).",
     )
     address: str = key(
         "auto",
-        "Ray cluster: `HOST:PORT`, `ray://HOST:PORT`, `local` (the run starts and ends it), or `auto` (docs/ray.md).",
+        "Ray cluster: `HOST:PORT`, `ray://HOST:PORT`, `local` (the run starts and ends it), or "
+        "`auto` (docs/ray.md).",
         min_length=1,
     )
     start_method: Literal["forkserver", "spawn"] = key(
         "forkserver",
-        "`forkserver`: workers are forked from a process that has imported everything (Linux only). `spawn`: each "
-        "starts a new interpreter.",
+        "`forkserver`: workers are forked from a process that has imported everything (Linux "
+        "only). `spawn`: each starts a new interpreter.",
     )
     placement: Literal["separate", "colocated"] = key(
         "separate",
-        "`separate`: rollout engines have workers of their own. `colocated`: each rank of the train engine has a "
-        "rollout engine too, and they take turns on its device; `rollout.workers` then follows from the ranks.",
+        "`separate`: rollout engines have workers of their own. `colocated`: each rank of the "
+        "train engine has a rollout engine too, and they take turns on its device; "
+        "`rollout.workers` then follows from the ranks.",
     )
     remote_rollouts: Annotated[int, Field(ge=0), unit("workers")] = key(
-        0, "Of `rollout.workers`, those that other machines start with `asyncdock host` (docs/two-machines.md)."
+        0,
+        "Of `rollout.workers`, those that other machines start with `asyncdock host` "
+        "(docs/two-machines.md).",
     )
     max_restarts: Annotated[int, Field(ge=0), unit("restarts")] = key(
         3,
-        "Restarts of one worker, or rank group, within `restart_window`; the next fails the run, or lets a rollout wait.",
+        "Restarts of one worker, or rank group, within `restart_window`; the next fails the run, "
+        "or lets a rollout wait.",
     )
     restart_window: Seconds = key(3600.0, "How long a restart counts for `max_restarts`.")
-    startup_timeout: Seconds = key(300.0, "Longest time until all workers are ready; of several rollout workers, one.")
+    startup_timeout: Seconds = key(
+        300.0, "Longest time until all workers are ready; of several rollout workers, one."
+    )
     stop_timeout: Seconds = key(
         60.0,
-        "When the run is stopped: time for workers to finish their claims, and for the trainer to write a checkpoint.",
+        "When the run is stopped: time for workers to finish their claims, and for the trainer to "
+        "write a checkpoint.",
     )
     autoscale: AutoscaleSection = AutoscaleSection()
-    leave_timeout: Seconds = key(60.0, "Time for a leaving rollout worker to park, and its host to move samples.")
-    readers: Literal["owner", "group", "all"] = key(
-        "owner", "Users that may read the run's folder. Its `recipe.json` and its index are its owner's in any case."
+    leave_timeout: Seconds = key(
+        60.0, "Time for a leaving rollout worker to park, and its host to move samples."
     )
-    collective_timeout: Seconds = key(300.0, "Longest wait of a rank for the others in a collective call.")
+    readers: Literal["owner", "group", "all"] = key(
+        "owner",
+        "Users that may read the run's folder. Its `recipe.json` and its index are its "
+        "owner's in any case.",
+    )
+    collective_timeout: Seconds = key(
+        300.0, "Longest wait of a rank for the others in a collective call."
+    )
     hang_timeout: Seconds = key(
-        120.0, "Longest time without a sign of life of a worker; then it is ended, and restarted as a dead one."
+        120.0,
+        "Longest time without a sign of life of a worker; then it is ended, and restarted "
+        "as a dead one.",
     )
     stall_timeout: Seconds = key(
         3600.0,
-        "Longest time in which no stage of a running run processes a sample; then the worker that all others wait for "
-        "(`asyncdock why`) is ended, and restarted. Above the longest response, step and evaluation.",
+        "Longest time in which no stage of a running run processes a sample; then the worker that "
+        "all others wait for (`asyncdock why`) is ended, and restarted. Above the longest "
+        "response, step and evaluation.",
     )
 
     @property
@@ -550,7 +682,9 @@ class ExternalSection(Section):
     """Stages that other programs run (docs/external.md)."""
 
     stages: list[ExternalStage] = key(
-        [], "Stages for which the run starts no workers: other programs join it and run them.", max_length=16
+        [],
+        "Stages for which the run starts no workers: other programs join it and run them.",
+        max_length=16,
     )
 
 
@@ -568,13 +702,15 @@ class StageSection(Section):
     workers: Count = key(1, "Processes that run it.")
     timeout: Seconds = key(
         600.0,
-        "Longest time of one call of its `process`: of the rows that became ready together, at most 64, or of one group. "
-        "After it the worker is started again; the run fails when a call with one of these rows takes as long again.",
+        "Longest time of one call of its `process`: of the rows that became ready together, at "
+        "most 64, or of one group. After it the worker is started again; the run fails when a call "
+        "with one of these rows takes as long again.",
     )
     sandbox: bool = key(
         False,
-        "Call it in a sandbox ([rewards.md](rewards.md#the-sandbox)), as it reads what a model wrote: no network, files "
-        "read-only and only those needed, a scratch folder. In a service it always is.",
+        "Call it in a sandbox ([rewards.md](rewards.md#the-sandbox)), as it reads what a model "
+        "wrote: no network, files read-only and only those needed, a scratch folder. In a service "
+        "it always is.",
     )
     network: bool = NETWORK
     read: list[str] = READ

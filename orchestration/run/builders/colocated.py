@@ -1,4 +1,5 @@
-"""The worker of one rank of a colocated run: a rollout engine and a rank of the train engine, in turns on one device."""
+"""The worker of one rank of a colocated run: a rollout engine and a rank of the train engine, in
+turns on one device."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ class ColocatedJob(UpdateJob):
         await rollout.sleep()
         plan = None
         if recipe.adapters is None:
-            empty(rollout.tensors.values())  # the train engine is built in the memory that this frees
+            # the train engine is built in the memory that this frees
+            empty(rollout.tensors.values())
             plan = await asyncio.to_thread(reshard_plan, recipe, "vllm" if rollout.fused else "hf")
         await self.make_engine()
         stage, evaluator = make_rollout(self, rollout, held_out_prompts(self))
@@ -61,7 +63,8 @@ class ColocatedJob(UpdateJob):
         )
         await self.make_stage(None, self._turn)
         self._rollout.on_nothing = self._turn.no_rows
-        self.controller.on_nothing, self.controller.on_end = self._turn.no_batch, self._turn.over
+        self.controller.on_nothing = self._turn.no_batch
+        self.controller.on_end = self._turn.over
 
     def until_stop(self) -> Sequence[Work]:
         return ()

@@ -1,5 +1,5 @@
-"""The workers of a critic of its own, one for each rank: the first one makes the column ``values``, and trains beside the
-policy (stages.training.critic)."""
+"""The workers of a critic of its own, one for each rank: the first one makes the column ``values``,
+and trains beside the policy (stages.training.critic)."""
 
 from __future__ import annotations
 
@@ -19,13 +19,17 @@ from stages.training.ranks import RankGroup, RankWorker
 
 
 class CriticJob(Job):
-    """Gives values to groups, and learns from those that the policy is trained on. It begins with the newest checkpoint."""
+    """Gives values to groups, and learns from those that the policy is trained on.
+
+    It begins with the newest checkpoint.
+    """
 
     rank_worker: RankWorker | None = None
     """Of ranks other than 0."""
 
     async def build(self) -> None:
-        recipe, algorithm = self.recipe, self.algorithm()
+        recipe = self.recipe
+        algorithm = self.algorithm()
         training = algorithm.critic_algorithm()
         assert training is not None, "such a worker is started for algorithms with a critic alone"
         named = NamedAlgorithm(f"{algorithm.name}'s critic", training)
@@ -76,7 +80,10 @@ class CriticJob(Job):
         return await self._writer.begin(self.paths.checkpoints / partial, checkpoint.CRITIC)
 
     async def _save(self, partial: Path) -> Awaitable[None]:
-        """Copy the engine's state, and write it below the checkpoint ``partial``. Raises DiskRefused."""
+        """Copy the engine's state, and write it below the checkpoint ``partial``.
+
+        Raises DiskRefused.
+        """
         writing = await self._begin_writing(partial)
 
         async def written() -> None:

@@ -1,4 +1,5 @@
-"""The worker of the light stages: the gate, advantage, and the first reward stage. A run has one."""
+"""The worker of the light stages: the gate, advantage, and the first reward stage. A run has
+one."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ log = structlog.get_logger()
 EXTERNAL_PROMPTS = "prompts.jsonl"  # in the run's folder: the prompts that other programs have put
 
 
-STEPS_DROPPED, LEAST_DROPPED = 16, 64  # steps, groups: as many dropped in a row are an alarm
+# steps, groups: as many dropped in a row are an alarm
+STEPS_DROPPED = 16
+LEAST_DROPPED = 64
 
 
 class FlowJob(Job):
@@ -46,10 +49,16 @@ class FlowJob(Job):
                 host, port = await self.dock.serve(recipe.warehouse_address)
             except ValueError as refused:
                 raise ValueError(f"pipeline.{refused}") from refused
-            log.info("warehouse served to other nodes", host=host, port=port, tls=bool(recipe.pipeline.tls_certificate))
+            log.info(
+                "warehouse served to other nodes",
+                host=host,
+                port=port,
+                tls=bool(recipe.pipeline.tls_certificate),
+            )
         if recipe.external.stages:
             await EXTERNAL_TERMS.put(self.index, terms_of(recipe, self.tokenizer))
-        prompts, by_difficulty = await self._prompts(), recipe.prompts.sampling == "difficulty"
+        prompts = await self._prompts()
+        by_difficulty = recipe.prompts.sampling == "difficulty"
         self._gate = Gate(
             self.dock,
             prompts,
@@ -61,11 +70,18 @@ class FlowJob(Job):
         )
         flow = flow_of(recipe)
         most = max(LEAST_DROPPED, STEPS_DROPPED * recipe.train.groups_per_step)
-        alarm = None if DROPPED in recipe.guard.off else DropAlarm(self.index, most, f"{self.kind}-{self.number}")
+        alarm = (
+            None
+            if DROPPED in recipe.guard.off
+            else DropAlarm(self.index, most, f"{self.kind}-{self.number}")
+        )
         if recipe.prompts.responses:
-            count, rollout = len(recipe.prompts.responses), recipe.rollout
+            count = len(recipe.prompts.responses)
+            rollout = recipe.rollout
             unit = self.algorithm().unit
-            self.control(GivenResponses(self.dock, count, rollout.max_tokens, rollout.truncated, unit, alarm))
+            self.control(
+                GivenResponses(self.dock, count, rollout.max_tokens, rollout.truncated, unit, alarm)
+            )
         if recipe.runs_stage("reward") and "reward" in flow:
             self.control(await self.reward_stage())
         if CREDIT in flow:
@@ -73,18 +89,36 @@ class FlowJob(Job):
             rated = self.index if by_difficulty else None
             refill = self.index, recipe.algorithm.max_refill * recipe.train.groups_per_step
             masked = MASK in flow[CREDIT].needs
-            self.control(Advantage(self.algorithm(), credit_truncated(recipe), rewards, rated, alarm, refill, masked))
+            self.control(
+                Advantage(
+                    self.algorithm(),
+                    credit_truncated(recipe),
+                    rewards,
+                    rated,
+                    alarm,
+                    refill,
+                    masked,
+                )
+            )
 
     async def _prompts(self) -> PromptSource:
-        recipe, limits = self.recipe, prompt_limits(self.recipe)
+        recipe = self.recipe
+        limits = prompt_limits(self.recipe)
         if recipe.prompts.source != "external":
             listed = self.paths.out / TOO_LONG_FILE
             split = await asyncio.to_thread(
-                load_prompts, recipe.prompts, self.tokenizer, recipe.seed, limits=limits, listed=listed
+                load_prompts,
+                recipe.prompts,
+                self.tokenizer,
+                recipe.seed,
+                limits=limits,
+                listed=listed,
             )
             return split.train
         form = PromptFormatter(recipe.prompts, self.tokenizer, limits)
-        prompts = self._external_prompts = ExternalPrompts(self.index, self.paths.out / EXTERNAL_PROMPTS, form)
+        prompts = self._external_prompts = ExternalPrompts(
+            self.index, self.paths.out / EXTERNAL_PROMPTS, form
+        )
         await prompts.begin()
         return prompts
 

@@ -43,11 +43,12 @@ Work = Coroutine[Any, Any, None]
 
 @dataclass(eq=False)
 class Job:
-    """The work of worker ``kind``-``number``, from the run's documents and the clients of this worker. A kind overrides
-    :meth:`build`, and of the other phases those that it needs.
+    """The work of worker ``kind``-``number``, from the run's documents and the clients of this
+    worker. A kind overrides :meth:`build`, and of the other phases those that it needs.
 
-    ``secret`` proves to other nodes of the run that a process belongs to it. ``resources`` are closed by :meth:`close`, the
-    last one first. ``version`` returns the policy version that this worker holds, for its log."""
+    ``secret`` proves to other nodes of the run that a process belongs to it. ``resources`` are
+    closed by :meth:`close`, the last one first. ``version`` returns the policy version that this
+    worker holds, for its log."""
 
     recipe: Recipe
     paths: RunPaths
@@ -95,7 +96,8 @@ class Job:
             task.cancel()
 
     async def leave(self) -> None:
-        """This worker leaves the run, which goes on: stop, and give back what is held in as short a time as possible."""
+        """This worker leaves the run, which goes on: stop, and give back what is held in as short a
+        time as possible."""
         await self.stop()
 
     async def finish(self) -> None:
@@ -118,22 +120,30 @@ class Job:
         return tokenizer_of(self.recipe)
 
     async def newest_checkpoint(self, *parts: str) -> Checkpoint | None:
-        """The run's newest checkpoint, with ``parts`` on this node at least; None where the run has none. Raises
-        CheckpointMissing where neither this node nor ``checkpoint.url`` has it."""
-        reported, paths = await CHECKPOINT_REPORTED.get(self.index) or 0, self.paths
-        return await asyncio.to_thread(checkpoint.latest_of_run, paths.checkpoints, reported, paths.url, parts)
+        """The run's newest checkpoint, with ``parts`` on this node at least; None where the run has
+        none. Raises CheckpointMissing where neither this node nor ``checkpoint.url`` has it."""
+        reported = await CHECKPOINT_REPORTED.get(self.index) or 0
+        paths = self.paths
+        return await asyncio.to_thread(
+            checkpoint.latest_of_run, paths.checkpoints, reported, paths.url, parts
+        )
 
     async def meet(self, rank_group: RankGroup) -> Store:
-        """Returns the store in which the ranks of ``rank_group`` find each other: rank 0 serves it, and its first order says
-        where. Raises OSError and ValueError for an address that does not serve."""
-        recipe, timeout = self.recipe, self.recipe.launch.collective_timeout
+        """Returns the store in which the ranks of ``rank_group`` find each other: rank 0 serves it,
+        and its first order says where. Raises OSError and ValueError for an address that does not
+        serve."""
+        recipe = self.recipe
+        timeout = self.recipe.launch.collective_timeout
         tls = recipe.pipeline.tls_contexts()
         if rank_group.coordinates.rank:
             order = await rank_group.receive()
             address = (order["address"][0], order["address"][1])
-            joining = functools.partial(join_rendezvous, address, self.secret, timeout=timeout, tls=tls and tls[1])
+            joining = functools.partial(
+                join_rendezvous, address, self.secret, timeout=timeout, tls=tls and tls[1]
+            )
             return await asyncio.to_thread(joining)
-        host = recipe.sync_address if recipe.weight_transport == "collective" else LOOPBACK  # the ranks are on one node
+        # the ranks are on one node
+        host = recipe.sync_address if recipe.weight_transport == "collective" else LOOPBACK
         try:
             host, name = await asyncio.to_thread(sync_addresses, host, *await self.index.reach())
         except ValueError as refused:
@@ -148,8 +158,12 @@ class Job:
 
     def rewards(self) -> RewardSet:
         """The recipe's reward functions. They are looked up when they are first called."""
-        pool = reward_pool(self.recipe, self.paths.out / "logs" / f"{self.kind}-{self.number}.rewards.log")
-        rewards = reward_set(self.recipe, pool, sampling_of(self.recipe, self.tokenizer).stop_token_ids)
+        pool = reward_pool(
+            self.recipe, self.paths.out / "logs" / f"{self.kind}-{self.number}.rewards.log"
+        )
+        rewards = reward_set(
+            self.recipe, pool, sampling_of(self.recipe, self.tokenizer).stop_token_ids
+        )
         self.resources.push_async_callback(rewards.close)
         return rewards
 

@@ -1,4 +1,5 @@
-"""The workers of one stage: of further rewards, of the reference, and of a stage that the recipe names."""
+"""The workers of one stage: of further rewards, of the reference, and of a stage that the recipe
+names."""
 
 from __future__ import annotations
 
@@ -17,15 +18,16 @@ from stages.inference.teacher import TeacherReference, TeacherServer
 
 
 class RewardJob(Job):
-    """For ``reward.workers`` above 1: computes the rewards of the rows that it claims, beside the reward stage of the `flow`
-    worker."""
+    """For ``reward.workers`` above 1: computes the rewards of the rows that it claims, beside the
+    reward stage of the `flow` worker."""
 
     async def build(self) -> None:
         self.control(await self.reward_stage())
 
 
 class ReferenceJob(Job):
-    """Gives logprobs under the model that the run began with, ``model.reference``, or the model of ``teacher.url``."""
+    """Gives logprobs under the model that the run began with, ``model.reference``, or the model of
+    ``teacher.url``."""
 
     async def build(self) -> None:
         recipe = self.recipe
@@ -34,7 +36,9 @@ class ReferenceJob(Job):
             self.resources.push_async_callback(server.close)
             await server.open()
             size = recipe.algorithm.group_size
-            self.control(TeacherReference(server, in_flight=recipe.teacher.in_flight, group_size=size))
+            self.control(
+                TeacherReference(server, in_flight=recipe.teacher.in_flight, group_size=size)
+            )
             return
         engine = await asyncio.to_thread(reference_engine, recipe)
         self.resources.callback(engine.close)
@@ -42,8 +46,8 @@ class ReferenceJob(Job):
 
 
 class StageJob(Job):
-    """Has one instance of the class of a stage under ``[[stages]]`` called: in a process of its own, or with the inline
-    launcher in this one."""
+    """Has one instance of the class of a stage under ``[[stages]]`` called: in a process of its
+    own, or with the inline launcher in this one."""
 
     async def build(self) -> None:
         named = zip(self.recipe.stages, declarations_of(self.recipe), strict=True)

@@ -1,4 +1,5 @@
-"""The worker of one rollout engine: the rollout stage, evaluation (on number 0), and new weights as they are published."""
+"""The worker of one rollout engine: the rollout stage, evaluation (on number 0), and new weights as
+they are published."""
 
 from __future__ import annotations
 
@@ -24,12 +25,14 @@ from stages.threads import run_in_temporary_thread
 
 
 class RolloutJob(Job):
-    """Generates responses with an engine of its own, at the newest published weights; where the prompts bring responses, for
-    evaluations alone."""
+    """Generates responses with an engine of its own, at the newest published weights; where the
+    prompts bring responses, for evaluations alone."""
 
     async def build(self) -> None:
-        recipe, worker = self.recipe, f"rollout-{self.number}"
-        # The checkpoint that the run resumed from may have been removed for newer ones; any of them will do to begin with.
+        recipe = self.recipe
+        worker = f"rollout-{self.number}"
+        # The checkpoint that the run resumed from may have been removed for newer ones; any of them
+        # will do to begin with.
         parts = (MODEL, ADAPTER) if recipe.adapters else (MODEL,)
         start = await self.newest_checkpoint(*parts) if self.paths.start else None
         make = functools.partial(
@@ -40,8 +43,10 @@ class RolloutJob(Job):
             shared=self.paths.shared / worker,
             secret=self.secret,
         )
-        # Loading a model starts threads that generating does not need: they end with the temporary one.
-        prompts = asyncio.ensure_future(asyncio.to_thread(held_out_prompts, self))  # beside the engine
+        # Loading a model starts threads that generating does not need: they end with the temporary
+        # one.
+        # beside the engine
+        prompts = asyncio.ensure_future(asyncio.to_thread(held_out_prompts, self))
         try:
             engine = await asyncio.to_thread(run_in_temporary_thread, make)
             self.resources.push_async_callback(engine.close)
@@ -75,7 +80,10 @@ class RolloutJob(Job):
         await self._follower.begin()
 
     async def leave(self) -> None:
-        """Cut and park what is in flight, and hand back what has no token. An engine that cannot cut ends it first."""
+        """Cut and park what is in flight, and hand back what has no token.
+
+        An engine that cannot cut ends it first.
+        """
         self._stage.leaving = True
         await self.stop()
         await asyncio.gather(*self._until_stop, return_exceptions=True)  # a swap under way ends
@@ -89,34 +97,55 @@ class RolloutJob(Job):
 
 async def refuse_other_tokenizer(job: Job, engine: TokenizingEngine) -> None:
     """Raises ValueError, after an alarm, when the engine's vocabulary is not the run's."""
-    own, other = job.tokenizer.get_vocab(), engine.tokenizer.get_vocab()
-    wrong = sorted(token for token in own.keys() | other.keys() if own.get(token) != other.get(token))
+    own = job.tokenizer.get_vocab()
+    other = engine.tokenizer.get_vocab()
+    wrong = sorted(
+        token for token in own.keys() | other.keys() if own.get(token) != other.get(token)
+    )
     if not wrong:
         return
-    example = f"{wrong[0]!r} is {own.get(wrong[0], 'none')} in the run and {other.get(wrong[0], 'none')} in the engine"
-    reason = f"{TOKENIZER}: the rollout engine has another vocabulary: {len(wrong):,} tokens differ; {example}"
+    example = (
+        f"{wrong[0]!r} is {own.get(wrong[0], 'none')} in the run and "
+        f"{other.get(wrong[0], 'none')} in the engine"
+    )
+    reason = (
+        f"{TOKENIZER}: the rollout engine has another vocabulary: {len(wrong):,} tokens "
+        f"differ; {example}"
+    )
     look = "Look at which tokenizer the engine loads: the run's is that of model.source."
-    worker, count = f"{job.kind}-{job.number}", float(len(wrong))
-    alarm = AlarmEvent(metric=TOKENIZER, step=-1, value=count, limit=0.0, reason=reason, look=look, worker=worker)
+    worker = f"{job.kind}-{job.number}"
+    count = float(len(wrong))
+    alarm = AlarmEvent(
+        metric=TOKENIZER, step=-1, value=count, limit=0.0, reason=reason, look=look, worker=worker
+    )
     await job.index.emit(alarm)
     raise ValueError(f"{reason}. {look}")
 
 
 def held_out_prompts(job: Job) -> list[Prompt]:
-    """Returns what evaluations answer: on worker 0, where the recipe asks for evaluation, else nothing."""
+    """Returns what evaluations answer: on worker 0, where the recipe asks for evaluation, else
+    nothing."""
     recipe = job.recipe
     if not recipe.evaluate.every or job.number:
         return []
-    held_out = load_prompts(recipe.prompts, job.tokenizer, recipe.seed, limits=prompt_limits(recipe)).held_out
+    held_out = load_prompts(
+        recipe.prompts, job.tokenizer, recipe.seed, limits=prompt_limits(recipe)
+    ).held_out
     assert held_out is not None, "checked with the recipe"
     return distinct_prompts(held_out, recipe.evaluate.prompts)
 
 
-def make_rollout(job: Job, engine: RolloutEngine, prompts: Sequence[Prompt]) -> tuple[Rollout, Evaluator | None]:
-    """Returns the rollout stage of ``engine``, and the evaluator that answers ``prompts``, if there are any."""
-    recipe, sampling, size = job.recipe, sampling_of(job.recipe, job.tokenizer), job.recipe.algorithm.group_size
-    # A single worker takes a whole step's groups at once, so that the batch that it decodes does not depend on how fast the
-    # rest of the run is; several workers, also those that join later, share the groups by the room that each has.
+def make_rollout(
+    job: Job, engine: RolloutEngine, prompts: Sequence[Prompt]
+) -> tuple[Rollout, Evaluator | None]:
+    """Returns the rollout stage of ``engine``, and the evaluator that answers ``prompts``, if there
+    are any."""
+    recipe = job.recipe
+    sampling = sampling_of(job.recipe, job.tokenizer)
+    size = job.recipe.algorithm.group_size
+    # A single worker takes a whole step's groups at once, so that the batch that it decodes does
+    # not depend on how fast the rest of the run is; several workers, also those that join later,
+    # share the groups by the room that each has.
     is_alone = recipe.replicas == 1 and not job.number and not recipe.launch.autoscale.max
     step_rows = recipe.train.groups_per_step * size if is_alone else 0
     stage = Rollout(

@@ -40,7 +40,8 @@ from stages.training.skipped import SkippedSteps
 from stages.training.update import Update
 from stages.weights.store import Publisher
 
-ALL = sys.maxsize  # checkpoints that are kept while batches are skipped: the weights of the newest may be at fault
+# checkpoints that are kept while batches are skipped: the weights of the newest may be at fault
+ALL = sys.maxsize
 
 
 class UpdateJob(Job):
@@ -56,7 +57,9 @@ class UpdateJob(Job):
 
     async def build(self) -> None:
         await self.make_engine()
-        publisher = weight_publisher(self.recipe, self.paths.shared, self.secret, *await self.index.reach())
+        publisher = weight_publisher(
+            self.recipe, self.paths.shared, self.secret, *await self.index.reach()
+        )
         self.resources.callback(publisher.close)
         if self.coordinates.rank:
             self.make_rank_worker(DeviceLease(), publisher)
@@ -73,7 +76,8 @@ class UpdateJob(Job):
         return () if self.rank_worker is None else (self.rank_worker.run(),)
 
     async def finish(self) -> None:
-        """Write a checkpoint when the run was stopped, so that no step is lost; then end the other ranks."""
+        """Write a checkpoint when the run was stopped, so that no step is lost; then end the other
+        ranks."""
         if self.rank_worker is not None:
             return
         if self.stage.trained > self._saved and (await self.index.state())[0] == "stopping":
@@ -121,8 +125,11 @@ class UpdateJob(Job):
         self.version = lambda: worker.trained
 
     async def make_stage(self, publisher: Publisher | None, device: DeviceLease) -> None:
-        """Make the update stage, and replay the steps that were recorded since the newest checkpoint."""
-        recipe, found, self._spans = self.recipe, self.checkpoint, Spans()
+        """Make the update stage, and replay the steps that were recorded since the newest
+        checkpoint."""
+        recipe = self.recipe
+        found = self.checkpoint
+        self._spans = Spans()
         if found is not None and found.path != self.paths.start:
             if found.version > (await CHECKPOINT_REPORTED.get(self.index) or 0):
                 await self._push(found)
@@ -167,19 +174,29 @@ class UpdateJob(Job):
         return Recorder(self.dock, self.tokenizer, names, samples)
 
     def _skipped(self) -> SkippedSteps:
-        folder, columns = self.paths.out / skipped.FOLDER, trained_columns(self.algorithm(), self.dock.schema)
-        return SkippedSteps(self._reading(SampleLog(folder, 0)), folder, columns, self.recipe.train.max_skipped_steps)
+        folder = self.paths.out / skipped.FOLDER
+        columns = trained_columns(self.algorithm(), self.dock.schema)
+        return SkippedSteps(
+            self._reading(SampleLog(folder, 0)),
+            folder,
+            columns,
+            self.recipe.train.max_skipped_steps,
+        )
 
     async def _after_step(self, version: int) -> None:
-        """Begin to write a checkpoint when one is due or requested. While the one before is still being written, steps are
-        made as long as the arena has room for their samples; then the checkpoint of the newest version follows. After the
-        last step, wait for it."""
+        """Begin to write a checkpoint when one is due or requested.
+
+        While the one before is still being written, steps are made as long as the arena has room
+        for their samples; then the checkpoint of the newest version follows. After the last step,
+        wait for it.
+        """
         if self._saving.done():
             self._saving.result()  # raises why the last one was not written
         request = await CHECKPOINT_ASKED.get(self.index) or ""
         if request in (self._answered, await CHECKPOINT_WRITTEN.get(self.index)):
             request = ""
-        last, every = version >= self.recipe.train.steps, self.recipe.checkpoint.every
+        last = version >= self.recipe.train.steps
+        every = self.recipe.checkpoint.every
         due = bool(request) or version // every > self._saved // every
         if last or (due and (self._saving.done() or not await self._has_room())):
             await self._save(version, request)
@@ -187,25 +204,35 @@ class UpdateJob(Job):
             await self._saving
 
     async def _has_room(self) -> bool:
-        """Whether what is in flight surely fits beside the samples that no checkpoint covers yet."""
-        found, share = (await self.index.stats())["warehouses"].values(), share_of_trained(self.recipe)
+        """Whether what is in flight surely fits beside the samples that no checkpoint covers
+        yet."""
+        found = (await self.index.stats())["warehouses"].values()
+        share = share_of_trained(self.recipe)
         return all(warehouse["used"] <= share * warehouse["capacity"] for warehouse in found)
 
     async def _save(self, version: int, request: str = "") -> None:
-        """Copy the state of ``version``, and write it beside the next steps; ``request``: for which one."""
-        began, folder = time.monotonic(), self.paths.checkpoints
+        """Copy the state of ``version``, and write it beside the next steps; ``request``: for which
+        one."""
+        began = time.monotonic()
+        folder = self.paths.checkpoints
         await self._saving
         point = asdict(await self.index.resume_point())
         with self._spans.during("checkpoint copy", version=version):
             with self._refusals(version):
                 partial = await asyncio.to_thread(checkpoint.begin, folder, version)
-            await self.rank_group.broadcast("save", together=False, folder=partial.name)  # each copies its own state
+            # each copies its own state
+            await self.rank_group.broadcast("save", together=False, folder=partial.name)
             if self.critic is not None:
                 await self.critic.send("save", folder=partial.name)
             writing = await self._writer.begin(partial)
-        self._saved, self._answered = version, request or self._answered
+        self._saved = version
+        self._answered = request or self._answered
         exposed = time.monotonic() - began
-        keep = ALL if self.stage.skipped is not None and self.stage.skipped.in_a_row else self.recipe.checkpoint.keep
+        keep = (
+            ALL
+            if self.stage.skipped is not None and self.stage.skipped.in_a_row
+            else self.recipe.checkpoint.keep
+        )
 
         async def complete() -> None:
             with self._spans.during("checkpoint", version=version), self._refusals(version):
@@ -213,8 +240,12 @@ class UpdateJob(Job):
                 if self.critic is not None:
                     await self.critic.until_saved()
                     if self.paths.url:  # it may be on another node
-                        await asyncio.to_thread(CheckpointStore(self.paths.url).fetch_staged, partial)
-                written = await asyncio.to_thread(checkpoint.finish, folder, self.tokenizer, version, point, keep)
+                        await asyncio.to_thread(
+                            CheckpointStore(self.paths.url).fetch_staged, partial
+                        )
+                written = await asyncio.to_thread(
+                    checkpoint.finish, folder, self.tokenizer, version, point, keep
+                )
                 await self._push(written, keep)
             await self._report(written, request, exposed, time.monotonic() - began)
             await self.index.release_steps(version)
@@ -223,8 +254,10 @@ class UpdateJob(Job):
 
     @contextlib.contextmanager
     def _refusals(self, version: int) -> Iterator[None]:
-        """Raise DiskRefused or CheckpointUnusable for an error that a restart does not mend. What was written of the
-        checkpoint is removed."""
+        """Raise DiskRefused or CheckpointUnusable for an error that a restart does not mend.
+
+        What was written of the checkpoint is removed.
+        """
         try:
             yield
         except asyncio.CancelledError:
@@ -239,7 +272,10 @@ class UpdateJob(Job):
             raise
 
     async def _push(self, written: Checkpoint, keep: int = ALL) -> None:
-        """Copy a checkpoint to ``checkpoint.url``, if there is one, where the newest ``keep`` stay. Raises DiskRefused."""
+        """Copy a checkpoint to ``checkpoint.url``, if there is one, where the newest ``keep`` stay.
+
+        Raises DiskRefused.
+        """
         if self.paths.url:
             try:
                 store = await asyncio.to_thread(CheckpointStore, self.paths.url)
@@ -251,7 +287,9 @@ class UpdateJob(Job):
         """What was begun ends, so that nothing writes beside a next process of this worker."""
         await asyncio.gather(self._saving, self._writer.close(), return_exceptions=True)
 
-    async def _report(self, written: Checkpoint, request: str = "", exposed: float = 0.0, seconds: float = 0.0) -> None:
+    async def _report(
+        self, written: Checkpoint, request: str = "", exposed: float = 0.0, seconds: float = 0.0
+    ) -> None:
         event = CheckpointEvent(
             version=written.version,
             path=str(written.path),

@@ -1,4 +1,5 @@
-"""The folders of a run's base models: what was in them when it began, so that the same bytes elsewhere are accepted.
+"""The folders of a run's base models: what was in them when it began, so that the same bytes
+elsewhere are accepted.
 
 the run begins  ─▶ beside it: each file is hashed ─▶ base-models.json
 resume --set model.source=NEW ─▶ the files of NEW are compared with that ─▶ the same: the recipe has NEW from then on
@@ -28,17 +29,23 @@ log = structlog.get_logger()
 
 
 class BaseModelDiffers(RunError):
-    """The folder that an override of ``key`` names is not the base model of the run; ``wrong`` says why."""
+    """The folder that an override of ``key`` names is not the base model of the run; ``wrong`` says
+    why."""
 
     def __init__(self, key: str, wrong: str, fix: str) -> None:
         super().__init__(f"{key}: {wrong}; {fix}")
-        self.key, self.wrong, self.fix = key, wrong, fix
+        self.key = key
+        self.wrong = wrong
+        self.fix = fix
 
 
 def record_beside(recipe: Recipe, out: Path) -> None:
-    """Begin to write what is in the folders of the base models of ``recipe``, in a thread, where it is not known yet."""
+    """Begin to write what is in the folders of the base models of ``recipe``, in a thread, where it
+    is not known yet."""
     if wanted := {path for _, path in sources(recipe)} - _recorded(out).keys():
-        threading.Thread(target=_record, args=(sorted(wanted), out), name="base-models", daemon=True).start()
+        threading.Thread(
+            target=_record, args=(sorted(wanted), out), name="base-models", daemon=True
+        ).start()
 
 
 def _record(wanted: Sequence[str], out: Path) -> None:
@@ -46,12 +53,17 @@ def _record(wanted: Sequence[str], out: Path) -> None:
         found = {source: digests_of(Path(source), model_files(Path(source))) for source in wanted}
         write(out, _recorded(out) | found)
     except OSError as error:
-        log.warning("the files of the base model are not recorded; it cannot be moved", reason=str(error))
+        log.warning(
+            "the files of the base model are not recorded; it cannot be moved", reason=str(error)
+        )
 
 
 def write(out: Path, known: Mapping[str, Files]) -> None:
     """Write ``known``: the files of each folder."""
-    data = {source: {name: asdict(file) for name, file in files.items()} for source, files in known.items()}
+    data = {
+        source: {name: asdict(file) for name, file in files.items()}
+        for source, files in known.items()
+    }
     text = json.dumps(data, indent=1)
     with replacing(out / FILE, len(text)) as partial:
         partial.write_text(text)
@@ -67,19 +79,22 @@ def sources(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def refuse_missing(recipe: Recipe, out: Path, moved: Collection[str]) -> None:
-    """Raises RunError when the folder of a base model is not there, and none of the keys ``moved`` has it elsewhere."""
+    """Raises RunError when the folder of a base model is not there, and none of the keys ``moved``
+    has it elsewhere."""
     for key, source in sources(recipe):
         if key not in moved and not Path(source).is_dir():
             raise RunError(
-                f"{key}: {source} is not there; put the folder back, or, where it was moved, say where: "
-                f"`asyncdock resume {out} --set {key}=…`: a folder with the same files is accepted"
+                f"{key}: {source} is not there; put the folder back, or, where it was moved, say "
+                f"where: `asyncdock resume {out} --set {key}=…`: a folder with the same files is "
+                f"accepted"
             )
 
 
 def moved(before: Recipe, overrides: Mapping[str, Any], out: Path) -> set[str]:
-    """Returns the keys in ``overrides`` that name another folder with the files of the one before, and records that. Raises
-    BaseModelDiffers where the files differ, or are not known."""
-    known, found = _recorded(out), set[str]()
+    """Returns the keys in ``overrides`` that name another folder with the files of the one before,
+    and records that. Raises BaseModelDiffers where the files differ, or are not known."""
+    known = _recorded(out)
+    found = set[str]()
     for key, old in sources(before):
         new = overrides.get(key)
         if not isinstance(new, str) or not Path(new).expanduser().is_dir():
@@ -90,7 +105,9 @@ def moved(before: Recipe, overrides: Mapping[str, Any], out: Path) -> set[str]:
         files = known.get(old) or _present(Path(old), key, folder)
         if wrong := difference(folder, files):
             raise BaseModelDiffers(
-                key, f"{folder} is not {old} elsewhere: {wrong}", "give the folder that the run began with"
+                key,
+                f"{folder} is not {old} elsewhere: {wrong}",
+                "give the folder that the run began with",
             )
         known[str(folder)] = files
         found.add(key)
@@ -104,32 +121,46 @@ def _present(old: Path, key: str, new: Path) -> Files:
         return digests_of(old, model_files(old))
     raise BaseModelDiffers(
         key,
-        f"{new} cannot be compared with {old}, which is not there, and whose files the run has not recorded",
+        f"{new} cannot be compared with {old}, which is not there, and whose files the run has not "
+        f"recorded",
         f"put the folder back, or link to it: `ln -s {new} {old}`",
     )
 
 
 def difference(folder: Path, files: Files) -> str:
-    """Returns in words how ``folder`` differs from ``files``; "" where it does not. Sizes are compared first."""
+    """Returns in words how ``folder`` differs from ``files``; "" where it does not.
+
+    Sizes are compared first.
+    """
     names = set(model_files(folder))
     if lacking := sorted(files.keys() - names):
         return f"it has no {lacking[0]!r}"
     if more := sorted(names - files.keys()):
         return f"it has {more[0]!r}, too"
     for name in sorted(names, key=lambda name: files[name].bytes):
-        if (folder / name).stat().st_size != files[name].bytes or digest_of(folder / name) != files[name]:
+        if (folder / name).stat().st_size != files[name].bytes or digest_of(folder / name) != files[
+            name
+        ]:
             return f"{name!r} has other bytes"
     return ""
 
 
 def model_files(folder: Path) -> Sequence[str]:
-    """Returns the names of the files below ``folder``, without hidden ones: of a download, or of Git."""
-    return [name for name in files_below(folder) if not any(part.startswith(".") for part in Path(name).parts)]
+    """Returns the names of the files below ``folder``, without hidden ones: of a download, or of
+    Git."""
+    return [
+        name
+        for name in files_below(folder)
+        if not any(part.startswith(".") for part in Path(name).parts)
+    ]
 
 
 def _recorded(out: Path) -> dict[str, Files]:
     try:
         data = json.loads((out / FILE).read_text())
-        return {source: {name: FileDigest(**file) for name, file in files.items()} for source, files in data.items()}
+        return {
+            source: {name: FileDigest(**file) for name, file in files.items()}
+            for source, files in data.items()
+        }
     except (OSError, ValueError, TypeError, AttributeError):
         return {}

@@ -35,8 +35,9 @@ log = structlog.get_logger()
 
 
 def store_url(recipe: Recipe, out: Path, run: str = "") -> str:
-    """Returns where the checkpoints of the run in the folder ``out`` are copied to; "" when they are not. The folder there
-    has the id of the first run in ``out``: that is ``run`` where none is known yet, and "" is returned without both."""
+    """Returns where the checkpoints of the run in the folder ``out`` are copied to; "" when they
+    are not. The folder there has the id of the first run in ``out``: that is ``run`` where none is
+    known yet, and "" is returned without both."""
     if not recipe.checkpoint.url:
         return ""
     with contextlib.suppress(FileNotFoundError):
@@ -48,7 +49,8 @@ def recorded_version(out: Path) -> int:
     """Returns the newest version of which the run in ``out`` has recorded a checkpoint; 0: none."""
     metrics = out / METRICS
     versions = [newest_checkpoint(metrics), *_in_index(out / INDEX)]
-    if not metrics.is_file():  # otherwise it is newer than the summary, which is written when a run ends
+    # otherwise it is newer than the summary, which is written when a run ends
+    if not metrics.is_file():
         versions += _in_summary(out / SUMMARY)
     return max(versions, default=0)
 
@@ -57,7 +59,10 @@ def _in_index(folder: Path) -> list[int]:
     found: list[int] = []
     for path in folder.rglob("*.aof"):
         if path.stat().st_size:
-            with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            with (
+                path.open("rb") as file,
+                mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
+            ):
                 found += [int(match[1]) for match in _REPORTED.finditer(content)]
     return found
 
@@ -72,16 +77,20 @@ def _in_summary(path: Path) -> list[int]:
 
 
 def start_of(out: Path, url: str, steps: int, wanted: int | None = None) -> Checkpoint | None:
-    """Returns the checkpoint from which the run in ``out`` goes on to ``steps``: the newest one, or that of version
-    ``wanted`` (0: none, from the beginning). All of its files are verified. Changes nothing, but copies one from ``url``.
-    Raises RunError."""
+    """Returns the checkpoint from which the run in ``out`` goes on to ``steps``: the newest one, or
+    that of version
+    ``wanted`` (0: none, from the beginning). All of its files are verified. Changes nothing, but
+    copies one from ``url``. Raises RunError."""
     folder = out / "checkpoints"
     if folder.is_symlink() and not folder.exists():
         raise RunError(
-            f"run: {folder} is a link to {folder.readlink()}, which is not there; mount its disk, or put the folder back"
+            f"run: {folder} is a link to {folder.readlink()}, which is not there; mount its disk, "
+            f"or put the folder back"
         )
     try:
-        start = checkpoint.newest(folder, url) if wanted is None else of_version(folder, url, wanted)
+        start = (
+            checkpoint.newest(folder, url) if wanted is None else of_version(folder, url, wanted)
+        )
         if wanted is None:
             _refuse_missing(out, start)
         if start is not None:
@@ -94,20 +103,22 @@ def start_of(out: Path, url: str, steps: int, wanted: int | None = None) -> Chec
 
 
 def _refuse_missing(out: Path, start: Checkpoint | None) -> None:
-    version, recorded = start.version if start else 0, recorded_version(out)
+    version = start.version if start else 0
+    recorded = recorded_version(out)
     if recorded <= version:
         return
     here = f"none newer than that of version {version}" if start else "none"
     raise RunError(
-        f"run: {out} has recorded a checkpoint of version {recorded}, and {out / 'checkpoints'} has {here}; mount the disk "
-        f"that it is on, or put it back; or go on from {f'version {version}' if start else 'the beginning'} with "
-        f"`asyncdock resume {out} --from {version}`, which makes the steps since again"
+        f"run: {out} has recorded a checkpoint of version {recorded}, and {out / 'checkpoints'} "
+        f"has {here}; mount the disk that it is on, or put it back; or go on from "
+        f"{f'version {version}' if start else 'the beginning'} with `asyncdock resume {out} --from "
+        f"{version}`, which makes the steps since again"
     )
 
 
 def of_version(folder: Path, url: str, version: int) -> Checkpoint | None:
-    """Returns the checkpoint of ``version`` in ``folder``, copied from ``url`` where only that has it; None for version 0.
-    Raises RunError, and CheckpointUnusable."""
+    """Returns the checkpoint of ``version`` in ``folder``, copied from ``url`` where only that has
+    it; None for version 0. Raises RunError, and CheckpointUnusable."""
     if not version:
         return None
     names = {path.name: path for path in checkpoint.whole(folder)}
@@ -117,20 +128,32 @@ def of_version(folder: Path, url: str, version: int) -> Checkpoint | None:
     if name not in names and store and name in remote:
         names[name] = store.pull(name, folder)
     if name not in names:
-        known = ", ".join(str(checkpoint.version_of(each)) for each in sorted({*names, *remote})) or "none"
-        raise RunError(f"version {version}: {folder} has no checkpoint of it; it has: {known} (0: none of them)")
+        known = (
+            ", ".join(str(checkpoint.version_of(each)) for each in sorted({*names, *remote}))
+            or "none"
+        )
+        raise RunError(
+            f"version {version}: {folder} has no checkpoint of it; it has: {known} (0: "
+            f"none of them)"
+        )
     return checkpoint.open_checkpoint(names[name])
 
 
 def set_newer_aside(out: Path, url: str, version: int) -> None:
-    """Rename the checkpoints of the run in ``out`` that are newer than ``version``, here and at ``url``: a run that goes on
-    from ``version`` makes others of these versions."""
+    """Rename the checkpoints of the run in ``out`` that are newer than ``version``, here and at
+    ``url``: a run that goes on from ``version`` makes others of these versions."""
     name = checkpoint.name_of(version)
     for path in checkpoint.whole(out / "checkpoints"):
         if path.name > name:
-            log.warning("set aside a checkpoint, which stays on the disk", path=str(checkpoint.set_aside(path)))
+            log.warning(
+                "set aside a checkpoint, which stays on the disk",
+                path=str(checkpoint.set_aside(path)),
+            )
     store = CheckpointStore(url) if url else None
     for newer in store.names() if store else []:
         if store and newer > name:
             store.set_aside(newer, f"{checkpoint.ASIDE}{newer}")
-            log.warning("set aside a checkpoint, which stays at its URL", name=f"{url}/{checkpoint.ASIDE}{newer}")
+            log.warning(
+                "set aside a checkpoint, which stays at its URL",
+                name=f"{url}/{checkpoint.ASIDE}{newer}",
+            )

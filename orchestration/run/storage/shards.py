@@ -1,10 +1,12 @@
-"""Reads torch's distributed checkpoints as data: whoever has written the files, nothing in them is executed.
+"""Reads torch's distributed checkpoints as data: whoever has written the files, nothing in them is
+executed.
 
     .metadata, a pickle ─▶ an unpickler with names of its own for the few classes it may hold ─▶ plain records
     records ─▶ names, sizes and offsets are looked at ─▶ torch's Metadata ─▶ the shards beside it: tensors and numbers alone
 
-torch's own reader unpickles ``.metadata`` without limits, and its planner loads what that file calls bytes the same way.
-Digests do not help: who can write a checkpoint can write its digests, too.
+torch's own reader unpickles ``.metadata`` without limits, and its planner loads what that file
+calls bytes the same way. Digests do not help: who can write a checkpoint can write its digests,
+too.
 """
 
 from __future__ import annotations
@@ -32,18 +34,25 @@ from torch.distributed.checkpoint.metadata import (
 from stages.weights.manifest import FilesDamaged
 
 METADATA = ".metadata"
-MOST_BYTES = 1 << 30  # of a file .metadata; one entry of some 200 bytes for each tensor of each rank
+# of a file .metadata; one entry of some 200 bytes for each tensor of each rank
+MOST_BYTES = 1 << 30
 _SHARD = re.compile(r"__\d+_\d+\.distcp")  # as torch names the files of a rank
-_GLOBAL = re.compile(r"GLOBAL ([\w.]+)")  # in what torch says of a pickle with other things than tensors
-_METADATA, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
+# in what torch says of a pickle with other things than tensors
+_GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
+_METADATA = "torch.distributed.checkpoint.metadata"
+_FILES = "torch.distributed.checkpoint.filesystem"
 
 
 class ShardsRefused(FilesDamaged, ValueError):
-    """A file of a distributed checkpoint holds what a checkpoint does not hold. The message names the file and it."""
+    """A file of a distributed checkpoint holds what a checkpoint does not hold.
+
+    The message names the file and it.
+    """
 
 
 class Reader(dcp.FileSystemReader):
-    """torch's reader of the distributed checkpoint in a folder, with ``.metadata`` read by :func:`read_metadata`."""
+    """torch's reader of the distributed checkpoint in a folder, with ``.metadata`` read by
+    :func:`read_metadata`."""
 
     def read_metadata(self, *_arguments: Any, **_options: Any) -> Metadata:
         metadata = read_metadata(Path(self.path))
@@ -56,11 +65,16 @@ class Reader(dcp.FileSystemReader):
         except pickle.UnpicklingError as error:
             found = _GLOBAL.search(str(error))
             names = f"names {found[1]}" if found else "is damaged"
-            raise ShardsRefused(f"a shard in {self.path} {names}, where a checkpoint has tensors alone") from None
+            raise ShardsRefused(
+                f"a shard in {self.path} {names}, where a checkpoint has tensors alone"
+            ) from None
 
 
 class Planner(dcp.DefaultLoadPlanner):
-    """torch's planner, which takes tensors for tensors and numbers for numbers. Other objects are not unpickled."""
+    """torch's planner, which takes tensors for tensors and numbers for numbers.
+
+    Other objects are not unpickled.
+    """
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn
@@ -69,7 +83,9 @@ class Planner(dcp.DefaultLoadPlanner):
         except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as error:
             found = _GLOBAL.search(str(error))
             names = f"names {found[1]}" if found else "is damaged"
-            raise ShardsRefused(f"the checkpoint's value of {name!r} {names}, where it has a number") from None
+            raise ShardsRefused(
+                f"the checkpoint's value of {name!r} {names}, where it has a number"
+            ) from None
         if not isinstance(number, int | float) or isinstance(self.state_dict[name], torch.Tensor):
             raise ShardsRefused(f"the checkpoint's value of {name!r} is a {type(number).__name__}")
         plain = io.BytesIO()
@@ -79,8 +95,8 @@ class Planner(dcp.DefaultLoadPlanner):
 
 
 def load(state: dict[str, Any], reader: dcp.FileSystemReader, *, no_dist: bool) -> None:
-    """Fill the tensors and numbers of the nested ``state`` from the checkpoint of ``reader``, on all ranks unless
-    ``no_dist``. Raises ShardsRefused, and CheckpointException with it."""
+    """Fill the tensors and numbers of the nested ``state`` from the checkpoint of ``reader``, on
+    all ranks unless ``no_dist``. Raises ShardsRefused, and CheckpointException with it."""
     dcp.load(state, storage_reader=reader, planner=Planner(), no_dist=no_dist)
 
 
@@ -96,22 +112,28 @@ def read_metadata(folder: Path) -> Metadata:
     except ShardsRefused:
         raise
     except Exception as error:  # a damaged pickle raises nearly anything
-        raise ShardsRefused(f"{path} is damaged: it is no metadata of a checkpoint ({error!r:.200})") from None
+        raise ShardsRefused(
+            f"{path} is damaged: it is no metadata of a checkpoint ({error!r:.200})"
+        ) from None
 
 
 class _Record:
-    """Stands for an object in a pickle: its ``state``, or the ``arguments`` that it would be made of."""
+    """Stands for an object in a pickle: its ``state``, or the ``arguments`` that it would be made
+    of."""
 
     def __init__(self, *arguments: Any) -> None:
-        self.arguments, self.state = arguments, dict[str, Any]()
+        self.arguments = arguments
+        self.state = dict[str, Any]()
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes records in place of objects. No class outside of the file can be called or changed by it: each file has its
-    own stand-ins."""
+    """Makes records in place of objects.
+
+    No class outside of the file can be called or changed by it: each file has its own stand-ins.
+    """
 
     def __init__(self, content: bytes, path: Path) -> None:
         super().__init__(io.BytesIO(content))
@@ -130,7 +152,8 @@ class _Unpickler(pickle.Unpickler):
             ("torch", "Size"),
         ]
         self._known = {place: type(place[1], (_Record,), {}) for place in records}
-        for library in ("pathlib", "pathlib._local"):  # where a checkpoint was written to, which nothing here reads
+        # where a checkpoint was written to, which nothing here reads
+        for library in ("pathlib", "pathlib._local"):
             self._known[library, "PosixPath"] = type("PosixPath", (_Record,), {})
 
     def find_class(self, module: str, name: str) -> Any:
@@ -145,14 +168,18 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Metadata:
-    """Makes torch's objects of the records of ``path``. Any error while it does says that the file is damaged."""
+    """Makes torch's objects of the records of ``path``.
+
+    Any error while it does says that the file is damaged.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def of(self, record: Any) -> Metadata:
         state = _state(record, "Metadata")
-        stored, places = state["state_dict_metadata"], state["storage_data"]
+        stored = state["state_dict_metadata"]
+        places = state["storage_data"]
         return Metadata(
             state_dict_metadata={_text(name): self._stored(each) for name, each in stored.items()},
             planner_data=_paths(state["planner_data"]),
@@ -168,22 +195,31 @@ class _Metadata:
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"{dtype!r:.100} is no dtype")
         chunks = [_state(chunk, "ChunkStorageMetadata") for chunk in state["chunks"]]
-        boxes = [ChunkStorageMetadata(_size(chunk["offsets"]), _size(chunk["sizes"])) for chunk in chunks]
+        boxes = [
+            ChunkStorageMetadata(_size(chunk["offsets"]), _size(chunk["sizes"])) for chunk in chunks
+        ]
         return TensorStorageMetadata(TensorProperties(dtype=dtype), _size(state["size"]), boxes)
 
     def _index(self, record: Any) -> MetadataIndex:
         state = _state(record, "MetadataIndex")
-        offset, index = state.get("offset"), state.get("index")
+        offset = state.get("offset")
+        index = state.get("index")
         begins = None if offset is None else _size(offset)
         return MetadataIndex(_text(state["fqn"]), begins, None if index is None else _count(index))
 
     def _place(self, record: Any) -> _StorageInfo:
         state = _state(record, "_StorageInfo")
-        name, offset, length = _text(state["relative_path"]), _count(state["offset"]), _count(state["length"])
+        name = _text(state["relative_path"])
+        offset = _count(state["offset"])
+        length = _count(state["length"])
         if not _SHARD.fullmatch(name):
-            raise ShardsRefused(f"{self._path} names the file {name!r:.100}, which is no shard beside it")
+            raise ShardsRefused(
+                f"{self._path} names the file {name!r:.100}, which is no shard beside it"
+            )
         if state.get("transform_descriptors"):
-            raise ShardsRefused(f"{self._path} has {name} read by an extension, which no checkpoint of a run has")
+            raise ShardsRefused(
+                f"{self._path} has {name} read by an extension, which no checkpoint of a run has"
+            )
         return _StorageInfo(name, offset, length)
 
 
@@ -193,7 +229,9 @@ def _kind(record: Any) -> str:
 
 def _state(record: Any, kind: str) -> Any:
     if _kind(record) != kind:
-        raise TypeError(f"it has a {_kind(record) or type(record).__name__} in the place of a {kind}")
+        raise TypeError(
+            f"it has a {_kind(record) or type(record).__name__} in the place of a {kind}"
+        )
     return record.state
 
 

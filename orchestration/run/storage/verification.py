@@ -22,8 +22,11 @@ class NoCheckpoints(LookupError):
 
 @dataclass(frozen=True)
 class Verification:
-    """What was found of the checkpoint at ``path``, a folder or a URL. ``damages``: a sentence for each damaged file;
-    ``bytes`` of ``files`` were read. ``has_digests``: otherwise there was nothing to compare with."""
+    """What was found of the checkpoint at ``path``, a folder or a URL.
+
+    ``damages``: a sentence for each damaged file; ``bytes`` of ``files`` were read.
+    ``has_digests``: otherwise there was nothing to compare with.
+    """
 
     path: str
     files: int
@@ -41,18 +44,23 @@ class Verification:
 
 
 def verified(run: Path) -> Iterator[Verification]:
-    """Verify the checkpoints of the run in the folder ``run``, oldest first, or the one in this folder. Raises
-    NoCheckpoints."""
+    """Verify the checkpoints of the run in the folder ``run``, oldest first, or the one in this
+    folder. Raises NoCheckpoints."""
     run = run.absolute()
     if (run / STATE).is_file():
         yield verify(run)
         return
     folder = run / "checkpoints"
-    paths = [*whole(folder), *sorted(path for path in folder.glob(f"{ASIDE}step-*") if path.is_dir())]
+    paths = [
+        *whole(folder),
+        *sorted(path for path in folder.glob(f"{ASIDE}step-*") if path.is_dir()),
+    ]
     store = _store_of(run)
     names = store.names() if store else []
     if not paths and not names:
-        raise NoCheckpoints(f"run: {run} has no checkpoint; give the folder of a run, or of one of its checkpoints")
+        raise NoCheckpoints(
+            f"run: {run} has no checkpoint; give the folder of a run, or of one of its checkpoints"
+        )
     yield from map(verify, paths)
     for name in names if store else []:
         if store:
@@ -62,7 +70,8 @@ def verified(run: Path) -> Iterator[Verification]:
 def verify(path: Path) -> Verification:
     """Verify the checkpoint in the folder ``path``."""
     try:
-        digests, damages = manifest.read(path), list[str]()
+        digests = manifest.read(path)
+        damages = list[str]()
         if digests is not None:
             damages = list(manifest.damages(path, digests, list(digests)))
         open_checkpoint(path)
@@ -81,7 +90,9 @@ def _verified_at(store: CheckpointStore, name: str) -> Verification:
     return _verification(f"{store.url}/{name}", digests, damages)
 
 
-def _verification(path: str, digests: dict[str, manifest.FileDigest] | None, damages: Sequence[str]) -> Verification:
+def _verification(
+    path: str, digests: dict[str, manifest.FileDigest] | None, damages: Sequence[str]
+) -> Verification:
     sizes = [digest.bytes for digest in (digests or {}).values()]
     return Verification(path, len(sizes), sum(sizes), digests is not None, damages)
 

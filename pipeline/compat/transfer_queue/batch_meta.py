@@ -25,7 +25,10 @@ class KVBatchMeta:
 
     def __post_init__(self) -> None:
         if len(self.keys) != len(self.tags):
-            raise ValueError(f"keys and tags must have same length, but got {len(self.keys)} and {len(self.tags)}")
+            raise ValueError(
+                f"keys and tags must have same length, but got {len(self.keys)} and "
+                f"{len(self.tags)}"
+            )
         if len(set(self.keys)) != len(self.keys):
             raise ValueError("Got duplicated keys.")
         if self.fields is not None and len(set(self.fields)) != len(self.fields):
@@ -40,10 +43,14 @@ class KVBatchMeta:
         return len(self.keys)
 
     def __str__(self) -> str:
-        return f"KVBatchMeta(size={self.size}, field_names={self.fields}, extra_info={self.extra_info})"
+        return (
+            f"KVBatchMeta(size={self.size}, field_names={self.fields}, "
+            f"extra_info={self.extra_info})"
+        )
 
     def _at(self, positions: Sequence[int]) -> KVBatchMeta:
-        keys, tags = [self.keys[i] for i in positions], [self.tags[i] for i in positions]
+        keys = [self.keys[i] for i in positions]
+        tags = [self.tags[i] for i in positions]
         return KVBatchMeta(keys, tags, self.partition_id, self.fields, self.extra_info)
 
     def select_keys(self, keys_to_select: list[str]) -> KVBatchMeta:
@@ -58,11 +65,14 @@ class KVBatchMeta:
     def reorder(self, indexes: list[int]) -> None:
         """Put keys and tags into the order of ``indexes``, in place."""
         if len(indexes) != self.size:
-            raise ValueError(f"indexes: {len(indexes)} of them do not match the batch size {self.size}")
+            raise ValueError(
+                f"indexes: {len(indexes)} of them do not match the batch size {self.size}"
+            )
         if len(set(indexes)) != len(indexes):
             raise ValueError("Contain duplicate indexes.")
         ordered = self._at(indexes)
-        self.keys, self.tags = ordered.keys, ordered.tags
+        self.keys = ordered.keys
+        self.tags = ordered.tags
 
     def chunk(self, chunks: int) -> list[KVBatchMeta]:
         """``chunks`` parts of neighbouring keys; their sizes differ by one at most."""
@@ -70,7 +80,10 @@ class KVBatchMeta:
 
     @classmethod
     def concat(cls, data: list[KVBatchMeta]) -> KVBatchMeta:
-        """Join batches of one partition with the same fields. Raises ValueError when their ``extra_info`` differ."""
+        """Join batches of one partition with the same fields.
+
+        Raises ValueError when their ``extra_info`` differ.
+        """
         data = [part for part in data if part is not None and part.size]
         if not data:
             return cls()
@@ -84,9 +97,11 @@ class KVBatchMeta:
             for name, value in (part.extra_info or {}).items():
                 if not _equal(extra.setdefault(name, value), value):
                     raise ValueError(
-                        f"KVBatchMeta.concat: extra_info key '{name}' has conflicting values across chunks."
+                        f"KVBatchMeta.concat: extra_info key '{name}' has conflicting values "
+                        f"across chunks."
                     )
-        keys, tags = [key for part in data for key in part.keys], [tag for part in data for tag in part.tags]
+        keys = [key for part in data for key in part.keys]
+        tags = [tag for part in data for tag in part.tags]
         return cls(keys, tags, first.partition_id, first.fields, extra or None)
 
 

@@ -1,7 +1,9 @@
-"""How a process finds its queue: from its parent's environment, or in the key-value store of its Ray cluster.
+"""How a process finds its queue: from its parent's environment, or in the key-value store of its
+Ray cluster.
 
-A worker of Ray inherits the environment of its node's raylet, which has no entry for a queue that the driver opens after
-ray.init. So a driver announces its queue in the cluster's store, and every process of the cluster looks there first.
+A worker of Ray inherits the environment of its node's raylet, which has no entry for a queue that
+the driver opens after ray.init. So a driver announces its queue in the cluster's store, and every
+process of the cluster looks there first.
 """
 
 from __future__ import annotations
@@ -20,8 +22,11 @@ from urllib.parse import urlsplit
 from pipeline.compat.extras import extra
 from pipeline.node import node_id
 
-INDEX, RUN = "ASYNCDOCK_INDEX", "ASYNCDOCK_RUN"  # environment of the children of a process that starts a queue
-_KEY, _NAMESPACE = b"queue", b"asyncdock.transfer_queue"
+# environment of the children of a process that starts a queue
+INDEX = "ASYNCDOCK_INDEX"
+RUN = "ASYNCDOCK_RUN"
+_KEY = b"queue"
+_NAMESPACE = b"asyncdock.transfer_queue"
 
 
 def _ray() -> Any:
@@ -61,13 +66,14 @@ def _has_ended(queue: Mapping[str, str]) -> bool:
 def find_queue() -> dict[str, str]:
     """URL and run of the queue that this process belongs to; empty when it may open one.
 
-    Raises RuntimeError in a worker of Ray that cannot reach the cluster's queue, or finds none: no other process would find
-    a queue that this worker opened, and it would end with the worker."""
+    Raises RuntimeError in a worker of Ray that cannot reach the cluster's queue, or finds none: no
+    other process would find a queue that this worker opened, and it would end with the worker."""
     queue = _announced()
     if queue is not None:
         if queue["url"].startswith("unix://") and queue["node"] != _node():
             raise RuntimeError(
-                f"the queue of this Ray cluster listens on node {queue['node']!r} alone; open it with "
+                f"the queue of this Ray cluster listens on node {queue['node']!r} alone; open it "
+                f"with "
                 "init({'url': 'redis://…'}) there, a server that all nodes reach"
             )
         if not _has_ended(queue):
@@ -76,14 +82,22 @@ def find_queue() -> dict[str, str]:
         return {"url": os.environ[INDEX], "run": os.environ[RUN]}
     ray = _ray()
     if ray is not None and _is_worker(ray):
-        state = "the queue of this Ray cluster has ended" if queue else "this Ray cluster has no queue"
-        raise RuntimeError(f"{state}; call init() in the driver, after ray.init(), or give init() a url in each worker")
+        state = (
+            ("the queue of this Ray cluster has ended")
+            if queue
+            else "this Ray cluster has no queue"
+        )
+        raise RuntimeError(
+            f"{state}; call init() in the driver, after ray.init(), or give init() "
+            f"a url in each worker"
+        )
     return {}
 
 
 def announce(conf: Mapping[str, Any], *, chosen: bool) -> bool:
-    """Announce the queue ``conf`` as the cluster's, where it has none; returns whether that was done. Raises RuntimeError
-    when the cluster has another queue and this process has not ``chosen`` its own by a URL."""
+    """Announce the queue ``conf`` as the cluster's, where it has none; returns whether that was
+    done. Raises RuntimeError when the cluster has another queue and this process has not ``chosen``
+    its own by a URL."""
     ray = _ray()
     if ray is None or _is_worker(ray):
         return False
@@ -98,7 +112,8 @@ def announce(conf: Mapping[str, Any], *, chosen: bool) -> bool:
         return True
     if not chosen and (other["url"], other["run"]) != (own["url"], own["run"]):
         raise RuntimeError(
-            f"this Ray cluster has a queue, run {other['run']!r}, and this process another one, run {own['run']!r}; close() "
+            f"this Ray cluster has a queue, run {other['run']!r}, and this process another one, "
+            f"run {own['run']!r}; close() "
             "one of them, or call init() after ray.init(), which finds the cluster's"
         )
     return False
@@ -106,7 +121,10 @@ def announce(conf: Mapping[str, Any], *, chosen: bool) -> bool:
 
 def withdraw(conf: Mapping[str, Any]) -> None:
     """Remove what :func:`announce` announced."""
-    if (queue := _announced()) is not None and (queue["url"], queue["run"]) == (conf["url"], conf["run"]):
+    if (queue := _announced()) is not None and (queue["url"], queue["run"]) == (
+        conf["url"],
+        conf["run"],
+    ):
         with extra("ray"):
             from ray.experimental.internal_kv import _internal_kv_del
 

@@ -1,7 +1,8 @@
-"""Fields of TransferQueue's interface: tensors and JSON values as bytes, and the kinds that a partition's fields have.
+"""Fields of TransferQueue's interface: tensors and JSON values as bytes, and the kinds that a
+partition's fields have.
 
-The index keeps the kinds for each partition, because fields become known one by one; the columns of a run, on which its
-nodes agree, stay as they are.
+The index keeps the kinds for each partition, because fields become known one by one; the columns of
+a run, on which its nodes agree, stay as they are.
 """
 
 from __future__ import annotations
@@ -23,13 +24,17 @@ from pipeline.compat.transfer_queue.batch_meta import Tag
 from pipeline.index.errors import IndexRefused
 
 MAX_FIELDS = 63  # of a partition: the index keeps a key's fields as bits of two 32-bit words
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype)
+}
 
 
 @dataclass(frozen=True)
 class Field:
-    """The kind of a field's values: ``dtype`` (None: JSON), and the shape of a row after its first dimension, in which rows
-    may differ (None: rows are scalars)."""
+    """The kind of a field's values: ``dtype`` (None: JSON), and the shape of a row after its first
+    dimension, in which rows may differ (None: rows are scalars)."""
 
     name: str
     dtype: torch.dtype | None
@@ -56,8 +61,8 @@ class Field:
 
 @dataclass(frozen=True)
 class Fields:
-    """The fields of a partition in the order in which they were first put; a field's bit is its position. ``packed`` is
-    their form in the index: a line of JSON for each."""
+    """The fields of a partition in the order in which they were first put; a field's bit is its
+    position. ``packed`` is their form in the index: a line of JSON for each."""
 
     packed: str = ""
 
@@ -69,19 +74,27 @@ class Fields:
     def names(self, mask: int) -> list[str]:
         return [name for name, (bit, _) in self.by_name.items() if mask >> bit & 1]
 
-    def joined(self, encoded: Sequence[tuple[Field, Packed]], partition: str) -> tuple[Fields, dict[int, Packed]]:
-        """These fields and those of ``encoded`` that are new, and its values by bit. Raises ColumnError for values that are
-        not of their field's kind, and cannot become so without a change."""
+    def joined(
+        self, encoded: Sequence[tuple[Field, Packed]], partition: str
+    ) -> tuple[Fields, dict[int, Packed]]:
+        """These fields and those of ``encoded`` that are new, and its values by bit.
+
+        Raises ColumnError for values that are not of their field's kind, and cannot become so
+        without a change.
+        """
         new = [found for found, _ in encoded if found.name not in self.by_name]
         if len(self.by_name) + len(new) > MAX_FIELDS:
             name = new[MAX_FIELDS - len(self.by_name)].name
             raise IndexRefused(
-                f"field {name} is one too many: a partition has at most {MAX_FIELDS}; join some of them, or put them into "
+                f"field {name} is one too many: a partition has at most {MAX_FIELDS}; join some of "
+                f"them, or put them into "
                 "another partition"
             )
         fields = self
         if new:
-            fields = Fields(self.packed + "".join(json.dumps([found.name, found.kind]) + "\n" for found in new))
+            fields = Fields(
+                self.packed + "".join(json.dumps([found.name, found.kind]) + "\n" for found in new)
+            )
         values = {}
         for found, value in encoded:
             bit, known = fields.by_name[found.name]
@@ -90,7 +103,10 @@ class Fields:
 
 
 def _converted(packed: Packed, found: Field, known: Field, partition: str) -> Packed:
-    """``packed`` in the dtype of its field, where no value changes by that. Raises ColumnError otherwise."""
+    """``packed`` in the dtype of its field, where no value changes by that.
+
+    Raises ColumnError otherwise.
+    """
     change = ""
     if found.dtype is not None and known.dtype is not None and found.inner == known.inner:
         values = packed.values.view(found.dtype)
@@ -124,7 +140,8 @@ def encode_field(name: str, value: Any, rows: int) -> tuple[Field, Packed]:
         return Field(name, None, None), Packed(values, offsets_of([len(text) for text in texts]))
     parts = jagged_parts(value)
     if parts is not None and parts[2] is None and int(parts[1][0]) == 0:
-        flat, steps = parts[0], parts[1].to("cpu", torch.int64)
+        flat = parts[0]
+        steps = parts[1].to("cpu", torch.int64)
         found = Field(name, value.dtype, tuple(flat.shape[1:]))
     elif value.is_nested:
         unbound = value.unbind()
@@ -135,10 +152,12 @@ def encode_field(name: str, value: Any, rows: int) -> tuple[Field, Packed]:
                 f"rows differ beyond their first dimension ({shapes})",
                 "pad or flatten them",
             )
-        flat, steps = torch.cat(unbound), offsets_of([len(part) for part in unbound])
+        flat = torch.cat(unbound)
+        steps = offsets_of([len(part) for part in unbound])
         found = Field(name, value.dtype, shapes.pop())
     else:
-        flat, length = value, value.shape[1] if value.dim() > 1 else 1
+        flat = value
+        length = value.shape[1] if value.dim() > 1 else 1
         steps = torch.arange((value.shape[0] if value.dim() else 0) + 1) * length
         found = Field(name, value.dtype, tuple(value.shape[2:]) if value.dim() > 1 else None)
     _check_rows(name, len(steps) - 1, rows)
@@ -153,10 +172,13 @@ def encode_field(name: str, value: Any, rows: int) -> tuple[Field, Packed]:
 
 
 def as_tensor(name: str, value: Any) -> Any:
-    """``value`` as a tensor, when it is an array of numbers or a list of tensors or arrays; anything else as it is."""
+    """``value`` as a tensor, when it is an array of numbers or a list of tensors or arrays;
+    anything else as it is."""
     if isinstance(value, np.ndarray | np.generic):
         if value.dtype.kind not in "biufc":
-            raise TypeError(f"field {name!r}: an array of {value.dtype} cannot be stored; give value.tolist()")
+            raise TypeError(
+                f"field {name!r}: an array of {value.dtype} cannot be stored; give value.tolist()"
+            )
         native = np.require(value, value.dtype.newbyteorder("="), ["C", "W"])
         try:
             return torch.from_numpy(native)
@@ -188,7 +210,9 @@ def as_tensor(name: str, value: Any) -> Any:
 
 
 def _is_numbers(item: Any) -> bool:
-    return isinstance(item, torch.Tensor | np.ndarray) or (isinstance(item, np.generic) and item.dtype.kind in "biufc")
+    return isinstance(item, torch.Tensor | np.ndarray) or (
+        isinstance(item, np.generic) and item.dtype.kind in "biufc"
+    )
 
 
 def as_list(name: str, value: Any) -> list[Any]:
@@ -198,28 +222,34 @@ def as_list(name: str, value: Any) -> list[Any]:
     if isinstance(value, list | tuple):
         return list(value)
     raise TypeError(
-        f"field {name!r}: a {type(value).__name__} cannot be stored; give a tensor, or a list of JSON values"
+        f"field {name!r}: a {type(value).__name__} cannot be stored; give a tensor, or a list of "
+        f"JSON values"
     )
 
 
 def _check_rows(name: str, found: int, rows: int) -> None:
     if found != rows:
-        raise ValueError(f"field {name!r} has {found} rows for {rows} keys; give one row for each key")
+        raise ValueError(
+            f"field {name!r} has {found} rows for {rows} keys; give one row for each key"
+        )
 
 
 def to_json(what: str, value: Any) -> str:
-    """Raises TypeError for what does not come back as it was: nothing is pickled, and nothing changes its type, except that
-    numpy's scalars become Python's."""
+    """Raises TypeError for what does not come back as it was: nothing is pickled, and nothing
+    changes its type, except that numpy's scalars become Python's."""
     if isinstance(value, np.generic):
         value = value.item()
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
         same = _same(json.loads(text), value)
     except (TypeError, ValueError) as error:
-        raise TypeError(f"{what}: {value!r:.80} cannot be stored ({error}); make it a tensor or a JSON value") from None
+        raise TypeError(
+            f"{what}: {value!r:.80} cannot be stored ({error}); make it a tensor or a JSON value"
+        ) from None
     if not same:
         raise TypeError(
-            f"{what}: {value!r:.80} would come back as {json.loads(text)!r:.80}; give lists and string keys"
+            f"{what}: {value!r:.80} would come back as {json.loads(text)!r:.80}; give lists and "
+            f"string keys"
         )
     return text
 
@@ -242,7 +272,9 @@ def decode_field(found: Field, packed: Packed) -> Any:
     if found.inner is None:
         return values
     assert packed.offsets is not None
-    return torch.nested.nested_tensor_from_jagged(values.view(-1, *found.inner), packed.offsets // found.nbytes)
+    return torch.nested.nested_tensor_from_jagged(
+        values.view(-1, *found.inner), packed.offsets // found.nbytes
+    )
 
 
 def encode_tags(tags: Tag) -> dict[str, str]:
@@ -253,4 +285,7 @@ def encode_tags(tags: Tag) -> dict[str, str]:
 
 def decode_tags(tags: Mapping[Any, Any]) -> Tag:
     """Tags from their stored form."""
-    return {tag.decode() if isinstance(tag, bytes) else tag: json.loads(value) for tag, value in tags.items()}
+    return {
+        tag.decode() if isinstance(tag, bytes) else tag: json.loads(value)
+        for tag, value in tags.items()
+    }

@@ -49,7 +49,8 @@ DEFAULTS: dict[str, Any] = {
     "arena": 1 << 30,  # bytes, of the node's warehouse when this process is the first there
     "directory": None,  # of its arena
     "node": None,
-    "serve": "",  # address on which other nodes reach this node's warehouse, when this process is the first there
+    # address on which other nodes reach this node's warehouse, when this process is the first there
+    "serve": "",
     "secret": b"",
     "tls_certificate": "",  # PEM files: inside TLS, when they are given
     "tls_key": "",
@@ -57,8 +58,12 @@ DEFAULTS: dict[str, Any] = {
     "timeout": 30.0,  # seconds, of a call to the index
     "room_timeout": 600.0,  # seconds that a put waits while the warehouse is full
 }
-_SCHEMA = Schema([Column.ragged(f"field{bit}", torch.uint8) for bit in range(MAX_FIELDS)], most=MAX_FIELDS)
-_RECORD = np.dtype([("fields", "<u8"), ("block", "<u4"), ("slot", "<u4"), ("low", "<u4"), ("high", "<u2")])
+_SCHEMA = Schema(
+    [Column.ragged(f"field{bit}", torch.uint8) for bit in range(MAX_FIELDS)], most=MAX_FIELDS
+)
+_RECORD = np.dtype(
+    [("fields", "<u8"), ("block", "<u4"), ("slot", "<u4"), ("low", "<u4"), ("high", "<u2")]
+)
 _KNOWN_PARTITIONS = 1024
 
 
@@ -66,7 +71,8 @@ class Queue(LoopThread):
     """The connection of a process, with ``conf`` as :data:`DEFAULTS`."""
 
     def __init__(self, conf: Mapping[str, Any]) -> None:
-        self.conf, self.pid = dict(conf), os.getpid()
+        self.conf = dict(conf)
+        self.pid = os.getpid()
         self.announced = False  # as the queue of a Ray cluster, by this process
         self._server: EmbeddedIndex | None = None
         self._fields: dict[str, Fields] = {}  # by partition, as last read
@@ -75,10 +81,18 @@ class Queue(LoopThread):
             home = Path(tempfile.mkdtemp(prefix="asyncdock-"))
             self._server = EmbeddedIndex(home)
             self._server.start()
-            self.conf |= {"url": self._server.url, "run": self.conf["run"] or f"queue-{uuid.uuid4().hex[:8]}"}
-            os.environ[discovery.INDEX], os.environ[discovery.RUN] = self._server.url, self.conf["run"]
+            self.conf |= {
+                "url": self._server.url,
+                "run": self.conf["run"] or f"queue-{uuid.uuid4().hex[:8]}",
+            }
+            os.environ[discovery.INDEX], os.environ[discovery.RUN] = (
+                self._server.url,
+                self.conf["run"],
+            )
         self.conf["run"] = self.conf["run"] or "transfer-queue"
-        self.directory = Path(self.conf["directory"] or shared_memory_directory() / f"dock-{self.conf['run']}")
+        self.directory = Path(
+            self.conf["directory"] or shared_memory_directory() / f"dock-{self.conf['run']}"
+        )
         self.call(self._open())
         atexit.register(self.close)
 
@@ -88,13 +102,28 @@ class Queue(LoopThread):
         await self.index.init(RunConfig(()), {})
         tls = None
         if conf["tls_certificate"]:
-            tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context(cafile=conf["tls_authority"])
+            tls = (
+                ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER),
+                ssl.create_default_context(cafile=conf["tls_authority"]),
+            )
             tls[0].load_cert_chain(conf["tls_certificate"], conf["tls_key"])
 
         def dock(warehouse: str) -> Dock:
-            options = {"node": conf["node"], "secret": conf["secret"], "room_timeout": conf["room_timeout"], "tls": tls}
+            options = {
+                "node": conf["node"],
+                "secret": conf["secret"],
+                "room_timeout": conf["room_timeout"],
+                "tls": tls,
+            }
             worker = worker_name("queue", 0)
-            return Dock(self.index, _SCHEMA, worker=worker, directory=self.directory, warehouse=warehouse, **options)
+            return Dock(
+                self.index,
+                _SCHEMA,
+                worker=worker,
+                directory=self.directory,
+                warehouse=warehouse,
+                **options,
+            )
 
         self.dock = dock("local")
         found = await self.index.warehouses()
@@ -152,7 +181,8 @@ class Queue(LoopThread):
             except (ColumnError, IndexRefused):
                 if cached is None:
                     raise
-                self._fields.pop(partition, None)  # another process may have cleared the partition since
+                # another process may have cleared the partition since
+                self._fields.pop(partition, None)
                 continue
             put = partial(
                 self.index.put_keys,
@@ -178,9 +208,11 @@ class Queue(LoopThread):
             fields=sorted(self._fields_of(partition, reply.fields).names(reply.held)),
         )
 
-    async def get(self, keys: list[str], partition: str, select: Sequence[str] | None) -> TensorDict:
-        """Rows may be replaced or cleared, and their bytes used again, while they are copied: so they are looked up before
-        and after, until both say the same."""
+    async def get(
+        self, keys: list[str], partition: str, select: Sequence[str] | None
+    ) -> TensorDict:
+        """Rows may be replaced or cleared, and their bytes used again, while they are copied: so
+        they are looked up before and after, until both say the same."""
         deadline = time.monotonic() + self.index.timeout
         reply = await self.index.look_up_keys(partition, keys)
         while True:
@@ -189,14 +221,16 @@ class Queue(LoopThread):
                 out = await self._copied(keys, partition, select, reply)
             except StaleHandle as caught:
                 stale = caught
-            before, reply = reply, await self.index.look_up_keys(partition, keys)
+            before = reply
+            reply = await self.index.look_up_keys(partition, keys)
             if reply == before:
                 if stale is not None:
                     raise stale
                 return out
             if time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"partition {partition!r}: keys {keys[:3]}… changed while they were read, again and again"
+                    f"partition {partition!r}: keys {keys[:3]}… changed while they were read, "
+                    f"again and again"
                 )
 
     async def _copied(
@@ -204,18 +238,25 @@ class Queue(LoopThread):
     ) -> TensorDict:
         entries = [entry for entry in reply.entries if entry]
         if missing := [key for key, entry in zip(keys, reply.entries, strict=True) if not entry]:
-            raise ValueError(f"keys or partition were not found! partition {partition!r} has no keys {missing[:10]}")
+            raise ValueError(
+                f"keys or partition were not found! partition {partition!r} has no "
+                f"keys {missing[:10]}"
+            )
         records = np.frombuffer(b"".join(entry[6:] for entry in entries), _RECORD)
         fields = self._fields_of(partition, reply.fields.decode()).by_name
         # Each field is in one record of a key.
         bits = {name: np.uint64(bit) for name, (bit, _) in fields.items()}
-        held = {name: np.flatnonzero(records["fields"] >> bit & np.uint64(1)) for name, bit in bits.items()}
+        held = {
+            name: np.flatnonzero(records["fields"] >> bit & np.uint64(1))
+            for name, bit in bits.items()
+        }
         complete = [name for name, at in held.items() if len(at) == len(keys)]
         names = complete if select is None else list(dict.fromkeys(select))
         if not names or (lacking := [name for name in names if name not in complete]):
             missed = lacking if names else "any field"
             raise ValueError(
-                f"Some fields are not ready in all the requested keys! {missed} is not there for each of them"
+                f"Some fields are not ready in all the requested keys! {missed} is not there for "
+                f"each of them"
             )
         refs = self._places(records, reply.places)
         together: dict[bytes, list[str]] = {}
@@ -234,7 +275,11 @@ class Queue(LoopThread):
     def _places(records: np.ndarray, places: Sequence[Sequence[int]]) -> np.ndarray:
         table = np.array(sorted(map(tuple, places)), np.int64).reshape(-1, 3)
         at = np.searchsorted(table[:, 0], records["block"])
-        found = table[np.minimum(at, len(table) - 1)] if len(table) else np.zeros((len(records), 3), np.int64)
+        found = (
+            table[np.minimum(at, len(table) - 1)]
+            if len(table)
+            else np.zeros((len(records), 3), np.int64)
+        )
         if (found[:, 0] != records["block"]).any():
             raise StaleHandle("these keys lay on a warehouse that was lost; put them again")
         refs = np.empty(len(records), REF)
@@ -245,7 +290,10 @@ class Queue(LoopThread):
 
     async def partitions(self, partition: str | None) -> dict[str, dict[str, Tag]]:
         found = await self.index.list_keys(partition)
-        return {name: {key: decode_tags(tags) for key, tags in keys.items()} for name, keys in found.items()}
+        return {
+            name: {key: decode_tags(tags) for key, tags in keys.items()}
+            for name, keys in found.items()
+        }
 
     async def clear(self, keys: list[str], partition: str) -> None:
         if not await self.index.clear_keys(partition, keys):

@@ -1,4 +1,5 @@
-"""The client of a warehouse on another node: its connections, their handshake and retries, and the memory it reads into."""
+"""The client of a warehouse on another node: its connections, their handshake and retries, and the
+memory it reads into."""
 
 from __future__ import annotations
 
@@ -56,20 +57,31 @@ class _ProofRefused(ConnectionError):
 
 
 class _Connection:
-    """One authenticated connection. ``in_step`` is False while a request is under way: then it must not be used again."""
+    """One authenticated connection.
+
+    ``in_step`` is False while a request is under way: then it must not be used again.
+    """
 
     def __init__(self, stream: Stream, clock: float, rows: int, nbytes: int, room: int) -> None:
-        self.stream, self.rows, self.nbytes, self.room = stream, rows, nbytes, room
-        self._clock, self._at = clock, asyncio.get_running_loop().time()
+        self.stream = stream
+        self.rows = rows
+        self.nbytes = nbytes
+        self.room = room
+        self._clock = clock
+        self._at = asyncio.get_running_loop().time()
         self.in_step = True
 
     def servers_clock(self, when: float) -> float:
         """``when`` on the server's clock, or earlier by the time that its welcome was under way."""
         return self._clock + when - self._at
 
-    async def request(self, kind: int, control: bytes, payload: memoryview | None = None) -> tuple[bytes, int]:
-        """Send a request; returns control and bytes of payload of the reply. The caller takes the payload, then sets
-        ``in_step``."""
+    async def request(
+        self, kind: int, control: bytes, payload: memoryview | None = None
+    ) -> tuple[bytes, int]:
+        """Send a request; returns control and bytes of payload of the reply.
+
+        The caller takes the payload, then sets ``in_step``.
+        """
         self.in_step = False
         head = HEAD.pack(kind, len(control), 0 if payload is None else len(payload)) + control
         await (self.stream.send(head) if payload is None else self.stream.send(head, payload))
@@ -77,19 +89,25 @@ class _Connection:
         if status == OK:
             if length > _CONTROL:
                 raise TransferError(
-                    f"reply: {length} bytes of control, at most {_CONTROL} are taken; both ends must run the same version"
+                    f"reply: {length} bytes of control, at most {_CONTROL} are taken; both ends "
+                    f"must run the same version"
                 )
             return bytes(await self.stream.receive(length)), size
         if status not in (REFUSED, STALE) or length > MAX_MESSAGE or size:
-            raise TransferError(f"reply: status {status} is not known; both ends must run the same version")
+            raise TransferError(
+                f"reply: status {status} is not known; both ends must run the same version"
+            )
         message = (await self.stream.receive(length)).decode(errors="replace")
         self.in_step = payload is None
         raise (StaleHandle if status == STALE else TransferError)(message)
 
 
 class _Memory:
-    """Memory to receive into. What readers release is used again, up to ``_KEPT`` bytes of it: the kernel needs as long to
-    clear a new page as to fill it."""
+    """Memory to receive into.
+
+    What readers release is used again, up to ``_KEPT`` bytes of it: the kernel needs as long to
+    clear a new page as to fill it.
+    """
 
     def __init__(self) -> None:
         self._free = list[np.ndarray]()
@@ -99,7 +117,10 @@ class _Memory:
         return sum(memory.nbytes for memory in self._free)
 
     def take(self, nbytes: int, dtype: torch.dtype) -> tuple[torch.Tensor, memoryview]:
-        """A flat tensor of ``nbytes`` bytes, and the bytes. The memory comes back when nothing refers to it any more."""
+        """A flat tensor of ``nbytes`` bytes, and the bytes.
+
+        The memory comes back when nothing refers to it any more.
+        """
         if nbytes < _REUSED:
             tensor = torch.empty(nbytes // dtype.itemsize, dtype=dtype)
             return tensor, tensor.view(torch.uint8).numpy().data
@@ -115,10 +136,13 @@ class _Memory:
 
 
 class RemoteWarehouse:
-    """A warehouse on another node. Connects at the first call; calls may run at the same time, ``connections`` of them.
+    """A warehouse on another node.
 
-    Each call ends within ``timeout`` seconds, reconnections included, or raises :class:`WarehouseUnreachable`. Raises
-    :class:`TransferError` for what no repetition mends, :class:`StaleHandle` for released blocks.
+    Connects at the first call; calls may run at the same time, ``connections`` of them.
+
+    Each call ends within ``timeout`` seconds, reconnections included, or raises
+    :class:`WarehouseUnreachable`. Raises :class:`TransferError` for what no repetition mends,
+    :class:`StaleHandle` for released blocks.
     """
 
     def __init__(
@@ -133,37 +157,56 @@ class RemoteWarehouse:
         connections: int = 4,
         limits: Limits | None = None,
     ) -> None:
-        self._address, self._schema, self._secret, self._ssl = (host, port), schema, check_secret(secret), ssl
-        self._timeout, self._limits = timeout, limits or Limits()
-        self._idle, self._memory = list[_Connection](), _Memory()
+        self._address = (host, port)
+        self._schema = schema
+        self._secret = check_secret(secret)
+        self._ssl = ssl
+        self._timeout = timeout
+        self._limits = limits or Limits()
+        self._idle = list[_Connection]()
+        self._memory = _Memory()
         self._turns = asyncio.Semaphore(connections)
         self._closed = False
 
     async def read(
         self, blocks: np.ndarray, offsets: np.ndarray, slots: np.ndarray, names: Sequence[str]
     ) -> dict[str, Packed]:
-        """The columns ``names`` of rows [n] in the order asked, as :meth:`BlockReader.read` gives them on their node."""
+        """The columns ``names`` of rows [n] in the order asked, as :meth:`BlockReader.read` gives
+        them on their node."""
         mask = self._schema.mask(names)
         asked = [self._schema[name] for name in self._schema.names(mask)]
         rows = len(slots)
         for name, array in (("blocks", blocks), ("offsets", offsets), ("slots", slots)):
             if array.dtype != np.int64 or array.shape != (rows,):
-                raise TransferError(f"read: {name} is {array.dtype} {list(array.shape)}, must be int64 [{rows}]")
+                raise TransferError(
+                    f"read: {name} is {array.dtype} {list(array.shape)}, must be int64 [{rows}]"
+                )
         if not rows or not asked:
             return {name: self._schema[name].empty() for name in names}
-        control = read_head(self._schema).pack(mask, rows) + np.stack([blocks, offsets, slots]).tobytes()
+        control = (
+            read_head(self._schema).pack(mask, rows) + np.stack([blocks, offsets, slots]).tobytes()
+        )
 
         async def work(connection: _Connection, deadline: float) -> dict[str, Packed]:
             if rows > connection.rows:
-                raise TransferError(f"read: {rows} rows, the warehouse takes {connection.rows}; ask for them in parts")
+                raise TransferError(
+                    f"read: {rows} rows, the warehouse takes {connection.rows}; "
+                    f"ask for them in parts"
+                )
             reply, payload = await connection.request(READ, control)
             found, memories = self._buffers(asked, rows, reply, payload)
             await connection.stream.receive_into(*memories)
             for name, packed in found.items():
                 if packed.offsets is not None:
                     edges = packed.offsets.numpy()
-                    if edges[0] != 0 or edges[-1] != len(packed.values) or (edges[1:] < edges[:-1]).any():
-                        raise TransferError(f"reply: offsets of column {name!r} do not divide its values into rows")
+                    if (
+                        edges[0] != 0
+                        or edges[-1] != len(packed.values)
+                        or (edges[1:] < edges[:-1]).any()
+                    ):
+                        raise TransferError(
+                            f"reply: offsets of column {name!r} do not divide its values into rows"
+                        )
             connection.in_step = True
             return found
 
@@ -173,35 +216,47 @@ class RemoteWarehouse:
     def _buffers(
         self, asked: Sequence[Column], rows: int, reply: bytes, payload: int
     ) -> tuple[dict[str, Packed], list[memoryview]]:
-        """Columns to receive, and their memory in the order of the wire, by the sizes that a checked ``reply`` says."""
+        """Columns to receive, and their memory in the order of the wire, by the sizes that a
+        checked ``reply`` says."""
         if len(reply) != 8 * len(asked):
             raise TransferError(f"reply: {len(reply)} bytes of sizes, must be {8 * len(asked)}")
         sizes = struct.unpack(f"<{len(asked)}Q", reply)
         ragged = sum(column.shape is None for column in asked)
         if payload > self._limits.nbytes or payload != sum(sizes) + ragged * 8 * (rows + 1):
             raise TransferError(
-                f"reply: payload is {payload} bytes for columns of {sizes}; at most {self._limits.nbytes} are taken"
+                f"reply: payload is {payload} bytes for columns of {sizes}; at most "
+                f"{self._limits.nbytes} are taken"
             )
-        found, memories = dict[str, Packed](), list[memoryview]()
+        found = dict[str, Packed]()
+        memories = list[memoryview]()
         for column, size in zip(asked, sizes, strict=True):
             if size % column.itemsize or (column.shape is not None and size != rows * column.width):
-                raise TransferError(f"reply: column {column.name!r} has {size} bytes for {rows} rows")
+                raise TransferError(
+                    f"reply: column {column.name!r} has {size} bytes for {rows} rows"
+                )
             bounds = None
             if column.shape is None:
                 bounds = np.empty(rows + 1, np.int64)
                 memories.append(bounds.data.cast("B"))
             values, memory = self._memory.take(size, column.stored)
             memories.append(memory)
-            found[column.name] = Packed(values, None if bounds is None else torch.from_numpy(bounds))
+            found[column.name] = Packed(
+                values, None if bounds is None else torch.from_numpy(bounds)
+            )
         return found, memories
 
     async def write(self, offset: int, block: int, rows: PackedRows) -> None:
-        """Write ``rows`` as ``block`` at ``offset``, which the index gave us. When it raises :class:`WarehouseUnreachable`
-        no byte lands there any more; when it is cancelled, bytes may land until ``timeout`` would have passed."""
+        """Write ``rows`` as ``block`` at ``offset``, which the index gave us.
+
+        When it raises :class:`WarehouseUnreachable` no byte lands there any more; when it is
+        cancelled, bytes may land until ``timeout`` would have passed.
+        """
         whole = np.empty(rows.nbytes, np.uint8)
         rows.write_into(whole.data, block)
         edge = 32 + 32 * int(whole[24:32].view(np.int64)[0])
-        await self._put("write", WRITE, (offset, block, rows.nbytes), whole[:edge].tobytes(), whole[edge:].data)
+        await self._put(
+            "write", WRITE, (offset, block, rows.nbytes), whole[:edge].tobytes(), whole[edge:].data
+        )
 
     async def copy_in(self, offset: int, data: memoryview) -> None:
         """Put raw bytes at ``offset``, a multiple of 8. Ends as :meth:`write` does."""
@@ -209,15 +264,20 @@ class RemoteWarehouse:
         if len(data):
             await self._put("copy", COPY, (offset, len(data)), b"", data)
 
-    async def _put(self, request: str, kind: int, numbers: tuple[int, ...], header: bytes, payload: memoryview) -> None:
+    async def _put(
+        self, request: str, kind: int, numbers: tuple[int, ...], header: bytes, payload: memoryview
+    ) -> None:
         async def work(connection: _Connection, deadline: float) -> None:
             check_range(request, numbers[0], numbers[-1], connection.room, self._limits)
             if len(payload) > connection.nbytes:
                 raise TransferError(
-                    f"{request}: {len(payload)} bytes, the warehouse takes {connection.nbytes} at a time; send fewer"
+                    f"{request}: {len(payload)} bytes, the warehouse takes {connection.nbytes} at "
+                    f"a time; send fewer"
                 )
             expires = struct.pack("<d", connection.servers_clock(deadline))
-            await connection.request(kind, struct.pack(f"<{len(numbers)}q", *numbers) + expires + header, payload)
+            await connection.request(
+                kind, struct.pack(f"<{len(numbers)}q", *numbers) + expires + header, payload
+            )
             connection.in_step = True
 
         await self._call(request, work)
@@ -229,14 +289,19 @@ class RemoteWarehouse:
             self._idle.pop().stream.close()
 
     async def _call(self, request: str, work: Callable[[_Connection, float], Awaitable[T]]) -> T:
-        """``work`` on a connection, again on a new one when it is lost: all requests may be repeated."""
+        """``work`` on a connection, again on a new one when it is lost: all requests may be
+        repeated."""
         deadline = asyncio.get_running_loop().time() + self._timeout
-        pause, denied, lost = 0.02, 0, "no connection was free"
+        pause = 0.02
+        denied = 0
+        lost = "no connection was free"
         try:
             async with asyncio.timeout_at(deadline), self._turns:
                 while True:
                     if self._closed:
-                        raise TransferError(f"{request}: this RemoteWarehouse was closed; make another")
+                        raise TransferError(
+                            f"{request}: this RemoteWarehouse was closed; make another"
+                        )
                     used = bool(self._idle)
                     lost = "it did not answer"
                     try:
@@ -253,7 +318,8 @@ class RemoteWarehouse:
                         denied += 1
                         if denied > 1:
                             raise TransferError(
-                                f"warehouse {self._address}: hung up on our handshake, which a wrong secret makes it do; "
+                                f"warehouse {self._address}: hung up on our handshake, which a "
+                                f"wrong secret makes it do; "
                                 "set the secret that its server was started with"
                             ) from None
                     except OSError as error:
@@ -264,21 +330,28 @@ class RemoteWarehouse:
                     pause = min(2 * pause, 1.0)
         except TimeoutError:
             raise WarehouseUnreachable(
-                f"{request}: warehouse {self._address} was not reached within {self._timeout:g} s ({lost}); "
-                "see that its server runs there, with TLS on both ends or on none, or give a longer timeout"
+                f"{request}: warehouse {self._address} was not reached within {self._timeout:g} s "
+                f"({lost}); "
+                "see that its server runs there, with TLS on both ends or on none, or give a "
+                "longer timeout"
             ) from None
 
     async def _connect(self) -> _Connection:
-        found = await asyncio.get_running_loop().getaddrinfo(*self._address, type=socket.SOCK_STREAM)
+        found = await asyncio.get_running_loop().getaddrinfo(
+            *self._address, type=socket.SOCK_STREAM
+        )
         stream = Stream(await start_connection(found))
         try:
             await stream.start_tls(self._ssl, self._address[0])
             return await self._greet(stream)
         except BaseException as error:
             stream.close()
-            if isinstance(error, tls.SSLError) and not isinstance(error, tls.SSLEOFError | tls.SSLZeroReturnError):
+            if isinstance(error, tls.SSLError) and not isinstance(
+                error, tls.SSLEOFError | tls.SSLZeroReturnError
+            ):
                 raise TransferError(
-                    f"warehouse {self._address}: no TLS with it ({error}); check that it serves TLS, and that the "
+                    f"warehouse {self._address}: no TLS with it ({error}); check that it serves "
+                    f"TLS, and that the "
                     "client's context trusts its certificate under this name"
                 ) from None
             raise
@@ -288,7 +361,8 @@ class RemoteWarehouse:
         wire, version, _ = HELLO.unpack(hello)
         if wire != WIRE:
             raise TransferError(
-                f"warehouse {self._address}: what answers there is no warehouse; check host, port and TLS"
+                f"warehouse {self._address}: what answers there is no warehouse; check host, port "
+                f"and TLS"
             )
         if version != VERSION:
             raise TransferError(
@@ -303,13 +377,17 @@ class RemoteWarehouse:
         except ConnectionError as error:
             raise _ProofRefused(str(error)) from None
         clock, rows, nbytes, room, schema, given = WELCOME.unpack(welcome)
-        if not compare_digest(given, proof(self._secret, b"warehouse", hello, answer, welcome[:-32])):
+        if not compare_digest(
+            given, proof(self._secret, b"warehouse", hello, answer, welcome[:-32])
+        ):
             raise TransferError(
-                f"warehouse {self._address}: does not prove that it knows the secret; another program answers there, "
+                f"warehouse {self._address}: does not prove that it knows the secret; another "
+                f"program answers there, "
                 "or set the secret that its server was started with"
             )
         if schema != schema_digest(self._schema):
             raise TransferError(
-                f"warehouse {self._address}: has another schema; give both ends the same columns in the same order"
+                f"warehouse {self._address}: has another schema; give both ends the same columns "
+                f"in the same order"
             )
         return _Connection(stream, clock, rows, nbytes, room)

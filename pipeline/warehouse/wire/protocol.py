@@ -1,4 +1,5 @@
-"""The frames of the wire between nodes: numbers checked on their way out of bytes, without arena or socket.
+"""The frames of the wire between nodes: numbers checked on their way out of bytes, without arena or
+socket.
 
     RemoteWarehouse (client.py)                     WarehouseServer (server.py)
       connect ────────────────────────────────────▶ accept             (at most ``limits.connections``)
@@ -9,16 +10,19 @@
               ◀── reply: head │ control │ payload ─ slices of the arena
       └── the next request on this connection ───▶ waits ``limits.idle_seconds`` for it, then closes
 
-One request is in flight on a connection; a client keeps a few connections. A head is 16 bytes: kind or status, bytes of
-control, bytes of payload. Control is fixed binary fields and int64 arrays, never a pickle. The payload of a read's reply is,
-column by column in the schema's order, int64 [n + 1] offsets (ragged and text) and the packed values. The server sends them
-from the arena and the client receives them into the tensors' memory, so a column costs one buffer whatever its rows.
+One request is in flight on a connection; a client keeps a few connections. A head is 16 bytes: kind
+or status, bytes of control, bytes of payload. Control is fixed binary fields and int64 arrays,
+never a pickle. The payload of a read's reply is, column by column in the schema's order, int64 [n +
+1] offsets (ragged and text) and the packed values. The server sends them from the arena and the
+client receives them into the tensors' memory, so a column costs one buffer whatever its rows.
 
-Every wait has a deadline. Both ends prove that they know the secret before anything else is parsed; only TLS protects
-against a third party that reads or changes the packets in between. A refused request changes nothing in the arena.
+Every wait has a deadline. Both ends prove that they know the secret before anything else is parsed;
+only TLS protects against a third party that reads or changes the packets in between. A refused
+request changes nothing in the arena.
 
-A write may be repeated: the server acknowledges a block that is already there and leaves it alone. Before the server takes a
-piece of a write it checks the client's deadline on its own clock, so no late byte falls into room that was given back.
+A write may be repeated: the server acknowledges a block that is already there and leaves it alone.
+Before the server takes a piece of a write it checks the client's deadline on its own clock, so no
+late byte falls into room that was given back.
 """
 
 from __future__ import annotations
@@ -38,16 +42,24 @@ VERSION = 1
 WIRE = b"ADKW"
 HELLO = struct.Struct("<4sHxx32s")  # magic, version, nonce
 PROOF = struct.Struct("<4sHxx32s32s")  # magic, version, nonce, proof
-WELCOME = struct.Struct("<dQQQ32s32s")  # server's clock, rows and bytes of a frame, arena's bytes, schema, proof
+# server's clock, rows and bytes of a frame, arena's bytes, schema, proof
+WELCOME = struct.Struct("<dQQQ32s32s")
 HEAD = struct.Struct("<B3xIQ")  # kind or status, bytes of control, bytes of payload
-READ, WRITE, COPY = 1, 2, 4
-OK, REFUSED, STALE = 0, 1, 2
+READ = 1
+WRITE = 2
+COPY = 4
+OK = 0
+REFUSED = 1
+STALE = 2
 MAX_MESSAGE = 4096
 _MIN_SECRET = 16
 
 
 class TransferError(RuntimeError):
-    """The other end refused a frame, or is not a warehouse of this run. The message names field, value and fix."""
+    """The other end refused a frame, or is not a warehouse of this run.
+
+    The message names field, value and fix.
+    """
 
 
 class WarehouseUnreachable(ConnectionError):
@@ -56,7 +68,10 @@ class WarehouseUnreachable(ConnectionError):
 
 @dataclass(frozen=True)
 class Limits:
-    """What one end takes from the other. A frame that would need more is refused before anything is allocated for it."""
+    """What one end takes from the other.
+
+    A frame that would need more is refused before anything is allocated for it.
+    """
 
     rows: int = 1 << 18  # of one read or one block
     nbytes: int = 4 << 30  # of one payload
@@ -79,7 +94,8 @@ class Limits:
 
 @dataclass(frozen=True)
 class ReadRequest:
-    """Rows [n] by block, the block's byte offset in the arena, and slot; the columns are the bits of ``mask``."""
+    """Rows [n] by block, the block's byte offset in the arena, and slot; the columns are the bits
+    of ``mask``."""
 
     mask: int
     blocks: np.ndarray
@@ -89,7 +105,8 @@ class ReadRequest:
 
 @dataclass(frozen=True)
 class WriteRequest:
-    """A block's header and where the block goes; its other ``payload`` bytes follow, until ``expires``, server's clock."""
+    """A block's header and where the block goes; its other ``payload`` bytes follow, until
+    ``expires``, server's clock."""
 
     offset: int
     block: int
@@ -125,7 +142,8 @@ def check_secret(secret: bytes) -> bytes:
     if not isinstance(secret, bytes) or len(secret) < _MIN_SECRET:
         given = f"{len(secret)} bytes" if isinstance(secret, bytes) else type(secret).__name__
         raise ValueError(
-            f"secret: is {given}, must be {_MIN_SECRET} bytes or more; make one with secrets.token_bytes(32) "
+            f"secret: is {given}, must be {_MIN_SECRET} bytes or more; make one with "
+            f"secrets.token_bytes(32) "
             "and give it to every node"
         )
     return secret
@@ -137,7 +155,8 @@ def proof(secret: bytes, side: bytes, *messages: bytes) -> bytes:
 
 
 def read_head(schema: Schema) -> struct.Struct:
-    """Columns as bits, and number of rows; the partitions of a transfer queue have more columns than a run."""
+    """Columns as bits, and number of rows; the partitions of a transfer queue have more columns
+    than a run."""
     return struct.Struct("<II" if len(schema.columns) <= MAX_COLUMNS else "<QQ")
 
 
@@ -145,20 +164,29 @@ def parse_head(head: Bytes, limits: Limits) -> tuple[int, int, int]:
     """Kind, bytes of control and bytes of payload of a request. Raises :class:`TransferError`."""
     kind, control, payload = HEAD.unpack(head)
     if kind not in (READ, WRITE, COPY) or head[1:4] != b"\0\0\0":
-        raise TransferError(f"frame: kind {bytes(head[:4]).hex()} is not known; both ends must run the same version")
+        raise TransferError(
+            f"frame: kind {bytes(head[:4]).hex()} is not known; both ends must run the same version"
+        )
     if control > limits.control:
         raise TransferError(
-            f"frame: {control} bytes of control, at most {limits.control} are taken; ask for fewer rows"
+            f"frame: {control} bytes of control, at most {limits.control} are taken; ask for fewer "
+            f"rows"
         )
     if payload > limits.nbytes:
         raise TransferError(
-            f"frame: {payload} bytes of payload, at most {limits.nbytes} are taken; send less at a time"
+            f"frame: {payload} bytes of payload, at most {limits.nbytes} are taken; send less at a "
+            f"time"
         )
     return kind, control, payload
 
 
-def parse_request(kind: int, control: Bytes, payload: int, schema: Schema, room: int, limits: Limits) -> Request:
-    """A request for an arena of ``room`` bytes. Raises :class:`TransferError`, which names what is wrong."""
+def parse_request(
+    kind: int, control: Bytes, payload: int, schema: Schema, room: int, limits: Limits
+) -> Request:
+    """A request for an arena of ``room`` bytes.
+
+    Raises :class:`TransferError`, which names what is wrong.
+    """
     if kind == READ:
         return _parse_read(control, payload, schema, limits)
     if kind == WRITE:
@@ -168,7 +196,9 @@ def parse_request(kind: int, control: Bytes, payload: int, schema: Schema, room:
     offset, nbytes, expires = struct.unpack("<qqd", control)
     check_range("copy", offset, nbytes, room, limits)
     if payload != nbytes:
-        raise TransferError(f"copy: payload is {payload} bytes, must be the {nbytes} that control announces")
+        raise TransferError(
+            f"copy: payload is {payload} bytes, must be the {nbytes} that control announces"
+        )
     return CopyRequest(offset, nbytes, _expiry(expires))
 
 
@@ -177,35 +207,54 @@ def _parse_read(control: Bytes, payload: int, schema: Schema, limits: Limits) ->
         raise TransferError(f"read: payload is {payload} bytes; a read has none")
     head = read_head(schema)
     if len(control) < head.size:
-        raise TransferError(f"read: control is {len(control)} bytes, must have {head.size} for columns and rows")
+        raise TransferError(
+            f"read: control is {len(control)} bytes, must have {head.size} for columns and rows"
+        )
     mask, rows = head.unpack_from(control)
     if not 0 < mask < 1 << len(schema.columns):
         raise TransferError(
-            f"read: column bits {mask:#x}, the schema has {len(schema.columns)} columns; name some of them"
+            f"read: column bits {mask:#x}, the schema has {len(schema.columns)} columns; name some "
+            f"of them"
         )
     if not 0 < rows <= limits.rows:
         raise TransferError(f"read: {rows} rows, must be 1 to {limits.rows}; ask for them in parts")
     if len(control) != head.size + 24 * rows:
-        raise TransferError(f"read: control is {len(control)} bytes, must be {head.size + 24 * rows} for {rows} rows")
+        raise TransferError(
+            f"read: control is {len(control)} bytes, must be "
+            f"{head.size + 24 * rows} for {rows} rows"
+        )
     return ReadRequest(mask, *np.frombuffer(control, "<i8", 3 * rows, head.size).reshape(3, rows))
 
 
-def _parse_write(control: Bytes, payload: int, schema: Schema, room: int, limits: Limits) -> WriteRequest:
+def _parse_write(
+    control: Bytes, payload: int, schema: Schema, room: int, limits: Limits
+) -> WriteRequest:
     if not 32 + 64 <= len(control) <= 32 + 32 + 32 * len(schema.columns) or len(control) % 32:
-        raise TransferError(f"write: control is {len(control)} bytes, must be 64 and 32 for each column")
+        raise TransferError(
+            f"write: control is {len(control)} bytes, must be 64 and 32 for each column"
+        )
     offset, block, nbytes, expires = struct.unpack_from("<qqqd", control)
     check_range("write", offset, nbytes, room, limits)
     header = np.frombuffer(control, "<i8", offset=32)
     if payload != nbytes - header.nbytes:
-        raise TransferError(f"write: payload is {payload} bytes, must be {nbytes - header.nbytes}: block less header")
+        raise TransferError(
+            f"write: payload is {payload} bytes, must be {nbytes - header.nbytes}: "
+            f"block less header"
+        )
     magic, found, rows, columns = header[:4].tolist()
     if magic != MAGIC or found != block:
-        raise TransferError(f"write: header is of block {found} ({magic:#x}), must be of {block}; send what was packed")
+        raise TransferError(
+            f"write: header is of block {found} ({magic:#x}), must be of {block}; "
+            f"send what was packed"
+        )
     if not 0 < rows <= limits.rows:
         raise TransferError(f"write: {rows} rows, must be 1 to {limits.rows}; write them in parts")
     if columns != len(header) // 4 - 1:
-        raise TransferError(f"write: header counts {columns} columns and describes {len(header) // 4 - 1}")
-    end, bits = header.nbytes, set()
+        raise TransferError(
+            f"write: header counts {columns} columns and describes {len(header) // 4 - 1}"
+        )
+    end = header.nbytes
+    bits = set()
     for bit, offsets_at, values_at, size in header[4:].reshape(-1, 4).tolist():
         if not 0 <= bit < len(schema.columns) or bit in bits:
             raise TransferError(f"write: column bit {bit} is not in the schema, or comes twice")
@@ -216,25 +265,30 @@ def _parse_write(control: Bytes, payload: int, schema: Schema, room: int, limits
             sections.insert(0, (offsets_at, 8 * (rows + 1), 8))
         elif offsets_at != -1 or size != rows * column.width:
             raise TransferError(
-                f"write: column {column.name!r} has {size} bytes, must be {rows} times {column.width} and no offsets"
+                f"write: column {column.name!r} has {size} bytes, must be {rows} times "
+                f"{column.width} and no offsets"
             )
         for at, length, unit in sections:
             if at < end or at % unit or length < 0 or length % unit or length > nbytes - at:
                 raise TransferError(
-                    f"write: column {column.name!r} lies at {at}, {length} bytes; sections follow one another inside the "
-                    f"block's {nbytes}"
+                    f"write: column {column.name!r} lies at {at}, {length} bytes; sections follow "
+                    f"one another inside the block's {nbytes}"
                 )
             end = at + length
     return WriteRequest(offset, block, nbytes, _expiry(expires), header)
 
 
 def check_range(request: str, offset: int, nbytes: int, room: int, limits: Limits) -> None:
-    """Raises :class:`TransferError` when ``nbytes`` bytes at ``offset`` do not lie in an arena of ``room`` bytes."""
+    """Raises :class:`TransferError` when ``nbytes`` bytes at ``offset`` do not lie in an arena of
+    ``room`` bytes."""
     if not 0 < nbytes <= limits.nbytes:
-        raise TransferError(f"{request}: {nbytes} bytes, must be 1 to {limits.nbytes}; move them in parts")
+        raise TransferError(
+            f"{request}: {nbytes} bytes, must be 1 to {limits.nbytes}; move them in parts"
+        )
     if offset < 0 or offset % 8 or nbytes > room - offset:
         raise TransferError(
-            f"{request}: bytes {offset} to {offset + nbytes} must start at a multiple of 8 inside the arena's {room}; use "
+            f"{request}: bytes {offset} to {offset + nbytes} must start at a multiple of 8 inside "
+            f"the arena's {room}; use "
             "the offset that the index gave"
         )
 

@@ -1,4 +1,5 @@
-"""The server of a warehouse: reads, writes and copies of other nodes, straight from and into the arena."""
+"""The server of a warehouse: reads, writes and copies of other nodes, straight from and into the
+arena."""
 
 from __future__ import annotations
 
@@ -45,52 +46,67 @@ from pipeline.warehouse.wire.stream import PIECE, SLICES, Stream
 
 log = structlog.get_logger()
 
-# Measured: copying a word costs 10 to 20 ns, a slice of the arena (made, sent and accounted for) 300 to 400 ns. So runs of
-# at least so many words on average are sent from where they lie, shorter ones are copied together.
+# Measured: copying a word costs 10 to 20 ns, a slice of the arena (made, sent and accounted for)
+# 300 to 400 ns. So runs of at least so many words on average are sent from where they lie, shorter
+# ones are copied together.
 _SLICED = 32
 
 
 def plan_reply(reader: BlockReader, schema: Schema, request: ReadRequest, limits: Limits) -> Found:
-    """Where the bytes of a read's reply lie. Raises BlockError, ColumnError, StaleHandle, and TransferError for a reply that
-    is larger than ``limits``."""
+    """Where the bytes of a read's reply lie.
+
+    Raises BlockError, ColumnError, StaleHandle, and TransferError for a reply that is larger than
+    ``limits``.
+    """
     found = reader.find(request.blocks, request.offsets, request.slots, schema.names(request.mask))
-    nbytes = sum(runs.nbytes + (0 if offsets is None else offsets.nbytes) for offsets, runs in found)
+    nbytes = sum(
+        runs.nbytes + (0 if offsets is None else offsets.nbytes) for offsets, runs in found
+    )
     if nbytes > limits.nbytes:
         raise TransferError(
-            f"read: {nbytes} bytes, at most {limits.nbytes} are sent at a time; ask for the rows in parts"
+            f"read: {nbytes} bytes, at most {limits.nbytes} are sent at a time; ask for the rows "
+            f"in parts"
         )
     return found
 
 
 def reply_batches(reader: BlockReader, found: Found) -> Iterator[list[memoryview]]:
-    """The payload of a reply, offsets and values column by column, in lists for one call of sendmsg each. Long runs are
-    slices of the arena, short ones are copied together; only about ``PIECE`` bytes of copies exist at a time."""
-    batch, copied = list[memoryview](), 0
+    """The payload of a reply, offsets and values column by column, in lists for one call of sendmsg
+    each. Long runs are slices of the arena, short ones are copied together; only about ``PIECE``
+    bytes of copies exist at a time."""
+    batch = list[memoryview]()
+    copied = 0
     for offsets, runs in found:
         if offsets is not None:
             batch.append(offsets.data.cast("B"))
         unit = runs.unit
         if runs.nbytes >= _SLICED * unit * len(runs.starts):
-            starts, ends = runs.starts.tolist(), (runs.starts + runs.lengths).tolist()
+            starts = runs.starts.tolist()
+            ends = (runs.starts + runs.lengths).tolist()
             for i in range(0, len(starts), SLICES):
                 pairs = zip(starts[i : i + SLICES], ends[i : i + SLICES], strict=True)
                 batch += [reader.memory[a:b] for a, b in pairs]
                 if len(batch) >= SLICES:
                     yield batch
-                    batch, copied = [], 0
+                    batch = []
+                    copied = 0
             continue
         for piece in _copies(reader, runs, unit):
             batch.append(piece)
             copied += len(piece)
             if copied >= PIECE or len(batch) >= SLICES:
                 yield batch
-                batch, copied = [], 0
+                batch = []
+                copied = 0
     yield batch
 
 
 def _copies(reader: BlockReader, runs: Runs, unit: int) -> Iterator[memoryview]:
-    """``runs`` in pieces of about ``PIECE`` bytes; a longer run among them is a slice of the arena."""
-    ends, first, copied = np.cumsum(runs.lengths), 0, 0
+    """``runs`` in pieces of about ``PIECE`` bytes; a longer run among them is a slice of the
+    arena."""
+    ends = np.cumsum(runs.lengths)
+    first = 0
+    copied = 0
     while first < len(ends):
         last = max(first + 1, int(np.searchsorted(ends, copied + PIECE // 8 * unit, "right")))
         part = Runs(runs.starts[first:last], runs.lengths[first:last])
@@ -98,7 +114,8 @@ def _copies(reader: BlockReader, runs: Runs, unit: int) -> Iterator[memoryview]:
             yield reader.memory[int(part.starts[0]) : int(part.starts[0] + part.lengths[0])]
         else:
             yield reader.gather(part, unit).data.cast("B")
-        first, copied = last, int(ends[last - 1])
+        first = last
+        copied = int(ends[last - 1])
 
 
 class WarehouseServer:
@@ -107,8 +124,9 @@ class WarehouseServer:
         async with WarehouseServer(arena, schema, secret=secret, host="0.0.0.0") as server:
             print(server.address)
 
-    ``bytes_sent`` and ``bytes_received`` count all bytes above TCP (inside TLS), ``payload_sent`` and ``payload_received``
-    those of column values and offsets alone; ``connections`` are those open now.
+    ``bytes_sent`` and ``bytes_received`` count all bytes above TCP (inside TLS), ``payload_sent``
+    and ``payload_received`` those of column values and offsets alone; ``connections`` are those
+    open now.
     """
 
     def __init__(
@@ -122,12 +140,17 @@ class WarehouseServer:
         limits: Limits | None = None,
         ssl: tls.SSLContext | None = None,
     ) -> None:
-        self._arena, self._schema, self._secret, self._ssl = arena, schema, check_secret(secret), ssl
-        self.address, self.limits = (host, port), limits or Limits()
+        self._arena = arena
+        self._schema = schema
+        self._secret = check_secret(secret)
+        self._ssl = ssl
+        self.address = (host, port)
+        self.limits = limits or Limits()
         self._reader = BlockReader(arena.slice(0, arena.nbytes), schema)
         self._serving: asyncio.Task[None] | None = None
         self._open = set[Stream]()
-        self._handshakes = dict[asyncio.Task[None], None]()  # of clients that have not proven the secret, oldest first
+        # of clients that have not proven the secret, oldest first
+        self._handshakes = dict[asyncio.Task[None], None]()
         self._sent = self._received = self.payload_sent = self.payload_received = 0
 
     @property
@@ -144,11 +167,15 @@ class WarehouseServer:
 
     async def start(self) -> tuple[str, int]:
         """Listen; returns the address, with the port that the system chose when it was 0."""
-        addresses = await asyncio.get_running_loop().getaddrinfo(*self.address, type=socket.SOCK_STREAM)
+        addresses = await asyncio.get_running_loop().getaddrinfo(
+            *self.address, type=socket.SOCK_STREAM
+        )
         listening = socket.create_server(self.address, family=addresses[0][0], backlog=128)
         listening.setblocking(False)
         self.address = listening.getsockname()[:2]
-        self._serving = asyncio.create_task(self._serve(listening), name=f"warehouse at {self.address}")
+        self._serving = asyncio.create_task(
+            self._serve(listening), name=f"warehouse at {self.address}"
+        )
         return self.address
 
     async def close(self) -> None:
@@ -176,11 +203,14 @@ class WarehouseServer:
                         await asyncio.sleep(0.1)
                         continue
                     if len(self._handshakes) >= self.limits.handshakes:
-                        # A client that knows the secret proves it within a round trip: the oldest is the least likely to.
+                        # A client that knows the secret proves it within a round trip: the oldest
+                        # is the least likely to.
                         oldest = next(iter(self._handshakes))
                         del self._handshakes[oldest]
                         oldest.cancel()
-                        log.warning("handshake ended: too many at once", handshakes=self.limits.handshakes)
+                        log.warning(
+                            "handshake ended: too many at once", handshakes=self.limits.handshakes
+                        )
                     self._open.add(stream)
                     task = tasks.create_task(self._run_connection(stream, peer))
                     self._handshakes[task] = None
@@ -198,7 +228,9 @@ class WarehouseServer:
                     return
                 self._handshakes.pop(task, None)
             if self.connections - len(self._handshakes) > self.limits.connections:
-                log.warning("connection refused: too many", peer=peer, connections=self.limits.connections)
+                log.warning(
+                    "connection refused: too many", peer=peer, connections=self.limits.connections
+                )
                 return
             while await self._answer_one(stream):
                 pass
@@ -208,11 +240,16 @@ class WarehouseServer:
             log.exception("connection failed", peer=peer)
         finally:
             self._open.remove(stream)
-            self._sent, self._received = self._sent + stream.sent, self._received + stream.received
+            self._sent = self._sent + stream.sent
+            self._received = self._received + stream.received
             stream.close()
 
     async def _greet(self, stream: Stream) -> bool:
-        """The handshake. Returns whether the client knows the secret; it learns nothing else before it has proven that."""
+        """The handshake.
+
+        Returns whether the client knows the secret; it learns nothing else before it has proven
+        that.
+        """
         hello = HELLO.pack(WIRE, VERSION, os.urandom(32))
         await stream.send(hello)
         answer = bytes(await stream.receive(PROOF.size))
@@ -221,7 +258,12 @@ class WarehouseServer:
         if not right or wire != WIRE or version != VERSION:
             return False
         welcome = WELCOME.pack(
-            time.monotonic(), self.limits.rows, self.limits.nbytes, self._arena.nbytes, schema_digest(self._schema), b""
+            time.monotonic(),
+            self.limits.rows,
+            self.limits.nbytes,
+            self._arena.nbytes,
+            schema_digest(self._schema),
+            b"",
         )[:-32]
         await stream.send(welcome + proof(self._secret, b"warehouse", hello, answer, welcome))
         return True
@@ -239,7 +281,9 @@ class WarehouseServer:
             async with asyncio.timeout(self.limits.seconds(size)):
                 control = await stream.receive(size)
             in_step = payload == 0  # the payload of a refused request is not waited for
-            request = parse_request(kind, control, payload, self._schema, self._arena.nbytes, self.limits)
+            request = parse_request(
+                kind, control, payload, self._schema, self._arena.nbytes, self.limits
+            )
             async with asyncio.timeout(self.limits.seconds(payload)):
                 reply, size, batches = await self._execute(stream, request)
         except (TransferError, BlockError, ColumnError, StaleHandle) as error:
@@ -260,13 +304,22 @@ class WarehouseServer:
         self.payload_sent += size
         return True
 
-    async def _execute(self, stream: Stream, request: Request) -> tuple[bytes, int, Iterable[list[memoryview]]]:
-        """Returns the reply: control, bytes of payload, and the payload in batches. Receives the bytes of a write."""
+    async def _execute(
+        self, stream: Stream, request: Request
+    ) -> tuple[bytes, int, Iterable[list[memoryview]]]:
+        """Returns the reply: control, bytes of payload, and the payload in batches.
+
+        Receives the bytes of a write.
+        """
         if isinstance(request, ReadRequest):
             found = plan_reply(self._reader, self._schema, request, self.limits)
             sizes = [runs.nbytes for _, runs in found]
             offsets = sum(offsets.nbytes for offsets, _ in found if offsets is not None)
-            return struct.pack(f"<{len(sizes)}Q", *sizes), sum(sizes) + offsets, reply_batches(self._reader, found)
+            return (
+                struct.pack(f"<{len(sizes)}Q", *sizes),
+                sum(sizes) + offsets,
+                reply_batches(self._reader, found),
+            )
         if isinstance(request, CopyRequest):
             memory = self._arena.slice(request.offset, request.nbytes)
             await stream.receive_into(memory, check=_check_deadline(request.expires))
@@ -275,23 +328,33 @@ class WarehouseServer:
         return b"", 0, [[]]
 
     async def _write(self, stream: Stream, request: WriteRequest) -> None:
-        at, header, words = request.offset // 8, request.header, self._reader.words
+        at = request.offset // 8
+        header = request.header
+        words = self._reader.words
         present = words[at : at + len(header)]
-        if (present == header).all():  # the client repeats a write, because it did not receive the answer
+        # the client repeats a write, because it did not receive the answer
+        if (present == header).all():
             await stream.discard(request.payload)
             return
         check = _check_deadline(request.expires)
         check()
         present[0] = 0  # from here on readers see no block at this place
-        await stream.receive_into(self._arena.slice(request.offset + header.nbytes, request.payload), check=check)
+        await stream.receive_into(
+            self._arena.slice(request.offset + header.nbytes, request.payload), check=check
+        )
         for bit, offsets_at, _, size in header[4:].reshape(-1, 4).tolist():
             column = self._schema.columns[bit]
             if column.shape is None:
                 begin = at + offsets_at // 8
                 bounds = words[begin : begin + int(header[2]) + 1]
-                if bounds[0] != 0 or bounds[-1] * column.itemsize != size or (bounds[1:] < bounds[:-1]).any():
+                if (
+                    bounds[0] != 0
+                    or bounds[-1] * column.itemsize != size
+                    or (bounds[1:] < bounds[:-1]).any()
+                ):
                     raise TransferError(
-                        f"write: offsets of column {column.name!r} do not divide its {size} bytes into rows; pack it again"
+                        f"write: offsets of column {column.name!r} do not divide its {size} bytes "
+                        f"into rows; pack it again"
                     )
         present[1:] = header[1:]
         present[0] = header[0]

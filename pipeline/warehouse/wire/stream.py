@@ -1,4 +1,5 @@
-"""A connected socket, plain or TLS, that moves bytes straight between the socket and the caller's memory."""
+"""A connected socket, plain or TLS, that moves bytes straight between the socket and the caller's
+memory."""
 
 from __future__ import annotations
 
@@ -11,17 +12,23 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-SLICES = 400  # buffers after which a batch is sent; it may have twice as many then, and sendmsg takes 1024 on Linux
+# buffers after which a batch is sent; it may have twice as many then, and sendmsg takes 1024 on
+# Linux
+SLICES = 400
 PIECE = 1 << 20  # bytes gathered at a time, and received before other tasks get a turn
 _TLS_PIECE = 1 << 18
 _WAKE = 1 << 20  # bytes that a receiver of many lets gather before it is woken
 
 
 class Stream:
-    """The connected ``sock`` for one task at a time. It keeps no bytes, and its callers set the deadline."""
+    """The connected ``sock`` for one task at a time.
+
+    It keeps no bytes, and its callers set the deadline.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
-        self.sock, self._loop = sock, asyncio.get_running_loop()
+        self.sock = sock
+        self._loop = asyncio.get_running_loop()
         self.sent = self.received = self._moved = 0
         self._woken_at = 1
         sock.setblocking(False)
@@ -29,15 +36,24 @@ class Stream:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
     async def start_tls(self, ssl: tls.SSLContext | None, server: str | None) -> None:
-        """Use TLS, unless ``ssl`` is None. ``server``: the name to check its certificate against; None for a server."""
+        """Use TLS, unless ``ssl`` is None.
+
+        ``server``: the name to check its certificate against; None for a server.
+        """
         if ssl is not None:
             self.sock = wrapped = ssl.wrap_socket(
-                self.sock, server_side=server is None, do_handshake_on_connect=False, server_hostname=server
+                self.sock,
+                server_side=server is None,
+                do_handshake_on_connect=False,
+                server_hostname=server,
             )
             await self._until(wrapped.do_handshake)
 
     async def _until(self, step: Callable[[], T], *, sends: bool = False) -> T:
-        """``step``, once the socket is ready for it. TLS may have to read in order to send, and the other way round."""
+        """``step``, once the socket is ready for it.
+
+        TLS may have to read in order to send, and the other way round.
+        """
         while True:
             try:
                 return step()
@@ -49,8 +65,13 @@ class Stream:
                 await self._ready(to_send=sends)
 
     async def _ready(self, *, to_send: bool) -> None:
-        loop, descriptor = self._loop, self.sock.fileno()
-        add, remove = (loop.add_writer, loop.remove_writer) if to_send else (loop.add_reader, loop.remove_reader)
+        loop = self._loop
+        descriptor = self.sock.fileno()
+        add, remove = (
+            (loop.add_writer, loop.remove_writer)
+            if to_send
+            else (loop.add_reader, loop.remove_reader)
+        )
         ready = loop.create_future()
         add(descriptor, lambda: None if ready.done() else ready.set_result(None))
         try:
@@ -58,9 +79,13 @@ class Stream:
         finally:
             remove(descriptor)
 
-    async def receive_into(self, *memories: memoryview, check: Callable[[], None] | None = None) -> None:
-        """Fill ``memories`` one after the other; ``check`` runs before each piece is taken. Raises ConnectionResetError at
-        the stream's end."""
+    async def receive_into(
+        self, *memories: memoryview, check: Callable[[], None] | None = None
+    ) -> None:
+        """Fill ``memories`` one after the other; ``check`` runs before each piece is taken.
+
+        Raises ConnectionResetError at the stream's end.
+        """
         pending = [memory for memory in memories if len(memory)]
         while pending:
             if check is not None:
@@ -84,14 +109,16 @@ class Stream:
             await self._yield_after(count)
 
     def _wake_at(self, nbytes: int) -> None:
-        """Have the kernel wake this task when ``nbytes`` are there (or no more will come): many small wake-ups cost more
-        than the bytes. Not under TLS: the kernel does not see its records."""
+        """Have the kernel wake this task when ``nbytes`` are there (or no more will come): many
+        small wake-ups cost more than the bytes. Not under TLS: the kernel does not see its records.
+        """
         if nbytes != self._woken_at and not isinstance(self.sock, tls.SSLSocket):
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
             self._woken_at = nbytes
 
     async def _yield_after(self, moved: int) -> None:
-        """Give other tasks (and deadlines) a turn every few pieces: a fast peer never makes this task wait."""
+        """Give other tasks (and deadlines) a turn every few pieces: a fast peer never makes this
+        task wait."""
         self._moved += moved
         if self._moved >= 8 * PIECE:
             self._moved = 0
@@ -109,10 +136,14 @@ class Stream:
 
     async def send(self, *buffers: bytes | memoryview) -> None:
         """Send ``buffers``, about ``SLICES`` of them at most, one after the other."""
-        pending = [buffer if isinstance(buffer, memoryview) else memoryview(buffer) for buffer in buffers]
+        pending = [
+            buffer if isinstance(buffer, memoryview) else memoryview(buffer) for buffer in buffers
+        ]
         while pending:
             if isinstance(self.sock, tls.SSLSocket):
-                count = await self._until(partial(self.sock.send, pending[0][:_TLS_PIECE]), sends=True)
+                count = await self._until(
+                    partial(self.sock.send, pending[0][:_TLS_PIECE]), sends=True
+                )
             else:
                 count = await self._until(partial(self.sock.sendmsg, pending), sends=True)
             self.sent += count
@@ -123,7 +154,8 @@ class Stream:
         self.sock.close()
 
     async def linger(self, seconds: float) -> None:
-        """Close so that what was sent arrives: with unread bytes here, the kernel would drop it at the other end."""
+        """Close so that what was sent arrives: with unread bytes here, the kernel would drop it at
+        the other end."""
         try:
             self.sock.shutdown(socket.SHUT_WR)
             async with asyncio.timeout(seconds):

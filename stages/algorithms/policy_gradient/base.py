@@ -1,4 +1,5 @@
-"""What the policy-gradient algorithms share: ratio, clip, corrections, KL to the reference, and the mean over a batch.
+"""What the policy-gradient algorithms share: ratio, clip, corrections, KL to the reference, and the
+mean over a batch.
 
 reward ─▶ credit ─▶ advantage ─┐
 rollout_logprobs, logprobs ────┴▶ surrogate(ratio, advantage) × weight (+ kl_coef × KL) ─▶ mean of tokens or of rows
@@ -37,42 +38,53 @@ CORRECTED_FROM = 3  # staleness bound from which ``correction = "auto"`` correct
 
 
 class PolicyGradient(Algorithm):
-    """The clipped surrogate of PPO (arXiv 1707.06347, Eq. 7) on the column ``advantage``, corrected for staleness.
+    """The clipped surrogate of PPO (arXiv 1707.06347, Eq. 7) on the column ``advantage``, corrected
+    for staleness.
 
-    By default the ratio of each token is taken against the policy that generated it (``rollout_logprobs``), so samples of
-    older versions carry their own importance weights, and no separate "old policy" pass is needed."""
+    By default the ratio of each token is taken against the policy that generated it
+    (``rollout_logprobs``), so samples of older versions carry their own importance weights, and no
+    separate "old policy" pass is needed."""
 
     clip_low: float = Field(
-        default=0.2, ge=0, lt=1, description="The ratio gains nothing below `1 - clip_low` (negative advantages)."
+        default=0.2,
+        ge=0,
+        lt=1,
+        description="The ratio gains nothing below `1 - clip_low` (negative advantages).",
     )
     clip_high: float = Field(
-        default=0.2, ge=0, description="The ratio gains nothing above `1 + clip_high` (positive advantages)."
+        default=0.2,
+        ge=0,
+        description="The ratio gains nothing above `1 + clip_high` (positive advantages).",
     )
     max_ratio: float | None = Field(
         default=None,
         gt=1,
-        description="Importance weights are truncated here, which also bounds the loss of negative advantages (dual clip, "
-        "arXiv 1912.09729). Default: no truncation.",
+        description="Importance weights are truncated here, which also bounds the loss of negative "
+        "advantages (dual clip, arXiv 1912.09729). Default: no truncation.",
     )
     ratio_level: Level = Field(
         default="token",
-        description="Ratios of single tokens; or one for each response: the `geometric` mean of its tokens' (GSPO), or "
-        "their product (`sequence`).",
+        description="Ratios of single tokens; or one for each response: the `geometric` mean of "
+        "its tokens' (GSPO), or their product (`sequence`).",
     )
     proximal: Literal["rollout", "recomputed", "interpolated"] = Field(
         default="rollout",
-        description="The policy that the ratio is clipped around. `rollout`: the one that generated the token. "
-        "`recomputed`: the trained one before the step (decoupled PPO, arXiv 2505.24298); with one optimizer step a batch "
-        "it costs nothing. `interpolated`: between the two by staleness (A-3PO, arXiv 2512.06547).",
+        description="The policy that the ratio is clipped around. `rollout`: the one that "
+        "generated the token. `recomputed`: the trained one before the step (decoupled "
+        "PPO, arXiv 2505.24298); with one optimizer step a batch it costs nothing. "
+        "`interpolated`: between the two by staleness (A-3PO, arXiv 2512.06547).",
     )
     correction: Literal["auto", "none", "truncate", "mask"] = Field(
         default="none",
-        description="What becomes of the weight proximal / rollout, which corrects for staleness and for the engines' "
-        "mismatch. `auto`: `none` up to `pipeline.staleness` = 2; above, `truncate` at the level of the ratio, with "
-        "`proximal` = `recomputed` unless another is set (docs/measurements/staleness.md). `none`: it is left out. "
-        "`truncate`: the loss is multiplied by it, cut at `weight_high`. `mask`: where it is outside `weight_low` to "
-        "`weight_high` nothing is learned (IcePop, arXiv 2510.18855), elsewhere the loss is multiplied by it. With "
-        "`proximal` = `rollout` the ratio has this weight already: only `mask` is possible, by current / rollout.",
+        description="What becomes of the weight proximal / rollout, which corrects for staleness "
+        "and for the engines' mismatch. `auto`: `none` up to `pipeline.staleness` = 2; "
+        "above, `truncate` at the level of the ratio, with `proximal` = `recomputed` "
+        "unless another is set (docs/measurements/staleness.md). `none`: it is left "
+        "out. `truncate`: the loss is multiplied by it, cut at `weight_high`. `mask`: "
+        "where it is outside `weight_low` to `weight_high` nothing is learned (IcePop, "
+        "arXiv 2510.18855), elsewhere the loss is multiplied by it. With `proximal` = "
+        "`rollout` the ratio has this weight already: only `mask` is possible, by "
+        "current / rollout.",
     )
     correction_level: Level = Field(default="token", description="Of the weight: as `ratio_level`.")
     weight_low: float = Field(default=0.5, ge=0, lt=1, description="See `correction`.")
@@ -80,30 +92,35 @@ class PolicyGradient(Algorithm):
     kl_coef: float = Field(
         default=0.0,
         ge=0,
-        description="Weight of the estimate of KL(policy || reference) added to each token's loss. Above 0 the run has a "
-        "reference stage.",
+        description="Weight of the estimate of KL(policy || reference) added to each token's loss. "
+        "Above 0 the run has a reference stage.",
     )
     kl_estimator: Literal["k1", "k2", "k3"] = Field(
         default="k3",
-        description="With x = log(policy / reference) of the sampled token: `k1` is x, `k2` is x²/2, `k3` is "
-        "exp(-x) - 1 + x. Without `kl_weighted` the gradient of `k2` is that of KL(policy || reference) on samples of the "
-        "current policy, that of `k3` is the one of KL(reference || policy), and that of `k1` is zero on average.",
+        description="With x = log(policy / reference) of the sampled token: `k1` is x, `k2` is "
+        "x²/2, `k3` is exp(-x) - 1 + x. Without `kl_weighted` the gradient of `k2` is "
+        "that of KL(policy || reference) on samples of the current policy, that of "
+        "`k3` is the one of KL(reference || policy), and that of `k1` is zero on "
+        "average.",
     )
     kl_weighted: bool = Field(
         default=False,
-        description="Multiply the KL estimate by current / rollout, which makes its gradient that of "
-        "KL(policy || reference) for stale samples too, whatever `proximal` and `correction` are. The weight is of "
-        "single tokens, or with `ratio_level` = `sequence` of the response.",
+        description="Multiply the KL estimate by current / rollout, which makes its gradient that "
+        "of KL(policy || reference) for stale samples too, whatever `proximal` and "
+        "`correction` are. The weight is of single tokens, or with `ratio_level` = "
+        "`sequence` of the response.",
     )
     loss_normalization: Literal["token", "sequence", "constant"] = Field(
         default="token",
-        description="`token`: every token of the batch weighs the same (DAPO). `sequence`: mean over rows of "
-        "each row's mean. `constant`: sum over tokens / (rows × `response_tokens`) (Dr. GRPO).",
+        description="`token`: every token of the batch weighs the same (DAPO). `sequence`: mean "
+        "over rows of each row's mean. `constant`: sum over tokens / (rows × "
+        "`response_tokens`) (Dr. GRPO).",
     )
     response_tokens: int | None = Field(
         default=None,
         ge=1,
-        description='The constant of `loss_normalization = "constant"`. Default: `rollout.max_tokens`.',
+        description='The constant of `loss_normalization = "constant"`. Default: '
+        "`rollout.max_tokens`.",
         json_schema_extra={FOLLOWS: "rollout.max_tokens"},
     )
 
@@ -136,17 +153,25 @@ class PolicyGradient(Algorithm):
             "correction_level": self.ratio_level,
         }
         named = ", ".join(f"{name} = {value}" for name, value in picked.items())
-        reason = f"η = {staleness}: clipped around the rollout policy, samples of old versions teach less and less"
+        reason = (
+            f"η = {staleness}: clipped around the rollout policy, samples of old versions "
+            f"teach less and less"
+        )
         return self.model_copy(update=picked), f"{named}; with {reason}"
 
     def constants(self, staleness: int) -> Mapping[str, str]:
-        """``clip_fraction`` where the proximal policy is the current one in each optimizer step (arXiv 2610.02911)."""
-        is_current = self.proximal == "recomputed" or (self.proximal == "interpolated" and not staleness)
+        """``clip_fraction`` where the proximal policy is the current one in each optimizer step
+        (arXiv 2610.02911)."""
+        is_current = self.proximal == "recomputed" or (
+            self.proximal == "interpolated" and not staleness
+        )
         if not is_current or self.epochs * self.mini_batches > 1:
             return {}
         return {
-            "clip_fraction": f'is 0 by construction: with proximal = "{self.proximal}" and one optimizer step a batch the '
-            "ratio is 1, so the clip never acts, and clip_low, clip_high and max_ratio have no effect"
+            "clip_fraction": f'is 0 by construction: with proximal = "{self.proximal}" and one '
+            f"optimizer step a batch the "
+            "ratio is 1, so the clip never acts, and clip_low, clip_high and max_ratio have no "
+            "effect"
         }
 
     @property
@@ -160,7 +185,9 @@ class PolicyGradient(Algorithm):
         staleness = {TOKEN_STALENESS: "int64 ragged"} if self.proximal == "interpolated" else {}
         return {**super().loss_reads, **dict.fromkeys(self.scores, "float32 ragged"), **staleness}
 
-    def surrogate(self, ratio: torch.Tensor, tokens: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def surrogate(
+        self, ratio: torch.Tensor, tokens: TokenBatch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """What each token gains [T], and bool [T], where the clip has stopped it."""
         weight = ratio if self.max_ratio is None else ratio.clamp(max=self.max_ratio)
         unclipped = weight * tokens["advantage"]
@@ -168,7 +195,8 @@ class PolicyGradient(Algorithm):
         return unclipped.minimum(clipped), clipped < unclipped
 
     def loss(self, tokens: TokenBatch) -> LossOutput:
-        """The micro-batch's share of the loss; metrics but ``max_ratio`` are means over the mini-batch's tokens."""
+        """The micro-batch's share of the loss; metrics but ``max_ratio`` are means over the
+        mini-batch's tokens."""
         rollout = tokens["rollout_logprobs"]
         proximal = rollout
         if self.proximal != "rollout":
@@ -179,7 +207,11 @@ class PolicyGradient(Algorithm):
         gain, clipped = self.surrogate(ratio, tokens)
         per_token = -gain
         # Of current / rollout, whatever the ratio is clipped around.
-        log_away = log_ratio if proximal is rollout else at_level(tokens.logprobs - rollout, tokens, self.ratio_level)
+        log_away = (
+            log_ratio
+            if proximal is rollout
+            else at_level(tokens.logprobs - rollout, tokens, self.ratio_level)
+        )
         away = log_away.exp()
         means = {
             "kl_behaviour": away - 1 - log_away,  # k3, sampled from the behaviour policy
@@ -196,7 +228,9 @@ class PolicyGradient(Algorithm):
         if self.kl_coef:
             per_token = per_token + self.kl_coef * self._kl(tokens)
             means["kl_reference"] = k3(tokens)
-        metrics = {name: value.detach().sum() / tokens.total_tokens for name, value in means.items()}
+        metrics = {
+            name: value.detach().sum() / tokens.total_tokens for name, value in means.items()
+        }
         metrics["max_ratio"] = away.detach().max()
         return LossOutput(self._mean(per_token, tokens), metrics)
 
@@ -214,7 +248,8 @@ class PolicyGradient(Algorithm):
             return estimate
         level: Level = "sequence" if self.ratio_level == "sequence" else "token"
         weight = at_level(tokens.logprobs - tokens["rollout_logprobs"], tokens, level).exp()
-        # The gradient of k2 is the whole gradient of the KL; of k1 and k3 the gradient of the weight is a part of it.
+        # The gradient of k2 is the whole gradient of the KL; of k1 and k3 the gradient of the
+        # weight is a part of it.
         return estimate * (weight.detach() if self.kl_estimator == "k2" else weight)
 
     def _mean(self, per_token: torch.Tensor, tokens: TokenBatch) -> torch.Tensor:
@@ -226,13 +261,16 @@ class PolicyGradient(Algorithm):
             case "constant":
                 if self.response_tokens is None:
                     raise ValueError(
-                        "response_tokens: is not set; give it, or use a recipe, of which it is rollout.max_tokens"
+                        "response_tokens: is not set; give it, or use a recipe, of which it is "
+                        "rollout.max_tokens"
                     )
-                return tokens.mean(per_token) * (tokens.total_tokens / (tokens.total_rows * self.response_tokens))
+                return tokens.mean(per_token) * (
+                    tokens.total_tokens / (tokens.total_rows * self.response_tokens)
+                )
 
     def finish(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Adds ``ess``, the effective sample size of the importance weights as a share of the tokens, in (0, 1]:
-        ``(sum w)^2 / (T sum w^2)``."""
+        """Adds ``ess``, the effective sample size of the importance weights as a share of the
+        tokens, in (0, 1]: ``(sum w)^2 / (T sum w^2)``."""
         shown = {name: value for name, value in metrics.items() if name != "ratio_square"}
         return shown | {"ess": metrics["ratio_mean"] ** 2 / metrics["ratio_square"]}
 
@@ -244,12 +282,14 @@ class GroupCompared(PolicyGradient):
 
     drop_equal: bool = Field(
         default=False,
-        description="Drop groups with equal rewards: their advantages are zero. Others are generated in their place.",
+        description="Drop groups with equal rewards: their advantages are zero. Others are "
+        "generated in their place.",
     )
     scale_learning_rate: bool = Field(
         default=True,
-        description="Multiply the learning rate by the share of a batch's trained rows with a nonzero advantage. "
-        "AdamW takes steps of one size however small the gradient is, so the rare mistakes of a solved task would undo it "
+        description="Multiply the learning rate by the share of a batch's trained rows with a "
+        "nonzero advantage. AdamW takes steps of one size however small the gradient "
+        "is, so the rare mistakes of a solved task would undo it "
         "(docs/measurements/stability.md). With `kl_coef` every row counts.",
     )
 
@@ -259,11 +299,13 @@ class GroupCompared(PolicyGradient):
         return self.compared(rewards, dropped_by=rewards)
 
     def compared(self, rewards: torch.Tensor, dropped_by: torch.Tensor) -> Mapping[str, Any] | Drop:
-        """The credit of a group with ``rewards`` [N]; ``drop_equal`` drops it where all ``dropped_by`` [N] are equal."""
+        """The credit of a group with ``rewards`` [N]; ``drop_equal`` drops it where all
+        ``dropped_by`` [N] are equal."""
         zeros = {"advantage": rewards.new_zeros(rewards.shape)}
         if self.drop_equal and bool((dropped_by == dropped_by[0]).all()):
             return Drop("equal rewards", instead=zeros)
-        if bool((rewards == rewards[0]).all()):  # exact zeros, where rounding of the mean would leave noise
+        # exact zeros, where rounding of the mean would leave noise
+        if bool((rewards == rewards[0]).all()):
             return zeros
         return {"advantage": self.advantage(rewards)}
 
@@ -275,16 +317,20 @@ class GroupCompared(PolicyGradient):
         if self.kl_coef or not self.scale_learning_rate:
             return 1.0
         advantage = batch["advantage"][batch.trained > 0]
-        nonzero, rows = batch.total(batch["advantage"].new_tensor([advantage.count_nonzero(), len(advantage)])).tolist()
+        nonzero, rows = batch.total(
+            batch["advantage"].new_tensor([advantage.count_nonzero(), len(advantage)])
+        ).tolist()
         return float(nonzero / rows)
 
 
 def at_level(log_ratio: torch.Tensor, tokens: TokenBatch, level: Level) -> torch.Tensor:
-    """Log-ratios [T] clamped to ±``MOST_LOG_RATIO``: each token's own; or at each token its response's: their sum
-    (``sequence``), or their mean (``geometric``, of the ratios)."""
+    """Log-ratios [T] clamped to ±``MOST_LOG_RATIO``: each token's own; or at each token its
+    response's: their sum (``sequence``), or their mean (``geometric``, of the ratios)."""
     if level != "token":
         log_ratio = tokens.row_sums(log_ratio)
-        log_ratio = (log_ratio / tokens.row_tokens if level == "geometric" else log_ratio)[tokens.row]
+        log_ratio = (log_ratio / tokens.row_tokens if level == "geometric" else log_ratio)[
+            tokens.row
+        ]
     return log_ratio.clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO)
 
 
@@ -295,8 +341,9 @@ def k3(tokens: TokenBatch) -> torch.Tensor:
 
 
 def interpolated(tokens: TokenBatch) -> torch.Tensor:
-    """Logprobs [T] between those of the rollout and the current ones, in place of a pass through the model (A-3PO, arXiv
-    2512.06547): the share of the rollout is 1 / staleness of the token, and 0 of a token of the current version."""
+    """Logprobs [T] between those of the rollout and the current ones, in place of a pass through
+    the model (A-3PO, arXiv 2512.06547): the share of the rollout is 1 / staleness of the token, and
+    0 of a token of the current version."""
     staleness = tokens[TOKEN_STALENESS].to(tokens.logprobs.dtype)
     share = staleness.clamp(min=1).reciprocal() * (staleness > 0)
     return share * tokens["rollout_logprobs"] + (1 - share) * tokens.logprobs.detach()
@@ -310,9 +357,9 @@ def weights(
     low: float,
     high: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The importance weights [T] of ``log_weight`` (no gradient) and which tokens stay in the loss, bool [T]. ``truncate``:
-    at most ``high``. ``mask``: tokens (responses, at the levels of a response) with a weight outside ``low`` to ``high`` are
-    left out (IcePop, arXiv 2510.18855)."""
+    """The importance weights [T] of ``log_weight`` (no gradient) and which tokens stay in the loss,
+    bool [T]. ``truncate``: at most ``high``. ``mask``: tokens (responses, at the levels of a
+    response) with a weight outside ``low`` to ``high`` are left out (IcePop, arXiv 2510.18855)."""
     weight = at_level(log_weight.detach(), tokens, level).exp()
     if correction == "truncate":
         return weight.clamp(max=high), weight >= 0

@@ -1,4 +1,5 @@
-"""On-policy distillation (GKD, arXiv 2306.13649, with reverse KL): a teacher judges each token of a student's response."""
+"""On-policy distillation (GKD, arXiv 2306.13649, with reverse KL): a teacher judges each token of a
+student's response."""
 
 from __future__ import annotations
 
@@ -18,19 +19,26 @@ if TYPE_CHECKING:
 
 
 class Distillation(PolicyGradient):
-    """Policy gradient on the reverse KL to the teacher ``model.reference``. A token's advantage is the teacher's logprob of
-    it minus that of the policy that generated it: each token has one, in the states that the student really reaches. No
-    reward is needed; ``reward.functions`` score evaluations."""
+    """Policy gradient on the reverse KL to the teacher ``model.reference``.
+
+    A token's advantage is the teacher's logprob of it minus that of the policy that generated it:
+    each token has one, in the states that the student really reaches. No reward is needed;
+    ``reward.functions`` score evaluations.
+    """
 
     name: ClassVar[str] = "distillation"
-    credit_reads: ClassVar[Columns] = {"ref_logprobs": "float32 ragged", "rollout_logprobs": "float32 ragged"}
+    credit_reads: ClassVar[Columns] = {
+        "ref_logprobs": "float32 ragged",
+        "rollout_logprobs": "float32 ragged",
+    }
     credit_makes: ClassVar[Columns] = {"advantage": "float32 ragged finite"}
 
     whiten: bool = Field(
         default=True,
-        description="Advantages get mean 0 and variance 1 over the train batch: tokens that the teacher finds less unlikely "
-        "than others gain, where all of them are unlikely. The mean is a baseline, without which a student on `tiny` needs "
-        "more tokens on each of three seeds (docs/measurements/algorithms.md).",
+        description="Advantages get mean 0 and variance 1 over the train batch: tokens that the "
+        "teacher finds less unlikely than others gain, where all of them are unlikely. "
+        "The mean is a baseline, without which a student on `tiny` needs more tokens "
+        "on each of three seeds (docs/measurements/algorithms.md).",
     )
 
     @property
@@ -42,14 +50,18 @@ class Distillation(PolicyGradient):
         return {**super().loss_reads, **self.credit_makes}
 
     def credit(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
-        teacher, student = group["ref_logprobs"], group["rollout_logprobs"]
+        teacher = group["ref_logprobs"]
+        student = group["rollout_logprobs"]
         return {"advantage": [t - s for t, s in zip(teacher, student, strict=True)]}
 
     def prepare(self, batch: TrainBatch) -> Mapping[str, torch.Tensor]:
         return {"advantage": batch.whitened(batch["advantage"])} if self.whiten else {}
 
     def loss(self, tokens: TokenBatch) -> LossOutput:
-        """Adds the metric ``reverse_kl``, the mean of student minus teacher over the generated tokens (nats)."""
+        """Adds the metric ``reverse_kl``, the mean of student minus teacher over the generated
+        tokens (nats)."""
         output = super().loss(tokens)
-        reverse_kl = (tokens["rollout_logprobs"] - tokens["ref_logprobs"]).sum() / tokens.total_tokens
+        reverse_kl = (
+            tokens["rollout_logprobs"] - tokens["ref_logprobs"]
+        ).sum() / tokens.total_tokens
         return LossOutput(output.loss, {**output.metrics, "reverse_kl": reverse_kl})

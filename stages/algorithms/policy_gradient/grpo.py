@@ -1,4 +1,5 @@
-"""Group Relative Policy Optimization (arXiv 2402.03300), and what differs from it by its baseline, normaliser or ratio.
+"""Group Relative Policy Optimization (arXiv 2402.03300), and what differs from it by its baseline,
+normaliser or ratio.
 
 grpo        (r - mean) / std of the group; mean over the batch's tokens, as DAPO (arXiv 2503.14476, Eq. 8)
 dr_grpo     r - mean; sum over tokens by a constant: no bias by length or by difficulty (2503.20783, section 3.2)
@@ -34,7 +35,8 @@ class GRPO(GroupCompared):
 
     scale_rewards: bool = Field(
         default=True,
-        description="Divide advantages by the group's standard deviation. false: only subtract the mean (Dr. GRPO, arXiv "
+        description="Divide advantages by the group's standard deviation. false: only subtract the "
+        "mean (Dr. GRPO, arXiv "
         "2503.20783).",
     )
 
@@ -46,54 +48,71 @@ class GRPO(GroupCompared):
 
 @with_defaults(scale_rewards=False, loss_normalization="constant")
 class DrGRPO(GRPO):
-    """GRPO without its two biases: no division by the group's deviation, nor by the length of responses."""
+    """GRPO without its two biases: no division by the group's deviation, nor by the length of
+    responses."""
 
     name: ClassVar[str] = "dr_grpo"
 
 
-@with_defaults(correction="none", ratio_level="geometric", loss_normalization="sequence", clip_low=3e-4, clip_high=4e-4)
+@with_defaults(
+    correction="none",
+    ratio_level="geometric",
+    loss_normalization="sequence",
+    clip_low=3e-4,
+    clip_high=4e-4,
+)
 class GSPO(GRPO):
-    """GRPO with one importance ratio for each response, the geometric mean of its tokens' (Eq. 7). It is less noisy for a
-    mixture of experts, whose routing differs between engines. The clip range is the paper's, far smaller than for tokens."""
+    """GRPO with one importance ratio for each response, the geometric mean of its tokens' (Eq. 7).
+
+    It is less noisy for a mixture of experts, whose routing differs between engines. The clip range
+    is the paper's, far smaller than for tokens.
+    """
 
     name: ClassVar[str] = "gspo"
 
 
 @with_defaults(correction="none", clip_high=4.0)
 class CISPO(GRPO):
-    """REINFORCE with the ratio, cut at ``1 + clip_high`` and without a gradient, as its weight (Eq. 4 and 5). PPO's clip
-    takes rare tokens, on which a response often turns, out of the gradient; here each token stays in it. ``clip_low`` and
-    ``max_ratio`` have no effect."""
+    """REINFORCE with the ratio, cut at ``1 + clip_high`` and without a gradient, as its weight (Eq.
+    4 and 5). PPO's clip takes rare tokens, on which a response often turns, out of the gradient;
+    here each token stays in it. ``clip_low`` and ``max_ratio`` have no effect."""
 
     name: ClassVar[str] = "cispo"
 
-    def surrogate(self, ratio: torch.Tensor, tokens: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def surrogate(
+        self, ratio: torch.Tensor, tokens: TokenBatch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         most = 1 + self.clip_high
         return ratio.clamp(max=most).detach() * tokens["advantage"] * tokens.logprobs, ratio > most
 
 
 @with_defaults(clip_high=0.28, drop_equal=True)
 class DAPO(GRPO):
-    """GRPO for long reasoning. ``drop_equal`` is its dynamic sampling (Eq. 11): groups that teach nothing are dropped, and
-    others generated in their place. Set ``rollout.truncated = "mask"`` for its overlong filtering."""
+    """GRPO for long reasoning.
+
+    ``drop_equal`` is its dynamic sampling (Eq. 11): groups that teach nothing are dropped, and
+    others generated in their place. Set ``rollout.truncated = "mask"`` for its overlong filtering.
+    """
 
     name: ClassVar[str] = "dapo"
 
     longest_response: int = Field(
         default=0,
         ge=0,
-        description="Tokens from which a response gets the whole penalty of -1; usually `rollout.max_tokens`. 0: none.",
+        description="Tokens from which a response gets the whole penalty of -1; usually "
+        "`rollout.max_tokens`. 0: none.",
     )
     overlong_tokens: int = Field(
         default=0,
         ge=0,
-        description="The penalty grows from 0 over this many tokens before `longest_response` (Eq. 13).",
+        description="The penalty grows from 0 over this many tokens before `longest_response` (Eq. "
+        "13).",
     )
 
     drop_by: Literal["correctness", "penalized"] = Field(
         default="correctness",
-        description="The rewards that `drop_equal` compares: those before the length penalty (Eq. 11 drops groups that are "
-        "all correct or all wrong), or those after it.",
+        description="The rewards that `drop_equal` compares: those before the length penalty (Eq. "
+        "11 drops groups that are all correct or all wrong), or those after it.",
     )
 
     @property
@@ -106,21 +125,32 @@ class DAPO(GRPO):
         return {MASK: OPTIONAL[MASK]} if self.longest_response else {}
 
     def credit(self, group: Mapping[str, Any]) -> Mapping[str, Any] | Drop:
-        """GRPO's of the rewards with the penalty ``(longest - overlong - length) / overlong``, cut to [-1, 0]. Tokens that
-        ``loss_mask`` leaves out do not count."""
+        """GRPO's of the rewards with the penalty ``(longest - overlong - length) / overlong``, cut
+        to [-1, 0]. Tokens that ``loss_mask`` leaves out do not count."""
         if not self.longest_response:
             return super().credit(group)
         rewards = group["reward"].float()
-        lengths = [int(row.sum()) for row in group[MASK]] if MASK in group else list(map(len, group["response_ids"]))
+        lengths = (
+            [int(row.sum()) for row in group[MASK]]
+            if MASK in group
+            else list(map(len, group["response_ids"]))
+        )
         over = rewards.new_tensor(lengths) - self.longest_response
-        penalty = (over / self.overlong_tokens + 1).clamp(0, 1) if self.overlong_tokens else (over >= 0).float()
+        penalty = (
+            (over / self.overlong_tokens + 1).clamp(0, 1)
+            if self.overlong_tokens
+            else (over >= 0).float()
+        )
         penalized = rewards - penalty
-        return self.compared(penalized, dropped_by=rewards if self.drop_by == "correctness" else penalized)
+        return self.compared(
+            penalized, dropped_by=rewards if self.drop_by == "correctness" else penalized
+        )
 
 
 @with_defaults(ratio_level="sequence", loss_normalization="sequence")
 class RLOO(GroupCompared):
-    """REINFORCE with the mean reward of the group's other responses as the baseline; the response is one action."""
+    """REINFORCE with the mean reward of the group's other responses as the baseline; the response
+    is one action."""
 
     name: ClassVar[str] = "rloo"
 

@@ -1,5 +1,6 @@
-"""Proximal Policy Optimization (arXiv 1707.06347) with generalised advantage estimation (1506.02438), and with policy
-filtration (2409.06957): responses whose rewards are unreliable weigh less.
+"""Proximal Policy Optimization (arXiv 1707.06347) with generalised advantage estimation
+(1506.02438), and with policy filtration (2409.06957): responses whose rewards are unreliable weigh
+less.
 
 reward, values ─▶ prepare: GAE over each response ─▶ advantage (whitened), returns ─▶ loss of policy and values, both clipped
                                                                       └▶ value_errors: clipped around the values before
@@ -32,26 +33,39 @@ LEAST_VARIANCE = 1e-6  # of returns, as a share of their mean square
 class ValueLearner(Algorithm):
     """The options and formulas that a policy with a critic and a critic of its own share."""
 
-    gamma: float = Field(default=1.0, gt=0, le=1, description="Discount of later rewards, for each trained token.")
+    gamma: float = Field(
+        default=1.0, gt=0, le=1, description="Discount of later rewards, for each trained token."
+    )
     gae_lambda: float = Field(
-        default=0.95, ge=0, le=1, description="λ of GAE (Eq. 16): 0 trusts the critic, 1 the rewards alone."
+        default=0.95,
+        ge=0,
+        le=1,
+        description="λ of GAE (Eq. 16): 0 trusts the critic, 1 the rewards alone.",
     )
     value_clip: float = Field(
-        default=0.2, gt=0, description="A value gains nothing farther than this from the one before the step."
+        default=0.2,
+        gt=0,
+        description="A value gains nothing farther than this from the one before the step.",
     )
     kl_reward: float = Field(
         default=0.0,
         ge=0,
-        description="Each token's reward is lowered by this × (rollout logprob - reference logprob). Above 0 the run has a "
-        "reference stage. `kl_coef` adds a KL to the loss instead.",
+        description="Each token's reward is lowered by this × (rollout logprob - reference "
+        "logprob). Above 0 the run has a reference stage. `kl_coef` adds a KL to the "
+        "loss instead.",
     )
 
     def gae(self, batch: TrainBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Advantages and returns [T] of each response. Time counts its trained tokens alone, as if the others were not
-        there: the reward comes with the last one of them, and nothing follows it. Tokens that are not trained on have an
-        advantage of 0."""
-        at, counts = batch.is_trained, batch.trained[batch.trained > 0]
-        values, last = batch["values"][at], counts.cumsum(0) - 1
+        """Advantages and returns [T] of each response.
+
+        Time counts its trained tokens alone, as if the others were not there: the reward comes with
+        the last one of them, and nothing follows it. Tokens that are not trained on have an
+        advantage of 0.
+        """
+        at = batch.is_trained
+        counts = batch.trained[batch.trained > 0]
+        values = batch["values"][at]
+        last = counts.cumsum(0) - 1
         rewards = values.new_zeros(len(values))
         if self.kl_reward:
             rewards -= self.kl_reward * (batch["rollout_logprobs"] - batch["ref_logprobs"])[at]
@@ -59,7 +73,8 @@ class ValueLearner(Algorithm):
         following = values.roll(-1)
         following[last] = 0
         errors = rewards + self.gamma * following - values
-        for place in range(int(batch.trained.max()) - 2, -1, -1):  # backwards, all responses at once
+        # backwards, all responses at once
+        for place in range(int(batch.trained.max()) - 2, -1, -1):
             now = (last - counts + 1 + place)[counts > place + 1]
             errors[now] += self.gamma * self.gae_lambda * errors[now + 1]
         advantage = values.new_zeros(len(at))
@@ -67,30 +82,36 @@ class ValueLearner(Algorithm):
         return advantage, advantage + batch["values"]
 
     def value_errors(self, now: torch.Tensor, tokens: TokenBatch) -> torch.Tensor:
-        """Half the squared errors [T] of the values ``now``: the larger of the plain and the clipped one."""
-        returns, before = tokens["returns"], tokens["values"]
+        """Half the squared errors [T] of the values ``now``: the larger of the plain and the
+        clipped one."""
+        returns = tokens["returns"]
+        before = tokens["values"]
         near = before + (now - before).clamp(-self.value_clip, self.value_clip)
         return (now - returns).square().maximum((near - returns).square()) / 2
 
     def value_metrics(self, tokens: TokenBatch) -> dict[str, torch.Tensor]:
         """Sums from which :meth:`explained` computes, as means over the mini-batch's tokens."""
-        returns, errors = tokens["returns"], tokens["values"] - tokens["returns"]
+        returns = tokens["returns"]
+        errors = tokens["values"] - tokens["returns"]
         means = {"value_error": errors.square(), "value_bias": errors}
         means |= {"return_square": returns.square(), "return_mean": returns}
         return {name: value.detach().sum() / tokens.total_tokens for name, value in means.items()}
 
     def explained(self, metrics: dict[str, float]) -> dict[str, float]:
-        """``metrics`` with ``explained_variance`` of the returns by the values before the step: 1 is a perfect critic."""
+        """``metrics`` with ``explained_variance`` of the returns by the values before the step: 1
+        is a perfect critic."""
         shown = dict(metrics)
         error = shown.pop("value_error") - shown.pop("value_bias") ** 2
         variance = shown.pop("return_square") - shown["return_mean"] ** 2
-        # A difference of sums in float32: below this share it is rounding, of returns that are all equal.
+        # A difference of sums in float32: below this share it is rounding, of returns that are all
+        # equal.
         varies = variance > LEAST_VARIANCE * (variance + shown["return_mean"] ** 2)
         return shown | {"explained_variance": 1 - error / variance if varies else 0.0}
 
 
 class CriticTraining(ValueLearner):
-    """What a critic with an engine of its own is trained with: the value loss, on the column ``values`` that it has made."""
+    """What a critic with an engine of its own is trained with: the value loss, on the column
+    ``values`` that it has made."""
 
     credit_makes: ClassVar[Columns] = {}
     prepare_makes: ClassVar[Columns] = {"returns": "float32 ragged"}
@@ -98,7 +119,11 @@ class CriticTraining(ValueLearner):
     @property
     def loss_reads(self) -> Columns:
         kl = ("rollout_logprobs", "ref_logprobs") if self.kl_reward else ()
-        return {**dict.fromkeys((*kl, "values"), "float32 ragged"), "reward": "float32", **self.prepare_makes}
+        return {
+            **dict.fromkeys((*kl, "values"), "float32 ragged"),
+            "reward": "float32",
+            **self.prepare_makes,
+        }
 
     def prepare(self, batch: TrainBatch) -> Mapping[str, torch.Tensor]:
         return {"returns": self.gae(batch)[1]}
@@ -106,13 +131,18 @@ class CriticTraining(ValueLearner):
     def loss(self, tokens: TokenBatch) -> LossOutput:
         assert tokens.values is not None
         errors = self.value_errors(tokens.values, tokens)
-        return LossOutput(tokens.mean(errors), {"value_loss": errors.detach().sum() / tokens.total_tokens})
+        return LossOutput(
+            tokens.mean(errors), {"value_loss": errors.detach().sum() / tokens.total_tokens}
+        )
 
 
 @with_defaults(epochs=2)
 class PPO(PolicyGradient, ValueLearner):
-    """Clipped policy gradient with a learned critic. It needs no group (``algorithm.group_size = 1`` will do), and gives
-    each token its own advantage."""
+    """Clipped policy gradient with a learned critic.
+
+    It needs no group (``algorithm.group_size = 1`` will do), and gives each token its own
+    advantage.
+    """
 
     name: ClassVar[str] = "ppo"
     credit_makes: ClassVar[Columns] = {}
@@ -120,11 +150,14 @@ class PPO(PolicyGradient, ValueLearner):
 
     critic: Literal["trunk", "own"] = Field(
         default="trunk",
-        description="`trunk`: values are those of a linear layer on the policy's last hidden states, which is trained with "
-        "it. `own`: of another model, with an engine and a worker of its own (the recipe's section `critic`).",
+        description="`trunk`: values are those of a linear layer on the policy's last hidden "
+        "states, which is trained with it. `own`: of another model, with an engine and "
+        "a worker of its own (the recipe's section `critic`).",
     )
     value_epochs: int | None = Field(
-        default=None, ge=1, description="Epochs of a critic of its own on each train batch. Default: `epochs`."
+        default=None,
+        ge=1,
+        description="Epochs of a critic of its own on each train batch. Default: `epochs`.",
     )
     value_coef: float = Field(
         default=0.5, ge=0, description="Weight of the value loss of a critic on the policy's trunk."
@@ -132,16 +165,19 @@ class PPO(PolicyGradient, ValueLearner):
     value_learning_rate: float | None = Field(
         default=None,
         gt=0,
-        description="Peak learning rate of the value head on the policy's trunk, by the schedule of `train`. A critic of "
-        "its own has `critic.learning_rate`. Default: ten times `train.learning_rate`.",
+        description="Peak learning rate of the value head on the policy's trunk, by the schedule "
+        "of `train`. A critic of its own has `critic.learning_rate`. Default: ten "
+        "times `train.learning_rate`.",
     )
     critic_warmup_steps: int = Field(
         default=0,
         ge=0,
-        description="Train batches at the beginning from which the critic alone learns. They count as policy versions; the "
-        "policy's schedule begins after them.",
+        description="Train batches at the beginning from which the critic alone learns. They count "
+        "as policy versions; the policy's schedule begins after them.",
     )
-    whiten: bool = Field(default=True, description="Advantages get mean 0 and variance 1 over the train batch.")
+    whiten: bool = Field(
+        default=True, description="Advantages get mean 0 and variance 1 over the train batch."
+    )
 
     @pydantic.model_validator(mode="after")
     def _one_rate(self) -> Self:
@@ -162,7 +198,11 @@ class PPO(PolicyGradient, ValueLearner):
     @property
     def scores(self) -> Mapping[str, RunsOn]:
         reference: dict[str, RunsOn] = {"ref_logprobs": "frozen model"} if self.kl_reward else {}
-        return {**super().scores, **reference, "values": "critic" if self.critic == "own" else "value head"}
+        return {
+            **super().scores,
+            **reference,
+            "values": "critic" if self.critic == "own" else "value head",
+        }
 
     def critic_algorithm(self) -> Algorithm | None:
         if self.critic == "trunk":
@@ -176,7 +216,10 @@ class PPO(PolicyGradient, ValueLearner):
 
     def prepare(self, batch: TrainBatch) -> Mapping[str, torch.Tensor]:
         advantage, returns = self.gae(batch)
-        return {"advantage": batch.whitened(advantage) if self.whiten else advantage, "returns": returns}
+        return {
+            "advantage": batch.whitened(advantage) if self.whiten else advantage,
+            "returns": returns,
+        }
 
     def loss(self, tokens: TokenBatch) -> LossOutput:
         policy = super().loss(tokens)
@@ -188,13 +231,17 @@ class PPO(PolicyGradient, ValueLearner):
         return LossOutput(policy.loss + self.value_coef * self._mean(errors, tokens), metrics)
 
     def finish(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Adds ``explained_variance`` of the returns by the values before the step: 1 is a perfect critic, 0 none."""
+        """Adds ``explained_variance`` of the returns by the values before the step: 1 is a perfect
+        critic, 0 none."""
         return self.explained(super().finish(metrics))
 
 
 class PFPPO(PPO):
-    """PPO in which each response of a group is weighted by the rank of its reward. A reward model errs most where responses
-    are mediocre; its best and its worst ones are most surely good and bad."""
+    """PPO in which each response of a group is weighted by the rank of its reward.
+
+    A reward model errs most where responses are mediocre; its best and its worst ones are most
+    surely good and bad.
+    """
 
     name: ClassVar[str] = "pf_ppo"
     least_group_size: ClassVar[int] = 2
@@ -202,8 +249,9 @@ class PFPPO(PPO):
 
     filtration: Literal["best_worst", "best_random", "best"] = Field(
         default="best_worst",
-        description="Weight by rank of N responses, times N: half each for the first and the last; half for the first, the "
-        "other half for all others; or all for the first (section 4).",
+        description="Weight by rank of N responses, times N: half each for the first and the last; "
+        "half for the first, the other half for all others; or all for the first "
+        "(section 4).",
     )
 
     def credit(self, group: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -1,4 +1,5 @@
-"""REINFORCE++ (arXiv 2501.03262): PPO's loss without a critic, advantages normalised over the whole train batch."""
+"""REINFORCE++ (arXiv 2501.03262): PPO's loss without a critic, advantages normalised over the whole
+train batch."""
 
 from __future__ import annotations
 
@@ -16,20 +17,25 @@ if TYPE_CHECKING:
 
 
 class ReinforcePlusPlus(PolicyGradient):
-    """REINFORCE++: for prompts with one response (``algorithm.group_size = 1``) as for several. Rewards whose scale differs
-    between prompts stay comparable, as they are divided by the deviation of the batch, not of the group."""
+    """REINFORCE++: for prompts with one response (``algorithm.group_size = 1``) as for several.
+
+    Rewards whose scale differs between prompts stay comparable, as they are divided by the
+    deviation of the batch, not of the group.
+    """
 
     name: ClassVar[str] = "reinforce_pp"
 
     baseline: Literal["none", "group"] = Field(
         default="none",
-        description="`group`: subtract the mean reward of the group first (REINFORCE++-baseline). `none`: only the batch's.",
+        description="`group`: subtract the mean reward of the group first (REINFORCE++-baseline). "
+        "`none`: only the batch's.",
     )
 
     whiten_over: Literal["tokens", "rows"] = Field(
         default="tokens",
-        description="Advantages get mean 0 and variance 1 over the trained tokens of the train batch, of which a long "
-        "response has more (the paper's); or over its rows, each of which counts once.",
+        description="Advantages get mean 0 and variance 1 over the trained tokens of the train "
+        "batch, of which a long response has more (the paper's); or over its rows, "
+        "each of which counts once.",
     )
 
     def credit(self, group: Mapping[str, Any]) -> Mapping[str, Any]:

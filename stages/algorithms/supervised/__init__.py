@@ -1,1 +1,2 @@
-"""Algorithms that learn from given or compared responses, without importance weights, one short file each."""
+"""Algorithms that learn from given or compared responses, without importance weights, one short
+file each."""

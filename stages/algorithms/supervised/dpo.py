@@ -1,4 +1,5 @@
-"""Direct Preference Optimization (arXiv 2305.18290) and IPO (2310.12036), on given pairs, or those of a group by reward."""
+"""Direct Preference Optimization (arXiv 2305.18290) and IPO (2310.12036), on given pairs, or those
+of a group by reward."""
 
 from __future__ import annotations
 
@@ -16,9 +17,12 @@ if TYPE_CHECKING:
 
 
 class DPO(Algorithm):
-    """Raises the likelihood of preferred responses over that of others, against a frozen reference. ``prompts.responses =
-    ["chosen", "rejected"]`` gives the pairs; without it they are generated, and the reward says which is preferred. Either
-    way a sample's age does not matter: nothing is weighted by the policy that generated it."""
+    """Raises the likelihood of preferred responses over that of others, against a frozen reference.
+
+    ``prompts.responses = ["chosen", "rejected"]`` gives the pairs; without it they are generated,
+    and the reward says which is preferred. Either way a sample's age does not matter: nothing is
+    weighted by the policy that generated it.
+    """
 
     name: ClassVar[str] = "dpo"
     unit: ClassVar = "group"
@@ -27,13 +31,19 @@ class DPO(Algorithm):
     credit_makes: ClassVar[Columns] = {"preference": "float32 finite"}
     loss_reads: ClassVar[Columns] = {"ref_logprobs": "float32 ragged", "preference": "float32"}
 
-    beta: float = Field(default=0.1, gt=0, description="How strongly the policy is held to the reference.")
+    beta: float = Field(
+        default=0.1, gt=0, description="How strongly the policy is held to the reference."
+    )
     loss_type: Literal["sigmoid", "ipo"] = Field(
         default="sigmoid",
-        description="`sigmoid`: DPO (Eq. 7). `ipo`: the squared loss of IPO (Eq. 17), per token as in TRL.",
+        description="`sigmoid`: DPO (Eq. 7). `ipo`: the squared loss of IPO (Eq. 17), per token as "
+        "in TRL.",
     )
     margin: float = Field(
-        default=0.0, ge=0, description="By how much `beta` × the difference of log-ratios should exceed 0 (`sigmoid`)."
+        default=0.0,
+        ge=0,
+        description="By how much `beta` × the difference of log-ratios should "
+        "exceed 0 (`sigmoid`).",
     )
     label_smoothing: float = Field(
         default=0.0,
@@ -43,8 +53,8 @@ class DPO(Algorithm):
     )
     pairs: Literal["best_worst", "all"] = Field(
         default="best_worst",
-        description="Of a group: the response with the highest reward against that with the lowest; or all with different "
-        "rewards, each group weighing the same.",
+        description="Of a group: the response with the highest reward against that with the "
+        "lowest; or all with different rewards, each group weighing the same.",
     )
 
     @property
@@ -52,8 +62,8 @@ class DPO(Algorithm):
         return {MASK: OPTIONAL[MASK]}
 
     def credit(self, group: Mapping[str, Any]) -> Mapping[str, Any] | Drop:
-        """With ``best_worst`` 1 for the best, -1 for the worst, 0 for the others; with ``all`` the rewards. Responses of
-        which ``loss_mask`` leaves no token are compared with none."""
+        """With ``best_worst`` 1 for the best, -1 for the worst, 0 for the others; with ``all`` the
+        rewards. Responses of which ``loss_mask`` leaves no token are compared with none."""
         rewards = group["reward"].float()
         masks = group.get(MASK, [])
         trained = [at for at in range(len(rewards)) if not masks or bool(masks[at].any())]
@@ -70,15 +80,23 @@ class DPO(Algorithm):
         return {"preference": preference}
 
     def loss(self, tokens: TokenBatch) -> LossOutput:
-        """The mean over groups of each group's mean over pairs. A response without a trained token is in no pair."""
+        """The mean over groups of each group's mean over pairs.
+
+        A response without a trained token is in no pair.
+        """
         ratio = tokens.row_sums(tokens.logprobs - tokens["ref_logprobs"])  # [R]
-        preference, group = tokens.rows["preference"], tokens.group
+        preference = tokens.rows["preference"]
+        group = tokens.group
         assert group is not None
-        better = (preference[:, None] - preference[None]) >= (2 if self.pairs == "best_worst" else 1e-12)
+        better = (preference[:, None] - preference[None]) >= (
+            2 if self.pairs == "best_worst" else 1e-12
+        )
         trained = tokens.row_tokens > 0
         comparable = (group[:, None] == group[None]) & trained[:, None] & trained[None]
         chosen, rejected = (better & comparable).nonzero().unbind(1)
-        of_group = group.new_zeros(len(ratio)).index_add(0, group[chosen], group.new_ones(len(chosen)))
+        of_group = group.new_zeros(len(ratio)).index_add(
+            0, group[chosen], group.new_ones(len(chosen))
+        )
         weight = 1 / (of_group[group[chosen]] * tokens.total_groups)
         difference = ratio[chosen] - ratio[rejected]
         if self.loss_type == "ipo":
@@ -86,7 +104,9 @@ class DPO(Algorithm):
             losses = (per_token[chosen] - per_token[rejected] - 1 / (2 * self.beta)).square()
         else:
             logits = self.beta * difference - self.margin
-            losses = (1 - self.label_smoothing) * _softplus(-logits) + self.label_smoothing * _softplus(logits)
+            losses = (1 - self.label_smoothing) * _softplus(
+                -logits
+            ) + self.label_smoothing * _softplus(logits)
         means = {
             "preference_accuracy": (difference > 0).to(weight.dtype),
             "reward_margin": self.beta * difference,

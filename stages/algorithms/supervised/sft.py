@@ -9,8 +9,11 @@ from stages.flow.declarations import Columns
 
 
 class SFT(Algorithm):
-    """Next-token cross-entropy on the response tokens, as for warming a model up before RL. ``prompts.responses`` names the
-    column with the responses; rows are packed, and the prompt's tokens are not in the loss."""
+    """Next-token cross-entropy on the response tokens, as for warming a model up before RL.
+
+    ``prompts.responses`` names the column with the responses; rows are packed, and the prompt's
+    tokens are not in the loss.
+    """
 
     name: ClassVar[str] = "sft"
     credit_makes: ClassVar[Columns] = {}

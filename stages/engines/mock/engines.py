@@ -1,12 +1,14 @@
-"""Mock engines, without a model: outputs are random but fixed by the seed, durations follow a model of latency.
+"""Mock engines, without a model: outputs are random but fixed by the seed, durations follow a model
+of latency.
 
     generate ──▶ waiting (FIFO) ── one of max_rows slots is free ──▶ decoding ── all tokens made ──▶ Completion
                                                                         │
                  one clock for all rows: tokens made per row, d(clock)/dt = row_rate · min(1, saturation_rows / rows)
 
-All decoding rows have one rate, so a row that joins at clock c and has n tokens ends at clock c + n, however often the rate
-changes. The engine keeps a heap of those ends and one timer for the nearest: one wake-up per completion, none per token.
-Rows end at the model's exact time even if the timer fires late, so delays of the machine do not add up.
+All decoding rows have one rate, so a row that joins at clock c and has n tokens ends at clock c +
+n, however often the rate changes. The engine keeps a heap of those ends and one timer for the
+nearest: one wake-up per completion, none per token. Rows end at the model's exact time even if the
+timer fires late, so delays of the machine do not add up.
 """
 
 from __future__ import annotations
@@ -57,28 +59,38 @@ class _Row:
     @property
     def begun(self) -> int:
         """Tokens made before the present request."""
-        return len(self.request.begun[self.place].token_ids) if self.place in self.request.begun else 0
+        return (
+            len(self.request.begun[self.place].token_ids) if self.place in self.request.begun else 0
+        )
 
 
 class MockRolloutEngine:
     """A :class:`~stages.engines.protocols.RolloutEngine` with the latency model above.
 
-    Lengths depend on ``(seed, place)`` alone. Tokens also depend on the bytes of the weights that made them, so runs that
-    train on other data or swap at another time have other tokens. ``weights``: a folder with the first ones.
+    Lengths depend on ``(seed, place)`` alone. Tokens also depend on the bytes of the weights that
+    made them, so runs that train on other data or swap at another time have other tokens.
+    ``weights``: a folder with the first ones.
     """
 
-    def __init__(self, options: MockRolloutOptions, *, version: int = 0, weights: Path | None = None) -> None:
+    def __init__(
+        self, options: MockRolloutOptions, *, version: int = 0, weights: Path | None = None
+    ) -> None:
         self._options = options
         first = (
-            0 if weights is None else _digest(t for _, t in sorted(load_file(weights / "model.safetensors").items()))
+            0
+            if weights is None
+            else _digest(t for _, t in sorted(load_file(weights / "model.safetensors").items()))
         )
-        self._spans = [(0.0, version, first)]  # from what the clock shows on: version, digest of its weights
+        # from what the clock shows on: version, digest of its weights
+        self._spans = [(0.0, version, first)]
         self._layout: Layout | None = None
         self._waiting: deque[_Row] = deque()
-        self._decoding: list[tuple[float, int, _Row]] = []  # heap: the clock at its end, order of joining, row
+        # heap: the clock at its end, order of joining, row
+        self._decoding: list[tuple[float, int, _Row]] = []
         self._joined = 0
         self._clock = 0.0
-        self._time: float | None = None  # model seconds up to which the clock has run; None while it stands still
+        # model seconds up to which the clock has run; None while it stands still
+        self._time: float | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._paused = self._swapping = self._closed = False
         self._swaps = asyncio.Lock()
@@ -90,7 +102,9 @@ class MockRolloutEngine:
     def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[Completion]:
         self._check_open()
         stream = Responses(sum(len(request.places) for request in requests), self._abort)
-        rows = [self._row(request, place, stream) for request in requests for place in request.places]
+        rows = [
+            self._row(request, place, stream) for request in requests for place in request.places
+        ]
         self._advance()
         self._waiting.extend(rows)
         self._admit()
@@ -98,11 +112,17 @@ class MockRolloutEngine:
         return stream
 
     async def load_weights(
-        self, version: int, weights: Mapping[str, torch.Tensor], *, hold: bool = False, cut: bool = False
+        self,
+        version: int,
+        weights: Mapping[str, torch.Tensor],
+        *,
+        hold: bool = False,
+        cut: bool = False,
     ) -> SwapTimes:
         self._check_open()
         async with self._swaps:
-            if self._layout is not None:  # the first weights that are loaded fix the layout of all later ones
+            # the first weights that are loaded fix the layout of all later ones
+            if self._layout is not None:
                 check_weights(weights, self._layout)
             digest = _digest(tensor for _, tensor in sorted(weights.items()))
             began = time.perf_counter()
@@ -148,23 +168,29 @@ class MockRolloutEngine:
         if self._closed:
             return
         self._closed = True
-        for stream in {row.stream for row in (*self._waiting, *(row for _, _, row in self._decoding))}:
+        for stream in {
+            row.stream for row in (*self._waiting, *(row for _, _, row in self._decoding))
+        }:
             stream.put(EngineClosed("the rollout engine was closed with this request in flight"))
         self._waiting.clear()
         self._decoding.clear()
         self._arm()
 
-    # --- the clock ------------------------------------------------------------------------------------------------
+    # --- the clock
+    # ----------------------------------------------------------------------------------------------
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time() / self._options.time_scale
 
     def _rate(self) -> float:
         """Tokens per second of each decoding row."""
-        return self._options.row_rate * min(1.0, self._options.saturation_rows / max(1, len(self._decoding)))
+        return self._options.row_rate * min(
+            1.0, self._options.saturation_rows / max(1, len(self._decoding))
+        )
 
     def _advance(self) -> None:
-        """Advance the clock to the present: rows that have ended leave, each at its own time, and waiting rows start."""
+        """Advance the clock to the present: rows that have ended leave, each at its own time, and
+        waiting rows start."""
         if self._time is None:
             return
         now = self._now()
@@ -174,7 +200,8 @@ class MockRolloutEngine:
             if at > now:
                 break
             heapq.heappop(self._decoding)
-            self._clock, self._time = end, at
+            self._clock = end
+            self._time = at
             row.stream.put(self._completion(row))
             self._admit()
         self._clock += (now - self._time) * self._rate() if self._decoding else 0.0
@@ -183,14 +210,22 @@ class MockRolloutEngine:
     def _admit(self) -> None:
         while self._waiting and len(self._decoding) < self._options.max_rows:
             row = self._waiting.popleft()
-            # The prompt costs as many ticks of the clock as tokens could be made while it is computed alone.
+            # The prompt costs as many ticks of the clock as tokens could be made while it is
+            # computed alone.
             known = len(row.request.prompt_ids) + row.begun
-            row.first = self._clock + known / self._options.prefill_rate * self._options.row_rate - row.begun
+            row.first = (
+                self._clock
+                + known / self._options.prefill_rate * self._options.row_rate
+                - row.begun
+            )
             heapq.heappush(self._decoding, (row.first + row.tokens, self._joined, row))
             self._joined += 1
 
     def _arm(self) -> None:
-        """Set the timer for the next end, or stop the clock when nothing decodes. Called after ``_advance``."""
+        """Set the timer for the next end, or stop the clock when nothing decodes.
+
+        Called after ``_advance``.
+        """
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -215,12 +250,14 @@ class MockRolloutEngine:
         self._arm()
 
     def _cut(self) -> None:
-        """Rows with a token of their present request leave, the others stay. The clock is stopped."""
+        """Rows with a token of their present request leave, the others stay. The clock is
+        stopped."""
         staying = []
         for end, joined, row in self._decoding:
             made = math.floor(self._clock - row.first + 1e-9)
             if made > row.begun:
-                row.tokens, row.finish_reason = made, "cut"
+                row.tokens = made
+                row.finish_reason = "cut"
                 row.stream.put(self._completion(row))
             else:
                 staying.append((end, joined, row))
@@ -232,35 +269,51 @@ class MockRolloutEngine:
         if seconds:
             await asyncio.sleep(seconds * self._options.time_scale)
 
-    # --- what a row is made of ------------------------------------------------------------------------------------
+    # --- what a row is made of
+    # ------------------------------------------------------------------------------------
 
     def _row(self, request: GroupRequest, place: int, stream: Responses) -> _Row:
-        limit, budget = request.params.max_tokens, request.params.budget
+        limit = request.params.max_tokens
+        budget = request.params.budget
         if limit < 1 or budget < 0:
-            wrong, fix = f"max_tokens = {limit}, budget = {budget}", "give 1 at least, and 0 at least"
+            wrong = f"max_tokens = {limit}, budget = {budget}"
+            fix = "give 1 at least, and 0 at least"
             raise RequestRefused(request.group, "max_tokens", wrong, fix)
         tokens = drawn_tokens(self._options, request.seed, place)
         row = _Row(
-            request, place, stream, min(tokens, limit), min(tokens, limit), "stop" if tokens <= limit else "length"
+            request,
+            place,
+            stream,
+            min(tokens, limit),
+            min(tokens, limit),
+            "stop" if tokens <= limit else "length",
         )
         if budget and row.begun + budget < row.length:
-            row.tokens, row.finish_reason = row.begun + budget, "cut"
+            row.tokens = row.begun + budget
+            row.finish_reason = "cut"
         return row
 
     def _completion(self, row: _Row) -> Completion:
-        request, n = row.request, row.tokens
+        request = row.request
+        n = row.tokens
         tokens = np.empty(n, dtype=np.int64)
         logprobs = np.empty(n, dtype=np.float32)
         versions: list[tuple[int, int]] = []
         if row.begun:
             begun = request.begun[row.place]
-            tokens[: row.begun], logprobs[: row.begun] = begun.token_ids.numpy(), begun.logprobs.numpy()
+            tokens[: row.begun], logprobs[: row.begun] = (
+                begun.token_ids.numpy(),
+                begun.logprobs.numpy(),
+            )
             versions += begun.versions
         for begin, end, version, digest in self._pieces(row):
             random = np.random.default_rng([1, request.seed, row.place, digest])
-            tokens[begin:end] = random.integers(self._options.vocabulary, size=row.length)[begin:end]
+            tokens[begin:end] = random.integers(self._options.vocabulary, size=row.length)[
+                begin:end
+            ]
             logprobs[begin:end] = -random.exponential(0.5, size=row.length)[begin:end]
-            again = versions.pop()[1] if versions and versions[-1][0] == version else 0  # loaded twice in flight
+            # loaded twice in flight
+            again = versions.pop()[1] if versions and versions[-1][0] == version else 0
             versions.append((version, again + end - begin))
         if row.finish_reason == "stop" and request.params.stop_token_ids:
             tokens[-1] = request.params.stop_token_ids[0]
@@ -274,7 +327,8 @@ class MockRolloutEngine:
         )
 
     def _pieces(self, row: _Row) -> list[tuple[int, int, int, int]]:
-        """``(begin, end, version, digest)`` of the tokens of this request; a token belongs to the weights that ended it."""
+        """``(begin, end, version, digest)`` of the tokens of this request; a token belongs to the
+        weights that ended it."""
         pieces = []
         end = row.tokens
         for start, version, digest in reversed(self._spans):
@@ -306,9 +360,10 @@ def drawn_tokens(options: MockRolloutOptions, seed: int, place: int) -> int:
 class MockTrainEngine:
     """A :class:`~stages.engines.protocols.TrainEngine` that takes time and learns nothing.
 
-    Each train batch changes the weights by noise drawn from its bytes (token ids and advantages, in their order): two runs
-    have the same weights exactly when they trained on the same data in the same order. It takes the time of the algorithm's
-    epochs and mini-batches; as policy scores it gives the rollout's logprobs, as values zeros.
+    Each train batch changes the weights by noise drawn from its bytes (token ids and advantages, in
+    their order): two runs have the same weights exactly when they trained on the same data in the
+    same order. It takes the time of the algorithm's epochs and mini-batches; as policy scores it
+    gives the rollout's logprobs, as values zeros.
     """
 
     def __init__(self, options: MockTrainOptions, *, seed: int = 0) -> None:
@@ -325,7 +380,10 @@ class MockTrainEngine:
         began = time.perf_counter()
         wanted = {name: by for name, by in algorithm.scores.items() if by in IN_TRAINING}
         zeros = [torch.zeros(len(row)) for row in batch["response_ids"].unbind()]
-        found = {n: batch["rollout_logprobs"].unbind() if by == "policy" else zeros for n, by in wanted.items()}
+        found = {
+            n: batch["rollout_logprobs"].unbind() if by == "policy" else zeros
+            for n, by in wanted.items()
+        }
         given = TrainBatch(batch, algorithm, computed=found)
         tokens = _tokens(batch, given)
         with torch.no_grad():
@@ -340,7 +398,10 @@ class MockTrainEngine:
             self._weights[name] = tensor - self._options.learning_rate * change
             norm += float(change.square().sum())
         self._step += 1
-        seconds = self._options.step_seconds * algorithm.mini_batches + self._options.token_seconds * _fed_tokens(batch)
+        seconds = (
+            self._options.step_seconds * algorithm.mini_batches
+            + self._options.token_seconds * _fed_tokens(batch)
+        )
         self._sleep(seconds * algorithm.epochs, began)
         return {
             "loss": float(output.loss),
@@ -353,7 +414,9 @@ class MockTrainEngine:
     def logprobs(self, batch: TensorDictBase) -> torch.Tensor:
         began = time.perf_counter()
         responses = batch["response_ids"]
-        values = _logprobs(responses.values(), _digest(tensor for _, tensor in sorted(self._weights.items())))
+        values = _logprobs(
+            responses.values(), _digest(tensor for _, tensor in sorted(self._weights.items()))
+        )
         self._sleep(self._options.logprob_token_seconds * _fed_tokens(batch), began)
         return torch.nested.nested_tensor_from_jagged(values, responses.offsets())
 
@@ -361,7 +424,10 @@ class MockTrainEngine:
         return list(self._weights.items())
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self._step, "weights": {name: tensor.clone() for name, tensor in self._weights.items()}}
+        return {
+            "step": self._step,
+            "weights": {name: tensor.clone() for name, tensor in self._weights.items()},
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._step = int(state["step"])
@@ -376,12 +442,14 @@ class MockTrainEngine:
         """Does nothing."""
 
     def _sleep(self, seconds: float, began: float) -> None:
-        """Sleep for the model's duration of the call, less the time that the mock's own work took."""
+        """Sleep for the model's duration of the call, less the time that the mock's own work
+        took."""
         time.sleep(max(0.0, seconds * self._options.time_scale - (time.perf_counter() - began)))
 
 
 def _tokens(batch: TensorDictBase, given: TrainBatch) -> TokenBatch:
-    """The whole batch as the algorithm's loss takes it, under weights that have not moved since rollout."""
+    """The whole batch as the algorithm's loss takes it, under weights that have not moved since
+    rollout."""
     groups = batch["group"].unique(return_inverse=True)[1]
     behaviour = batch.get("rollout_logprobs", None)
     logprobs = torch.zeros(int(given.lengths.sum())) if behaviour is None else behaviour.values()
@@ -397,7 +465,8 @@ def _tokens(batch: TensorDictBase, given: TrainBatch) -> TokenBatch:
 
 
 def _logprobs(token_ids: torch.Tensor, digest: int) -> torch.Tensor:
-    """A fixed number between -2 and 0 for each token id under weights of this ``digest``: float32 [T]."""
+    """A fixed number between -2 and 0 for each token id under weights of this ``digest``: float32
+    [T]."""
     return -2.0 * ((token_ids * 2654435761 + digest % 1_000_003) % 1009).to(torch.float32) / 1009
 
 

@@ -3,9 +3,10 @@
     queries × keys, in tiles ─▶ output and log-sum-exp of each tile ─▶ merged        (forward)
     each tile again, with the merged output and log-sum-exp ─▶ its share of the gradients    (backward)
 
-A tile is computed by the device's fused kernel (no matrix of scores) where that has what the layer needs and is faster, and
-else by matmuls over chunks of at most ``CHUNK`` scores. Both parts are exact: with the softmax's total taken over all keys,
-gradients of a union of tiles are sums over its tiles (FlashAttention-2, arXiv 2307.08691; Ring Attention, 2310.01889).
+A tile is computed by the device's fused kernel (no matrix of scores) where that has what the layer
+needs and is faster, and else by matmuls over chunks of at most ``CHUNK`` scores. Both parts are
+exact: with the softmax's total taken over all keys, gradients of a union of tiles are sums over its
+tiles (FlashAttention-2, arXiv 2307.08691; Ring Attention, 2310.01889).
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ Parts = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True)
 class Scores:
-    """How a layer makes attention weights from queries and keys: products times ``scaling``, then ``softcap`` ·
-    tanh(score / ``softcap``), of the last ``window`` keys (the query's own is one of them). ``fused``: by fused kernels."""
+    """How a layer makes attention weights from queries and keys: products times ``scaling``, then
+    ``softcap`` · tanh(score / ``softcap``), of the last ``window`` keys (the query's own is one of
+    them). ``fused``: by fused kernels."""
 
     scaling: float
     window: int | None = None
@@ -50,11 +52,15 @@ class _Chunk:
     hidden: torch.Tensor | None = None  # bool [n, m]: keys that a query does not see
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, at: torch.Tensor, scores: Scores) -> Parts:
-    """Attention of ``q`` [B, H, n, D] over ``k`` [B, KV heads, m, D] and ``v`` [B, KV heads, m, E], without a gradient.
-    ``at`` int64 [n], on the CPU: the queries' positions, counted from the first key; a query sees no key after its own
-    position. Returns the output [B, H, n, E], and float32 [B, H, n] log-sum-exps of the scores, which are -inf for a query
-    that sees none of the keys (its output is 0)."""
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, at: torch.Tensor, scores: Scores
+) -> Parts:
+    """Attention of ``q`` [B, H, n, D] over ``k`` [B, KV heads, m, D] and ``v`` [B, KV heads, m, E],
+    without a gradient.
+    ``at`` int64 [n], on the CPU: the queries' positions, counted from the first key; a query sees
+    no key after its own position. Returns the output [B, H, n, E], and float32 [B, H, n]
+    log-sum-exps of the scores, which are -inf for a query that sees none of the keys (its output is
+    0)."""
     kernel, masks = _fused(q, k, v, at, scores)
     chunks = list(_chunks(q, k.shape[2], at, scores, kernel is not None))
 
@@ -66,7 +72,8 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, at: torch.Tensor, 
 
     if len(chunks) == 1 and chunks[0].queries == slice(0, len(at)):
         return compute(chunks[0])
-    out, total = q.new_zeros(*q.shape[:-1], v.shape[-1]), q.new_full(q.shape[:-1], -torch.inf, dtype=wide(q))
+    out = q.new_zeros(*q.shape[:-1], v.shape[-1])
+    total = q.new_full(q.shape[:-1], -torch.inf, dtype=wide(q))
     for chunk in chunks:
         out[:, :, chunk.queries], total[:, :, chunk.queries] = compute(chunk)
     return out, total
@@ -82,8 +89,9 @@ def attend_backward(
     at: torch.Tensor,
     scores: Scores,
 ) -> Parts:
-    """Returns what these keys add to the gradients of ``q``, ``k`` and ``v``, given the ``gradient`` of ``out``. ``out`` and
-    ``total`` (log-sum-exps) are those over all keys that the queries see, here and elsewhere."""
+    """Returns what these keys add to the gradients of ``q``, ``k`` and ``v``, given the
+    ``gradient`` of ``out``. ``out`` and ``total`` (log-sum-exps) are those over all keys that the
+    queries see, here and elsewhere."""
     kernel, masks = _fused(q, k, v, at, scores)
     chunks = list(_chunks(q, k.shape[2], at, scores, kernel is not None))
 
@@ -94,7 +102,10 @@ def attend_backward(
             return kernel[1](given, chunk.causal, chunk.hidden, scores.scaling)
         return _by_matmul_backward(given, chunk.hidden, scores)
 
-    if len(chunks) == 1 and (chunks[0].queries, chunks[0].keys) == (slice(0, len(at)), slice(0, k.shape[2])):
+    if len(chunks) == 1 and (chunks[0].queries, chunks[0].keys) == (
+        slice(0, len(at)),
+        slice(0, k.shape[2]),
+    ):
         return compute(chunks[0])
     to_q, to_k, to_v = (torch.zeros_like(x, dtype=wide(q)) for x in (q, k, v))
     for chunk in chunks:
@@ -105,9 +116,13 @@ def attend_backward(
     return to_q, to_k, to_v
 
 
-def merge(out: torch.Tensor, total: torch.Tensor, other: torch.Tensor | None, other_total: torch.Tensor) -> Parts:
-    """The output and log-sum-exp over two sets of keys, from those of each. ``other`` None: a set with values of 0, as an
-    attention sink."""
+def merge(
+    out: torch.Tensor, total: torch.Tensor, other: torch.Tensor | None, other_total: torch.Tensor
+) -> Parts:
+    """The output and log-sum-exp over two sets of keys, from those of each.
+
+    ``other`` None: a set with values of 0, as an attention sink.
+    """
     both = torch.logaddexp(total, other_total)
     merged = out * (total - both).exp()[..., None].to(out.dtype)
     if other is not None:
@@ -115,10 +130,17 @@ def merge(out: torch.Tensor, total: torch.Tensor, other: torch.Tensor | None, ot
     return merged, both
 
 
-def _chunks(q: torch.Tensor, keys: int, at: torch.Tensor, scores: Scores, fused: bool) -> Iterator[_Chunk]:
-    """Chunks of a tile of ``keys`` keys. ``fused``: a kernel computes chunks without hidden keys in constant memory."""
-    count, reach = len(at), keys if scores.window is None else min(keys, scores.window)
-    first, last = int(at.min()), int(at.max())
+def _chunks(
+    q: torch.Tensor, keys: int, at: torch.Tensor, scores: Scores, fused: bool
+) -> Iterator[_Chunk]:
+    """Chunks of a tile of ``keys`` keys.
+
+    ``fused``: a kernel computes chunks without hidden keys in constant memory.
+    """
+    count = len(at)
+    reach = keys if scores.window is None else min(keys, scores.window)
+    first = int(at.min())
+    last = int(at.max())
     everything = slice(0, count), slice(0, keys)
     inside = scores.window is None or last < scores.window
     if fused and inside and first >= keys - 1:
@@ -131,14 +153,16 @@ def _chunks(q: torch.Tensor, keys: int, at: torch.Tensor, scores: Scores, fused:
     size = max(16, min(held // (q.shape[0] * q.shape[1] * min(keys, 2 * reach)), reach))
     for start in range(0, count, size):
         part = at[start : start + size]
-        first, last = int(part.min()), int(part.max())
+        first = int(part.min())
+        last = int(part.max())
         begin = 0 if scores.window is None else max(0, first - scores.window + 1)
         end = min(keys, last + 1)
         if begin >= end:
             continue
         hidden = None
         if end - 1 > first or (scores.window is not None and begin <= last - scores.window):
-            columns, rows = torch.arange(begin, end), part[:, None]
+            columns = torch.arange(begin, end)
+            rows = part[:, None]
             hidden = columns > rows
             if scores.window is not None:
                 hidden |= columns <= rows - scores.window
@@ -146,8 +170,11 @@ def _chunks(q: torch.Tensor, keys: int, at: torch.Tensor, scores: Scores, fused:
         yield _Chunk(slice(start, min(start + size, count)), slice(begin, end), hidden=hidden)
 
 
-def _weights(q: torch.Tensor, k: torch.Tensor, scores: Scores, hidden: torch.Tensor | None) -> Parts:
-    """Returns scores [B, KV heads, H / KV heads · n, m], and the tanh that they come from (without a cap, themselves)."""
+def _weights(
+    q: torch.Tensor, k: torch.Tensor, scores: Scores, hidden: torch.Tensor | None
+) -> Parts:
+    """Returns scores [B, KV heads, H / KV heads · n, m], and the tanh that they come from (without
+    a cap, themselves)."""
     logits = q @ k.transpose(-1, -2)
     capped = logits
     if scores.softcap is not None:
@@ -158,9 +185,14 @@ def _weights(q: torch.Tensor, k: torch.Tensor, scores: Scores, hidden: torch.Ten
     return logits, capped
 
 
-def _by_matmul(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor | None, scores: Scores) -> Parts:
-    weights, _ = _weights(_grouped(q.to(wide(q)) * scores.scaling, k), k.to(wide(q)), scores, hidden)
-    peak = weights.amax(-1, keepdim=True).clamp_(min=torch.finfo(torch.float32).min)  # of a query without keys: finite
+def _by_matmul(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor | None, scores: Scores
+) -> Parts:
+    weights, _ = _weights(
+        _grouped(q.to(wide(q)) * scores.scaling, k), k.to(wide(q)), scores, hidden
+    )
+    # of a query without keys: finite
+    peak = weights.amax(-1, keepdim=True).clamp_(min=torch.finfo(torch.float32).min)
     total = weights.sub_(peak).exp_().sum(-1, keepdim=True)
     out = (weights @ v.to(wide(q))).div_(total.clamp(min=torch.finfo(torch.float32).tiny))
     return out.view(*q.shape[:-1], -1).to(q.dtype), (peak + total.log()).view(q.shape[:-1])
@@ -168,7 +200,9 @@ def _by_matmul(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hidden: torch.
 
 def _by_matmul_backward(given: Parts, hidden: torch.Tensor | None, scores: Scores) -> Parts:
     gradient, q, k, v, out, total = given
-    scaled, of_out, keys = _grouped(q.to(wide(q)) * scores.scaling, k), _grouped(gradient, k), k.to(wide(q))
+    scaled = _grouped(q.to(wide(q)) * scores.scaling, k)
+    of_out = _grouped(gradient, k)
+    keys = k.to(wide(q))
     weights, capped = _weights(scaled, keys, scores, hidden)
     weights = weights.sub_(total.reshape(*scaled.shape[:3], 1)).exp_()
     to_v = weights.transpose(-1, -2) @ of_out
@@ -181,7 +215,8 @@ def _by_matmul_backward(given: Parts, hidden: torch.Tensor | None, scores: Score
 
 
 def _grouped(x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """In float32 or wider, [B, KV heads, H / KV heads · n, D] of ``x`` [B, H, n, D]: the queries of a key are one matrix."""
+    """In float32 or wider, [B, KV heads, H / KV heads · n, D] of ``x`` [B, H, n, D]: the queries of
+    a key are one matrix."""
     grouped = x.reshape(x.shape[0], k.shape[1], -1, x.shape[-1])
     return grouped.to(wide(x))
 
@@ -194,15 +229,21 @@ def wide(x: torch.Tensor) -> torch.dtype:
 def _fused(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, at: torch.Tensor, scores: Scores
 ) -> tuple[tuple[Callable[..., Parts], ...] | None, bool]:
-    """Forward and backward of the device's fused kernel, or None where it cannot compute ``scores`` or is slower; and
-    whether it computes chunks with hidden keys too."""
+    """Forward and backward of the device's fused kernel, or None where it cannot compute ``scores``
+    or is slower; and whether it computes chunks with hidden keys too."""
     if not scores.fused or scores.softcap is not None or q.shape[-1] != v.shape[-1]:
         return None, False
     if q.device.type == "cpu" and (k.shape[2] > FEW_KEYS or wide(q) == torch.float32):
-        sees = scores.window is None or int(at.max()) < k.shape[2]  # each query sees a key, at least its own
+        # each query sees a key, at least its own
+        sees = scores.window is None or int(at.max()) < k.shape[2]
         return (_cpu, _cpu_backward), sees
     halves = q.dtype in (torch.bfloat16, torch.float16)
-    if devices.has_flash_attention(q.device) and halves and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256:
+    if (
+        devices.has_flash_attention(q.device)
+        and halves
+        and q.shape[-1] % 8 == 0
+        and q.shape[-1] <= 256
+    ):
         return (_flash, _flash_backward), False
     if halves and q.shape[-1] % 16 == 0 and (own := devices.fused_attention(q.device)) is not None:
         return own, scores.window is None or int(at.max()) < k.shape[2]
@@ -210,7 +251,12 @@ def _fused(
 
 
 def _cpu(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, hidden: torch.Tensor | None, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    hidden: torch.Tensor | None,
+    scale: float,
 ) -> Parts:
     forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     given = _in_float32_of_few(k, q, k, v)
@@ -221,7 +267,9 @@ def _cpu(
 def _cpu_backward(given: Parts, causal: bool, hidden: torch.Tensor | None, scale: float) -> Parts:
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     values = _in_float32_of_few(given[2], *given[:-1])
-    return backward(*values, given[-1], 0.0, causal, attn_mask=_bias(hidden, values[0]), scale=scale)  # type: ignore[no-any-return]
+    return backward(
+        *values, given[-1], 0.0, causal, attn_mask=_bias(hidden, values[0]), scale=scale
+    )  # type: ignore[no-any-return]
 
 
 def _in_float32_of_few(keys: torch.Tensor, *given: torch.Tensor) -> Parts:
@@ -232,8 +280,12 @@ def _bias(hidden: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:
     return None if hidden is None else q.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
 
 
-def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, hidden: None, scale: float) -> Parts:
-    out, total, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+def _flash(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, hidden: None, scale: float
+) -> Parts:
+    out, total, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+        q, k, v, 0.0, causal, False, scale=scale
+    )
     return out, total
 
 

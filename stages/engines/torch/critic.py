@@ -1,4 +1,5 @@
-"""The engine of a critic: a decoder with one value, float32, for each token of a response, in the place of logits."""
+"""The engine of a critic: a decoder with one value, float32, for each token of a response, in the
+place of logits."""
 
 from __future__ import annotations
 
@@ -31,9 +32,10 @@ class ValueModel(PackedModel):
 
 
 class TorchCriticEngine(TorchTrainEngine):
-    """Trains ``model`` with a value head on its last hidden states; its output embeddings are neither used nor trained,
-    unless they are tied. ``head``: file of a value head to begin with; None: zeros, so that each value is 0. ``options``:
-    those of :class:`~stages.engines.torch.train.TorchTrainEngine`."""
+    """Trains ``model`` with a value head on its last hidden states; its output embeddings are
+    neither used nor trained, unless they are tied. ``head``: file of a value head to begin with;
+    None: zeros, so that each value is 0. ``options``: those of
+    :class:`~stages.engines.torch.train.TorchTrainEngine`."""
 
     _pack_model = ValueModel
 
@@ -49,13 +51,15 @@ class TorchCriticEngine(TorchTrainEngine):
                     self.value_head[name].copy_(value)
 
     def train_batch(self, batch: TensorDictBase, algorithm: AlgorithmLike) -> Mapping[str, float]:
-        """See :class:`~stages.engines.protocols.TrainEngine`; the metrics are those of the value loss."""
+        """See :class:`~stages.engines.protocols.TrainEngine`; the metrics are those of the value
+        loss."""
         metrics = super().train_batch(batch, algorithm)
         return {name: metrics[name] for name in REPORTED}
 
     def values(self, batch: TensorDictBase) -> torch.Tensor:
-        """Values of the states before the response tokens: float32 jagged [B, T_i] on the CPU, no gradient. Each group is
-        computed alone, so its bits do not depend on the other groups. Several ranks pass the same whole
+        """Values of the states before the response tokens: float32 jagged [B, T_i] on the CPU, no
+        gradient. Each group is computed alone, so its bits do not depend on the other groups.
+        Several ranks pass the same whole
         ``batch``: replicas divide its groups, and all return all values."""
         own_rank = self.parallel.coordinates
         if own_rank.layout.replicas == 1:
@@ -77,4 +81,7 @@ class TorchCriticEngine(TorchTrainEngine):
         super().save_pretrained(path, state)
         saved = self.state_dict() if state is None else state
         if path.is_dir():  # of several ranks, the first one writes
-            save_file({name: saved["model"][name].contiguous() for name in self.value_head}, path / VALUE_HEAD)
+            save_file(
+                {name: saved["model"][name].contiguous() for name in self.value_head},
+                path / VALUE_HEAD,
+            )

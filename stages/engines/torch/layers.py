@@ -1,10 +1,12 @@
 """Layers of a model that is trained, computed faster than its modules do it. In float32 on a CPU:
 
-Linear layers: torch multiplies matrices by MKL, which uses 256-bit instructions on processors of other makers than Intel;
-oneDNN asks the processor what it has. RMS norms: fewer passes over memory. Embeddings that are the output layer too: the
-gradient of the words that were fed, added to that of the output layer. Layers with an adapter: both in one function, which
-has gradients of the adapter alone. In other dtypes, and for DTensors (matrices of tensor-parallel ranks), modules compute as
-before. On accelerators: RMS norms and SwiGLU by the fused functions that are installed (:func:`stages.device.fused_layers`).
+Linear layers: torch multiplies matrices by MKL, which uses 256-bit instructions on processors of
+other makers than Intel; oneDNN asks the processor what it has. RMS norms: fewer passes over memory.
+Embeddings that are the output layer too: the gradient of the words that were fed, added to that of
+the output layer. Layers with an adapter: both in one function, which has gradients of the adapter
+alone. In other dtypes, and for DTensors (matrices of tensor-parallel ranks), modules compute as
+before. On accelerators: RMS norms and SwiGLU by the fused functions that are installed
+(:func:`stages.device.fused_layers`).
 """
 
 from __future__ import annotations
@@ -25,8 +27,13 @@ from stages.adapters.training import is_adapted
 @torch.no_grad()
 def use_fast_layers(model: Any, device: torch.device) -> None:
     """Compute the linear layers of ``model`` by :func:`linear`. ``device``: where it is trained."""
-    words, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if device.type == "cpu" and isinstance(words, nn.Embedding) and words.weight is getattr(head, "weight", None):
+    words = model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    if (
+        device.type == "cpu"
+        and isinstance(words, nn.Embedding)
+        and words.weight is getattr(head, "weight", None)
+    ):
         words.sparse = True
     for module in model.modules():
         if "forward" in vars(module):  # replaced before
@@ -39,17 +46,24 @@ def use_fast_layers(model: Any, device: torch.device) -> None:
 
 @torch.no_grad()
 def use_fast_norms(model: Any) -> None:
-    """Compute by :func:`rms_norm` the modules of ``model`` that return the same. Weights may be on the device meta; they are
-    no DTensors yet: ranks cut the model afterwards, and gather a norm's weight before its forward."""
+    """Compute by :func:`rms_norm` the modules of ``model`` that return the same.
+
+    Weights may be on the device meta; they are no DTensors yet: ranks cut the model afterwards, and
+    gather a norm's weight before its forward.
+    """
     for module in model.modules():
-        if torch.backends.mkldnn.is_available() and _is_rms_norm(module) and module.weight.dtype == torch.float32:
+        if (
+            torch.backends.mkldnn.is_available()
+            and _is_rms_norm(module)
+            and module.weight.dtype == torch.float32
+        ):
             module.forward = partial(_norm_of, module, module.forward)
 
 
 @torch.no_grad()
 def use_fused_layers(model: Any, fused: Mapping[str, Callable[..., torch.Tensor]]) -> None:
-    """Compute by the functions ``fused`` (:func:`stages.device.fused_layers`) the modules of ``model`` that return the same,
-    up to rounding."""
+    """Compute by the functions ``fused`` (:func:`stages.device.fused_layers`) the modules of
+    ``model`` that return the same, up to rounding."""
     for module in model.modules():
         if "rms_norm" in fused and _is_rms_norm(module):
             module.forward = partial(_fused_norm, module, fused["rms_norm"])
@@ -65,14 +79,18 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 
 
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """``a`` [n, k] @ ``b`` [k, m], without a gradient. ``b`` may be a transposed view; such an ``a`` is copied."""
+    """``a`` [n, k] @ ``b`` [k, m], without a gradient.
+
+    ``b`` may be a transposed view; such an ``a`` is copied.
+    """
     if not _in_float32_on_cpu(a, b):
         return a @ b
     return torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")  # type: ignore[no-any-return]
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """``x`` [..., n] divided by the root of its mean square plus ``epsilon``, times ``weight`` [n]."""
+    """``x`` [..., n] divided by the root of its mean square plus ``epsilon``, times ``weight``
+    [n]."""
     return _RMSNorm.apply(x, weight, epsilon)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -81,8 +99,12 @@ def _linear_of(module: nn.Linear, input: torch.Tensor) -> torch.Tensor:
 
 
 def _adapted_of(module: Any, plain: Any, x: torch.Tensor) -> torch.Tensor:
-    base, down, up = module.base_layer, module.lora_A["default"].weight, module.lora_B["default"].weight
-    if module.disable_adapters or not (_in_float32_on_cpu(x, base.weight) and _in_float32_on_cpu(x, down)):
+    base = module.base_layer
+    down = module.lora_A["default"].weight
+    up = module.lora_B["default"].weight
+    if module.disable_adapters or not (
+        _in_float32_on_cpu(x, base.weight) and _in_float32_on_cpu(x, down)
+    ):
         return plain(x)  # type: ignore[no-any-return]
     scale = module.scaling["default"]
     return _Adapted.apply(x, base.weight, base.bias, down, up, scale)  # type: ignore[no-any-return, no-untyped-call]
@@ -103,7 +125,8 @@ def _fused_mlp(module: Any, fused: Callable[..., torch.Tensor], x: torch.Tensor)
 
 
 def _is_swiglu(module: Any) -> bool:
-    """Whether ``module`` is a gated MLP of three linear layers with SiLU, as its code multiplies them."""
+    """Whether ``module`` is a gated MLP of three linear layers with SiLU, as its code multiplies
+    them."""
     children = dict(module.named_children())
     activation = children.pop("act_fn", None)
     if children.keys() != {"gate_proj", "up_proj", "down_proj"} or activation is None:
@@ -120,7 +143,9 @@ def _is_swiglu(module: Any) -> bool:
         plain = small(probe)
     except AttributeError:  # it needs more than these
         return False
-    return torch.allclose(plain, _fused_mlp(small, lambda gate, up: nn.functional.silu(gate) * up, probe))
+    return torch.allclose(
+        plain, _fused_mlp(small, lambda gate, up: nn.functional.silu(gate) * up, probe)
+    )
 
 
 def _is_rms_norm(module: Any) -> bool:
@@ -130,20 +155,35 @@ def _is_rms_norm(module: Any) -> bool:
     probe = torch.linspace(-2, 3, 3 * len(module.weight)).sin().view(3, -1)
     weight = torch.linspace(0.5, 2, len(module.weight))
     plain = functional_call(module, {"weight": weight}, (probe,))
-    return torch.allclose(plain, rms_norm(probe, weight, module.variance_epsilon), rtol=1e-5, atol=1e-6)
+    return torch.allclose(
+        plain, rms_norm(probe, weight, module.variance_epsilon), rtol=1e-5, atol=1e-6
+    )
 
 
 def _in_float32_on_cpu(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether both are plain float32 tensors on a CPU that oneDNN computes on. ``x`` may still be on its way from other
-    ranks: its first use waits for it."""
-    plain = type(x) in (torch.Tensor, AsyncCollectiveTensor) and type(weight) in (torch.Tensor, nn.Parameter)
+    """Whether both are plain float32 tensors on a CPU that oneDNN computes on.
+
+    ``x`` may still be on its way from other ranks: its first use waits for it.
+    """
+    plain = type(x) in (torch.Tensor, AsyncCollectiveTensor) and type(weight) in (
+        torch.Tensor,
+        nn.Parameter,
+    )
     wide = x.dtype == weight.dtype == torch.float32
-    return plain and wide and x.device.type == "cpu" and x.numel() > 0 and torch.backends.mkldnn.is_available()
+    return (
+        plain
+        and wide
+        and x.device.type == "cpu"
+        and x.numel() > 0
+        and torch.backends.mkldnn.is_available()
+    )
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
 
@@ -185,7 +225,8 @@ class _Adapted(torch.autograd.Function):
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, down, up, inner = ctx.saved_tensors
-        gradient, rows = gradient.flatten(0, -2), x.flatten(0, -2)
+        gradient = gradient.flatten(0, -2)
+        rows = x.flatten(0, -2)
         to_inner = product(gradient, up).mul_(ctx.scale)
         to_x = None
         if ctx.needs_input_grad[0]:

@@ -2,8 +2,9 @@
 
 config ─▶ a small model of the same kind, with random weights ─▶ each engine's own comparison with the plain forward
 
-In float32, with one layer of each kind, windows shorter than the compared sequence, and caps that bend the scores: what the
-comparison of the whole model at an engine's start, in its own dtype and within its windows, may not show.
+In float32, with one layer of each kind, windows shorter than the compared sequence, and caps that
+bend the scores: what the comparison of the whole model at an engine's start, in its own dtype and
+within its windows, may not show.
 """
 
 from __future__ import annotations
@@ -22,15 +23,20 @@ from stages.engines.registry import Side
 from stages.engines.torch.attention_interface import PROBE
 from stages.weight_files import NeedsOwnCode, read_config
 
-VOCABULARY, WIDTH, EXPERTS = 512, 64, 4  # of the small model, at most
+# of the small model, at most
+VOCABULARY = 512
+WIDTH = 64
+EXPERTS = 4
 WINDOW = PROBE // 3
 
 
-def refusal(folder: Path, side: Side, *, tp: bool = False, pp: bool = False, context: int | None = None) -> str:
-    """Returns why the torch engine of ``side`` cannot run the model of the config in ``folder``; ``tp``: with its matrices
-    split over several ranks; ``pp``: in
-    pipeline stages; ``context``: tokens of the longest sequence. Returns "" when it can, and when a small model of
-    its kind cannot be made."""
+def refusal(
+    folder: Path, side: Side, *, tp: bool = False, pp: bool = False, context: int | None = None
+) -> str:
+    """Returns why the torch engine of ``side`` cannot run the model of the config in ``folder``;
+    ``tp``: with its matrices split over several ranks; ``pp``: in
+    pipeline stages; ``context``: tokens of the longest sequence. Returns "" when it can, and when a
+    small model of its kind cannot be made."""
     return _refusal(folder, (folder / "config.json").read_text(), side, tp, pp, context)
 
 
@@ -46,7 +52,8 @@ def _refusal(folder: Path, text: str, side: Side, tp: bool, pp: bool, context: i
         return f"its config cannot be read: {first}"
     if config.get_text_config().is_encoder_decoder:
         return f"{config.model_type!r} is an encoder with a decoder, and only decoders are trained"
-    if type(config) not in AutoModelForCausalLM._model_mapping:  # what from_pretrained looks it up in
+    # what from_pretrained looks it up in
+    if type(config) not in AutoModelForCausalLM._model_mapping:
         return f"{config.model_type!r} is no causal language model that transformers knows"
     try:
         model = _small_model(config)
@@ -60,7 +67,9 @@ def _refusal(folder: Path, text: str, side: Side, tp: bool, pp: bool, context: i
         else:
             from stages.engines.torch.train import TorchTrainEngine
 
-            TorchTrainEngine(model, learning_rate=1e-5, total_steps=1, device="cpu", context=context)
+            TorchTrainEngine(
+                model, learning_rate=1e-5, total_steps=1, device="cpu", context=context
+            )
             if tp:
                 from stages.engines.torch.parallel.tensor import planned_cuts
 
@@ -81,7 +90,9 @@ def _small_model(config: PretrainedConfig) -> Any:
     """Returns a small model of ``config``'s kind, with one layer of each kind that it has."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(_small(config), trust_remote_code=False).float().eval()
+        model = (
+            AutoModelForCausalLM.from_config(_small(config), trust_remote_code=False).float().eval()
+        )
         model(input_ids=torch.arange(8)[None], use_cache=False)
     return model
 

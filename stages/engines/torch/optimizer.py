@@ -19,9 +19,12 @@ NORM = re.compile(r"norm|^ln(_|$)")  # in the name of a module
 ALIGN = 512  # bytes, of a tensor in host memory: what copy engines and caches like
 
 
-def learning_rate_at(step: int, *, peak: float, total_steps: int, warmup_steps: int, schedule: Schedule) -> float:
-    """Learning rate of train batch ``step`` (from 0; skipped ones count): it rises over ``warmup_steps`` to ``peak`` at
-    batch ``warmup_steps - 1``, then is constant, or falls to 0 at batch ``total_steps``.
+def learning_rate_at(
+    step: int, *, peak: float, total_steps: int, warmup_steps: int, schedule: Schedule
+) -> float:
+    """Learning rate of train batch ``step`` (from 0; skipped ones count): it rises over
+    ``warmup_steps`` to ``peak`` at batch ``warmup_steps - 1``, then is constant, or falls to 0 at
+    batch ``total_steps``.
 
     >>> [learning_rate_at(s, peak=1.0, total_steps=6, warmup_steps=2, schedule="linear") for s in range(7)]
     [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
@@ -35,9 +38,10 @@ def learning_rate_at(step: int, *, peak: float, total_steps: int, warmup_steps: 
 
 
 def is_decayed(name: str, parameter: torch.Tensor) -> bool:
-    """Whether weight decay reaches ``parameter``: the matrices of linear layers, embeddings, routers, adapters and stacked
-    experts. Biases and the scales of norms are none of them, whatever their shape is: the biases of stacked experts are
-    [experts, features], and norms of queries and keys may be [heads, features]."""
+    """Whether weight decay reaches ``parameter``: the matrices of linear layers, embeddings,
+    routers, adapters and stacked experts. Biases and the scales of norms are none of them, whatever
+    their shape is: the biases of stacked experts are [experts, features], and norms of queries and
+    keys may be [heads, features]."""
     *owners, own = name.lower().split(".")
     of_norm = bool(owners) and NORM.search(owners[-1]) is not None
     return parameter.ndim >= 2 and not own.endswith("bias") and not of_norm
@@ -46,12 +50,20 @@ def is_decayed(name: str, parameter: torch.Tensor) -> bool:
 def learning_rates_at(
     version: int, schedule: Mapping[str, Any], peaks: tuple[float, float], policy_begins: int
 ) -> tuple[float, float]:
-    """Return the learning rates of the policy and of its value head for the train batch ``version``.
+    """Return the learning rates of the policy and of its value head for the train batch
+    ``version``.
 
-    ``schedule``: arguments of :func:`learning_rate_at`. The value head's rate goes by it from the first train batch on; the
-    policy's from ``policy_begins`` on, and is 0 before. ``peaks``: of the policy and of the value head."""
-    of_policy = {**schedule, "peak": peaks[0], "total_steps": schedule["total_steps"] - policy_begins}
-    policy_rate = learning_rate_at(version - policy_begins, **of_policy) if version >= policy_begins else 0.0
+    ``schedule``: arguments of :func:`learning_rate_at`. The value head's rate goes by it from the
+    first train batch on; the policy's from ``policy_begins`` on, and is 0 before. ``peaks``: of the
+    policy and of the value head."""
+    of_policy = {
+        **schedule,
+        "peak": peaks[0],
+        "total_steps": schedule["total_steps"] - policy_begins,
+    }
+    policy_rate = (
+        learning_rate_at(version - policy_begins, **of_policy) if version >= policy_begins else 0.0
+    )
     return policy_rate, learning_rate_at(version, **{**schedule, "peak": peaks[1]})
 
 
@@ -74,15 +86,21 @@ def adamw(
         return torch.optim.AdamW(options, lr=learning_rate, betas=betas)
 
 
-def add_value_head(optimizer: torch.optim.AdamW, head: Mapping[str, nn.Parameter], weight_decay: float) -> None:
-    """Add the ``head`` of values, by name, whose learning rate may be another one (:func:`set_rates`)."""
+def add_value_head(
+    optimizer: torch.optim.AdamW, head: Mapping[str, nn.Parameter], weight_decay: float
+) -> None:
+    """Add the ``head`` of values, by name, whose learning rate may be another one
+    (:func:`set_rates`)."""
     for name, parameter in head.items():
         decay = weight_decay if is_decayed(name, parameter) else 0.0
         optimizer.add_param_group({"params": [parameter], "weight_decay": decay, "values": True})
 
 
 def set_rates(optimizer: torch.optim.AdamW, of_policy: float, of_values: float) -> dict[str, float]:
-    """Set the learning rates of the policy and of its value head. Return them as metrics; without a head the first one."""
+    """Set the learning rates of the policy and of its value head.
+
+    Return them as metrics; without a head the first one.
+    """
     rates = {"learning_rate": of_policy}
     for options in optimizer.param_groups:
         options["lr"] = of_values if options.get("values") else of_policy
@@ -96,34 +114,44 @@ def moments_of(optimizer: torch.optim.AdamW, parameter: nn.Parameter) -> dict[st
     state = optimizer.state[parameter]
     if not state:
         fused = bool(optimizer.param_groups[0]["fused"])
-        state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if fused else None)
+        state["step"] = torch.zeros(
+            (), dtype=torch.float32, device=parameter.device if fused else None
+        )
         state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
     return state  # type: ignore[no-any-return]
 
 
 def zero_gradients(parameters: Collection[nn.Parameter]) -> None:
-    """Set the gradients of ``parameters`` to zero. With a learning rate of 0, AdamW then changes neither weights nor moments
-    of zero, but counts the step as it does for all others."""
+    """Set the gradients of ``parameters`` to zero.
+
+    With a learning rate of 0, AdamW then changes neither weights nor moments of zero, but counts
+    the step as it does for all others.
+    """
     for parameter in parameters:
         if parameter.grad is not None:
             parameter.grad.zero_()
 
 
 def changed_by_step(optimizer: torch.optim.AdamW, parameter: nn.Parameter) -> list[torch.Tensor]:
-    """All that an optimizer step changes of ``parameter``: itself, its moments, and their count of steps."""
+    """All that an optimizer step changes of ``parameter``: itself, its moments, and their count of
+    steps."""
     return [parameter.detach(), *moments_of(optimizer, parameter).values()]
 
 
 def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
     """Whether no value is infinite or no number."""
-    ends = [end.float() for tensor in tensors if tensor.numel() for end in tensor.detach().aminmax()]
+    ends = [
+        end.float() for tensor in tensors if tensor.numel() for end in tensor.detach().aminmax()
+    ]
     return not ends or bool(torch.stack(ends).isfinite().all())
 
 
 class Undo:
-    """Tensors as they were before a train batch, in host memory that is reused for the next one. On an accelerator they are
-    copied beside the first forward and backward pass."""
+    """Tensors as they were before a train batch, in host memory that is reused for the next one.
+
+    On an accelerator they are copied beside the first forward and backward pass.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -140,7 +168,8 @@ class Undo:
         """Begin to copy ``tensors``, which may change after :meth:`wait`."""
         sizes = [-(-tensor.nbytes // ALIGN) * ALIGN for tensor in tensors]
         if sum(sizes) > self._memory.numel():
-            self._memory = torch.empty(0, dtype=torch.uint8)  # the old one first, so that both are never there
+            # the old one first, so that both are never there
+            self._memory = torch.empty(0, dtype=torch.uint8)
             self._memory = devices.host_empty(sum(sizes), self._device)
         if self._stream is not None:
             self._stream.wait_stream(torch.accelerator.current_stream(self._device))
@@ -148,7 +177,11 @@ class Undo:
         copies = []
         with self._stream or nullcontext():
             for tensor, size in zip(tensors, sizes, strict=True):
-                copy = self._memory[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+                copy = (
+                    self._memory[offset : offset + tensor.nbytes]
+                    .view(tensor.dtype)
+                    .view(tensor.shape)
+                )
                 copies.append((tensor, copy.copy_(tensor, non_blocking=True)))
                 offset += size
         self._copies = copies
@@ -178,8 +211,8 @@ class Undo:
 def bound_gradients(
     parameters: Collection[nn.Parameter], limit: float | None, norm: torch.Tensor | None = None
 ) -> float:
-    """Scale gradients of this 2-norm (default: their own) down to ``limit``; those within it cost no pass over memory.
-    Returns the norm before."""
+    """Scale gradients of this 2-norm (default: their own) down to ``limit``; those within it cost
+    no pass over memory. Returns the norm before."""
     if norm is None:
         norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     if limit is not None and limit / (float(norm) + 1e-6) < 1:
@@ -190,8 +223,11 @@ def bound_gradients(
 def master_weights(
     model: nn.Module, trained: Mapping[str, nn.Parameter], compute: torch.dtype
 ) -> dict[str, nn.Parameter]:
-    """Make the parameters of ``model`` copies in ``compute``; buffers keep their dtype. Returns the master weights, by the
-    names of ``trained``: what these parameters were. They get the gradients of their copies, added up in their own dtype."""
+    """Make the parameters of ``model`` copies in ``compute``; buffers keep their dtype.
+
+    Returns the master weights, by the names of ``trained``: what these parameters were. They get
+    the gradients of their copies, added up in their own dtype.
+    """
     masters = {name: nn.Parameter(copy.detach()) for name, copy in trained.items()}
     for parameter in model.parameters():
         parameter.data = parameter.detach().to(compute)

@@ -111,7 +111,8 @@ class PackedModel:
 
     def logits(self, packed: PackedBatch) -> torch.Tensor:
         """Return the logits float32 [T, V] of which :meth:`outputs` are made."""
-        hidden, head = self.hidden(packed)[packed.source], self.model.get_output_embeddings()
+        hidden = self.hidden(packed)[packed.source]
+        head = self.model.get_output_embeddings()
         return scaled_logits(hidden, head.weight, head.bias, self._divisor, self._softcap)
 
     def plain_hidden(self, ids: torch.Tensor) -> torch.Tensor:

@@ -2,10 +2,10 @@
 
     [ prompt A | response A0 | response A1 | … | prompt B | response B0 | … ]      one row of tokens
 
-Attention of a response is causal over [keys of its prompt; its own keys], and gradients flow into the shared prompt: the
-prompt's keys are read where they are by all its rows at once, and merged with the rows' own (stages/engines/torch/
-attention.py). The last token of a response predicts nothing, so it is not fed; logits are computed only where a response
-token is predicted.
+Attention of a response is causal over [keys of its prompt; its own keys], and gradients flow into
+the shared prompt: the prompt's keys are read where they are by all its rows at once, and merged
+with the rows' own (stages/engines/torch/ attention.py). The last token of a response predicts
+nothing, so it is not fed; logits are computed only where a response token is predicted.
 """
 
 from __future__ import annotations
@@ -24,15 +24,17 @@ from stages.engines.plans import GroupShape, Piece
 from stages.engines.torch.attention import FEW_KEYS, Scores, attend, attend_backward, merge, wide
 from stages.engines.torch.attention_interface import state_of
 
-ATTENTION = "asyncdock_shared_prompt"  # name of shared_prompt_attention in transformers' attention interface
+# name of shared_prompt_attention in transformers' attention interface
+ATTENTION = "asyncdock_shared_prompt"
 
 
 @dataclass(frozen=True)
 class AttentionBlock:
-    """Rows ``start:end`` of the packed tokens, which attend to themselves in one call: ``count`` rows padded to ``longest``
-    tokens. ``joined``: tokens of the prompt, which rows of few keys attend to in the same call, over a copy for each row
-    (faster for them than to merge two outputs), or 0. ``real`` int64 has the places of their tokens in the padded block;
-    None: all rows are equally long."""
+    """Rows ``start:end`` of the packed tokens, which attend to themselves in one call: ``count``
+    rows padded to ``longest`` tokens. ``joined``: tokens of the prompt, which rows of few keys
+    attend to in the same call, over a copy for each row (faster for them than to merge two
+    outputs), or 0. ``real`` int64 has the places of their tokens in the padded block; None: all
+    rows are equally long."""
 
     start: int
     end: int
@@ -42,14 +44,18 @@ class AttentionBlock:
     real: torch.Tensor | None
 
     def padded(self, x: torch.Tensor) -> torch.Tensor:
-        """Rows [count, heads, longest, …] of the packed tokens ``x`` [S, heads, …], with zeros as padding."""
+        """Rows [count, heads, longest, …] of the packed tokens ``x`` [S, heads, …], with zeros as
+        padding."""
         x = x[self.start : self.end]
         if self.real is not None:
             x = x.new_zeros(self.count * self.longest, *x.shape[1:]).index_copy_(0, self.real, x)
         return x.unflatten(0, (self.count, self.longest)).transpose(1, 2)
 
     def keys(self, x: torch.Tensor, prompt: torch.Tensor) -> torch.Tensor:
-        """Of the packed keys or values ``x``, those that the rows see here. ``prompt`` [1, heads, P, D]: its own."""
+        """Of the packed keys or values ``x``, those that the rows see here.
+
+        ``prompt`` [1, heads, P, D]: its own.
+        """
         rows = self.padded(x)
         return torch.cat([prompt.expand(self.count, -1, -1, -1), rows], 2) if self.joined else rows
 
@@ -65,8 +71,11 @@ class AttentionBlock:
 
 @dataclass(frozen=True)
 class PackedPiece:
-    """A prompt among the packed tokens, and its rows. ``apart``: those of blocks that do not join the prompt; they attend to
-    it in one call. ``positions`` int64, on the CPU: of the tokens ``apart``. ``rows``: fed tokens of each row."""
+    """A prompt among the packed tokens, and its rows.
+
+    ``apart``: those of blocks that do not join the prompt; they attend to it in one call.
+    ``positions`` int64, on the CPU: of the tokens ``apart``. ``rows``: fed tokens of each row.
+    """
 
     prompt: slice
     blocks: tuple[AttentionBlock, ...]
@@ -77,7 +86,8 @@ class PackedPiece:
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """A micro-batch on the device: S fed tokens, U places where logits are needed, T predicted response tokens."""
+    """A micro-batch on the device: S fed tokens, U places where logits are needed, T predicted
+    response tokens."""
 
     ids: torch.Tensor  # int64 [1, S]
     positions: torch.Tensor  # int64 [1, S]
@@ -86,14 +96,18 @@ class PackedBatch:
     source: torch.Tensor  # int64 [T], which of the U predicts the token
     targets: torch.Tensor  # int64 [T]
     longest: int  # tokens of a sequence that are fed
-    experts: torch.Tensor | None = None  # uint8 or int16 [S, layers * top-k] that routers choose; None: as they do
-    attend: Callable[..., torch.Tensor] | None = None  # instead of attention(), where ranks have a part of the S each
+    # uint8 or int16 [S, layers * top-k] that routers choose; None: as they do
+    experts: torch.Tensor | None = None
+    # instead of attention(), where ranks have a part of the S each
+    attend: Callable[..., torch.Tensor] | None = None
 
 
 @dataclass
 class Feeding:
-    """What a model is fed: its attention reads it, in the forward and where that is computed again for the backward.
-    ``limit``: tokens of a sequence at most; ``fused``: by the device's fused attention where it has one."""
+    """What a model is fed: its attention reads it, in the forward and where that is computed again
+    for the backward.
+    ``limit``: tokens of a sequence at most; ``fused``: by the device's fused attention where it has
+    one."""
 
     limit: int
     fused: bool = True
@@ -101,14 +115,16 @@ class Feeding:
 
     def feed(self, packed: PackedBatch) -> None:
         if packed.longest > self.limit:
-            raise NotImplementedError(f"a sequence of {packed.longest} tokens, where rope changes at {self.limit}")
+            raise NotImplementedError(
+                f"a sequence of {packed.longest} tokens, where rope changes at {self.limit}"
+            )
         self.packed = packed
 
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """One group of a batch, or this rank's part of it: its number and prompt, its responses' places, and their row numbers
-    in the batch."""
+    """One group of a batch, or this rank's part of it: its number and prompt, its responses'
+    places, and their row numbers in the batch."""
 
     number: int
     prompt: torch.Tensor
@@ -129,10 +145,14 @@ class Group:
 
 
 def groups_of(batch: TensorDictBase) -> tuple[list[Group], list[torch.Tensor]]:
-    """Returns the groups of ``batch`` in the order of their numbers, rows by place, and all responses by row number."""
-    prompts, responses = jagged_rows(batch, "prompt_ids"), jagged_rows(batch, "response_ids")
+    """Returns the groups of ``batch`` in the order of their numbers, rows by place, and all
+    responses by row number."""
+    prompts = jagged_rows(batch, "prompt_ids")
+    responses = jagged_rows(batch, "response_ids")
     by_group: dict[int, list[tuple[int, int]]] = {}
-    for number, (group, place) in enumerate(zip(batch["group"].tolist(), batch["place"].tolist(), strict=True)):
+    for number, (group, place) in enumerate(
+        zip(batch["group"].tolist(), batch["place"].tolist(), strict=True)
+    ):
         by_group.setdefault(group, []).append((place, number))
     groups = []
     for group, members in sorted(by_group.items()):
@@ -140,9 +160,15 @@ def groups_of(batch: TensorDictBase) -> tuple[list[Group], list[torch.Tensor]]:
         prompt = prompts[numbers[0]]
         for number in numbers:
             if not torch.equal(prompts[number], prompt):
-                raise ValueError(f"prompt_ids: rows {numbers[0]} and {number} of group {group} do not share one prompt")
+                raise ValueError(
+                    f"prompt_ids: rows {numbers[0]} and {number} of group {group} do "
+                    f"not share one prompt"
+                )
             if len(prompt) < 1 or len(responses[number]) < 1:
-                raise ValueError(f"row {number} of group {group}: prompt_ids and response_ids need at least one token")
+                raise ValueError(
+                    f"row {number} of group {group}: prompt_ids and response_ids need "
+                    f"at least one token"
+                )
         shape = GroupShape(len(prompt), tuple(len(responses[number]) for number in numbers))
         groups.append(Group(group, prompt, places, numbers, shape))
     return groups, responses
@@ -155,10 +181,15 @@ def pack_pieces(
     responses: Sequence[torch.Tensor],
     experts: Sequence[torch.Tensor],
 ) -> PackedBatch:
-    """The pieces' response tokens, piece by piece, row by row. ``responses``, ``experts``: of each row; the latter may be
-    empty."""
+    """The pieces' response tokens, piece by piece, row by row.
+
+    ``responses``, ``experts``: of each row; the latter may be empty.
+    """
     numbers = [[groups[piece.group].rows[row] for row in piece.rows] for piece in pieces]
-    rows, chosen = ([[of[number] for number in some] for some in numbers if len(of)] for of in (responses, experts))
+    rows, chosen = (
+        [[of[number] for number in some] for some in numbers if len(of)]
+        for of in (responses, experts)
+    )
     return pack([groups[piece.group].prompt for piece in pieces], rows, device, chosen)
 
 
@@ -168,9 +199,14 @@ def pack(
     device: torch.device,
     experts: Sequence[Sequence[torch.Tensor]] = (),
 ) -> PackedBatch:
-    """Pack ``rows[i]``, the responses to ``prompts[i]``, longer ones first. The T tokens are counted in this order.
-    ``experts[i]``: the choices that routers follow, of the fed tokens of these rows; a prompt takes those of its first."""
-    ids, positions, pieces, source = [], [], [], []
+    """Pack ``rows[i]``, the responses to ``prompts[i]``, longer ones first. The T tokens are
+    counted in this order.
+    ``experts[i]``: the choices that routers follow, of the fed tokens of these rows; a prompt takes
+    those of its first."""
+    ids = []
+    positions = []
+    pieces = []
+    source = []
     at = 0
     for prompt, responses in zip(prompts, rows, strict=True):
         length = len(prompt)
@@ -183,12 +219,18 @@ def pack(
             source += [torch.tensor([prompt_end - 1]), torch.arange(row_start, row_start + tokens)]
             row_start += tokens
         blocks = tuple(_blocks(prompt_end, length, fed, device))
-        apart = slice(prompt_end, max([prompt_end, *(block.end for block in blocks if not block.joined)]))
+        apart = slice(
+            prompt_end, max([prompt_end, *(block.end for block in blocks if not block.joined)])
+        )
         seen = torch.cat(own)[: apart.stop - apart.start]
         pieces.append(PackedPiece(slice(at, prompt_end), blocks, apart, seen, tuple(fed)))
         at = row_start
     pairs = zip(prompts, experts, strict=False)
-    chosen = [part for prompt, of in pairs for part in (of[0][: len(prompt)], *(row[len(prompt) :] for row in of))]
+    chosen = [
+        part
+        for prompt, of in pairs
+        for part in (of[0][: len(prompt)], *(row[len(prompt) :] for row in of))
+    ]
     places, which = torch.cat(source).unique(return_inverse=True)
     return PackedBatch(
         ids=torch.cat(ids)[None].to(device),
@@ -197,25 +239,35 @@ def pack(
         places=places.to(device),
         source=which.to(device),
         targets=torch.cat([response for responses in rows for response in responses]).to(device),
-        longest=max(len(p) + len(r) - 1 for p, responses in zip(prompts, rows, strict=True) for r in responses),
+        longest=max(
+            len(p) + len(r) - 1
+            for p, responses in zip(prompts, rows, strict=True)
+            for r in responses
+        ),
         experts=torch.cat(chosen).to(device) if chosen else None,
     )
 
 
-def _blocks(start: int, prompt: int, lengths: Sequence[int], device: torch.device) -> Iterable[AttentionBlock]:
-    """Blocks of the rows of a ``prompt`` of so many tokens, packed from ``start`` on, longest first. Within a block
-    no row is padded to more than twice its length. Rows without fed tokens are in none."""
-    first, count = 0, sum(length > 0 for length in lengths)
+def _blocks(
+    start: int, prompt: int, lengths: Sequence[int], device: torch.device
+) -> Iterable[AttentionBlock]:
+    """Blocks of the rows of a ``prompt`` of so many tokens, packed from ``start`` on, longest
+    first. Within a block no row is padded to more than twice its length. Rows without fed tokens
+    are in none."""
+    first = 0
+    count = sum(length > 0 for length in lengths)
     while first < count:
         longest = lengths[first]
         last = first + sum(2 * length >= longest for length in lengths[first:count])
         members = torch.tensor(lengths[first:last])
-        end, real = start + int(members.sum()), None
+        end = start + int(members.sum())
+        real = None
         if int(members.min()) < longest:
             real = (torch.arange(longest) < members[:, None]).flatten().nonzero()[:, 0].to(device)
         joined = prompt if prompt + longest <= FEW_KEYS else 0
         yield AttentionBlock(start, end, last - first, longest, joined, real)
-        first, start = last, end
+        first = last
+        start = end
 
 
 def shared_prompt_attention(
@@ -226,10 +278,13 @@ def shared_prompt_attention(
     attention_mask: torch.Tensor | None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention function for transformers over the micro-batch of a :class:`Feeding`: ``query`` [1, H, S, D], ``key`` [1, KV
-    heads, S, D], ``value`` [1, KV heads, S, E]. ``s_aux`` [H]: attention sinks. Returns [1, S, H, E]."""
-    feeding, sinks = state_of(module), options.get("s_aux")
-    packed, scores = feeding.packed, Scores.of(query, options, feeding.fused)
+    """Attention function for transformers over the micro-batch of a :class:`Feeding`: ``query`` [1,
+    H, S, D], ``key`` [1, KV heads, S, D], ``value`` [1, KV heads, S, E]. ``s_aux`` [H]: attention
+    sinks. Returns [1, S, H, E]."""
+    feeding = state_of(module)
+    sinks = options.get("s_aux")
+    packed = feeding.packed
+    scores = Scores.of(query, options, feeding.fused)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [S, heads, D]
     return (packed.attend or attention)(q, k, v, sinks, packed, scores)[None], None
 
@@ -242,7 +297,8 @@ def attention(
     packed: PackedBatch,
     scores: Scores,
 ) -> torch.Tensor:
-    """Attention [S, H, E] of ``q`` [S, H, D] over ``k`` [S, KV heads, D] and ``v`` [S, KV heads, E]."""
+    """Attention [S, H, E] of ``q`` [S, H, D] over ``k`` [S, KV heads, D] and ``v`` [S, KV heads,
+    E]."""
     return _SharedPromptAttention.apply(q, k, v, sinks, packed, scores)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -259,21 +315,37 @@ class _SharedPromptAttention(torch.autograd.Function):
         packed: PackedBatch,
         scores: Scores,
     ) -> torch.Tensor:
-        out, total = q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[:2], dtype=wide(q))
+        out = q.new_empty(*q.shape[:2], v.shape[2])
+        total = q.new_empty(q.shape[:2], dtype=wide(q))
         for piece in packed.pieces:
             of_prompt = as_batch(k, piece.prompt), as_batch(v, piece.prompt)
-            put(out, total, piece.prompt, *attend(as_batch(q, piece.prompt), *of_prompt, _places(piece.prompt), scores))
+            put(
+                out,
+                total,
+                piece.prompt,
+                *attend(as_batch(q, piece.prompt), *of_prompt, _places(piece.prompt), scores),
+            )
             for block in piece.blocks:
-                keys, values = (block.keys(x, own) for x, own in zip((k, v), of_prompt, strict=True))
+                keys, values = (
+                    block.keys(x, own) for x, own in zip((k, v), of_prompt, strict=True)
+                )
                 found = attend(block.padded(q), keys, values, block.places(), scores)
-                out[block.start : block.end], total[block.start : block.end] = (block.packed(x) for x in found)
+                out[block.start : block.end], total[block.start : block.end] = (
+                    block.packed(x) for x in found
+                )
             if len(piece.positions):
                 found = attend(as_batch(q, piece.apart), *of_prompt, piece.positions, scores)
-                put(out, total, piece.apart, *merge(as_batch(out, piece.apart), as_batch(total, piece.apart), *found))
+                put(
+                    out,
+                    total,
+                    piece.apart,
+                    *merge(as_batch(out, piece.apart), as_batch(total, piece.apart), *found),
+                )
         if sinks is not None:
             out, total = merge(out, total, None, sinks.to(total.dtype))
         ctx.save_for_backward(q, k, v, sinks, out, total)
-        ctx.packed, ctx.scores = packed, scores
+        ctx.packed = packed
+        ctx.scores = scores
         return out
 
     @staticmethod
@@ -284,29 +356,44 @@ class _SharedPromptAttention(torch.autograd.Function):
         of_queries = gradient, q, out, total
         for piece in ctx.packed.pieces:
             g, queries, o, t = (as_batch(x, piece.prompt) for x in of_queries)
-            keys, values = as_batch(k, piece.prompt), as_batch(v, piece.prompt)
-            to_prompt = attend_backward(g, queries, keys, values, o, t, _places(piece.prompt), ctx.scores)
+            keys = as_batch(k, piece.prompt)
+            values = as_batch(v, piece.prompt)
+            to_prompt = attend_backward(
+                g, queries, keys, values, o, t, _places(piece.prompt), ctx.scores
+            )
             for block in piece.blocks:
                 g, queries, o, t = (block.padded(x) for x in of_queries)
                 seen = block.keys(k, keys), block.keys(v, values)
-                of_row, *found = attend_backward(g, queries, *seen, o, t, block.places(), ctx.scores)
+                of_row, *found = attend_backward(
+                    g, queries, *seen, o, t, block.places(), ctx.scores
+                )
                 to_q[block.start : block.end] = block.packed(of_row)
                 for whole, part in zip((to_k, to_v), found, strict=True):
                     whole[block.start : block.end] = block.packed(part[:, :, block.joined :])
                 if block.joined:
                     shared = (part[:, :, : block.joined].sum(0, keepdim=True) for part in found)
-                    to_prompt = to_prompt[0], *(a + b for a, b in zip(to_prompt[1:], shared, strict=True))
+                    to_prompt = (
+                        to_prompt[0],
+                        *(a + b for a, b in zip(to_prompt[1:], shared, strict=True)),
+                    )
             if len(piece.positions):
                 g, queries, o, t = (as_batch(x, piece.apart) for x in of_queries)
-                of_row, *found = attend_backward(g, queries, keys, values, o, t, piece.positions, ctx.scores)
+                of_row, *found = attend_backward(
+                    g, queries, keys, values, o, t, piece.positions, ctx.scores
+                )
                 to_q[piece.apart] += of_row[0].transpose(0, 1)
-                to_prompt = to_prompt[0], *(a + b for a, b in zip(to_prompt[1:], found, strict=True))
+                to_prompt = (
+                    to_prompt[0],
+                    *(a + b for a, b in zip(to_prompt[1:], found, strict=True)),
+                )
             for whole, part in zip((to_q, to_k, to_v), to_prompt, strict=True):
                 whole[piece.prompt] = part[0].transpose(0, 1)
         to_sinks = None
         if sinks is not None:
             weight = (sinks.to(total.dtype) - total).exp()
-            to_sinks = -(weight * (gradient * out).sum(-1, dtype=total.dtype)).sum(0).to(sinks.dtype)
+            to_sinks = (
+                -(weight * (gradient * out).sum(-1, dtype=total.dtype)).sum(0).to(sinks.dtype)
+            )
         return to_q, to_k, to_v, to_sinks, None, None
 
 
@@ -315,7 +402,13 @@ def as_batch(x: torch.Tensor, tokens: slice) -> torch.Tensor:
     return x[tokens].transpose(0, 1)[None]
 
 
-def put(out: torch.Tensor, total: torch.Tensor, tokens: slice, found: torch.Tensor, found_total: torch.Tensor) -> None:
+def put(
+    out: torch.Tensor,
+    total: torch.Tensor,
+    tokens: slice,
+    found: torch.Tensor,
+    found_total: torch.Tensor,
+) -> None:
     out[tokens], total[tokens] = found[0].transpose(0, 1), found_total[0].transpose(0, 1)
 
 

@@ -7,12 +7,14 @@
                                               │
     iterators ◀── call_soon_threadsafe ───────┴── finished rows are delivered; without rows: block on the inbox
 
-A token boundary is one turn of the compute thread's loop. A swap prepares the new weights beside the old ones in a thread
-of its own and exchanges references at a boundary: rows in flight keep their keys and values, and their next tokens carry
-the new version. Rows that start after a swap get a new prefill.
+A token boundary is one turn of the compute thread's loop. A swap prepares the new weights beside
+the old ones in a thread of its own and exchanges references at a boundary: rows in flight keep
+their keys and values, and their next tokens carry the new version. Rows that start after a swap get
+a new prefill.
 
-In a colocated run the engine sleeps while training has the device: rows with tokens are cut, the others wait, and all
-memory but the weights' names and shapes is freed. Nothing may be computed then: the weights' storages may be empty.
+In a colocated run the engine sleeps while training has the device: rows with tokens are cut, the
+others wait, and all memory but the weights' names and shapes is freed. Nothing may be computed
+then: the weights' storages may be empty.
 """
 
 from __future__ import annotations
@@ -49,22 +51,28 @@ from stages.threads import deferred, run_in_temporary_thread, run_in_thread
 log = structlog.get_logger()
 
 T = TypeVar("T")
-BOUNDARY_SECONDS = 30.0  # for a function that has started at a boundary when its caller gives up, and for the last step
+# for a function that has started at a boundary when its caller gives up, and for the last step
+BOUNDARY_SECONDS = 30.0
 
 
 class TorchRolloutEngine:
-    """Continuous batching over a transformers causal LM, on an accelerator if there is one, else on the CPU.
+    """Continuous batching over a transformers causal LM, on an accelerator if there is one, else on
+    the CPU.
 
-    ``model``: the engine changes it (its attention and, on CPU, its linear layers are replaced). ``tokenizer``: needed for
-    stop strings only. ``max_rows``: rows that decode at once. ``prefill_tokens``: padded tokens of one prefill forward at
-    most; one prompt always fits. ``threads``: torch's CPU threads. ``accelerated`` (None: on an accelerator): decode steps
-    are static and recorded, and the next token is launched before the newest one is read; responses are the same.
-    ``packed`` (None: on a CPU that has it): weights are copied into the CPU's own layout; :attr:`tensors` needs False.
-    ``context``: tokens of the longest sequence, by which a model with longrope takes its long factors for all sequences;
-    train engines of the run get the same.
-    ``adapters``: the weights that the engine takes are those of adapters beside the model's linear layers; it begins with
-    ``first`` of them, or zeros. ``routed_experts``: completions have the experts that the model's routers chose. Raises
-    ``ValueError`` for a model that keeps its own attention, or cannot have the adapters.
+    ``model``: the engine changes it (its attention and, on CPU, its linear layers are replaced).
+    ``tokenizer``: needed for stop strings only. ``max_rows``: rows that decode at once.
+    ``prefill_tokens``: padded tokens of one prefill forward at most; one prompt always fits.
+    ``threads``: torch's CPU threads. ``accelerated`` (None: on an accelerator): decode steps are
+    static and recorded, and the next token is launched before the newest one is read; responses are
+    the same.
+    ``packed`` (None: on a CPU that has it): weights are copied into the CPU's own layout;
+    :attr:`tensors` needs False.
+    ``context``: tokens of the longest sequence, by which a model with longrope takes its long
+    factors for all sequences; train engines of the run get the same.
+    ``adapters``: the weights that the engine takes are those of adapters beside the model's linear
+    layers; it begins with ``first`` of them, or zeros. ``routed_experts``: completions have the
+    experts that the model's routers chose. Raises ``ValueError`` for a model that keeps its own
+    attention, or cannot have the adapters.
     """
 
     def __init__(
@@ -86,7 +94,9 @@ class TorchRolloutEngine:
         sampled: int | None = None,
     ) -> None:
         if max_rows < 1 or prefill_tokens < 1:
-            raise ValueError(f"max_rows {max_rows}, prefill_tokens {prefill_tokens}: both must be at least 1")
+            raise ValueError(
+                f"max_rows {max_rows}, prefill_tokens {prefill_tokens}: both must be at least 1"
+            )
         chosen = devices.select() if device is None else torch.device(device)
         static = chosen.type != "cpu" if accelerated is None else accelerated
         self._decoder = run_in_temporary_thread(
@@ -116,14 +126,16 @@ class TorchRolloutEngine:
         self._paused = self._asleep = False
         self._failed: BaseException | None = None
         self._closed = False  # nothing is posted after it is set
-        self._posting = threading.RLock()  # re-entrant: the garbage collector may post an abort at any point
+        # re-entrant: the garbage collector may post an abort at any point
+        self._posting = threading.RLock()
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._loading = asyncio.Lock()
         self._threads = threads
         self._thread = threading.Thread(target=self._run, name="rollout", daemon=True)
         self._thread.start()
 
-    # -- called in the asyncio loop --------------------------------------------------------------------------------
+    # -- called in the asyncio loop
+    # --------------------------------------------------------------------------------
 
     @property
     def version(self) -> int:
@@ -134,11 +146,16 @@ class TorchRolloutEngine:
         return self._context
 
     def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[Completion]:
-        """See :class:`RolloutEngine`. The rows are submitted before the iterator is awaited. Raises ``ValueError`` for a
-        request that cannot be served, and ``EngineClosed``; the iterator raises that and ``EngineFailed``."""
+        """See :class:`RolloutEngine`.
+
+        The rows are submitted before the iterator is awaited. Raises ``ValueError`` for a request
+        that cannot be served, and ``EngineClosed``; the iterator raises that and ``EngineFailed``.
+        """
         return self._generate(requests, None)
 
-    def stream(self, requests: Sequence[GroupRequest], *, alternatives: int = 0) -> AsyncIterator[Token | Completion]:
+    def stream(
+        self, requests: Sequence[GroupRequest], *, alternatives: int = 0
+    ) -> AsyncIterator[Token | Completion]:
         return self._generate(requests, alternatives)
 
     def _generate(self, requests: Sequence[GroupRequest], alternatives: int | None) -> Responses:
@@ -156,21 +173,30 @@ class TorchRolloutEngine:
         return responses
 
     async def load_weights(
-        self, version: int, weights: Mapping[str, torch.Tensor], *, hold: bool = False, cut: bool = False
+        self,
+        version: int,
+        weights: Mapping[str, torch.Tensor],
+        *,
+        hold: bool = False,
+        cut: bool = False,
     ) -> SwapTimes:
         async with self._loading:
             self._refuse_closed()
             self._refuse_asleep()
             began = time.perf_counter()
             self._decoder.weights.check(weights)
-            preparing = run_in_thread(lambda: self._decoder.weights.prepare(weights), "rollout-weights")
+            preparing = run_in_thread(
+                lambda: self._decoder.weights.prepare(weights), "rollout-weights"
+            )
             try:
                 prepared = await asyncio.shield(preparing)
             except asyncio.CancelledError:
                 # The thread still reads the caller's tensors. A second cancellation ends this wait.
                 await asyncio.wait([preparing])
                 raise
-            exposed, replaced = await self._at_boundary(lambda: self._swap(version, prepared, hold, cut))
+            exposed, replaced = await self._at_boundary(
+                lambda: self._swap(version, prepared, hold, cut)
+            )
             prepared.clear()
             run_in_thread(replaced.clear, "rollout-weights")
             return SwapTimes(exposed=exposed, hidden=time.perf_counter() - began - exposed)
@@ -227,7 +253,9 @@ class TorchRolloutEngine:
                 self._inbox.put(self._finish)
         ended = run_in_thread(self._thread.join, "rollout-end")
         if not (await asyncio.wait([ended], timeout=BOUNDARY_SECONDS))[0]:
-            log.warning("the rollout engine is closed in the middle of a step", waited=BOUNDARY_SECONDS)
+            log.warning(
+                "the rollout engine is closed in the middle of a step", waited=BOUNDARY_SECONDS
+            )
 
     def _post(self, function: Callable[[], None]) -> None:
         with self._posting:
@@ -245,20 +273,29 @@ class TorchRolloutEngine:
 
     def _refuse_asleep(self) -> None:
         if self._asleep:
-            raise RuntimeError("the rollout engine sleeps, and its weights may be elsewhere; wake it first")
+            raise RuntimeError(
+                "the rollout engine sleeps, and its weights may be elsewhere; wake it first"
+            )
 
     async def _at_boundary(self, function: Callable[[], T]) -> T:
-        """Run ``function`` in the compute thread before its next token. After a cancellation ``function`` has ended or will
-        never run; raises EngineFailed when it has started and does not end in time."""
+        """Run ``function`` in the compute thread before its next token.
+
+        After a cancellation ``function`` has ended or will never run; raises EngineFailed when it
+        has started and does not end in time.
+        """
         outcome, run = deferred(function)
         self._post(run)
         answer = asyncio.wrap_future(outcome)
         try:
             return await asyncio.shield(answer)
         except asyncio.CancelledError:
-            if not outcome.cancel() and not (await asyncio.wait([answer], timeout=BOUNDARY_SECONDS))[0]:
+            if (
+                not outcome.cancel()
+                and not (await asyncio.wait([answer], timeout=BOUNDARY_SECONDS))[0]
+            ):
                 raise EngineFailed(
-                    "the rollout engine failed: a function that started at a token boundary has not ended in "
+                    "the rollout engine failed: a function that started at a token boundary has "
+                    "not ended in "
                     f"{BOUNDARY_SECONDS:g} s"
                 ) from None
             raise
@@ -269,7 +306,8 @@ class TorchRolloutEngine:
             wrong = f"stop is {request.params.stop}"
             raise RequestRefused(request.group, "stop", wrong, "stop strings need a tokenizer")
 
-    # -- run in the compute thread ---------------------------------------------------------------------------------
+    # -- run in the compute thread
+    # ---------------------------------------------------------------------------------
 
     def _run(self) -> None:
         if self._threads is not None:
@@ -282,7 +320,10 @@ class TorchRolloutEngine:
                     self._fail(error)
 
     def _run_inbox(self) -> bool:
-        """Run the functions in the inbox until the batch can make a token. Returns False when the engine was closed."""
+        """Run the functions in the inbox until the batch can make a token.
+
+        Returns False when the engine was closed.
+        """
         while True:
             idle = self._paused or self._asleep or not (self._batch.rows or self._batch.waiting)
             try:
@@ -306,12 +347,15 @@ class TorchRolloutEngine:
     def _set_paused(self, paused: bool) -> None:
         self._paused = paused
 
-    def _swap(self, version: int, prepared: WeightSet, hold: bool, cut: bool) -> tuple[float, list[torch.Tensor]]:
+    def _swap(
+        self, version: int, prepared: WeightSet, hold: bool, cut: bool
+    ) -> tuple[float, list[torch.Tensor]]:
         began = time.perf_counter()
         if cut:
             self._batch.cut()
         replaced = self._decoder.weights.install(prepared)
-        self._batch.version, self._paused = version, self._paused or hold
+        self._batch.version = version
+        self._paused = self._paused or hold
         return time.perf_counter() - began, replaced
 
     def _fall_asleep(self) -> None:
@@ -319,7 +363,9 @@ class TorchRolloutEngine:
         self._asleep = True
 
     def _wake(self, version: int, hold: bool) -> None:
-        self._batch.version, self._asleep, self._paused = version, False, self._paused or hold
+        self._batch.version = version
+        self._asleep = False
+        self._paused = self._paused or hold
 
     def _fail(self, error: BaseException) -> None:
         self._failed = error

@@ -73,12 +73,16 @@ class MiniBatch:
 class TrainingStep:
     """Computes gradients and scores with ``packed_model``, which ``parallel`` has placed."""
 
-    def __init__(self, packed_model: PackedModel, parallel: Parallel, token_budget: int | None) -> None:
+    def __init__(
+        self, packed_model: PackedModel, parallel: Parallel, token_budget: int | None
+    ) -> None:
         self._packed_model = packed_model
         self._parallel = parallel
         self._token_budget = token_budget
 
-    def prepare(self, batch: TensorDictBase, algorithm: AlgorithmLike) -> tuple[TrainBatch, list[MiniBatch]]:
+    def prepare(
+        self, batch: TensorDictBase, algorithm: AlgorithmLike
+    ) -> tuple[TrainBatch, list[MiniBatch]]:
         """Compute the scores that ``algorithm`` has of the model in training, and cut the batch of
         all ranks, of which this one has the rows of ``batch``, into mini-batches."""
         rows = self._rows(batch)
@@ -122,11 +126,16 @@ class TrainingStep:
     def forward_backward(self, mini_batch: MiniBatch, algorithm: AlgorithmLike) -> dict[str, float]:
         """Add the gradients of the algorithm's loss to those that there are. Return the metrics of
         all ranks, among them ``loss`` and ``fed_tokens``, the tokens that went through models."""
-        rows, plan, totals = mini_batch.rows, mini_batch.plan, mini_batch.totals
-        model, parallel = self._packed_model, self._parallel
+        rows = mini_batch.rows
+        plan = mini_batch.plan
+        totals = mini_batch.totals
+        model = self._packed_model
+        parallel = self._parallel
         sums: dict[str, torch.Tensor] = {"loss": torch.zeros((), device=model.device)}
 
-        def loss_of(number: int, logprobs: torch.Tensor, entropy: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        def loss_of(
+            number: int, logprobs: torch.Tensor, entropy: torch.Tensor, values: torch.Tensor
+        ) -> torch.Tensor:
             if number >= len(plan):
                 return logprobs.sum() * 0
             pieces = plan[number]
@@ -148,8 +157,13 @@ class TrainingStep:
         micro_batches = [rows.packing(pieces) for pieces in plan]
         parallel.runner.learn(micro_batches, mini_batch.passes, loss_of)
 
-        fed = sum(rows.groups[piece.group].shape.tokens(piece.rows) for pieces in plan for piece in pieces)
-        of_engine = {"fed_tokens": float(fed), **model.expert_load.metrics(parallel.total_of_tokens)}
+        fed = sum(
+            rows.groups[piece.group].shape.tokens(piece.rows) for pieces in plan for piece in pieces
+        )
+        of_engine = {
+            "fed_tokens": float(fed),
+            **model.expert_load.metrics(parallel.total_of_tokens),
+        }
         measured = {name: value.item() for name, value in sums.items()}
         reduced = parallel.reduce_metrics(measured | of_engine, mini_batch.everywhere)
         of_engine = {name: reduced.pop(name) for name in ("loss", *of_engine)}
@@ -165,7 +179,9 @@ class TrainingStep:
         values are empty without a value head. Each group is computed alone."""
         rows = self._rows(batch)
         plan = [
-            [Piece(number, piece.rows)] for number, group in enumerate(rows.groups) for (piece,) in self._plan([group])
+            [Piece(number, piece.rows)]
+            for number, group in enumerate(rows.groups)
+            for (piece,) in self._plan([group])
         ]
         [(_, passes)] = self._parallel.all_gather_counts([len(plan)])
         outputs = self._parallel.runner.score([rows.packing(pieces) for pieces in plan], passes)
@@ -196,7 +212,9 @@ class TrainingStep:
             scores = dict(zip(IN_TRAINING, self.scores(batch), strict=False))
         if BASE in scorers:
             if self._packed_model.adapters is None:
-                raise ValueError("scores: 'base' is the model without its adapters, and it has none")
+                raise ValueError(
+                    "scores: 'base' is the model without its adapters, and it has none"
+                )
             with adapters_off(self._packed_model.model):
                 scores[BASE] = self.scores(batch)[0]
         return scores

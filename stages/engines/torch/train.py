@@ -46,7 +46,8 @@ Result = TypeVar("Result")
 
 
 def _repeatable(compute: Callable[..., Result]) -> Callable[..., Result]:
-    """Of an engine's methods: with its number of threads, which decides the order of sums, and deterministic algorithms."""
+    """Of an engine's methods: with its number of threads, which decides the order of sums, and
+    deterministic algorithms."""
 
     @wraps(compute)
     def wrapped(self: TorchTrainEngine, *arguments: Any) -> Result:
@@ -59,35 +60,45 @@ def _repeatable(compute: Callable[..., Result]) -> Callable[..., Result]:
 
 
 class TorchTrainEngine:
-    """Trains a Hugging Face decoder-only ``model``. The engine moves it to ``device`` (default: the accelerator if there is
-    one, else the CPU) and replaces its attention, norms, linear layers and dropout.
+    """Trains a Hugging Face decoder-only ``model``.
 
-    ``token_budget``: tokens fed to the model at once, which bounds the memory of activations; None: the whole batch is one
-    micro-batch. ``grad_clip``: bound of the gradient's 2-norm, or None. ``weight_decay`` applies to matrices only,
-    and to no bias of stacked experts. ``temperature``: of the logprobs, that at which the responses were sampled.
-    ``threads``: torch's number of CPU threads, set at each call. On one device a step is deterministic bit for bit, given
-    the batch and the number of threads, whatever the order of the batch's rows. The engine draws no random numbers.
+    The engine moves it to ``device`` (default: the accelerator if there is one, else the CPU) and
+    replaces its attention, norms, linear layers and dropout.
 
-    ``kernels``: "plain" leaves norms and linear layers as the model has them, without faster functions of the device.
-    ``compute``: dtype of the arithmetic and of :meth:`weights` (default: the model's). A lower one than the model's is mixed
-    precision: ``model`` becomes a copy in it, renewed after each step; the weights that it had are the master weights, in
-    whose dtype gradients are added up and clipped and AdamW works. Checkpoints hold the master weights.
+    ``token_budget``: tokens fed to the model at once, which bounds the memory of activations; None:
+    the whole batch is one micro-batch. ``grad_clip``: bound of the gradient's 2-norm, or None.
+    ``weight_decay`` applies to matrices only, and to no bias of stacked experts. ``temperature``:
+    of the logprobs, that at which the responses were sampled.
+    ``threads``: torch's number of CPU threads, set at each call. On one device a step is
+    deterministic bit for bit, given the batch and the number of threads, whatever the order of the
+    batch's rows. The engine draws no random numbers.
+
+    ``kernels``: "plain" leaves norms and linear layers as the model has them, without faster
+    functions of the device.
+    ``compute``: dtype of the arithmetic and of :meth:`weights` (default: the model's). A lower one
+    than the model's is mixed precision: ``model`` becomes a copy in it, renewed after each step;
+    the weights that it had are the master weights, in whose dtype gradients are added up and
+    clipped and AdamW works. Checkpoints hold the master weights.
 
     ``undoable``: keep what :meth:`undo` takes for batches of one optimizer step too.
 
-    ``value_head``: train a linear layer too, whose output is ``TokenBatch.values``; checkpoints hold it, exports do not.
-    ``context``: tokens of the longest sequence, by which a model with longrope takes its long factors for all sequences.
-    ``vocabulary``: only so many of the first tokens have a probability; None: all that the model's head has.
+    ``value_head``: train a linear layer too, whose output is ``TokenBatch.values``; checkpoints
+    hold it, exports do not.
+    ``context``: tokens of the longest sequence, by which a model with longrope takes its long
+    factors for all sequences.
+    ``vocabulary``: only so many of the first tokens have a probability; None: all that the model's
+    head has.
 
-    ``adapters``: freeze the model, and train low-rank matrices beside its linear layers. They alone are in :meth:`weights`
-    and :meth:`state_dict`; an export is the merged model, and beside its folder ``adapter``, for peft. Where an algorithm
-    has scores by the "base", they are logprobs of the model without adapters.
+    ``adapters``: freeze the model, and train low-rank matrices beside its linear layers. They alone
+    are in :meth:`weights` and :meth:`state_dict`; an export is the merged model, and beside its
+    folder ``adapter``, for peft. Where an algorithm has scores by the "base", they are logprobs of
+    the model without adapters.
 
     ``parallel``: how several ranks share the work, each with an engine of its own; None: one rank
     has it all. Micro-batches have ``token_budget`` tokens for each rank that shares them.
 
-    Raises ValueError for a model with logits that the packed computation does not reproduce; it is compared with the model's
-    plain forward once.
+    Raises ValueError for a model with logits that the packed computation does not reproduce; it is
+    compared with the model's plain forward once.
     """
 
     _pack_model: type[PackedModel] = PackedModel
@@ -118,9 +129,13 @@ class TorchTrainEngine:
         parallel: Parallel | None = None,
     ) -> None:
         if schedule not in ("constant", "linear", "cosine"):
-            raise ValueError(f"schedule: {schedule!r} is not known; use 'constant', 'linear' or 'cosine'")
+            raise ValueError(
+                f"schedule: {schedule!r} is not known; use 'constant', 'linear' or 'cosine'"
+            )
         if token_budget is not None and token_budget < 1:
-            raise ValueError(f"token_budget: {token_budget} must be at least 1, or None for no limit")
+            raise ValueError(
+                f"token_budget: {token_budget} must be at least 1, or None for no limit"
+            )
         self.parallel = parallel or Parallel()
         chosen = torch.device(device) if device is not None else devices.select()
         self.device = self.parallel.start(chosen)
@@ -156,20 +171,22 @@ class TorchTrainEngine:
         add_value_head(self._optimizer, self.value_head, weight_decay)
 
     def shards(self) -> dict[str, torch.Tensor]:
-        """The weights that are trained, as this process holds them, by name, tied ones once: the master weights where there
-        are any."""
+        """The weights that are trained, as this process holds them, by name, tied ones once: the
+        master weights where there are any."""
         masters = {name: self.trained[name].detach() for name in self.parallel.copies}
         return local_weights(self.model) | masters
 
     def held(self) -> Iterator[torch.Tensor]:
-        """What this process holds beside :meth:`shards`: gradients, optimizer state, and the copies of master weights."""
+        """What this process holds beside :meth:`shards`: gradients, optimizer state, and the copies
+        of master weights."""
         yield from training_state(self._optimizer)
         yield from (copy.detach() for copy in self.parallel.copies.values())
 
     @_repeatable
     def train_batch(self, batch: TensorDictBase, algorithm: AlgorithmLike) -> Mapping[str, float]:
-        """The algorithm's epochs and mini-batches; see :class:`stages.engines.protocols.TrainEngine`. ``fed_tokens`` in the
-        result counts the tokens that went through the model."""
+        """The algorithm's epochs and mini-batches; see
+        :class:`stages.engines.protocols.TrainEngine`. ``fed_tokens`` in the result counts the
+        tokens that went through the model."""
         self._undo.forget()
         self._step_before = self.step
         try:
@@ -177,7 +194,8 @@ class TorchTrainEngine:
         except BaseException as error:
             self.forget_gradients()
             self._take_back()
-            self.version += isinstance(error, FloatingPointError)  # skipped: the learning rate follows the versions
+            # skipped: the learning rate follows the versions
+            self.version += isinstance(error, FloatingPointError)
             raise
         self.version += 1
         return metrics
@@ -185,7 +203,10 @@ class TorchTrainEngine:
     def undo(self) -> None:
         """See :class:`stages.engines.protocols.TrainEngine`."""
         if self.step != self._step_before and not self._undo.is_kept:
-            raise RuntimeError("undo: nothing was kept of the last train batch; make the engine with undoable = True")
+            raise RuntimeError(
+                "undo: nothing was kept of the last train batch; make the engine "
+                "with undoable = True"
+            )
         self._take_back()
 
     def _take_back(self) -> None:
@@ -200,16 +221,21 @@ class TorchTrainEngine:
         train_batch, mini_batches = self.prepare(batch, algorithm)
         if not mini_batches:
             raise FloatingPointError(
-                f"loss is not defined at step {self.version}: loss_mask leaves no token of the batch to train on"
+                f"loss is not defined at step {self.version}: loss_mask leaves no token of the "
+                f"batch to train on"
             )
         self._critic_alone = self.version < algorithm.policy_begins
         peaks = self._schedule["peak"], algorithm.value_rate(self._schedule["peak"])
-        of_policy, of_values = learning_rates_at(self.version, self._schedule, peaks, algorithm.policy_begins)
+        of_policy, of_values = learning_rates_at(
+            self.version, self._schedule, peaks, algorithm.policy_begins
+        )
         rates = set_rates(self._optimizer, of_policy * algorithm.signal(train_batch), of_values)
         mini_batches *= algorithm.epochs
-        # AdamW moves a weight by a few times the learning rate at most, so one step overflows only with a very large one.
+        # AdamW moves a weight by a few times the learning rate at most, so one step overflows only
+        # with a very large one.
         overflows = any(
-            options["lr"] * max(1.0, options["weight_decay"]) > 1 for options in self._optimizer.param_groups
+            options["lr"] * max(1.0, options["weight_decay"]) > 1
+            for options in self._optimizer.param_groups
         )
         if self._undoable or overflows or len(mini_batches) > 1:
             changed = [changed_by_step(self._optimizer, p) for p in self.trained.values()]
@@ -221,12 +247,15 @@ class TorchTrainEngine:
             steps.append({**metrics, "grad_norm": grad_norm, **rates})
         if self._undo.is_kept and not self.parallel.all_true(all_finite(self.trained.values())):
             raise FloatingPointError(
-                f"weights are not finite after step {self.version}, so that no step was taken; lower learning_rate (it was "
+                f"weights are not finite after step {self.version}, so that no step was taken; "
+                f"lower learning_rate (it was "
                 f"{rates['learning_rate']})"
             )
         return over_steps(steps)
 
-    def prepare(self, batch: TensorDictBase, algorithm: AlgorithmLike) -> tuple[TrainBatch, list[MiniBatch]]:
+    def prepare(
+        self, batch: TensorDictBase, algorithm: AlgorithmLike
+    ) -> tuple[TrainBatch, list[MiniBatch]]:
         """See :meth:`stages.engines.torch.step.TrainingStep.prepare`."""
         return self._training.prepare(batch, algorithm)
 
@@ -251,8 +280,9 @@ class TorchTrainEngine:
                 taken = self.step - self._step_before
                 undone = f" and the {taken} before it in the batch are undone" if taken else ""
                 raise FloatingPointError(
-                    f"gradient norm is {grad_norm} at step {self.version} (loss {loss}): no step was "
-                    f"taken{undone}; lower learning_rate or look for logprobs that are not finite in "
+                    f"gradient norm is {grad_norm} at step {self.version} (loss {loss}): no step "
+                    f"was taken{undone}; lower learning_rate or look for logprobs that are not "
+                    f"finite in "
                     "the batch"
                 )
             self._undo.wait()
@@ -266,8 +296,10 @@ class TorchTrainEngine:
     @torch.no_grad()
     @_repeatable
     def logprobs(self, batch: TensorDictBase) -> torch.Tensor:
-        """Logprobs of the response tokens, float32 jagged [B, T_i] on the CPU. Each group is computed alone, so its bits do
-        not depend on the other groups."""
+        """Logprobs of the response tokens, float32 jagged [B, T_i] on the CPU.
+
+        Each group is computed alone, so its bits do not depend on the other groups.
+        """
         try:
             return torch.nested.nested_tensor(self._training.scores(batch)[0], layout=torch.jagged)
         finally:
@@ -277,9 +309,9 @@ class TorchTrainEngine:
         return self.parallel.weights()
 
     def state_dict(self) -> dict[str, Any]:
-        """The live tensors (not copies) of the model and of AdamW's moments, by parameter name, tied ones once, and the
-        numbers of optimizer steps and of train batches. Names and shapes do not depend on the layout, nor on whether
-        ``model`` is the master weights."""
+        """The live tensors (not copies) of the model and of AdamW's moments, by parameter name,
+        tied ones once, and the numbers of optimizer steps and of train batches. Names and shapes do
+        not depend on the layout, nor on whether ``model`` is the master weights."""
         own = [*self.parallel.copies, *self.value_head]
         model = self.model.state_dict() | {name: self.trained[name].detach() for name in own}
         once = {name for name, _ in self.model.named_parameters()}
@@ -301,14 +333,18 @@ class TorchTrainEngine:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises ValueError when ``state`` belongs to another model. Its tensors may be this engine's own."""
+        """Raises ValueError when ``state`` belongs to another model.
+
+        Its tensors may be this engine's own.
+        """
         mine = self.state_dict()
         _check_names(mine, state)
         for part in ("model", "exp_avg", "exp_avg_sq"):
             for name, value in mine[part].items():
                 local_part(value).copy_(local_part(state[part][name]))
         renew(self.parallel.copies, self.trained)
-        self.step, self.version = state["step"], state["version"]
+        self.step = state["step"]
+        self.version = state["version"]
         self._undo.forget()
         for parameter in self.trained.values():
             moments_of(self._optimizer, parameter)["step"].fill_(self.step)
@@ -331,4 +367,7 @@ class TorchTrainEngine:
 def _check_names(mine: Mapping[str, Any], state: Mapping[str, Any]) -> None:
     for part in ("model", "exp_avg", "exp_avg_sq"):
         if other := mine[part].keys() ^ state[part].keys():
-            raise ValueError(f"state: {part} differs from the model's in {sorted(other)[:4]}; was it saved of another?")
+            raise ValueError(
+                f"state: {part} differs from the model's in {sorted(other)[:4]}; was "
+                f"it saved of another?"
+            )

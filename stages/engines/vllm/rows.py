@@ -1,4 +1,5 @@
-"""Rows of the vLLM engine: responses in progress, and the check of the requests that they come from."""
+"""Rows of the vLLM engine: responses in progress, and the check of the requests that they come
+from."""
 
 from __future__ import annotations
 
@@ -15,8 +16,9 @@ from stages.engines.responses import ResponseInProgress, Responses
 
 
 class VllmRow(ResponseInProgress):
-    """One response in progress: the tokens that vLLM has made of it, and the request that makes the rest. ``alternatives``:
-    to each token of a stream; None: it is no stream. ``never``: the bias of tokens that are not sampled."""
+    """One response in progress: the tokens that vLLM has made of it, and the request that makes the
+    rest. ``alternatives``: to each token of a stream; None: it is no stream. ``never``: the bias of
+    tokens that are not sampled."""
 
     def __init__(
         self,
@@ -27,15 +29,19 @@ class VllmRow(ResponseInProgress):
         never: Mapping[int, float] = MappingProxyType({}),
     ) -> None:
         super().__init__(request, place)
-        self.responses, self.alternatives, self.never = responses, alternatives, never
+        self.responses = responses
+        self.alternatives = alternatives
+        self.never = never
         self.request_id = ""  # of the present vLLM request
-        self._undelivered: list[tuple[int, Mapping[int, Any]]] = []  # tokens of a stream, with vLLM's logprobs there
+        # tokens of a stream, with vLLM's logprobs there
+        self._undelivered: list[tuple[int, Mapping[int, Any]]] = []
         self.cut = False  # a swap cuts it, if it has a token of this claim
 
     def add(self, piece: Any, asked: int, version: int, counts_versions: bool) -> None:
-        """Append ``piece`` of vLLM's output, to a request that was made at the version ``asked``; it is ``version`` now.
-        ``counts_versions``: the last piece has the versions of all tokens. Where vLLM does not count, those that arrive at
-        a version were made by it."""
+        """Append ``piece`` of vLLM's output, to a request that was made at the version ``asked``;
+        it is ``version`` now.
+        ``counts_versions``: the last piece has the versions of all tokens. Where vLLM does not
+        count, those that arrive at a version were made by it."""
         made_by: int | None = version
         if not counts_versions:
             self.add_version(version, len(piece.token_ids))
@@ -43,7 +49,8 @@ class VllmRow(ResponseInProgress):
             made_by = None
         self.tokens += piece.token_ids
         self.logprobs += [
-            position[token].logprob for position, token in zip(piece.logprobs or (), piece.token_ids, strict=True)
+            position[token].logprob
+            for position, token in zip(piece.logprobs or (), piece.token_ids, strict=True)
         ]
         versions = list[int]()
         for span in (piece.weight_versions or ()) if counts_versions else ():
@@ -52,11 +59,23 @@ class VllmRow(ResponseInProgress):
         if self.alternatives is None:
             return
         self._undelivered += zip(piece.token_ids, piece.logprobs or (), strict=True)
-        versions = [made_by] * len(self._undelivered) if made_by is not None else versions[-len(self._undelivered) :]
+        versions = (
+            [made_by] * len(self._undelivered)
+            if made_by is not None
+            else versions[-len(self._undelivered) :]
+        )
         for (token, position), version in zip(self._undelivered, versions, strict=False):
-            likeliest = sorted(position, key=lambda other: position[other].rank)[: self.alternatives]
-            others = tuple((other, position[other].logprob) for other in likeliest if other not in self.never)
-            self.responses.put(Token(self.request.group, self.place, token, position[token].logprob, version, others))
+            likeliest = sorted(position, key=lambda other: position[other].rank)[
+                : self.alternatives
+            ]
+            others = tuple(
+                (other, position[other].logprob) for other in likeliest if other not in self.never
+            )
+            self.responses.put(
+                Token(
+                    self.request.group, self.place, token, position[token].logprob, version, others
+                )
+            )
         if versions:
             self._undelivered.clear()
 
@@ -64,23 +83,31 @@ class VllmRow(ResponseInProgress):
     def limit(self) -> int:
         """Tokens that it may have at the end of this claim."""
         params = self.request.params
-        return min(params.max_tokens, self.begun + params.budget) if params.budget else params.max_tokens
+        return (
+            min(params.max_tokens, self.begun + params.budget)
+            if params.budget
+            else params.max_tokens
+        )
 
 
 def check_request(
     request: GroupRequest, *, vocabulary: int, context: int, filters: bool, cuts_stop_strings: bool
 ) -> None:
-    """Raise RequestRefused for a request that an engine with these limits cannot serve. ``filters``: it was made for top-k
-    and top-p. ``cuts_stop_strings``: its swaps abort requests, so that a stop string may be split between two."""
+    """Raise RequestRefused for a request that an engine with these limits cannot serve.
+
+    ``filters``: it was made for top-k and top-p. ``cuts_stop_strings``: its swaps abort requests,
+    so that a stop string may be split between two.
+    """
     check_basics(request, vocabulary=vocabulary, context=context)
-    params, refused = request.params, functools.partial(RequestRefused, request.group)
+    params = request.params
+    refused = functools.partial(RequestRefused, request.group)
     if params.stop and (params.budget or request.begun):
         fix = "a stop string that a cut splits would be missed: use stop_token_ids"
         raise refused("stop", f"stop is {params.stop}", fix)
     if params.stop and cuts_stop_strings:
         fix = (
-            "a stop string that a swap splits would be missed with pause = 'abort': use pause = 'keep', "
-            "or stop_token_ids"
+            "a stop string that a swap splits would be missed with pause = 'abort': use pause = "
+            "'keep', or stop_token_ids"
         )
         raise refused("stop", f"stop is {params.stop}", fix)
     filtered = params.top_k or params.top_p < 1
@@ -88,7 +115,10 @@ def check_request(
         fix = "top_k and top_p need an engine made with filters=True"
         raise refused("top_p" if params.top_p < 1 else "top_k", f"{params}", fix)
     if 0 < params.temperature < LEAST_VLLM:
-        wrong = f"temperature is {params.temperature:g}, which vLLM would change to {LEAST_VLLM:g} or to 0"
+        wrong = (
+            f"temperature is {params.temperature:g}, which vLLM would change to {LEAST_VLLM:g} or "
+            f"to 0"
+        )
         raise refused("temperature", wrong, f"give 0, or {LEAST_VLLM:g} at least")
     if filters and params.temperature not in (0.0, 1.0):
         fix = "an engine made with filters=True gives logprobs at temperature 0 or 1"
@@ -97,7 +127,8 @@ def check_request(
 
 def sampling_params(vllm: Any, row: VllmRow) -> Any:
     """Returns vLLM's ``SamplingParams`` for the rest of ``row``."""
-    params, begun = row.request.params, len(row.tokens)
+    params = row.request.params
+    begun = len(row.tokens)
     return vllm.SamplingParams(
         max_tokens=row.limit - begun,
         temperature=params.temperature,
@@ -117,6 +148,7 @@ def sampling_params(vllm: Any, row: VllmRow) -> Any:
 
 
 def seed_of(seed: int, place: int, begun: int) -> int:
-    """Seed of vLLM's random generator for the tokens from ``begun`` on of the response at ``place``."""
+    """Seed of vLLM's random generator for the tokens from ``begun`` on of the response at
+    ``place``."""
     digest = hashlib.blake2b(f"{seed} {place} {begun}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

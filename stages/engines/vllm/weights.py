@@ -3,7 +3,8 @@
     publish to shared memory ─▶ the first worker verifies it, or receives it from the trainer   (generation goes on)
       ─▶ vLLM is paused: workers map the memory and load it ─▶ the new version
 
-A worker reports in a file store that the bytes of a version have landed: a file that only its owner can open, not a port.
+A worker reports in a file store that the bytes of a version have landed: a file that only its owner
+can open, not a port.
 """
 
 from __future__ import annotations
@@ -30,10 +31,15 @@ HALF_LOADED = "the model is left half loaded"
 
 
 class VllmWeights:
-    """Brings weights of ``model`` (a folder) in ``dtype`` to the workers of ``llm``. ``shared``: folder in shared memory of
-    this engine alone. ``timeout``: seconds for a version to land."""
+    """Brings weights of ``model`` (a folder) in ``dtype`` to the workers of ``llm``.
 
-    def __init__(self, vllm: Any, model: Path, dtype: torch.dtype, shared: Path, timeout: float) -> None:
+    ``shared``: folder in shared memory of this engine alone. ``timeout``: seconds for a version to
+    land.
+    """
+
+    def __init__(
+        self, vllm: Any, model: Path, dtype: torch.dtype, shared: Path, timeout: float
+    ) -> None:
         self._vllm = vllm
         self._layout = {name: (shape, dtype) for name, shape in weight_shapes(str(model)).items()}
         self.store = WeightStore(shared, slots=1)
@@ -48,25 +54,32 @@ class VllmWeights:
     request: Any = None  # what a request names its adapter by: none
 
     async def start(self, llm: Any, version: int) -> None:
-        """Give the workers the places of the store and of the file, and vLLM the version of its first weights."""
+        """Give the workers the places of the store and of the file, and vLLM the version of its
+        first weights."""
         self._llm = llm
         places = {"directory": str(self.store.directory), "landed": str(self._file)}
         await llm.init_weight_transfer_engine(self._vllm.WeightTransferInitRequest(places))
         await llm.update_weight_version(str(version))
 
     def check(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Raise ``WeightMismatch`` unless ``weights`` are the model's parameters in name, shape and dtype."""
+        """Raise ``WeightMismatch`` unless ``weights`` are the model's parameters in name, shape and
+        dtype."""
         check_weights(weights, self._layout)
 
     async def bring(self, version: int, weights: Mapping[str, torch.Tensor]) -> Published:
-        """Write ``weights`` where the workers load them from, and have them verified. Raises ``WeightsDamaged``."""
+        """Write ``weights`` where the workers load them from, and have them verified.
+
+        Raises ``WeightsDamaged``.
+        """
         published = await asyncio.to_thread(self.store.publish, version, weights.items())
         await self.land(published)
         return published
 
     async def land(self, published: Published) -> None:
-        """Have the workers verify or receive a version while generation goes on. Raises ``WeightsDamaged`` and
-        ``WeightsUnreachable``; vLLM then keeps its weights."""
+        """Have the workers verify or receive a version while generation goes on.
+
+        Raises ``WeightsDamaged`` and ``WeightsUnreachable``; vLLM then keeps its weights.
+        """
         key = f"landed-{next(self._keys)}"
         try:
             if not self._updating:
@@ -81,7 +94,10 @@ class VllmWeights:
             raise (WeightsUnreachable if report["gone"] else WeightsDamaged)(report["reason"])
 
     async def load(self, published: Published) -> str:
-        """Have the workers load the version that has landed; vLLM is paused. Returns the version that vLLM reports."""
+        """Have the workers load the version that has landed; vLLM is paused.
+
+        Returns the version that vLLM reports.
+        """
         await self._send(published)
         await self._llm.finish_weight_update(str(published.version))
         self._updating = False
@@ -102,10 +118,14 @@ class VllmWeights:
 
 
 class Landed(dict[str, torch.Tensor]):
-    """A version that vLLM's workers have received: tensors on the device ``meta``, by parameter name."""
+    """A version that vLLM's workers have received: tensors on the device ``meta``, by parameter
+    name."""
 
     def __init__(self, published: Published) -> None:
         self.published = published
         super().__init__(
-            {t.name: torch.empty(t.shape, dtype=getattr(torch, t.dtype), device="meta") for t in published.tensors}
+            {
+                t.name: torch.empty(t.shape, dtype=getattr(torch, t.dtype), device="meta")
+                for t in published.tensors
+            }
         )

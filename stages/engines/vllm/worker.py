@@ -6,14 +6,15 @@
                                │ memory, checksums are compared
                                └─▶ reports to the engine through a file store
 
-The engine has written the bytes to the memory that it shares with its workers, or the first worker copies them there out of
-the node's depot (``weights.depot``): then the record of the version names its trainer. A landing that fails leaves the model
-unchanged.
+The engine has written the bytes to the memory that it shares with its workers, or the first worker
+copies them there out of the node's depot (``weights.depot``): then the record of the version names
+its trainer. A landing that fails leaves the model unchanged.
 
-vLLM imports this module in each worker because the engine names :class:`WorkerExtension` as ``worker_extension_cls``. The
-import registers the transports in the process that owns the model, and ends that process with the engine. The bytes do
-not pass through the engine's pipe. ``model.load_weights`` alone is not enough: on the CPU vLLM keeps packed linear weights
-and empty parameters.
+vLLM imports this module in each worker because the engine names :class:`WorkerExtension` as
+``worker_extension_cls``. The import registers the transports in the process that owns the model,
+and ends that process with the engine. The bytes do not pass through the engine's pipe.
+``model.load_weights`` alone is not enough: on the CPU vLLM keeps packed linear weights and empty
+parameters.
 """
 
 from __future__ import annotations
@@ -48,11 +49,15 @@ with extra("vllm"):
     )
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+    from vllm.model_executor.model_loader.reload import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+    )
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker class. vLLM imports this module because the engine names this class."""
+    """Mixed into vLLM's worker class. vLLM imports this module because the engine names this
+    class."""
 
 
 @dataclass
@@ -64,12 +69,13 @@ class InitInfo(WeightTransferInitInfo):
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
     published: dict[str, Any]  # Published.record()
-    report_key: str  # key of the file store in which the worker reports the landing; "": load what has landed
+    # key of the file store in which the worker reports the landing; "": load what has landed
+    report_key: str
 
 
 class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """vLLM's weight transfer over a :class:`~stages.weights.store.WeightStore` that the engine writes, or that the first
-    worker fills from the node's depot."""
+    """vLLM's weight transfer over a :class:`~stages.weights.store.WeightStore` that the engine
+    writes, or that the first worker fills from the node's depot."""
 
     _depot: Depot | None = None
 
@@ -78,9 +84,11 @@ class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         self._store = WeightStore(Path(init_info.directory), slots=1)
-        self._landing = ThreadPoolExecutor(1, "weights-land")  # one at a time: they write to the same memory
+        # one at a time: they write to the same memory
+        self._landing = ThreadPoolExecutor(1, "weights-land")
         self._engine = FileStore(init_info.landed, -1)
-        with set_current_vllm_config(self.vllm_config):  # vLLM may have wrapped the model's class for itself
+        # vLLM may have wrapped the model's class for itself
+        with set_current_vllm_config(self.vllm_config):
             self._kind = empty_model(self.model_config.model)  # for the names of its checkpoints
         self._buffers = saved_buffers(self.model_config.model, self._kind)
 
@@ -91,8 +99,11 @@ class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Start to land a version, or load the one that has landed. An error of loading has :data:`HALF_LOADED` in its text.
-        The workers of an engine share the node's memory: the first one lands for all."""
+        """Start to land a version, or load the one that has landed.
+
+        An error of loading has :data:`HALF_LOADED` in its text. The workers of an engine share the
+        node's memory: the first one lands for all.
+        """
         published = Published.from_record(update_info.published)
         if not update_info.report_key:
             self._load(published)
@@ -108,8 +119,10 @@ class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._engine.set(report_key, json.dumps(report))
 
     def land(self, published: Published) -> None:
-        """Verify the bytes of ``published`` in the store, or receive them. Raises ``WeightsDamaged`` and
-        ``WeightsUnreachable``."""
+        """Verify the bytes of ``published`` in the store, or receive them.
+
+        Raises ``WeightsDamaged`` and ``WeightsUnreachable``.
+        """
         if not published.source:
             return verify(self._store.mapped(published), published)
         if self._depot is None:
@@ -117,8 +130,12 @@ class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._depot.receive(published, self._store.memory(published))
 
     def _load(self, published: Published) -> None:
-        # A module that gets some of its tensors gets none of the others back: buffers are loaded again too.
-        weights = checkpoint_tensors(self._kind, tensors_of(self._store.mapped(published), published)) | self._buffers
+        # A module that gets some of its tensors gets none of the others back: buffers are loaded
+        # again too.
+        weights = (
+            checkpoint_tensors(self._kind, tensors_of(self._store.mapped(published), published))
+            | self._buffers
+        )
         try:
             with torch.no_grad(), set_current_vllm_config(self.vllm_config):
                 self._forget_packed_experts()
@@ -130,15 +147,16 @@ class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise RuntimeError(f"{HALF_LOADED}: {error!r}") from error
 
     def _repack_tied_heads(self) -> None:
-        """Pack heads that share the embedding's weight again: vLLM's packed copy on the CPU is not updated by loading."""
+        """Pack heads that share the embedding's weight again: vLLM's packed copy on the CPU is not
+        updated by loading."""
         if getattr(self.model_config.hf_text_config, "tie_word_embeddings", False):
             for head in self.model.modules():
                 if isinstance(head, ParallelLMHead):
                     head.quant_method.process_weights_after_loading(head)
 
     def _forget_packed_experts(self) -> None:
-        """Have vLLM pack experts for the CPU again: it does so only when it first loads them, and would compute with new
-        weights in a layout that they are not in."""
+        """Have vLLM pack experts for the CPU again: it does so only when it first loads them, and
+        would compute with new weights in a layout that they are not in."""
         for module in self.model.modules() if self.device.type == "cpu" else ():
             method: Any = getattr(module, "quant_method", None)
             if getattr(method, "moe_kernel", None) is not None:
@@ -156,8 +174,8 @@ class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 
 def end_with(engine: int) -> None:
-    """End this process, and vLLM's engine core that started it, when the process ``engine`` ends, by SIGKILL too. Without
-    this, vLLM's processes would run on for ever."""
+    """End this process, and vLLM's engine core that started it, when the process ``engine`` ends,
+    by SIGKILL too. Without this, vLLM's processes would run on for ever."""
     core = os.getppid()
 
     def end() -> None:

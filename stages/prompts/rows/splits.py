@@ -5,7 +5,8 @@ train/…  data/test_2/…  my-validation/…    by a keyword in the name of a f
 train.jsonl  my_test-00000-of-00002.parquet  by a keyword in the name of a file, else
 anything                                   all files are of the split ``train``
 
-A keyword stands at the beginning of a name or after one of ``- . _``, a space or a digit, and ends at one of these.
+A keyword stands at the beginning of a name or after one of ``- . _``, a space or a digit, and ends
+at one of these.
 """
 
 from __future__ import annotations
@@ -25,15 +26,22 @@ KEYWORDS = {
     "test": ("test", "testing", "eval", "evaluation"),
 }
 SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}[^.]*\..*")
-BEFORE, AFTER = r"(?:.*[-._ 0-9])?", r"[-._ 0-9].*"
-IN_FOLDER = {split: re.compile(f"{BEFORE}(?:{'|'.join(words)})(?:{AFTER})?") for split, words in KEYWORDS.items()}
-IN_FILE = {split: re.compile(f"{BEFORE}(?:{'|'.join(words)}){AFTER}") for split, words in KEYWORDS.items()}
+BEFORE = r"(?:.*[-._ 0-9])?"
+AFTER = r"[-._ 0-9].*"
+IN_FOLDER = {
+    split: re.compile(f"{BEFORE}(?:{'|'.join(words)})(?:{AFTER})?")
+    for split, words in KEYWORDS.items()
+}
+IN_FILE = {
+    split: re.compile(f"{BEFORE}(?:{'|'.join(words)}){AFTER}") for split, words in KEYWORDS.items()
+}
 MOST_NAMED = 4  # files in a text for people
 
 
 @dataclass(frozen=True)
 class DataFiles:
-    """The ``files`` of a source: of ``split``, or of none (None), and the number of files of each split that is left out."""
+    """The ``files`` of a source: of ``split``, or of none (None), and the number of files of each
+    split that is left out."""
 
     files: tuple[Path, ...]
     split: str | None = None
@@ -55,15 +63,20 @@ def describe_left_out(counts: dict[str, int]) -> str:
     """
     if not counts:
         return ""
-    texts = [f"split {split!r} ({count} file{'s' * (count != 1)})" for split, count in counts.items()]
+    texts = [
+        f"split {split!r} ({count} file{'s' * (count != 1)})" for split, count in counts.items()
+    ]
     return f"; left out: {', '.join(texts)}"
 
 
 def data_files(
     path: Path, split: str | None, suffix: str, spend: Callable[[int], bool] = lambda _: True
 ) -> DataFiles | None:
-    """Return the files that ``path``, a file or a folder, and ``split`` name. ``suffix``: of the files in a folder. None
-    when ``spend``, which is asked for each folder, allows no more. Raises PromptError."""
+    """Return the files that ``path``, a file or a folder, and ``split`` name.
+
+    ``suffix``: of the files in a folder. None when ``spend``, which is asked for each folder,
+    allows no more. Raises PromptError.
+    """
     top = existing(path)
     if kind_of(top) != "a folder":
         choose_split(str(path), split, None)
@@ -73,7 +86,11 @@ def data_files(
         if not spend(1 + len(names) // 100):
             return None
         folders[:] = [name for name in folders if not name.startswith((".", "_"))]
-        files += [Path(parent, name) for name in names if name.endswith(suffix) and not name.startswith((".", "_"))]
+        files += [
+            Path(parent, name)
+            for name in names
+            if name.endswith(suffix) and not name.startswith((".", "_"))
+        ]
     if not files:
         raise path_error(path, f"is a folder without *{suffix}", "give a file, or another folder")
     splits = by_split(top, sorted(files))
@@ -84,10 +101,15 @@ def data_files(
 
 
 def by_split(folder: Path, files: Iterable[Path]) -> dict[str, list[Path]]:
-    """Return the ``files`` below ``folder`` by the splits that their names say. A file may be of two."""
+    """Return the ``files`` below ``folder`` by the splits that their names say.
+
+    A file may be of two.
+    """
     paths = {file: file.relative_to(folder).parts for file in files}
     shards = {
-        file: SHARD.fullmatch(parts[1]) for file, parts in paths.items() if len(parts) == 2 and parts[0] == "data"
+        file: SHARD.fullmatch(parts[1])
+        for file, parts in paths.items()
+        if len(parts) == 2 and parts[0] == "data"
     }
     found: dict[str, list[Path]] = {}
     for file, shard in shards.items():
@@ -97,21 +119,24 @@ def by_split(folder: Path, files: Iterable[Path]) -> dict[str, list[Path]]:
         if found:
             return found
         for split, pattern in patterns.items():
-            of = [file for file, parts in paths.items() if any(map(pattern.fullmatch, parts[part_of]))]
+            of = [
+                file for file, parts in paths.items() if any(map(pattern.fullmatch, parts[part_of]))
+            ]
             if of:
                 found[split] = of
     return found or {TRAIN: list(paths)}
 
 
 def choose_split(path: str, split: str | None, splits: Collection[str] | None) -> str | None:
-    """Return the split to read: ``split``, or ``train`` where it is not given; None of a source without ``splits`` (None).
-    Raises PromptError when there is no such split."""
+    """Return the split to read: ``split``, or ``train`` where it is not given; None of a source
+    without ``splits`` (None). Raises PromptError when there is no such split."""
     if splits is None:
         if split is not None:
             raise PromptError(f"but {path} has no splits", "drop it", "prompts.split", split)
         return None
     if (name := split or TRAIN) not in splits:
         default = "" if split else f"which means {TRAIN!r}, "
-        wrong, fix = f"{default}is not in {path}", f"use one of {sorted(splits)}"
+        wrong = f"{default}is not in {path}"
+        fix = f"use one of {sorted(splits)}"
         raise PromptError(wrong, fix, "prompts.split", split)
     return name

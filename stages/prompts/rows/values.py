@@ -1,9 +1,11 @@
-"""Plain values of a row's columns: what templates and reward functions get, whatever library made the row.
+"""Plain values of a row's columns: what templates and reward functions get, whatever library made
+the row.
 
 numpy, torch, pandas, pyarrow, Decimal, dates … ──▶ plain_row ──▶ None, bool, int, float, str, list, dict
                                                      └ PromptError: bytes, images, complex numbers, keys that are no texts …
 
-A number stays the same number, or is refused: nothing is rounded. Neither numpy, torch, pandas nor pyarrow is imported here.
+A number stays the same number, or is refused: nothing is rounded. Neither numpy, torch, pandas nor
+pyarrow is imported here.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from stages.prompts.files import PromptError, Row
 Changes = dict[str, dict[str, str]]  # by column: what its values become, by their types
 
 ISO = "an ISO 8601 text"
-TEXT, SORTED, VALUE = "a text", "a sorted list", "its value"
+TEXT = "a text"
+SORTED = "a sorted list"
+VALUE = "its value"
 LARGEST_INT = 2**14_000  # Python writes integers of up to 4,300 digits, 2^14281
 FIX = "write it as a text, a number or a list, or leave the column out with prompts.leave_out"
 
@@ -33,12 +37,17 @@ class NotPlain(ValueError):
 
     def __init__(self, what: str, why: str = "") -> None:
         super().__init__(what, why)
-        self.what, self.why = what, why and f" ({why})"
+        self.what = what
+        self.why = why and f" ({why})"
 
 
-def plain_row(row: Any, where: str, leave_out: Sequence[str] = (), changes: Changes | None = None) -> Row:
-    """Return the columns of ``row`` that are not in ``leave_out``, as plain values. ``changes`` gets the columns with values
-    that become another kind of value, such as dates. Raises PromptError, which names ``where``, column and type.
+def plain_row(
+    row: Any, where: str, leave_out: Sequence[str] = (), changes: Changes | None = None
+) -> Row:
+    """Return the columns of ``row`` that are not in ``leave_out``, as plain values.
+
+    ``changes`` gets the columns with values that become another kind of value, such as dates.
+    Raises PromptError, which names ``where``, column and type.
 
     >>> from decimal import Decimal
     >>> plain_row({"prompt": "2+2=", "answer": Decimal("4.5"), "levels": (1, True)}, "row 1")
@@ -49,16 +58,22 @@ def plain_row(row: Any, where: str, leave_out: Sequence[str] = (), changes: Chan
     plain: Row = {}
     for name, value in row.items():
         if not isinstance(name, str):
-            raise PromptError(f"{where} has a column {name!r:.100}, {_kind(name)}", "name columns by texts")
+            raise PromptError(
+                f"{where} has a column {name!r:.100}, {_kind(name)}", "name columns by texts"
+            )
         if name in leave_out:
             continue
         column_changes: dict[str, str] = {}
         try:
             plain[_text(name)] = plain_value(value, column_changes)
         except NotPlain as error:
-            raise PromptError(f"{where} has {error.what} in column {name!r}{error.why}", FIX) from None
+            raise PromptError(
+                f"{where} has {error.what} in column {name!r}{error.why}", FIX
+            ) from None
         except RecursionError:
-            raise PromptError(f"{where} is nested too deeply in column {name!r}", "make it flatter") from None
+            raise PromptError(
+                f"{where} is nested too deeply in column {name!r}", "make it flatter"
+            ) from None
         if changes is not None and column_changes:
             changes.setdefault(name, {}).update(column_changes)
     return plain
@@ -77,8 +92,11 @@ def describe(changes: Changes) -> list[str]:
 
 
 def plain_value(value: Any, changes: dict[str, str]) -> Any:
-    """Return ``value`` as None, bool, int, float, str, or a list or dict of these. ``changes`` gets the types of values that
-    become another kind of value, with what they become. Raises NotPlain."""
+    """Return ``value`` as None, bool, int, float, str, or a list or dict of these.
+
+    ``changes`` gets the types of values that become another kind of value, with what they become.
+    Raises NotPlain.
+    """
     kind = type(value)
     if value is None or kind is bool or kind is float:
         return value
@@ -117,7 +135,9 @@ def plain_value(value: Any, changes: dict[str, str]) -> Any:
 def _plain_mapping(value: Mapping[Any, Any], changes: dict[str, str]) -> dict[str, Any]:
     for key in value:
         if not isinstance(key, str):
-            raise NotPlain(f"a mapping with the key {key!r:.100}, {_kind(key)},", "JSON has texts as keys")
+            raise NotPlain(
+                f"a mapping with the key {key!r:.100}, {_kind(key)},", "JSON has texts as keys"
+            )
     return {_text(str(key)): plain_value(item, changes) for key, item in value.items()}
 
 
@@ -128,7 +148,8 @@ def _integer(value: int) -> int:
 
 
 def _text(value: str) -> str:
-    """Raises NotPlain for a text that UTF-8 cannot write: JSON can hold half of a surrogate pair."""
+    """Raises NotPlain for a text that UTF-8 cannot write: JSON can hold half of a surrogate
+    pair."""
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -145,7 +166,8 @@ def _sorted(items: list[Any]) -> list[Any]:
 
 
 def _exact(value: Decimal | Fraction) -> int | float:
-    """Return the integer or the float that is the same number. Raises NotPlain where there is none."""
+    """Return the integer or the float that is the same number. Raises NotPlain where there is
+    none."""
     if isinstance(value, Decimal):
         if value.is_snan():
             raise NotPlain("a signalling NaN (Decimal)")
@@ -193,16 +215,24 @@ def _duration(nanoseconds: int) -> str:
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
     second = f"{seconds}.{fraction:09d}".rstrip("0").rstrip(".") if fraction else f"{seconds}"
-    parts = [f"{hours}H" if hours else "", f"{minutes}M" if minutes else "", f"{second}S" if second != "0" else ""]
+    parts = [
+        f"{hours}H" if hours else "",
+        f"{minutes}M" if minutes else "",
+        f"{second}S" if second != "0" else "",
+    ]
     clock = "".join(parts)
     text = (f"{days}D" if days else "") + (f"T{clock}" if clock else "")
     return ("-" if nanoseconds < 0 else "") + "P" + (text or "T0S")
 
 
 def _of_library(value: Any, changes: dict[str, str]) -> Any:
-    """Return a value of numpy, torch, pandas or pyarrow as plain values. Raises NotPlain for any other."""
+    """Return a value of numpy, torch, pandas or pyarrow as plain values.
+
+    Raises NotPlain for any other.
+    """
     library = type(value).__module__.partition(".")[0]
-    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    numpy = sys.modules.get("numpy")
+    torch = sys.modules.get("torch")
     if numpy is not None and isinstance(value, numpy.ndarray | numpy.generic):
         return _of_numpy(numpy, value, changes)
     if torch is not None and isinstance(value, torch.Tensor):
@@ -223,7 +253,9 @@ def _of_numpy(numpy: Any, value: Any, changes: dict[str, str]) -> Any:
     if value.ndim:
         if isinstance(value, numpy.ma.MaskedArray):
             return plain_value(value.tolist(), changes)
-        is_plain = value.dtype.kind in "biu" or (value.dtype.kind == "f" and value.dtype.itemsize <= 8)
+        is_plain = value.dtype.kind in "biu" or (
+            value.dtype.kind == "f" and value.dtype.itemsize <= 8
+        )
         return value.tolist() if is_plain else [plain_value(item, changes) for item in value]
     kind = value.dtype.kind
     if kind in "biu":
@@ -246,7 +278,8 @@ def _of_numpy(numpy: Any, value: Any, changes: dict[str, str]) -> Any:
 
 
 def _numpy_date(value: Any) -> str:
-    """Return a datetime64 as Python and pandas write the same moment: with seconds, and as many digits as it needs."""
+    """Return a datetime64 as Python and pandas write the same moment: with seconds, and as many
+    digits as it needs."""
     unit = value.dtype.str.partition("[")[2].rstrip("]").lstrip("0123456789")
     text = str(value.astype("datetime64[s]") if unit in ("h", "m") else value)
     whole, point, fraction = text.partition(".")
@@ -261,7 +294,11 @@ def _numpy_duration(numpy: Any, value: Any) -> str:
     if months is not None:
         return ("-" if number < 0 else "") + f"P{abs(number) * months}M"
     nanoseconds = {"W": 604_800, "D": 86_400, "h": 3600, "m": 60, "s": 1}
-    scale = nanoseconds[unit] * 10**9 if unit in nanoseconds else {"ms": 10**6, "us": 1000, "ns": 1}.get(unit)
+    scale = (
+        nanoseconds[unit] * 10**9
+        if unit in nanoseconds
+        else {"ms": 10**6, "us": 1000, "ns": 1}.get(unit)
+    )
     if scale is None:
         raise NotPlain(f"a duration of type {value.dtype}")
     return _duration(number * scale)
@@ -279,5 +316,9 @@ def _of_tensor(torch: Any, value: Any) -> Any:
 def _kind(value: Any) -> str:
     """Return a value's type with its article."""
     kind = type(value)
-    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    name = (
+        kind.__qualname__
+        if kind.__module__ == "builtins"
+        else f"{kind.__module__}.{kind.__qualname__}"
+    )
     return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"

@@ -63,7 +63,10 @@ def test_memory_is_counted_by_the_devices_own_module(npu: torch.device, library:
     other = torch.device("npu", 1)
     before = [devices.allocated(npu), devices.allocated(other)]
     held = torch.zeros(1000, device=other)
-    assert [devices.allocated(npu), devices.allocated(other)] == [before[0], before[1] + held.nbytes]
+    assert [devices.allocated(npu), devices.allocated(other)] == [
+        before[0],
+        before[1] + held.nbytes,
+    ]
     del held
     assert devices.allocated(other) == before[1]
     assert devices.allocated(torch.device("cpu")) is None
@@ -74,9 +77,12 @@ def test_memory_is_counted_by_the_devices_own_module(npu: torch.device, library:
 
 
 def test_memory_of_apples_gpus_is_counted_by_their_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.accelerator raises for them, as for torch_npu up to 2.12. Its module has other names."""
+    """torch.accelerator raises for them, as for torch_npu up to 2.12. Its module has other
+    names."""
     emptied: list[str] = []
-    module = types.SimpleNamespace(current_allocated_memory=lambda: 12, empty_cache=lambda: emptied.append("mps"))
+    module = types.SimpleNamespace(
+        current_allocated_memory=lambda: 12, empty_cache=lambda: emptied.append("mps")
+    )
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     assert devices.allocated(torch.device("mps")) == 12
     devices.release_cached(torch.device("mps"))
@@ -103,7 +109,9 @@ def test_what_is_fetched_is_read_after_a_wait_for_its_copy_alone(npu: torch.devi
     assert devices.fetch(numbers)() is numbers
 
 
-def test_what_is_put_does_not_block_the_host(npu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_put_does_not_block_the_host(
+    npu: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given = torch.ones(3)
     found = devices.put(given, npu)
     given.fill_(7)  # the copy is of page-locked memory of its own
@@ -113,13 +121,17 @@ def test_what_is_put_does_not_block_the_host(npu: torch.device, monkeypatch: pyt
     assert devices.put(found, npu) is found
     copies: list[Any] = []
     to = torch.Tensor.to
-    monkeypatch.setattr(torch.Tensor, "to", lambda x, *a, **o: copies.append((x.is_pinned(), o)) or to(x, *a, **o))
+    monkeypatch.setattr(
+        torch.Tensor, "to", lambda x, *a, **o: copies.append((x.is_pinned(), o)) or to(x, *a, **o)
+    )
     devices.put(given, npu)
     assert copies == [(True, {"non_blocking": True})]
 
 
 def test_a_synchronisation_waits_for_all_streams(npu: torch.device) -> None:
-    source, host, beside = torch.ones(3, device=npu), torch.empty(3, pin_memory=True), devices.stream(npu)
+    source = torch.ones(3, device=npu)
+    host = torch.empty(3, pin_memory=True)
+    beside = devices.stream(npu)
     with beside:
         host.copy_(source, non_blocking=True)
     assert host.tolist() != [1, 1, 1]
@@ -134,7 +146,8 @@ def test_events_are_timed_in_seconds(npu: torch.device) -> None:
     assert devices.seconds_between(*moments) == 1.5
     assert devices.seconds_between(2.0, 5.0) == 3.0
     beside = devices.stream(npu)
-    start, end = devices.mark(beside), devices.mark(beside)
+    start = devices.mark(beside)
+    end = devices.mark(beside)
     assert start.device == npu
     assert 0 <= devices.seconds_between(start, end) < 60
     assert isinstance(devices.mark(None), float)
@@ -148,7 +161,8 @@ def test_algorithms_are_deterministic_while_asked_for(npu: torch.device) -> None
     assert torch.utils.deterministic.fill_uninitialized_memory
 
 
-# --- recordings -----------------------------------------------------------------------------------------------------------
+# --- recordings
+# --------------------------------------------------------------------------------------------------
 
 
 def test_without_graphs_of_its_own_the_device_calls_again(npu: torch.device) -> None:
@@ -162,7 +176,8 @@ def test_without_graphs_of_its_own_the_device_calls_again(npu: torch.device) -> 
 
 
 class Graph:
-    """A graph as torch documents it: it records what its stream is asked, and replays it on the current one."""
+    """A graph as torch documents it: it records what its stream is asked, and replays it on the
+    current one."""
 
     recording: Graph | None = None
 
@@ -171,7 +186,9 @@ class Graph:
         self.acts: list[Any] = []
 
     def __enter__(self) -> None:
-        assert torch.accelerator.current_stream() != torch.accelerator.current_stream(torch.device("npu", 1))
+        assert torch.accelerator.current_stream() != torch.accelerator.current_stream(
+            torch.device("npu", 1)
+        )
         self.stream = torch.accelerator.current_stream()
         Graph.recording = self
 
@@ -188,7 +205,8 @@ def test_a_recording_is_made_beside_the_stream_and_waits_for_it(
 ) -> None:
     monkeypatch.setattr(torch.accelerator, "Graph", Graph)
     ordinary = torch.accelerator.current_stream(npu)
-    given = torch.ones(3).pin_memory().to(npu, non_blocking=True)  # which the recording's stream has to wait for
+    # which the recording's stream has to wait for
+    given = torch.ones(3).pin_memory().to(npu, non_blocking=True)
     back = torch.full((3,), 4.0).pin_memory()
     beside: list[torch.Stream] = []
     copied = torch.empty(3, device=npu)
@@ -212,18 +230,22 @@ def test_a_recording_is_made_beside_the_stream_and_waits_for_it(
     assert len(beside) == 1, "what was recorded is replayed, not called"
 
 
-def test_what_the_device_cannot_record_is_called(npu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_device_cannot_record_is_called(
+    npu: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Refusing(Graph):
         def __exit__(self, *error: object) -> None:
             super().__exit__(*error)
             raise RuntimeError("the recording was spoilt")
 
     monkeypatch.setattr(torch.accelerator, "Graph", Refusing)
-    ordinary, given = torch.accelerator.current_stream(npu), torch.ones(3, device=npu)
+    ordinary = torch.accelerator.current_stream(npu)
+    given = torch.ones(3, device=npu)
 
     def act() -> torch.Tensor:
         if Graph.recording is not None:
-            raise RuntimeError("Cannot copy between CPU and device during capture")  # in a float32 model with experts
+            # in a float32 model with experts
+            raise RuntimeError("Cannot copy between CPU and device during capture")
         return given * 2
 
     again, result = devices.record(npu, act)
@@ -233,7 +255,8 @@ def test_what_the_device_cannot_record_is_called(npu: torch.device, monkeypatch:
     assert result.tolist() == [10, 10, 10]
 
 
-# --- fused operators ------------------------------------------------------------------------------------------------------
+# --- fused operators
+# --------------------------------------------------------------------------------------------------
 
 
 def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -245,14 +268,22 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", ["rms_norm", "swiglu"])
-def test_fused_layers_and_their_gradients_are_torchs(name: str, npu: torch.device, library: Any) -> None:
+def test_fused_layers_and_their_gradients_are_torchs(
+    name: str, npu: torch.device, library: Any
+) -> None:
     torch.manual_seed(0)
     fused = devices.fused_layers(npu)
     expected = norm if name == "rms_norm" else swiglu
     computed = functools.partial(fused[name], epsilon=0.5) if name == "rms_norm" else fused[name]
-    given = [torch.randn(2, 5, 16), torch.randn(16) if name == "rms_norm" else torch.randn(2, 5, 16)]
-    ours, theirs = ([x.clone().to(device).requires_grad_() for x in given] for device in (npu, "cpu"))
-    one, other = computed(*ours), expected(*theirs)
+    given = [
+        torch.randn(2, 5, 16),
+        torch.randn(16) if name == "rms_norm" else torch.randn(2, 5, 16),
+    ]
+    ours, theirs = (
+        [x.clone().to(device).requires_grad_() for x in given] for device in (npu, "cpu")
+    )
+    one = computed(*ours)
+    other = expected(*theirs)
     torch.testing.assert_close(one.cpu(), other)
     gradient = torch.randn_like(other)
     one.backward(gradient.to(npu))
@@ -264,14 +295,18 @@ def test_fused_layers_and_their_gradients_are_torchs(name: str, npu: torch.devic
     assert devices.fused_layers(torch.device("cpu")) == {}
 
 
-def test_ligers_layers_go_before_the_devices(npu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ligers_layers_go_before_the_devices(
+    npu: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class LigerRMSNormFunction:
         apply = staticmethod(lambda *given: ("norm", *given))
 
     class LigerSiLUMulFunction:
         apply = staticmethod(lambda *given: ("swiglu", *given))
 
-    found = types.SimpleNamespace(LigerRMSNormFunction=LigerRMSNormFunction, LigerSiLUMulFunction=LigerSiLUMulFunction)
+    found = types.SimpleNamespace(
+        LigerRMSNormFunction=LigerRMSNormFunction, LigerSiLUMulFunction=LigerSiLUMulFunction
+    )
     for module in ("rms_norm", "swiglu"):
         monkeypatch.setitem(devices.importlib.sys.modules, f"liger_kernel.ops.{module}", found)  # type: ignore[attr-defined]
     layers = devices.fused_layers(npu)
@@ -280,7 +315,9 @@ def test_ligers_layers_go_before_the_devices(npu: torch.device, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("mask", ["causal", "hidden", "none"])
-def test_fused_attention_and_its_gradient_are_torchs(mask: str, npu: torch.device, library: Any) -> None:
+def test_fused_attention_and_its_gradient_are_torchs(
+    mask: str, npu: torch.device, library: Any
+) -> None:
     torch.manual_seed(0)
     forward, backward = devices.fused_attention(npu)  # type: ignore[misc]
     q, k, v, gradient = (torch.randn(1, heads, 6, 16) for heads in (4, 2, 2, 4))
@@ -307,7 +344,9 @@ def test_fused_attention_and_its_gradient_are_torchs(mask: str, npu: torch.devic
     assert devices.fused_attention(torch.device("cpu")) is None
 
 
-def test_the_causal_mask_is_made_once(npu: torch.device, library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_causal_mask_is_made_once(
+    npu: torch.device, library: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     masks: list[torch.Tensor] = []
     for name in ("npu_fusion_attention", "npu_fusion_attention_grad"):
         operator = getattr(library, name)

@@ -1,4 +1,5 @@
-"""What the emulated device refuses and delays, so that code which asks the wrong device, or does not wait, is found."""
+"""What the emulated device refuses and delays, so that code which asks the wrong device, or does
+not wait, is found."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ def test_float64_is_refused(npu: torch.device) -> None:
 
 
 def test_tensors_of_two_devices_are_refused(npu: torch.device) -> None:
-    here, other, host = torch.ones(2, device=npu), torch.ones(2, device="npu:1"), torch.ones(2)
+    here = torch.ones(2, device=npu)
+    other = torch.ones(2, device="npu:1")
+    host = torch.ones(2)
     for wrong in (other, host):
         for act in (
             lambda wrong=wrong: here + wrong,
@@ -39,7 +42,8 @@ def test_tensors_of_two_devices_are_refused(npu: torch.device) -> None:
 
 
 def test_host_memory_has_what_was_copied_only_after_a_wait(npu: torch.device) -> None:
-    source, host = torch.arange(3.0, device=npu), torch.empty(3, pin_memory=True)
+    source = torch.arange(3.0, device=npu)
+    host = torch.empty(3, pin_memory=True)
     for wait in (
         torch.accelerator.synchronize,
         lambda: torch.accelerator.current_stream(npu).synchronize(),
@@ -52,7 +56,9 @@ def test_host_memory_has_what_was_copied_only_after_a_wait(npu: torch.device) ->
 
 
 def test_a_stream_has_what_another_copied_only_after_it_has_waited(npu: torch.device) -> None:
-    host, target, beside = torch.ones(3).pin_memory(), torch.zeros(3, device=npu), torch.Stream(npu)
+    host = torch.ones(3).pin_memory()
+    target = torch.zeros(3, device=npu)
+    beside = torch.Stream(npu)
     with beside:
         target.copy_(host, non_blocking=True)
     assert (target * 1).tolist() != [1, 1, 1]
@@ -70,8 +76,13 @@ def test_a_copy_to_the_device_reads_the_host_late(npu: torch.device) -> None:
 
 @pytest.mark.parametrize("version", ["2.10", "2.13"])
 def test_an_allocator_before_2_13_cannot_be_asked_by_torch(version: str) -> None:
-    asked = "import os; os.environ['EMULATED_NPU'] = '{}'; import torch; torch.accelerator.empty_cache()"
-    done = subprocess.run([sys.executable, "-c", asked.format(version)], capture_output=True, text=True)
+    asked = (
+        "import os; os.environ['EMULATED_NPU'] = '{}'; import torch; "
+        "torch.accelerator.empty_cache()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", asked.format(version)], capture_output=True, text=True
+    )
     assert ("not a DeviceAllocator" in done.stderr) == (version == "2.10"), done.stderr
 
 

@@ -1,4 +1,5 @@
-"""Ranks whose tensors are on the device, in groups of its own backend: each rank has the device of its number."""
+"""Ranks whose tensors are on the device, in groups of its own backend: each rank has the device of
+its number."""
 
 from __future__ import annotations
 
@@ -26,7 +27,12 @@ def collectives(ranks: RankCoordinates) -> dict[str, Any]:
     dist.all_gather_into_tensor(every, torch.ones(1, device=own) * ranks.rank)
     with pytest.raises(RuntimeError):
         dist.all_reduce(torch.ones(1))  # of the CPU
-    return {"backend": dist.get_backend(), "sum": value.tolist(), "every": every.tolist(), "at": str(every.device)}
+    return {
+        "backend": dist.get_backend(),
+        "sum": value.tolist(),
+        "every": every.tolist(),
+        "at": str(every.device),
+    }
 
 
 def statistics(ranks: RankCoordinates) -> tuple[list[float], list[float]]:
@@ -36,14 +42,20 @@ def statistics(ranks: RankCoordinates) -> tuple[list[float], list[float]]:
     )
     total = engine.parallel.total(torch.tensor([0.5, 1e-3], dtype=torch.float64) * (1 + ranks.rank))
     counts = engine.parallel.total(torch.tensor([2**40, 3]))
-    assert (total.dtype, counts.dtype, engine.device.index) == (torch.float64, torch.int64, ranks.rank)
+    assert (total.dtype, counts.dtype, engine.device.index) == (
+        torch.float64,
+        torch.int64,
+        ranks.rank,
+    )
     return total.tolist(), counts.tolist()
 
 
 @cache
 def of_one_process() -> tuple[list[dict[str, float]], dict[str, Any]]:
     engine = TorchTrainEngine(sharded.model_of("llama"), **sharded.OPTIONS)
-    metrics = [dict(engine.train_batch(make_batch(seed=seed), sharded.algorithm())) for seed in range(2)]
+    metrics = [
+        dict(engine.train_batch(make_batch(seed=seed), sharded.algorithm())) for seed in range(2)
+    ]
     return metrics, sharded._plain(sharded.weights_of(engine))
 
 

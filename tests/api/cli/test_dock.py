@@ -1,4 +1,5 @@
-"""What a person sees of a run's samples: status and inspect, on a live run and when there is none."""
+"""What a person sees of a run's samples: status and inspect, on a live run and when there is
+none."""
 
 from __future__ import annotations
 
@@ -20,7 +21,13 @@ from pipeline.index.client import Index, StageSpec
 from pipeline.warehouse.dock import Dock
 from tests.orchestration.runs import MOCK, executing, recipe
 
-SCHEMA = Schema([Column.ragged("ids", torch.int64), Column.text("answer"), Column.scalar("score", torch.float32)])
+SCHEMA = Schema(
+    [
+        Column.ragged("ids", torch.int64),
+        Column.text("answer"),
+        Column.scalar("score", torch.float32),
+    ]
+)
 STAGES = (StageSpec("score", "rows", SCHEMA.mask(["ids"]), SCHEMA.mask(["score"])),)
 
 
@@ -31,14 +38,23 @@ def text_of(view: object) -> str:
 
 
 async def test_what_lies_where_is_shown(index: Index, tmp_path: Path) -> None:
-    async with Dock.open(index.url, index.run, SCHEMA, STAGES, worker="w", arena=1 << 20, directory=tmp_path) as dock:
-        await dock.put({"ids": [torch.arange(100), torch.tensor([1, 2])], "answer": ["yes", "no"]}, samples=2)
+    async with Dock.open(
+        index.url, index.run, SCHEMA, STAGES, worker="w", arena=1 << 20, directory=tmp_path
+    ) as dock:
+        await dock.put(
+            {"ids": [torch.arange(100), torch.tensor([1, 2])], "answer": ["yes", "no"]}, samples=2
+        )
         await dock.put({"ids": [torch.tensor([3])], "answer": ["maybe"]})
         claim = await dock.claim("score", 1)
         assert claim is not None
         stats = await dock.index.stats()
         now = stats["leases"][0]["since"] + 1.5
-        status = {"run": "r", "now": now, "stats": stats, "ledger": dataclasses.asdict(await dock.index.ledger_event())}
+        status = {
+            "run": "r",
+            "now": now,
+            "stats": stats,
+            "ledger": dataclasses.asdict(await dock.index.ledger_event()),
+        }
         shown = text_of(status_view(status))
         assert "score  rows   2 rows  1 rows" in shown
         assert "1.5 s  58.5 s" in shown
@@ -63,12 +79,16 @@ async def test_a_live_run_is_looked_into_by_its_folder(tmp_path: Path) -> None:
     async with executing(run) as (watched, _):
         await watched.until(lambda: len(watched.of("step")) >= 1)
         assert (tmp_path / "run" / WHERE).stat().st_mode & 0o777 == 0o600
-        result = await asyncio.to_thread(CliRunner().invoke, app, ["dock", "status", str(tmp_path / "run"), "--json"])
+        result = await asyncio.to_thread(
+            CliRunner().invoke, app, ["dock", "status", str(tmp_path / "run"), "--json"]
+        )
         assert result.exit_code == 0, result.output
         assert next(iter(json.loads(result.stdout)["stats"]["stages"])) == "rollout"
         group = json.loads(result.stdout)["stats"]["admitted"] - 1
         result = await asyncio.to_thread(
-            CliRunner().invoke, app, ["dock", "inspect", str(group), str(tmp_path / "run"), "--json"]
+            CliRunner().invoke,
+            app,
+            ["dock", "inspect", str(group), str(tmp_path / "run"), "--json"],
         )
         assert json.loads(result.stdout)[0]["group"] == group
         watched.stop.set()
@@ -78,8 +98,14 @@ async def test_a_live_run_is_looked_into_by_its_folder(tmp_path: Path) -> None:
 def test_without_a_run_the_fix_is_named(tmp_path: Path) -> None:
     for arguments, needle in (
         (["dock", "status", str(tmp_path)], "is not the folder of a run that is alive"),
-        (["dock", "status"], "give the folder of a run that is alive, or both --index URL and --run ID"),
-        (["dock", "status", "--index", "redis://:word@127.0.0.1:1", "--run", "x"], "no answer for 5 s"),
+        (
+            ["dock", "status"],
+            "give the folder of a run that is alive, or both --index URL and --run ID",
+        ),
+        (
+            ["dock", "status", "--index", "redis://:word@127.0.0.1:1", "--run", "x"],
+            "no answer for 5 s",
+        ),
     ):
         result = CliRunner().invoke(app, arguments)
         assert result.exit_code == 2

@@ -1,4 +1,5 @@
-"""Folders of runs and of models that somebody else has written: no command executes what lies in them."""
+"""Folders of runs and of models that somebody else has written: no command executes what lies in
+them."""
 
 from __future__ import annotations
 
@@ -41,8 +42,9 @@ class Marks:
 
 CODE = f"import os\nos.makedirs({MARKER!r}, exist_ok=True)\n"
 ESCAPE = (
-    "{{ cycler.__init__.__globals__.os.mkdir('marker') }}{{ ''.__class__.__mro__[1].__subclasses__() }}"
-    "{{ lipsum.__globals__['os'].mkdir('marker') }}{{ messages }}"
+    "{{ cycler.__init__.__globals__.os.mkdir('marker') }}{{ "
+    "''.__class__.__mro__[1].__subclasses__() }}{{ lipsum.__globals__['os'].mkdir('marker') }}{{ "
+    "messages }}"
 )
 
 
@@ -71,14 +73,22 @@ def as_weights(step: Path) -> None:
 
 
 def beside_the_weights(step: Path) -> None:
-    for name in ("training_args.bin", "optimizer.pt", "scheduler.pt", "pytorch_model.bin", "adapter_model.bin"):
+    for name in (
+        "training_args.bin",
+        "optimizer.pt",
+        "scheduler.pt",
+        "pytorch_model.bin",
+        "adapter_model.bin",
+    ):
         (step / "model" / name).write_bytes(pickled())
         (step / "train" / name).write_bytes(pickled())
 
 
 def as_code(step: Path) -> None:
     model = step / "model"
-    (model / "modeling_x.py").write_text(CODE + "from transformers import LlamaConfig as C, LlamaForCausalLM as M\n")
+    (model / "modeling_x.py").write_text(
+        CODE + "from transformers import LlamaConfig as C, LlamaForCausalLM as M\n"
+    )
     (model / "custom_generate").mkdir()
     (model / "custom_generate" / "generate.py").write_text(CODE)
     names = {
@@ -235,7 +245,8 @@ def test_the_run_of_another_user_is_resumed_only_if_it_is_trusted(
     """Its recipe may name a reward of a module in the folder that it says it was begun in."""
     monkeypatch.setattr(ForkServer, "start", fork_server)
     monkeypatch.chdir(tmp_path)
-    run, _ = tmp_path / "run", shutil.copytree(ended, tmp_path / "run")
+    run = tmp_path / "run"
+    _ = shutil.copytree(ended, tmp_path / "run")
     judge = "def score(completions, **_):\n    return [float(len(text)) for text in completions]\n"
     (run / "judge_of_another.py").write_text(CODE + judge)
     data = json.loads((run / "recipe.json").read_text())
@@ -251,7 +262,9 @@ def test_the_run_of_another_user_is_resumed_only_if_it_is_trusted(
     assert (code, (run / MARKER).exists()) == (0, True), output
 
 
-@pytest.mark.parametrize("name", ["recipe.json", "metrics.jsonl", "checkpoints/step-00000002/run.json"])
+@pytest.mark.parametrize(
+    "name", ["recipe.json", "metrics.jsonl", "checkpoints/step-00000002/run.json"]
+)
 def test_a_pipe_in_a_run_is_named(ended: Path, tmp_path: Path, name: str) -> None:
     run = shutil.copytree(ended, tmp_path / "run")
     (run / name).unlink(missing_ok=True)

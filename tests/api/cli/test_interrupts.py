@@ -1,4 +1,5 @@
-"""The command at its edges: interrupted at any moment, started twice, and broken where nothing should break."""
+"""The command at its edges: interrupted at any moment, started twice, and broken where nothing
+should break."""
 
 from __future__ import annotations
 
@@ -32,14 +33,20 @@ from tests import forked
 from tests.orchestration.runs import MOCK, TINY, recipe
 
 ROOT = Path(__file__).resolve().parents[3]
-SLOW = ["--set=train.steps=500", "--set=checkpoint.every=400", "--set=rollout.mock={median_tokens=8,time_scale=0.5}"]
+SLOW = [
+    "--set=train.steps=500",
+    "--set=checkpoint.every=400",
+    "--set=rollout.mock={median_tokens=8,time_scale=0.5}",
+]
 SLOW += ["--set=pipeline.arena=1GiB"]
 
 
 PLAINLY = (sys.executable, "-P", "-m", "api.cli.main")
 
 
-def asyncdock(*arguments: str, cwd: Path, command: Sequence[str] = PLAINLY, **env: str) -> subprocess.Popen[str]:
+def asyncdock(
+    *arguments: str, cwd: Path, command: Sequence[str] = PLAINLY, **env: str
+) -> subprocess.Popen[str]:
     """The command in a process and a session of its own, its two outputs in one."""
     return subprocess.Popen(
         [*command, *arguments],
@@ -58,7 +65,9 @@ def asyncdock(*arguments: str, cwd: Path, command: Sequence[str] = PLAINLY, **en
     )
 
 
-def until(condition: Callable[[], Any], process: subprocess.Popen[str], seconds: float = 90.0) -> None:
+def until(
+    condition: Callable[[], Any], process: subprocess.Popen[str], seconds: float = 90.0
+) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert process.poll() is None, process.stdout and process.stdout.read()
@@ -75,11 +84,15 @@ def end(process: subprocess.Popen[str]) -> None:
 
 
 def test_ctrl_c_during_the_start_ends_the_command_without_a_traceback(tmp_path: Path) -> None:
-    """Twice, and the second one acts within a second (and what a busy machine needs); more of them change nothing."""
+    """Twice, and the second one acts within a second (and what a busy machine needs); more of them
+    change nothing."""
     process = asyncdock("run", "mock", "--plain", "--out", "run", *SLOW, cwd=tmp_path)
     try:
         family = psutil.Process(process.pid)
-        until(lambda: any("valkey" in child.name() for child in family.children(recursive=True)), process)
+        until(
+            lambda: any("valkey" in child.name() for child in family.children(recursive=True)),
+            process,
+        )
         children = family.children(recursive=True)
         for _ in range(3):
             os.killpg(process.pid, signal.SIGINT)
@@ -111,11 +124,18 @@ def test_a_paused_run_goes_on_from_another_terminal(tmp_path: Path) -> None:
             if line.startswith("step 2/"):
                 assert asked("pause").endswith(": paused\n")
             elif line.startswith("Paused. Go on"):
-                assert "is executed by process" in CliRunner().invoke(cli.app, ["resume", str(tmp_path / "run")]).output
+                assert (
+                    "is executed by process"
+                    in CliRunner().invoke(cli.app, ["resume", str(tmp_path / "run")]).output
+                )
                 made = len(output)
                 assert asked("checkpoint").endswith(": paused\n")
                 assert asked("resume").endswith(": running\n")
-            elif line.startswith("step ") and "Paused. Go on" in "".join(output[:-1]) and len(output) > made + 2:
+            elif (
+                line.startswith("step ")
+                and ("Paused. Go on") in "".join(output[:-1])
+                and len(output) > made + 2
+            ):
                 break
         assert "asyncdock runs resume" in "".join(output)
         assert asked("stop").endswith(": stopping\n")
@@ -134,8 +154,13 @@ def test_every_way_to_stop_writes_a_checkpoint_and_says_where_a_resume_begins(
     number: signal.Signals, tmp_path: Path
 ) -> None:
     if signal.getsignal(number) is signal.SIG_IGN:
-        pytest.skip("what started these tests ignores the signal, as nohup does, and so does a command started by them")
-    process = asyncdock("run", "mock", "--plain", "--out", "run", *SLOW, cwd=tmp_path, command=forked.asyncdock())
+        pytest.skip(
+            "what started these tests ignores the signal, as nohup does, and so does a "
+            "command started by them"
+        )
+    process = asyncdock(
+        "run", "mock", "--plain", "--out", "run", *SLOW, cwd=tmp_path, command=forked.asyncdock()
+    )
     try:
         assert process.stdout is not None
         output = []
@@ -151,11 +176,18 @@ def test_every_way_to_stop_writes_a_checkpoint_and_says_where_a_resume_begins(
     assert process.returncode == 130, text
     saved = checkpoint.latest(tmp_path / "run" / "checkpoints")
     assert saved is not None
-    steps = [event.data["step"] for event in read_metrics(tmp_path / "run" / METRICS) if event.kind == "step"]
+    steps = [
+        event.data["step"]
+        for event in read_metrics(tmp_path / "run" / METRICS)
+        if event.kind == "step"
+    ]
     assert steps == list(range(saved.version))
     assert f"after step {saved.version} of 500" in text
     assert "made again" not in text
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["resume_after_step"] == saved.version
+    assert (
+        json.loads((tmp_path / "run" / "summary.json").read_text())["resume_after_step"]
+        == saved.version
+    )
 
 
 @pytest.mark.parametrize(
@@ -192,7 +224,9 @@ def test_two_runs_with_default_names_in_one_second_both_have_a_folder(
 ) -> None:
     monkeypatch.setattr(time, "strftime", lambda form: "20260101-000000")
     folders = [local_run.new_folder(tmp_path / "runs", recipe(MOCK)) for _ in range(3)]
-    assert [folder.name for folder in folders] == [f"mock-test-20260101-000000{end}" for end in ("", "-2", "-3")]
+    assert [folder.name for folder in folders] == [
+        f"mock-test-20260101-000000{end}" for end in ("", "-2", "-3")
+    ]
     (tmp_path / "file").write_text("a file")
     with pytest.raises(OSError, match="file"):
         local_run.new_folder(tmp_path / "file", recipe(MOCK))
@@ -240,10 +274,13 @@ def test_errors_of_groups_and_a_folder_that_cannot_be_written_to(
     for hook in ("excepthook", "unraisablehook"):
         monkeypatch.setattr(sys, hook, getattr(sys, hook))
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))  # no folder can be made below a file
+    # no folder can be made below a file
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with pytest.raises(SystemExit) as ended, errors_in_words():
-        raise ExceptionGroup("several", [ExceptionGroup("inner", [OSError(28, "No space left on device")])])
+        raise ExceptionGroup(
+            "several", [ExceptionGroup("inner", [OSError(28, "No space left on device")])]
+        )
     assert ended.value.code == 1
     output = capsys.readouterr().err
     assert output.startswith("error: OSError: [Errno 28] No space left on device\n")
@@ -260,7 +297,16 @@ def test_errors_of_groups_and_a_folder_that_cannot_be_written_to(
         (GPTNeoConfig(), "rollout", "GPTNeoForCausalLM"),
         (T5Config(), "rollout", "is an encoder with a decoder"),
         (Gemma2Config(), "", ""),
-        (LlamaConfig(hidden_size=8192, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8), "", ""),
+        (
+            LlamaConfig(
+                hidden_size=8192,
+                num_hidden_layers=80,
+                num_attention_heads=64,
+                num_key_value_heads=8,
+            ),
+            "",
+            "",
+        ),
     ],
 )
 def test_check_asks_the_engines_by_the_model_s_config_alone(
@@ -272,14 +318,26 @@ def test_check_asks_the_engines_by_the_model_s_config_alone(
     before = torch.get_rng_state()
     with pytest.raises(RecipeError) as refused:
         parse_recipe(data)
-    found = [problem.wrong for problem in refused.value.problems if "cannot be run by" in problem.wrong]
-    assert any(reason in wrong and f"by {engine}.engine = 'torch'" in wrong for wrong in found) == bool(reason), found
+    found = [
+        problem.wrong for problem in refused.value.problems if "cannot be run by" in problem.wrong
+    ]
+    assert any(
+        reason in wrong and f"by {engine}.engine = 'torch'" in wrong for wrong in found
+    ) == bool(reason), found
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_check_says_where_a_model_has_no_tensor_parallel_plan_that_ranks_know(tmp_path: Path) -> None:
-    AutoConfig.for_model("granite_swa", num_attention_heads=32, num_key_value_heads=4).save_pretrained(tmp_path)
-    data = {**TINY, "model": {"source": str(tmp_path)}, "train": {**TINY["train"], "dp": 2, "tp": 2}}
+def test_check_says_where_a_model_has_no_tensor_parallel_plan_that_ranks_know(
+    tmp_path: Path,
+) -> None:
+    AutoConfig.for_model(
+        "granite_swa", num_attention_heads=32, num_key_value_heads=4
+    ).save_pretrained(tmp_path)
+    data = {
+        **TINY,
+        "model": {"source": str(tmp_path)},
+        "train": {**TINY["train"], "dp": 2, "tp": 2},
+    }
     with pytest.raises(RecipeError) as refused:
         parse_recipe(data)
     found = {problem.key: problem for problem in refused.value.problems}

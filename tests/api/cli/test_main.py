@@ -38,7 +38,8 @@ def asyncdock(*arguments: str) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
-# --- recipes and check ------------------------------------------------------------------------------------------------
+# --- recipes and check
+# ------------------------------------------------------------------------------------------------
 
 
 def test_recipes_are_listed_with_what_they_do() -> None:
@@ -54,7 +55,10 @@ def test_recipes_as_json_name_the_files_that_they_are() -> None:
     listed = {each["name"]: each for each in json.loads(out)}
     assert (code, err) == (0, "")
     assert listed["mock"]["path"] == str(ROOT / "recipes" / "mock.toml")
-    assert listed["mock"]["description"] == tomllib.loads((ROOT / "recipes" / "mock.toml").read_text())["description"]
+    assert (
+        listed["mock"]["description"]
+        == tomllib.loads((ROOT / "recipes" / "mock.toml").read_text())["description"]
+    )
     assert asyncdock("check", listed["tiny"]["path"])[0] == 0
 
 
@@ -65,9 +69,18 @@ def test_the_keys_of_a_recipe_are_listed_with_their_meanings() -> None:
     assert all(key["key"].startswith("rollout.vllm.") and key["meaning"] for key in keys)
     code, out, _ = asyncdock("recipes", "--keys")
     assert code == 0
-    assert "train.steps  whole number ≥ 1, in steps; required\n    Optimizer steps of the whole run.\n" in out
+    assert (
+        "train.steps  whole number ≥ 1, in steps; required\n    Optimizer steps of the whole run.\n"
+        in out
+    )
     assert all(
-        key in out for key in ("train.steps", "pipeline.staleness", "prompts.source", "algorithm.options.kl_coef")
+        key in out
+        for key in (
+            "train.steps",
+            "pipeline.staleness",
+            "prompts.source",
+            "algorithm.options.kl_coef",
+        )
     )
     assert asyncdock("recipes", "--keys", "rolout")[::2] == (
         2,
@@ -85,19 +98,27 @@ def test_every_recipe_of_the_package_is_sound(name: str) -> None:
 
 
 def test_check_prints_the_derived_numbers() -> None:
-    sets = ["train.groups_per_step=5", "pipeline.staleness=3", "algorithm.group_size=4", "pipeline.window=6"]
+    sets = [
+        "train.groups_per_step=5",
+        "pipeline.staleness=3",
+        "algorithm.group_size=4",
+        "pipeline.window=6",
+    ]
     code, out, _ = asyncdock("check", "mock", *(f"--set={text}" for text in sets))
     assert code == 0
     text = " ".join(out.split())
     assert "η = 3; the oldest that can occur is 3" in text
     assert "S = 2 steps" in text
-    assert "correction = truncate, proximal = recomputed, correction_level = token; with η = 3" in text
+    assert (
+        "correction = truncate, proximal = recomputed, correction_level = token; with η = 3" in text
+    )
     assert "5 groups, 20 samples" in text
     assert "≤ 15 groups, 60 samples" in text
 
 
 def test_check_as_json_is_what_the_service_answers() -> None:
-    """The recipe, which can be given back as it is, and its derived numbers; nothing of a wrong one."""
+    """The recipe, which can be given back as it is, and its derived numbers; nothing of a wrong
+    one."""
     code, out, err = asyncdock("check", "mock", "--set", "train.groups_per_step=5", "--json")
     checked = CheckedRecipe.model_validate_json(out)
     assert (code, err) == (0, "")
@@ -114,21 +135,36 @@ def test_check_prints_the_memory_of_a_model() -> None:
     assert "134,515,008 weights in float32" in out
     assert "2.004 GiB for weights, gradients and optimizer" in " ".join(out.split())
     *_, out, _ = asyncdock("check", "quickstart", "--set", "train.dp=2")
-    assert "1.002 GiB for weights, gradients and optimizer on each of 2 ranks" in " ".join(out.split())
+    assert "1.002 GiB for weights, gradients and optimizer on each of 2 ranks" in " ".join(
+        out.split()
+    )
 
 
 def test_all_problems_are_reported_at_once_with_their_fixes() -> None:
-    sets = ["train.stepz=3", "rollout.temperature=0", "pipeline.window=9", "model.dtype=float16", "nonsense"]
+    sets = [
+        "train.stepz=3",
+        "rollout.temperature=0",
+        "pipeline.window=9",
+        "model.dtype=float16",
+        "nonsense",
+    ]
     code, out, err = asyncdock("check", "mock", *(f"--set={text}" for text in sets))
     assert (code, out) == (2, "")
     assert "5 problems" in err
-    for text in ("did you mean 'steps'?", "rollout.temperature = 0", "pipeline.window = 9", "did you mean 'bfloat16'?"):
+    for text in (
+        "did you mean 'steps'?",
+        "rollout.temperature = 0",
+        "pipeline.window = 9",
+        "did you mean 'bfloat16'?",
+    ):
         assert text in err
     assert "is not key=value" in err
 
 
 def test_run_refuses_a_wrong_recipe_before_anything_is_made(tmp_path: Path) -> None:
-    code, _, err = asyncdock("run", "mock", "--set", "train.steps=0", "--out", str(tmp_path / "out"))
+    code, _, err = asyncdock(
+        "run", "mock", "--set", "train.steps=0", "--out", str(tmp_path / "out")
+    )
     assert code == 2
     assert "train.steps = 0: is out of range; use a value >= 1" in err
     assert not (tmp_path / "out").exists()
@@ -144,7 +180,9 @@ def test_an_unknown_recipe_is_suggested_one() -> None:
     assert "tiny" in err
 
 
-def test_a_recipe_of_ones_own_is_found_by_path_and_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recipe_of_ones_own_is_found_by_path_and_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "recipes").mkdir()
     text = (ROOT / "recipes" / "mock.toml").read_text().replace('name = "mock"', 'name = "mine"')
     (tmp_path / "recipes" / "mine.toml").write_text(text)
@@ -170,7 +208,8 @@ def test_a_reward_where_the_caller_stands_can_be_named(
     assert "mock: sound" in capsys.readouterr().out
 
 
-# --- wrong input ------------------------------------------------------------------------------------------------------
+# --- wrong input
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -203,12 +242,17 @@ def test_the_version_is_printed() -> None:
     assert out.startswith("asyncdock 0.")
 
 
-# --- showing a run ----------------------------------------------------------------------------------------------------
+# --- showing a run
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("ending", "reason", "code"),
-    [("finished", "", 0), ("failed", "update-0: out of memory", 1), ("stopped", "stopped by request", 130)],
+    [
+        ("finished", "", 0),
+        ("failed", "update-0: out of memory", 1),
+        ("stopped", "stopped by request", 130),
+    ],
 )
 def test_the_exit_code_says_how_the_run_ended(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], ending: str, reason: str, code: int
@@ -222,11 +266,15 @@ def test_the_exit_code_says_how_the_run_ended(
     assert json.loads((tmp_path / "out" / "summary.json").read_text())["state"] == ending
 
 
-def test_json_puts_events_alone_on_standard_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_puts_events_alone_on_standard_output(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     made = scripted.ScriptedRun(tmp_path, scripted.events())
     assert local_run.show_run(made, json=True, plain=False) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [(line["id"], line["kind"]) for line in lines] == [(event.id, event.kind) for event in scripted.events()]
+    assert [(line["id"], line["kind"]) for line in lines] == [
+        (event.id, event.kind) for event in scripted.events()
+    ]
 
 
 async def test_the_live_view_draws_the_whole_run(tmp_path: Path) -> None:
@@ -241,7 +289,9 @@ async def test_the_live_view_draws_the_whole_run(tmp_path: Path) -> None:
 async def test_a_view_that_breaks_does_not_end_the_run(tmp_path: Path) -> None:
     broken = [scripted.event(0, "step", step="not a number"), *scripted.events()]
     console = Console(file=io.StringIO(), width=100)
-    outcome = await local_run.watch_run(scripted.ScriptedRun(tmp_path, broken), console, json=False, plain=True)
+    outcome = await local_run.watch_run(
+        scripted.ScriptedRun(tmp_path, broken), console, json=False, plain=True
+    )
     assert outcome is not None
     assert outcome.state == "finished"
     assert "The view of the run failed: TypeError" in console.file.getvalue()  # type: ignore[attr-defined]
@@ -281,11 +331,13 @@ async def _nothing() -> None:
     pass
 
 
-# --- for real ---------------------------------------------------------------------------------------------------------
+# --- for real
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_real_run_interrupted_stops_cleanly_and_can_be_resumed(tmp_path: Path) -> None:
-    """In a process of its own: Ctrl-C after two steps exits with 130, leaves no process, and the run goes on."""
+    """In a process of its own: Ctrl-C after two steps exits with 130, leaves no process, and the
+    run goes on."""
     out = tmp_path / "run"
     sets = ["train.steps=6", "checkpoint.every=1", "rollout.mock={median_tokens=8,time_scale=0.5}"]
     command = [sys.executable, "-m", "api.cli.main", "run", "mock", "--plain", "--out", str(out)]
@@ -310,7 +362,8 @@ def test_a_real_run_interrupted_stops_cleanly_and_can_be_resumed(tmp_path: Path)
                 break
         children = watched.children(recursive=True)
         assert children
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: every process of the run gets it
+        # as a terminal does: every process of the run gets it
+        os.killpg(process.pid, signal.SIGINT)
         rest = process.stdout.read()
         assert process.wait(timeout=60) == 130, "".join(seen) + rest
         assert "Stopping cleanly" in rest

@@ -1,4 +1,5 @@
-"""The first hour of a new user: a checkpoint, prompts and a reward of one's own, by the commands alone."""
+"""The first hour of a new user: a checkpoint, prompts and a reward of one's own, by the commands
+alone."""
 
 from __future__ import annotations
 
@@ -9,14 +10,20 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from orchestration.events_file import METRICS, read_metrics
 from tests.api.cli.test_interrupts import asyncdock, end
 
 TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content "
+    "}}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 REWARD = """
 calls = 0
@@ -52,15 +59,20 @@ launcher = "process"
 
 
 def checkpoint(folder: Path) -> None:
-    """A Qwen2 with random weights and a byte-level tokenizer with a chat template, as `save_pretrained` writes them."""
+    """A Qwen2 with random weights and a byte-level tokenizer with a chat template, as
+    `save_pretrained` writes them."""
     raw = Tokenizer(models.BPE())
-    raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    special, letters = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"], pre_tokenizers.ByteLevel.alphabet()
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    letters = pre_tokenizers.ByteLevel.alphabet()
     texts = (f"What is {one} + {other}?" for one in range(30) for other in range(30))
     raw.train_from_iterator(
         texts, trainers.BpeTrainer(vocab_size=320, special_tokens=special, initial_alphabet=letters)
     )
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=raw, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
     tokenizer.chat_template = TEMPLATE
     torch.manual_seed(0)
     config = Qwen2Config(
@@ -80,11 +92,15 @@ def checkpoint(folder: Path) -> None:
 
 
 @pytest.mark.timeout(400)
-def test_a_checkpoint_and_a_reward_of_ones_own_are_checked_run_interrupted_and_resumed(tmp_path: Path) -> None:
+def test_a_checkpoint_and_a_reward_of_ones_own_are_checked_run_interrupted_and_resumed(
+    tmp_path: Path,
+) -> None:
     """The reward raises one time in ten: it is called again, and its log has each failure."""
     checkpoint(tmp_path / "my-qwen")
     rows = [
-        {"prompt": f"What is {one} + {other}?", "answer": str(one + other)} for one in range(20) for other in range(5)
+        {"prompt": f"What is {one} + {other}?", "answer": str(one + other)}
+        for one in range(20)
+        for other in range(5)
     ]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "my_reward.py").write_text(REWARD)
@@ -110,7 +126,9 @@ def test_a_checkpoint_and_a_reward_of_ones_own_are_checked_run_interrupted_and_r
         end(first)
     assert first.returncode == 130, output
     assert "Traceback" not in output
-    made = len([event for event in read_metrics(tmp_path / "run" / METRICS) if event.kind == "step"])
+    made = len(
+        [event for event in read_metrics(tmp_path / "run" / METRICS) if event.kind == "step"]
+    )
     assert ("Go on with: asyncdock resume" in output) == (made < 10)
 
     resumed = asyncdock("resume", "run", "--plain", "--set", "train.steps=14", cwd=tmp_path)
@@ -120,12 +138,15 @@ def test_a_checkpoint_and_a_reward_of_ones_own_are_checked_run_interrupted_and_r
     assert [event.data["step"] for event in events if event.kind == "step"] == list(range(14))
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["state"], summary["steps"]) == ("finished", 14)
-    assert summary["tokens_generated"] == summary["tokens_trained"], "no sample was lost to the reward"
+    assert summary["tokens_generated"] == summary["tokens_trained"], (
+        "no sample was lost to the reward"
+    )
     log = (tmp_path / "run" / "logs" / "flow-0.log").read_text()
     assert "TimeoutError('the judge did not answer')" in log
     assert "did not answer" not in output, "what a retry has mended is in the log alone"
 
     (trained,) = (tmp_path / "run" / "checkpoints").glob("*14/model")
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(trained), AutoTokenizer.from_pretrained(trained)
+    model = AutoModelForCausalLM.from_pretrained(trained)
+    tokenizer = AutoTokenizer.from_pretrained(trained)
     assert model.dtype == torch.bfloat16
     assert tokenizer.chat_template == TEMPLATE

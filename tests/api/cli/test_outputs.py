@@ -1,4 +1,5 @@
-"""Every command with nobody who reads its output: a closed pipe, a closed descriptor, a terminal that is gone."""
+"""Every command with nobody who reads its output: a closed pipe, a closed descriptor, a terminal
+that is gone."""
 
 from __future__ import annotations
 
@@ -48,7 +49,11 @@ def asyncdock(*arguments: str, kind: str, folder: Path) -> tuple[int, str]:
     command = [sys.executable, "-P", "-m", "api.cli.main", *arguments]
     if kind == "closed":
         command = [sys.executable, "-c", CLOSED, *command]
-    variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "XDG_STATE_HOME": str(folder / "state")}
+    variables = {
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "XDG_STATE_HOME": str(folder / "state"),
+    }
     with output(kind) as file:
         done = subprocess.run(
             command,
@@ -79,7 +84,11 @@ def test_every_command_ends_as_if_it_were_read(command: tuple[str, ...], tmp_pat
 @pytest.mark.parametrize(
     ("command", "expected", "kind"),
     [
-        *[(command, 0, kind) for command in ("recipes", "recipes --keys --json", "--version") for kind in KINDS],
+        *[
+            (command, 0, kind)
+            for command in ("recipes", "recipes --keys --json", "--version")
+            for kind in KINDS
+        ],
         ("check mock", 0, "pipe"),
         ("check mock --json", 0, "closed"),
         ("check mock --set train.steps=0", 2, "terminal"),
@@ -104,7 +113,9 @@ def test_results_that_nobody_reads_are_no_error_and_those_that_a_full_disk_refus
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("view", ["--plain", "--json"])
 def test_a_run_that_nobody_watches_goes_on_to_its_end(kind: str, view: str, tmp_path: Path) -> None:
-    code, errors = asyncdock("run", "mock", view, "--set=train.steps=4", "--out=run", kind=kind, folder=tmp_path)
+    code, errors = asyncdock(
+        "run", "mock", view, "--set=train.steps=4", "--out=run", kind=kind, folder=tmp_path
+    )
     assert code == (1 if kind == "full" else 0), errors
     assert "Traceback" not in errors
     run = tmp_path / "run"
@@ -112,17 +123,32 @@ def test_a_run_that_nobody_watches_goes_on_to_its_end(kind: str, view: str, tmp_
     newest = checkpoint.latest(run / "checkpoints")
     assert newest is not None
     assert newest.version == 4
-    assert [event.data["step"] for event in read_metrics(run / METRICS) if event.kind == "step"] == [0, 1, 2, 3]
+    assert [
+        event.data["step"] for event in read_metrics(run / METRICS) if event.kind == "step"
+    ] == [0, 1, 2, 3]
     log = run / "logs" / "run.log"
-    said = [json.loads(line)["event"] for line in log.read_text().splitlines()] if log.exists() else []
+    said = (
+        [json.loads(line)["event"] for line in log.read_text().splitlines()] if log.exists() else []
+    )
     gone = "nobody reads the output of this command any more; the run goes on"
     assert said == ([gone] if kind in ("pipe", "terminal") else [])
 
 
-def test_a_run_of_which_errors_have_no_reader_either_logs_them_in_its_folder(tmp_path: Path) -> None:
+def test_a_run_of_which_errors_have_no_reader_either_logs_them_in_its_folder(
+    tmp_path: Path,
+) -> None:
     with output("pipe") as file:
         done = subprocess.run(
-            [sys.executable, "-P", "-m", "api.cli.main", "run", "mock", "--set=train.steps=2", "--out=run"],
+            [
+                sys.executable,
+                "-P",
+                "-m",
+                "api.cli.main",
+                "run",
+                "mock",
+                "--set=train.steps=2",
+                "--out=run",
+            ],
             cwd=tmp_path,
             env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
             stdout=file,
@@ -135,7 +161,9 @@ def test_a_run_of_which_errors_have_no_reader_either_logs_them_in_its_folder(tmp
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["state"] == "finished"
 
 
-async def test_a_view_of_a_services_run_ends_when_nobody_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_view_of_a_services_run_ends_when_nobody_reads_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It would go on for as long as the run does. The run is not asked for anything."""
 
     class Service:

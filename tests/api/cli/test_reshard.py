@@ -1,4 +1,5 @@
-"""``asyncdock plan reshard``: the plan's figures before anything runs, and errors that say what to write."""
+"""``asyncdock plan reshard``: the plan's figures before anything runs, and errors that say what to
+write."""
 
 from __future__ import annotations
 
@@ -31,17 +32,27 @@ def plan(*arguments: str) -> tuple[int, str, str]:
 
 
 def test_json_has_the_plans_figures() -> None:
-    code, out, _ = plan("tiny", "--train", "dp=2,tp=2", "--rollout", "dp=4,tp=1", "--bucket", "16KiB", "--json")
+    code, out, _ = plan(
+        "tiny", "--train", "dp=2,tp=2", "--rollout", "dp=4,tp=1", "--bucket", "16KiB", "--json"
+    )
     report = json.loads(out)
     state = model_state(load_config("tiny"))
     train = train_placement(state, Layout.for_training(dp=2, tp=2))  # as the engine lays it out
-    made = plan_reshard(train, place(state, Layout(dp_replicate=4), names="vllm"), bucket_bytes=16 * 1024)
+    made = plan_reshard(
+        train, place(state, Layout(dp_replicate=4), names="vllm"), bucket_bytes=16 * 1024
+    )
     assert code == 0
-    assert (report["bytes"], report["ranks"], report["rounds"]) == (state.nbytes, 4, len(made.rounds))
+    assert (report["bytes"], report["ranks"], report["rounds"]) == (
+        state.nbytes,
+        4,
+        len(made.rounds),
+    )
     assert (report["sent"], report["received"], report["kept"]) == tuple(
         map(list, (made.sent, made.received, made.kept))
     )
-    for one, figures in zip(report["phases"], memory(made, adamw_bytes(train, gradients=False)), strict=True):
+    for one, figures in zip(
+        report["phases"], memory(made, adamw_bytes(train, gradients=False)), strict=True
+    ):
         assert one["phase"] == figures.phase.value
         assert one["live"] == list(figures.live)
         assert max(one["temporary"]) <= 2 * 16 * 1024
@@ -54,12 +65,20 @@ MIXED = ("model.dtype=bfloat16", "train.precision=mixed")
 RECIPES = Path(__file__).resolve().parents[3] / "recipes"
 
 
-@pytest.mark.parametrize("settings", [("train.dp=2",), ("train.tp=2", "sync.bucket=16KiB"), ("train.dp=2", *MIXED)])
-def test_without_layouts_it_is_the_swap_that_a_run_of_the_recipe_makes(settings: tuple[str, ...]) -> None:
-    """Its figures are those that a run's events are compared with (tests/orchestration/run/test_colocated.py)."""
+@pytest.mark.parametrize(
+    "settings", [("train.dp=2",), ("train.tp=2", "sync.bucket=16KiB"), ("train.dp=2", *MIXED)]
+)
+def test_without_layouts_it_is_the_swap_that_a_run_of_the_recipe_makes(
+    settings: tuple[str, ...],
+) -> None:
+    """Its figures are those that a run's events are compared with
+    (tests/orchestration/run/test_colocated.py)."""
     of = load_recipe(RECIPES / "colocated.toml", settings)
-    made, most = reshard_plan(of), turns(of)
-    code, out, _ = plan("colocated", *(part for text in settings for part in ("--set", text)), "--json")
+    made = reshard_plan(of)
+    most = turns(of)
+    code, out, _ = plan(
+        "colocated", *(part for text in settings for part in ("--set", text)), "--json"
+    )
     report = json.loads(out)
     phases = {one["phase"]: one for one in report["phases"]}
     assert (code, report["ranks"], report["notes"]) == (0, 2, [])
@@ -98,19 +117,27 @@ def test_engines_of_a_separate_recipe_are_planned_as_they_are_laid_out() -> None
     [
         (
             "tp=4",
-            "train.tp = 4: cannot share the model's num_key_value_heads = 2 evenly; use one of: 1, 2",
+            "train.tp = 4: cannot share the model's num_key_value_heads = 2 evenly; use one of: 1, "
+            "2",
         ),
-        ("etp=2,tp=2,pp=2", "etp=2: the train engine has no expert tensor parallelism, only dp, cp, tp, pp and ep"),
+        (
+            "etp=2,tp=2,pp=2",
+            "etp=2: the train engine has no expert tensor parallelism, only dp, cp, tp, pp and ep",
+        ),
         ("pp=2,tp=2", None),
         ("dp_replicate=2,tp=2", None),
         ("dp=2,tp=2", None),
     ],
 )
-def test_a_layout_that_the_train_engine_does_not_run_is_planned_and_named(layout: str, expected: str | None) -> None:
+def test_a_layout_that_the_train_engine_does_not_run_is_planned_and_named(
+    layout: str, expected: str | None
+) -> None:
     code, out, _ = plan("tiny", "--train", layout, "--rollout", "dp=4")
     assert code == 0
     assert "MindSpeed RL, Eq. 3" in out
-    assert ("! the train engine does not run this layout: " in " ".join(out.split())) == (expected is not None)
+    assert ("! the train engine does not run this layout: " in " ".join(out.split())) == (
+        expected is not None
+    )
     if expected:
         assert expected in " ".join(out.split())
 
@@ -118,9 +145,15 @@ def test_a_layout_that_the_train_engine_does_not_run_is_planned_and_named(layout
 def test_a_model_that_the_engine_cannot_cut_is_named_in_its_words(tmp_path: Path) -> None:
     AutoConfig.for_model("granite_swa", **SMALL).save_pretrained(tmp_path)
     of = ("tiny", "--set", f"model.source={tmp_path}", "--json", "--rollout", "dp=2")
-    cut, whole = (json.loads(plan(*of, "--train", layout)[1])["notes"] for layout in ("tp=2", "dp=2"))
+    cut, whole = (
+        json.loads(plan(*of, "--train", layout)[1])["notes"] for layout in ("tp=2", "dp=2")
+    )
     assert whole == []
-    assert re.fullmatch(r"the train engine does not run this layout: tp: .* this engine knows .*; use tp = 1", cut[0])
+    assert re.fullmatch(
+        r"the train engine does not run this layout: tp: .* this engine knows .*; "
+        r"use tp = 1",
+        cut[0],
+    )
 
 
 def test_the_table_fits_a_terminal_and_names_phases_ranks_and_eq3() -> None:
@@ -132,18 +165,24 @@ def test_the_table_fits_a_terminal_and_names_phases_ranks_and_eq3() -> None:
     assert "tiny in bfloat16: 150.8 KiB" in out
     for phase in ("train", "offload state", "gather", "offload weights", "generate", "prefetch"):
         assert any(line.startswith(phase) for line in out.splitlines())
-    assert [line.split()[0] for line in out.splitlines() if line[:1].isdecimal() and "ranks" not in line] == list(
-        "0123"
-    )
+    assert [
+        line.split()[0] for line in out.splitlines() if line[:1].isdecimal() and "ranks" not in line
+    ] == list("0123")
     assert "Eq. 3" in out
 
 
 def test_a_checkpoint_is_planned_without_its_weights(tmp_path: Path) -> None:
     moe_config().save_pretrained(tmp_path)
     code, out, _ = plan(
-        "tiny", "--set", f"model.source={tmp_path}", "--train", "dp_replicate=2,tp=2,ep=2,ep_order=outer",
-        "--rollout", "dp=4,ep=4", "--json",
-    )  # fmt: skip
+        "tiny",
+        "--set",
+        f"model.source={tmp_path}",
+        "--train",
+        "dp_replicate=2,tp=2,ep=2,ep_order=outer",
+        "--rollout",
+        "dp=4,ep=4",
+        "--json",
+    )
     report = json.loads(out)
     assert code == 0
     assert report["expert_bytes"] > 0
@@ -153,18 +192,41 @@ def test_a_checkpoint_is_planned_without_its_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (("tiny", "dp=4", "tp=2"), "--rollout: 'tp=2' has 2 ranks where --train 'dp=4' has 4; they take turns"),
+        (
+            ("tiny", "dp=4", "tp=2"),
+            "--rollout: 'tp=2' has 2 ranks where --train 'dp=4' has 4; they take turns",
+        ),
         (("tiny", "xp=4", "tp=4"), "--train xp: is no part of a layout; use dp,"),
-        (("tiny", "dp=4", "tp=four"), "--rollout tp: 'four' is no number of ranks; write for example tp=2"),
-        (("tiny", "dp=4,ep=2", "tp=4"), "layout of tiny: ep: 2 for a model with no experts; use ep <= 1"),
-        (("tiny", "pp=3", "tp=3"), "layout of tiny: pp: 3 stages are more than the 2 layers; use pp <= 2"),
+        (
+            ("tiny", "dp=4", "tp=four"),
+            "--rollout tp: 'four' is no number of ranks; write for example tp=2",
+        ),
+        (
+            ("tiny", "dp=4,ep=2", "tp=4"),
+            "layout of tiny: ep: 2 for a model with no experts; use ep <= 1",
+        ),
+        (
+            ("tiny", "pp=3", "tp=3"),
+            "layout of tiny: pp: 3 stages are more than the 2 layers; use pp <= 2",
+        ),
         (("mock", "dp=4", "tp=4"), "model.source: 'mock' has no parameters to lay out; use 'tiny'"),
-        (("tiny", "dp=4", "tp=4", "--bucket", "9"), "--bucket: '9' is less than 1024 bytes; use for example 4MiB"),
-        (("tiny", "dp=4", "tp=4", "--bucket", "much"), "--bucket: 'much' is not a size; write a whole number"),
-        (("tiny", "dp=4", "tp=4", "--ranks-per-node", "0"), "--ranks-per-node: 0 is no number of ranks; use a whole"),
+        (
+            ("tiny", "dp=4", "tp=4", "--bucket", "9"),
+            "--bucket: '9' is less than 1024 bytes; use for example 4MiB",
+        ),
+        (
+            ("tiny", "dp=4", "tp=4", "--bucket", "much"),
+            "--bucket: 'much' is not a size; write a whole number",
+        ),
+        (
+            ("tiny", "dp=4", "tp=4", "--ranks-per-node", "0"),
+            "--ranks-per-node: 0 is no number of ranks; use a whole",
+        ),
     ],
 )
-def test_wrong_input_is_refused_with_what_to_write(arguments: tuple[str, ...], expected: str) -> None:
+def test_wrong_input_is_refused_with_what_to_write(
+    arguments: tuple[str, ...], expected: str
+) -> None:
     recipe, train, rollout, *more = arguments
     code, out, err = plan(recipe, "--train", train, "--rollout", rollout, *more)
     assert (code, out) == (2, "")
@@ -173,10 +235,14 @@ def test_wrong_input_is_refused_with_what_to_write(arguments: tuple[str, ...], e
 
 def test_a_model_that_cannot_be_laid_out_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "mamba", "num_hidden_layers": 2}')
-    code, _, err = plan("tiny", "--set", f"model.source={tmp_path}", "--train", "dp=2", "--rollout", "dp=2")
+    code, _, err = plan(
+        "tiny", "--set", f"model.source={tmp_path}", "--train", "dp=2", "--rollout", "dp=2"
+    )
     assert code == 2
     assert "num_attention_heads: mamba has none; use a decoder with attention" in err
     (tmp_path / "config.json").write_text("{")
-    code, _, err = plan("tiny", "--set", f"model.source={tmp_path}", "--train", "dp=2", "--rollout", "dp=2")
+    code, _, err = plan(
+        "tiny", "--set", f"model.source={tmp_path}", "--train", "dp=2", "--rollout", "dp=2"
+    )
     assert code == 2
     assert f"model.source: '{tmp_path}' cannot be planned" in err

@@ -1,6 +1,8 @@
-"""Commands and servers start at once: what takes seconds to import is left to the processes that compute with it.
+"""Commands and servers start at once: what takes seconds to import is left to the processes that
+compute with it.
 
-Each command runs as a person would start it, with ``-X importtime``, which lists every module that it imports.
+Each command runs as a person would start it, with ``-X importtime``, which lists every module that
+it imports.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ def command(*arguments: str | Path) -> list[str]:
 
 def asyncdock(*arguments: str | Path) -> tuple[str, set[str]]:
     """What a command prints, and the modules that it imports."""
-    done = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=SECONDS, env=environment())
+    done = subprocess.run(
+        command(*arguments), capture_output=True, text=True, timeout=SECONDS, env=environment()
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout, imported(done.stderr)
 
@@ -50,7 +54,9 @@ def answer(url: str, token: str, body: object = None) -> str:
 
 def started(log: Path, *arguments: str | Path) -> subprocess.Popen[str]:
     with log.open("w") as file:
-        return subprocess.Popen(command(*arguments), stdout=subprocess.PIPE, stderr=file, text=True, env=environment())
+        return subprocess.Popen(
+            command(*arguments), stdout=subprocess.PIPE, stderr=file, text=True, env=environment()
+        )
 
 
 def end(process: subprocess.Popen[str]) -> None:
@@ -59,8 +65,11 @@ def end(process: subprocess.Popen[str]) -> None:
 
 
 def test_tokens_are_handled_without_torch_and_json_stands_alone(tmp_path: Path) -> None:
-    out, modules = asyncdock("token", "create", "ann", "--scope", "read", "--data", tmp_path, "--json")
-    assert json.loads(out)["name"] == "ann"  # the log of the index that was started for it is not in between
+    out, modules = asyncdock(
+        "token", "create", "ann", "--scope", "read", "--data", tmp_path, "--json"
+    )
+    # the log of the index that was started for it is not in between
+    assert json.loads(out)["name"] == "ann"
     assert not modules & HEAVY
     out, modules = asyncdock("token", "list", "--data", tmp_path, "--json")
     assert [token["name"] for token in json.loads(out)] == ["ann"]
@@ -83,17 +92,35 @@ def test_a_service_starts_and_answers_without_torch(tmp_path: Path) -> None:
         assert process.stdout is not None
         line = process.stdout.readline()
         assert line.startswith("AsyncDock serves "), log.read_text()
-        url, token = line.split()[2], read_authorization(tmp_path / "service")
-        for path in ("", "v1/runs", "v1/recipes", "v1/recipes/mock", "v1/recipes/schema", "metrics", "openapi.json"):
+        url = line.split()[2]
+        token = read_authorization(tmp_path / "service")
+        for path in (
+            "",
+            "v1/runs",
+            "v1/recipes",
+            "v1/recipes/mock",
+            "v1/recipes/schema",
+            "metrics",
+            "openapi.json",
+        ):
             assert answer(f"{url}/{path}", token)
-        assert json.loads(answer(f"{url}/v1/recipes/check", token, {"recipe_name": "mock"}))["recipe"]["name"] == "mock"
+        assert (
+            json.loads(answer(f"{url}/v1/recipes/check", token, {"recipe_name": "mock"}))["recipe"][
+                "name"
+            ]
+            == "mock"
+        )
         out, modules = asyncdock("runs", "list", "--server", url, "--json")
         assert json.loads(out) == []
         assert not modules & HEAVY
     finally:
         end(process)
     modules = imported(log.read_text())
-    assert {"api.server.app", "api.server.routes.external", "orchestration.service.agent"} <= modules
+    assert {
+        "api.server.app",
+        "api.server.routes.external",
+        "orchestration.service.agent",
+    } <= modules
     assert not modules & HEAVY
 
 

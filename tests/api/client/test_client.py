@@ -1,4 +1,5 @@
-"""The client: every fault of a network or a service is either mended unseen, or one of its own exceptions."""
+"""The client: every fault of a network or a service is either mended unseen, or one of its own
+exceptions."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ from tests.api.faulty import RUN, Event, Service, Stream, busy, lost, problem, r
 from tests.servers import self_signed
 
 SCRIPT = [
-    Event(f"{1000 + at // 3}-{at % 3}", "step", {"time": 1.5 + at, "step": at, "text": "é\n: ü"}) for at in range(12)
+    Event(f"{1000 + at // 3}-{at % 3}", "step", {"time": 1.5 + at, "step": at, "text": "é\n: ü"})
+    for at in range(12)
 ]
 
 
@@ -48,29 +50,36 @@ async def client(service: Service) -> AsyncIterator[Client]:
         yield client
 
 
-# --- retries ----------------------------------------------------------------------------------------------------------
+# --- retries
+# --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fault", [lost, busy(503), busy(429), busy(503, "0")], ids=["lost", "503", "429", "after"])
+@pytest.mark.parametrize(
+    "fault", [lost, busy(503), busy(429), busy(503, "0")], ids=["lost", "503", "429", "after"]
+)
 async def test_what_passes_is_tried_again(service: Service, client: Client, fault: Any) -> None:
     failures: list[ServiceError] = []
     client.on_retry = lambda failure, seconds: failures.append(failure)
     service.faults.extend([fault, fault, None])
     assert (await client.run(RUN)).reward == 0.5
     assert len(service.requests) == 3
-    assert len(failures) in ((1, 2) if fault is lost else (2,))  # aiohttp itself reopens a kept connection, once
+    # aiohttp itself reopens a kept connection, once
+    assert len(failures) in ((1, 2) if fault is lost else (2,))
 
 
 async def test_retry_after_is_the_least_wait(service: Service, client: Client) -> None:
     service.faults.append(busy(429, "2"))
     waits: list[float] = []
-    client.patience, client.on_retry = 1.0, lambda failure, seconds: waits.append(seconds)
-    with pytest.raises(ApiProblem) as refused:  # it may not wait for so long, so it does not begin to
+    client.patience = 1.0
+    client.on_retry = lambda failure, seconds: waits.append(seconds)
+    # it may not wait for so long, so it does not begin to
+    with pytest.raises(ApiProblem) as refused:
         await client.run(RUN)
     assert refused.value.status == 429
     assert not waits
     client.patience = 10.0
-    service.faults.append(busy(503, "0.2"))  # no whole number, as the header must have: our own wait counts
+    # no whole number, as the header must have: our own wait counts
+    service.faults.append(busy(503, "0.2"))
     service.faults.append(busy(503, "1"))
     await client.run(RUN)
     assert waits[0] < 0.1
@@ -102,7 +111,9 @@ async def test_a_slow_answer_is_given_up(service: Service) -> None:
     silent.close()
 
 
-async def test_a_submission_whose_answer_is_lost_starts_one_run(service: Service, client: Client) -> None:
+async def test_a_submission_whose_answer_is_lost_starts_one_run(
+    service: Service, client: Client
+) -> None:
     service.late.extend([lost, lost, None])
     run = await client.submit("mock", {"train.steps": 5})
     assert len(service.requests) == 3
@@ -110,7 +121,8 @@ async def test_a_submission_whose_answer_is_lost_starts_one_run(service: Service
     assert service.bodies == [{"recipe_name": "mock", "overrides": {"train.steps": 5}}] * 3
     again = await client.submit("mock", key="mine")
     assert (await client.submit("mock", key="mine")).id == again.id
-    assert len({(await client.submit({"name": "x"})).id for _ in range(3)}) == 3  # by itself each is a new one
+    # by itself each is a new one
+    assert len({(await client.submit({"name": "x"})).id for _ in range(3)}) == 3
 
 
 async def test_a_deletion_whose_answer_is_lost_is_done(service: Service, client: Client) -> None:
@@ -121,22 +133,40 @@ async def test_a_deletion_whose_answer_is_lost_is_done(service: Service, client:
         await client.delete(RUN)
 
 
-# --- problems ---------------------------------------------------------------------------------------------------------
+# --- problems
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("status", "kind"),
-    [(400, WrongInput), (422, WrongInput), (401, NotAllowed), (403, NotAllowed), (404, NotFound), (409, WrongState)],
+    [
+        (400, WrongInput),
+        (422, WrongInput),
+        (401, NotAllowed),
+        (403, NotAllowed),
+        (404, NotFound),
+        (409, WrongState),
+    ],
 )
 async def test_a_refusal_is_not_repeated_and_has_a_type(
     service: Service, client: Client, status: int, kind: type[ApiProblem]
 ) -> None:
-    more = {"field": "train.steps", "value": 0, "fix": "use a value >= 1", "type": "urn:asyncdock:recipe"}
+    more = {
+        "field": "train.steps",
+        "value": 0,
+        "fix": "use a value >= 1",
+        "type": "urn:asyncdock:recipe",
+    }
     service.faults.append(lambda request: problem(status, "is out of range", **more))
     with pytest.raises(kind) as refused:
         await client.submit("mock")
     found = refused.value
-    assert (found.status, found.title, found.detail, found.type) == (status, "Refused", "is out of range", more["type"])
+    assert (found.status, found.title, found.detail, found.type) == (
+        status,
+        "Refused",
+        "is out of range",
+        more["type"],
+    )
     assert (found.field, found.value, found.fix) == ("train.steps", 0, "use a value >= 1")
     assert str(found) == "train.steps = 0: is out of range; use a value >= 1"
     assert len(service.requests) == 1
@@ -161,13 +191,17 @@ async def test_a_foreign_http_server_is_recognized(service: Service, client: Cli
         [
             lambda request: web.Response(text=page, content_type="text/html"),
             lambda request: web.json_response({"some": "thing"}),
-            lambda request: web.Response(status=302, headers={"Location": "https://login.example/"}),
+            lambda request: web.Response(
+                status=302, headers={"Location": "https://login.example/"}
+            ),
         ]
     )
     for _ in range(3):
         with pytest.raises(NotAsyncDock, match=r"address"):
             await client.run(RUN)
-    service.faults.append(lambda request: web.Response(status=404, text=page, content_type="text/html"))
+    service.faults.append(
+        lambda request: web.Response(status=404, text=page, content_type="text/html")
+    )
     with pytest.raises(NotFound, match=r"It works!.*address"):
         await client.run(RUN)
     service.faults.append(lambda request: web.Response(text=page, content_type="text/html"))
@@ -192,15 +226,24 @@ async def test_tls_that_is_not_trusted_is_refused_at_once(tmp_path: Path) -> Non
     self_signed(tmp_path)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(tmp_path / "cert.pem", tmp_path / "key.pem")
-    server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0, ssl=context)
+    server = await asyncio.start_server(
+        lambda reader, writer: writer.close(), "127.0.0.1", 0, ssl=context
+    )
     port = server.sockets[0].getsockname()[1]
-    async with server, asyncio.timeout(10), Client(f"https://localhost:{port}", "secret", patience=60) as client:
+    async with (
+        server,
+        asyncio.timeout(10),
+        Client(f"https://localhost:{port}", "secret", patience=60) as client,
+    ):
         with pytest.raises(Unreachable, match="certificate is not trusted"):
             await client.run(RUN)
 
 
 async def test_https_to_a_plain_server_names_http(service: Service) -> None:
-    async with asyncio.timeout(10), Client(service.url.replace("http", "https"), patience=60) as client:
+    async with (
+        asyncio.timeout(10),
+        Client(service.url.replace("http", "https"), patience=60) as client,
+    ):
         with pytest.raises(Unreachable, match="write http://"):
             await client.run(RUN)
 
@@ -211,7 +254,9 @@ async def test_a_token_goes_to_the_service_and_nowhere_else(service: Service) ->
         assert (await client.run(RUN)).id == RUN
         assert service.token not in repr(client) + repr(vars(client).get("server"))
         service.faults.append(
-            lambda request: web.Response(status=307, headers={"Location": service.url + "/elsewhere"})
+            lambda request: web.Response(
+                status=307, headers={"Location": service.url + "/elsewhere"}
+            )
         )
         with pytest.raises(NotAsyncDock):
             await client.run(RUN)
@@ -223,7 +268,17 @@ async def test_a_token_goes_to_the_service_and_nowhere_else(service: Service) ->
 
 
 @pytest.mark.parametrize(
-    "server", ["", "localhost", "127.0.0.1:8765", "ftp://x", "http://", "http://x:port", "http://a:b@x", "http://x/?q"]
+    "server",
+    [
+        "",
+        "localhost",
+        "127.0.0.1:8765",
+        "ftp://x",
+        "http://",
+        "http://x:port",
+        "http://a:b@x",
+        "http://x/?q",
+    ],
 )
 def test_what_is_no_address_is_refused(server: str) -> None:
     with pytest.raises(ValueError, match=r"^server"):
@@ -249,14 +304,17 @@ async def test_a_name_stays_one_part_of_the_path(service: Service, client: Clien
     assert service.requests[-1].raw_path == "/v1/runs/a%2F..%2Fb%3Fc%23d"
 
 
-# --- pages ------------------------------------------------------------------------------------------------------------
+# --- pages
+# --------------------------------------------------------------------------------------------------
 
 
 async def test_pages_are_read_as_they_are_needed(
     service: Service, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client_module, "PAGE", 10)
-    service.runs = [run_view(f"r-{at}", state="failed" if at % 2 else "running") for at in range(35)]
+    service.runs = [
+        run_view(f"r-{at}", state="failed" if at % 2 else "running") for at in range(35)
+    ]
     assert [run.id async for run in client.runs()] == [f"r-{at}" for at in range(35)]
     assert len(service.requests) == 4
     assert len([run async for run in client.runs(limit=12)]) == 12
@@ -268,14 +326,21 @@ async def test_pages_are_read_as_they_are_needed(
     assert len(service.requests) == 1
 
 
-# --- parsing ----------------------------------------------------------------------------------------------------------
+# --- parsing
+# --------------------------------------------------------------------------------------------------
 
-LINES = st.text(st.characters(blacklist_characters="\r\n", blacklist_categories=("Cs",)), max_size=8)
+LINES = st.text(
+    st.characters(blacklist_characters="\r\n", blacklist_categories=("Cs",)), max_size=8
+)
 
 
 @given(
     st.lists(
-        st.tuples(st.integers(1, 99), st.sampled_from(["step", "stage"]), st.lists(LINES, min_size=1, max_size=3))
+        st.tuples(
+            st.integers(1, 99),
+            st.sampled_from(["step", "stage"]),
+            st.lists(LINES, min_size=1, max_size=3),
+        )
     ),
     st.sampled_from(["\n", "\r\n", "\r"]),
     st.integers(0, 2**32),
@@ -285,11 +350,19 @@ def test_events_are_the_same_wherever_the_bytes_are_cut(
 ) -> None:
     text = "".join(
         "".join(
-            f"{line}{end}" for line in [f"id: {number}-0", f"event: {kind}", *(f"data: {part}" for part in data), ""]
+            f"{line}{end}"
+            for line in [
+                f"id: {number}-0",
+                f"event: {kind}",
+                *(f"data: {part}" for part in data),
+                "",
+            ]
         )
         for number, kind, data in events
     )
-    raw, parser, found = (text + f": comment{end}").encode(), SseParser(), []
+    raw = (text + f": comment{end}").encode()
+    parser = SseParser()
+    found = []
     draw = random.Random(seed)
     cuts = sorted({0, len(raw), *(draw.randrange(len(raw) + 1) for _ in range(draw.randrange(30)))})
     for a, b in itertools.pairwise(cuts):
@@ -301,7 +374,8 @@ def test_half_an_event_is_none() -> None:
     assert list(SseParser().feed(b"id: 1-0\nevent: step\ndata: {}\n")) == []
 
 
-# --- streams ----------------------------------------------------------------------------------------------------------
+# --- streams
+# --------------------------------------------------------------------------------------------------
 
 streams = st.builds(
     Stream,
@@ -314,14 +388,21 @@ streams = st.builds(
 faults = st.sampled_from([lost, busy(503, "0"), busy(429)])
 
 
-@given(st.lists(streams, max_size=6), st.lists(st.one_of(st.none(), faults), max_size=6), st.integers(0, len(SCRIPT)))
+@given(
+    st.lists(streams, max_size=6),
+    st.lists(st.one_of(st.none(), faults), max_size=6),
+    st.integers(0, len(SCRIPT)),
+)
 @hypothesis_settings(max_examples=60, deadline=None)
-def test_no_event_is_lost_and_none_comes_twice(plans: list[Stream], broken: list[Any], begin: int) -> None:
+def test_no_event_is_lost_and_none_comes_twice(
+    plans: list[Stream], broken: list[Any], begin: int
+) -> None:
     """Under any behaviour of the connections: half an event, repeated events, dropped, refused."""
 
     async def read() -> list[int]:
         async with asyncio.timeout(30), Service(SCRIPT) as service, Client(service.url) as client:
-            service.streams, service.faults = deque(plans), deque(broken)
+            service.streams = deque(plans)
+            service.faults = deque(broken)
             after = SCRIPT[begin - 1].id if begin else ""
             return [event.data["step"] async for event in client.events(RUN, after=after)]
 
@@ -332,10 +413,17 @@ def test_no_event_is_lost_and_none_comes_twice(plans: list[Stream], broken: list
 
 async def test_an_event_is_as_it_was_emitted(service: Service, client: Client) -> None:
     first = await anext(client.events(RUN))
-    assert (first.id, first.time, first.kind, first.data) == ("1000-0", 1.5, "step", {"step": 0, "text": "é\n: ü"})
+    assert (first.id, first.time, first.kind, first.data) == (
+        "1000-0",
+        1.5,
+        "step",
+        {"step": 0, "text": "é\n: ü"},
+    )
 
 
-async def test_a_heartbeat_moves_the_place_where_a_stream_goes_on(service: Service, client: Client) -> None:
+async def test_a_heartbeat_moves_the_place_where_a_stream_goes_on(
+    service: Service, client: Client
+) -> None:
     service.streams.append(Stream(events=1, end=b": heartbeat\nid: 1002-1\n\n"))
     seen = [event.id async for event in client.events(RUN, kinds=("step", "state"))]
     assert service.requests[0].query["kinds"] == "step,state"
@@ -371,7 +459,9 @@ async def test_a_stream_that_stays_away_ends_the_wait(service: Service, client: 
         await anext(events)
 
 
-async def test_a_run_deleted_while_it_is_watched_is_reported(service: Service, client: Client) -> None:
+async def test_a_run_deleted_while_it_is_watched_is_reported(
+    service: Service, client: Client
+) -> None:
     service.streams.append(Stream(events=2))
     events = client.events(RUN)
     assert [(await anext(events)).data["step"] for _ in range(2)] == [0, 1]
@@ -401,23 +491,30 @@ async def test_waiting_has_a_deadline(service: Service, client: Client) -> None:
         await client.wait_until_ended(RUN, timeout=0.2)
 
 
-# --- without asyncio --------------------------------------------------------------------------------------------------
+# --- without asyncio
+# --------------------------------------------------------------------------------------------------
 
 
 def test_both_clients_have_the_same_methods_and_arguments() -> None:
     def methods(kind: type) -> dict[str, list[tuple[str, Any, Any]]]:
         return {
-            name: [(p.name, p.default, p.annotation) for p in inspect.signature(method).parameters.values()]
+            name: [
+                (p.name, p.default, p.annotation)
+                for p in inspect.signature(method).parameters.values()
+            ]
             for name, method in inspect.getmembers(kind)
             if inspect.isfunction(method) and (not name.startswith("_") or name == "__init__")
         }
 
     transport = {"send", "send_json", "stream", "not_understood"}
-    assert methods(SyncClient) == {name: made for name, made in methods(Client).items() if name not in transport}
+    assert methods(SyncClient) == {
+        name: made for name, made in methods(Client).items() if name not in transport
+    }
 
 
 async def test_plain_calls_work_where_a_loop_runs(service: Service) -> None:
-    """As in a notebook, whose cells run inside a loop that must not be blocked by our own waiting."""
+    """As in a notebook, whose cells run inside a loop that must not be blocked by our own
+    waiting."""
 
     def cell() -> tuple[str, list[str], list[int], str]:
         with SyncClient(service.url) as client:
@@ -431,7 +528,9 @@ async def test_plain_calls_work_where_a_loop_runs(service: Service) -> None:
     assert run == "scripted-0"
 
 
-async def test_plain_calls_raise_what_the_others_raise_and_leave_no_thread(service: Service) -> None:
+async def test_plain_calls_raise_what_the_others_raise_and_leave_no_thread(
+    service: Service,
+) -> None:
     def cell() -> None:
         client = SyncClient(service.url)
         with client, pytest.raises(NotFound):
@@ -480,6 +579,12 @@ asyncio.run(cell())
 
 def test_the_client_needs_no_torch() -> None:
     heavy = ("torch", "transformers", "redis")
-    code = f"from api.client import Client; import sys; print([name for name in {heavy} if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    code = (
+        f"from api.client import Client; import sys; print([name for name in {heavy} if name "
+        f"in "
+        f"sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     assert json.loads(done.stdout.replace("'", '"')) == []

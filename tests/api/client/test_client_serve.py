@@ -1,4 +1,5 @@
-"""The client and the commands against a real service with real runs, from start to deletion, over a killed server."""
+"""The client and the commands against a real service with real runs, from start to deletion, over a
+killed server."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from tests.orchestration.runs import MOCK
 from tests.orchestration.services import THINNED
 
 RECIPE = {**MOCK, "name": "seen", "launch": {"launcher": "process", "stop_timeout": 20.0}}
-# Where it is about readers and commands, the run's workers share its process: that of the run is another than the server's.
+# Where it is about readers and commands, the run's workers share its process: that of the run is
+# another than the server's.
 INLINE = {"launch.launcher": "inline"}
 
 
@@ -46,8 +48,11 @@ def asyncdock(url: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-P", "-m", "api.cli.main", "runs", *arguments],
         env={**environment(), "ASYNCDOCK_SERVER": url, "ASYNCDOCK_TOKEN": ""},
-        capture_output=True, text=True, timeout=SECONDS, cwd=ROOT,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        cwd=ROOT,
+    )
 
 
 def test_a_service_listens_where_the_client_looks() -> None:
@@ -73,7 +78,9 @@ async def test_every_method_fits_the_service(client: Client) -> None:
     sample = await anext(client.samples(long.id, limit=1))
     assert sample.staleness <= 1
     assert sum(tokens for _, tokens in sample.versions) == sample.tokens
-    assert "rollout-0" in await client.logs(long.id, worker="rollout-0", lines=1000) or await client.logs(long.id)
+    assert "rollout-0" in await client.logs(
+        long.id, worker="rollout-0", lines=1000
+    ) or await client.logs(long.id)
     history = await client.metrics(long.id, names=["step.reward_mean"])
     assert set(history.series["step"]) == {"time", "reward_mean"}
     assert (await client.trace(long.id))["traceEvents"]
@@ -83,7 +90,11 @@ async def test_every_method_fits_the_service(client: Client) -> None:
     foreseen = await client.what_if(long.id, {"pipeline.staleness": 0})
     assert foreseen.changed.staleness_max == 0 < foreseen.changed.tokens_per_second
     assert foreseen.now.staleness_max <= 1
-    with pytest.raises(WrongInput, match=r"model\.source.*is not simulated; use some of pipeline\.staleness"):
+    with pytest.raises(
+        WrongInput,
+        match=r"model\.source.*is not simulated; use some of "
+        r"pipeline\.staleness",
+    ):
         await client.what_if(long.id, {"model.source": "/etc"})
     with pytest.raises(WrongState):
         await client.delete(long.id)
@@ -108,13 +119,16 @@ async def test_every_method_fits_the_service(client: Client) -> None:
 async def test_a_server_killed_and_started_again_costs_a_reader_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All events of a run, each once, in order, though the server dies by kill -9 in the middle of it, twice."""
+    """All events of a run, each once, in order, though the server dies by kill -9 in the middle of
+    it, twice."""
     monkeypatch.setattr(transport, "LONGEST_WAIT", 1.0)
     made = Served(tmp_path / "data")
     made.start()
     try:
         async with asyncio.timeout(SECONDS), Client(made.url, patience=60) as client:
-            run = await client.submit(RECIPE, {"train.steps": 12, "rollout.mock": {"time_scale": 0.3}, **INLINE})
+            run = await client.submit(
+                RECIPE, {"train.steps": 12, "rollout.mock": {"time_scale": 0.3}, **INLINE}
+            )
             seen: list[RunEvent] = []
             async for event in client.events(run.id):
                 seen.append(event)
@@ -124,12 +138,18 @@ async def test_a_server_killed_and_started_again_costs_a_reader_nothing(
             ended = await client.wait_until_ended(run.id)
             assert (ended.state, ended.attempts, ended.steps_done) == ("finished", 1, 12)
         written = [
-            event for event in read_metrics(Path(ended.folder) / METRICS, detail=True) if event.kind not in THINNED
+            event
+            for event in read_metrics(Path(ended.folder) / METRICS, detail=True)
+            if event.kind not in THINNED
         ]
         ids = {event.id for event in seen}
         assert len(ids) == len(seen)
-        assert [event.id for event in seen if event.kind not in THINNED] == [e.id for e in written if e.id in ids]
-        assert {event.kind for event in written if event.id not in ids} <= {"stage"}, "the last ones, kept at the end"
+        assert [event.id for event in seen if event.kind not in THINNED] == [
+            e.id for e in written if e.id in ids
+        ]
+        assert {event.kind for event in written if event.id not in ids} <= {"stage"}, (
+            "the last ones, kept at the end"
+        )
         assert [event.data["step"] for event in seen if event.kind == "step"] == list(range(12))
     finally:
         await asyncio.to_thread(made.end)
@@ -137,7 +157,9 @@ async def test_a_server_killed_and_started_again_costs_a_reader_nothing(
 
 async def test_the_commands_drive_a_run_from_its_start_to_its_deletion(served: Served) -> None:
     def walk() -> None:
-        sets = [f"--set={text}" for text in ("train.steps=3", "name=walked", "launch.launcher=inline")]
+        sets = [
+            f"--set={text}" for text in ("train.steps=3", "name=walked", "launch.launcher=inline")
+        ]
         started = asyncdock(served.url, "start", "mock", *sets, "--watch")
         assert started.returncode == 0, started.stderr
         assert "step 3/3  reward " in started.stdout
@@ -162,8 +184,11 @@ async def test_the_commands_drive_a_run_from_its_start_to_its_deletion(served: S
     await asyncio.to_thread(walk)
 
 
-async def test_a_run_of_the_service_is_tracked_in_tensorboard(served: Served, client: Client, tmp_path: Path) -> None:
-    """While it goes on, and again when it has ended: TensorBoard reads what the run has emitted, each value once."""
+async def test_a_run_of_the_service_is_tracked_in_tensorboard(
+    served: Served, client: Client, tmp_path: Path
+) -> None:
+    """While it goes on, and again when it has ended: TensorBoard reads what the run has emitted,
+    each value once."""
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -171,7 +196,8 @@ async def test_a_run_of_the_service_is_tracked_in_tensorboard(served: Served, cl
         command = ["track", run, "--server", served.url, "--to", "tensorboard", "--into", str(into)]
         return CliRunner().invoke(app, command, env={"ASYNCDOCK_TOKEN": ""})
 
-    lasting = {"train.steps": 5, "rollout.mock": {"time_scale": 0.4}}  # workers report their stages once a second
+    # workers report their stages once a second
+    lasting = {"train.steps": 5, "rollout.mock": {"time_scale": 0.4}}
     run = (await client.submit(RECIPE, {"name": "tracked", **lasting, **INLINE})).id
     done = await asyncio.to_thread(track, run, tmp_path / "board")
     assert done.exit_code == 0, done.output
@@ -183,14 +209,19 @@ async def test_a_run_of_the_service_is_tracked_in_tensorboard(served: Served, cl
     board = EventAccumulator(str(tmp_path / "board"), size_guidance={"scalars": 0})
     board.Reload()
     names = set(board.Tags()["scalars"])
-    read = {name: [(one.step, one.wall_time, one.value) for one in board.Scalars(name)] for name in names}
+    read = {
+        name: [(one.step, one.wall_time, one.value) for one in board.Scalars(name)]
+        for name in names
+    }
     steps = [event for event in events_of_run if event.kind == "step"]
     assert len(steps) == 5
     numbers = {
         name
         for event in steps
         for name, value in event.data.items()
-        if isinstance(value, int | float) and not isinstance(value, bool) and name not in ("step", "version")
+        if isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and name not in ("step", "version")
     }
     assert {"reward_mean", "loss", "staleness_max", "tokens_generated"} <= numbers
     for name in numbers:
@@ -201,13 +232,24 @@ async def test_a_run_of_the_service_is_tracked_in_tensorboard(served: Served, cl
         ]
         assert read.pop(f"train/{name}") == emitted, name
     assert not [name for name in read if name.startswith("train/")]
-    swaps = [event for event in events_of_run if event.kind == "sync" and event.data["worker"] == "rollout-0"]
+    swaps = [
+        event
+        for event in events_of_run
+        if event.kind == "sync" and event.data["worker"] == "rollout-0"
+    ]
     assert swaps
     assert read["sync/rollout-0/exposed_seconds"] == [
-        (event.data["version"], event.time, pytest.approx(event.data["exposed_seconds"], rel=1e-6)) for event in swaps
+        (event.data["version"], event.time, pytest.approx(event.data["exposed_seconds"], rel=1e-6))
+        for event in swaps
     ]
-    shares = [[value for *_, value in read[f"stage/rollout-0/{name}_share"]] for name in ("busy", "waiting_input")]
-    assert all(0 <= busy <= 1.001 and busy + waiting <= 1.001 for busy, waiting in zip(*shares, strict=True))
+    shares = [
+        [value for *_, value in read[f"stage/rollout-0/{name}_share"]]
+        for name in ("busy", "waiting_input")
+    ]
+    assert all(
+        0 <= busy <= 1.001 and busy + waiting <= 1.001
+        for busy, waiting in zip(*shares, strict=True)
+    )
 
     unknown = await asyncio.to_thread(track, f"{run}x", tmp_path / "none")
     assert (unknown.exit_code, unknown.stdout) == (2, "")

@@ -1,4 +1,5 @@
-"""The dashboard in a real browser: a whole run by clicks, by keys alone, on a phone, in the dark, against hostile text."""
+"""The dashboard in a real browser: a whole run by clicks, by keys alone, on a phone, in the dark,
+against hostile text."""
 
 from __future__ import annotations
 
@@ -24,14 +25,23 @@ from pipeline.events import PromptEvent
 from tests.api.browser import CHROMIUM, DRIVER, WITHOUT, Browser, chromium
 from tests.api.site import Site, site
 
-pytestmark = [pytest.mark.skipif(not (CHROMIUM and DRIVER), reason=WITHOUT), pytest.mark.timeout(240)]
+pytestmark = [
+    pytest.mark.skipif(not (CHROMIUM and DRIVER), reason=WITHOUT),
+    pytest.mark.timeout(240),
+]
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "api" / "dashboard"
 HOSTILE = "<img src=x onerror='window.broken=1'><script>window.broken=1</script>{{7*7}}\u202e"
 # A mock run that goes on for longer than any test; some steps a second.
-STEPS, TOKENS, STEP_SECONDS = 4000, 8, 0.1
-ENDLESS = {"train.steps": STEPS, "rollout.max_tokens": TOKENS, "train.mock.step_seconds": STEP_SECONDS}
+STEPS = 4000
+TOKENS = 8
+STEP_SECONDS = 0.1
+ENDLESS = {
+    "train.steps": STEPS,
+    "rollout.max_tokens": TOKENS,
+    "train.mock.step_seconds": STEP_SECONDS,
+}
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +58,10 @@ def one_browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def browser(one_browser: Browser, served: Site) -> Iterator[Browser]:
-    """A page without a past; what it complains of by the test's end is an error. A run that the test leaves goes with it."""
+    """A page without a past; what it complains of by the test's end is an error.
+
+    A run that the test leaves goes with it.
+    """
     before = served.active()
     one_browser.shape()
     one_browser.enter(served.url, served.own_token)
@@ -62,9 +75,17 @@ def browser(one_browser: Browser, served: Site) -> Iterator[Browser]:
 @pytest.fixture(scope="module")
 def ended(served: Site) -> str:
     """A finished run whose recipe says what may not be believed."""
-    hostile = {"description": HOSTILE, "prompts.template": HOSTILE.replace("{", "(").replace("}", ")") + "{prompt}"}
+    hostile = {
+        "description": HOSTILE,
+        "prompts.template": HOSTILE.replace("{", "(").replace("}", ")") + "{prompt}",
+    }
     return served.finished(
-        {"name": "looked-at", "train.steps": 6, "rollout.max_tokens": TOKENS, "prompts.max_prompt_tokens": 512}
+        {
+            "name": "looked-at",
+            "train.steps": 6,
+            "rollout.max_tokens": TOKENS,
+            "prompts.max_prompt_tokens": 512,
+        }
         | hostile
     )
 
@@ -80,7 +101,7 @@ def module(name: str) -> str:
     return f"const it = await import('/dashboard/{name}.js');"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # A run
 
 
@@ -90,18 +111,22 @@ def test_alarms_are_on_the_chart_where_they_happened_and_in_a_list(
     browser.open(f"{served.url}#/runs/{alarmed}")
     browser.until("return document.querySelectorAll('.chart .mark').length")
     marks = browser.js(
-        "return [...document.querySelectorAll('.chart .mark')].map((mark) => [mark.closest('.chart').querySelector('h3')"
-        ".innerText, mark.title])"
+        "return [...document.querySelectorAll('.chart .mark')].map((mark) => "
+        "[mark.closest('.chart').querySelector('h3').innerText, mark.title])"
     )
     assert [title for title, _ in marks] == ["Variety"]
-    assert marks[0][1].startswith("Alarm at step 8: equal_groups: rewards are equal in all groups of the first 8 steps")
+    assert marks[0][1].startswith(
+        "Alarm at step 8: equal_groups: rewards are equal in all groups of the first 8 steps"
+    )
     places = browser.js(
-        "const mark = document.querySelector('.chart .mark'), over = mark.parentElement.getBoundingClientRect(), "
-        "at = mark.getBoundingClientRect(); return [(at.left + at.width / 2 - over.left) / over.width, over.width]"
+        "const mark = document.querySelector('.chart .mark'), over = "
+        "mark.parentElement.getBoundingClientRect(), at = mark.getBoundingClientRect(); return "
+        "[(at.left + at.width / 2 - over.left) / over.width, over.width]"
     )
     assert places[0] == pytest.approx(7 / 9, abs=0.02), "step 8 of 1 to 10"
     says = (
-        "return [...document.querySelectorAll('.alarm-says')].filter((one) => !one.hidden).map((one) => one.innerText)"
+        "return [...document.querySelectorAll('.alarm-says')].filter((one) => "
+        "!one.hidden).map((one) => one.innerText)"
     )
     assert browser.js(says) == []
     browser.js("document.querySelector('.chart:has(.mark) .plot').focus()")
@@ -111,7 +136,8 @@ def test_alarms_are_on_the_chart_where_they_happened_and_in_a_list(
     assert "Alarm at step 8: equal_groups" in browser.text(".findings")
     browser.click("Alarms")
     cells = browser.js(
-        "return [...document.querySelectorAll('#view-alarms tbody tr > *')].map((cell) => cell.innerText)"
+        "return [...document.querySelectorAll('#view-alarms tbody tr > *')].map((cell) => "
+        "cell.innerText)"
     )
     assert cells[:2] == ["8", "equal_groups"]
     assert "reward functions return" in cells[3]
@@ -119,7 +145,9 @@ def test_alarms_are_on_the_chart_where_they_happened_and_in_a_list(
     assert (alarm["metric"], alarm["step"], alarm["value"]) == ("equal_groups", 7, 1.0)
 
 
-def test_a_whole_run_is_started_watched_paused_and_stopped_in_the_page(browser: Browser, served: Site) -> None:
+def test_a_whole_run_is_started_watched_paused_and_stopped_in_the_page(
+    browser: Browser, served: Site
+) -> None:
     browser.click("New run")
     browser.named("Recipe", "field")
     browser.type("Name", "watched")
@@ -140,25 +168,31 @@ def test_a_whole_run_is_started_watched_paused_and_stopped_in_the_page(browser: 
     rows = "return document.querySelectorAll('.chart:nth-child(5) tbody tr').length"
     browser.until(f"{rows.replace('return ', 'return (')}) >= 5")
     seen = browser.js(rows)
-    browser.until(f"return document.querySelectorAll('.chart:nth-child(5) tbody tr').length > {seen}")
+    browser.until(
+        f"return document.querySelectorAll('.chart:nth-child(5) tbody tr').length > {seen}"
+    )
     painted = browser.js(
-        "return [...document.querySelectorAll('.plot canvas')].map((canvas) => new Set(new Uint32Array("
-        "canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data.buffer)).size)"
+        "return [...document.querySelectorAll('.plot canvas')].map((canvas) => new Set(new "
+        "Uint32Array(canvas.getContext('2d').getImageData(0, 0, canvas.width, "
+        "canvas.height).data.buffer)).size)"
     )
     assert len(painted) == 12
     assert min(painted) > 10
     bounds = browser.js(
-        "return [...document.querySelectorAll('.chart:nth-child(5) tbody tr')].map((row) => [...row.cells].map("
-        "(cell) => Number(cell.innerText)))"
+        "return [...document.querySelectorAll('.chart:nth-child(5) tbody tr')].map((row) => "
+        "[...row.cells].map((cell) => Number(cell.innerText)))"
     )
     assert all(most <= bound == 1 for _, most, _, bound in bounds)
 
     # The picture and the timeline say what the stages do.
     browser.until("return document.querySelectorAll('.node .strong').length === 4")
     browser.until("return /busy \\d+ %/.test(document.querySelector('.node-rollout').textContent)")
-    assert "rows in its queue" in browser.js("return document.querySelector('#picture-says').textContent")
+    assert "rows in its queue" in browser.js(
+        "return document.querySelector('#picture-says').textContent"
+    )
     overlap = browser.until(
-        "return document.querySelector('#timeline-says').innerText.match(/beside it for (\\d+) % of that/)?.[1]"
+        "return document.querySelector('#timeline-says').innerText.match(/beside it for (\\d+) % "
+        "of that/)?.[1]"
     )
     assert int(overlap) > 0
 
@@ -168,7 +202,9 @@ def test_a_whole_run_is_started_watched_paused_and_stopped_in_the_page(browser: 
     browser.click("Resume")
     browser.until("return document.querySelector('.run-head .state').innerText === 'running'")
     steps = served.run(run)["steps_done"]
-    browser.until(f"return Number(document.querySelector('.track[role]').ariaValueNow) > {steps + 1}")
+    browser.until(
+        f"return Number(document.querySelector('.track[role]').ariaValueNow) > {steps + 1}"
+    )
 
     browser.click("Show")
     browser.until("return document.querySelectorAll('.samples li').length === 25")
@@ -194,7 +230,8 @@ def test_a_whole_run_is_started_watched_paused_and_stopped_in_the_page(browser: 
     browser.type("rollout workers", "2")
     browser.click("Simulate")
     browser.until(
-        "return /tokens\\/s with rollout.workers = 2/.test(document.querySelector('#view-what-if').innerText)"
+        "return /tokens\\/s with rollout.workers = "
+        "2/.test(document.querySelector('#view-what-if').innerText)"
     )
     browser.click("Workers")
     browser.until("return document.querySelectorAll('#view-workers tbody tr').length >= 4")
@@ -204,7 +241,8 @@ def test_a_whole_run_is_started_watched_paused_and_stopped_in_the_page(browser: 
     assert browser.axe() == []
     browser.click("Scale the run")
     browser.until(
-        "return [...document.querySelectorAll('#view-workers tbody tr')].some((row) => row.innerText.includes('rollout-1'))"
+        "return [...document.querySelectorAll('#view-workers tbody tr')].some((row) => "
+        "row.innerText.includes('rollout-1'))"
     )
 
     browser.click("Stop")
@@ -214,10 +252,14 @@ def test_a_whole_run_is_started_watched_paused_and_stopped_in_the_page(browser: 
     browser.click("Stop the run")
     browser.until("return document.querySelector('.run-head .state').innerText === 'stopped'")
     browser.until("return document.querySelector('#connection').innerText === 'Ended'")
-    browser.until("return document.querySelector('#runs-list [aria-current]').innerText.includes('stopped')")
+    browser.until(
+        "return document.querySelector('#runs-list [aria-current]').innerText.includes('stopped')"
+    )
     browser.click("Delete")
     browser.click("Delete everything")
-    browser.until(f"return !document.querySelector('#runs-list').innerText.includes({json.dumps('watched')})")
+    browser.until(
+        f"return !document.querySelector('#runs-list').innerText.includes({json.dumps('watched')})"
+    )
     assert served.get(f"v1/runs/{run}").status == 404
     elsewhere = browser.js(
         "return performance.getEntriesByType('resource').map((one) => one.name)"
@@ -241,17 +283,24 @@ class TestARunThatGoesOn:
         browser.until("return Number(document.querySelector('.track[role]').ariaValueNow) >= 3")
         served.kill()
         try:
-            browser.until("return document.querySelector('#connection').innerText === 'Connecting again…'")
+            browser.until(
+                "return document.querySelector('#connection').innerText === 'Connecting again…'"
+            )
         finally:
             served.start()
         before = served.run(going)["steps_done"]
         browser.until("return document.querySelector('#connection').innerText === 'Live'")
-        browser.until(f"return Number(document.querySelector('.track[role]').ariaValueNow) > {before + 2}")
+        browser.until(
+            f"return Number(document.querySelector('.track[role]').ariaValueNow) > {before + 2}"
+        )
         browser.click("Table of Reward")
         steps = browser.js(
-            "return [...document.querySelectorAll('.chart tbody tr th')].map((cell) => Number(cell.innerText))"
+            "return [...document.querySelectorAll('.chart tbody tr th')].map((cell) => "
+            "Number(cell.innerText))"
         )
-        assert all(later == earlier + 1 for later, earlier in pairwise(steps)), f"steps are missing: {steps}"
+        assert all(later == earlier + 1 for later, earlier in pairwise(steps)), (
+            f"steps are missing: {steps}"
+        )
 
     def test_the_epoch_of_each_source_of_prompts_stands_beside_the_step(
         self, going: str, browser: Browser, served: Site
@@ -262,16 +311,25 @@ class TestARunThatGoesOn:
                 browser.open(f"{served.url}#/runs/{going}")
             expected = ", ".join(f"epoch {epoch} of {source}" for source, epoch in epochs.items())
             browser.until(
-                f"return /step \\d+ of {STEPS}, {expected}$/m.test(document.querySelector('.run-head').innerText)"
+                f"return /step \\d+ of {STEPS}, "
+                f"{expected}$/m.test(document.querySelector('.run-head').innerText)"
             )
             shown = lambda: served.get(f"v1/runs/{going}/stages").body["epochs"]  # noqa: E731
-            served.until(lambda shown=shown, epochs=epochs: shown() == epochs, f"the stages show {epochs}")
+            served.until(
+                lambda shown=shown, epochs=epochs: shown() == epochs, f"the stages show {epochs}"
+            )
 
-    def test_further_runs_wait_in_a_queue_and_say_so(self, going: str, browser: Browser, served: Site) -> None:
+    def test_further_runs_wait_in_a_queue_and_say_so(
+        self, going: str, browser: Browser, served: Site
+    ) -> None:
         waiting = [served.submit({"name": f"waits-{number}"} | ENDLESS) for number in (1, 2)]
         browser.open(f"{served.url}#/runs/{waiting[1]}")
-        browser.until("return document.querySelector('.run-head').innerText.includes('Place 2 in the queue')")
-        browser.until("return document.querySelector('#runs-list').innerText.includes('place 1 in the queue')")
+        browser.until(
+            "return document.querySelector('.run-head').innerText.includes('Place 2 in the queue')"
+        )
+        browser.until(
+            "return document.querySelector('#runs-list').innerText.includes('place 1 in the queue')"
+        )
         browser.type("Name contains", "waits-1")
         browser.until("return document.querySelectorAll('#runs-list li').length === 1")
         browser.click("Stop")
@@ -279,14 +337,23 @@ class TestARunThatGoesOn:
         browser.until("return document.querySelector('.run-head .state').innerText === 'stopped'")
 
 
-def test_what_is_wrong_with_a_recipe_stands_beside_its_field_with_the_fix(browser: Browser, served: Site) -> None:
+def test_what_is_wrong_with_a_recipe_stands_beside_its_field_with_the_fix(
+    browser: Browser, served: Site
+) -> None:
     browser.open(f"{served.url}#/new")
     browser.type("Optimizer steps", "0")
-    assert browser.named("Optimizer steps", "field").get_attribute("title") == "Optimizer steps of the whole run."
+    assert browser.named("Optimizer steps", "field").get_attribute("title") == (
+        "Optimizer steps of the whole run."
+    )
     browser.type("Staleness bound", "-1")
     browser.click("Start the run")
-    beside = "return document.getElementById(arguments[0].getAttribute('aria-describedby'))?.innerText"
-    for label, fix in (("Optimizer steps", "use a value >= 1"), ("Staleness bound", "use a value >= 0")):
+    beside = (
+        "return document.getElementById(arguments[0].getAttribute('aria-describedby'))?.innerText"
+    )
+    for label, fix in (
+        ("Optimizer steps", "use a value >= 1"),
+        ("Staleness bound", "use a value >= 0"),
+    ):
         field = browser.named(label, "field")
         assert fix in browser.until(beside, field)
         assert field.get_attribute("aria-invalid") == "true"
@@ -298,15 +365,20 @@ def test_what_is_wrong_with_a_recipe_stands_beside_its_field_with_the_fix(browse
     text.clear()
     text.send_keys("{")
     browser.click("Start the run")
-    browser.until("return document.querySelector('#recipe-text-wrong').innerText.includes('write one JSON object')")
+    browser.until(
+        "return document.querySelector('#recipe-text-wrong').innerText.includes('write "
+        "one JSON object')"
+    )
     text.clear()
     text.send_keys('{"name": "mine", "train": {"stepz": 3}}')
     browser.click("Check")
-    browser.until("return document.querySelector('#recipe-text-wrong').innerText.includes('train.stepz')")
+    browser.until(
+        "return document.querySelector('#recipe-text-wrong').innerText.includes('train.stepz')"
+    )
     assert "add a [model] section" in browser.text("#recipe-text-wrong")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Hostile text
 
 
@@ -322,13 +394,24 @@ def test_what_a_recipe_says_stays_text(browser: Browser, served: Site, ended: st
 
 
 def test_every_field_of_a_sample_stays_text(browser: Browser) -> None:
-    sample = {"prompt": HOSTILE, "response": HOSTILE, "reward": 1, "rewards": {HOSTILE: 1, "b": 0}, "advantage": 1,
-              "step": HOSTILE, "group": HOSTILE, "place": HOSTILE, "tokens": 3, "versions": [[HOSTILE, HOSTILE]],
-              "staleness": 0, "truncated": False}  # fmt: skip
+    sample = {
+        "prompt": HOSTILE,
+        "response": HOSTILE,
+        "reward": 1,
+        "rewards": {HOSTILE: 1, "b": 0},
+        "advantage": 1,
+        "step": HOSTILE,
+        "group": HOSTILE,
+        "place": HOSTILE,
+        "tokens": 3,
+        "versions": [[HOSTILE, HOSTILE]],
+        "staleness": 0,
+        "truncated": False,
+    }
     shown = browser.asynchronous(
-        module("pages/samples")
-        + "const entry = new it.Samples(null, 'run').entry(arguments_[0]); document.body.append(entry);"
-        "const shown = [entry.textContent, entry.querySelectorAll('img, script').length]; entry.remove(); return shown;",
+        module("pages/samples") + "const entry = new it.Samples(null, 'run').entry(arguments_[0]); "
+        "document.body.append(entry);const shown = [entry.textContent, "
+        "entry.querySelectorAll('img, script').length]; entry.remove(); return shown;",
         sample,
     )
     assert shown[0].count("<script>window.broken=1</script>") >= 7
@@ -345,12 +428,14 @@ def test_a_script_that_got_into_the_page_would_not_run(browser: Browser) -> None
     )
     assert tried == ["TypeError"] * 3
     assert len(browser.complaints()) >= 2  # the browser reports each breach
-    policy = browser.asynchronous("return (await fetch('/')).headers.get('Content-Security-Policy');")
+    policy = browser.asynchronous(
+        "return (await fetch('/')).headers.get('Content-Security-Policy');"
+    )
     assert "unsafe" not in policy
     assert "default-src 'none'" in policy
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Who may look
 
 
@@ -367,7 +452,8 @@ def test_a_server_that_wants_a_token_is_given_one_and_it_is_kept_in_the_tab_alon
         one_browser.click("Sign in")
         one_browser.until("return document.querySelector('main').innerText.includes('No run yet')")
         kept = one_browser.js(
-            "return [Object.values(sessionStorage), localStorage.length, document.cookie, location.href]"
+            "return [Object.values(sessionStorage), localStorage.length, document.cookie, "
+            "location.href]"
         )
         assert kept == [[token], 0, "", locked.url]
         # A reader's token may read; a forbidden action is reported.
@@ -375,14 +461,18 @@ def test_a_server_that_wants_a_token_is_given_one_and_it_is_kept_in_the_tab_alon
         one_browser.named("Recipe", "field")
         one_browser.until("return document.querySelector('#recipe-name').options.length > 0")
         one_browser.click("Start the run")
-        one_browser.until("return document.querySelector('.problems').innerText.includes('scope run')")
+        one_browser.until(
+            "return document.querySelector('.problems').innerText.includes('scope run')"
+        )
         one_browser.click("Sign out")
         one_browser.named("Token", "field")
         assert one_browser.js("return sessionStorage.length") == 0
         one_browser.complaints()
 
 
-def test_a_link_signs_the_browser_in_once_and_for_all_tabs(one_browser: Browser, tmp_path: Path) -> None:
+def test_a_link_signs_the_browser_in_once_and_for_all_tabs(
+    one_browser: Browser, tmp_path: Path
+) -> None:
     """Used twice, or after the server was started anew, it says so and how to go on."""
     form = "return document.querySelector('main').innerText"
     with site(tmp_path) as locked:
@@ -391,14 +481,20 @@ def test_a_link_signs_the_browser_in_once_and_for_all_tabs(one_browser: Browser,
         one_browser.open(link)
         one_browser.until("return document.querySelector('main').innerText.includes('No run yet')")
         kept = one_browser.js(
-            "return [Object.values(localStorage), sessionStorage.length, document.cookie, location.href, history.length]"
+            "return [Object.values(localStorage), sessionStorage.length, document.cookie, "
+            "location.href, history.length]"
         )
         assert kept[0][0].startswith("adock-session_")
-        assert kept[1:4] == [0, "", f"{locked.url}#/"], "the code is not in the address, and there is no cookie"
+        assert kept[1:4] == [0, "", f"{locked.url}#/"], (
+            "the code is not in the address, and there is no cookie"
+        )
         first = one_browser.driver.current_window_handle
         one_browser.driver.switch_to.new_window("tab")
         one_browser.open(locked.url)
-        one_browser.until("return document.querySelector('main').innerText.includes('No run yet')", why="a second tab")
+        one_browser.until(
+            "return document.querySelector('main').innerText.includes('No run yet')",
+            why="a second tab",
+        )
 
         one_browser.open(link)
         one_browser.until(f"{form}.includes('This link was used already')")
@@ -420,14 +516,17 @@ def test_a_link_signs_the_browser_in_once_and_for_all_tabs(one_browser: Browser,
         one_browser.until(f"{form}.includes('is of a server that has ended')")
         if folder := os.environ.get("ASYNCDOCK_SHOTS"):
             (Path(folder) / "link-used.png").write_bytes(one_browser.picture())
-        one_browser.js("location.href = arguments[0]", locked.link())  # in the same tab: only the fragment changes
+        # in the same tab: only the fragment changes
+        one_browser.js("location.href = arguments[0]", locked.link())
         one_browser.until("return document.querySelector('main').innerText.includes('No run yet')")
         session = one_browser.js("return Object.values(localStorage)[0]")
         one_browser.click("Sign out")
         one_browser.named("Token", "field")
         assert one_browser.js("return localStorage.length") == 0
         answer = one_browser.asynchronous(
-            "return (await fetch('v1/runs', {headers: {Authorization: `Bearer ${arguments_[0]}`}})).status;", session
+            "return (await fetch('v1/runs', {headers: {Authorization: `Bearer "
+            "${arguments_[0]}`}})).status;",
+            session,
         )
         assert answer == 401, "the server has forgotten the session, too"
         one_browser.driver.close()
@@ -435,16 +534,22 @@ def test_a_link_signs_the_browser_in_once_and_for_all_tabs(one_browser: Browser,
         one_browser.complaints()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # By keys alone, by ear, on a phone, in the dark
 
 
-def test_a_run_can_be_started_and_stopped_with_the_keyboard_alone(browser: Browser, served: Site) -> None:
+def test_a_run_can_be_started_and_stopped_with_the_keyboard_alone(
+    browser: Browser, served: Site
+) -> None:
     browser.open(f"{served.url}#/new")
-    browser.named("Optimizer steps", "field")  # the fields come once the server has answered what the recipe says
+    # the fields come once the server has answered what the recipe says
+    browser.named("Optimizer steps", "field")
 
     def tab_to(name: str, *, key: str = Keys.TAB, most: int = 80) -> None:
-        """Press Tab until the control called so has the focus. Wherever it stops on the way is seen."""
+        """Press Tab until the control called so has the focus.
+
+        Wherever it stops on the way is seen.
+        """
         for _ in range(most):
             browser.keys(key)
             at = browser.focused()
@@ -455,7 +560,10 @@ def test_a_run_can_be_started_and_stopped_with_the_keyboard_alone(browser: Brows
         raise AssertionError(f"{name!r} is not reached with the keyboard")
 
     def reads(*keys: str, begins: str) -> None:
-        """These keys on a chart read a step aloud. A late event may be read aloud right after it: press them again."""
+        """These keys on a chart read a step aloud.
+
+        A late event may be read aloud right after it: press them again.
+        """
         for _ in range(20):
             browser.keys(*keys)
             if browser.js("return document.querySelector('#spoken').innerText").startswith(begins):
@@ -479,11 +587,16 @@ def test_a_run_can_be_started_and_stopped_with_the_keyboard_alone(browser: Brows
     tab_to("Start the run")
     browser.keys(Keys.ENTER)
     browser.until("return document.querySelector('.run-head .state')?.innerText === 'running'")
-    assert browser.js("return document.activeElement.tagName") == "H1", "one reads on at the new page's heading"
+    assert browser.js("return document.activeElement.tagName") == "H1", (
+        "one reads on at the new page's heading"
+    )
     tab_to("Pause")
     browser.keys(Keys.SPACE)
     browser.until("return document.querySelector('.run-head .state').innerText === 'paused'")
-    browser.until("return document.activeElement.innerText === 'Resume'", why="the focus on what took Pause's place")
+    browser.until(
+        "return document.activeElement.innerText === 'Resume'",
+        why="the focus on what took Pause's place",
+    )
     browser.keys(Keys.SPACE)
     browser.until("return document.querySelector('.run-head .state').innerText === 'running'")
     browser.until("return document.querySelectorAll('.plot canvas').length >= 7")
@@ -508,7 +621,10 @@ def test_a_run_can_be_started_and_stopped_with_the_keyboard_alone(browser: Brows
     tab_to("Stop the run", most=4)
     browser.keys(Keys.ENTER)
     browser.until("return document.querySelector('.run-head .state').innerText === 'stopped'")
-    browser.until("return document.querySelector('#spoken').textContent.includes('stopped')", why="a word of it by ear")
+    browser.until(
+        "return document.querySelector('#spoken').textContent.includes('stopped')",
+        why="a word of it by ear",
+    )
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -523,7 +639,8 @@ def test_nothing_keeps_anybody_out_at_any_width_and_in_either_colour_scheme(
         ("#/new", "document.querySelector('#recipe-name')?.options.length"),
         (
             f"#/runs/{ended}",
-            "document.querySelectorAll('.plot canvas').length >= 7 && document.querySelector('.samples li')",
+            "document.querySelectorAll('.plot canvas').length >= 7 && "
+            "document.querySelector('.samples li')",
         ),
     ):
         browser.open(f"{served.url}{place}")
@@ -538,7 +655,10 @@ def test_nothing_keeps_anybody_out_at_any_width_and_in_either_colour_scheme(
     browser.click("Delete")
     assert browser.axe() == [], "a question"
     browser.click("Cancel")
-    dark = browser.js("return getComputedStyle(document.body).backgroundColor.match(/\\d+/g).every((one) => one < 60)")
+    dark = browser.js(
+        "return getComputedStyle(document.body).backgroundColor.match(/\\d+/g).every((one) => one "
+        "< 60)"
+    )
     assert dark == (scheme == "dark")
 
 
@@ -561,7 +681,10 @@ def contrast(one: str, other: str) -> float:
 
 
 def lab(rgb: np.ndarray) -> np.ndarray:
-    xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]) @ rgb
+    xyz = (
+        np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+        @ rgb
+    )
     x, y, z = np.cbrt(np.clip(xyz / [0.9505, 1.0, 1.089], 1e-6, None))
     return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
 
@@ -571,9 +694,39 @@ SIGHT = {
     name: np.array(rows).reshape(3, 3)
     for name, rows in {
         "usual": [1, 0, 0, 0, 1, 0, 0, 0, 1],
-        "protanopia": [0.152286, 1.052583, -0.204868, 0.114503, 0.786281, 0.099216, -0.003882, -0.048116, 1.051998],
-        "deuteranopia": [0.367322, 0.860646, -0.227968, 0.280085, 0.672501, 0.047413, -0.01182, 0.04294, 0.968881],
-        "tritanopia": [1.255528, -0.076749, -0.178779, -0.078411, 0.930809, 0.147602, 0.004733, 0.691367, 0.3039],
+        "protanopia": [
+            0.152286,
+            1.052583,
+            -0.204868,
+            0.114503,
+            0.786281,
+            0.099216,
+            -0.003882,
+            -0.048116,
+            1.051998,
+        ],
+        "deuteranopia": [
+            0.367322,
+            0.860646,
+            -0.227968,
+            0.280085,
+            0.672501,
+            0.047413,
+            -0.01182,
+            0.04294,
+            0.968881,
+        ],
+        "tritanopia": [
+            1.255528,
+            -0.076749,
+            -0.178779,
+            -0.078411,
+            0.930809,
+            0.147602,
+            0.004733,
+            0.691367,
+            0.3039,
+        ],
     }.items()
 }
 
@@ -581,7 +734,9 @@ SIGHT = {
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_colours_can_be_distinguished_and_read(scheme: str) -> None:
     colours = rules(scheme)
-    for text, ground in product(("text", "muted", "good", "bad", "watch", "accent"), ("surface", "page", "raised")):
+    for text, ground in product(
+        ("text", "muted", "good", "bad", "watch", "accent"), ("surface", "page", "raised")
+    ):
         assert contrast(colours[text], colours[ground]) >= 4.5, f"{text} on {ground}"
     drawn = [name for name in colours if name.startswith(("series-", "share-", "stage-"))]
     for name in drawn:
@@ -592,23 +747,29 @@ def test_colours_can_be_distinguished_and_read(scheme: str) -> None:
             points = {name: lab(np.clip(seen @ linear(colours[name]), 0, 1)) for name in group}
             for one, other in product(group, group):
                 if one < other:
-                    assert np.linalg.norm(points[one] - points[other]) > 20, f"{one} and {other} with {sight}"
+                    assert np.linalg.norm(points[one] - points[other]) > 20, (
+                        f"{one} and {other} with {sight}"
+                    )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Its parts, in the browser
 
 
 def dispatched(text: str) -> list[dict[str, str]]:
     """The events of a whole stream, straight from the standard's words."""
-    events, kind, data, last = [], "", [], ""
+    events = []
+    kind = ""
+    data = []
+    last = ""
     for line in re.split(r"\r\n|\n|\r", text.removeprefix("\ufeff"))[:-1]:
         name, colon, value = line.partition(":")
         value = value.removeprefix(" ")
         if not line:
             if data:
                 events.append({"id": last, "kind": kind or "message", "data": "\n".join(data)})
-            kind, data = "", []
+            kind = ""
+            data = []
         elif colon and not name:
             continue
         elif name == "event":
@@ -641,7 +802,9 @@ LINES = st.sampled_from(
     ]
 )
 ENDED_LINES = st.lists(st.tuples(LINES, st.sampled_from(["\n", "\r\n", "\r"])), max_size=14)
-IN_A_PAGE = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+IN_A_PAGE = settings(
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 @given(lines=ENDED_LINES, cuts=st.lists(st.integers(0, 90), max_size=6), bom=st.booleans())
@@ -653,8 +816,10 @@ def test_a_stream_is_read_the_same_however_it_is_cut(
     places = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
     parts = [text[begin:end] for begin, end in pairwise(places)]
     found = browser.asynchronous(
-        module("stream") + "const [parser, encoder, decoder] = [new it.Parser(), new TextEncoder(), new TextDecoder()];"
-        "const decode = (part) => decoder.decode(encoder.encode(part), { stream: true });"  # removes a byte-order mark
+        module("stream") + "const [parser, encoder, decoder] = [new it.Parser(), new "
+        "TextEncoder(), new TextDecoder()];"
+        # removes a byte-order mark
+        "const decode = (part) => decoder.decode(encoder.encode(part), { stream: true });"
         "return arguments_[0].flatMap((part) => parser.push(decode(part)));",
         [*parts, "\n"] if text.endswith("\r") else parts,
     )
@@ -662,7 +827,9 @@ def test_a_stream_is_read_the_same_however_it_is_cut(
 
 
 TICKS = 40
-INTERVALS = st.lists(st.tuples(st.integers(0, TICKS), st.integers(0, TICKS)).map(sorted), max_size=8)
+INTERVALS = st.lists(
+    st.tuples(st.integers(0, TICKS), st.integers(0, TICKS)).map(sorted), max_size=8
+)
 
 
 @given(one=INTERVALS, other=INTERVALS)
@@ -671,13 +838,20 @@ def test_the_overlap_of_the_timeline_is_that_of_its_instants(
     browser: Browser, one: list[list[int]], other: list[list[int]]
 ) -> None:
     found = browser.asynchronous(
-        module("charts/timeline") + "const [a, b] = arguments_[0].map((list) => it.union(list));"
-        "return [it.total(a), it.total(b), it.total(it.both(a, b)), Math.max(0, ...it.depth([a, b]).map((one) => one[1]))];",
+        module("charts/timeline") + "const [a, b] = arguments_[0].map((list) => "
+        "it.union(list));return [it.total(a), it.total(b), "
+        "it.total(it.both(a, b)), Math.max(0, ...it.depth([a, "
+        "b]).map((one) => one[1]))];",
         [one, other],
     )
     in_one, in_other = ({t for a, b in spans for t in range(a, b)} for spans in (one, other))
     shared = in_one & in_other
-    assert found == [len(in_one), len(in_other), len(shared), 2 if shared else int(bool(in_one | in_other))]
+    assert found == [
+        len(in_one),
+        len(in_other),
+        len(shared),
+        2 if shared else int(bool(in_one | in_other)),
+    ]
 
 
 def test_numbers_are_written_as_a_person_reads_them(browser: Browser) -> None:
@@ -701,7 +875,7 @@ def test_numbers_are_written_as_a_person_reads_them(browser: Browser) -> None:
     assert missing == ["–"] * 3
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The page that the API is read in
 
 
@@ -718,13 +892,20 @@ def test_the_page_of_the_api_shows_every_operation_and_loads_nothing_from_elsewh
         len(methods) for methods in document["paths"].values()
     )
     browser.js("document.querySelector('#submit_run').open = true")
-    browser.js("document.querySelectorAll('#submit_run details').forEach((answer) => { answer.open = true; })")
+    browser.js(
+        "document.querySelectorAll('#submit_run details').forEach((answer) => { answer.open "
+        "= true; })"
+    )
     browser.until("return document.querySelectorAll('#submit_run details table').length > 0")
     assert "overrides" in browser.text("#submit_run")
     assert "recipe_name" in browser.text("#submit_run")
     browser.js("document.querySelector('#stream').open = true")
-    browser.js("document.querySelectorAll('#stream details').forEach((answer) => { answer.open = true; })")
-    browser.until("return document.querySelector('#stream').innerText.includes('An optimizer step was made.')")
+    browser.js(
+        "document.querySelectorAll('#stream details').forEach((answer) => { answer.open = true; })"
+    )
+    browser.until(
+        "return document.querySelector('#stream').innerText.includes('An optimizer step was made.')"
+    )
     assert "dropped" in browser.text("#stream")
     assert "`" not in browser.text("#submit_run"), "code is shown as code"
     assert browser.axe() == []
@@ -741,12 +922,14 @@ def test_the_page_of_the_api_shows_every_operation_and_loads_nothing_from_elsewh
     }
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Its files
 
 
 def test_an_installed_package_has_every_file_of_the_page() -> None:
-    packaged = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["api"]
+    packaged = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"][
+        "package-data"
+    ]["api"]
     listed = subprocess.run(
         ["git", "ls-files", "api/dashboard"], cwd=ROOT, capture_output=True, text=True
     ).stdout.split()
@@ -757,7 +940,8 @@ def test_an_installed_package_has_every_file_of_the_page() -> None:
 
 
 def test_the_page_loads_nothing_from_elsewhere() -> None:
-    """No address of another machine in what is ours, but names of namespaces and sources of what is vendored."""
+    """No address of another machine in what is ours, but names of namespaces and sources of what is
+    vendored."""
     for path in PAGE.iterdir():
         if path.is_file():
             found: list[Any] = re.findall(r"(?:https?:)?//[\w.-]+\.\w+", path.read_text())

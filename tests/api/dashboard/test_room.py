@@ -1,4 +1,5 @@
-"""Texts stay where there is room for them: long names and large numbers, at both widths and in both colours."""
+"""Texts stay where there is room for them: long names and large numbers, at both widths and in both
+colours."""
 
 from __future__ import annotations
 
@@ -13,11 +14,15 @@ import pytest
 from tests.api.browser import CHROMIUM, DRIVER, WITHOUT, Browser, chromium
 from tests.api.site import Site, site
 
-pytestmark = [pytest.mark.skipif(not (CHROMIUM and DRIVER), reason=WITHOUT), pytest.mark.timeout(240)]
+pytestmark = [
+    pytest.mark.skipif(not (CHROMIUM and DRIVER), reason=WITHOUT),
+    pytest.mark.timeout(240),
+]
 
 NAME = "a-run-with-a-name-of-63-letters-without-any-room-to-break-it-ab"
 SHORT = {"name": NAME, "train.steps": 12, "rollout.max_tokens": 8, "train.mock.step_seconds": 0.1}
-# What the page reads of a run, as a large one would have it; and the boxes of what is written on canvases.
+# What the page reads of a run, as a large one would have it; and the boxes of what is written on
+# canvases.
 LARGE = """
 const { Progress } = await import("/dashboard/progress.js");
 const it = Progress.prototype;
@@ -64,7 +69,8 @@ CanvasRenderingContext2D.prototype.fillText = function (text, x, y, most = Infin
   window.written.push({ text: String(text), from, to, width: this.canvas.width, at: this.canvas.className || "chart" });
 };
 """
-# Texts that reach out of a box around them, unless a box between lets them be scrolled to, or shortens them.
+# Texts that reach out of a box around them, unless a box between lets them be scrolled to, or
+# shortens them.
 OUTSIDE = """
 const outside = [];
 const shown = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
@@ -120,14 +126,18 @@ def browser() -> Iterator[Browser]:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
-def test_no_text_leaves_its_box(browser: Browser, served: Site, run: str, width: int, scheme: str) -> None:
+def test_no_text_leaves_its_box(
+    browser: Browser, served: Site, run: str, width: int, scheme: str
+) -> None:
     browser.shape(width, 1500, scheme=scheme)
     browser.enter(served.url, served.own_token)
     browser.asynchronous(LARGE)
     browser.js("location.hash = arguments[0]", f"#/runs/{run}")
     browser.until("return document.querySelectorAll('.plot canvas').length >= 7")
     browser.until(
-        "return window.written.some((one) => one.text === '200,000')", why="the last step has a label", seconds=40
+        "return window.written.some((one) => one.text === '200,000')",
+        why="the last step has a label",
+        seconds=40,
     )
     browser.until("return document.querySelector('.tiles').innerText.includes('2.00G')")
     browser.until("return document.querySelector('.picture').textContent.includes('1.23M rows/s')")

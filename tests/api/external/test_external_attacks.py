@@ -1,4 +1,5 @@
-"""Programs outside of a run that mean no good, over HTTP: what they send fails themselves, and never the run."""
+"""Programs outside of a run that mean no good, over HTTP: what they send fails themselves, and
+never the run."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ TRAINER: dict[str, Any] = {**TINY, "external": {"stages": ["update"]}}
 
 async def two_bearers(url: str) -> tuple[dict[str, str], dict[str, str]]:
     tokens = Tokens(url)
-    made = [(await tokens.create(OWNER, "run"))[1] for _ in range(2)]  # of one user: others get 403 for all of it
+    # of one user: others get 403 for all of it
+    made = [(await tokens.create(OWNER, "run"))[1] for _ in range(2)]
     await tokens.close()
     return bearer(made[0]), bearer(made[1])
 
@@ -50,7 +52,11 @@ async def index_of(run: Going) -> AsyncGenerator[Index, None]:
 async def leases(run: Going) -> dict[str, Any]:
     """What bearers hold and until when, and what was delivered again."""
     async with index_of(run) as index:
-        held = [lease for lease in (await index.stats())["leases"] if lease["worker"].startswith("external-")]
+        held = [
+            lease
+            for lease in (await index.stats())["leases"]
+            if lease["worker"].startswith("external-")
+        ]
         return {"leases": held, "redelivered": (await index.ledger())["redelivered"]}
 
 
@@ -64,39 +70,61 @@ async def assert_refused(run: Going, token: str, rows: list[int], headers: dict[
     }
     begun = {name: values for name, values in columns.items() if name != "truncated"}
     status = 409 if re.fullmatch("[0-9a-f]{32}", token) else 422
-    for put in (put_body(token, rows, columns), put_body(token, rows, begun, park=True), put_body(token, step=0)):
-        await run.refused(status, "POST", "experience", data=put["data"], headers={**put["headers"], **headers})
+    for put in (
+        put_body(token, rows, columns),
+        put_body(token, rows, begun, park=True),
+        put_body(token, step=0),
+    ):
+        await run.refused(
+            status, "POST", "experience", data=put["data"], headers={**put["headers"], **headers}
+        )
     path = f"leases/{token}"
-    await run.refused(409 if status == 409 else 400, "POST", f"{path}/renew?lease=3600", headers=headers)
+    await run.refused(
+        409 if status == 409 else 400, "POST", f"{path}/renew?lease=3600", headers=headers
+    )
     release = await run.client.post(f"{run.at}/{path}/release", headers=headers)
     assert release.status in (204, 400, 409)
 
 
 async def test_a_foreign_bearer_can_do_nothing_with_a_lease(index_url: str, tmp_path: Path) -> None:
-    """Tokens were 1, 2, 3, and asked neither for owner nor for stage: a foreign bearer renewed leases of the run's own
-    workers, had their rows delivered again, and committed into what another one had claimed."""
+    """Tokens were 1, 2, 3, and asked neither for owner nor for stage: a foreign bearer renewed
+    leases of the run's own workers, had their rows delivered again, and committed into what another
+    one had claimed."""
     owner, foreigner = await two_bearers(index_url)
     async with going(index_url, tmp_path, recipe(EXTERNAL, train__steps=2)) as run:
         got = await run.ask("POST", "experience/get", json=GET, headers=owner)
         rows = [row["id"] for row in got["rows"]]
         before = await leases(run)
         assert before["leases"]
-        for token in (got["token"], *(str(n) for n in range(8)), "0" * 32, got["token"][:-1], got["token"].upper()):
+        for token in (
+            got["token"],
+            *(str(n) for n in range(8)),
+            "0" * 32,
+            got["token"][:-1],
+            got["token"].upper(),
+        ):
             await assert_refused(run, token, rows, foreigner)
-        await assert_refused(run, got["token"], rows, {})  # who needs no token on loopback is not the owner either
+        # who needs no token on loopback is not the owner either
+        await assert_refused(run, got["token"], rows, {})
         assert await leases(run) == before
         notify = {"worker": "test", "version": 0}
         await run.ask("POST", "weights/notify", json=notify, headers=foreigner)
-        details = await run.refused(422, "POST", "experience/get", json={**GET, "version": None}, headers=owner)
+        details = await run.refused(
+            422, "POST", "experience/get", json={**GET, "version": None}, headers=owner
+        )
         assert details["field"] == "version", "the loaded version belongs to another bearer"
         renewed = await run.ask("POST", f"leases/{got['token']}/renew?lease=60", headers=owner)
         assert renewed["token"] == got["token"]
-        columns = to_body(json.dumps({"token": got["token"], "rows": rows}), responses(len(rows), 0))
+        columns = to_body(
+            json.dumps({"token": got["token"], "rows": rows}), responses(len(rows), 0)
+        )
         put = {"data": columns, "headers": {**owner, "Content-Type": BINARY}}
         assert (await run.ask("POST", "experience", **put))["left"] == 0
 
 
-async def test_leases_of_the_runs_own_workers_are_not_for_bearers(index_url: str, tmp_path: Path) -> None:
+async def test_leases_of_the_runs_own_workers_are_not_for_bearers(
+    index_url: str, tmp_path: Path
+) -> None:
     """Not even with the token itself, read from the index."""
     _, foreigner = await two_bearers(index_url)
     slow = {"time_scale": 0.5}
@@ -111,17 +139,35 @@ async def test_leases_of_the_runs_own_workers_are_not_for_bearers(index_url: str
 
 
 WRONG: dict[str, tuple[Any, str]] = {
-    "a logprob that overflows every ratio": ({"rollout_logprobs": [[-1e38, -0.5]] * 4}, "columns.rollout_logprobs"),
-    "a logprob that float32 cannot have drawn": ({"rollout_logprobs": [[-0.5, -105]] * 4}, "columns.rollout_logprobs"),
-    "a logprob of more than certainty": ({"rollout_logprobs": [[0.5, -0.5]] * 4}, "columns.rollout_logprobs"),
-    "a logprob that is not a number": ({"rollout_logprobs": [[math.nan, -0.5]] * 4}, "columns.rollout_logprobs"),
-    "a logprob past float32": ({"rollout_logprobs": [[-math.inf, -0.5]] * 4}, "columns.rollout_logprobs"),
+    "a logprob that overflows every ratio": (
+        {"rollout_logprobs": [[-1e38, -0.5]] * 4},
+        "columns.rollout_logprobs",
+    ),
+    "a logprob that float32 cannot have drawn": (
+        {"rollout_logprobs": [[-0.5, -105]] * 4},
+        "columns.rollout_logprobs",
+    ),
+    "a logprob of more than certainty": (
+        {"rollout_logprobs": [[0.5, -0.5]] * 4},
+        "columns.rollout_logprobs",
+    ),
+    "a logprob that is not a number": (
+        {"rollout_logprobs": [[math.nan, -0.5]] * 4},
+        "columns.rollout_logprobs",
+    ),
+    "a logprob past float32": (
+        {"rollout_logprobs": [[-math.inf, -0.5]] * 4},
+        "columns.rollout_logprobs",
+    ),
     "a logprob too few": ({"rollout_logprobs": [[-0.5]] * 4}, "columns.rollout_logprobs"),
     "a negative token": ({"response_ids": [[5, -1]] * 4}, "columns.response_ids"),
     "a token past the vocabulary": ({"response_ids": [[5, 49]] * 4}, "columns.response_ids"),
     "a version to come": ({"versions": [[1, 2]] * 4}, "columns.versions"),
     "a negative version": ({"versions": [[-1, 2]] * 4}, "columns.versions"),
-    "counts that wrap around": ({"versions": [[0, 2**62, 0, 2**62, 0, 2**62, 0, 2**62 + 2]] * 4}, "columns.versions"),
+    "counts that wrap around": (
+        {"versions": [[0, 2**62, 0, 2**62, 0, 2**62, 0, 2**62 + 2]] * 4},
+        "columns.versions",
+    ),
     "a mask of numbers": ({"truncated": [1] * 4}, "columns.truncated"),
 }
 RIGHT: dict[str, Any] = {
@@ -134,30 +180,47 @@ RIGHT: dict[str, Any] = {
 
 def with_bytes_of_flags(columns: dict[str, Any], byte: int) -> bytes:
     """A body whose column `truncated` has a byte that no bool has."""
-    body = bytearray(to_body(columns["control"], {name: value for name, value in columns.items() if name != "control"}))
+    body = bytearray(
+        to_body(
+            columns["control"],
+            {name: value for name, value in columns.items() if name != "control"},
+        )
+    )
     length = int.from_bytes(body[:8], "little")
     begin, end = json.loads(body[8 : 8 + length])["truncated"]["data_offsets"]
     body[8 + length + begin : 8 + length + end] = bytes([byte]) * (end - begin)
     return bytes(body)
 
 
-async def test_values_without_sense_are_refused_with_their_column(index_url: str, tmp_path: Path) -> None:
+async def test_values_without_sense_are_refused_with_their_column(
+    index_url: str, tmp_path: Path
+) -> None:
     async with going(index_url, tmp_path, recipe(EXTERNAL, train__steps=2)) as run:
         got = await run.claim()
         ids = [row["id"] for row in got["rows"]]
         for what, (changes, field) in WRONG.items():
-            details = await run.refused(422, "POST", "experience", **put_body(got["token"], ids, {**RIGHT, **changes}))
+            details = await run.refused(
+                422, "POST", "experience", **put_body(got["token"], ids, {**RIGHT, **changes})
+            )
             assert details["field"] == field, what
             assert details["fix"], what
         control = json.dumps({"token": got["token"], "rows": ids})
         body = with_bytes_of_flags({"control": control, **responses(4, 0)}, 0xFF)
-        details = await run.refused(422, "POST", "experience", data=body, headers={"Content-Type": BINARY})
+        details = await run.refused(
+            422, "POST", "experience", data=body, headers={"Content-Type": BINARY}
+        )
         assert details["field"] == "columns.truncated"
-        assert await run.ask("POST", "experience", **put_body(got["token"], ids, RIGHT)) == {"left": 0, "version": None}
+        assert await run.ask("POST", "experience", **put_body(got["token"], ids, RIGHT)) == {
+            "left": 0,
+            "version": None,
+        }
 
 
-async def test_a_run_survives_the_worst_values_that_are_taken(index_url: str, tmp_path: Path) -> None:
-    """Rewards and logprobs at the ends of what is let in, into a real trainer: each step is finite."""
+async def test_a_run_survives_the_worst_values_that_are_taken(
+    index_url: str, tmp_path: Path
+) -> None:
+    """Rewards and logprobs at the ends of what is let in, into a real trainer: each step is
+    finite."""
     base = {**TINY, "external": {"stages": ["rollout", "reward"]}}
     of = recipe(base, train__steps=3, pipeline__staleness=0)
     async with going(index_url, tmp_path, of) as run:
@@ -183,13 +246,18 @@ async def test_a_run_survives_the_worst_values_that_are_taken(index_url: str, tm
             got = await run.ask("POST", "experience/get", json=asked)
             if got["token"] is not None:
                 count = len(got["rows"])
-                token, ids = got["token"], [row["id"] for row in got["rows"]]
+                token = got["token"]
+                ids = [row["id"] for row in got["rows"]]
                 for wrong in (1.1e6, -3e38):
                     columns = {"reward": [wrong] * count, "scores": [[0.0]] * count}
-                    details = await run.refused(422, "POST", "experience", **put_body(token, ids, columns))
+                    details = await run.refused(
+                        422, "POST", "experience", **put_body(token, ids, columns)
+                    )
                     assert details["field"] == "columns.reward"
                 columns = {"reward": [1.0] * count, "scores": [[-2e6]] * count}
-                details = await run.refused(422, "POST", "experience", **put_body(token, ids, columns))
+                details = await run.refused(
+                    422, "POST", "experience", **put_body(token, ids, columns)
+                )
                 assert details["field"] == "columns.scores"
                 ends = [1e6 if row["place"] % 2 else -1e6 for row in got["rows"]]
                 columns = {"reward": ends, "scores": [[math.nan]] * count}
@@ -247,8 +315,12 @@ UNREADABLE: dict[str, bytes] = {
     "a header that is no JSON": struct.pack("<Q", 4) + b"{{{{",
     "a header that is a list": struct.pack("<Q", 2) + b"[]",
     "integers": file_of({"w": {"dtype": "I64", "shape": [1], "data_offsets": [0, 8]}}, b"\0" * 8),
-    "a shape of no numbers": file_of({"w": {"dtype": "F32", "shape": ["1"], "data_offsets": [0, 4]}}, b"\0" * 4),
-    "a shape that is negative": file_of({"w": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}, b"\0" * 4),
+    "a shape of no numbers": file_of(
+        {"w": {"dtype": "F32", "shape": ["1"], "data_offsets": [0, 4]}}, b"\0" * 4
+    ),
+    "a shape that is negative": file_of(
+        {"w": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}, b"\0" * 4
+    ),
     "a header nested 10,000 deep": struct.pack("<Q", 20_000) + b"[" * 10_000 + b"]" * 10_000,
     "nothing but its header": save(whole_model())[:5000],
     "more than its header declares": save(whole_model()) + b"\0",
@@ -262,7 +334,9 @@ async def test_weights_that_are_not_the_models_are_refused_and_the_right_ones_ta
     headers = {"Content-Type": BINARY}
     async with going(index_url, tmp_path, recipe(TRAINER)) as run:
         for what, (tensors, output) in WRONG_WEIGHTS.items():
-            details = await run.refused(422, "PUT", "weights/0", data=save(tensors), headers=headers)
+            details = await run.refused(
+                422, "PUT", "weights/0", data=save(tensors), headers=headers
+            )
             assert (details["type"], details["field"]) == ("urn:asyncdock:misfit", "body"), what
             assert re.search(output, details["detail"]), details["detail"]
         for what, body in UNREADABLE.items():
@@ -274,9 +348,14 @@ async def test_weights_that_are_not_the_models_are_refused_and_the_right_ones_ta
         assert not spooled(tmp_path), "a spooled file was left behind"
 
 
-async def test_weights_larger_than_the_model_are_refused_before_their_payload(index_url: str, tmp_path: Path) -> None:
-    """256 GiB could be spooled before anything was looked at. The header alone is refused now: the payload's first byte is
-    never asked for, and nothing is written."""
+async def test_weights_larger_than_the_model_are_refused_before_their_payload(
+    index_url: str, tmp_path: Path
+) -> None:
+    """256 GiB could be spooled before anything was looked at.
+
+    The header alone is refused now: the payload's first byte is never asked for, and nothing is
+    written.
+    """
     async with going(index_url, tmp_path, recipe(TRAINER)) as run:
         asked = asyncio.Event()
 
@@ -287,7 +366,9 @@ async def test_weights_larger_than_the_model_are_refused_before_their_payload(in
 
         try:
             async with asyncio.timeout(10):
-                details = await run.refused(422, "PUT", "weights/0", data=body(), headers={"Content-Type": BINARY})
+                details = await run.refused(
+                    422, "PUT", "weights/0", data=body(), headers={"Content-Type": BINARY}
+                )
         finally:
             asked.set()
         assert details["field"] == "body"
@@ -334,9 +415,12 @@ async def test_a_body_of_weights_that_drips_is_given_up(
                 yield whole[at : at + 1]
                 await asyncio.sleep(0.02)
 
-        request = run.client.put(f"{run.at}/weights/0", data=body(), headers={"Content-Type": BINARY})
+        request = run.client.put(
+            f"{run.at}/weights/0", data=body(), headers={"Content-Type": BINARY}
+        )
         async with asyncio.timeout(30):
-            with suppress(aiohttp.ClientConnectionError):  # the answer may be lost with the connection, which is closed
+            # the answer may be lost with the connection, which is closed
+            with suppress(aiohttp.ClientConnectionError):
                 assert (await problem(await request, 408))["type"] == "urn:asyncdock:slow-body"
         assert not spooled(tmp_path)
 

@@ -1,4 +1,5 @@
-"""A served checkpoint whose tokens are bytes, and its answers to requests, without a server between."""
+"""A served checkpoint whose tokens are bytes, and its answers to requests, without a server
+between."""
 
 from __future__ import annotations
 
@@ -24,10 +25,16 @@ from orchestration.policy.served import Policies
 from orchestration.processes.forkserver import ForkServer
 from tests.forked import fork_server, listen
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-WORDS = ["Ġthe", "Ġa", "ing", "END", "Ã©", "ðŁĺ", "âĤ¬"]  # of several bytes: é, the beginning of an emoji, €
-EOS, PADDED = "<eos>", 320
-TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+# of several bytes: é, the beginning of an emoji, €
+WORDS = ["Ġthe", "Ġa", "ing", "END", "Ã©", "ðŁĺ", "âĤ¬"]
+EOS = "<eos>"
+PADDED = 320
+TEMPLATE = (
+    "{% for message in messages %}{{ message.content }}{% endfor %}{% if "
+    "add_generation_prompt %}={% endif %}"
+)
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -37,7 +44,10 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(
-        tokenizer_object=raw, eos_token=EOS, clean_up_tokenization_spaces=False, chat_template=TEMPLATE
+        tokenizer_object=raw,
+        eos_token=EOS,
+        clean_up_tokenization_spaces=False,
+        chat_template=TEMPLATE,
     )
 
 
@@ -72,7 +82,9 @@ class Client:
 
     async def whole(self, path: str, **request: Any) -> dict[str, Any]:
         body = await self.body(path, request)
-        return json.loads(body, parse_constant=lambda name: (_ for _ in ()).throw(AssertionError(name)))
+        return json.loads(
+            body, parse_constant=lambda name: (_ for _ in ()).throw(AssertionError(name))
+        )
 
     async def stream(self, path: str, **request: Any) -> list[dict[str, Any]]:
         body = await self.body(path, {**request, "stream": True})

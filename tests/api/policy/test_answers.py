@@ -1,4 +1,5 @@
-"""Answers of a served checkpoint whose tokens are bytes, beside what the tokenizer's bytes and float64 logits say."""
+"""Answers of a served checkpoint whose tokens are bytes, beside what the tokenizer's bytes and
+float64 logits say."""
 
 from __future__ import annotations
 
@@ -16,10 +17,23 @@ from hypothesis import strategies as st
 from api.policy.pieces import BYTES, ChoiceText, Pieces
 from stages.engines.protocols import Completion, ResponseFailed, Token
 from stages.engines.torch.decoding.batch import ContinuousBatch
-from tests.api.policy.answers import CHAT, COMPLETIONS, EOS, WORDS, Client, byte_model, byte_tokenizer, checkpoint
+from tests.api.policy.answers import (
+    CHAT,
+    COMPLETIONS,
+    EOS,
+    WORDS,
+    Client,
+    byte_model,
+    byte_tokenizer,
+    checkpoint,
+)
 
 TOKENIZER = byte_tokenizer()
-RAW = [b"", *(bytes([byte]) for byte in BYTES.values()), *(bytes(BYTES[one] for one in word) for word in WORDS)]
+RAW = [
+    b"",
+    *(bytes([byte]) for byte in BYTES.values()),
+    *(bytes(BYTES[one] for one in word) for word in WORDS),
+]
 ID_OF = {raw: number for number, raw in enumerate(RAW)}
 KNOWN = len(RAW)
 TEXTS = ["€", "é", "😀", "\ufffd", "END", "a", " the", "ing", "E", "EN", "👩‍👧", "\n"]
@@ -28,19 +42,26 @@ STOPS = ["END", "€", "\ufffd", "😀b", "EEN", "the\ufffd"]
 
 def ids_of(text: str, words: bool) -> list[int]:
     """Tokens of ``text``: its bytes one by one, or WORDS where they fit."""
-    data, ids = text.encode(), list[int]()
+    data = text.encode()
+    ids = list[int]()
     while data:
-        longest = max((raw for raw in RAW if raw and data.startswith(raw) and (words or len(raw) == 1)), key=len)
+        longest = max(
+            (raw for raw in RAW if raw and data.startswith(raw) and (words or len(raw) == 1)),
+            key=len,
+        )
         ids.append(ID_OF[longest])
         data = data[len(longest) :]
     return ids
 
 
-def pieces_of(ids: list[int], stops: list[str], *, streamed: bool) -> tuple[str, list[tuple[int, bytes, int]], str]:
+def pieces_of(
+    ids: list[int], stops: list[str], *, streamed: bool
+) -> tuple[str, list[tuple[int, bytes, int]], str]:
     """The text, the tokens with bytes and offsets, and the reason of a choice with these tokens."""
     choice = ChoiceText(0, TOKENIZER, Pieces(TOKENIZER), stops)
     done = Completion(0, 0, torch.tensor(ids), torch.zeros(len(ids)), ((0, len(ids)),), "length")
-    text, tokens = "", list[tuple[int, bytes, int]]()
+    text = ""
+    tokens = list[tuple[int, bytes, int]]()
     for item in [*([Token(0, 0, one, -1.0, 0) for one in ids] if streamed else []), done]:
         if choice.reason is None:
             choice.add(item)
@@ -110,16 +131,25 @@ def logprobs_of(model: Any, prompt: list[int], ids: list[int], temperature: floa
 
 def id_of_name(name: str) -> int:
     if name.startswith("bytes:"):
-        return ID_OF[name.removeprefix("bytes:").encode().decode("unicode_escape").encode("latin-1")]
+        return ID_OF[
+            name.removeprefix("bytes:").encode().decode("unicode_escape").encode("latin-1")
+        ]
     return ID_OF[b"" if name == EOS else name.encode()]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.02, 1.0])
-async def test_all_logprobs_are_right_and_none_is_lost(served: tuple[Client, Any], temperature: float) -> None:
+async def test_all_logprobs_are_right_and_none_is_lost(
+    served: tuple[Client, Any], temperature: float
+) -> None:
     """At the low temperature most probabilities underflow; no padded token is named."""
     client, model = served
     prompt = ids_of("hi €", words=False)
-    asked: dict[str, Any] = {"prompt": prompt, "max_tokens": 24, "temperature": temperature, "seed": 4}
+    asked: dict[str, Any] = {
+        "prompt": prompt,
+        "max_tokens": 24,
+        "temperature": temperature,
+        "seed": 4,
+    }
     (choice,) = (await client.whole(COMPLETIONS, **asked, logprobs=20))["choices"]
     found = choice["logprobs"]
     ids = [id_of_name(name) for name in found["tokens"]]
@@ -143,7 +173,11 @@ async def test_all_logprobs_are_right_and_none_is_lost(served: tuple[Client, Any
 
 async def test_a_chat_has_the_same_logprobs_and_real_bytes(served: tuple[Client, Any]) -> None:
     client, model = served
-    asked: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 20, "seed": 1}
+    asked: dict[str, Any] = {
+        "messages": [{"role": "user", "content": "hi"}],
+        "max_tokens": 20,
+        "seed": 1,
+    }
     whole = (await client.whole(CHAT, **asked, logprobs=True, top_logprobs=20))["choices"][0]
     content = whole["logprobs"]["content"]
     ids = [ID_OF[bytes(one["bytes"])] for one in content]
@@ -156,7 +190,10 @@ async def test_a_chat_has_the_same_logprobs_and_real_bytes(served: tuple[Client,
         values = [other["logprob"] for other in one["top_logprobs"]]
         assert values == sorted(values, reverse=True)
         assert values == pytest.approx(right[number, others].tolist(), abs=1e-3)
-    parts = [chunk["choices"][0] for chunk in await client.stream(CHAT, **asked, logprobs=True, top_logprobs=20)]
+    parts = [
+        chunk["choices"][0]
+        for chunk in await client.stream(CHAT, **asked, logprobs=True, top_logprobs=20)
+    ]
     assert [one for part in parts for one in part["logprobs"]["content"]] == content
     assert "".join(part["delta"]["content"] for part in parts) == whole["message"]["content"]
 
@@ -170,19 +207,29 @@ async def test_a_response_does_not_end_inside_a_character(served: tuple[Client, 
         for stop in ("\ufffd", free["text"][20:22] or "a"):
             (choice,) = (await client.whole(COMPLETIONS, **asked, seed=seed, stop=stop))["choices"]
             assert choice["text"] == free["text"].partition(stop)[0]
-            assert choice["finish_reason"] == ("stop" if stop in free["text"] else free["finish_reason"])
+            assert choice["finish_reason"] == (
+                "stop" if stop in free["text"] else free["finish_reason"]
+            )
 
 
-async def test_a_temperature_of_nearly_zero_is_greedy_and_its_logprobs_are_numbers(served: tuple[Client, Any]) -> None:
+async def test_a_temperature_of_nearly_zero_is_greedy_and_its_logprobs_are_numbers(
+    served: tuple[Client, Any],
+) -> None:
     client, _ = served
     asked: dict[str, Any] = {"prompt": "hi", "max_tokens": 9, "logprobs": 20}
     (greedy,) = (await client.whole(COMPLETIONS, **asked, temperature=0))["choices"]
-    for change in ({"temperature": 1e-30}, {"temperature": 1.0, "top_p": 1e-30}, {"temperature": 100, "top_k": 1}):
+    for change in (
+        {"temperature": 1e-30},
+        {"temperature": 1.0, "top_p": 1e-30},
+        {"temperature": 100, "top_k": 1},
+    ):
         (choice,) = (await client.whole(COMPLETIONS, **asked, **change))["choices"]
         assert choice["text"] == greedy["text"]
 
 
-async def test_a_default_of_tokens_is_shortened_at_the_end_of_the_context(served: tuple[Client, Any]) -> None:
+async def test_a_default_of_tokens_is_shortened_at_the_end_of_the_context(
+    served: tuple[Client, Any],
+) -> None:
     client, _ = served
     for path, field in ((COMPLETIONS, "prompt"), (CHAT, "messages")):
         for length in (250, 255):
@@ -207,14 +254,19 @@ async def test_a_fault_of_one_request_ends_no_other(
     asked: dict[str, Any] = {"max_tokens": 40, "logprobs": 2}
 
     async def all_of_them(bad: bool) -> list[Any]:
-        requests = [client.whole(COMPLETIONS, prompt=f"{seed} is", seed=seed, **asked) for seed in range(20)]
+        requests = [
+            client.whole(COMPLETIONS, prompt=f"{seed} is", seed=seed, **asked) for seed in range(20)
+        ]
         if bad:
             requests.insert(9, client.problem(COMPLETIONS, prompt="bad", seed=666, **asked))
         return await asyncio.gather(*requests)
 
     def tokens_of(answers: list[Any]) -> list[Any]:
         choices = [answer["choices"][0] for answer in answers]
-        return [(choice["text"], choice["finish_reason"], choice["logprobs"]["tokens"]) for choice in choices]
+        return [
+            (choice["text"], choice["finish_reason"], choice["logprobs"]["tokens"])
+            for choice in choices
+        ]
 
     undisturbed = tokens_of(await all_of_them(bad=False))
     extend = ContinuousBatch._extend

@@ -1,4 +1,5 @@
-"""Any request gets an answer, or an error that names a field: never a 500, and never an answer that is no JSON."""
+"""Any request gets an answer, or an error that names a field: never a 500, and never an answer that
+is no JSON."""
 
 from __future__ import annotations
 
@@ -17,9 +18,19 @@ from hypothesis import strategies as st
 from api.policy.handler import respond
 from api.schemas.completions import REQUESTS
 from api.server.problems import HTTPProblem, errors_of
-from tests.api.policy.answers import CHAT, COMPLETIONS, Client, byte_model, byte_tokenizer, checkpoint
+from tests.api.policy.answers import (
+    CHAT,
+    COMPLETIONS,
+    Client,
+    byte_model,
+    byte_tokenizer,
+    checkpoint,
+)
 
-MESSAGES = [{"role": "system", "content": "a"}, {"role": "user", "content": [{"type": "text", "text": "b"}]}]
+MESSAGES = [
+    {"role": "system", "content": "a"},
+    {"role": "user", "content": [{"type": "text", "text": "b"}]},
+]
 DEFAULTS: dict[str, dict[str, Any]] = {
     COMPLETIONS: {
         "best_of": 1,
@@ -76,8 +87,16 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 NEEDED: dict[str, dict[str, Any]] = {COMPLETIONS: {"prompt": "ab"}, CHAT: {"messages": MESSAGES}}
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    *[(path, {"temperature": value}, "temperature") for path in NEEDED for value in (1e-300, 5e-324, -1, 101, 1e300)],
-    *[(path, {"top_p": value}, "top_p") for path in NEEDED for value in (1e-300, 1e-31, 0, -0.1, 1.1)],
+    *[
+        (path, {"temperature": value}, "temperature")
+        for path in NEEDED
+        for value in (1e-300, 5e-324, -1, 101, 1e300)
+    ],
+    *[
+        (path, {"top_p": value}, "top_p")
+        for path in NEEDED
+        for value in (1e-300, 1e-31, 0, -0.1, 1.1)
+    ],
     *[(path, {"temperature": math.nan}, "temperature") for path in NEEDED],
     *[(path, {"top_p": math.inf}, "top_p") for path in NEEDED],
     *[(path, {"stop": stop}, "stop") for path in NEEDED for stop in ("", [""], ["a"] * 5)],
@@ -122,8 +141,12 @@ async def answer(client: Client, path: str, request: dict[str, Any]) -> tuple[in
         return 422, [wrong.field for wrong in errors_of(error)]
     except HTTPProblem as problem:
         return problem.status, [problem.details.field]
-    texts = [event.removeprefix("data: ") for event in parts.split("\n\n")] if asked.stream else [parts]
-    return 200, [json.loads(text, parse_constant=pytest.fail) for text in texts if text not in ("", "[DONE]")]
+    texts = (
+        [event.removeprefix("data: ") for event in parts.split("\n\n")] if asked.stream else [parts]
+    )
+    return 200, [
+        json.loads(text, parse_constant=pytest.fail) for text in texts if text not in ("", "[DONE]")
+    ]
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
@@ -137,11 +160,19 @@ async def test_what_openai_has_by_default_may_be_said(path: str, client: Client)
 
 
 async def test_an_assistant_may_have_said_nothing(client: Client) -> None:
-    silent = {"role": "assistant", "content": None, "refusal": None, "tool_calls": None, "function_call": None}
+    silent = {
+        "role": "assistant",
+        "content": None,
+        "refusal": None,
+        "tool_calls": None,
+        "function_call": None,
+    }
     silent |= {"audio": None, "annotations": []}
     found = await client.whole(CHAT, messages=[*MESSAGES, silent, MESSAGES[0]], seed=1)
     assert found["usage"]["prompt_tokens"] == len("aba=")
-    left_out = await client.whole(CHAT, messages=[*MESSAGES, {"role": "assistant"}, MESSAGES[0]], seed=1)
+    left_out = await client.whole(
+        CHAT, messages=[*MESSAGES, {"role": "assistant"}, MESSAGES[0]], seed=1
+    )
     assert left_out["choices"] == found["choices"]
 
 
@@ -155,13 +186,23 @@ async def test_what_is_refused_names_its_field(
         assert any(one.startswith(field) for one in fields), fields
 
 
-NUMBERS = st.sampled_from([0, 1, -1, 2, 0.5, 1e-30, 1e-300, 1e300, 10**40, -(10**40), 2**31, 100, 20, True])
+NUMBERS = st.sampled_from(
+    [0, 1, -1, 2, 0.5, 1e-30, 1e-300, 1e300, 10**40, -(10**40), 2**31, 100, 20, True]
+)
 ODD = st.one_of(
     st.none(),
     NUMBERS,
     st.sampled_from(["", "a", "\ufffd", "😀", "none", "x" * 300, "\u0000", "<eos>"]),
     st.lists(st.one_of(NUMBERS, st.sampled_from(["", "a", "é"])), max_size=5),
-    st.sampled_from([{}, {"type": "text"}, {"include_usage": True}, [[1, 2], [3]], [{"role": "user", "content": "a"}]]),
+    st.sampled_from(
+        [
+            {},
+            {"type": "text"},
+            {"include_usage": True},
+            [[1, 2], [3]],
+            [{"role": "user", "content": "a"}],
+        ]
+    ),
 )
 
 
@@ -171,7 +212,9 @@ async def test_any_value_of_any_field_is_answered(path: str, client: Client) -> 
     names = sorted([*REQUESTS[path].model_fields.keys() - {"model"}, "unknown"])
     requests = list[dict[str, Any]]()
 
-    @settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    )
     @given(st.dictionaries(st.sampled_from(names), ODD, max_size=4))
     def make(change: dict[str, Any]) -> None:
         requests.append({"max_tokens": 3, **NEEDED[path], **change})

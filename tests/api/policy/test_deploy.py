@@ -1,4 +1,5 @@
-"""`asyncdock deploy` on a Ray cluster of the test's own: the `openai` client, tokens, a swap, and a pinned version."""
+"""`asyncdock deploy` on a Ray cluster of the test's own: the `openai` client, tokens, a swap, and a
+pinned version."""
 
 from __future__ import annotations
 
@@ -41,8 +42,11 @@ async def test_a_run_is_deployed_on_ray_serve(cluster: str, tmp_path: Path) -> N
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
         free.close()
-        index, paths, made = Index(server.url, "deployed"), RunPaths(tmp_path, tmp_path / "shm", None), recipe(TINY)
-        trainer, tokens = Trainer(index, paths, made), Tokens(server.url)
+        index = Index(server.url, "deployed")
+        paths = RunPaths(tmp_path, tmp_path / "shm", None)
+        made = recipe(TINY)
+        trainer = Trainer(index, paths, made)
+        tokens = Tokens(server.url)
         await index.init(RunConfig(()), {})
         await RUN_RECIPE.put(index, made)
         await RUN_PATHS.put(index, paths)
@@ -52,39 +56,58 @@ async def test_a_run_is_deployed_on_ray_serve(cluster: str, tmp_path: Path) -> N
         first = await trainer.publish()
 
         async def deploy(*options: str) -> str:
-            return await asyncio.to_thread(asyncdock, "deploy", "deployed", "--address", cluster, *options)
+            return await asyncio.to_thread(
+                asyncdock, "deploy", "deployed", "--address", cluster, *options
+            )
 
         options = ["--index", server.url, "--listen", f"127.0.0.1:{port}"]
         options += ["--max", "2", "--target", "1", "--delay", "0.5", "--cpus", "0.5"]
         assert f"http://127.0.0.1:{port}/v1" in await deploy(*options)
         url = f"http://127.0.0.1:{port}/v1"
-        async with openai.AsyncOpenAI(base_url=url, api_key=texts["run"], timeout=300, max_retries=0) as client:
+        async with openai.AsyncOpenAI(
+            base_url=url, api_key=texts["run"], timeout=300, max_retries=0
+        ) as client:
             await at(client, "deployed", first)
             assert [model.id async for model in client.models.list()] == ["deployed"]
             second = await trainer.publish()
             await at(client, "deployed", second)
             for version in (first, second):
-                asked = {"model": f"deployed@{version}", "prompt": PROMPT, "temperature": 0, "max_tokens": 8}
+                asked = {
+                    "model": f"deployed@{version}",
+                    "prompt": PROMPT,
+                    "temperature": 0,
+                    "max_tokens": 8,
+                }
                 (choice,) = (await client.completions.create(**asked)).choices  # type: ignore[call-overload]
-                assert (choice.versions, choice.text) == ([[version, 8]], await trainer.expected(version, PROMPT, 8))
+                assert (choice.versions, choice.text) == (
+                    [[version, 8]],
+                    await trainer.expected(version, PROMPT, 8),
+                )
                 stream = await client.completions.create(**asked, stream=True)  # type: ignore[call-overload]
                 pieces = [chunk.choices[0].text async for chunk in stream]
                 assert ("".join(pieces), len(pieces) > 3) == (choice.text, True)
             with pytest.raises(openai.NotFoundError, match="is not served here"):
                 await client.completions.create(model="other", prompt=PROMPT)
             with pytest.raises(openai.UnprocessableEntityError, match="max_tokens"):
-                await client.completions.create(model="deployed", prompt=PROMPT, max_tokens=600, stream=True)
+                await client.completions.create(
+                    model="deployed", prompt=PROMPT, max_tokens=600, stream=True
+                )
             with pytest.raises(openai.PermissionDeniedError, match="scope run"):
-                await client.with_options(api_key=texts["read"]).completions.create(model="deployed", prompt=PROMPT)
+                await client.with_options(api_key=texts["read"]).completions.create(
+                    model="deployed", prompt=PROMPT
+                )
             with pytest.raises(openai.AuthenticationError, match="A token is needed"):
-                await client.with_options(api_key="none").completions.create(model="deployed", prompt=PROMPT)
+                await client.with_options(api_key="none").completions.create(
+                    model="deployed", prompt=PROMPT
+                )
             await scaled_up_by_load(client, cluster)
         await deploy("--remove")
         await index.close()
 
 
 async def scaled_up_by_load(client: openai.AsyncOpenAI, cluster: str) -> None:
-    """More requests than ``--target`` are under way until Serve has a second replica; none of them fails."""
+    """More requests than ``--target`` are under way until Serve has a second replica; none of them
+    fails."""
     ray.init(cluster, log_to_driver=False)
 
     def running() -> int:
@@ -93,7 +116,9 @@ async def scaled_up_by_load(client: openai.AsyncOpenAI, cluster: str) -> None:
 
     async def ask() -> None:
         while not enough.is_set():
-            await client.completions.create(model="deployed", prompt=PROMPT, max_tokens=400, temperature=1.5)
+            await client.completions.create(
+                model="deployed", prompt=PROMPT, max_tokens=400, temperature=1.5
+            )
             if await asyncio.to_thread(running) > 1:
                 enough.set()
 

@@ -1,4 +1,5 @@
-"""The unmodified `openai` client at a server of policies: a run whose trainer is the test, and a checkpoint."""
+"""The unmodified `openai` client at a server of policies: a run whose trainer is the test, and a
+checkpoint."""
 
 from __future__ import annotations
 
@@ -32,7 +33,10 @@ from tests.api.served import Served
 from tests.orchestration.runs import TINY, recipe
 
 SECONDS = 120.0
-CHAT = "{% for message in messages %}{{ message.content }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+CHAT = (
+    "{% for message in messages %}{{ message.content }}{% endfor %}{% if add_generation_prompt "
+    "%}={% endif %}"
+)
 PROMPT = "ab="
 
 
@@ -61,8 +65,11 @@ class Trainer:
 
     async def publish(self) -> int:
         self.version += 1
-        published = WeightStore(self.paths.shared).publish(self.version, self.model(self.version).named_parameters())
-        await self.index._redis.hset(f"{self.index.prefix}n", "trained", self.version)  # steps are not the matter here
+        published = WeightStore(self.paths.shared).publish(
+            self.version, self.model(self.version).named_parameters()
+        )
+        # steps are not the matter here
+        await self.index._redis.hset(f"{self.index.prefix}n", "trained", self.version)
         await self.index.publish_weights(self.version, published.record())
         await self.index.wake(VERSION)
         return self.version
@@ -71,16 +78,22 @@ class Trainer:
         folder = self.paths.checkpoints / f"step-{version:08d}"
         self.model(version).save_pretrained(folder / "model")
         self.tokenizer.save_pretrained(folder / "model")
-        (folder / "run.json").write_text(json.dumps({"version": version, "counters": {}, "remake": []}))
+        (folder / "run.json").write_text(
+            json.dumps({"version": version, "counters": {}, "remake": []})
+        )
         return folder / "model"
 
     async def expected(self, version: int, prompt: str, tokens: int) -> str:
         """The greedy text of ``version``, as an engine of the test makes it."""
         engine = TorchRolloutEngine(self.model(version), self.tokenizer, max_rows=1, threads=1)
-        params = SamplingParams(tokens, temperature=0.0, stop_token_ids=(int(self.tokenizer.eos_token_id),))
+        params = SamplingParams(
+            tokens, temperature=0.0, stop_token_ids=(int(self.tokenizer.eos_token_id),)
+        )
         ids = torch.tensor(self.tokenizer(prompt)["input_ids"])
         try:
-            (made,) = [one async for one in engine.generate([GroupRequest(0, (0,), ids, params, 0)])]
+            (made,) = [
+                one async for one in engine.generate([GroupRequest(0, (0,), ids, params, 0)])
+            ]
         finally:
             await engine.close()
         return str(self.tokenizer.decode(made.token_ids.tolist(), skip_special_tokens=True))
@@ -99,14 +112,16 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 @pytest.fixture(scope="module")
-def begun(served: Served, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, RunPaths, Recipe, list[int]]:
-    """One run for all tests, as its process takes seconds to start: its index, id, paths, recipe and newest version."""
-    folder, url = tmp_path_factory.mktemp("run"), json.loads((served.data / FILE).read_text())["index"]
+def begun(
+    served: Served, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, str, RunPaths, Recipe, list[int]]:
+    """One run for all tests, as its process takes seconds to start: its index, id, paths, recipe
+    and newest version."""
+    folder = tmp_path_factory.mktemp("run")
+    url = json.loads((served.data / FILE).read_text())["index"]
     (folder / "chat.jinja").write_text(CHAT)
-    made, paths = (
-        recipe(TINY, prompts__chat_template=str(folder / "chat.jinja")),
-        RunPaths(folder, folder / "shm", None),
-    )
+    made = recipe(TINY, prompts__chat_template=str(folder / "chat.jinja"))
+    paths = RunPaths(folder, folder / "shm", None)
 
     async def begin() -> str:
         registry = Registry(url)
@@ -151,25 +166,41 @@ async def at(client: openai.AsyncOpenAI, run: str, version: int) -> None:
 async def test_completions(client: openai.AsyncOpenAI, trainer: Trainer) -> None:
     version = await trainer.publish()
     await at(client, trainer.run, version)
-    asked: dict[str, Any] = {"model": trainer.run, "prompt": [PROMPT, "cd="], "max_tokens": 12, "n": 2, "seed": 5}
+    asked: dict[str, Any] = {
+        "model": trainer.run,
+        "prompt": [PROMPT, "cd="],
+        "max_tokens": 12,
+        "n": 2,
+        "seed": 5,
+    }
     whole = await client.completions.create(**asked, logprobs=0)
     assert [choice.index for choice in whole.choices] == [0, 1, 2, 3]
     assert len({choice.text for choice in whole.choices}) == 4, "each has random numbers of its own"
     for choice in whole.choices:
         assert choice.logprobs is not None
-        tokens, logprobs = choice.logprobs.tokens, choice.logprobs.token_logprobs
+        tokens = choice.logprobs.tokens
+        logprobs = choice.logprobs.token_logprobs
         assert tokens is not None
         assert logprobs is not None
         assert choice.versions == [[version, len(tokens)]]
-        assert len(logprobs) == len(tokens) == (12 if choice.finish_reason == "length" else len(tokens))
+        assert (
+            len(logprobs)
+            == len(tokens)
+            == (12 if choice.finish_reason == "length" else len(tokens))
+        )
         assert all(value <= 0 for value in logprobs)
     assert whole.usage is not None
     made = sum(len(choice.logprobs.tokens or ()) for choice in whole.choices if choice.logprobs)
     assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (6, made)
 
-    texts, reasons, chunks, versions = Counter[int](), dict[int, str](), 0, set[int]()
+    texts = Counter[int]()
+    reasons = dict[int, str]()
+    chunks = 0
+    versions = set[int]()
     pieces = dict.fromkeys(range(4), "")
-    async for chunk in await client.completions.create(**asked, stream=True, stream_options={"include_usage": True}):
+    async for chunk in await client.completions.create(
+        **asked, stream=True, stream_options={"include_usage": True}
+    ):
         chunks += 1
         for choice in chunk.choices:
             pieces[choice.index] += choice.text
@@ -177,38 +208,64 @@ async def test_completions(client: openai.AsyncOpenAI, trainer: Trainer) -> None
             versions |= {number for number, _ in choice.versions}
             if choice.finish_reason:
                 reasons[choice.index] = choice.finish_reason
-    assert pieces == {choice.index: choice.text for choice in whole.choices}, "the seed makes the same tokens"
+    assert pieces == {choice.index: choice.text for choice in whole.choices}, (
+        "the seed makes the same tokens"
+    )
     assert reasons == {choice.index: choice.finish_reason for choice in whole.choices}
     assert versions == {version}
     assert chunk.usage == whole.usage
     assert min(texts.values()) > 3, "pieces come as tokens are made"
 
-    asked = {"model": trainer.run, "prompt": PROMPT, "max_tokens": 12, "temperature": 0, "logprobs": 2}
+    asked = {
+        "model": trainer.run,
+        "prompt": PROMPT,
+        "max_tokens": 12,
+        "temperature": 0,
+        "logprobs": 2,
+    }
     greedy = await client.completions.create(**asked)
     assert greedy.choices[0].text == await trainer.expected(version, PROMPT, 12)
     logprobs = greedy.choices[0].logprobs
     assert logprobs is not None
-    offsets, parts = list[int](), list[dict[str, float]]()
+    offsets = list[int]()
+    parts = list[dict[str, float]]()
     async for chunk in await client.completions.create(**asked, stream=True):
         found = chunk.choices[0].logprobs
         assert found is not None
-        offsets, parts = offsets + (found.text_offset or []), parts + (found.top_logprobs or [])
-    assert (offsets, offsets) == (logprobs.text_offset, list(range(len(logprobs.tokens or ())))), "a character a token"
+        offsets = offsets + (found.text_offset or [])
+        parts = parts + (found.top_logprobs or [])
+    assert (offsets, offsets) == (logprobs.text_offset, list(range(len(logprobs.tokens or ())))), (
+        "a character a token"
+    )
     assert parts == logprobs.top_logprobs, "a stream has the same"
-    for token, logprob, likeliest in zip(logprobs.tokens or (), logprobs.token_logprobs or (), parts, strict=True):
+    for token, logprob, likeliest in zip(
+        logprobs.tokens or (), logprobs.token_logprobs or (), parts, strict=True
+    ):
         assert (len(likeliest), likeliest[token], max(likeliest.values())) == (2, logprob, logprob)
     ids = trainer.tokenizer(PROMPT)["input_ids"]
-    same = await client.completions.create(model=trainer.run, prompt=ids, max_tokens=12, temperature=0)
+    same = await client.completions.create(
+        model=trainer.run, prompt=ids, max_tokens=12, temperature=0
+    )
     assert same.choices[0].text == greedy.choices[0].text
 
 
-async def test_a_response_ends_before_its_stop_string(client: openai.AsyncOpenAI, trainer: Trainer) -> None:
-    asked: dict[str, Any] = {"model": trainer.run, "prompt": PROMPT, "max_tokens": 40, "temperature": 1, "seed": 1}
+async def test_a_response_ends_before_its_stop_string(
+    client: openai.AsyncOpenAI, trainer: Trainer
+) -> None:
+    asked: dict[str, Any] = {
+        "model": trainer.run,
+        "prompt": PROMPT,
+        "max_tokens": 40,
+        "temperature": 1,
+        "seed": 1,
+    }
     (free,) = (await client.completions.create(**asked)).choices
     stop = free.text[6:9]
     (choice,) = (await client.completions.create(**asked, stop=[stop, "never"])).choices
     assert (choice.text, choice.finish_reason) == (free.text[: free.text.index(stop)], "stop")
-    streamed = [chunk async for chunk in await client.completions.create(**asked, stop=stop, stream=True)]
+    streamed = [
+        chunk async for chunk in await client.completions.create(**asked, stop=stop, stream=True)
+    ]
     assert "".join(chunk.choices[0].text for chunk in streamed) == choice.text
     assert streamed[-1].choices[0].finish_reason == "stop"
 
@@ -216,18 +273,31 @@ async def test_a_response_ends_before_its_stop_string(client: openai.AsyncOpenAI
 async def test_chat(client: openai.AsyncOpenAI, trainer: Trainer) -> None:
     version = await trainer.publish()
     await at(client, trainer.run, version)
-    messages: Any = [{"role": "system", "content": "a"}, {"role": "user", "content": [{"type": "text", "text": "b"}]}]
-    asked: dict[str, Any] = {"model": trainer.run, "messages": messages, "temperature": 0, "max_completion_tokens": 8}
+    messages: Any = [
+        {"role": "system", "content": "a"},
+        {"role": "user", "content": [{"type": "text", "text": "b"}]},
+    ]
+    asked: dict[str, Any] = {
+        "model": trainer.run,
+        "messages": messages,
+        "temperature": 0,
+        "max_completion_tokens": 8,
+    }
     whole = await client.chat.completions.create(**asked, logprobs=True, top_logprobs=3)
     (choice,) = whole.choices
-    assert choice.message.content == await trainer.expected(version, PROMPT, 8), "the template of the recipe"
+    assert choice.message.content == await trainer.expected(version, PROMPT, 8), (
+        "the template of the recipe"
+    )
     assert choice.logprobs is not None
     assert choice.logprobs.content is not None
     assert [(version, len(choice.logprobs.content))] == [tuple(run) for run in choice.versions]
     for token in choice.logprobs.content:
-        assert [other.logprob for other in token.top_logprobs] == sorted({o.logprob for o in token.top_logprobs})[::-1]
+        assert [other.logprob for other in token.top_logprobs] == sorted(
+            {o.logprob for o in token.top_logprobs}
+        )[::-1]
         assert (len(token.top_logprobs), token.top_logprobs[0].token) == (3, token.token), "greedy"
-    text, roles = "", []
+    text = ""
+    roles = []
     async for chunk in await client.chat.completions.create(**asked, stream=True):
         text += chunk.choices[0].delta.content or ""
         roles += [chunk.choices[0].delta.role] if chunk.choices[0].delta.role else []
@@ -243,30 +313,46 @@ async def test_versions_are_pinned(client: openai.AsyncOpenAI, trainer: Trainer)
     trainer.version += 6
     for _ in range(2):
         await trainer.publish()
-    for version in (old, trainer.version - 1, trainer.version):  # a checkpoint, and what is published in memory
-        asked: dict[str, Any] = {"model": f"{trainer.run}@{version}", "prompt": PROMPT, "temperature": 0}
+    # a checkpoint, and what is published in memory
+    for version in (old, trainer.version - 1, trainer.version):
+        asked: dict[str, Any] = {
+            "model": f"{trainer.run}@{version}",
+            "prompt": PROMPT,
+            "temperature": 0,
+        }
         answer = await client.completions.create(**asked, max_tokens=8)
         assert answer.choices[0].versions == [[version, 8]]
         assert answer.choices[0].text == await trainer.expected(version, PROMPT, 8)
-    with pytest.raises(openai.NotFoundError, match=rf"no version {old + 1} any more; it has \[{old}\] as checkpoints"):
+    with pytest.raises(
+        openai.NotFoundError,
+        match=rf"no version {old + 1} any more; it has "
+        rf"\[{old}\] as checkpoints",
+    ):
         await client.completions.create(model=f"{trainer.run}@{old + 1}", prompt=PROMPT)
 
 
-async def test_a_damaged_checkpoint_hides_no_other_model(client: openai.AsyncOpenAI, trainer: Trainer) -> None:
+async def test_a_damaged_checkpoint_hides_no_other_model(
+    client: openai.AsyncOpenAI, trainer: Trainer
+) -> None:
     trainer.version += 2
-    found, damaged = trainer.version - 1, trainer.version
+    found = trainer.version - 1
+    damaged = trainer.version
     trainer.checkpoint(found)
     (trainer.checkpoint(damaged).parent / "run.json").write_text('{"version": ')
     names = [model.id async for model in client.models.list()]
     assert "named" in names
-    answer = await client.completions.create(model=f"{trainer.run}@{found}", prompt=PROMPT, max_tokens=2)
+    answer = await client.completions.create(
+        model=f"{trainer.run}@{found}", prompt=PROMPT, max_tokens=2
+    )
     assert answer.choices[0].versions == [[found, 2]]
     with pytest.raises(openai.NotFoundError, match=f"no version {damaged} any more"):
         await client.completions.create(model=f"{trainer.run}@{damaged}", prompt=PROMPT)
 
 
 async def test_a_checkpoint_is_served_by_its_name(client: openai.AsyncOpenAI) -> None:
-    answer = await client.completions.create(model="named", prompt=PROMPT, max_tokens=4, temperature=0)
+    answer = await client.completions.create(
+        model="named", prompt=PROMPT, max_tokens=4, temperature=0
+    )
     assert answer.choices[0].versions == [[0, 4]]
     assert (await client.models.retrieve("named")).owned_by == "checkpoint"
     assert "named" in [model.id async for model in client.models.list()]
@@ -293,25 +379,39 @@ async def test_what_is_wrong_is_a_problem(client: openai.AsyncOpenAI, trainer: T
     for change, field_name in wrong:
         for stream in (False, True):
             with pytest.raises(openai.UnprocessableEntityError) as refused:
-                await client.completions.create(**{"model": trainer.run, "prompt": PROMPT, "stream": stream, **change})
+                await client.completions.create(
+                    **{"model": trainer.run, "prompt": PROMPT, "stream": stream, **change}
+                )
             assert refused.value.body["field"].startswith(field_name), change  # type: ignore[index]
 
 
 @pytest.mark.timeout(600)
-async def test_weights_are_swapped_below_requests(client: openai.AsyncOpenAI, trainer: Trainer) -> None:
-    """200 requests, of which half stream, are under way over 20 swaps; each is answered by one version."""
+async def test_weights_are_swapped_below_requests(
+    client: openai.AsyncOpenAI, trainer: Trainer
+) -> None:
+    """200 requests, of which half stream, are under way over 20 swaps; each is answered by one
+    version."""
     first = await trainer.publish()
     await at(client, trainer.run, first)
-    asked: dict[str, Any] = {"model": trainer.run, "prompt": PROMPT, "max_tokens": 16, "temperature": 0}
+    asked: dict[str, Any] = {
+        "model": trainer.run,
+        "prompt": PROMPT,
+        "max_tokens": 16,
+        "temperature": 0,
+    }
     answers: list[tuple[str, list[list[int]]]] = []
-    answered, numbers, swapped = asyncio.Condition(), itertools.count(), asyncio.Event()
+    answered = asyncio.Condition()
+    numbers = itertools.count()
+    swapped = asyncio.Event()
 
     async def ask() -> None:
         while (number := next(numbers)) < 200 or not swapped.is_set():
-            text, versions = "", list[list[int]]()
+            text = ""
+            versions = list[list[int]]()
             if number % 2:
                 (choice,) = (await client.completions.create(**asked)).choices
-                text, versions = choice.text, choice.versions
+                text = choice.text
+                versions = choice.versions
             else:
                 async for chunk in await client.completions.create(**asked, stream=True):
                     text += chunk.choices[0].text
@@ -324,7 +424,9 @@ async def test_weights_are_swapped_below_requests(client: openai.AsyncOpenAI, tr
         for _ in range(20):
             version = await trainer.publish()
             async with answered:
-                await answered.wait_for(lambda version=version: any(one[-1][0] >= version for _, one in answers))
+                await answered.wait_for(
+                    lambda version=version: any(one[-1][0] >= version for _, one in answers)
+                )
         swapped.set()
 
     async with asyncio.TaskGroup() as tasks:
@@ -334,8 +436,12 @@ async def test_weights_are_swapped_below_requests(client: openai.AsyncOpenAI, tr
     assert len(answers) >= 200
     made_by = [{version for version, _ in versions} for _, versions in answers]
     assert [len(versions) for versions in made_by] == [1] * len(answers)
-    assert {version for versions in made_by for version in versions} >= set(range(first + 1, first + 21))
-    expected = {version: await trainer.expected(version, PROMPT, 16) for version in {*set.union(*made_by)}}
+    assert {version for versions in made_by for version in versions} >= set(
+        range(first + 1, first + 21)
+    )
+    expected = {
+        version: await trainer.expected(version, PROMPT, 16) for version in {*set.union(*made_by)}
+    }
     assert [text for text, _ in answers] == [expected[min(versions)] for versions in made_by]
 
 
@@ -349,28 +455,41 @@ def policies_process(served: Served) -> psutil.Process:
 async def test_serving_takes_its_share_beside_training(
     client: openai.AsyncOpenAI, trainer: Trainer, served: Served
 ) -> None:
-    """The CPU time of the policies' process while requests to two policies are under way. A busy machine makes it less."""
+    """The CPU time of the policies' process while requests to two policies are under way.
+
+    A busy machine makes it less.
+    """
     await at(client, trainer.run, await trainer.publish())
-    process, pinned = policies_process(served), f"{trainer.run}@{trainer.version}"
+    process = policies_process(served)
+    pinned = f"{trainer.run}@{trainer.version}"
     await at(client, pinned, trainer.version)
 
     async def cpu_share() -> float:
-        began, before = time.monotonic(), sum(process.cpu_times()[:2])
+        began = time.monotonic()
+        before = sum(process.cpu_times()[:2])
         asked: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 400, "n": 4, "temperature": 0}
         both = (client.completions.create(model=model, **asked) for model in (trainer.run, pinned))
         await asyncio.gather(*both)
         return (sum(process.cpu_times()[:2]) - before) / (time.monotonic() - began)
 
-    # One thread of each policy computes in its share of the time, beside them what takes requests and streams tokens.
+    # One thread of each policy computes in its share of the time, beside them what takes requests
+    # and streams tokens.
     assert 0 < await cpu_share() < 3 * trainer.recipe.serve.share < 1
 
 
 async def test_versions_mix_where_they_may(client: openai.AsyncOpenAI, trainer: Trainer) -> None:
     first = await trainer.publish()
     await at(client, trainer.run, first)
-    asked: dict[str, Any] = {"model": trainer.run, "prompt": PROMPT, "max_tokens": 480, "temperature": 0}
+    asked: dict[str, Any] = {
+        "model": trainer.run,
+        "prompt": PROMPT,
+        "max_tokens": 480,
+        "temperature": 0,
+    }
     versions = list[int]()
-    async with await client.completions.create(**asked, stream=True, extra_body={"mix_versions": True}) as stream:
+    async with await client.completions.create(
+        **asked, stream=True, extra_body={"mix_versions": True}
+    ) as stream:
         async for chunk in stream:
             versions += [version for version, _ in chunk.choices[0].versions]
             if len(versions) == 1:
@@ -383,7 +502,12 @@ async def test_versions_mix_where_they_may(client: openai.AsyncOpenAI, trainer: 
 async def test_a_process_that_was_killed_is_started_again(
     client: openai.AsyncOpenAI, trainer: Trainer, served: Served
 ) -> None:
-    asked: dict[str, Any] = {"model": trainer.run, "prompt": PROMPT, "max_tokens": 480, "temperature": 0}
+    asked: dict[str, Any] = {
+        "model": trainer.run,
+        "prompt": PROMPT,
+        "max_tokens": 480,
+        "temperature": 0,
+    }
     async with await client.completions.create(**asked, n=8, stream=True) as stream:
         refused = asyncio.create_task(client.completions.create(**asked, n=8))
         await at(client, trainer.run, trainer.version)

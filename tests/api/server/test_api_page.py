@@ -1,4 +1,7 @@
-"""docs/api.md: every path that it names is one of the API's. Its commands are executed with its page."""
+"""docs/api.md: every path that it names is one of the API's.
+
+Its commands are executed with its page.
+"""
 
 from __future__ import annotations
 
@@ -16,5 +19,7 @@ def test_every_path_that_the_page_names_is_there(tmp_path: Path) -> None:
 
     known = {re.sub(r"\{[^}]*\}", "{}", o.path) for o in operations_of(ROUTES)}
     for path in re.findall(r"127\.0\.0\.1:8765(/[^\s\"'`?]*)", PAGE):
-        template = re.sub(r"\$RUN|recipes/mock", lambda m: "{}" if m[0] == "$RUN" else "recipes/{}", path)
+        template = re.sub(
+            r"\$RUN|recipes/mock", lambda m: "{}" if m[0] == "$RUN" else "recipes/{}", path
+        )
         assert template in known, path

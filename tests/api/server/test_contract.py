@@ -1,4 +1,5 @@
-"""The REST contract as other programs see it: the OpenAPI document, and a client generated from it alone."""
+"""The REST contract as other programs see it: the OpenAPI document, and a client generated from it
+alone."""
 
 from __future__ import annotations
 
@@ -49,7 +50,12 @@ def document(*, tokens: bool = True) -> dict[str, Any]:
 
 def operations(of: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
     """(method, path, operation) of a document."""
-    return [(method, path, item[method]) for path, item in of["paths"].items() for method in METHODS if method in item]
+    return [
+        (method, path, item[method])
+        for path, item in of["paths"].items()
+        for method in METHODS
+        if method in item
+    ]
 
 
 def fits(payload: object, schema: dict[str, Any], of: dict[str, Any]) -> None:
@@ -57,7 +63,8 @@ def fits(payload: object, schema: dict[str, Any], of: dict[str, Any]) -> None:
     jsonschema.Draft202012Validator({**schema, "components": of["components"]}).validate(payload)
 
 
-# --- the document -------------------------------------------------------------------------------------------------------
+# --- the document
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tokens", [True, False])
@@ -67,7 +74,8 @@ def test_the_document_is_openapi_3_1(tokens: bool) -> None:
 
 
 def test_a_token_is_asked_for_where_the_server_asks_for_one() -> None:
-    with_tokens, without = document(tokens=True), document(tokens=False)
+    with_tokens = document(tokens=True)
+    without = document(tokens=False)
     scoped = {path for _, path, operation in operations(with_tokens) if operation["security"]}
     assert "/v1/runs" in scoped
     assert not scoped & {"/healthz", "/readyz", "/openapi.json"}
@@ -75,7 +83,8 @@ def test_a_token_is_asked_for_where_the_server_asks_for_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "asked"), [({"no_token": False}, True), ({"no_token": True}, False), ({"hosts": ("dock",)}, True)]
+    ("settings", "asked"),
+    [({"no_token": False}, True), ({"no_token": True}, False), ({"hosts": ("dock",)}, True)],
 )
 async def test_the_server_says_in_its_document_whether_it_asks_for_tokens(
     index_url: str, tmp_path: Path, settings: dict[str, Any], asked: bool
@@ -87,7 +96,8 @@ async def test_the_server_says_in_its_document_whether_it_asks_for_tokens(
 
 
 async def _statuses(client: Client, headers: dict[str, str]) -> dict[tuple[str, str], int]:
-    """What each operation of the document answers; those that make no error of their own end in one of the request's."""
+    """What each operation of the document answers; those that make no error of their own end in one
+    of the request's."""
     received = await (await client.get("/openapi.json")).json()
 
     async def ask(method: str, path: str) -> tuple[tuple[str, str], int]:
@@ -95,14 +105,22 @@ async def _statuses(client: Client, headers: dict[str, str]) -> dict[tuple[str, 
         async with client.request(method, url, headers=headers) as answer:
             return (method, path), answer.status
 
-    return dict(await asyncio.gather(*(ask(method, path) for method, path, _ in operations(received))))
+    return dict(
+        await asyncio.gather(*(ask(method, path) for method, path, _ in operations(received)))
+    )
 
 
 def _declared(status: str) -> set[tuple[str, str]]:
-    return {(method, path) for method, path, operation in operations(document()) if status in operation["responses"]}
+    return {
+        (method, path)
+        for method, path, operation in operations(document())
+        if status in operation["responses"]
+    }
 
 
-async def test_401_is_declared_where_a_request_without_a_token_gets_it(index_url: str, tmp_path: Path) -> None:
+async def test_401_is_declared_where_a_request_without_a_token_gets_it(
+    index_url: str, tmp_path: Path
+) -> None:
     async with serving(index_url, tmp_path, no_token=False) as client:
         found = await _statuses(client, {})
     assert {one for one, status in found.items() if status == 401} == _declared("401")
@@ -115,10 +133,13 @@ async def test_503_is_declared_where_an_index_that_does_not_answer_makes_it(tmp_
     async with serving(nowhere, tmp_path, no_token=False) as client:
         found = await _statuses(client, bearer(TOKEN))
     assert {one for one, status in found.items() if status == 503} == _declared("503")
-    assert {one: status for one, status in found.items() if status not in (200, 503)} == {("post", "/v1/login"): 415}
+    assert {one: status for one, status in found.items() if status not in (200, 503)} == {
+        ("post", "/v1/login"): 415
+    }
 
 
-# --- what is refused ----------------------------------------------------------------------------------------------------
+# --- what is refused
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -156,10 +177,16 @@ async def run(index_url: str) -> AsyncGenerator[Index, None]:
         ({"recipe": []}, "recipe", "an object"),
         ({"recipe": MOCK, "overides": {}}, "overides", "remove it"),
         ({"recipe_name": "mock", "overrides": []}, "overrides", "an object"),
-        ({"recipe_name": "mock", "overrides": {"rollout.device": "cpu;rm"}}, "rollout.device", "use one of: auto, cpu"),
+        (
+            {"recipe_name": "mock", "overrides": {"rollout.device": "cpu;rm"}},
+            "rollout.device",
+            "use one of: auto, cpu",
+        ),
     ],
 )
-async def test_a_submission_is_a_whole_recipe_or_a_name(client: Client, body: Any, field: str, fix: str) -> None:
+async def test_a_submission_is_a_whole_recipe_or_a_name(
+    client: Client, body: Any, field: str, fix: str
+) -> None:
     for path in ("/v1/runs", "/v1/recipes/check"):
         details = await problem(await client.post(path, json=body), 422)
         assert details["field"] == field
@@ -167,7 +194,9 @@ async def test_a_submission_is_a_whole_recipe_or_a_name(client: Client, body: An
 
 
 async def test_unknown_kinds_are_named_with_those_there_are(client: Client, run: Index) -> None:
-    details = await problem(await client.get(f"/v1/runs/{run.run}/metrics/stream?kinds=step,stpe"), 400)
+    details = await problem(
+        await client.get(f"/v1/runs/{run.run}/metrics/stream?kinds=step,stpe"), 400
+    )
     assert (details["field"], details["value"]) == ("query.kinds.1", "stpe")
     assert all(f"'{kind}'" in details["fix"] for kind in EVENTS)
 
@@ -197,18 +226,23 @@ async def test_unknown_names_of_metrics_are_named_with_those_there_are(
         ("names=step.loss,step.entropy", {"step"}),
         ("names=step.loss&names=stage", {"step", "stage/reward-0"}),
         ("names=stage/reward-0.rows,ledger.generated,sync", {"stage/reward-0"}),
-        ("names=step.entropy&to=1", set()),  # nothing of it in the range, but it is a number of the run
+        # nothing of it in the range, but it is a number of the run
+        ("names=step.entropy&to=1", set()),
         ("names=", {"step", "stage/reward-0"}),
     ],
 )
-async def test_known_names_of_metrics_are_answered(client: Client, run: Index, query: str, series: set[str]) -> None:
+async def test_known_names_of_metrics_are_answered(
+    client: Client, run: Index, query: str, series: set[str]
+) -> None:
     query = query if "to=" not in query else f"{query}&from=0"
     answer = await client.get(f"/v1/runs/{run.run}/metrics?{query}&every=0")
     assert answer.status == 200, await answer.text()
     assert set((await answer.json())["series"]) == series
 
 
-async def test_names_of_a_run_without_steps_may_turn_out_to_be_some(client: Client, index_url: str) -> None:
+async def test_names_of_a_run_without_steps_may_turn_out_to_be_some(
+    client: Client, index_url: str
+) -> None:
     registry = Registry(index_url)
     record, _ = await registry.submit(parse_recipe({**MOCK, "name": "waiting"}))
     answer = await client.get(f"/v1/runs/{record.id}/metrics?names=step.entropy,stage/rollout-0")
@@ -216,7 +250,8 @@ async def test_names_of_a_run_without_steps_may_turn_out_to_be_some(client: Clie
     await registry.close()
 
 
-# --- events -------------------------------------------------------------------------------------------------------------
+# --- events
+# --------------------------------------------------------------------------------------------------
 
 
 def test_every_kind_of_event_has_a_class_and_a_model() -> None:
@@ -227,12 +262,19 @@ def test_every_kind_of_event_has_a_class_and_a_model() -> None:
 def test_the_stream_has_a_schema_for_each_of_its_messages() -> None:
     answer = document()["paths"]["/v1/runs/{run}/metrics/stream"]["get"]["responses"]["200"]
     messages = answer["content"]["text/event-stream"]["schema"]["contentSchema"]["items"]["oneOf"]
-    payloads = {message["properties"]["event"]["const"]: message["properties"]["data"] for message in messages}
+    payloads = {
+        message["properties"]["event"]["const"]: message["properties"]["data"]
+        for message in messages
+    }
     assert set(payloads) == set(MESSAGES) == {*MODELS, "end", "dropped"}
-    assert all(payload["contentSchema"]["$ref"].startswith("#/components/schemas/") for payload in payloads.values())
+    assert all(
+        payload["contentSchema"]["$ref"].startswith("#/components/schemas/")
+        for payload in payloads.values()
+    )
 
 
-# --- a client that was generated ----------------------------------------------------------------------------------------
+# --- a client that was generated
+# ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -253,16 +295,34 @@ async def test_the_python_client_says_which_kind_there_is_not(served: Served) ->
 
 
 @pytest.fixture(scope="module")
-def generated(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], ModuleType]]:
-    """Imports a module of the client that openapi-python-client makes of the server's document, without a warning."""
+def generated(
+    served: Served, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[str], ModuleType]]:
+    """Imports a module of the client that openapi-python-client makes of the server's document,
+    without a warning."""
     folder = tmp_path_factory.mktemp("generated")
     (folder / "config.yml").write_text("post_hooks: []\n")
-    command = ["generate", "--url", f"{served.url}/openapi.json", "--meta", "none", "--fail-on-warning"]
-    command += ["--config", str(folder / "config.yml"), "--output-path", str(folder / "asyncdock_generated")]
+    command = [
+        "generate",
+        "--url",
+        f"{served.url}/openapi.json",
+        "--meta",
+        "none",
+        "--fail-on-warning",
+    ]
+    command += [
+        "--config",
+        str(folder / "config.yml"),
+        "--output-path",
+        str(folder / "asyncdock_generated"),
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "openapi_python_client", *command],
-        capture_output=True, text=True, timeout=SECONDS, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     sys.path.insert(0, str(folder))
     yield lambda name: importlib.import_module(f"asyncdock_generated.{name}")
@@ -273,8 +333,15 @@ def generated(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 def messages(text: str) -> list[tuple[str, str, dict[str, Any]]]:
     """(id, event, data) of a stream's messages that carry data."""
-    blocks = [dict(line.partition(": ")[::2] for line in block.splitlines()) for block in text.split("\n\n")]
-    return [(block.get("id", ""), block["event"], json.loads(block["data"])) for block in blocks if "data" in block]
+    blocks = [
+        dict(line.partition(": ")[::2] for line in block.splitlines())
+        for block in text.split("\n\n")
+    ]
+    return [
+        (block.get("id", ""), block["event"], json.loads(block["data"]))
+        for block in blocks
+        if "data" in block
+    ]
 
 
 def until(holds: Callable[[], bool], what: str) -> None:
@@ -284,10 +351,16 @@ def until(holds: Callable[[], bool], what: str) -> None:
         time.sleep(0.05)
 
 
-def test_a_generated_client_types_what_a_run_is_made_of(generated: Callable[[str], ModuleType]) -> None:
+def test_a_generated_client_types_what_a_run_is_made_of(
+    generated: Callable[[str], ModuleType],
+) -> None:
     models = generated("models")
     recipe = models.Recipe.from_dict(
-        {**MOCK, "name": "typed", "algorithm": {"name": "grpo", "group_size": 4, "options": {"kl_coef": 0.5}}}
+        {
+            **MOCK,
+            "name": "typed",
+            "algorithm": {"name": "grpo", "group_size": 4, "options": {"kl_coef": 0.5}},
+        }
     )
     assert recipe.algorithm.options.kl_coef == 0.5
     assert type(recipe.rollout.mock) is models.MockRolloutOptions
@@ -297,7 +370,9 @@ def test_a_generated_client_types_what_a_run_is_made_of(generated: Callable[[str
 
 
 def test_bytes_stay_bytes_in_a_generated_client(generated: Callable[[str], ModuleType]) -> None:
-    raw, stages, types = bytes(range(256)), "api.external_stages", generated("types")
+    raw = bytes(range(256))
+    stages = "api.external_stages"
+    types = generated("types")
     answer = httpx.Response(200, content=raw)
     read = generated(f"{stages}.get_weights")._parse_response(
         client=generated("client").Client("http://x"), response=answer
@@ -310,7 +385,9 @@ def test_bytes_stay_bytes_in_a_generated_client(generated: Callable[[str], Modul
     assert sent["headers"]["Content-Type"] == "application/octet-stream"
 
 
-def test_every_operation_of_a_generated_client_can_be_imported(generated: Callable[[str], ModuleType]) -> None:
+def test_every_operation_of_a_generated_client_can_be_imported(
+    generated: Callable[[str], ModuleType],
+) -> None:
     failed = set()
     for o in operations_of(ROUTES):
         if not o.hidden:
@@ -322,8 +399,11 @@ def test_every_operation_of_a_generated_client_can_be_imported(generated: Callab
     assert not failed
 
 
-def test_a_generated_client_drives_a_run(served: Served, generated: Callable[[str], ModuleType]) -> None:
-    models, answer = generated("models"), json.loads(json.dumps(document()))
+def test_a_generated_client_drives_a_run(
+    served: Served, generated: Callable[[str], ModuleType]
+) -> None:
+    models = generated("models")
+    answer = json.loads(json.dumps(document()))
     client = generated("client").AuthenticatedClient(
         base_url=served.url, token=served.token, timeout=SECONDS, raise_on_unexpected_status=True
     )
@@ -331,13 +411,19 @@ def test_a_generated_client_drives_a_run(served: Served, generated: Callable[[st
     def call(operation: str, *arguments: Any, **named: Any) -> Any:
         return generated(f"api.{operation}").sync(*arguments, client=client, **named)
 
-    changes = models.NamedRecipeOverrides.from_dict({"train.steps": 100_000, "launch.launcher": "inline"})
-    submitted = call("runs.submit_run", body=models.NamedRecipe(recipe_name="mock", overrides=changes))
+    changes = models.NamedRecipeOverrides.from_dict(
+        {"train.steps": 100_000, "launch.launcher": "inline"}
+    )
+    submitted = call(
+        "runs.submit_run", body=models.NamedRecipe(recipe_name="mock", overrides=changes)
+    )
     assert isinstance(submitted, models.RunView)
     run = submitted.id
     read: list[str] = []
     kinds = [models.StreamKindsItem(kind) for kind in ("state", "step", "stage")]
-    reading = threading.Thread(target=lambda: read.append(call("metrics.stream", run, kinds=kinds)), daemon=True)
+    reading = threading.Thread(
+        target=lambda: read.append(call("metrics.stream", run, kinds=kinds)), daemon=True
+    )
     reading.start()
     until(lambda: call("runs.get_run", run).steps_done > 1, "two steps are done")
     assert call("runs.pause_run", run).state == models.RunViewState.PAUSED
@@ -345,8 +431,16 @@ def test_a_generated_client_drives_a_run(served: Served, generated: Callable[[st
     until(lambda: bool(call("runs.samples", run).samples), "there are samples")
     sample = call("runs.samples", run, limit=1).samples[0]
     assert sum(tokens for _, tokens in sample.versions) == sample.tokens
-    published = call("external_stages.publish_weights", run, 0, body=generated("types").File(payload=io.BytesIO(b"0")))
-    assert (type(published), published.type_) == (models.ProblemDetails, "urn:asyncdock:not-external")
+    published = call(
+        "external_stages.publish_weights",
+        run,
+        0,
+        body=generated("types").File(payload=io.BytesIO(b"0")),
+    )
+    assert (type(published), published.type_) == (
+        models.ProblemDetails,
+        "urn:asyncdock:not-external",
+    )
     early = call("runs.delete_run", run)
     assert (type(early), early.type_) == (models.ProblemDetails, "urn:asyncdock:wrong-state")
     call("runs.stop_run", run)
@@ -361,14 +455,21 @@ def test_a_generated_client_drives_a_run(served: Served, generated: Callable[[st
     assert (type(gone), gone.status) == (models.ProblemDetails, 404)
 
 
-def _check_messages(found: list[tuple[str, str, dict[str, Any]]], models: ModuleType, answer: dict[str, Any]) -> None:
-    """Each message fits the schema that the document has for its event, and the class generated of it."""
+def _check_messages(
+    found: list[tuple[str, str, dict[str, Any]]], models: ModuleType, answer: dict[str, Any]
+) -> None:
+    """Each message fits the schema that the document has for its event, and the class generated of
+    it."""
     assert {event for _, event, _ in found} == {"state", "step", "stage", "end"}
-    schemas = answer["paths"]["/v1/runs/{run}/metrics/stream"]["get"]["responses"]["200"]["content"][
-        "text/event-stream"
-    ]
+    schemas = answer["paths"]["/v1/runs/{run}/metrics/stream"]["get"]["responses"]["200"][
+        "content"
+    ]["text/event-stream"]
     for id, event, data in found:
-        fits({"event": event, "id": id, "data": json.dumps(data)}, schemas["schema"]["contentSchema"]["items"], answer)
+        fits(
+            {"event": event, "id": id, "data": json.dumps(data)},
+            schemas["schema"]["contentSchema"]["items"],
+            answer,
+        )
         name = MESSAGES[event].__name__
         fits(data, {"$ref": f"#/components/schemas/{name}"}, answer)
         assert getattr(models, name).from_dict(data).to_dict() == data

@@ -1,4 +1,5 @@
-"""schemathesis against a real server, all checks, with a small count; ``benchmarks/fuzz_api.py`` has the large one."""
+"""schemathesis against a real server, all checks, with a small count; ``benchmarks/fuzz_api.py``
+has the large one."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ async def test_an_api_that_does_not_keep_to_its_document_is_found_out() -> None:
     document = {
         "openapi": "3.1.0",
         "info": {"title": "Wrong on purpose", "version": "1"},
-        "paths": {f"/{name}": {"get": {"parameters": number, "responses": answers}} for name in wrong},
+        "paths": {
+            f"/{name}": {"get": {"parameters": number, "responses": answers}} for name in wrong
+        },
     }
 
     async def openapi(request: web.Request) -> web.Response:

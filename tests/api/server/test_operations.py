@@ -1,4 +1,5 @@
-"""The decorator: what a handler is given, what is refused before it, and what the document has of it."""
+"""The decorator: what a handler is given, what is refused before it, and what the document has of
+it."""
 
 from __future__ import annotations
 
@@ -49,15 +50,25 @@ class Thing(BaseModel):
 
 
 @operation("GET", "/things/{thing}", scope=None, summary="A thing", tag="things", errors=(404,))
-async def get_thing(service: Service, path: ThingPath, query: ThingQuery, headers: ThingHeaders) -> Thing:
+async def get_thing(
+    service: Service, path: ThingPath, query: ThingQuery, headers: ThingHeaders
+) -> Thing:
     """More about it."""
     if path.thing == "absent":
-        raise HTTPProblem(404, "No thing is called that.", kind="unknown-thing", field="path.thing", value=path.thing)
+        raise HTTPProblem(
+            404,
+            "No thing is called that.",
+            kind="unknown-thing",
+            field="path.thing",
+            value=path.thing,
+        )
     if path.thing == "bug":
         raise RuntimeError("the password is hunter2")
     if path.thing == "slow":
         await asyncio.Event().wait()
-    return Thing(thing=path.thing, received={"max": query.most, "kinds": query.kinds, "key": headers.key})
+    return Thing(
+        thing=path.thing, received={"max": query.most, "kinds": query.kinds, "key": headers.key}
+    )
 
 
 @operation(
@@ -93,7 +104,9 @@ async def put_raw(service: Service, request: web.Request) -> Thing:
 
 
 MODULE = types.ModuleType("things")
-MODULE.__dict__.update(get_thing=get_thing, post_thing=post_thing, delete_thing=delete_thing, put_raw=put_raw)
+MODULE.__dict__.update(
+    get_thing=get_thing, post_thing=post_thing, delete_thing=delete_thing, put_raw=put_raw
+)
 
 
 @pytest.fixture
@@ -103,13 +116,19 @@ async def client(index_url: str, tmp_path: Path) -> AsyncGenerator[Client, None]
         yield made
 
 
-# --- what a handler is given --------------------------------------------------------------------------------------------
+# --- what a handler is given
+# --------------------------------------------------------------------------------------------
 
 
 async def test_a_handler_is_given_what_it_names_as_its_models(client: Client) -> None:
-    response = await client.get("/things/ball?max=3&kinds=a&kinds=b", headers={"idempotency-key": "k1"})
+    response = await client.get(
+        "/things/ball?max=3&kinds=a&kinds=b", headers={"idempotency-key": "k1"}
+    )
     assert response.status == 200
-    assert await response.json() == {"thing": "ball", "received": {"max": 3, "kinds": ["a", "b"], "key": "k1"}}
+    assert await response.json() == {
+        "thing": "ball",
+        "received": {"max": 3, "kinds": ["a", "b"], "key": "k1"},
+    }
 
 
 async def test_a_reply_brings_its_own_status_and_headers(client: Client) -> None:
@@ -122,15 +141,21 @@ async def test_nothing_is_204(client: Client) -> None:
     assert (response.status, await response.read()) == (204, b"")
 
 
-# --- what is refused ----------------------------------------------------------------------------------------------------
+# --- what is refused
+# --------------------------------------------------------------------------------------------------
 
 
 async def test_all_that_is_wrong_is_told_at_once_with_field_value_and_fix(client: Client) -> None:
-    response = await client.get("/things/Ball1?max=77&min=2", headers={"Idempotency-Key": "a secret"})
+    response = await client.get(
+        "/things/Ball1?max=77&min=2", headers={"Idempotency-Key": "a secret"}
+    )
     details = await problem(response, 400)
     fields = {error["field"]: error for error in details["errors"]}
     assert set(fields) == {"path.thing", "query.max", "query.min", "header.Idempotency-Key"}
-    assert (fields["query.max"]["value"], fields["query.max"]["fix"]) == ("77", "give less than or equal to 9")
+    assert (fields["query.max"]["value"], fields["query.max"]["fix"]) == (
+        "77",
+        "give less than or equal to 9",
+    )
     assert (details["field"], details["value"]) == ("path.thing", "Ball1")
     assert "a secret" not in json.dumps(details)
 
@@ -154,15 +179,24 @@ async def test_a_query_key_given_twice_is_refused_unless_it_is_a_list(client: Cl
         ('{"part":' + "[" * 900, 400, "body"),
     ],
 )
-async def test_a_body_that_is_not_what_the_model_takes(client: Client, body: str, status: int, field: str) -> None:
+async def test_a_body_that_is_not_what_the_model_takes(
+    client: Client, body: str, status: int, field: str
+) -> None:
     headers = {"Content-Type": "application/json"}
-    details = await problem(await client.post("/things", data=body.encode(), headers=headers), status)
+    details = await problem(
+        await client.post("/things", data=body.encode(), headers=headers), status
+    )
     assert details["field"] == field
 
 
 async def test_a_body_of_another_media_type_is_refused(client: Client) -> None:
-    for headers in ({"Content-Type": "text/plain"}, {"Content-Type": "application/json", "Content-Encoding": "gzip"}):
-        details = await problem(await client.post("/things", data=b'{"part": {"size": 1}}', headers=headers), 415)
+    for headers in (
+        {"Content-Type": "text/plain"},
+        {"Content-Type": "application/json", "Content-Encoding": "gzip"},
+    ):
+        details = await problem(
+            await client.post("/things", data=b'{"part": {"size": 1}}', headers=headers), 415
+        )
         assert "application/json" in details["fix"]
 
 
@@ -171,7 +205,9 @@ async def test_a_body_without_a_length_is_cut_off_at_the_limit(client: Client) -
         for _ in range(10_000):
             yield b" " * 100
 
-    response = await client.post("/things", data=endless(), headers={"Content-Type": "application/json"})
+    response = await client.post(
+        "/things", data=endless(), headers={"Content-Type": "application/json"}
+    )
     await problem(response, 413)
 
 
@@ -189,7 +225,9 @@ async def test_a_body_that_trickles_is_given_up(client: Client) -> None:
         yield b"}"
 
     async with asyncio.timeout(10):
-        response = await client.post("/things", data=trickle(), headers={"Content-Type": "application/json"})
+        response = await client.post(
+            "/things", data=trickle(), headers={"Content-Type": "application/json"}
+        )
         await problem(response, 408)
 
 
@@ -206,13 +244,16 @@ async def test_a_bug_tells_the_client_nothing_of_itself(client: Client) -> None:
 
 
 async def test_paths_and_methods_that_are_not_there_are_problems_too(client: Client) -> None:
-    assert (await problem(await client.get("/nothing"), 404))["type"] == "urn:asyncdock:no-such-path"
+    assert (await problem(await client.get("/nothing"), 404))[
+        "type"
+    ] == "urn:asyncdock:no-such-path"
     response = await client.put("/things", json={})
     await problem(response, 405)
     assert response.headers["Allow"] == "POST"
 
 
-# --- the document -------------------------------------------------------------------------------------------------------
+# --- the document
+# --------------------------------------------------------------------------------------------------
 
 
 def test_the_document_says_what_the_signatures_say() -> None:
@@ -228,7 +269,9 @@ def test_the_document_says_what_the_signatures_say() -> None:
     assert got["description"] == "More about it."
     assert set(got["responses"]) == {"200", "400", "403", "404", "429", "503"}
     posted = api["paths"]["/things"]["post"]
-    assert posted["requestBody"]["content"]["application/json"]["schema"]["$ref"].endswith("/ThingBody")
+    assert posted["requestBody"]["content"]["application/json"]["schema"]["$ref"].endswith(
+        "/ThingBody"
+    )
     assert {"200", "201", "408", "413", "415", "422"} <= set(posted["responses"])
     assert "Location" in posted["responses"]["201"]["headers"]
     deleted = api["paths"]["/things/{thing}"]["delete"]
@@ -236,7 +279,9 @@ def test_the_document_says_what_the_signatures_say() -> None:
     assert {"Thing", "ThingBody", "ProblemDetails"} <= set(api["components"]["schemas"])
 
 
-async def test_the_server_serves_its_document_and_a_page_to_read_it(index_url: str, tmp_path: Path) -> None:
+async def test_the_server_serves_its_document_and_a_page_to_read_it(
+    index_url: str, tmp_path: Path
+) -> None:
     async with serving(index_url, tmp_path) as client:
         api = await (await client.get("/openapi.json")).json()
         assert {"/healthz", "/readyz", "/openapi.json"} <= set(api["paths"])
@@ -250,4 +295,9 @@ async def test_the_server_serves_its_document_and_a_page_to_read_it(index_url: s
 
 def test_each_operation_of_a_module_is_found_once() -> None:
     MODULE.__dict__["again"] = get_thing
-    assert [o.path for o in operations_of([MODULE])] == ["/things/{thing}", "/things", "/things/{thing}", "/things/raw"]
+    assert [o.path for o in operations_of([MODULE])] == [
+        "/things/{thing}",
+        "/things",
+        "/things/{thing}",
+        "/things/raw",
+    ]

@@ -1,5 +1,5 @@
-"""What a reader of a run's events relies on: all of them, once, in order, from wherever it asks; and that another reader
-which does not read disturbs no other."""
+"""What a reader of a run's events relies on: all of them, once, in order, from wherever it asks;
+and that another reader which does not read disturbs no other."""
 
 from __future__ import annotations
 
@@ -54,7 +54,9 @@ class Site:
 
     def __post_init__(self) -> None:
         self.fanouts = Fanouts(
-            lambda run: Fanout(History(lambda: self.index, self.file), self.ended, observe_delay=self.delays.append)
+            lambda run: Fanout(
+                History(lambda: self.index, self.file), self.ended, observe_delay=self.delays.append
+            )
         )
 
     async def ended(self) -> Ending | None:
@@ -68,11 +70,15 @@ class Site:
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         kinds = request.query.get("kinds")
-        reader = EventReader(request, frozenset(kinds.split(",")) if kinds else None, most=self.most)
+        reader = EventReader(
+            request, frozenset(kinds.split(",")) if kinds else None, most=self.most
+        )
         await reader.open()
         async with self.fanouts.listening(RUN, reader) as fanout:
             try:
-                await fanout.join(reader, request.headers.get("Last-Event-ID", request.query.get("after", "0")))
+                await fanout.join(
+                    reader, request.headers.get("Last-Event-ID", request.query.get("after", "0"))
+                )
                 if why := await reader.closed:
                     self.dropped.append(why)
             except ConnectionError:
@@ -119,7 +125,9 @@ async def read(lines: Any) -> AsyncGenerator[Told, None]:
 
 
 @asynccontextmanager
-async def reading(site: Site, *, after: str = "0", kinds: str = "") -> AsyncGenerator[AsyncGenerator[Told, None], None]:
+async def reading(
+    site: Site, *, after: str = "0", kinds: str = ""
+) -> AsyncGenerator[AsyncGenerator[Told, None], None]:
     query = {"kinds": kinds} if kinds else {}
     async with (
         ClientSession(timeout=ClientTimeout(total=30)) as session,
@@ -152,8 +160,10 @@ async def numbers(site: Site, **options: Any) -> list[int]:
 
 
 async def test_readers_that_come_at_any_time_get_every_event_once(site: Site) -> None:
-    """Twelve readers join while events come as fast as the index takes them: from the beginning, each at another moment."""
-    count, readers = 3000, []
+    """Twelve readers join while events come as fast as the index takes them: from the beginning,
+    each at another moment."""
+    count = 3000
+    readers = []
 
     async def emit() -> None:
         for first in range(0, count, 20):
@@ -184,7 +194,9 @@ async def test_a_reader_goes_on_where_it_was_cut_off(site: Site) -> None:
 async def test_from_now_on_sends_no_past_events(site: Site) -> None:
     await site.emit(1)
     async with reading(site, after=NOW) as events:
-        await until(lambda: bool(site.fanouts._fanouts and next(iter(site.fanouts._fanouts.values()))._live))
+        await until(
+            lambda: bool(site.fanouts._fanouts and next(iter(site.fanouts._fanouts.values()))._live)
+        )
         await site.emit(2)
         assert (await anext(events)).data["number"] == 2
 
@@ -192,7 +204,8 @@ async def test_from_now_on_sends_no_past_events(site: Site) -> None:
 async def test_kinds_are_filtered_and_the_end_is_sent_to_all(site: Site) -> None:
     for number in range(6):
         await site.emit(number, "stage" if number % 2 else "step")
-    everything, some = asyncio.create_task(numbers(site)), asyncio.create_task(numbers(site, kinds="stage,sync"))
+    everything = asyncio.create_task(numbers(site))
+    some = asyncio.create_task(numbers(site, kinds="stage,sync"))
     await until(lambda: len(site.fanouts._listeners) == 2)
     for number in range(6, 10):
         await site.emit(number, "stage" if number % 2 else "step")
@@ -283,16 +296,20 @@ async def test_a_quiet_stream_has_heartbeats_with_the_place_to_go_on_from(
 
 async def test_a_reader_that_does_not_read_is_dropped_and_slows_no_other(site: Site) -> None:
     site.most = 64 << 10
-    reader, writer = await asyncio.open_connection("127.0.0.1", int(site.base.rsplit(":")[-1].strip("/")), limit=1024)
-    writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")  # and never reads: the transport stops at its limit
+    reader, writer = await asyncio.open_connection(
+        "127.0.0.1", int(site.base.rsplit(":")[-1].strip("/")), limit=1024
+    )
+    # and never reads: the transport stops at its limit
+    writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
     await until(lambda: len(site.fanouts._listeners) == 1)
     count = 0
     async with reading(site) as events, asyncio.timeout(60):
-        while (
-            not site.dropped
-        ):  # an event that waited for the other reader would never come: it is dropped by later ones
+        # an event that waited for the other reader would never come: it is dropped by later ones
+        while not site.dropped:
             await asyncio.gather(*(site.emit(count + i, size=4000) for i in range(8)))
-            assert sorted([(await anext(events)).data["number"] for _ in range(8)]) == list(range(count, count + 8))
+            assert sorted([(await anext(events)).data["number"] for _ in range(8)]) == list(
+                range(count, count + 8)
+            )
             count += 8
         await site.finish()
         assert [(await anext(events)).kind for _ in range(2)] == ["state", "end"]
@@ -312,7 +329,10 @@ async def test_a_server_that_goes_down_says_so(site: Site) -> None:
         assert (await anext(events)).data["number"] == 0
         site.fanouts.close()
         last = await anext(events)
-        assert (last.kind, last.data["reason"]) == ("dropped", "the server goes down; connect again")
+        assert (last.kind, last.data["reason"]) == (
+            "dropped",
+            "the server goes down; connect again",
+        )
 
 
 async def test_a_deleted_run_drops_its_readers(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,7 +350,11 @@ async def test_a_deleted_run_drops_its_readers(site: Site, monkeypatch: pytest.M
 
 
 def test_numbers_that_json_does_not_know_become_null() -> None:
-    text = Batch([Event("1-0", 1.0, "step", {"loss": float("nan"), "list": [float("inf"), 1.5]})]).payload().decode()
+    text = (
+        Batch([Event("1-0", 1.0, "step", {"loss": float("nan"), "list": [float("inf"), 1.5]})])
+        .payload()
+        .decode()
+    )
     assert json.loads(text.split("data: ")[1]) == {"time": 1.0, "loss": None, "list": [None, 1.5]}
 
 
@@ -344,10 +368,16 @@ def test_numbers_that_json_does_not_know_become_null() -> None:
     torn=st.sets(st.integers(0, 399), max_size=5),
 )
 def test_any_place_in_the_file_is_found(
-    tmp_path_factory: pytest.TempPathFactory, gaps: list[int], asked: int, count: int, torn: set[int]
+    tmp_path_factory: pytest.TempPathFactory,
+    gaps: list[int],
+    asked: int,
+    count: int,
+    torn: set[int],
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "events.jsonl"
-    at, kept, lines = 0, [], []
+    at = 0
+    kept = []
+    lines = []
     for i, gap in enumerate(gaps):
         at += gap
         event = Event(f"{at}-{i}", 0.5, "step", {"padding": "y" * (i % 60)})

@@ -62,7 +62,10 @@ def test_a_replayed_step_counts_once() -> None:
 
 def test_shares_are_of_the_last_seconds_and_add_up() -> None:
     idle = scripted.stage(0, "rollout-0", 100.0, 0.0, 100.0, 0.0, 0)
-    busy = [scripted.stage(n, "rollout-0", 100.0 + n, n * 0.9, 100.0, n * 0.1, 10 * n) for n in range(1, 31)]
+    busy = [
+        scripted.stage(n, "rollout-0", 100.0 + n, n * 0.9, 100.0, n * 0.1, 10 * n)
+        for n in range(1, 31)
+    ]
     worker = applied(idle, *busy).workers["rollout-0"]
     parts = shares(worker.recent)
     assert set(parts) == set(SHARES)
@@ -98,7 +101,8 @@ def events_of(steps: range, every: int = 10, **changes: Any) -> Iterator[Event]:
 
 
 def test_a_run_of_weeks_takes_no_more_memory_than_one_of_a_thousand_steps() -> None:
-    short, long = of_length(1000, every=1), of_length(50_000)
+    short = of_length(1000, every=1)
+    long = of_length(50_000)
     assert (short.steps_done, long.steps_done) == (1000, 50_000)
     assert len(long.history) <= MOST
     assert len(long.evaluations) <= MOST
@@ -142,7 +146,8 @@ def test_a_redraw_reads_as_much_of_a_run_of_weeks_as_of_a_short_one() -> None:
 
 
 def test_what_a_long_run_is_reported_as_is_what_it_did() -> None:
-    choose, length = random.Random(3), 20_000
+    choose = random.Random(3)
+    length = 20_000
     rewards = [choose.random() for _ in range(length)]
     stale = [choose.randrange(3) for _ in range(length)]
     # A step with a checkpoint takes longer: a sample of every so many steps may be of these alone.

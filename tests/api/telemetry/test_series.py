@@ -1,4 +1,5 @@
-"""What charts rely on from series: as many values as times, nothing made up, and sums that are those of the events."""
+"""What charts rely on from series: as many values as times, nothing made up, and sums that are
+those of the events."""
 
 from __future__ import annotations
 
@@ -14,18 +15,32 @@ from orchestration.history.reduction import TooMany
 from pipeline.events import Event
 
 events = st.lists(
-    st.tuples(st.floats(0, 500, allow_nan=False), st.integers(0, 9), st.one_of(st.none(), st.floats(-9, 9))),
+    st.tuples(
+        st.floats(0, 500, allow_nan=False),
+        st.integers(0, 9),
+        st.one_of(st.none(), st.floats(-9, 9)),
+    ),
     max_size=60,
 )
 
 
 @given(past=events, every=st.sampled_from([0.0, 1.0, 7.0, 60.0]))
-def test_points_are_the_events_of_their_time(past: list[tuple[float, int, float | None]], every: float) -> None:
+def test_points_are_the_events_of_their_time(
+    past: list[tuple[float, int, float | None]], every: float
+) -> None:
     past = sorted(past, key=lambda one: one[0])
     series = Series(every)
     for number, (time, rows, loss) in enumerate(past):
-        data: dict[str, Any] = {"step": number, "rows": rows, "staleness_max": float(rows), "text": "x", "flag": True}
-        series.add(Event(f"{number}-0", time, "step", data | ({} if loss is None else {"loss": loss})))
+        data: dict[str, Any] = {
+            "step": number,
+            "rows": rows,
+            "staleness_max": float(rows),
+            "text": "x",
+            "flag": True,
+        }
+        series.add(
+            Event(f"{number}-0", time, "step", data | ({} if loss is None else {"loss": loss}))
+        )
     columns = dict(series.columns()).get("step", {"time": []})
     assert len({len(values) for values in columns.values()}) == 1
     assert "text" not in columns
@@ -33,7 +48,9 @@ def test_points_are_the_events_of_their_time(past: list[tuple[float, int, float 
     times: Any = columns["time"]
     assert times == sorted(times)
     groups = (
-        [[one for one in past if time <= one[0] < time + every] for time in times] if every else [[o] for o in past]
+        [[one for one in past if time <= one[0] < time + every] for time in times]
+        if every
+        else [[o] for o in past]
     )
     assert sum(map(len, groups)) == len(past)
     if past:

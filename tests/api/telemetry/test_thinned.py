@@ -23,7 +23,11 @@ class Counted:
         return replace(self, last=later.last, count=self.count + later.count)
 
     def before(self, key: int) -> Self:
-        return replace(self, last=key - 1, count=round(self.count * (key - self.first) / (self.last + 1 - self.first)))
+        return replace(
+            self,
+            last=key - 1,
+            count=round(self.count * (key - self.first) / (self.last + 1 - self.first)),
+        )
 
 
 def curve(keys: range) -> Thinned[Counted]:
@@ -54,7 +58,10 @@ def test_a_curve_of_any_length_has_a_bounded_number_of_points(length: int) -> No
 @given(seed=st.integers(0, 10**6), gap=st.integers(1, 20))
 def test_keys_that_come_again_or_late_or_after_a_gap_count_once(seed: int, gap: int) -> None:
     """All within the last keys, which no merge has reached."""
-    choose, thinned, known, key = random.Random(seed), Thinned[Counted](), set[int](), 0
+    choose = random.Random(seed)
+    thinned = Thinned[Counted]()
+    known = set[int]()
+    key = 0
     for _ in range(3000):
         match choose.randrange(20):
             case 0:

@@ -38,12 +38,25 @@ START = 1_700_000_000
 
 
 def step(number: int, **changes: Any) -> Event:
-    data = {"step": number, "version": number + 1, "reward_mean": number / 4, "loss": 0.5, "groups": [1], **changes}
+    data = {
+        "step": number,
+        "version": number + 1,
+        "reward_mean": number / 4,
+        "loss": 0.5,
+        "groups": [1],
+        **changes,
+    }
     return Event(f"{START + number}000-0", float(START + number), "step", data)
 
 
 def stage(number: int, busy: float) -> Event:
-    data = {"worker": "reward-0", "stage": "reward", "busy": busy, "waiting_input": 1.0, "waiting_room": 0.0}
+    data = {
+        "worker": "reward-0",
+        "stage": "reward",
+        "busy": busy,
+        "waiting_input": 1.0,
+        "waiting_room": 0.0,
+    }
     rest = {"other": 0.0, "wall": busy + 1.0, "tokens": 100 * busy, "queue_depth": 3}
     return Event(f"{START + number}500-0", START + number + 0.5, "stage", data | rest)
 
@@ -76,9 +89,15 @@ class Kept:
 
 def test_shares_of_a_worker_are_those_between_two_steps() -> None:
     points = Points()
-    found = [point for event in (stage(0, 1.0), step(1), stage(1, 3.0), step(2)) for point in points.of(event)]
+    found = [
+        point
+        for event in (stage(0, 1.0), step(1), stage(1, 3.0), step(2))
+        for point in points.of(event)
+    ]
     shares = [
-        point.numbers["stage/reward-0/busy_share"] for point in found if "stage/reward-0/busy_share" in point.numbers
+        point.numbers["stage/reward-0/busy_share"]
+        for point in found
+        if "stage/reward-0/busy_share" in point.numbers
     ]
     assert shares == [0.5, 1.0]
     assert [point.step for point in found] == [1, 1, 2, 2]
@@ -90,12 +109,15 @@ def test_shares_of_a_worker_are_those_between_two_steps() -> None:
 async def shown(folder: Path, into: Path) -> list[Point]:
     """The points of the run in ``folder`` that are shown now."""
     kept = Kept()
-    await track(lambda after: events_of_folder(folder, after), folder.name, into, lambda *_: kept, {})
+    await track(
+        lambda after: events_of_folder(folder, after), folder.name, into, lambda *_: kept, {}
+    )
     return kept.points
 
 
 async def test_tracking_goes_on_where_it_was(tmp_path: Path) -> None:
-    folder, kept = run_folder(tmp_path / "tracked", 3), Kept()
+    folder = run_folder(tmp_path / "tracked", 3)
+    kept = Kept()
     events = lambda after: events_of_folder(folder, after)  # noqa: E731
     await track(events, "tracked", tmp_path / "into", lambda *_: kept, {})
     before = len(kept.points)
@@ -103,7 +125,9 @@ async def test_tracking_goes_on_where_it_was(tmp_path: Path) -> None:
     with MetricsFile(folder / METRICS) as file:
         file.event(step(7))
     keys: list[str] = []
-    await track(events, "tracked", tmp_path / "into", lambda *given: keys.append(given[-1]) or kept, {})  # type: ignore[func-returns-value]
+    await track(
+        events, "tracked", tmp_path / "into", lambda *given: keys.append(given[-1]) or kept, {}
+    )  # type: ignore[func-returns-value]
     assert [point.step for point in kept.points[before:]] == [7]
     assert keys == ["kept"]
     with pytest.raises(TrackError, match="has run 'tracked'"):
@@ -143,7 +167,8 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     assert "stage/reward-0/busy_share" in found.Tags()["scalars"]
 
 
-# Runs `asyncdock track` where only what the core and one extra need is found, as after `pip install asyncdock[EXTRA]`.
+# Runs `asyncdock track` where only what the core and one extra need is found, as after `pip install
+# asyncdock[EXTRA]`.
 AS_INSTALLED = """
 import sys
 from importlib import metadata
@@ -186,20 +211,26 @@ main()
 
 
 def tracked(folder: Path, to: str, **environment: str) -> str:
-    """Run the command in an empty working directory, which must stay so. Returns what it printed."""
+    """Run the command in an empty working directory, which must stay so. Returns what it
+    printed."""
     empty = folder.parent / f"working-{to}"
     empty.mkdir(exist_ok=True)
     names = ("PATH", "HOME", "LANG", "PYTHONPATH")
-    clean = {name: os.environ[name] for name in names if name in os.environ} | {"TMPDIR": str(folder.parent)}
+    clean = {name: os.environ[name] for name in names if name in os.environ} | {
+        "TMPDIR": str(folder.parent)
+    }
     command = [sys.executable, "-c", AS_INSTALLED, to, str(folder.resolve()), "--to", to]
-    done = subprocess.run(command, cwd=empty, env=clean | environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        command, cwd=empty, env=clean | environment, capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert not list(empty.iterdir()), "files in the working directory"
     return done.stdout
 
 
 def full_run(folder: Path) -> dict[str, Any]:
-    """A run of the recipe `tiny` with a key that MLflow does not allow, and a value that is too long for it."""
+    """A run of the recipe `tiny` with a key that MLflow does not allow, and a value that is too
+    long for it."""
     run_folder(folder, 4)
     recipe: dict[str, Any] = load_recipe("recipes/tiny.toml", []).model_dump(mode="json")
     recipe["prompts"]["config"] = {"größe [m]": 10**30, "long": "x" * 9000, "nothing": None}
@@ -211,7 +242,9 @@ def flat(value: Any, name: str = "") -> dict[str, Any]:
     if not isinstance(value, dict) or not value:
         return {name: value}
     return {
-        key: item for part, inner in value.items() for key, item in flat(inner, f"{name}.{part}".strip(".")).items()
+        key: item
+        for part, inner in value.items()
+        for key, item in flat(inner, f"{name}.{part}".strip(".")).items()
     }
 
 
@@ -239,10 +272,16 @@ def test_mlflow_as_a_user_installs_it_has_every_parameter_and_point(tmp_path: Pa
     assert run.info.artifact_uri.startswith((folder.resolve() / "mlflow").as_uri())
 
 
-def test_what_mlflow_refuses_is_an_error_that_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_mlflow_refuses_is_an_error_that_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "nowhere://at/all")
-    with pytest.raises(TrackError, match=r"--to mlflow: nowhere://at/all refused: .*; set MLFLOW_TRACKING_URI"):
+    with pytest.raises(
+        TrackError,
+        match=r"--to mlflow: nowhere://at/all refused: .*; set "
+        r"MLFLOW_TRACKING_URI",
+    ):
         Mlflow(tmp_path, "tracked", {}, "")
 
 
@@ -254,18 +293,24 @@ def test_wandb_as_a_user_installs_it_writes_a_run_offline(tmp_path: Path) -> Non
     key = json.loads((folder / "wandb" / "tracked.json").read_text())["key"]
     (written,) = (folder / "wandb" / "wandb").glob(f"offline-run-*-{key}/run-{key}.wandb")
     history, config = wandb_records(written)
-    rewards = [(row["step"], row["train/reward_mean"]) for row in history if "train/reward_mean" in row]
+    rewards = [
+        (row["step"], row["train/reward_mean"]) for row in history if "train/reward_mean" in row
+    ]
     assert rewards == [(number, number / 4) for number in range(4)]
     assert config["pipeline"]["staleness"] == expected["pipeline"]["staleness"]
     assert config.keys() >= expected.keys()
 
 
 def wandb_records(path: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The rows that were logged, and the configuration: records in LevelDB's log format, after a head of 7 bytes."""
+    """The rows that were logged, and the configuration: records in LevelDB's log format, after a
+    head of 7 bytes."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    data, at, whole = path.read_bytes(), 7, b""
-    history, config = list[dict[str, Any]](), dict[str, Any]()
+    data = path.read_bytes()
+    at = 7
+    whole = b""
+    history = list[dict[str, Any]]()
+    config = dict[str, Any]()
     while at + 7 <= len(data):
         if (left := 32768 - at % 32768) < 7:
             at += left
@@ -279,7 +324,10 @@ def wandb_records(path: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         record.ParseFromString(whole)
         whole = b""
         if record.HasField("history"):
-            row = {".".join(item.nested_key) or item.key: item.value_json for item in record.history.item}
+            row = {
+                ".".join(item.nested_key) or item.key: item.value_json
+                for item in record.history.item
+            }
             history.append({name: json.loads(value) for name, value in row.items()})
         if record.HasField("run"):
             config |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
@@ -295,12 +343,27 @@ def test_tensorboard_as_a_user_installs_it(tmp_path: Path) -> None:
 
 
 def test_only_numbers_that_a_float_holds_are_shown() -> None:
-    odd = {"a": None, "b": "text", "c": float("inf"), "d": 10**400, "e": True, "f": 10**30, "g": [1], "h": float("nan")}
-    (point,) = (point for point in Points().of(step(3, reward_mean=None, **odd)) if "train/loss" in point.numbers)
+    odd = {
+        "a": None,
+        "b": "text",
+        "c": float("inf"),
+        "d": 10**400,
+        "e": True,
+        "f": 10**30,
+        "g": [1],
+        "h": float("nan"),
+    }
+    (point,) = (
+        point
+        for point in Points().of(step(3, reward_mean=None, **odd))
+        if "train/loss" in point.numbers
+    )
     assert point.numbers == {"train/loss": 0.5, "train/f": 1e30}
 
 
-@pytest.mark.parametrize(("tracker", "package"), [(Mlflow, "mlflow"), (WandB, "wandb"), (TensorBoard, "tensorboard")])
+@pytest.mark.parametrize(
+    ("tracker", "package"), [(Mlflow, "mlflow"), (WandB, "wandb"), (TensorBoard, "tensorboard")]
+)
 def test_a_tracker_that_is_not_installed_says_what_to_install(
     tracker: Any, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -310,7 +373,9 @@ def test_a_tracker_that_is_not_installed_says_what_to_install(
 
 
 def test_what_cannot_be_tracked_is_refused(tmp_path: Path) -> None:
-    unknown = CliRunner().invoke(app, ["track", str(run_folder(tmp_path / "tracked", 1)), "--to", "paper"])
+    unknown = CliRunner().invoke(
+        app, ["track", str(run_folder(tmp_path / "tracked", 1)), "--to", "paper"]
+    )
     assert unknown.exit_code == 2
     assert "tensorboard, mlflow, wandb" in unknown.output
     nowhere = CliRunner().invoke(app, ["track", str(tmp_path / "nowhere")])
@@ -318,13 +383,21 @@ def test_what_cannot_be_tracked_is_refused(tmp_path: Path) -> None:
     assert "not the folder of a run" in nowhere.output
 
 
-async def test_a_tracker_that_is_ahead_of_all_events_says_so_instead_of_showing_none_for_ever(tmp_path: Path) -> None:
+async def test_a_tracker_that_is_ahead_of_all_events_says_so_instead_of_showing_none_for_ever(
+    tmp_path: Path,
+) -> None:
     """As it is once a clock was set back under an older version."""
     folder = run_folder(tmp_path / "run", 2)
     await shown(folder, tmp_path / "into")
     known = json.loads((tmp_path / "into" / "tracked.json").read_text())
-    (tmp_path / "into" / "tracked.json").write_text(json.dumps({**known, "after": f"{START + 60}000-0"}))
-    with pytest.raises(TrackError, match=rf"events up to id {START + 60}000-0, and .*metrics.jsonl ends with"):
+    (tmp_path / "into" / "tracked.json").write_text(
+        json.dumps({**known, "after": f"{START + 60}000-0"})
+    )
+    with pytest.raises(
+        TrackError,
+        match=rf"events up to id {START + 60}000-0, and .*metrics.jsonl "
+        rf"ends with",
+    ):
         await shown(folder, tmp_path / "into")
 
 
@@ -339,9 +412,13 @@ async def test_a_damaged_record_of_what_was_shown_is_named(content: str, tmp_pat
 
 
 async def test_ids_of_a_resumed_run_do_not_fall_and_its_steps_are_shown(tmp_path: Path) -> None:
-    """With a clock that is 60 s behind: to the run, ids that were given by one 60 s ahead are the same."""
-    folder, screen = tmp_path / "run", Console(file=io.StringIO())
-    await watch_run(Run.create(recipe(MOCK, train__steps=2), folder), screen, json=False, plain=True)
+    """With a clock that is 60 s behind: to the run, ids that were given by one 60 s ahead are the
+    same."""
+    folder = tmp_path / "run"
+    screen = Console(file=io.StringIO())
+    await watch_run(
+        Run.create(recipe(MOCK, train__steps=2), folder), screen, json=False, plain=True
+    )
     lines = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
     for line in lines:
         milliseconds, number = order(line["id"])
@@ -375,7 +452,9 @@ class Closed:
         self.states.append(state)
 
 
-async def test_a_tracker_learns_how_the_run_ended_also_when_it_goes_on_later(tmp_path: Path) -> None:
+async def test_a_tracker_learns_how_the_run_ended_also_when_it_goes_on_later(
+    tmp_path: Path,
+) -> None:
     states = {"running": "1-0", "failed": "2-0"}
     past = [Event(at, 1.0, "state", {"state": state, "reason": ""}) for state, at in states.items()]
 

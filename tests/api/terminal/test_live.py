@@ -62,12 +62,22 @@ def test_a_long_run_fits_a_narrow_terminal() -> None:
     progress = Progress("quickstart", 10_000, 16)
     for number in (998, 999):
         progress.apply(
-            scripted.step(number, reward_mean=-12.345, tokens_generated=123_456_789, tokens_trained=99_999_999)
+            scripted.step(
+                number, reward_mean=-12.345, tokens_generated=123_456_789, tokens_trained=99_999_999
+            )
         )
-        progress.apply(scripted.stage(4 * number, "reference-10", 4e4 + number, 1e4, 2e4, 1e3, 10**9 + 10**4 * number))
+        progress.apply(
+            scripted.stage(
+                4 * number, "reference-10", 4e4 + number, 1e4, 2e4, 1e3, 10**9 + 10**4 * number
+            )
+        )
     for event in scripted.events():
         if event.kind == "sync":
-            progress.apply(scripted.event(0, "sync", **event.data | {"version": 1000, "exposed_seconds": 0.00018}))
+            progress.apply(
+                scripted.event(
+                    0, "sync", **event.data | {"version": 1000, "exposed_seconds": 0.00018}
+                )
+            )
     text = "\n".join(screen(progress, 80))
     assert "…" not in text
     assert "123M made, 100M trained" in text
@@ -94,14 +104,18 @@ def test_numbers_that_are_none_are_dashes() -> None:
 @given(parts=st.lists(st.floats(0, 1), min_size=4, max_size=4), width=st.integers(1, 60))
 def test_a_share_bar_is_filled_and_true_to_its_shares(parts: list[float], width: int) -> None:
     total = sum(parts)
-    shares = {name: part / total if total else 0.0 for name, part in zip(SHARES, parts, strict=True)}
+    shares = {
+        name: part / total if total else 0.0 for name, part in zip(SHARES, parts, strict=True)
+    }
     bar = terminal.share_bar(shares, width).plain
     assert len(bar) == width
     for name, share in shares.items():
         assert abs(bar.count(terminal.GLYPHS[name][0]) - share * width) < 1 + 1e-6
 
 
-@given(values=st.lists(st.floats(-5, 5) | st.just(math.nan), max_size=200), width=st.integers(1, 40))
+@given(
+    values=st.lists(st.floats(-5, 5) | st.just(math.nan), max_size=200), width=st.integers(1, 40)
+)
 def test_a_sparkline_fits_and_rises_with_its_values(values: list[float], width: int) -> None:
     line = terminal.sparkline(values, width)
     assert len(line) <= width

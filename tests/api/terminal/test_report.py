@@ -28,7 +28,9 @@ def record(folder: Path, events: list[Event]) -> None:
             file.event(event)
 
 
-def test_metrics_hold_every_event_as_it_was_and_of_those_by_the_clock_the_totals(tmp_path: Path) -> None:
+def test_metrics_hold_every_event_as_it_was_and_of_those_by_the_clock_the_totals(
+    tmp_path: Path,
+) -> None:
     everything = scripted.events()
     record(tmp_path, everything)
     kept = list(read_metrics(tmp_path / METRICS))
@@ -37,14 +39,25 @@ def test_metrics_hold_every_event_as_it_was_and_of_those_by_the_clock_the_totals
         event for event in everything if event.kind not in by_clock
     ]
     for worker in ("rollout-0", "update-0"):
-        told, last = ([e.data for e in events if e.data.get("worker") == worker] for events in (everything, kept))
+        told, last = (
+            [e.data for e in events if e.data.get("worker") == worker]
+            for events in (everything, kept)
+        )
         for total in ("wall", "busy", "waiting_input", "rows", "tokens"):
-            assert [e[total] for e in last if "wall" in e][-1] == [e[total] for e in told if "wall" in e][-1]
+            assert [e[total] for e in last if "wall" in e][-1] == [
+                e[total] for e in told if "wall" in e
+            ][-1]
         for sums in ("bytes", "publish_seconds", "exposed_seconds", "hidden_seconds"):
-            assert sum(e.get(sums, 0) for e in last) == pytest.approx(sum(e.get(sums, 0) for e in told))
-    of_detail = [event for event in read_metrics(tmp_path / METRICS, detail=True) if event.kind == "stage"]
+            assert sum(e.get(sums, 0) for e in last) == pytest.approx(
+                sum(e.get(sums, 0) for e in told)
+            )
+    of_detail = [
+        event for event in read_metrics(tmp_path / METRICS, detail=True) if event.kind == "stage"
+    ]
     ids = {event.id for event in everything if event.kind == "stage"}
-    assert [event for event in of_detail if event.id in ids] == [e for e in everything if e.kind == "stage"]
+    assert [event for event in of_detail if event.id in ids] == [
+        e for e in everything if e.kind == "stage"
+    ]
 
 
 def test_metrics_are_strict_json_whatever_was_measured(tmp_path: Path) -> None:
@@ -68,7 +81,9 @@ def test_a_line_cut_short_by_a_kill_is_left_out(tmp_path: Path) -> None:
 
 def test_a_resumed_run_is_reported_as_one(tmp_path: Path) -> None:
     everything = scripted.events()
-    at = next(i for i, event in enumerate(everything) if event.kind == "step" and event.data["step"] == 5)
+    at = next(
+        i for i, event in enumerate(everything) if event.kind == "step" and event.data["step"] == 5
+    )
     record(tmp_path, everything[:at])  # killed after step 4
     record(
         tmp_path, [event for event in everything if event.kind != "step" or event.data["step"] >= 3]
@@ -81,7 +96,12 @@ def test_a_resumed_run_is_reported_as_one(tmp_path: Path) -> None:
 def test_the_report_of_a_run(tmp_path: Path) -> None:
     record(tmp_path, scripted.events())
     report = write_report(tmp_path, scripted.recipe(), seconds=28.0, checkpoint=tmp_path / "model")
-    assert {path.name for path in report.files} == {"summary.json", "metrics.jsonl", "reward.png", "samples.md"}
+    assert {path.name for path in report.files} == {
+        "summary.json",
+        "metrics.jsonl",
+        "reward.png",
+        "samples.md",
+    }
     assert report.missing == []
 
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -100,7 +120,10 @@ def test_the_report_of_a_run(tmp_path: Path) -> None:
         "equal rewards": {"groups": 3, "tokens": 1200},
         "reward x failed": {"groups": 1, "tokens": 0},
     }
-    assert (summary["skipped_steps"], summary["epochs"]) == (2, {"prompts.sources.0": 2, "prompts.sources.1": 5})
+    assert (summary["skipped_steps"], summary["epochs"]) == (
+        2,
+        {"prompts.sources.0": 2, "prompts.sources.1": 5},
+    )
     assert summary["checkpoint"] == str(tmp_path / "model")
 
     png = (tmp_path / "reward.png").read_bytes()
@@ -145,7 +168,9 @@ def test_without_matplotlib_the_rest_is_there_and_the_fix_is_named(
     report = write_report(tmp_path, scripted.recipe(), seconds=1.0, checkpoint=None)
     assert (tmp_path / "summary.json").exists()
     assert not (tmp_path / "reward.png").exists()
-    assert report.missing == ["reward.png: matplotlib is not installed; pip install 'asyncdock[quickstart]'"]
+    assert report.missing == [
+        "reward.png: matplotlib is not installed; pip install 'asyncdock[quickstart]'"
+    ]
 
 
 def test_a_run_that_never_stepped_has_a_summary(tmp_path: Path) -> None:
@@ -192,7 +217,9 @@ def test_smoothing_is_a_mean_of_the_values_around(values: list[float], span: int
         assert average == pytest.approx(expected, abs=1e-9, nan_ok=True)
 
 
-def test_the_plot_of_a_long_run_shows_all_of_its_range(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plot_of_a_long_run_shows_all_of_its_range(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     figures = list[Any]()
     savefig = "matplotlib.figure.Figure.savefig"
     monkeypatch.setattr(savefig, lambda figure, path: figures.append(figure))

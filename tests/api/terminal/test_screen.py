@@ -30,7 +30,12 @@ from orchestration.escapes import escaped
 from tests.api import scripted
 from tests.orchestration.runs import MOCK
 
-CLEAR, BEEP, TITLE, CSI, TURN, ISOLATE = "\x1b[2J", "\x07", "\x1b]0;pwned\x07", "\x9b31m", "\u202e", "\u2066"
+CLEAR = "\x1b[2J"
+BEEP = "\x07"
+TITLE = "\x1b]0;pwned\x07"
+CSI = "\x9b31m"
+TURN = "\u202e"
+ISOLATE = "\u2066"
 ATTACK = f"good{CLEAR}{BEEP}{TITLE}{CSI}{TURN}live{ISOLATE}\r\ud800\u2028\U000e0041[/red][red]bad"
 TEXT = ATTACK.replace("\ud800", "")  # as UTF-8 carries it
 UNSAFE = re.compile(
@@ -156,7 +161,9 @@ def test_json_means_the_same_once_it_is_escaped() -> None:
 @given(st.text(), st.booleans())
 def test_any_text_comes_out_as_text(text: str, colour: bool) -> None:
     out = io.StringIO()
-    console = safe_console(file=out, width=60, force_terminal=colour, color_system="truecolor" if colour else None)
+    console = safe_console(
+        file=out, width=60, force_terminal=colour, color_system="truecolor" if colour else None
+    )
     table = Table("a", title=Text(text))
     table.add_row(text)
     for shown in (text, Text(text, style="red"), table):
@@ -169,11 +176,15 @@ def test_a_live_view_shows_messages_safely() -> None:
     console = safe_console(file=out, width=100, force_terminal=True)
     progress = Progress("scripted", scripted.STEPS, scripted.BOUND)
     with viewing(progress, console, json=False, plain=False) as (show, say):
-        for event in (*scripted.events()[:-1], scripted.event(40, "state", state="failed", reason=ATTACK)):
+        for event in (
+            *scripted.events()[:-1],
+            scripted.event(40, "state", state="failed", reason=ATTACK),
+        ):
             show(event)
         say(ATTACK)
         console.print(ATTACK)
-    moves = re.compile("\x1b\\[(\\?25[lh]|[0-9]*[ABCDGHK]|[0-9;]*m)|\r")  # what a live view itself sends
+    # what a live view itself sends
+    moves = re.compile("\x1b\\[(\\?25[lh]|[0-9]*[ABCDGHK]|[0-9;]*m)|\r")
     shown = moves.sub("", out.getvalue())
     assert "good\\u001b[2J" in shown
     assert "\x1b" not in shown
@@ -201,7 +212,10 @@ def test_a_live_view_has_the_width_that_it_had() -> None:
     for wrap in (False, True):
         console = safe_console(width=100, file=io.StringIO(), force_terminal=True, record=True)
         view = LiveView(progress, console)
-        with Live(get_renderable=lambda v=view, w=wrap: Safe(v.render()) if w else v.render(), console=console):
+        with Live(
+            get_renderable=lambda v=view, w=wrap: Safe(v.render()) if w else v.render(),
+            console=console,
+        ):
             pass
         console.print(view.render())
         shown.append(console.export_text())
@@ -210,7 +224,10 @@ def test_a_live_view_has_the_width_that_it_had() -> None:
 
 def test_the_summary_of_a_run_is_safe() -> None:
     progress = Progress(ATTACK, scripted.STEPS, scripted.BOUND)
-    for event in (*scripted.events()[:-1], scripted.event(40, "state", state="failed", reason=ATTACK)):
+    for event in (
+        *scripted.events()[:-1],
+        scripted.event(40, "state", state="failed", reason=ATTACK),
+    ):
         progress.apply(event)
     out = io.StringIO()
     summary = summarize(progress, seconds=1.0, checkpoint=None)
@@ -218,7 +235,9 @@ def test_the_summary_of_a_run_is_safe() -> None:
     assert safe(out.getvalue())
 
 
-def test_descriptions_of_recipes_are_safe_and_no_markup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_descriptions_of_recipes_are_safe_and_no_markup(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes" / "own.toml").write_text('description = "good\\u001b[2J[/red]\\u202e"\n')
     monkeypatch.chdir(tmp_path)
@@ -231,7 +250,9 @@ def test_descriptions_of_recipes_are_safe_and_no_markup(tmp_path: Path, monkeypa
 
 def test_what_is_wrong_with_a_recipe_is_shown_safely(tmp_path: Path) -> None:
     path = tmp_path / "recipe.toml"
-    path.write_text('"ke\\u001b[2Jy" = 1\nname = "\\u001b]0;x\\u0007"\n[model]\nsource = "\\u202etiny\\u009b"\n')
+    path.write_text(
+        '"ke\\u001b[2Jy" = 1\nname = "\\u001b]0;x\\u0007"\n[model]\nsource = "\\u202etiny\\u009b"\n'
+    )
     done = CliRunner().invoke(app, ["check", str(path), "--set", "rollout.engine=\x1b[2J\u202e"])
     assert done.exit_code == 2
     assert "\\u001b[2J" in done.stderr

@@ -1,4 +1,5 @@
-"""Placement of workers on the nodes of a cluster: properties over random clusters, and the cases that people have."""
+"""Placement of workers on the nodes of a cluster: properties over random clusters, and the cases
+that people have."""
 
 from __future__ import annotations
 
@@ -54,7 +55,13 @@ def test_ranks_are_packed_and_rollouts_go_where_most_room_is() -> None:
 
 
 def test_devices_are_reserved_with_their_workers() -> None:
-    run = of(rollout__workers=2, rollout__threads=4, train__dp=4, train__device="auto", rollout__device="auto")
+    run = of(
+        rollout__workers=2,
+        rollout__threads=4,
+        train__dp=4,
+        train__device="auto",
+        rollout__device="auto",
+    )
     nodes = [node("a", 16, 4), node("b", 16, 2)]
     placed = place(run, remote_workers(run), nodes, ["cuda"])
     assert {placed["update", rank] for rank in range(4)} == {"a"}
@@ -73,8 +80,12 @@ def test_a_tensor_parallel_replica_is_never_cut() -> None:
 def test_an_engine_over_several_devices_is_within_a_node() -> None:
     run = of(rollout__engine="vllm", rollout__device="cuda", rollout__vllm={"tensor_parallel": 4})
     assert needs(run, ("rollout", 0), ["cuda"])["GPU"] == 4
-    assert ("rollout", 0) not in place(run, [("rollout", 0)], [node("a", 8, 2), node("b", 8, 2)], ["cuda"])
-    assert place(run, [("rollout", 0)], [node("a", 8, 2), node("b", 8, 4)], ["cuda"]) == {("rollout", 0): "b"}
+    assert ("rollout", 0) not in place(
+        run, [("rollout", 0)], [node("a", 8, 2), node("b", 8, 2)], ["cuda"]
+    )
+    assert place(run, [("rollout", 0)], [node("a", 8, 2), node("b", 8, 4)], ["cuda"]) == {
+        ("rollout", 0): "b"
+    }
 
 
 def test_what_lacks_room_is_named_with_what_there_is() -> None:
@@ -101,7 +112,13 @@ def test_no_node_gives_more_than_it_has(
     assert sum(kind == "update" for kind, _ in placed) in (0, world)
     # Nothing is left out that would still fit somewhere.
     left = [
-        Node(n.name, {r: a - bundles(run, placed, devices).get(n.name, {}).get(r, 0) for r, a in n.free.items()})
+        Node(
+            n.name,
+            {
+                r: a - bundles(run, placed, devices).get(n.name, {}).get(r, 0)
+                for r, a in n.free.items()
+            },
+        )
         for n in nodes
     ]
     assert not place(run, remote_workers(run) - set(placed), left, devices)
@@ -120,12 +137,23 @@ def test_workers_of_a_lost_node_find_room_on_the_others(lost: str) -> None:
 @pytest.mark.parametrize(
     ("change", "wrong"),
     [
-        ({"launch__launcher": "process", "launch__address": "auto:1"}, r"launch\.address = .*is of a Ray cluster"),
+        (
+            {"launch__launcher": "process", "launch__address": "auto:1"},
+            r"launch\.address = .*is of "
+            r"a Ray cluster",
+        ),
         ({"launch__remote_rollouts": 1}, r"launch\.launcher = .*places all of them itself"),
-        ({"rollout__device": "cuda:1"}, r"rollout\.device = .*has the number of a device, which Ray gives"),
+        (
+            {"rollout__device": "cuda:1"},
+            r"rollout\.device = .*has the number of a device, which "
+            r"Ray gives",
+        ),
         ({"pipeline__index": "unix:///x.sock"}, r"pipeline\.index = .*is on this machine alone"),
         ({"sync__serve": "127.0.0.1"}, r"sync\.serve = .*is reached from this machine alone"),
-        ({"launch__placement": "colocated", "sync__transport": "shared_memory"}, r"launch\.placement = .*one machine"),
+        (
+            {"launch__placement": "colocated", "sync__transport": "shared_memory"},
+            r"launch\.placement = .*one machine",
+        ),
     ],
 )
 def test_what_a_cluster_cannot_run_is_refused(change: dict[str, Any], wrong: str) -> None:
@@ -137,9 +165,13 @@ def test_what_a_cluster_cannot_run_is_refused(change: dict[str, Any], wrong: str
 async def test_a_node_that_has_not_said_what_it_has_is_waited_for(
     seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its host was found "alive" without any resource, and the run failed. A cluster that stays too small is refused."""
+    """Its host was found "alive" without any resource, and the run failed.
+
+    A cluster that stays too small is refused.
+    """
     of = recipe(TINY, launch__launcher="ray", launch__address="10.0.0.1:6379", rollout__workers=2)
-    hosts, asked = RayHosts(of, tmp_path), list[dict[str, Any]]()
+    hosts = RayHosts(of, tmp_path)
+    asked = list[dict[str, Any]]()
 
     async def answer() -> dict[str, Any]:
         asked.append({})

@@ -44,7 +44,9 @@ def cluster(client_port: int) -> Iterator[Any]:
 
 def of(address: str, base: dict[str, Any] = TINY, **changes: Any) -> Recipe:
     keys = {f"launch__{key}": value for key, value in on_ray(address).items()}
-    return recipe(base, **{**keys, "rollout__workers": 3, "launch__startup_timeout": 280.0, **changes})
+    return recipe(
+        base, **{**keys, "rollout__workers": 3, "launch__startup_timeout": 280.0, **changes}
+    )
 
 
 def ended(pid: int) -> bool:
@@ -53,27 +55,41 @@ def ended(pid: int) -> bool:
 
 def hosts_of(watched: Watched, change: str) -> dict[str, dict[str, Any]]:
     """The events of hosts with this change, by the host's name."""
-    return {e["worker"]: e for e in watched.of("worker") if (e["stage"], e["change"]) == ("host", change)}
+    return {
+        e["worker"]: e
+        for e in watched.of("worker")
+        if (e["stage"], e["change"]) == ("host", change)
+    }
 
 
 async def test_at_staleness_0_a_run_on_three_nodes_learns_what_the_plain_loop_learns(
     cluster: Any, tmp_path: Path
 ) -> None:
     run = Run.create(
-        of(cluster.address, pipeline__staleness=0, train__steps=40, checkpoint__every=40), tmp_path / "run"
+        of(cluster.address, pipeline__staleness=0, train__steps=40, checkpoint__every=40),
+        tmp_path / "run",
     )
     watched, result = await complete(run)
     assert result.state == "finished", result.reason
     ready = hosts_of(watched, "ready")
     assert len(ready) == 3
     assert {event["node"] for event in ready.values()} == {platform.node()}
-    places = {event["worker"]: event.get("host", "") for event in watched.of("worker") if event["change"] == "ready"}
+    places = {
+        event["worker"]: event.get("host", "")
+        for event in watched.of("worker")
+        if event["change"] == "ready"
+    }
     assert {places["update-0"], *(places[f"rollout-{number}"] for number in range(3))} == set(ready)
     assert places["flow-0"] == "", "on the head"
-    assert {path.name for path in (tmp_path / "run" / "logs").iterdir()} >= {"update-0.log", "rollout-2.log", "ray.log"}
+    assert {path.name for path in (tmp_path / "run" / "logs").iterdir()} >= {
+        "update-0.log",
+        "rollout-2.log",
+        "ray.log",
+    }
     assert not hosts_of(watched, "died")
     assert all(ended(event["pid"]) for event in ready.values())
-    rewards, weights = [], {}
+    rewards = []
+    weights = {}
     async for step in synchronous_run(run.recipe):
         rewards.append(step.reward_mean)
         weights = {name: value.clone() for name, value in step.engine.weights()}
@@ -92,14 +108,17 @@ async def test_a_killed_host_gets_its_room_again_and_rollouts_leave_and_join_als
     keys = {"rollout__threads": 4, "train__steps": 30_000}  # no two rollouts have room on one node
     run = Run.create(of(f"ray://127.0.0.1:{client_port}", MOCK, **keys), tmp_path / "run")
     async with executing(run) as (watched, work):
-        await watched.until(lambda: len(watched.of("step")) >= 2 and len(hosts_of(watched, "ready")) == 3, 280)
+        await watched.until(
+            lambda: len(watched.of("step")) >= 2 and len(hosts_of(watched, "ready")) == 3, 280
+        )
 
         def homes() -> list[str]:
             ready = ("rollout-0", "ready")
             return [e["host"] for e in watched.of("worker") if (e["worker"], e["change"]) == ready]
 
         await watched.until(lambda: bool(homes()), 280)
-        first, host = hosts_of(watched, "ready"), homes()[0]
+        first = hosts_of(watched, "ready")
+        host = homes()[0]
         psutil.Process(first[host]["pid"]).kill()
         await watched.until(lambda: len(hosts_of(watched, "ready")) == 4, 280)
         made = len(watched.of("step"))
@@ -123,7 +142,11 @@ async def test_what_cannot_start_is_refused(cluster: Any, where: str, tmp_path: 
     address = cluster.address if where == "a cluster" else f"127.0.0.1:{free_port()}"
     watched, result = await complete(Run.create(of(address, rollout__threads=64), tmp_path / "run"))
     assert result.state == "failed"
-    reason = "no room for rollout-0 (CPU 64)" if where == "a cluster" else f"launch.address = '{address}'"
+    reason = (
+        ("no room for rollout-0 (CPU 64)")
+        if where == "a cluster"
+        else f"launch.address = '{address}'"
+    )
     assert reason in result.reason
     assert watched.of("state")[-1]["state"] == "failed"
 
@@ -137,8 +160,11 @@ async def test_the_overlap_benchmark_measures_hosts(cluster: Any, tmp_path: Path
 
 
 async def test_raylets_are_killed_and_no_sample_is_lost(cluster: Any, tmp_path: Path) -> None:
-    """First that of a node with rollout workers, then that of the run's Ray driver, with which all hosts end."""
-    run = Run.create(of(cluster.address, train__steps=3000, train__dp=2, checkpoint__every=4), tmp_path / "run")
+    """First that of a node with rollout workers, then that of the run's Ray driver, with which all
+    hosts end."""
+    run = Run.create(
+        of(cluster.address, train__steps=3000, train__dp=2, checkpoint__every=4), tmp_path / "run"
+    )
     async with executing(run) as (watched, work):
 
         async def more_steps() -> None:
@@ -146,12 +172,22 @@ async def test_raylets_are_killed_and_no_sample_is_lost(cluster: Any, tmp_path: 
             await watched.until(lambda: len(watched.of("step")) > made + 3, 280)
 
         await watched.until(lambda: len(watched.of("step")) >= 6, 280)
-        places = {e["worker"]: e["host"] for e in watched.of("worker") if e["change"] == "ready" and e.get("host")}
+        places = {
+            e["worker"]: e["host"]
+            for e in watched.of("worker")
+            if e["change"] == "ready" and e.get("host")
+        }
         assert places["update-0"] == places["update-1"]
         first = set(hosts_of(watched, "ready"))
         of_driver = cluster.head_node.all_processes["raylet"][0].process.pid
-        raylets = {host: raylet_of(event["pid"]) for host, event in hosts_of(watched, "ready").items()}
-        lost = places["rollout-0"] if raylets[places["rollout-0"]] != of_driver else places["rollout-1"]
+        raylets = {
+            host: raylet_of(event["pid"]) for host, event in hosts_of(watched, "ready").items()
+        }
+        lost = (
+            places["rollout-0"]
+            if raylets[places["rollout-0"]] != of_driver
+            else places["rollout-1"]
+        )
         psutil.Process(raylets[lost]).kill()
         await watched.until(lambda: lost in hosts_of(watched, "died"), 280)
         await more_steps()
@@ -163,15 +199,21 @@ async def test_raylets_are_killed_and_no_sample_is_lost(cluster: Any, tmp_path: 
         result = await work
     assert result.state == "stopped", result.reason
     deaths = [
-        event["worker"] for event in watched.of("worker") if (event["stage"], event["change"]) == ("host", "died")
+        event["worker"]
+        for event in watched.of("worker")
+        if (event["stage"], event["change"]) == ("host", "died")
     ]
     assert len(deaths) == len(set(deaths)), "one event for each"
-    groups = {step["step"]: step["groups"] for step in watched.of("step")}  # of each step its last event
+    # of each step its last event
+    groups = {step["step"]: step["groups"] for step in watched.of("step")}
     assert sorted(groups) == list(range(len(groups)))
-    assert sorted(group for of_step in groups.values() for group in of_step) == list(range(len(groups) * 4))
+    assert sorted(group for of_step in groups.values() for group in of_step) == list(
+        range(len(groups) * 4)
+    )
 
 
 def raylet_of(host: int) -> int:
-    """The raylet of a host's process: it names the folder in which the fork server of its node has its output."""
+    """The raylet of a host's process: it names the folder in which the fork server of its node has
+    its output."""
     server = psutil.Process(host).ppid()
     return int(Path(os.readlink(f"/proc/{server}/fd/1")).parent.name.split("-")[1])

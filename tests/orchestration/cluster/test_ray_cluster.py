@@ -31,7 +31,8 @@ TOKEN = "a token of sixteen or more characters".replace(" ", "-")
 
 @dataclass(frozen=True)
 class Started:
-    """A cluster: its port, that of its client's server, and the RAY_TMPDIR in which it is recorded."""
+    """A cluster: its port, that of its client's server, and the RAY_TMPDIR in which it is
+    recorded."""
 
     port: int
     client_port: int
@@ -44,15 +45,28 @@ class Started:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Started]:
-    """`ray start --head` with a token, in a session of its own: `ray stop` would end the clusters of others too."""
-    folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # the names of Ray's sockets are long
+    """`ray start --head` with a token, in a session of its own: `ray stop` would end the clusters
+    of others too."""
+    # the names of Ray's sockets are long
+    folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
     started = Started(free_port(), free_port(), folder)
-    ports = [f"--port={started.port}", f"--ray-client-server-port={started.client_port}", "--node-ip-address=127.0.0.1"]
+    ports = [
+        f"--port={started.port}",
+        f"--ray-client-server-port={started.client_port}",
+        "--node-ip-address=127.0.0.1",
+    ]
     quiet = ["--disable-usage-stats", "--include-dashboard=false", "--num-cpus=4"]
-    secret = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN, "RAY_TMPDIR": str(folder), "RAY_worker_niceness": "0"}
+    secret = {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": TOKEN,
+        "RAY_TMPDIR": str(folder),
+        "RAY_worker_niceness": "0",
+    }
     command = [str(BIN / "ray"), "start", "--head", "--block", *ports, *quiet]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    head = subprocess.Popen(command, text=True, env={**os.environ, **secret}, start_new_session=True, **pipes)  # type: ignore[call-overload]
+    head = subprocess.Popen(
+        command, text=True, env={**os.environ, **secret}, start_new_session=True, **pipes
+    )  # type: ignore[call-overload]
     try:
         lines = []
         for line in head.stdout:
@@ -61,7 +75,8 @@ def cluster() -> Iterator[Started]:
                 break
         else:
             pytest.fail("".join(lines))
-        for attempt in stamina.retry_context(OSError, attempts=None, timeout=60.0):  # it starts beside the head
+        # it starts beside the head
+        for attempt in stamina.retry_context(OSError, attempts=None, timeout=60.0):
             with attempt:
                 socket.create_connection(("127.0.0.1", started.client_port)).close()
         yield started
@@ -79,17 +94,27 @@ def home(tmp_path: Path) -> Path:
 
 
 def of(home: Path, **variables: object) -> dict[str, str]:
-    """The environment of a user whose clusters are recorded in ``home``, unless RAY_TMPDIR is another folder."""
-    return {"HOME": str(home), "RAY_TMPDIR": str(home), **{name: str(value) for name, value in variables.items()}}
+    """The environment of a user whose clusters are recorded in ``home``, unless RAY_TMPDIR is
+    another folder."""
+    return {
+        "HOME": str(home),
+        "RAY_TMPDIR": str(home),
+        **{name: str(value) for name, value in variables.items()},
+    }
 
 
 @pytest.mark.parametrize("where", ["auto", "RAY_ADDRESS", "address", "client"])
 def test_a_token_is_taken_from_where_ray_takes_it(cluster: Started, home: Path, where: str) -> None:
-    given = {"address": cluster.address, "client": f"ray://127.0.0.1:{cluster.client_port}"}.get(where, "auto")
-    auto, environment = {"RAY_TMPDIR": cluster.folder}, {"RAY_ADDRESS": cluster.address}
+    given = {"address": cluster.address, "client": f"ray://127.0.0.1:{cluster.client_port}"}.get(
+        where, "auto"
+    )
+    auto = {"RAY_TMPDIR": cluster.folder}
+    environment = {"RAY_ADDRESS": cluster.address}
     variables: dict[str, object] = {"auto": auto, "RAY_ADDRESS": environment}.get(where, {})
     with pytest.raises(
-        ClusterRefused, match=r"launch\.address = .*asks for a token, and there is none; set RAY_AUTH_TOKEN"
+        ClusterRefused,
+        match=r"launch\.address = .*asks for a token, and there is none; set "
+        r"RAY_AUTH_TOKEN",
     ):
         find(given, of(home, **variables))
     with pytest.raises(ClusterRefused, match=r"refuses the token of RAY_AUTH_TOKEN"):
@@ -115,46 +140,73 @@ def test_a_cluster_that_does_not_fit_is_refused_by_name(
     own = of(home, RAY_AUTH_TOKEN=TOKEN)
     dead = f"127.0.0.1:{free_port()}"
     with pytest.raises(
-        ClusterRefused, match=rf"launch\.address = '{dead}': nothing answers there \(Connection refused\)"
+        ClusterRefused,
+        match=rf"launch\.address = '{dead}': nothing answers there \(Connection "
+        rf"refused\)",
     ):
         find(dead, own)
     with pytest.raises(
-        ClusterRefused, match=r"is not the head of a Ray cluster; give its HOST:6379, or ray://HOST:10001"
+        ClusterRefused,
+        match=r"is not the head of a Ray cluster; give its HOST:6379, or "
+        r"ray://HOST:10001",
     ):
         find(f"127.0.0.1:{cluster.client_port}", own)
-    with pytest.raises(ClusterRefused, match=r"RAY_ADDRESS = 'http://x:8265': is no address of a Ray cluster"):
+    with pytest.raises(
+        ClusterRefused,
+        match=r"RAY_ADDRESS = 'http://x:8265': is no address of a "
+        r"Ray cluster",
+    ):
         find("auto", of(home, RAY_ADDRESS="http://x:8265"))
     with monkeypatch.context() as patch:
         patch.setattr(ray_cluster, "_raylets", lambda: iter(()))
         with pytest.raises(
-            ClusterRefused, match=rf"no node of that cluster; run `ray start --address={cluster.address}` here"
+            ClusterRefused,
+            match=rf"no node of that cluster; run `ray start "
+            rf"--address={cluster.address}` here",
         ):
             find(cluster.address, own)
     with monkeypatch.context() as patch:
         patch.setattr(importlib.metadata, "version", lambda _: "2.50.0")
         with pytest.raises(
-            ClusterRefused, match=r"has Ray \d[\d.]+, and this environment 2\.50\.0; pip install 'ray\[serve\]=="
+            ClusterRefused,
+            match=r"has Ray \d[\d.]+, and this environment 2\.50\.0; pip install "
+            r"'ray\[serve\]==",
         ):
             find(cluster.address, own)
     own_minor = platform.python_version().rpartition(".")[0]
     with monkeypatch.context() as patch:
         patch.setattr(platform, "python_version", lambda: f"{own_minor}.99")
-        with pytest.raises(ClusterRefused, match=rf"has Python {own_minor}\.\d+, and this environment {own_minor}\.99"):
+        with pytest.raises(
+            ClusterRefused,
+            match=rf"has Python {own_minor}\.\d+, and this "
+            rf"environment {own_minor}\.99",
+        ):
             find(cluster.address, own)
-        assert find(cluster.address, {**own, "RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL": "minor"}).token
+        assert find(
+            cluster.address, {**own, "RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL": "minor"}
+        ).token
 
 
 def test_the_address_of_the_recipe_comes_before_that_of_the_environment_and_this_machines(
     cluster: Started, home: Path
 ) -> None:
     own = of(home, RAY_AUTH_TOKEN=TOKEN)
-    assert find("auto", own).address == "local", "none is recorded there, and those of others are not joined"
-    assert find("auto", {**own, "RAY_TMPDIR": str(cluster.folder)}).address.endswith(f":{cluster.port}")
+    assert find("auto", own).address == "local", (
+        "none is recorded there, and those of others are not joined"
+    )
+    assert find("auto", {**own, "RAY_TMPDIR": str(cluster.folder)}).address.endswith(
+        f":{cluster.port}"
+    )
     assert find("local", {**own, "RAY_TMPDIR": str(cluster.folder)}).address == "local"
-    assert find("auto", {**own, "RAY_ADDRESS": "local", "RAY_TMPDIR": str(cluster.folder)}).address == "local"
+    assert (
+        find("auto", {**own, "RAY_ADDRESS": "local", "RAY_TMPDIR": str(cluster.folder)}).address
+        == "local"
+    )
     assert find(cluster.address, {**own, "RAY_ADDRESS": "127.0.0.1:1"}).address == cluster.address
     with pytest.raises(
-        ClusterRefused, match=r"launch\.address = 'auto', RAY_ADDRESS = '127\.0\.0\.1:1': nothing answers"
+        ClusterRefused,
+        match=r"launch\.address = 'auto', RAY_ADDRESS = '127\.0\.0\.1:1': nothing "
+        r"answers",
     ):
         find("auto", {**own, "RAY_ADDRESS": "127.0.0.1:1"})
     (home / "ray").mkdir()
@@ -174,13 +226,16 @@ def test_a_cluster_that_is_found_among_the_processes_is_joined_but_not_one_of_an
         assert find("auto", own).address == text.strip()
         with pytest.raises(ClusterRefused, match="asks for a token"):
             find("auto", of(home, RAY_TMPDIR=cluster.folder))
-        monkeypatch.setattr(ray_cluster, "OWN_RESOURCE", "node:__internal_head__")  # as if a run had started it
+        # as if a run had started it
+        monkeypatch.setattr(ray_cluster, "OWN_RESOURCE", "node:__internal_head__")
         assert find("auto", own).address == "local"
     finally:
         recorded.write_text(text)
 
 
-def test_the_cluster_of_a_run_alone_is_behind_a_token_that_no_other_program_knows(home: Path) -> None:
+def test_the_cluster_of_a_run_alone_is_behind_a_token_that_no_other_program_knows(
+    home: Path,
+) -> None:
     first, second = (find("local", of(home)).environment for _ in range(2))
     assert first["RAY_AUTH_MODE"] == "token"
     assert len(first["RAY_AUTH_TOKEN"]) >= 32
@@ -192,12 +247,15 @@ def asyncdock(*arguments: str, cwd: Path, **variables: str) -> subprocess.Comple
     command = [sys.executable, "-P", "-m", "api.cli.main", *arguments]
     here = {"PYTHONPATH": str(ROOT)}
     environment = {**os.environ, **here, **variables}
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600)
+    return subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600
+    )
 
 
 def test_one_key_is_enough_for_a_cluster_with_a_token(cluster: Started, home: Path) -> None:
     """`check` says what the run will meet; the run's workers with engines are on the cluster."""
-    key, user = ("--set", "launch.launcher=ray"), of(home, RAY_TMPDIR=cluster.folder)
+    key = ("--set", "launch.launcher=ray")
+    user = of(home, RAY_TMPDIR=cluster.folder)
     refused = asyncdock("check", "tiny", *key, cwd=home, **user)
     assert refused.returncode == 2
     assert "asks for a token, and there is none" in refused.stderr
@@ -206,22 +264,38 @@ def test_one_key_is_enough_for_a_cluster_with_a_token(cluster: Started, home: Pa
     checked = asyncdock("check", "tiny", *key, cwd=home, **user)
     assert checked.returncode == 0, checked.stderr
     version = importlib.metadata.version("ray")
-    assert f":{cluster.port}, Ray {version}, with the token of {home / '.ray' / 'auth_token'}" in checked.stdout
-    done = asyncdock("run", "tiny", *key, "--set", "train.steps=2", "--out", "out", "--plain", cwd=home, **user)
+    assert (
+        f":{cluster.port}, Ray {version}, with the token of {home / '.ray' / 'auth_token'}"
+        in checked.stdout
+    )
+    done = asyncdock(
+        "run", "tiny", *key, "--set", "train.steps=2", "--out", "out", "--plain", cwd=home, **user
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    events = [json.loads(line) for line in (home / "out" / "metrics.jsonl").read_text().splitlines()]
-    ready = [event["data"] for event in events if event["kind"] == "worker" and event["data"]["change"] == "ready"]
-    on_hosts = {event["worker"] for event in ready if event.get("host") and event["stage"] != "host"}
+    events = [
+        json.loads(line) for line in (home / "out" / "metrics.jsonl").read_text().splitlines()
+    ]
+    ready = [
+        event["data"]
+        for event in events
+        if event["kind"] == "worker" and event["data"]["change"] == "ready"
+    ]
+    on_hosts = {
+        event["worker"] for event in ready if event.get("host") and event["stage"] != "host"
+    }
     assert on_hosts == {"update-0", "rollout-0"}
 
 
-def test_looking_takes_no_ray_into_this_process(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_looking_takes_no_ray_into_this_process(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RAY_TMPDIR", str(home))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     assert look("auto").address == "local"
     with pytest.raises(ClusterRefused, match="nothing answers there"):
         look(f"127.0.0.1:{free_port()}")
     code = (
-        "import sys; from orchestration.cluster.ray_cluster import find; find('local'); assert 'ray' not in sys.modules"
+        "import sys; from orchestration.cluster.ray_cluster import find; find('local'); assert "
+        "'ray' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,4 +1,5 @@
-"""Steps since the checkpoint whose samples were lost with a node: the run goes on from the checkpoint."""
+"""Steps since the checkpoint whose samples were lost with a node: the run goes on from the
+checkpoint."""
 
 from __future__ import annotations
 
@@ -14,13 +15,18 @@ from orchestration.run.run import Run
 from tests.orchestration.runs import TINY, executing, recipe
 
 
-async def test_a_run_whose_steps_cannot_be_replayed_ends_with_the_weights_of_the_plain_loop(tmp_path: Path) -> None:
-    of = recipe(TINY, pipeline__staleness=0, launch__launcher="process", train__steps=8, checkpoint__every=3)
+async def test_a_run_whose_steps_cannot_be_replayed_ends_with_the_weights_of_the_plain_loop(
+    tmp_path: Path,
+) -> None:
+    of = recipe(
+        TINY, pipeline__staleness=0, launch__launcher="process", train__steps=8, checkpoint__every=3
+    )
     weights = {}
     async for step in synchronous_run(of):
         weights = {name: value.clone() for name, value in step.engine.weights()}
     async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
-        await watched.until(lambda: len(watched.of("step")) >= 5)  # past a checkpoint, with two steps to replay
+        # past a checkpoint, with two steps to replay
+        await watched.until(lambda: len(watched.of("step")) >= 5)
         assert watched.run.supervisor is not None
         index = watched.run.supervisor.index
         os.kill(watched.run.supervisor.pids()["update-0"], signal.SIGKILL)
@@ -28,8 +34,11 @@ async def test_a_run_whose_steps_cannot_be_replayed_ends_with_the_weights_of_the
             await index.lose_warehouse(record.number)
         result = await work
     assert result.state == "finished", result.reason
-    assert [event["version"] for event in watched.of("worker") if event["change"] == "rewound"] == [3]
-    groups = {step["step"]: step["groups"] for step in watched.of("step")}  # of each step its last event
+    assert [event["version"] for event in watched.of("worker") if event["change"] == "rewound"] == [
+        3
+    ]
+    # of each step its last event
+    groups = {step["step"]: step["groups"] for step in watched.of("step")}
     assert sorted(group for of_step in groups.values() for group in of_step) == list(range(8 * 4))
     assert result.checkpoint is not None
     engine = train_engine(of)

@@ -26,12 +26,16 @@ def load(rollouts: float, need: float) -> Load:
     return Load(math.ceil(rollouts), busy=min(rollouts, need), waits=max(0.0, 1 - rollouts / need))
 
 
-def simulate(policy: AutoscalePolicy, rollouts: int, needs: list[float], noise: list[float]) -> list[int]:
-    """The number of rollouts after each window, with the ``needs`` of the windows and errors of what is measured."""
+def simulate(
+    policy: AutoscalePolicy, rollouts: int, needs: list[float], noise: list[float]
+) -> list[int]:
+    """The number of rollouts after each window, with the ``needs`` of the windows and errors of
+    what is measured."""
     numbers = []
     for need, error in zip(needs, noise, strict=True):
         seen = load(rollouts, need)
-        busy, waits = min(1.0, max(0.0, seen.busy / rollouts - error)), max(0.0, seen.waits + error)
+        busy = min(1.0, max(0.0, seen.busy / rollouts - error))
+        waits = max(0.0, seen.waits + error)
         rollouts = policy.decide(rollouts, Load(rollouts, rollouts * busy, waits))
         numbers.append(rollouts)
     return numbers
@@ -50,8 +54,11 @@ NEEDS = st.floats(1.0, 16.0)
 def test_it_settles_near_the_need_after_each_change_of_the_load_and_then_stays(
     begin: int, needs: tuple[float, float, float], noise: list[float]
 ) -> None:
-    """Never so few that the trainer waits for more than a tenth, nor more than needed but for what stays free."""
-    numbers = simulate(AutoscalePolicy(1, 16), begin, [need for need in needs for _ in range(PHASE)], noise)
+    """Never so few that the trainer waits for more than a tenth, nor more than needed but for what
+    stays free."""
+    numbers = simulate(
+        AutoscalePolicy(1, 16), begin, [need for need in needs for _ in range(PHASE)], noise
+    )
     for phase, need in enumerate(needs):
         settled = numbers[phase * PHASE + 3 * PATIENCE : (phase + 1) * PHASE]
         for number in settled:
@@ -78,20 +85,31 @@ def test_the_bounds_hold_and_no_step_is_more_than_double(
         assert after <= max(2 * begin, least)
 
 
-def duration(needs: list[float], decide: Callable[[int, Load], int], rollouts: int, window: float = 4.0) -> float:
-    """Seconds of a run whose steps take a second each when samples are there, and as many rollouts as ``needs`` has for a
-    step make its samples in a second. Rollouts are at most two steps ahead, and a new one works a second after it is asked
-    for."""
-    tick, now, done, ahead, asked = 0.01, 0.0, 0.0, 0.0, rollouts
+def duration(
+    needs: list[float], decide: Callable[[int, Load], int], rollouts: int, window: float = 4.0
+) -> float:
+    """Seconds of a run whose steps take a second each when samples are there, and as many rollouts
+    as ``needs`` has for a step make its samples in a second. Rollouts are at most two steps ahead,
+    and a new one works a second after it is asked for."""
+    tick = 0.01
+    now = 0.0
+    done = 0.0
+    ahead = 0.0
+    asked = rollouts
     busy = waits = 0.0
     begun = deque[int](maxlen=100)
     while done < len(needs):
         begun.append(asked)
         rollouts = min(asked, begun[0])
-        made = min(tick * rollouts / needs[min(int(done + ahead), len(needs) - 1)], 2 + tick - ahead)
+        made = min(
+            tick * rollouts / needs[min(int(done + ahead), len(needs) - 1)], 2 + tick - ahead
+        )
         busy += made * needs[min(int(done + ahead), len(needs) - 1)]
         trained = min(tick, ahead + made)
-        waits, done, ahead, now = waits + tick - trained, done + trained, ahead + made - trained, now + tick
+        waits = waits + tick - trained
+        done = done + trained
+        ahead = ahead + made - trained
+        now = now + tick
         if now % window < tick:
             asked = decide(asked, Load(rollouts, busy / window, waits / window))
             busy = waits = 0.0
@@ -99,8 +117,11 @@ def duration(needs: list[float], decide: Callable[[int, Load], int], rollouts: i
 
 
 @pytest.mark.parametrize(("least", "most"), [(1.6, 4.8), (2.6, 10.4), (3.2, 6.4)])
-def test_it_is_within_a_tenth_of_the_best_fixed_number_while_the_load_changes_twice(least: float, most: float) -> None:
-    """It begins with one rollout, and may be slower in the windows after the begin and after the change to more."""
+def test_it_is_within_a_tenth_of_the_best_fixed_number_while_the_load_changes_twice(
+    least: float, most: float
+) -> None:
+    """It begins with one rollout, and may be slower in the windows after the begin and after the
+    change to more."""
     needs = [need for need in (least, most, least) for _ in range(30)]
     best = min(duration(needs, lambda asked, _: asked, number) for number in range(1, 13))
     assert best == pytest.approx(len(needs), rel=0.01)
@@ -119,15 +140,22 @@ def test_many_waiting_rollouts_are_not_added_to_while_the_trainer_waits_for_anot
 
 
 def test_rollouts_that_do_not_come_are_asked_for_and_no_more_than_are_needed() -> None:
-    """Two work, and two more are on their way, or have no host: what the two do is known, and is no reason for more."""
+    """Two work, and two more are on their way, or have no host: what the two do is known, and is no
+    reason for more."""
     policy = AutoscalePolicy(1, 16)
     assert [policy.decide(4, load(2, 3.8)) for _ in range(PATIENCE + 1)] == [4] * (PATIENCE + 1)
-    assert policy.decide(4, load(2, 9.0)) == 4, "double of those that work, not of those that were asked for"
-    assert [policy.decide(4, load(2, 1.0)) for _ in range(PATIENCE)] == [4, 4, 2], "too many were asked for"
+    assert policy.decide(4, load(2, 9.0)) == 4, (
+        "double of those that work, not of those that were asked for"
+    )
+    assert [policy.decide(4, load(2, 1.0)) for _ in range(PATIENCE)] == [4, 4, 2], (
+        "too many were asked for"
+    )
 
 
 @given(before=st.integers(1, 8), joins=st.floats(0, 1), need=st.floats(1.0, 16.0))
-def test_a_window_in_which_rollouts_join_has_the_need_of_any_other(before: int, joins: float, need: float) -> None:
+def test_a_window_in_which_rollouts_join_has_the_need_of_any_other(
+    before: int, joins: float, need: float
+) -> None:
     after = 2 * before
     mean = before * joins + after * (1 - joins)
     if after <= need:
@@ -135,7 +163,15 @@ def test_a_window_in_which_rollouts_join_has_the_need_of_any_other(before: int, 
 
 
 def report(stage: str, worker: str, wall: float, **spent: float) -> Event:
-    data = {"stage": stage, "worker": worker, "wall": wall, "busy": 0.0, "waiting_input": 0.0, "rows": 1, **spent}
+    data = {
+        "stage": stage,
+        "worker": worker,
+        "wall": wall,
+        "busy": 0.0,
+        "waiting_input": 0.0,
+        "rows": 1,
+        **spent,
+    }
     return Event(id="1-0", kind="stage", time=0.0, data=data)
 
 
@@ -152,7 +188,9 @@ def test_a_window_has_the_times_since_the_one_before_it() -> None:
     window.add(report("update", "update-0", 2.0, waiting_input=1.0))  # restarted
     window.add(report("update", "update-0", 12.0, waiting_input=6.0))
     window.add(report("rollout", "rollout-0", 120.0, busy=25.0))
-    assert window.load() == Load(1, busy=pytest.approx(0.5), waits=pytest.approx(0.5)), "rollout-1 has left"
+    assert window.load() == Load(1, busy=pytest.approx(0.5), waits=pytest.approx(0.5)), (
+        "rollout-1 has left"
+    )
 
 
 def test_the_wait_for_the_first_step_is_in_no_window() -> None:
@@ -175,11 +213,20 @@ def test_the_wait_for_the_first_step_is_in_no_window() -> None:
             {"launch__autoscale": {"max": 4}, "rollout__workers": 5},
             r"launch\.autoscale\.max = 4: and min = 1 leave out",
         ),
-        ({"launch__autoscale": {"max": 4}, "pipeline__staleness": 0}, r"launch\.autoscale\.max = 4: has no effect"),
-        ({"launch__autoscale": {"max": 4}, "external__stages": ["rollout"]}, r"has no rollout workers to scale"),
+        (
+            {"launch__autoscale": {"max": 4}, "pipeline__staleness": 0},
+            r"launch\.autoscale\.max = "
+            r"4: has no effect",
+        ),
+        (
+            {"launch__autoscale": {"max": 4}, "external__stages": ["rollout"]},
+            r"has no rollout workers to scale",
+        ),
     ],
 )
-def test_recipes_without_a_number_to_follow_are_refused(changes: dict[str, Any], wrong: str) -> None:
+def test_recipes_without_a_number_to_follow_are_refused(
+    changes: dict[str, Any], wrong: str
+) -> None:
     with pytest.raises(RecipeError, match=wrong):
         recipe(MOCK, **changes)
 
@@ -189,4 +236,11 @@ async def test_a_run_follows_its_load_and_its_rollouts_share_the_work(tmp_path: 
     events = await executed(SMOKE.recipe(0), tmp_path / "run")
     arm = arm_of(0, events)
     assert max(arm.numbers) > arm.numbers[0] == SMOKE.least
-    assert max(e.data["in_flight"] for e in events if e.kind == "stage" and e.data["stage"] == "rollout") <= SMOKE.rows
+    assert (
+        max(
+            e.data["in_flight"]
+            for e in events
+            if e.kind == "stage" and e.data["stage"] == "rollout"
+        )
+        <= SMOKE.rows
+    )

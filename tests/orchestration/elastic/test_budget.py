@@ -1,4 +1,5 @@
-"""Restart budgets, and what the supervisor does with a rollout worker that has used up its own; workers are scripted."""
+"""Restart budgets, and what the supervisor does with a rollout worker that has used up its own;
+workers are scripted."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ from tests.orchestration.runs import TINY, recipe
 def test_no_window_has_more_restarts_than_the_budget_and_each_one_returns_after_a_window(
     most: int, gaps: list[float]
 ) -> None:
-    budget, now, taken = RestartBudget(most, window=20.0), 0.0, list[float]()
+    budget = RestartBudget(most, window=20.0)
+    now = 0.0
+    taken = list[float]()
     for gap in gaps:
         now += gap
         counted = [at for at in taken if now - at < 20.0]
@@ -41,10 +44,18 @@ WINDOW = 0.4
 
 
 @pytest.fixture
-async def supervised(index: Index) -> AsyncIterator[tuple[Supervisor, ScriptedLauncher, asyncio.Task[Any]]]:
-    limits = {"launch__max_restarts": 1, "launch__startup_timeout": 20.0, "launch__stop_timeout": 0.2}
+async def supervised(
+    index: Index,
+) -> AsyncIterator[tuple[Supervisor, ScriptedLauncher, asyncio.Task[Any]]]:
+    limits = {
+        "launch__max_restarts": 1,
+        "launch__startup_timeout": 20.0,
+        "launch__stop_timeout": 0.2,
+    }
     of = recipe(TINY, rollout__workers=2, launch__restart_window=WINDOW, **limits)
-    await index.init(flow_of(of).config(of.staleness_plan), {"published": 0, "trained": 0, "admitted": 0})
+    await index.init(
+        flow_of(of).config(of.staleness_plan), {"published": 0, "trained": 0, "admitted": 0}
+    )
     await index.transition([""], "created")
     launcher = ScriptedLauncher(index)
     supervisor = Supervisor(index, launcher, of, begins=0)
@@ -60,7 +71,8 @@ async def absent(index: Index, count: int = 1) -> None:
     async with asyncio.timeout(20):
         while count:
             for event in await index.events(after):
-                after, count = event.id, count - (event.kind == "worker" and event.data["change"] == "absent")
+                after = event.id
+                count = count - (event.kind == "worker" and event.data["change"] == "absent")
 
 
 async def test_each_worker_has_a_budget_of_its_own(supervised: Any) -> None:
@@ -75,7 +87,9 @@ async def test_each_worker_has_a_budget_of_its_own(supervised: Any) -> None:
     assert (await work).state == "finished"
 
 
-async def test_a_rollout_without_restarts_left_waits_for_one_while_another_works(supervised: Any, index: Index) -> None:
+async def test_a_rollout_without_restarts_left_waits_for_one_while_another_works(
+    supervised: Any, index: Index
+) -> None:
     _, launcher, work = supervised
     lives = await launcher.next(4)
     assert await ENGINES.get(index) == ["rollout-0", "rollout-1"]
@@ -90,14 +104,20 @@ async def test_a_rollout_without_restarts_left_waits_for_one_while_another_works
 
 
 @pytest.mark.parametrize("is_last", [False, True])
-async def test_the_run_ends_without_the_rollouts_that_are_absent(supervised: Any, index: Index, is_last: bool) -> None:
+async def test_the_run_ends_without_the_rollouts_that_are_absent(
+    supervised: Any, index: Index, is_last: bool
+) -> None:
     """``is_last``: all others are done when it dies."""
     supervisor, launcher, work = supervised
     supervisor.launch = supervisor.launch.model_copy(update={"restart_window": 600.0})
     lives = await launcher.next(4)
     lives["rollout-0"].code.set_result(1)
     again = await launcher.next(1)
-    for worker in ("update-0", "rollout-1", "rollout-0") if is_last else ("rollout-0", "update-0", "rollout-1"):
+    for worker in (
+        ("update-0", "rollout-1", "rollout-0")
+        if is_last
+        else ("rollout-0", "update-0", "rollout-1")
+    ):
         if worker == "rollout-0":
             again[worker].code.set_result(1)
             await absent(index)
@@ -107,7 +127,9 @@ async def test_the_run_ends_without_the_rollouts_that_are_absent(supervised: Any
     assert (await asyncio.wait_for(work, 20)).state == "finished"
 
 
-async def test_the_last_rollout_without_restarts_left_fails_the_run(supervised: Any, index: Index) -> None:
+async def test_the_last_rollout_without_restarts_left_fails_the_run(
+    supervised: Any, index: Index
+) -> None:
     supervisor, launcher, work = supervised
     supervisor.launch = supervisor.launch.model_copy(update={"restart_window": 600.0})
     lives = await launcher.next(4)
@@ -118,7 +140,9 @@ async def test_the_last_rollout_without_restarts_left_fails_the_run(supervised: 
             await absent(index)
     outcome = await asyncio.wait_for(work, 20)
     assert outcome.state == "failed"
-    assert outcome.reason == "rollout-1 died and launch.max_restarts = 1 is used up: ended with exit code 1"
+    assert outcome.reason == (
+        "rollout-1 died and launch.max_restarts = 1 is used up: ended with exit code 1"
+    )
 
 
 @pytest.mark.parametrize(
@@ -133,14 +157,20 @@ async def test_a_run_begins_without_a_late_rollout_where_another_is_ready(
     late: list[str], state: str, index: Index
 ) -> None:
     of = recipe(TINY, rollout__workers=2, launch__startup_timeout=0.2, launch__stop_timeout=0.2)
-    await index.init(flow_of(of).config(of.staleness_plan), {"published": 0, "trained": 0, "admitted": 0})
+    await index.init(
+        flow_of(of).config(of.staleness_plan), {"published": 0, "trained": 0, "admitted": 0}
+    )
     await index.transition([""], "created")
-    work = asyncio.create_task(Supervisor(index, ScriptedLauncher(index, late), of, begins=0).run(asyncio.Event()))
+    work = asyncio.create_task(
+        Supervisor(index, ScriptedLauncher(index, late), of, begins=0).run(asyncio.Event())
+    )
     async with asyncio.timeout(20):
         while (found := await index.state())[0] in ("created", "starting"):
             await index.wait(STATE, found[2], 1.0)
     assert found[0] == state
     if state == "failed":
-        assert (await work).reason == f"{late} not ready within launch.startup_timeout = 0 s; see the logs"
+        assert (await work).reason == (
+            f"{late} not ready within launch.startup_timeout = 0 s; see the logs"
+        )
     work.cancel()
     await asyncio.gather(work, return_exceptions=True)

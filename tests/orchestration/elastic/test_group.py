@@ -68,7 +68,9 @@ def test_what_a_run_can_do_without_some_of_its_rollouts(states: list[State]) -> 
         of.state = state
     ended = all(state in (State.DONE, State.ABSENT) for state in states)
     assert work_is_done(rollouts) == ended
-    assert others_work(rollouts[0], rollouts) == any(each is not State.ABSENT for each in states[1:])
+    assert others_work(rollouts[0], rollouts) == any(
+        each is not State.ABSENT for each in states[1:]
+    )
     with_version = (State.STARTING, State.WORKING, State.DONE)
     engines = [f"rollout-{number}" for number, state in enumerate(states) if state in with_version]
     assert engines_of(rollouts) == engines
@@ -77,7 +79,8 @@ def test_what_a_run_can_do_without_some_of_its_rollouts(states: list[State]) -> 
 
 
 def test_of_a_kind_that_is_elastic_one_ready_worker_is_enough() -> None:
-    trainer, rollouts = group(("update", 0), ("update", 1)), [group(("rollout", n)) for n in (0, 1)]
+    trainer = group(("update", 0), ("update", 1))
+    rollouts = [group(("rollout", n)) for n in (0, 1)]
     groups = [trainer, *rollouts]
     trainer.ready("update-1")
     rollouts[1].ready("rollout-1")
@@ -96,9 +99,13 @@ LONG = {"launch__restart_window": 600.0, "launch__stop_timeout": 0.2, "launch__m
 async def supervise(index: Index) -> AsyncIterator[Supervise]:
     works = []
 
-    async def begin(late: tuple[str, ...] = (), **options: Any) -> tuple[Supervisor, ScriptedLauncher]:
+    async def begin(
+        late: tuple[str, ...] = (), **options: Any
+    ) -> tuple[Supervisor, ScriptedLauncher]:
         of = recipe(TINY, rollout__workers=2, **LONG | options)
-        await index.init(flow_of(of).config(of.staleness_plan), {"published": 0, "trained": 0, "admitted": 0})
+        await index.init(
+            flow_of(of).config(of.staleness_plan), {"published": 0, "trained": 0, "admitted": 0}
+        )
         await RUN_RECIPE.put(index, of)
         await index.transition([""], "created")
         launcher = ScriptedLauncher(index, late)
@@ -116,7 +123,10 @@ async def event(index: Index, worker: str, change: str) -> dict[str, Any]:
     """Wait for a `worker` event, and return it."""
     async with asyncio.timeout(20):
         async for each in index.follow():
-            if each.kind == "worker" and (each.data["worker"], each.data["change"]) == (worker, change):
+            if each.kind == "worker" and (each.data["worker"], each.data["change"]) == (
+                worker,
+                change,
+            ):
                 return dict(each.data)
     raise AssertionError
 

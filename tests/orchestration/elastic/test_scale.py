@@ -51,11 +51,17 @@ def changes(watched: Watched, worker: str) -> list[str]:
 
 def counted(watched: Watched, what: str) -> dict[str, int]:
     """What each rollout worker has reported in all of its lives; a life begins at 0."""
-    total, last = dict[str, int](), dict[str, int]()
+    total = dict[str, int]()
+    last = dict[str, int]()
     for event in watched.of("stage"):
         if event["stage"] == "rollout":
-            worker, now = event["worker"], event[what]
-            total[worker] = total.get(worker, 0) + now - (before if (before := last.get(worker, 0)) <= now else 0)
+            worker = event["worker"]
+            now = event[what]
+            total[worker] = (
+                total.get(worker, 0)
+                + now
+                - (before if (before := last.get(worker, 0)) <= now else 0)
+            )
             last[worker] = now
     return total
 
@@ -68,7 +74,8 @@ async def scale(watched: Watched, rollouts: int) -> None:
 async def test_rollouts_join_and_leave_and_no_token_is_made_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engines, generate = dict[int, MockRolloutEngine](), MockRolloutEngine.generate
+    engines = dict[int, MockRolloutEngine]()
+    generate = MockRolloutEngine.generate
     third = asyncio.Event()  # the engine of rollout-2 has begun
 
     def generating(engine: MockRolloutEngine, requests: Any) -> Any:
@@ -78,11 +85,20 @@ async def test_rollouts_join_and_leave_and_no_token_is_made_twice(
         return generate(engine, requests)
 
     monkeypatch.setattr(MockRolloutEngine, "generate", generating)
-    steps, joining, leaves = 2 * STEPS, ("rollout-1", "rollout-2"), 0
-    of = recipe(LONG_TAILED, train__steps=steps, checkpoint__every=STEPS, rollout__workers=1, pipeline__staleness=2)
+    steps = 2 * STEPS
+    joining = ("rollout-1", "rollout-2")
+    leaves = 0
+    of = recipe(
+        LONG_TAILED,
+        train__steps=steps,
+        checkpoint__every=STEPS,
+        rollout__workers=1,
+        pipeline__staleness=2,
+    )
     async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
         await watched.until(lambda: bool(watched.of("step")))
-        while not any(counted(watched, "parked").get(worker) for worker in joining):  # they had something in flight
+        # they had something in flight
+        while not any(counted(watched, "parked").get(worker) for worker in joining):
             leaves += 1
             await scale(watched, 3)
             await asyncio.wait_for(third.wait(), 60)
@@ -96,13 +112,20 @@ async def test_rollouts_join_and_leave_and_no_token_is_made_twice(
         result = await work
     assert result.state == "finished", result.reason
     for worker in joining:
-        left = [event for event in watched.of("worker") if event["worker"] == worker and event["change"] == "left"]
+        left = [
+            event
+            for event in watched.of("worker")
+            if event["worker"] == worker and event["change"] == "left"
+        ]
         assert [event.get("reason") for event in left] == [None] * leaves, "not ended for its time"
     assert not [event for event in watched.of("worker") if event["change"] in ("died", "restarted")]
     assert_each_sample_once(of, watched)
-    made, parked = counted(watched, "tokens"), counted(watched, "parked")
+    made = counted(watched, "tokens")
+    parked = counted(watched, "parked")
     assert parked["rollout-1"] + parked["rollout-2"] > 0, "what was in flight was parked"
-    assert sum(made.values()) <= watched.of("ledger")[-1]["generated_tokens"], "a token was made twice"
+    assert sum(made.values()) <= watched.of("ledger")[-1]["generated_tokens"], (
+        "a token was made twice"
+    )
     assert_nothing_left(watched.run)
 
 
@@ -113,7 +136,13 @@ async def test_a_rollout_that_does_not_leave_in_time_is_ended_and_its_rows_are_m
         await asyncio.Event().wait()
 
     monkeypatch.setattr(RolloutJob, "leave", stuck)  # it goes on as if it had not been asked
-    of = recipe(LONG_TAILED, train__steps=6, checkpoint__every=STEPS, launch__leave_timeout=0.3, pipeline__staleness=2)
+    of = recipe(
+        LONG_TAILED,
+        train__steps=6,
+        checkpoint__every=STEPS,
+        launch__leave_timeout=0.3,
+        pipeline__staleness=2,
+    )
     async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
         await watched.until(lambda: counted(watched, "tokens").get("rollout-1", 0) > 0)
         await scale(watched, 1)
@@ -126,7 +155,9 @@ async def test_a_rollout_that_does_not_leave_in_time_is_ended_and_its_rows_are_m
 async def test_the_number_of_a_run_that_is_taken_over_stays(index: Index) -> None:
     """The next supervisor of the index launches the workers that were asked for."""
     of = recipe(TINY)
-    await index.init(flow_of(of).config(of.staleness_plan), {"published": 0, "trained": 0, "admitted": 0})
+    await index.init(
+        flow_of(of).config(of.staleness_plan), {"published": 0, "trained": 0, "admitted": 0}
+    )
     await RUN_RECIPE.put(index, of)
     await index.transition([""], "running")
     await request_scale(index, 2)
@@ -145,7 +176,9 @@ async def test_the_number_of_a_run_that_is_taken_over_stays(index: Index) -> Non
 async def test_a_worker_whose_host_leaves_is_launched_again(index: Index) -> None:
     """It ends with 0 though the run goes on, and takes nothing from its restart budget."""
     of = recipe(TINY, launch__max_restarts=0)
-    await index.init(flow_of(of).config(of.staleness_plan), {"published": 0, "trained": 0, "admitted": 0})
+    await index.init(
+        flow_of(of).config(of.staleness_plan), {"published": 0, "trained": 0, "admitted": 0}
+    )
     await index.transition([""], "created")
     launcher = ScriptedLauncher(index)
     supervisor = Supervisor(index, launcher, of, begins=0)
@@ -212,12 +245,16 @@ async def test_a_host_whose_workers_left_moves_its_samples_away_and_takes_furthe
     monkeypatch.setattr(hosts, "ProcessLauncher", Lives)
     Lives.launched = asyncio.Queue()
     of = recipe(MOCK, **REMOTE)
-    await index.init(flow_of(of).config(of.staleness_plan), {"published": 0, "trained": 0, "admitted": 0})
+    await index.init(
+        flow_of(of).config(of.staleness_plan), {"published": 0, "trained": 0, "admitted": 0}
+    )
     await RUN_RECIPE.put(index, of)
     await RUN_PATHS.put(index, RunPaths(tmp_path / "out", tmp_path / "shared", None))
     await SECRET.put(index, b"a secret of sixteen or more")
     await index.transition([""], "running")
-    head = Dock(index, flow_of(of).schema, worker="head", directory=tmp_path / "shared", warehouse="head")
+    head = Dock(
+        index, flow_of(of).schema, worker="head", directory=tmp_path / "shared", warehouse="head"
+    )
     (tmp_path / "shared").mkdir()
     await head.join(1 << 20)
 
@@ -230,7 +267,8 @@ async def test_a_host_whose_workers_left_moves_its_samples_away_and_takes_furthe
         await ORDERS.append(index, number, Order("rollout", 1, f"rollout-1-{number}", ""))
         return await asyncio.wait_for(Lives.launched.get(), 20)
 
-    host, stop = hosts.Host(index.url, index.run, tmp_path / "data", serve="127.0.0.1"), asyncio.Event()
+    host = hosts.Host(index.url, index.run, tmp_path / "data", serve="127.0.0.1")
+    stop = asyncio.Event()
     beating = asyncio.create_task(beat(index, HEAD))
     working = asyncio.create_task(host.run(stop))
     try:

@@ -1,4 +1,5 @@
-"""Stages done by programs outside of the run: what holds for the run's own workers holds for these."""
+"""Stages done by programs outside of the run: what holds for the run's own workers holds for
+these."""
 
 from __future__ import annotations
 
@@ -33,12 +34,18 @@ from stages.prompts.too_long import TOO_LONG_FILE
 from tests.orchestration.run.test_run import assert_each_sample_once
 from tests.orchestration.runs import MOCK, TINY, Watched, executing, recipe
 
-ROLLOUT: dict[str, Any] = {**MOCK, "external": {"stages": ["rollout"]}, "pipeline": {"staleness": 1, "arena": "16MiB"}}
+ROLLOUT: dict[str, Any] = {
+    **MOCK,
+    "external": {"stages": ["rollout"]},
+    "pipeline": {"staleness": 1, "arena": "16MiB"},
+}
 
 
 def ragged(rows: list[list[Any]], dtype: torch.dtype) -> Packed:
     offsets = np.cumsum([0, *map(len, rows)])
-    return Packed(torch.tensor([x for row in rows for x in row], dtype=dtype), torch.from_numpy(offsets))
+    return Packed(
+        torch.tensor([x for row in rows for x in row], dtype=dtype), torch.from_numpy(offsets)
+    )
 
 
 def responses(rows: int, version: int, tokens: int = 3, **changes: Any) -> dict[str, Any]:
@@ -58,10 +65,14 @@ async def opened(run: Run, **options: Any) -> External:
 
 
 @asynccontextmanager
-async def taking_part(run: Run) -> AsyncGenerator[tuple[Watched, External, asyncio.Task[Any]], None]:
+async def taking_part(
+    run: Run,
+) -> AsyncGenerator[tuple[Watched, External, asyncio.Task[Any]], None]:
     """``run`` while it runs, and its interface."""
     async with executing(run) as (watched, work):
-        await watched.until(lambda: any(state["state"] == "running" for state in watched.of("state")))
+        await watched.until(
+            lambda: any(state["state"] == "running" for state in watched.of("state"))
+        )
         external = await opened(run)
         try:
             yield watched, external, work
@@ -70,12 +81,17 @@ async def taking_part(run: Run) -> AsyncGenerator[tuple[Watched, External, async
 
 
 async def roll_out(
-    external: External, worker: str, until: Callable[[Experience], bool] = lambda answer: answer.over
+    external: External,
+    worker: str,
+    until: Callable[[Experience], bool] = lambda answer: answer.over,
 ) -> None:
-    """A rollout's loop: the newest weights, then groups, then responses, one commit for each group."""
+    """A rollout's loop: the newest weights, then groups, then responses, one commit for each
+    group."""
     version = -1
     while True:
-        if (newer := await external.weights(after=version, wait=0 if version >= 0 else 30)) is not None:
+        if (
+            newer := await external.weights(after=version, wait=0 if version >= 0 else 30)
+        ) is not None:
             version = newer.version
             await external.notify(worker, version)
         try:
@@ -100,8 +116,12 @@ async def answer_all(external: External, experience: Experience, version: int) -
         await external.put_experience(experience.token, rows, responses(len(rows), version))
 
 
-async def claimed(external: External, most: int = 1, version: int = 0, **options: Any) -> Experience:
-    experience = await external.get_experience("rollout", "test", most, version=version, wait=30, **options)
+async def claimed(
+    external: External, most: int = 1, version: int = 0, **options: Any
+) -> Experience:
+    experience = await external.get_experience(
+        "rollout", "test", most, version=version, wait=30, **options
+    )
     assert experience
     return experience
 
@@ -125,13 +145,16 @@ async def test_a_run_with_an_external_rollout_trains_each_sample_once(
     assert all(swap["bytes"] > 0 for swap in swaps)
 
 
-async def test_what_a_dead_worker_held_is_delivered_again_and_its_late_commit_refused(tmp_path: Path) -> None:
+async def test_what_a_dead_worker_held_is_delivered_again_and_its_late_commit_refused(
+    tmp_path: Path,
+) -> None:
     of = recipe(ROLLOUT)
     async with taking_part(Run.create(of, tmp_path / "run")) as (watched, external, work):
         lost = await claimed(external, 2, lease=0.2)
         first = [row.id for row in lost.rows if row.group == lost.rows[0].group]
         await external.put_experience(lost.token, first[:1], responses(1, 0))
-        again = await claimed(external, 4)  # the gate lets 8 in; these are the two that were held, and two more
+        # the gate lets 8 in; these are the two that were held, and two more
+        again = await claimed(external, 4)
         while set(lost.ids) - {*first[:1]} - set(again.ids):
             await external.release(again.token)
             await asyncio.sleep(0.05)
@@ -154,7 +177,10 @@ async def test_a_lease_is_held_as_long_as_it_is_renewed(tmp_path: Path) -> None:
         held = await claimed(external, 1, lease=0.5)
         for _ in range(3):
             assert await external.renew(held.token, 0.5) == 0.5
-            assert await external.get_experience("rollout", "other", 8, version=0, wait=0.3) is not None
+            assert (
+                await external.get_experience("rollout", "other", 8, version=0, wait=0.3)
+                is not None
+            )
         await answer_all(external, held, 0)
         watched.stop.set()
 
@@ -204,30 +230,62 @@ async def test_a_parked_response_goes_on_with_whoever_claims_it_next(tmp_path: P
     assert_each_sample_once(of, watched)
 
 
-IDS, LOGPROBS, VERSIONS = torch.int64, torch.float32, torch.int64
+IDS = torch.int64
+LOGPROBS = torch.float32
+VERSIONS = torch.int64
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a column is missing": ({"versions": None}, "versions.*is missing"),
-    "a column of another stage": ({"reward": torch.zeros(4)}, "reward.*not one that this stage makes"),
+    "a column of another stage": (
+        {"reward": torch.zeros(4)},
+        "reward.*not one that this stage makes",
+    ),
     "too few rows": ({"truncated": torch.zeros(3, dtype=torch.bool)}, "truncated.*3 rows|3 rows"),
-    "another dtype": ({"rollout_logprobs": ragged([[-0.5] * 3] * 4, torch.float64)}, "rollout_logprobs.*float32"),
+    "another dtype": (
+        {"rollout_logprobs": ragged([[-0.5] * 3] * 4, torch.float64)},
+        "rollout_logprobs.*float32",
+    ),
     "no offsets": ({"response_ids": torch.ones(4, dtype=torch.int64)}, "response_ids.*no offsets"),
-    "no token": ({"response_ids": ragged([[], [5], [5], [5]], IDS)}, "response_ids.*row 0 has no token"),
-    "a token past the vocabulary": ({"response_ids": ragged([[5, 5, 999]] * 4, IDS)}, "response_ids.*row 0.*999"),
+    "no token": (
+        {"response_ids": ragged([[], [5], [5], [5]], IDS)},
+        "response_ids.*row 0 has no token",
+    ),
+    "a token past the vocabulary": (
+        {"response_ids": ragged([[5, 5, 999]] * 4, IDS)},
+        "response_ids.*row 0.*999",
+    ),
     "too long": (responses(4, 0, tokens=33), "response_ids.*33 tokens.*max_tokens = 32"),
-    "a logprob too few": ({"rollout_logprobs": ragged([[-0.5] * 3] * 3 + [[-0.5]], LOGPROBS)}, "logprobs.*row 3 has 1"),
-    "a logprob that is none": ({"rollout_logprobs": ragged([[-0.5, float("nan"), 0]] * 4, LOGPROBS)}, "row 0.*nan"),
-    "versions that do not add up": ({"versions": ragged([[0, 2]] * 4, VERSIONS)}, "versions.*counts 2 tokens"),
+    "a logprob too few": (
+        {"rollout_logprobs": ragged([[-0.5] * 3] * 3 + [[-0.5]], LOGPROBS)},
+        "logprobs.*row 3 has 1",
+    ),
+    "a logprob that is none": (
+        {"rollout_logprobs": ragged([[-0.5, float("nan"), 0]] * 4, LOGPROBS)},
+        "row 0.*nan",
+    ),
+    "versions that do not add up": (
+        {"versions": ragged([[0, 2]] * 4, VERSIONS)},
+        "versions.*counts 2 tokens",
+    ),
     "half a version": ({"versions": ragged([[0, 3, 0]] * 4, VERSIONS)}, "versions.*3 numbers"),
-    "a version of nothing": ({"versions": ragged([[0, 3, 0, 0]] * 4, VERSIONS)}, "versions.*without tokens"),
-    "a version to come": ({"versions": ragged([[7, 3]] * 4, VERSIONS)}, "versions.*row 0.*published"),
+    "a version of nothing": (
+        {"versions": ragged([[0, 3, 0, 0]] * 4, VERSIONS)},
+        "versions.*without tokens",
+    ),
+    "a version to come": (
+        {"versions": ragged([[7, 3]] * 4, VERSIONS)},
+        "versions.*row 0.*published",
+    ),
 }
 
 
-async def test_what_does_not_fit_is_told_with_its_column_and_the_run_goes_on(tmp_path: Path) -> None:
+async def test_what_does_not_fit_is_told_with_its_column_and_the_run_goes_on(
+    tmp_path: Path,
+) -> None:
     of = recipe(ROLLOUT)
     async with taking_part(Run.create(of, tmp_path / "run")) as (watched, external, work):
         held = await claimed(external, 1)
-        token, rows = held.token, held.ids
+        token = held.token
+        rows = held.ids
         for changes, words in WRONG.values():
             with pytest.raises((Misfit, ColumnError), match=f"(?s){words}"):
                 await external.put_experience(token, rows, responses(4, 0, **changes))
@@ -271,7 +329,9 @@ async def test_prompts_that_are_put_are_asked_in_their_order(tmp_path: Path) -> 
     of = recipe({**ROLLOUT, "prompts": prompts}, train__steps=4)
     async with taking_part(Run.create(of, tmp_path / "run")) as (watched, external, work):
         assert await external.put_prompts(PROMPTS[:3]) == 3
-        assert await external.put_prompts(PROMPTS[:5], first=0) == 5, "a repeat puts only what is new"
+        assert await external.put_prompts(PROMPTS[:5], first=0) == 5, (
+            "a repeat puts only what is new"
+        )
         assert await external.put_prompts([{"prompt": "a" * 40}], first=5) == 6
         with pytest.raises(Exception, match="out of order"):
             await external.put_prompts(PROMPTS[5:], first=9)
@@ -291,7 +351,9 @@ async def test_prompts_that_are_put_are_asked_in_their_order(tmp_path: Path) -> 
         left_out = [event for event in watched.of("prompt") if event["change"] == "left out"]
         assert [event["position"] for event in left_out] == [5]
         assert "longer than 16 tokens" in left_out[0]["reason"]
-        [listed] = [json.loads(line) for line in (tmp_path / "run" / TOO_LONG_FILE).read_text().splitlines()]
+        [listed] = [
+            json.loads(line) for line in (tmp_path / "run" / TOO_LONG_FILE).read_text().splitlines()
+        ]
         assert listed == {"where": "prompt 5", "length": "40 tokens", "done": "skipped"}
         await external.put_prompts(PROMPTS[5:], last=True)
         with pytest.raises(Exception, match="after the last"):
@@ -303,17 +365,23 @@ async def test_prompts_that_are_put_are_asked_in_their_order(tmp_path: Path) -> 
         result = await work
     assert result.state == "finished", result.reason
     assert_each_sample_once(of, watched)  # 16 groups of 8 prompts: they are gone through twice
-    lines = [json.loads(line) for line in (tmp_path / "run" / EXTERNAL_PROMPTS).read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "run" / EXTERNAL_PROMPTS).read_text().splitlines()
+    ]
     assert [line["row"] for line in lines] == PROMPTS
     assert [line["position"] for line in lines] == [0, 1, 2, 3, 4, 6, 7, 8]
 
 
-async def test_prompts_that_would_break_the_run_are_left_out_and_when_none_is_left_it_says_so(tmp_path: Path) -> None:
-    """Prompts that cannot be asked: longer than the model's context, a gigabyte once the template is filled, a conversation
-    for a tokenizer without a chat template, without a column that the template names, larger than there is room for."""
+async def test_prompts_that_would_break_the_run_are_left_out_and_when_none_is_left_it_says_so(
+    tmp_path: Path,
+) -> None:
+    """Prompts that cannot be asked: longer than the model's context, a gigabyte once the template
+    is filled, a conversation for a tokenizer without a chat template, without a column that the
+    template names, larger than there is room for."""
     template = "{prompt}{answer}" + "{prompt}" * 2000
     of = recipe(
-        {**ROLLOUT, "prompts": {"source": "external", "template": template, "too_long": "fail"}}, train__steps=4
+        {**ROLLOUT, "prompts": {"source": "external", "template": template, "too_long": "fail"}},
+        train__steps=4,
     )
     bad = [
         {"prompt": "a" * 600, "answer": ""},
@@ -324,7 +392,9 @@ async def test_prompts_that_would_break_the_run_are_left_out_and_when_none_is_le
     ]
     async with taking_part(Run.create(of, tmp_path / "run")) as (watched, external, work):
         await external.put_prompts(bad, first=0)
-        await watched.until(lambda: len([e for e in watched.of("prompt") if e["change"] == "left out"]) == len(bad))
+        await watched.until(
+            lambda: len([e for e in watched.of("prompt") if e["change"] == "left out"]) == len(bad)
+        )
         await external.put_prompts([], first=len(bad), last=True)
         result = await work
     assert result.state == "failed"
@@ -382,8 +452,12 @@ async def score(external: External) -> None:
             with pytest.raises(ColumnError, match=r"column 'reward'.*row 0 holds nan"):
                 await external.put_experience(answer.token, answer.ids, wrong)
             with pytest.raises(Misfit, match="park"):
-                await external.put_experience(answer.token, answer.ids, {"reward": total}, park=True)
-            await external.put_experience(answer.token, answer.ids, {"reward": total, "scores": total[:, None]})
+                await external.put_experience(
+                    answer.token, answer.ids, {"reward": total}, park=True
+                )
+            await external.put_experience(
+                answer.token, answer.ids, {"reward": total, "scores": total[:, None]}
+            )
 
 
 async def refer(external: External) -> None:
@@ -394,15 +468,20 @@ async def refer(external: External) -> None:
             with pytest.raises(Misfit, match=r"ref_logprobs.*row 0 has 0 for"):
                 await external.put_experience(answer.token, answer.ids, {"ref_logprobs": none})
             values = torch.full((len(ids.values),), -1.0)
-            await external.put_experience(answer.token, answer.ids, {"ref_logprobs": Packed(values, ids.offsets)})
+            await external.put_experience(
+                answer.token, answer.ids, {"ref_logprobs": Packed(values, ids.offsets)}
+            )
 
 
 async def train(external: External, of: Any) -> None:
     """A trainer: it publishes what it begins with, then a version after each step."""
-    engine, algorithm = train_engine(of), algorithm_of(of)
+    engine = train_engine(of)
+    algorithm = algorithm_of(of)
     await external.publish(0, engine.weights())
     names = trained_columns(algorithm, flow_of(of).schema)
-    while not (answer := await external.get_experience("update", "trainer", 1, columns=names, wait=5)).over:
+    while not (
+        answer := await external.get_experience("update", "trainer", 1, columns=names, wait=5)
+    ).over:
         if not answer:
             continue
         columns = answer.columns
@@ -412,7 +491,9 @@ async def train(external: External, of: Any) -> None:
             "advantage": columns["advantage"].values,
             **{name: columns[name].jagged() for name in names if columns[name].offsets is not None},
         }
-        metrics = await asyncio.to_thread(engine.train_batch, TensorDict(batch, [len(answer.rows)]), algorithm)
+        metrics = await asyncio.to_thread(
+            engine.train_batch, TensorDict(batch, [len(answer.rows)]), algorithm
+        )
         with pytest.raises(Exception, match="is not next"):
             await external.train(answer.token, answer.trained + 1, metrics)
         version = await external.train(answer.token, answer.trained, metrics)
@@ -424,7 +505,9 @@ async def train(external: External, of: Any) -> None:
     engine.close()
 
 
-async def test_weights_that_are_held_are_read_verified_and_others_said_to_be_gone(tmp_path: Path) -> None:
+async def test_weights_that_are_held_are_read_verified_and_others_said_to_be_gone(
+    tmp_path: Path,
+) -> None:
     of = recipe(ROLLOUT, train__steps=3)
     async with taking_part(Run.create(of, tmp_path / "run")) as (_, external, work):
         first = await external.weights(wait=30)
@@ -455,13 +538,21 @@ def test_a_recipe_says_which_external_stages_do_not_fit() -> None:
     assert all(problem.fix for problem in refused.value.problems)
     with pytest.raises(RecipeError) as refused:
         recipe({**ROLLOUT, "prompts": {"source": "external", "task": "repeat"}})
-    assert [(problem.key, problem.fix) for problem in refused.value.problems] == [("prompts.task", "take it out")]
+    assert [(problem.key, problem.fix) for problem in refused.value.problems] == [
+        ("prompts.task", "take it out")
+    ]
 
 
 async def test_a_run_that_ends_tells_who_waits(tmp_path: Path) -> None:
-    async with taking_part(Run.create(recipe(ROLLOUT), tmp_path / "run")) as (watched, external, work):
+    async with taking_part(Run.create(recipe(ROLLOUT), tmp_path / "run")) as (
+        watched,
+        external,
+        work,
+    ):
         everything = await claimed(external, 8)
-        waiting = asyncio.create_task(external.get_experience("rollout", "late", 1, version=0, wait=60))
+        waiting = asyncio.create_task(
+            external.get_experience("rollout", "late", 1, version=0, wait=60)
+        )
         newer = asyncio.create_task(external.weights(after=0, wait=60))
         watched.stop.set()
         async with asyncio.timeout(20):
@@ -471,31 +562,61 @@ async def test_a_run_that_ends_tells_who_waits(tmp_path: Path) -> None:
         assert (await work).state == "stopped"
 
 
-async def test_the_time_of_an_external_worker_is_told_as_that_of_the_runs_own(tmp_path: Path) -> None:
-    """Busy from a claim's answer to its last commit, or the end of its lease; waiting while a claim waits."""
+async def test_the_time_of_an_external_worker_is_told_as_that_of_the_runs_own(
+    tmp_path: Path,
+) -> None:
+    """Busy from a claim's answer to its last commit, or the end of its lease; waiting while a claim
+    waits."""
     of = recipe(ROLLOUT, train__steps=200)
     async with taking_part(Run.create(of, tmp_path / "run")) as (watched, external, _):
 
         def last(worker: str) -> dict[str, Any]:
-            found = [stage for stage in watched.of("stage") if stage["worker"] == f"external-rollout-{worker}"]
-            return found[-1] if found else dict.fromkeys(("busy", "waiting_input", "other", "in_flight"), 0.0)
+            found = [
+                stage
+                for stage in watched.of("stage")
+                if stage["worker"] == f"external-rollout-{worker}"
+            ]
+            return (
+                found[-1]
+                if found
+                else dict.fromkeys(("busy", "waiting_input", "other", "in_flight"), 0.0)
+            )
 
         held = await claimed(external, 8)  # as many as the gate lets in
         rows = held.ids
         assert len(groups(held)) == 8
-        idle = asyncio.create_task(external.get_experience("rollout", "idle", 1, version=0, wait=60))
-        await watched.until(lambda: last("test")["busy"] > 0.6 and last("idle")["waiting_input"] > 0.6)
-        assert (last("test")["in_flight"], last("test")["rows"], last("test")["queue_depth"]) == (len(rows), 0, 0)
+        idle = asyncio.create_task(
+            external.get_experience("rollout", "idle", 1, version=0, wait=60)
+        )
+        await watched.until(
+            lambda: last("test")["busy"] > 0.6 and last("idle")["waiting_input"] > 0.6
+        )
+        assert (last("test")["in_flight"], last("test")["rows"], last("test")["queue_depth"]) == (
+            len(rows),
+            0,
+            0,
+        )
         assert (last("idle")["busy"], last("idle")["in_flight"]) == (0, 0)
 
-        await external.put_experience(held.token, rows[:1], responses(1, 0, tokens=2, truncated=None), park=True)
+        await external.put_experience(
+            held.token, rows[:1], responses(1, 0, tokens=2, truncated=None), park=True
+        )
         await external.put_experience(held.token, rows[1:], responses(len(rows) - 1, 0))
         await watched.until(lambda: last("test")["in_flight"] == 0)
         done = last("test")
-        assert (done["parked"], done["rows"], done["tokens"]) == (1, len(rows) - 1, 2 + 3 * (len(rows) - 1))
+        assert (done["parked"], done["rows"], done["tokens"]) == (
+            1,
+            len(rows) - 1,
+            2 + 3 * (len(rows) - 1),
+        )
         await watched.until(lambda: last("test")["other"] > done["other"] + 0.4)
         assert last("test")["busy"] == done["busy"]
-        [span] = [span for event in watched.of("span") if event["worker"] == done["worker"] for span in event["spans"]]
+        [span] = [
+            span
+            for event in watched.of("span")
+            if event["worker"] == done["worker"]
+            for span in event["spans"]
+        ]
         assert (span["name"], span["rows"], span["version"]) == ("rollout", len(rows), 0)
         assert span["seconds"] > 0.6
 
@@ -512,7 +633,9 @@ async def test_the_time_of_an_external_worker_is_told_as_that_of_the_runs_own(tm
         await watched.until(lambda: last("test")["in_flight"] == 0)
         ended = last("test")
         await watched.until(lambda: last("test")["other"] > ended["other"] + 0.4)
-        assert last("test")["busy"] == ended["busy"], "its lease has ended, so it is not known to be busy"
+        assert last("test")["busy"] == ended["busy"], (
+            "its lease has ended, so it is not known to be busy"
+        )
         for stage in watched.of("stage"):
             parts = sum(stage[part] for part in ("busy", "waiting_input", "waiting_room", "other"))
             assert parts == pytest.approx(stage["wall"])

@@ -14,7 +14,8 @@ from orchestration.guard.guard import WARM_UP, Guard, GuardOptions
 from orchestration.guard.rules import METRICS, TRENDS
 from pipeline.events import AlarmEvent, StepEvent, SyncEvent
 
-GROUPS, ROWS = 8, 64
+GROUPS = 8
+ROWS = 64
 
 
 def step(number: int, **metrics: Any) -> StepEvent:
@@ -31,7 +32,10 @@ def step(number: int, **metrics: Any) -> StepEvent:
         "distinct_responses": noise.uniform(0.8, 1.0),
         "kl_reference": 0.2 * noise.uniform(0.8, 1.25),
     }
-    fields = {"reward_mean": 0.4 + noise.uniform(-0.05, 0.05), "response_length_mean": noise.uniform(90, 110)}
+    fields = {
+        "reward_mean": 0.4 + noise.uniform(-0.05, 0.05),
+        "response_length_mean": noise.uniform(90, 110),
+    }
     fields |= {name: metrics.pop(name) for name in list(metrics) if name in fields}
     return StepEvent(
         step=number,
@@ -72,7 +76,9 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("metric", "wrong"), WRONG)
-def test_a_metric_that_goes_wrong_is_one_alarm_at_its_first_step(metric: str, wrong: dict[str, Any]) -> None:
+def test_a_metric_that_goes_wrong_is_one_alarm_at_its_first_step(
+    metric: str, wrong: dict[str, Any]
+) -> None:
     (alarm,) = alarms(run(**wrong))
     assert (alarm.metric, alarm.step) == (metric, 20)
     assert alarm.reason.startswith(metric)
@@ -94,7 +100,11 @@ def test_an_alarm_comes_again_only_after_the_metric_was_usual() -> None:
     assert [alarm.step for alarm in found] == [10, 20, 30]
 
 
-numbers = st.one_of(st.floats(0, 1), st.floats(0, 1e9), st.sampled_from([0.0, 1.0, float("nan"), float("inf"), None]))
+numbers = st.one_of(
+    st.floats(0, 1),
+    st.floats(0, 1e9),
+    st.sampled_from([0.0, 1.0, float("nan"), float("inf"), None]),
+)
 metric_values = st.fixed_dictionaries(
     {}, optional={rule.metric: numbers for rule in TRENDS} | {"equal_groups": numbers}
 )
@@ -102,24 +112,33 @@ metric_values = st.fixed_dictionaries(
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(metric_values, min_size=1, max_size=40))
-def test_whatever_is_measured_alarms_are_of_known_metrics_and_depend_on_the_past_alone(values: list[Any]) -> None:
+def test_whatever_is_measured_alarms_are_of_known_metrics_and_depend_on_the_past_alone(
+    values: list[Any],
+) -> None:
     steps = [step(number, **metrics) for number, metrics in enumerate(values)]
     found = alarms(steps)
     assert {alarm.metric for alarm in found} <= set(METRICS)
-    assert len({(alarm.metric, alarm.step) for alarm in found}) == len(found), "at most one for each step"
+    assert len({(alarm.metric, alarm.step) for alarm in found}) == len(found), (
+        "at most one for each step"
+    )
     half = len(steps) // 2
     assert [alarm for alarm in found if alarm.step < half] == alarms(steps[:half])
     lasting: dict[str, int] = {}
     for alarm in found:
         before = lasting.setdefault(alarm.metric, -2)
-        assert alarm.step > before + 1, "an alarm lasts; two in a row have a usual step between them"
+        assert alarm.step > before + 1, (
+            "an alarm lasts; two in a row have a usual step between them"
+        )
         lasting[alarm.metric] = alarm.step
 
 
 def test_rewards_that_are_learned_to_the_end_are_no_alarm_and_those_that_break_are() -> None:
     shares = [0.0] * 10 + [0.125, 0.25, 0.25, 0.5, 0.375, 0.625, 0.75, 0.875, 0.875] + [1.0] * 20
     rewards = [min(1.0, 0.3 + 0.04 * number) for number in range(len(shares))]
-    learned = [step(n, equal_groups=s, reward_mean=r) for n, (s, r) in enumerate(zip(shares, rewards, strict=True))]
+    learned = [
+        step(n, equal_groups=s, reward_mean=r)
+        for n, (s, r) in enumerate(zip(shares, rewards, strict=True))
+    ]
     assert alarms(learned) == []
     broken = [
         step(number, equal_groups=1.0 if number >= 12 else 0.25, reward_mean=0.4 * (number < 12))
@@ -135,18 +154,26 @@ def test_rewards_that_never_differed_are_one_alarm() -> None:
 
 
 def test_one_text_is_no_alarm_where_few_texts_are_usual() -> None:
-    yes_or_no = [step(number, distinct_responses=(1 + number % 2) / ROWS) for number in range(2, 40)]
+    yes_or_no = [
+        step(number, distinct_responses=(1 + number % 2) / ROWS) for number in range(2, 40)
+    ]
     found = alarms([step(1, distinct_responses=2 / ROWS), *yes_or_no])
     assert found == []
-    assert [alarm.step for alarm in alarms([step(0, distinct_responses=1 / ROWS)])] == [0], "at the first step it is"
+    assert [alarm.step for alarm in alarms([step(0, distinct_responses=1 / ROWS)])] == [0], (
+        "at the first step it is"
+    )
 
 
 def test_gaps_at_equal_weights_are_held_to_the_limits_of_the_newest_probe() -> None:
     def swap(limit: float) -> SyncEvent:
-        return SyncEvent(worker="rollout-0", version=1, bytes=1, gap_mean=limit / 10, gap_mean_limit=limit)
+        return SyncEvent(
+            worker="rollout-0", version=1, bytes=1, gap_mean=limit / 10, gap_mean_limit=limit
+        )
 
     assert alarms([step(0, gap_mean_0=0.01)], gap_limit=0.0) == [], "no limit is known"
-    assert [one.metric for one in alarms([swap(0.004), step(1, gap_mean_0=0.01)], gap_limit=0.0)] == ["gap_mean_0"]
+    assert [
+        one.metric for one in alarms([swap(0.004), step(1, gap_mean_0=0.01)], gap_limit=0.0)
+    ] == ["gap_mean_0"]
     assert alarms([swap(0.1), step(1, gap_mean_0=0.01)]) == [], "as in bfloat16"
     resumed = step(0, gap_mean_resumed=0.1)
     assert alarms([resumed]) == [], "the recipe keeps the KV cache"
@@ -157,11 +184,21 @@ def test_gaps_at_equal_weights_are_held_to_the_limits_of_the_newest_probe() -> N
 
 def test_a_probe_that_moves_to_its_limit_is_an_alarm() -> None:
     def swap(version: int, share: float) -> SyncEvent:
-        return SyncEvent(worker="rollout-0", version=version, bytes=1, gap_mean=share * 0.1, gap_mean_limit=0.1)
+        return SyncEvent(
+            worker="rollout-0", version=version, bytes=1, gap_mean=share * 0.1, gap_mean_limit=0.1
+        )
 
     (alarm,) = alarms(swap(version, 0.05 if version < 20 else 0.97) for version in range(1, 30))
     assert (alarm.metric, alarm.step) == ("probe_share", 19)
 
 
 def test_a_skipped_step_is_not_judged() -> None:
-    assert alarms([*run(20), StepEvent.of({**step(20).wire(), "skipped": "loss is not finite", "ess": 0.0})]) == []
+    assert (
+        alarms(
+            [
+                *run(20),
+                StepEvent.of({**step(20).wire(), "skipped": "loss is not finite", "ess": 0.0}),
+            ]
+        )
+        == []
+    )

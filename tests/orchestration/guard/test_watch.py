@@ -25,7 +25,12 @@ from tests.orchestration.guard.test_guard import step
 from tests.orchestration.runs import MOCK, TINY, complete, executing, recipe
 
 SAME = "tests.orchestration.guard.test_watch:same"
-EQUAL = {"train__steps": 10, "reward__functions": [{"name": SAME}], "reward__processes": 0, "checkpoint__every": 100}
+EQUAL = {
+    "train__steps": 10,
+    "reward__functions": [{"name": SAME}],
+    "reward__processes": 0,
+    "checkpoint__every": 100,
+}
 
 
 def same(completions: list[str], **_: Any) -> list[float]:
@@ -41,16 +46,24 @@ async def test_by_default_an_alarm_is_an_event_and_the_run_goes_on(tmp_path: Pat
 
 
 async def test_a_metric_that_is_off_raises_none(tmp_path: Path) -> None:
-    watched, _ = await complete(Run.create(recipe(MOCK, **EQUAL, guard__off=["equal_groups"]), tmp_path / "run"))
+    watched, _ = await complete(
+        Run.create(recipe(MOCK, **EQUAL, guard__off=["equal_groups"]), tmp_path / "run")
+    )
     assert watched.of("alarm") == []
-    with pytest.raises(RecipeError, match=r"guard\.off .*'entropi', which is not judged; use some of: probe, "):
+    with pytest.raises(
+        RecipeError,
+        match=r"guard\.off .*'entropi', which is not judged; use some "
+        r"of: probe, ",
+    ):
         recipe(MOCK, guard__off=["entropi"])
 
 
 async def test_an_alarm_may_pause_the_run(tmp_path: Path) -> None:
     changes = {**EQUAL, "train__steps": 200, "guard__on_alarm": "pause"}
     async with executing(Run.create(recipe(MOCK, **changes), tmp_path / "run")) as (watched, work):
-        await watched.until(lambda: any(state["state"] == "paused" for state in watched.of("state")))
+        await watched.until(
+            lambda: any(state["state"] == "paused" for state in watched.of("state"))
+        )
         (paused,) = (state for state in watched.of("state") if state["state"] == "paused")
         assert paused["reason"].startswith(
             "guard: step 7: equal_groups: rewards are equal in all groups of the first 8"
@@ -69,7 +82,9 @@ async def test_an_alarm_may_fail_the_run_at_the_first_attempt(tmp_path: Path) ->
     assert result.state == "failed"
     assert result.reason.startswith("guard: step 7: equal_groups: ")
     assert "Look at what the reward functions return" in result.reason
-    assert not [worker for worker in watched.of("worker") if worker["change"] in ("died", "restarted")]
+    assert not [
+        worker for worker in watched.of("worker") if worker["change"] in ("died", "restarted")
+    ]
 
 
 async def test_the_alarm_of_the_last_step_counts(tmp_path: Path) -> None:
@@ -87,7 +102,9 @@ async def alarms_in(index: Index) -> list[tuple[str, int]]:
     return [(event.data["metric"], event.data["step"]) for event in events if event.kind == "alarm"]
 
 
-async def test_a_supervisor_that_follows_another_repeats_no_alarm_and_forgets_no_window(index: Index) -> None:
+async def test_a_supervisor_that_follows_another_repeats_no_alarm_and_forgets_no_window(
+    index: Index,
+) -> None:
     for number in range(12):
         await index.emit(step(number, ess=0.01 if number == 11 else 0.97))
     first = watch(index)
@@ -95,7 +112,9 @@ async def test_a_supervisor_that_follows_another_repeats_no_alarm_and_forgets_no
     assert await alarms_in(index) == [("ess", 11)]
     # The next one is killed between the alarm and the note of how far it has judged.
     await index.emit(step(12, distinct_responses=1 / 64))
-    await index.emit(AlarmEvent(metric="distinct_responses", step=12, value=0.0, reason="", look=""))
+    await index.emit(
+        AlarmEvent(metric="distinct_responses", step=12, value=0.0, reason="", look="")
+    )
     for _ in range(2):
         await watch(index).begin()
     await index.emit(step(13, ess=0.01))
@@ -103,7 +122,9 @@ async def test_a_supervisor_that_follows_another_repeats_no_alarm_and_forgets_no
     last = watch(index)
     await last.begin()
     found = await alarms_in(index)
-    assert found == [("ess", 11), ("distinct_responses", 12), ("ess", 13), ("entropy", 14)], "12 was usual in between"
+    assert found == [("ess", 11), ("distinct_responses", 12), ("ess", 13), ("entropy", 14)], (
+        "12 was usual in between"
+    )
 
 
 async def test_what_is_constant_by_construction_is_said_and_not_judged(index: Index) -> None:
@@ -113,7 +134,9 @@ async def test_what_is_constant_by_construction_is_said_and_not_judged(index: In
     constant = GuardWatch(index, Guard(GuardOptions(constants={"clip_fraction": why})), "fail")
     with capture_logs() as logs:
         await constant.begin()
-    assert [(line["event"], line["metric"], line["reason"]) for line in logs] == [("not judged", "clip_fraction", why)]
+    assert [(line["event"], line["metric"], line["reason"]) for line in logs] == [
+        ("not judged", "clip_fraction", why)
+    ]
     assert await alarms_in(index) == []
 
 
@@ -122,7 +145,9 @@ async def test_an_alarm_of_a_worker_acts_as_the_guards_own(index: Index) -> None
     await failing.begin()
     running = asyncio.create_task(failing.run())
     await index.emit(
-        AlarmEvent(metric="probe", step=3, value=0.1, reason="it differs", look="there", worker="rollout-0")
+        AlarmEvent(
+            metric="probe", step=3, value=0.1, reason="it differs", look="there", worker="rollout-0"
+        )
     )
     with pytest.raises(GuardFailed, match=r"guard: step 3: it differs\. there"):
         await asyncio.wait_for(running, 10)
@@ -156,9 +181,13 @@ def after(steps: Iterable[StepEvent]) -> Guard:
     return guard
 
 
-async def test_a_resumed_run_goes_on_with_the_windows_of_its_steps(index: Index, tmp_path: Path) -> None:
-    """Its index is a new one: what was before is in its file alone, of which only the end is read."""
-    sizes, events = list[int](), list[Event]()
+async def test_a_resumed_run_goes_on_with_the_windows_of_its_steps(
+    index: Index, tmp_path: Path
+) -> None:
+    """Its index is a new one: what was before is in its file alone, of which only the end is
+    read."""
+    sizes = list[int]()
+    events = list[Event]()
     steps = [step(number, entropy=0.1 if number < 5000 else 3.0) for number in range(6000)]
     recorded(tmp_path / METRICS, steps)
     await index.emit(WorkerEvent(stage="rollout", worker="rollout-0", change="started"))
@@ -182,7 +211,9 @@ async def test_a_resumed_run_goes_on_with_the_windows_of_its_steps(index: Index,
         await resumed.catch_up()
 
 
-async def test_a_run_that_another_runner_takes_over_keeps_its_windows(index: Index, tmp_path: Path) -> None:
+async def test_a_run_that_another_runner_takes_over_keeps_its_windows(
+    index: Index, tmp_path: Path
+) -> None:
     """Its index has forgotten the older events, and its file lags behind."""
     steps = [step(number) for number in range(60)]
     file = recorded(tmp_path / METRICS, steps[:50])
@@ -190,7 +221,8 @@ async def test_a_run_that_another_runner_takes_over_keeps_its_windows(index: Ind
     for data in steps[30:]:
         await index.emit(data)
     events = await index.past_events(count=100)
-    with MetricsFile(tmp_path / "same" / METRICS) as same:  # as it is written: with the ids of the index
+    # as it is written: with the ids of the index
+    with MetricsFile(tmp_path / "same" / METRICS) as same:
         for event in read_metrics(file):
             if event.kind == "step" and event.data["step"] < 30:
                 same.event(event)
@@ -214,7 +246,9 @@ async def test_a_run_that_was_rewound_forgets_the_steps_that_it_makes_again(
     await first.begin()
     (alarm,) = await alarms_in(index)
     assert alarm == ("entropy", 20)
-    await index.emit(WorkerEvent(stage="runner", worker="runner-0", change="rewound", version=20, reason="lost"))
+    await index.emit(
+        WorkerEvent(stage="runner", worker="runner-0", change="rewound", version=20, reason="lost")
+    )
     with MetricsFile(tmp_path / METRICS) as file:
         for event in await index.past_events(count=100):
             if in_file == "none of them" or event.kind != "worker":
@@ -227,8 +261,15 @@ async def test_a_run_that_was_rewound_forgets_the_steps_that_it_makes_again(
     assert await alarms_in(index) == [alarm, alarm], "it is unusual again"
 
 
-async def test_a_file_of_any_origin_starts_no_alarm_and_ends_no_run(index: Index, tmp_path: Path) -> None:
-    lines = ['{"id": "1-0", "time": 1, "kind": "step", "data": {"step": 7}}', "torn", '{"id": 3}', ""]
+async def test_a_file_of_any_origin_starts_no_alarm_and_ends_no_run(
+    index: Index, tmp_path: Path
+) -> None:
+    lines = [
+        '{"id": "1-0", "time": 1, "kind": "step", "data": {"step": 7}}',
+        "torn",
+        '{"id": 3}',
+        "",
+    ]
     (tmp_path / METRICS).write_text("\n".join(lines))
     strange = watch(index, "fail", tmp_path)
     await strange.begin()
@@ -240,7 +281,9 @@ async def test_a_task_that_is_solved_raises_no_alarm_after_a_resume(tmp_path: Pa
     SCORED.clear()
     changes = {
         **EQUAL,
-        "reward__functions": [{"name": "tests.orchestration.guard.test_watch:more_and_more_solved"}],
+        "reward__functions": [
+            {"name": "tests.orchestration.guard.test_watch:more_and_more_solved"}
+        ],
         "guard__on_alarm": "pause",
         "checkpoint__every": 4,
     }
@@ -287,22 +330,35 @@ async def injected(tmp_path: Path, fault: str) -> tuple[list[dict[str, Any]], An
     ("fault", "look"),
     [
         ("undelivered", "The engine computes bit for bit what it computed with the weights before"),
-        ("stale tensor", "Part of the weights is not the version's: one stale or misplaced tensor is enough"),
-        ("temperature", "asked for temperature 1 the engine's logprobs differ, asked for 0.769 they are the trainer's"),
+        (
+            "stale tensor",
+            "Part of the weights is not the version's: one stale or misplaced tensor is enough",
+        ),
+        (
+            "temperature",
+            "asked for temperature 1 the engine's logprobs differ, asked for 0.769 "
+            "they are the trainer's",
+        ),
     ],
 )
-async def test_a_refused_probe_is_one_alarm_that_says_what_is_wrong(tmp_path: Path, fault: str, look: str) -> None:
+async def test_a_refused_probe_is_one_alarm_that_says_what_is_wrong(
+    tmp_path: Path, fault: str, look: str
+) -> None:
     alarms, result = await injected(tmp_path, fault)
     alarm = alarms[0]
     assert (alarm["metric"], alarm["worker"]) == ("probe", "rollout-0")
     assert alarm["step"] in (2, 3), "an engine may skip a version"
     assert alarm["value"] > alarm["limit"]
     assert look in alarm["look"]
-    assert sum(one["metric"] == "probe" and one["step"] == alarm["step"] for one in alarms) == 1, "of three attempts"
+    assert sum(one["metric"] == "probe" and one["step"] == alarm["step"] for one in alarms) == 1, (
+        "of three attempts"
+    )
     assert result.state == "failed"
 
 
-async def test_an_adapter_that_was_not_delivered_is_an_alarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_adapter_that_was_not_delivered_is_an_alarm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make = builder.rollout_engine
 
     def spoilt(*arguments: Any, **options: Any) -> Any:
@@ -312,7 +368,13 @@ async def test_an_adapter_that_was_not_delivered_is_an_alarm(tmp_path: Path, mon
 
     monkeypatch.setattr(builder, "rollout_engine", spoilt)
     letters = [{"name": "tests.orchestration.scores:early_letters"}]  # so that there is an update
-    of = recipe(TINY, model__lora={"rank": 4}, reward__functions=letters, reward__processes=0, launch__max_restarts=0)
+    of = recipe(
+        TINY,
+        model__lora={"rank": 4},
+        reward__functions=letters,
+        reward__processes=0,
+        launch__max_restarts=0,
+    )
     watched, result = await complete(Run.create(of, tmp_path / "run"))
     assert result.state == "failed"
     assert watched.of("alarm")[0]["metric"] == "probe"
@@ -327,9 +389,17 @@ async def test_an_engine_with_another_vocabulary_never_starts(tmp_path: Path) ->
     assert "which tokenizer the engine loads" in result.reason
 
 
-async def test_a_cache_that_is_kept_where_it_should_be_rebuilt_is_found_in_its_first_step(tmp_path: Path) -> None:
-    changes = {"rollout__max_tokens": 64, "rollout__on_update": "cut", "train__steps": 8, "reward__processes": 0}
-    changes |= {"reward__functions": [{"name": "tests.orchestration.scores:early_letters"}]}  # so that weights move
+async def test_a_cache_that_is_kept_where_it_should_be_rebuilt_is_found_in_its_first_step(
+    tmp_path: Path,
+) -> None:
+    changes = {
+        "rollout__max_tokens": 64,
+        "rollout__on_update": "cut",
+        "train__steps": 8,
+        "reward__processes": 0,
+    }
+    # so that weights move
+    changes |= {"reward__functions": [{"name": "tests.orchestration.scores:early_letters"}]}
     for fault, found in (("cache", {"gap_mean_resumed"}), ("", set())):
         options = {"fault": fault, "since": 0}
         of = recipe(TINY, rollout__engine=FAULTS, rollout__options=options, **changes)
@@ -348,4 +418,6 @@ async def test_a_run_that_drops_every_group_says_so_once(tmp_path: Path) -> None
     assert watched.of("step") == []
     (alarm,) = watched.of("alarm")
     assert (alarm["metric"], alarm["step"], alarm["value"]) == ("dropped_groups", 0, 64.0)
-    assert "64 groups in a row taught nothing, the last one because of: equal rewards" in result.reason
+    assert (
+        "64 groups in a row taught nothing, the last one because of: equal rewards" in result.reason
+    )

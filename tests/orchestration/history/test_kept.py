@@ -1,4 +1,5 @@
-"""What a run's file keeps of its events: all that happened, little by the clock, and the totals as they were."""
+"""What a run's file keeps of its events: all that happened, little by the clock, and the totals as
+they were."""
 
 from __future__ import annotations
 
@@ -26,15 +27,36 @@ def event(time: float, kind: str, number: int = 0, **data: Any) -> Event:
 
 
 def stage(time: float, worker: str, wall: float, number: int = 0) -> Event:
-    spent = {"busy": wall / 3, "waiting_input": wall / 3, "waiting_room": 0.0, "other": wall / 3, "wall": wall}
-    counts = {"rows": int(10 * wall), "tokens": int(1000 * wall), "parked": 0, "queue_depth": 3, "in_flight": 12}
-    return event(time, "stage", number, stage=worker.partition("-")[0], worker=worker, **spent, **counts)
+    spent = {
+        "busy": wall / 3,
+        "waiting_input": wall / 3,
+        "waiting_room": 0.0,
+        "other": wall / 3,
+        "wall": wall,
+    }
+    counts = {
+        "rows": int(10 * wall),
+        "tokens": int(1000 * wall),
+        "parked": 0,
+        "queue_depth": 3,
+        "in_flight": 12,
+    }
+    return event(
+        time, "stage", number, stage=worker.partition("-")[0], worker=worker, **spent, **counts
+    )
 
 
 def swap(time: float, worker: str, version: int, number: int = 0) -> Event:
-    gaps = {"gap_max": 0.1234567891, "gap_mean": 0.000012345678, "gap_tokens": 18, "gap_max_limit": 0.5}
+    gaps = {
+        "gap_max": 0.1234567891,
+        "gap_mean": 0.000012345678,
+        "gap_tokens": 18,
+        "gap_max_limit": 0.5,
+    }
     spent = {"publish_seconds": 0.0, "exposed_seconds": 0.0123456789, "hidden_seconds": 0.3}
-    return event(time, "sync", number, worker=worker, version=version, bytes=1 << 20, **spent, **gaps)
+    return event(
+        time, "sync", number, worker=worker, version=version, bytes=1 << 20, **spent, **gaps
+    )
 
 
 def by_clock(workers: int, seconds: float, at: float = 0.0) -> list[Event]:
@@ -42,10 +64,13 @@ def by_clock(workers: int, seconds: float, at: float = 0.0) -> list[Event]:
     found = []
     for tick in range(int(2 * seconds)):
         for number in range(workers):
-            time, worker = at + tick / 2 + number / 1000, f"rollout-{number}"
+            time = at + tick / 2 + number / 1000
+            worker = f"rollout-{number}"
             found.append(stage(time, worker, 1.0 + tick / 2))
             span = {"name": "claim", "start": BEGIN + time, "seconds": 0.25, "rows": 8}
-            found.append(event(time, "span", 1, stage="rollout", worker=worker, spans=[span] * 3, left_out=0))
+            found.append(
+                event(time, "span", 1, stage="rollout", worker=worker, spans=[span] * 3, left_out=0)
+            )
     return found
 
 
@@ -55,7 +80,9 @@ def test_a_file_grows_by_a_megabyte_an_hour_at_most_whatever_the_number_of_worke
 ) -> None:
     seconds = HOUR if workers < 100 else HOUR / 15
     kept = Kept()
-    written = sum(len(line_of(each)) for given_ in by_clock(workers, seconds) for each in kept.of(given_))
+    written = sum(
+        len(line_of(each)) for given_ in by_clock(workers, seconds) for each in kept.of(given_)
+    )
     first = sum(len(line_of(stage(0, f"rollout-{number}", 1.0))) for number in range(workers))
     assert (written - first) * HOUR / seconds < 1e6
 
@@ -77,14 +104,27 @@ def test_detail_is_the_newest_minutes_and_bounded(tmp_path: Path) -> None:
 def test_steps_of_many_workers_take_little(tmp_path: Path) -> None:
     """20 steps a second, with the events of a swap for each of 16 replicas."""
     metrics = {f"metric_{number}": 1 / (number + 3) for number in range(24)}
-    steps, size = 2000, 0
+    steps = 2000
+    size = 0
     kept = Kept()
     for step in range(steps):
         at = step / 20
-        counts = {"tokens_generated": 1000 * step, "tokens_trained": 999 * step, "tokens_filtered": 7}
-        data = {"step": step, "version": step + 1, "rows": 64, "groups": list(range(8 * step, 8 * step + 8)), **counts}
+        counts = {
+            "tokens_generated": 1000 * step,
+            "tokens_trained": 999 * step,
+            "tokens_filtered": 7,
+        }
+        data = {
+            "step": step,
+            "version": step + 1,
+            "rows": 64,
+            "groups": list(range(8 * step, 8 * step + 8)),
+            **counts,
+        }
         made = [event(at, "step", **data, **metrics)]
-        made += [swap(at + (1 + number) / 1000, f"rollout-{number}", step + 1) for number in range(16)]
+        made += [
+            swap(at + (1 + number) / 1000, f"rollout-{number}", step + 1) for number in range(16)
+        ]
         made.append(event(at + 0.03, "ledger", generated=64 * step, trained=64 * step, in_flight=0))
         size += sum(len(line_of(each)) for given_ in made for each in kept.of(given_))
     size += sum(len(line_of(each)) for each in kept.rest())
@@ -94,15 +134,21 @@ def test_steps_of_many_workers_take_little(tmp_path: Path) -> None:
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10**9), count=st.integers(1, 300))
 def test_totals_are_those_of_all_events(seed: int, count: int) -> None:
-    """Workers that begin again, clocks that are set back, ids of one millisecond, checkpoints: the sums are the same."""
+    """Workers that begin again, clocks that are set back, ids of one millisecond, checkpoints: the
+    sums are the same."""
     draw = random.Random(seed)
-    given_, walls, at, version = list[Event](), dict[str, float](), 0.0, 0
+    given_ = list[Event]()
+    walls = dict[str, float]()
+    at = 0.0
+    version = 0
     ids = 0
     for _ in range(count):
         ids += draw.choice([0, 1, 1, 700, 30_000])
         at += draw.choice([0.0, 0.5, 0.5, 30.0, -100.0, 90.0])
         worker = f"rollout-{draw.randrange(3)}"
-        kind = draw.choice(["stage", "stage", "stage", "sync", "sync", "step", "checkpoint", "worker", "ledger"])
+        kind = draw.choice(
+            ["stage", "stage", "stage", "sync", "sync", "step", "checkpoint", "worker", "ledger"]
+        )
         if kind == "stage":
             walls[worker] = walls.get(worker, 0.0) + 0.5
             made = stage(at, worker, walls[worker])
@@ -114,11 +160,24 @@ def test_totals_are_those_of_all_events(seed: int, count: int) -> None:
             made = event(at, "worker", stage="rollout", worker=worker, change="restarted", pid=3)
         elif kind == "ledger":
             counts = ("generated", "trained", "filtered", "remade", "in_flight")
-            counted = {name: len(given_) for name in (*counts, *(f"{name}_tokens" for name in counts))}
+            counted = {
+                name: len(given_) for name in (*counts, *(f"{name}_tokens" for name in counts))
+            }
             made = event(at, "ledger", **counted, redelivered=0)
         else:
-            made = event(at, kind, version=version, step=version, path="", requested=False, rows=1, groups=[1],
-                         tokens_generated=1, tokens_trained=1, tokens_filtered=1)  # fmt: skip
+            made = event(
+                at,
+                kind,
+                version=version,
+                step=version,
+                path="",
+                requested=False,
+                rows=1,
+                groups=[1],
+                tokens_generated=1,
+                tokens_trained=1,
+                tokens_filtered=1,
+            )
         given_.append(Event(f"{ids}-{len(given_)}", made.time, made.kind, made.data))
     kept = Kept()
     found = [each for one in given_ for each in kept.of(one)]
@@ -127,7 +186,8 @@ def test_totals_are_those_of_all_events(seed: int, count: int) -> None:
     assert keys == sorted(set(keys)), "ids grow"
     other = ("step", "checkpoint", "worker")
     assert [e for e in found if e.kind in other] == [e for e in given_ if e.kind in other]
-    all_, some = RunTotals(), RunTotals()
+    all_ = RunTotals()
+    some = RunTotals()
     for each in given_:
         all_.apply(each)
     for each in found:
@@ -144,7 +204,10 @@ def test_what_waited_when_a_runner_was_killed_is_given_again(tmp_path: Path) -> 
     """The next runner reads the index a minute further back; what was kept is not kept twice."""
     stream = [stage(0, "rollout-0", 1.0), swap(0.1, "rollout-0", 1)]
     for number in range(1, 40):
-        stream += [stage(number, "rollout-0", 1.0 + number), swap(number + 0.1, "rollout-0", number + 1)]
+        stream += [
+            stage(number, "rollout-0", 1.0 + number),
+            swap(number + 0.1, "rollout-0", number + 1),
+        ]
         stream.append(event(number + 0.2, "step", step=number, version=number + 1))
     killed = MetricsFile(tmp_path / METRICS)
     for each in stream[:60]:

@@ -1,4 +1,5 @@
-"""metrics.jsonl in closed parts: written by a process that is killed between any two operations, rewound, and read."""
+"""metrics.jsonl in closed parts: written by a process that is killed between any two operations,
+rewound, and read."""
 
 from __future__ import annotations
 
@@ -18,7 +19,14 @@ from typing import Any
 import pytest
 
 from orchestration import events_file
-from orchestration.events_file import METRICS, MetricsFile, facts_of, newest_checkpoint, newest_id, read_metrics
+from orchestration.events_file import (
+    METRICS,
+    MetricsFile,
+    facts_of,
+    newest_checkpoint,
+    newest_id,
+    read_metrics,
+)
 from orchestration.history import catalog, segments
 from orchestration.history.catalog import CATALOG
 from orchestration.history.segments import FOLDER, EventLog, closed
@@ -33,20 +41,40 @@ def event(number: int, kind: str, **data: Any) -> Event:
 
 
 def story() -> list[Event]:
-    """A run that is rewound to its checkpoint, over some closed parts, and makes the steps since again."""
-    found, number = list[Event](), itertools.count(1)
+    """A run that is rewound to its checkpoint, over some closed parts, and makes the steps since
+    again."""
+    found = list[Event]()
+    number = itertools.count(1)
 
     def steps(first: int, last: int) -> None:
         for step in range(first, last):
             numbers = {f"metric_{at}": step / (at + 7) for at in range(6)}
-            found.append(event(next(number), "step", step=step, version=step + 1, rows=8, groups=[step], **numbers))
+            found.append(
+                event(
+                    next(number),
+                    "step",
+                    step=step,
+                    version=step + 1,
+                    rows=8,
+                    groups=[step],
+                    **numbers,
+                )
+            )
 
     steps(0, 30)
     found.append(event(next(number), "checkpoint", version=30, path="p", requested=False))
-    found.append(event(next(number), "evaluation", version=30, step=30, count=1, reward_mean=0.5, samples=[]))
+    found.append(
+        event(next(number), "evaluation", version=30, step=30, count=1, reward_mean=0.5, samples=[])
+    )
     steps(30, 70)
-    found.append(event(next(number), "evaluation", version=60, step=60, count=1, reward_mean=0.5, samples=[]))
-    found.append(event(next(number), "worker", stage="runner", worker="runner-0", change="rewound", version=30))
+    found.append(
+        event(next(number), "evaluation", version=60, step=60, count=1, reward_mean=0.5, samples=[])
+    )
+    found.append(
+        event(
+            next(number), "worker", stage="runner", worker="runner-0", change="rewound", version=30
+        )
+    )
     steps(30, 80)
     found.append(event(next(number), "state", state="finished", reason=""))
     return found
@@ -66,7 +94,8 @@ def told(path: Path) -> list[Event]:
 
 def dying(at: int) -> Callable[[], None]:
     """The process ends at once, without any cleanup, at the ``at``-th operation of it on a file."""
-    count, lock = itertools.count(1), threading.Lock()
+    count = itertools.count(1)
+    lock = threading.Lock()
 
     def step() -> None:
         with lock:
@@ -123,13 +152,17 @@ def test_a_kill_between_any_two_operations_loses_and_doubles_no_event(tmp_path: 
         code = in_child(lambda: follow(path, events), at)  # noqa: B023
         assert code in (0, KILLED)
         seen = told(path)
-        assert len({one.id for one in seen}) == len(seen), f"doubled, after a kill at operation {at}"
+        assert len({one.id for one in seen}) == len(seen), (
+            f"doubled, after a kill at operation {at}"
+        )
         with MetricsFile(path, PART) as file:  # the next runner, which is killed as well
             assert order(file.last) <= order(events[-1].id)
         in_child(lambda: follow(path, events), at // 2 + 1)  # noqa: B023
         follow(path, events)
         assert told(path) == expected, f"after a kill at operation {at}"
-        assert not [name for name in os.listdir(folder / FOLDER) if name.endswith(".jsonl")], "all is compressed"
+        assert not [name for name in os.listdir(folder / FOLDER) if name.endswith(".jsonl")], (
+            "all is compressed"
+        )
         shutil.rmtree(folder)
         if code == 0:
             assert at > 100
@@ -149,7 +182,9 @@ def test_parts_are_read_as_one_file_by_the_product_and_by_zcat(long: Path) -> No
     assert [one.id for one in told(long)] == [one.id for one in events]
     assert newest_id(long) == events[-1].id
     command = f"zcat -f {long.parent}/{FOLDER}/*.jsonl* {long}"
-    lines = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=True).stdout.splitlines()
+    lines = subprocess.run(
+        ["sh", "-c", command], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
     assert [json.loads(line)["id"] for line in lines] == [one.id for one in events]
     tail = list(read_metrics(long, 2 * PART))
     assert tail == told(long)[-len(tail) :]
@@ -157,14 +192,17 @@ def test_parts_are_read_as_one_file_by_the_product_and_by_zcat(long: Path) -> No
 
 
 def test_any_page_of_the_parts_is_found(long: Path) -> None:
-    events, log = told(long), EventLog(long)
+    events = told(long)
+    log = EventLog(long)
     for count in (1, 7, 500):
         for at in range(0, len(events), 5):
             after = events[at].id
             assert log.after(after, count) == events[at + 1 : at + 1 + count]
-    pages, after = list[Event](), "0"
+    pages = list[Event]()
+    after = "0"
     while page := log.after(after, 7):
-        pages, after = pages + page, page[-1].id
+        pages = pages + page
+        after = page[-1].id
     assert pages == events
 
 
@@ -176,12 +214,16 @@ def test_a_rewind_touches_only_the_parts_that_hold_later_steps(long: Path) -> No
     later = {number for (number, _), part in facts.items() if part.made > 40}
     assert 0 < len(later) < len(before)
     for segment in closed(long):
-        assert (segment.path.stat().st_mtime_ns == before[segment.path]) == (segment.number not in later)
+        assert (segment.path.stat().st_mtime_ns == before[segment.path]) == (
+            segment.number not in later
+        )
     assert [one.data["step"] for one in told(long) if one.kind == "step"] == list(range(40))
     assert {part.made for part in facts_of(long).values()} <= set(range(-1, 41))
 
 
-def test_opening_a_file_for_a_resume_reads_the_open_part_alone(long: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_opening_a_file_for_a_resume_reads_the_open_part_alone(
+    long: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     facts_of(long)
     opened = list[Path]()
     real = segments.Segment.open
@@ -198,8 +240,11 @@ def test_opening_a_file_for_a_resume_reads_the_open_part_alone(long: Path, monke
 
 
 @pytest.mark.parametrize("damage", ["missing", "garbage", "other", "readonly"])
-def test_a_catalog_is_derived_from_the_parts(long: Path, damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected, file = facts_of(long), long.parent / FOLDER / CATALOG
+def test_a_catalog_is_derived_from_the_parts(
+    long: Path, damage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = facts_of(long)
+    file = long.parent / FOLDER / CATALOG
     match damage:
         case "missing":
             file.unlink()
@@ -220,7 +265,8 @@ def test_a_catalog_is_derived_from_the_parts(long: Path, damage: str, monkeypatc
     assert facts_of(long) == expected
     assert file.exists() == (damage != "readonly")
     assert sum(part.counts["step"] for part in expected.values()) == sum(
-        one.kind == "step" and order(one.id) <= order(max((f.last_id for f in expected.values()), key=order))
+        one.kind == "step"
+        and order(one.id) <= order(max((f.last_id for f in expected.values()), key=order))
         for one in told(long)
     )
 
@@ -229,7 +275,10 @@ def test_a_file_of_an_older_version_is_read_resumed_and_rewound(tmp_path: Path) 
     """One large metrics.jsonl, with a line that a kill cut short at its end."""
     events = [one for one in story() if one.kind != "worker"][:72]
     path = tmp_path / METRICS
-    lines = [json.dumps({"id": e.id, "time": e.time, "kind": e.kind, "data": dict(e.data)}) for e in events]
+    lines = [
+        json.dumps({"id": e.id, "time": e.time, "kind": e.kind, "data": dict(e.data)})
+        for e in events
+    ]
     path.write_text("\n".join([*lines, '{"id": "999']))
     assert [one.id for one in told(path)] == [one.id for one in events]
     assert newest_checkpoint(path) == 30
@@ -241,16 +290,20 @@ def test_a_file_of_an_older_version_is_read_resumed_and_rewound(tmp_path: Path) 
 
 
 def test_readers_miss_nothing_while_parts_are_closed_and_compressed(tmp_path: Path) -> None:
-    path, over = tmp_path / METRICS, threading.Event()
+    path = tmp_path / METRICS
+    over = threading.Event()
 
     def read() -> int:
         rounds = 0
         while not over.is_set():
             ids = [one.id for one in read_metrics(path)]
             assert ids == [f"{1000 * number}-0" for number in range(1, len(ids) + 1)]
-            log, after, seen = EventLog(path), "0", 0
+            log = EventLog(path)
+            after = "0"
+            seen = 0
             while page := log.after(after, 50):
-                after, seen = page[-1].id, seen + len(page)
+                after = page[-1].id
+                seen = seen + len(page)
             assert after == (f"{1000 * seen}-0" if seen else "0")
             rounds += 1
         return rounds
@@ -260,7 +313,9 @@ def test_readers_miss_nothing_while_parts_are_closed_and_compressed(tmp_path: Pa
         try:
             with MetricsFile(path, PART) as file:
                 for number in range(1, 1500):
-                    file.event(event(number, "step", step=number, version=number, padding="y" * 100))
+                    file.event(
+                        event(number, "step", step=number, version=number, padding="y" * 100)
+                    )
         finally:
             over.set()
         assert reading.result() > 3

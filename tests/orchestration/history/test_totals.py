@@ -19,22 +19,52 @@ def totals_of(events: list[Event], totals: RunTotals | None = None) -> RunTotals
 
 
 def stage(time: float, wall: float) -> Event:
-    shares = {"busy": wall / 2, "waiting_input": wall / 4, "waiting_room": wall / 4, "other": 0.0, "wall": wall}
-    counts = {"rows": int(wall), "tokens": int(10 * wall), "parked": 0, "queue_depth": 0, "in_flight": 0}
+    shares = {
+        "busy": wall / 2,
+        "waiting_input": wall / 4,
+        "waiting_room": wall / 4,
+        "other": 0.0,
+        "wall": wall,
+    }
+    counts = {
+        "rows": int(wall),
+        "tokens": int(10 * wall),
+        "parked": 0,
+        "queue_depth": 0,
+        "in_flight": 0,
+    }
     return scripted.event(time, "stage", stage="rollout", worker="rollout-0", **shares, **counts)
 
 
-ALARM = {"metric": "ess", "value": 0.04, "usual": 0.97, "limit": 0.1, "reason": "ess: 0.04", "look": "There."}
-# A worker that begins again at 20 s, so that its times come from two processes; and what the script has not.
+ALARM = {
+    "metric": "ess",
+    "value": 0.04,
+    "usual": 0.97,
+    "limit": 0.1,
+    "reason": "ess: 0.04",
+    "look": "There.",
+}
+# A worker that begins again at 20 s, so that its times come from two processes; and what the script
+# has not.
 EVENTS = [
     *scripted.events(),
     *(stage(30 + at, wall) for at, wall in enumerate([3.0, 6.0, 1.0, 4.0])),
     scripted.event(40, "alarm", **ALARM, step=3),
     scripted.event(41, "prompt", change="epoch", epochs={"sums": 2}),
     scripted.event(42, "prompt", change="too long", skipped=3, cut=1),
-    scripted.event(43, "worker", stage="rollout", worker="rollout-1", change="restarted", reason="", pid=9),
     scripted.event(
-        44, "worker", stage="host", worker="host-a", change="ready", reason="", pid=3, node="a", host="host-a"
+        43, "worker", stage="rollout", worker="rollout-1", change="restarted", reason="", pid=9
+    ),
+    scripted.event(
+        44,
+        "worker",
+        stage="host",
+        worker="host-a",
+        change="ready",
+        reason="",
+        pid=3,
+        node="a",
+        host="host-a",
     ),
 ]
 

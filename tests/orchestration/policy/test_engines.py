@@ -1,4 +1,5 @@
-"""The engines of a served policy: which version a request gets, how many engines there are, and how much they compute."""
+"""The engines of a served policy: which version a request gets, how many engines there are, and how
+much they compute."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ class Counted(MockRolloutEngine):
     def __init__(self, version: int) -> None:
         super().__init__(MockRolloutOptions(copy_seconds=0, swap_seconds=0), version=version)
         self.time = Time()
-        self.computed, self.closed, self._since = 0.0, False, self.time.now
+        self.computed = 0.0
+        self.closed = False
+        self._since = self.time.now
         self._pausing = asyncio.Event()
 
     async def pause(self) -> None:
@@ -100,7 +103,9 @@ async def test_a_request_keeps_its_version_and_the_next_one_gets_the_newest(
     assert len(all_of_them) == 2
 
 
-async def test_a_request_that_mixes_versions_is_swapped(made: tuple[PolicyEngines, list[Counted]]) -> None:
+async def test_a_request_that_mixes_versions_is_swapped(
+    made: tuple[PolicyEngines, list[Counted]],
+) -> None:
     engines, all_of_them = made
     async with engines.engine(mixed=True) as engine:
         await engines.swap(1, WEIGHTS)
@@ -111,7 +116,9 @@ async def test_a_request_that_mixes_versions_is_swapped(made: tuple[PolicyEngine
         assert (engine.version, len(all_of_them)) == (3, 2), "not one that is idle"
 
 
-async def test_weights_that_do_not_fit_leave_the_old_ones(made: tuple[PolicyEngines, list[Counted]]) -> None:
+async def test_weights_that_do_not_fit_leave_the_old_ones(
+    made: tuple[PolicyEngines, list[Counted]],
+) -> None:
     engines, _ = made
     await engines.swap(1, WEIGHTS)
     with pytest.raises(WeightMismatch):
@@ -145,7 +152,8 @@ async def test_engines_compute_for_their_share_of_the_time(
     try:
         async with engines.engine(mixed=False):
             await engine.paused(1)
-            began, computed = engine.time.now, engine.computed
+            began = engine.time.now
+            computed = engine.computed
             await engine.paused(5)
             used = (engine.computed - computed) / (engine.time.now - began)
         assert used == pytest.approx(share)

@@ -35,8 +35,11 @@ async def test_the_policy_unused_for_longest_is_closed_for_another_one(tmp_path:
     tiny_model(0).save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
     gc.collect()
-    names, before = ("a", "b", "c"), models()
-    policies = Policies("redis://127.0.0.1:1", checkpoints=dict.fromkeys(names, str(tmp_path)), most=2)
+    names = ("a", "b", "c")
+    before = models()
+    policies = Policies(
+        "redis://127.0.0.1:1", checkpoints=dict.fromkeys(names, str(tmp_path)), most=2
+    )
     gc.disable()  # a model is not left to it
     try:
         async with policies.use("a") as a, policies.use("b") as b:
@@ -77,7 +80,9 @@ class Run:
         folder = self.folder / "checkpoints" / f"step-{version:08d}"
         tiny_model(version).save_pretrained(folder / "model")
         tiny_tokenizer().save_pretrained(folder / "model")
-        (folder / "run.json").write_text(json.dumps({"version": version, "counters": {}, "remake": []}))
+        (folder / "run.json").write_text(
+            json.dumps({"version": version, "counters": {}, "remake": []})
+        )
         return folder
 
 
@@ -95,9 +100,13 @@ async def run(tmp_path: Path) -> AsyncIterator[Run]:
         await index.close()
 
 
-def remove_while_it_is_opened(monkeypatch: pytest.MonkeyPatch, folder: Path, then: Callable[[], object]) -> None:
-    """A run removes the checkpoint ``folder`` after it was listed and before its model is loaded."""
-    opened, pending = PolicyEngines.open, [folder]
+def remove_while_it_is_opened(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, then: Callable[[], object]
+) -> None:
+    """A run removes the checkpoint ``folder`` after it was listed and before its model is
+    loaded."""
+    opened = PolicyEngines.open
+    pending = [folder]
 
     async def late(engines: PolicyEngines, version: int, model: Path | None) -> None:
         if model is not None and model.parent in pending:
@@ -136,7 +145,9 @@ async def test_a_damaged_one_harms_no_other(run: Run) -> None:
             pass
 
 
-async def test_tokens_that_pad_the_embedding_are_served_where_the_recipe_says_so(tmp_path: Path) -> None:
+async def test_tokens_that_pad_the_embedding_are_served_where_the_recipe_says_so(
+    tmp_path: Path,
+) -> None:
     """Of given responses, for one, trainers use all of them; what is served does not."""
     model = tiny_model(0)
     model.resize_token_embeddings(64, mean_resizing=False)

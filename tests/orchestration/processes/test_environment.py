@@ -22,8 +22,19 @@ SECRETS = {
 
 
 def test_our_secrets_are_left_out_and_other_variables_stay() -> None:
-    environment = {**SECRETS, "ASYNCDOCK_TRACE": "1", "AWS_SECRET_ACCESS_KEY": "k", "PATH": "/bin", "HF_TOKEN": "x"}
-    assert without_secrets(environment).keys() == {"ASYNCDOCK_TRACE", "AWS_SECRET_ACCESS_KEY", "PATH", "HF_TOKEN"}
+    environment = {
+        **SECRETS,
+        "ASYNCDOCK_TRACE": "1",
+        "AWS_SECRET_ACCESS_KEY": "k",
+        "PATH": "/bin",
+        "HF_TOKEN": "x",
+    }
+    assert without_secrets(environment).keys() == {
+        "ASYNCDOCK_TRACE",
+        "AWS_SECRET_ACCESS_KEY",
+        "PATH",
+        "HF_TOKEN",
+    }
     assert of_user_code(environment, None).keys() == {"AWS_SECRET_ACCESS_KEY", "PATH", "HF_TOKEN"}
     assert of_user_code(environment, []).keys() == {"PATH"}
     assert of_user_code(environment, ["HF_TOKEN", "ASYNCDOCK_TOKEN"]).keys() == {"PATH", "HF_TOKEN"}
@@ -39,11 +50,18 @@ def test_what_is_taken_is_shown_nowhere() -> None:
         "assert b'a-password' not in shown, shown\n"
         "assert b'KEPT=1' in shown\n"
     )
-    environment = {**os.environ, "ASYNCDOCK_INDEX": "redis://:a-password@host", "KEPT": "1", "PYTHONPATH": str(ROOT)}
+    environment = {
+        **os.environ,
+        "ASYNCDOCK_INDEX": "redis://:a-password@host",
+        "KEPT": "1",
+        "PYTHONPATH": str(ROOT),
+    }
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)
 
 
-def test_a_new_interpreter_finds_the_packages_where_this_one_did(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_interpreter_finds_the_packages_where_this_one_did(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     root = str(ROOT)
     monkeypatch.setattr(
         sys, "path", [root, *(path for path in sys.path if path != root)]
@@ -59,12 +77,14 @@ def test_a_new_interpreter_finds_the_packages_where_this_one_did(monkeypatch: py
 def test_the_fork_server_of_a_checkout_that_is_not_installed_starts(tmp_path: Path) -> None:
     """The packages are found in the current folder alone: no installed copy, none on PYTHONPATH."""
     (tmp_path / "sitecustomize.py").write_text(
-        "import sys\nsys.meta_path[:] = [one for one in sys.meta_path if 'editable' not in repr(one)]\n"
+        "import sys\nsys.meta_path[:] = [one for one in sys.meta_path if 'editable' not in "
+        "repr(one)]\n"
     )
     log = str(tmp_path / "log")
     program = (
         "import asyncio, os; from orchestration.processes.forkserver import ForkServer, Launch\n"
-        f"launch = Launch('builtins:print', ['it started'], dict(os.environ), {str(tmp_path)!r}, {log!r}, 'it')\n"
+        f"launch = Launch('builtins:print', ['it started'], dict(os.environ), {str(tmp_path)!r}, "
+        f"{log!r}, 'it')\n"
         "async def main():\n"
         "    server = ForkServer.start(['orchestration.processes.handles'])\n"
         "    await (await server.connect().launch(launch)).wait()\n"

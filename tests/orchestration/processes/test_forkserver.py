@@ -46,7 +46,13 @@ SLEEP = "import time; print('up', flush=True); time.sleep(600)"
 
 def does(code: str, folder: Path, name: str = "log", **more: Any) -> Launch:
     return Launch(
-        "builtins:exec", code, {"ANSWER": "42"}, str(folder), str(folder / name), "a child of the tests", **more
+        "builtins:exec",
+        code,
+        {"ANSWER": "42"},
+        str(folder),
+        str(folder / name),
+        "a child of the tests",
+        **more,
     )
 
 
@@ -69,7 +75,9 @@ async def up(*logs: Path) -> None:
             await asyncio.sleep(0.02)  # a file has nothing else to wait on
 
 
-async def test_a_child_finds_what_a_new_process_would(connection: Connection, tmp_path: Path) -> None:
+async def test_a_child_finds_what_a_new_process_would(
+    connection: Connection, tmp_path: Path
+) -> None:
     found = []
     for name in ("first", "second"):
         (tmp_path / name).write_text("before:")
@@ -101,7 +109,9 @@ print("grown", sizes[1] - sizes[0])
 """
 
 
-async def test_a_child_does_not_grow_by_each_size_of_matrix(connection: Connection, tmp_path: Path) -> None:
+async def test_a_child_does_not_grow_by_each_size_of_matrix(
+    connection: Connection, tmp_path: Path
+) -> None:
     child = await connection.launch(does(SIZES, tmp_path))
     assert await child.wait() == 0
     _, _, grown = (tmp_path / "log").read_text().rpartition("grown ")
@@ -142,12 +152,17 @@ async def test_how_a_child_ended_is_told(
 
 async def test_many_may_be_launched_at_once(connection: Connection, tmp_path: Path) -> None:
     codes = range(40)
-    launches = (connection.launch(does(f"import sys; sys.exit({code})", tmp_path, str(code))) for code in codes)
+    launches = (
+        connection.launch(does(f"import sys; sys.exit({code})", tmp_path, str(code)))
+        for code in codes
+    )
     children = await asyncio.gather(*launches)
     assert await asyncio.gather(*(child.wait() for child in children)) == list(codes)
 
 
-async def test_what_cannot_be_launched_is_an_error_of_the_system(connection: Connection, tmp_path: Path) -> None:
+async def test_what_cannot_be_launched_is_an_error_of_the_system(
+    connection: Connection, tmp_path: Path
+) -> None:
     with pytest.raises(FileNotFoundError):
         await connection.launch(does("pass", tmp_path, "no/such/log"))
     assert await (await connection.launch(does("pass", tmp_path))).wait() == 0
@@ -156,7 +171,10 @@ async def test_what_cannot_be_launched_is_an_error_of_the_system(connection: Con
 async def test_children_end_with_their_connection_unless_they_outlive_it(tmp_path: Path) -> None:
     server = forks()
     assert server is not None
-    with contextlib.closing(server.connect()) as other, contextlib.closing(server.connect()) as closed:
+    with (
+        contextlib.closing(server.connect()) as other,
+        contextlib.closing(server.connect()) as closed,
+    ):
         theirs = await other.launch(does(SLEEP, tmp_path, "theirs"))
         bound = await closed.launch(does(SLEEP, tmp_path, "bound"))
         outliving = await closed.launch(does(SLEEP, tmp_path, "outliving", outlives=True))
@@ -185,7 +203,10 @@ async def test_a_cancelled_launch_leaves_no_child(connection: Connection, tmp_pa
 
 
 async def test_when_a_server_dies_the_next_start_makes_another(tmp_path: Path) -> None:
-    with contextlib.closing(ForkServer.start()) as given, contextlib.closing(Starter(server=given)) as starter:
+    with (
+        contextlib.closing(ForkServer.start()) as given,
+        contextlib.closing(Starter(server=given)) as starter,
+    ):
         first = [await starter.start(does(SLEEP, tmp_path, name)) for name in ("a", "b")]
         os.kill(given.pid, signal.SIGKILL)
         async with asyncio.timeout(20):
@@ -229,7 +250,9 @@ async def test_without_a_fork_server_processes_start_from_nothing(
     (broken / "__init__.py").write_text("raise ImportError('not for today')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with contextlib.closing(Starter()) as starter:
-        launch = Launch("this:ignored", [], dict(os.environ), str(tmp_path), str(tmp_path / "log"), "")
+        launch = Launch(
+            "this:ignored", [], dict(os.environ), str(tmp_path), str(tmp_path / "log"), ""
+        )
         process = await starter.start(launch)
         assert isinstance(process, Process)
         assert await process.wait() == 0
@@ -268,9 +291,13 @@ async def test_a_killed_owner_takes_the_server_and_its_children_along(tmp_path: 
 
 
 async def test_a_standing_server_is_shared_and_ends_with_its_owner(tmp_path: Path) -> None:
-    owner = await asyncio.create_subprocess_exec(sys.executable, "-c", "import time; time.sleep(600)")
+    owner = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", "import time; time.sleep(600)"
+    )
     try:
-        first, second = (StandingForkServer(tmp_path / "server", owner.pid, ["json"]) for _ in range(2))
+        first, second = (
+            StandingForkServer(tmp_path / "server", owner.pid, ["json"]) for _ in range(2)
+        )
         connections = [server.connect() for server in (first, second)]
         launched = [
             await connection.launch(does(SLEEP, tmp_path, name))

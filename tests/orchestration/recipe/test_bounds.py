@@ -100,7 +100,9 @@ def test_an_argument_that_no_recipe_is_made_with(given_: str) -> None:
     assert isinstance(done.exception, SystemExit)
 
 
-def test_stored_recipes_that_are_none_are_listed_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stored_recipes_that_are_none_are_listed_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "recipes").mkdir()
     for at, text in enumerate(FILES):
         (tmp_path / "recipes" / f"r{at}.toml").write_text(text)
@@ -110,7 +112,8 @@ def test_stored_recipes_that_are_none_are_listed_all_the_same(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize(
-    "size", ["9" * 400, "9" * 19, "1e5", "٣", "1 " * 1000, " " * 10**6 + "!", "1" + " " * 10**6 + "!"]
+    "size",
+    ["9" * 400, "9" * 19, "1e5", "٣", "1 " * 1000, " " * 10**6 + "!", "1" + " " * 10**6 + "!"],
 )
 def test_a_size_that_is_none(size: str) -> None:
     with pytest.raises(ValueError, match="not a size"):
@@ -129,7 +132,9 @@ def test_problems_of_bounds_name_their_keys() -> None:
         ({"x": deep}, "x" + ".a" * DEEPEST),
     ):
         assert [found.key for found in out_of_bounds(data)] == [key]
-    assert [found.key for found in out_of_bounds({"a": {"b": float("nan")}}, finite=True)] == ["a.b"]
+    assert [found.key for found in out_of_bounds({"a": {"b": float("nan")}}, finite=True)] == [
+        "a.b"
+    ]
     assert not list(out_of_bounds({"a": {"b": float("nan")}}))
 
 

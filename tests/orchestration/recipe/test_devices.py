@@ -23,20 +23,38 @@ REFERENCE = {"algorithm": {"options": {"kl_coef": 0.1}}}
 
 def on(node: dict[str, list[str]], **sections: Any) -> dict[str, str]:
     given = assign(recipe(**sections), node)
-    return {f"{kind}-{number}": f"{of.kind}:{'+'.join(of.names)}" for (kind, number), of in given.items()}
+    return {
+        f"{kind}-{number}": f"{of.kind}:{'+'.join(of.names)}"
+        for (kind, number), of in given.items()
+    }
 
 
 def test_two_replicas_a_reference_and_a_trainer_use_four_devices() -> None:
     found = on(FOUR, rollout={"workers": 2}, **REFERENCE)
-    assert found == {"update-0": "cuda:0", "rollout-0": "cuda:1", "rollout-1": "cuda:2", "reference-0": "cuda:3"}
+    assert found == {
+        "update-0": "cuda:0",
+        "rollout-0": "cuda:1",
+        "rollout-1": "cuda:2",
+        "reference-0": "cuda:3",
+    }
 
 
 def test_a_critic_of_its_own_comes_before_the_reference_and_may_have_a_device_of_its_own() -> None:
     sections = {"algorithm": {"name": "ppo", "options": {"critic": "own", "kl_coef": 0.1}}}
     found = on(FOUR, **sections)
-    assert found == {"update-0": "cuda:0", "rollout-0": "cuda:1", "critic-0": "cuda:2", "reference-0": "cuda:3"}
+    assert found == {
+        "update-0": "cuda:0",
+        "rollout-0": "cuda:1",
+        "critic-0": "cuda:2",
+        "reference-0": "cuda:3",
+    }
     found = on(FOUR, **sections, critic={"device": "cuda:0"})
-    assert found == {"update-0": "cuda:1", "rollout-0": "cuda:2", "critic-0": "cuda:0", "reference-0": "cuda:3"}
+    assert found == {
+        "update-0": "cuda:1",
+        "rollout-0": "cuda:2",
+        "critic-0": "cuda:0",
+        "reference-0": "cuda:3",
+    }
     assert "critic-0" not in on(FOUR, **sections, critic={"device": "cpu"})
 
 
@@ -54,8 +72,15 @@ def test_fewer_devices_are_shared_in_turn_and_ranks_get_their_own_first() -> Non
 def test_a_numbered_device_is_kept_and_the_others_avoid_it() -> None:
     section = {"workers": 2, "device": "cuda:1"}
     found = on({"cuda": ["7", "8", "9"]}, rollout=section, train={"dp": 2})
-    assert found == {"update-0": "cuda:7", "update-1": "cuda:9", "rollout-0": "cuda:1", "rollout-1": "cuda:1"}
-    assert assign(recipe(rollout=section), FOUR)["rollout", 0].environment() == {}, "cuda:1 of all that are visible"
+    assert found == {
+        "update-0": "cuda:7",
+        "update-1": "cuda:9",
+        "rollout-0": "cuda:1",
+        "rollout-1": "cuda:1",
+    }
+    assert assign(recipe(rollout=section), FOUR)["rollout", 0].environment() == {}, (
+        "cuda:1 of all that are visible"
+    )
 
 
 def test_a_vllm_engine_gets_a_device_for_each_of_its_ranks() -> None:
@@ -66,7 +91,8 @@ def test_a_vllm_engine_gets_a_device_for_each_of_its_ranks() -> None:
 
 
 def test_a_host_gives_the_devices_of_ended_workers_to_the_next_ones() -> None:
-    pool, of = DevicePool({"cuda": ["5", "6"]}), recipe(rollout={"workers": 4, "device": "cuda"})
+    pool = DevicePool({"cuda": ["5", "6"]})
+    of = recipe(rollout={"workers": 4, "device": "cuda"})
     for number in range(3):
         pool.give(of, ("rollout", number))
     assert [devices.names for devices in pool.given.values()] == [("5",), ("6",), ("5",)]
@@ -76,7 +102,9 @@ def test_a_host_gives_the_devices_of_ended_workers_to_the_next_ones() -> None:
     numbered = DevicePool({"cuda": ["5", "6"]})
     numbered.give(recipe(rollout={"device": "cuda:0"}), ("rollout", 0))
     numbered.give(of, ("rollout", 1))
-    assert [devices.names for devices in numbered.given.values()] == [("0",), ("6",)], "not that of the number 0"
+    assert [devices.names for devices in numbered.given.values()] == [("0",), ("6",)], (
+        "not that of the number 0"
+    )
 
 
 def test_colocated_ranks_have_a_device_each() -> None:
@@ -87,7 +115,10 @@ def test_colocated_ranks_have_a_device_each() -> None:
 def test_what_computes_on_the_cpu_gets_no_device() -> None:
     assert on({}) == {}
     assert on(FOUR, rollout={"device": "cpu"}) == {"update-0": "cuda:0"}
-    assert on(FOUR, model={"source": "mock"}, rollout={"engine": "mock"}, train={"engine": "mock"}) == {}
+    assert (
+        on(FOUR, model={"source": "mock"}, rollout={"engine": "mock"}, train={"engine": "mock"})
+        == {}
+    )
     assert on(FOUR, rollout={"device": "npu"}) == {"update-0": "cuda:0"}, "torch refuses it by name"
 
 
@@ -115,9 +146,13 @@ def test_check_shows_them(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "update-0 on cuda 0, rollout-0 on cuda 1, rollout-1 on cuda 2" in cells
 
 
-async def test_a_worker_process_sees_its_own_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_process_sees_its_own_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-    launcher = ProcessLauncher(tmp_path, "spawn", devices=assign(recipe(), devices.on_this_node() or FOUR))
+    launcher = ProcessLauncher(
+        tmp_path, "spawn", devices=assign(recipe(), devices.on_this_node() or FOUR)
+    )
     started: list[dict[str, str]] = []
 
     async def start(launch: Any) -> Any:
@@ -126,4 +161,8 @@ async def test_a_worker_process_sees_its_own_devices(tmp_path: Path, monkeypatch
     monkeypatch.setattr(launcher._starter, "start", start)
     for kind in ("update", "rollout", "flow"):
         await launcher.launch("run", "unix:///nothing", kind, 0, kind)
-    assert [env["CUDA_VISIBLE_DEVICES"] for env in started] == ["0", "1", os.environ["CUDA_VISIBLE_DEVICES"]]
+    assert [env["CUDA_VISIBLE_DEVICES"] for env in started] == [
+        "0",
+        "1",
+        os.environ["CUDA_VISIBLE_DEVICES"],
+    ]

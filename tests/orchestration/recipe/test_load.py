@@ -58,7 +58,9 @@ def test_keys_that_are_left_out_have_defaults(minimal: Path) -> None:
         ("reward.functions.0.weight=2", "reward.functions", None),
     ],
 )
-def test_overrides_are_toml_values_or_else_strings(minimal: Path, override: str, at: str, value: Any) -> None:
+def test_overrides_are_toml_values_or_else_strings(
+    minimal: Path, override: str, at: str, value: Any
+) -> None:
     found: Any = load_recipe(minimal, [override])
     for part in at.split("."):
         found = getattr(found, part)
@@ -95,12 +97,20 @@ FAULTS = [
     ("reward.functions=[{name='speling'}]", "reward.functions.0.name", "spelling"),
     ("reward.functions=[{name='nowhere.at.all:f'}]", "reward.functions.0.name", "PYTHONPATH"),
     ("reward.functions=[{name='math:sqrt'}]", "reward.functions.0.name", "remove the /"),
-    ("reward.functions=[{name='builtins:max'}]", "reward.functions.0.name", "wrap it in a function"),
+    (
+        "reward.functions=[{name='builtins:max'}]",
+        "reward.functions.0.name",
+        "wrap it in a function",
+    ),
     ("reward.functions=[{name='ast:walk'}]", "reward.functions.0.name", "return them as a list"),
     ("reward.on_error=ignore", "reward.on_error", "'drop'"),
     ("reward.timeout=0", "reward.timeout", "> 0"),
     ("reward.max_error_share=1.5", "reward.max_error_share", "1"),
-    ("reward.functions=[{name='spelling'},{name='spelling'}]", "reward.functions.1.name", "add up the weights"),
+    (
+        "reward.functions=[{name='spelling'},{name='spelling'}]",
+        "reward.functions.1.name",
+        "add up the weights",
+    ),
     ("reward.functions=[{name='spelling',weight=0}]", "reward.functions", "another weight"),
     ("algorithm.name=pppo", "algorithm.name", "grpo"),
     ("algorithm.name=collections:Counter", "algorithm.name", "stages.algorithms.Algorithm"),
@@ -116,8 +126,14 @@ FAULTS = [
     ("rollout.vllm.max_model_len=64", "rollout.vllm", "remove the table"),
     ("model.source=smolm2", "model.source", "did you mean 'smollm2'?"),
     ("rollout.max_rows=4", "rollout.max_rows", ">= 8"),
-    *[(f"rollout.temperature={value}", "rollout.temperature", ">= 1e-06") for value in ("0", "1e-300", "5e-324", "-1")],
-    *[(f"rollout.temperature={value}", "rollout.temperature", "a finite number") for value in ("nan", "inf")],
+    *[
+        (f"rollout.temperature={value}", "rollout.temperature", ">= 1e-06")
+        for value in ("0", "1e-300", "5e-324", "-1")
+    ],
+    *[
+        (f"rollout.temperature={value}", "rollout.temperature", "a finite number")
+        for value in ("nan", "inf")
+    ],
     ("rollout.temperature=1e300", "rollout.temperature", "<= 100"),
     *[(f"rollout.top_p={value}", "rollout.top_p", ">= 1e-30") for value in ("0", "1e-300")],
     ("rollout.top_p=nan", "rollout.top_p", "a finite number"),
@@ -145,10 +161,18 @@ FAULTS = [
     ("train.dp=33", "train.dp", "<= 32"),
     ("train.pp=3", "train.pp", "use a value <= 2"),
     ("train.vpp=2", "train.vpp", "set train.vpp = 1, or train.pp = 2"),
-    ("train.pipeline=zbv", "train.pipeline", "set train.pp = 2 or more and train.vpp = 2, or 'auto'"),
+    (
+        "train.pipeline=zbv",
+        "train.pipeline",
+        "set train.pp = 2 or more and train.vpp = 2, or 'auto'",
+    ),
     ("train.cp=3", "train.cp", "use one of: 1, 2, or set train.context_parallel = 'ring'"),
     ("train.context_parallel=rings", "train.context_parallel", "did you mean 'ring'?"),
-    ("train.context_parallel=ring", "train.context_parallel", "set train.cp = 2 or more, or remove it"),
+    (
+        "train.context_parallel=ring",
+        "train.context_parallel",
+        "set train.cp = 2 or more, or remove it",
+    ),
     ("train.ep=2", "train.ep", "set train.ep = 1"),
     ("nonsense", "--set", "train.steps=10"),
     ("train.steps.more=1", "--set", "section"),
@@ -163,13 +187,21 @@ def test_deferred_gradients_need_two_parts_a_stage_and_no_adapters(minimal: Path
         ((), "set train.pp = 2 or more and train.vpp = 2, or 'auto'"),
         (("train.vpp=2", "model.lora.rank=4"), "set train.pipeline = 'auto'"),
     ):
-        [blamed] = [problem for problem in problems(minimal, *stages, *more) if problem.key == "train.pipeline"]
+        [blamed] = [
+            problem
+            for problem in problems(minimal, *stages, *more)
+            if problem.key == "train.pipeline"
+        ]
         assert (blamed.value, blamed.fix) == ("zbv", fix)
-    assert "train.pipeline" not in {problem.key for problem in problems(minimal, *stages, "train.vpp=2")}
+    assert "train.pipeline" not in {
+        problem.key for problem in problems(minimal, *stages, "train.vpp=2")
+    }
 
 
 @pytest.mark.parametrize(("override", "key", "fix"), FAULTS)
-def test_a_fault_names_its_key_its_value_and_its_fix(minimal: Path, override: str, key: str, fix: str) -> None:
+def test_a_fault_names_its_key_its_value_and_its_fix(
+    minimal: Path, override: str, key: str, fix: str
+) -> None:
     sets = [override]
     if override.startswith("train.token_budget"):
         sets.append("prompts.max_prompt_tokens=90")
@@ -182,7 +214,9 @@ def test_a_fault_names_its_key_its_value_and_its_fix(minimal: Path, override: st
 
 
 @pytest.mark.parametrize("key", sorted(FUTURE_KEYS))
-def test_the_layout_that_is_named_instead_of_what_is_not_there_yet_can_be_planned(minimal: Path, key: str) -> None:
+def test_the_layout_that_is_named_instead_of_what_is_not_there_yet_can_be_planned(
+    minimal: Path, key: str
+) -> None:
     [blamed] = [problem for problem in problems(minimal, f"{key}=2") if problem.key == key]
     found = parse_layout(blamed.fix.partition("--train ")[2].partition("`")[0], "train")
     assert getattr(found, key.removeprefix("train."), found.dp_shard // 2) == 2
@@ -202,12 +236,21 @@ def test_settings_of_the_vllm_engine_are_read(minimal: Path) -> None:
 def test_other_keys_of_the_vllm_engine_are_arguments_of_it(
     minimal: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("orchestration.recipe.checks.machine.VLLM_CPU_HEADS", (16,))  # those of `tiny`
+    # those of `tiny`
+    monkeypatch.setattr("orchestration.recipe.checks.machine.VLLM_CPU_HEADS", (16,))
     further = {"max_num_batched_tokens": 640, "additional_config": {"enable_cpu_binding": False}}
-    sets = ["rollout.engine=vllm", "rollout.vllm.block_size=32", "rollout.vllm.max_num_batched_tokens=640"]
-    recipe = load_recipe(minimal, [*sets, "rollout.vllm.additional_config.enable_cpu_binding=false"])
+    sets = [
+        "rollout.engine=vllm",
+        "rollout.vllm.block_size=32",
+        "rollout.vllm.max_num_batched_tokens=640",
+    ]
+    recipe = load_recipe(
+        minimal, [*sets, "rollout.vllm.additional_config.enable_cpu_binding=false"]
+    )
     given: list[dict[str, Any]] = []
-    monkeypatch.setattr("stages.engines.vllm.rollout.VllmRolloutEngine", lambda *_, **options: given.append(options))
+    monkeypatch.setattr(
+        "stages.engines.vllm.rollout.VllmRolloutEngine", lambda *_, **options: given.append(options)
+    )
     rollout_engine(recipe, version=0, shared=tmp_path / "shared")
     assert given[0]["arguments"] == further
     assert given[0]["block_size"] == 32
@@ -217,7 +260,10 @@ def test_other_keys_of_the_vllm_engine_are_arguments_of_it(
 @settings(deadline=None)
 @given(
     chosen=st.lists(
-        st.sampled_from(FAULTS[:31]), min_size=2, max_size=6, unique_by=lambda fault: fault[1].split(".")[0]
+        st.sampled_from(FAULTS[:31]),
+        min_size=2,
+        max_size=6,
+        unique_by=lambda fault: fault[1].split(".")[0],
     )
 )
 def test_problems_are_reported_all_at_once(
@@ -231,8 +277,19 @@ def test_problems_are_reported_all_at_once(
 
 
 def test_relations_are_reported_beside_problems_of_other_keys(minimal: Path) -> None:
-    found = problems(minimal, "train.stepz=1", "rollout.max_rows=2", "rollout.temperature=0", "prompts.held_out='x'")
-    assert {p.key for p in found} == {"train.stepz", "rollout.max_rows", "rollout.temperature", "prompts.held_out"}
+    found = problems(
+        minimal,
+        "train.stepz=1",
+        "rollout.max_rows=2",
+        "rollout.temperature=0",
+        "prompts.held_out='x'",
+    )
+    assert {p.key for p in found} == {
+        "train.stepz",
+        "rollout.max_rows",
+        "rollout.temperature",
+        "prompts.held_out",
+    }
 
 
 def test_a_fault_does_not_make_others_up(minimal: Path) -> None:
@@ -269,15 +326,24 @@ def test_prompt_files_must_exist(minimal: Path, tmp_path: Path) -> None:
     missing = problems(minimal, sets[0] % (tmp_path / "no.jsonl"))
     assert [p.key for p in missing] == ["prompts.path"]
     (tmp_path / "yes.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
-    assert load_recipe(minimal, [sets[0] % (tmp_path / "yes.jsonl")]).prompts.path == str(tmp_path / "yes.jsonl")
+    assert load_recipe(minimal, [sets[0] % (tmp_path / "yes.jsonl")]).prompts.path == str(
+        tmp_path / "yes.jsonl"
+    )
 
 
-def test_a_reward_beside_the_recipe_is_found(minimal: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my_own_reward.py").write_text("def short(completions, **_):\n    return [0.0 for _ in completions]\n")
+def test_a_reward_beside_the_recipe_is_found(
+    minimal: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_own_reward.py").write_text(
+        "def short(completions, **_):\n    return [0.0 for _ in completions]\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     recipe = load_recipe(minimal, ["reward.functions=[{name='my_own_reward:short'}]"])
     assert recipe.reward.functions[0].name == "my_own_reward:short"
-    assert "no attribute 'long'" in problems(minimal, "reward.functions=[{name='my_own_reward:long'}]")[0].wrong
+    assert (
+        "no attribute 'long'"
+        in problems(minimal, "reward.functions=[{name='my_own_reward:long'}]")[0].wrong
+    )
 
 
 def test_a_recipe_may_be_given_as_tables() -> None:

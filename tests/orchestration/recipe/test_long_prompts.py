@@ -1,4 +1,5 @@
-"""A prompt that is too long for the model ends no run: it is skipped, counted and listed, and nothing else changes."""
+"""A prompt that is too long for the model ends no run: it is skipped, counted and listed, and
+nothing else changes."""
 
 from __future__ import annotations
 
@@ -22,9 +23,13 @@ from tests.orchestration.runs import TINY, Watched, complete, executing, recipe
 
 
 def prompts_file(folder: Path, long: int | None = 43) -> str:
-    """51 prompts, of which the one on line ``long`` + 1 is longer than the model's context of 512 tokens."""
+    """51 prompts, of which the one on line ``long`` + 1 is longer than the model's context of 512
+    tokens."""
     letters = "abcdefgh"
-    rows = [{"prompt": f"{letters[i % 8]}{letters[i // 8]}=", "answer": letters[i % 8] * 4} for i in range(50)]
+    rows = [
+        {"prompt": f"{letters[i % 8]}{letters[i // 8]}=", "answer": letters[i % 8] * 4}
+        for i in range(50)
+    ]
     if long is not None:
         rows.insert(long, {"prompt": "a" * 600, "answer": "aaaa"})
     path = folder / ("long.jsonl" if long is not None else "short.jsonl")
@@ -48,9 +53,11 @@ def summary_of(watched: Watched) -> dict[str, Any]:
     return summarize(progress, seconds=1.0, checkpoint=None)
 
 
-async def test_one_prompt_too_long_is_skipped_and_the_rest_is_the_run_without_it(tmp_path: Path) -> None:
-    """The 44th of 51, in a run of 52 groups: the weights are bit for bit those of the file without that line; so are those
-    of a run that was stopped and resumed."""
+async def test_one_prompt_too_long_is_skipped_and_the_rest_is_the_run_without_it(
+    tmp_path: Path,
+) -> None:
+    """The 44th of 51, in a run of 52 groups: the weights are bit for bit those of the file without
+    that line; so are those of a run that was stopped and resumed."""
     expected, weights = await synchronous(of_file(prompts_file(tmp_path, long=None)))
     of = of_file(prompts_file(tmp_path))
     assert prompt_limits(of).tokens == 508
@@ -61,8 +68,14 @@ async def test_one_prompt_too_long_is_skipped_and_the_rest_is_the_run_without_it
     [event] = [prompt for prompt in watched.of("prompt") if prompt["change"] == "too long"]
     assert (event["change"], event["skipped"], event.get("cut", 0)) == ("too long", 1, 0)
     assert str(tmp_path / "run" / TOO_LONG_FILE) in event["reason"]
-    [listed] = [json.loads(line) for line in (tmp_path / "run" / TOO_LONG_FILE).read_text().splitlines()]
-    assert listed == {"where": f"{of.prompts.path}, line 44", "length": "600 tokens", "done": "skipped"}
+    [listed] = [
+        json.loads(line) for line in (tmp_path / "run" / TOO_LONG_FILE).read_text().splitlines()
+    ]
+    assert listed == {
+        "where": f"{of.prompts.path}, line 44",
+        "length": "600 tokens",
+        "done": "skipped",
+    }
     assert summary_of(watched)["prompts_skipped"] == 1
     assert not [worker for worker in watched.of("worker") if worker["change"] == "died"]
 
@@ -75,11 +88,16 @@ async def test_one_prompt_too_long_is_skipped_and_the_rest_is_the_run_without_it
     assert_equal(trained(of, again), weights)
 
 
-async def test_a_run_that_fails_for_a_long_prompt_says_where_dies_once_and_resumes_with_skip(tmp_path: Path) -> None:
+async def test_a_run_that_fails_for_a_long_prompt_says_where_dies_once_and_resumes_with_skip(
+    tmp_path: Path,
+) -> None:
     of = of_file(prompts_file(tmp_path), prompts__too_long="fail", train__steps=2)
     watched, result = await complete(Run.create(of, tmp_path / "run"))
     assert result.state == "failed"
-    assert f"{of.prompts.path}, line 44 has 600 tokens, where a prompt may have 508 tokens" in result.reason
+    assert (
+        f"{of.prompts.path}, line 44 has 600 tokens, where a prompt may have 508 tokens"
+        in result.reason
+    )
     assert "the model's context of 512 less rollout.max_tokens = 4" in result.reason
     assert not [worker for worker in watched.of("worker") if worker["change"] == "restarted"]
     _, result = await complete(Run.resume(tmp_path / "run", ["prompts.too_long=skip"]))
@@ -104,7 +122,8 @@ async def test_prompts_that_are_all_too_long_fail_the_run_at_once(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "content", [b'{"prompt": "\\ud800"}\n', b'{"prompt": "\xe9"}\n', '{"prompt": "a"}'.encode("utf-16")]
+    "content",
+    [b'{"prompt": "\\ud800"}\n', b'{"prompt": "\xe9"}\n', '{"prompt": "a"}'.encode("utf-16")],
 )
 async def test_a_file_that_breaks_after_the_check_fails_the_run_without_a_restart(
     content: bytes, tmp_path: Path
@@ -124,14 +143,21 @@ def test_a_limit_is_what_the_keys_and_the_model_and_the_arena_leave(tmp_path: Pa
     assert limit(prompts__max_prompt_tokens=7) == 7
     assert limit(prompts__max_prompt_tokens=510) == 508
     mock = {**TINY, "model": {"source": "mock"}, "prompts": {"source": "builtin", "task": "repeat"}}
-    mock |= {"rollout": {"engine": "mock", "max_tokens": 4}, "train": {"engine": "mock", "steps": 6}}
-    small, large = (prompt_limits(recipe(mock, pipeline__arena=size)) for size in ("16MiB", "64MiB"))
+    mock |= {
+        "rollout": {"engine": "mock", "max_tokens": 4},
+        "train": {"engine": "mock", "steps": 6},
+    }
+    small, large = (
+        prompt_limits(recipe(mock, pipeline__arena=size)) for size in ("16MiB", "64MiB")
+    )
     assert small.tokens is not None
     assert large.tokens is not None
     assert 2048 < small.tokens < large.tokens
     assert "pipeline.arena" in large.why
     with pytest.raises(
-        RecipeError, match=r"rollout.max_tokens = 512: leaves no room for a prompt in the model's context"
+        RecipeError,
+        match=r"rollout.max_tokens = 512: leaves no room for a prompt in the model's "
+        r"context",
     ):
         limit(rollout__max_tokens=512, train__token_budget=9000)
     data = json.loads(of_file(prompts_file(tmp_path)).to_json())

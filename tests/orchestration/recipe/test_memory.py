@@ -1,4 +1,5 @@
-"""The derived memory of a step: the very bytes that autograd keeps, and refusals of what cannot fit."""
+"""The derived memory of a step: the very bytes that autograd keeps, and refusals of what cannot
+fit."""
 
 from __future__ import annotations
 
@@ -27,10 +28,20 @@ from stages.models import tiny_tokenizer
 from stages.parallel.schedules import orders
 from tests.orchestration.recipe.minimal import problems
 
-CONFIG: dict[str, Any] = {"vocab_size": 64, "hidden_size": 48, "intermediate_size": 112, "num_attention_heads": 6}
+CONFIG: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 48,
+    "intermediate_size": 112,
+    "num_attention_heads": 6,
+}
 CONFIG |= {"num_key_value_heads": 2, "head_dim": 10}
 SMOLLM2 = 134_515_008  # parameters
-BIG = ("model.source=smollm2", "train.token_budget=4096", "rollout.max_tokens=512", "prompts.max_prompt_tokens=256")
+BIG = (
+    "model.source=smollm2",
+    "train.token_budget=4096",
+    "rollout.max_tokens=512",
+    "prompts.max_prompt_tokens=256",
+)
 
 
 def kept(layers: int, dtype: torch.dtype, checkpointing: bool) -> tuple[int, int]:
@@ -67,10 +78,19 @@ def test_with_checkpointing_a_layer_keeps_its_input() -> None:
 
 @pytest.mark.parametrize("budget", [40, 100, 250, 300, 600, 4096])
 @pytest.mark.parametrize(("groups", "size"), [(1, 4), (4, 8), (5, 2)])
-def test_the_largest_micro_batch_is_that_of_the_plan(minimal: Path, budget: int, groups: int, size: int) -> None:
-    prompt, response = 10, 30
-    sets = [f"train.token_budget={budget}", f"rollout.max_tokens={response}", f"prompts.max_prompt_tokens={prompt}"]
-    recipe = load_recipe(minimal, [*sets, f"train.groups_per_step={groups}", f"algorithm.group_size={size}"])
+def test_the_largest_micro_batch_is_that_of_the_plan(
+    minimal: Path, budget: int, groups: int, size: int
+) -> None:
+    prompt = 10
+    response = 30
+    sets = [
+        f"train.token_budget={budget}",
+        f"rollout.max_tokens={response}",
+        f"prompts.max_prompt_tokens={prompt}",
+    ]
+    recipe = load_recipe(
+        minimal, [*sets, f"train.groups_per_step={groups}", f"algorithm.group_size={size}"]
+    )
     shapes = [GroupShape(prompt, (response,) * size)] * groups
     planned = plan_micro_batches(shapes, budget)
     tokens = [sum(shapes[piece.group].tokens(piece.rows) for piece in pieces) for pieces in planned]
@@ -86,7 +106,8 @@ def test_the_bound_of_the_logits_is_the_engine_s() -> None:
 
 def test_the_parts_follow_the_recipe(minimal: Path) -> None:
     one, other = (
-        memory_of(load_recipe(minimal, [*BIG, *more])) for more in ((), ("train.activation_checkpointing=true",))
+        memory_of(load_recipe(minimal, [*BIG, *more]))
+        for more in ((), ("train.activation_checkpointing=true",))
     )
     assert one["train"]["weights"] == 4 * SMOLLM2
     assert one["train"]["optimizer"] == 2 * one["train"]["weights"]
@@ -94,30 +115,39 @@ def test_the_parts_follow_the_recipe(minimal: Path) -> None:
     assert one["train"]["undo copy"] == 0
     for several in ("epochs=2", "mini_batches=2"):
         undone = memory_of(
-            load_recipe(minimal, [*BIG, f"algorithm.options.{several}", "train.dp=2", "train.token_budget=1024"])
+            load_recipe(
+                minimal,
+                [*BIG, f"algorithm.options.{several}", "train.dp=2", "train.token_budget=1024"],
+            )
         )["train"]
         assert undone["undo copy"] == one["train"]["checkpoint copy"] / 2
     assert one["train"]["activations"] > 4 * other["train"]["activations"]
     assert plan(load_recipe(minimal, list(BIG))).memory == one
     two = memory_of(load_recipe(minimal, [*BIG, "train.dp=2", "train.token_budget=2048"]))["train"]
-    outside, layers = 49152 * 576, SMOLLM2 - 49152 * 576
+    outside = 49152 * 576
+    layers = SMOLLM2 - 49152 * 576
     assert two["weights"] == one["train"]["weights"] / 2
     assert two["gathered"] == 4 * (3 * (layers // 30) + 2 * outside)
     assert two["kept"] > 2 * 4 * (layers - 30), "freed layers are not all used again"
-    staged = memory_of(load_recipe(minimal, [*BIG, "train.pp=2", "train.token_budget=2048"]))["train"]
+    staged = memory_of(load_recipe(minimal, [*BIG, "train.pp=2", "train.token_budget=2048"]))[
+        "train"
+    ]
     assert staged["weights"] == 4 * (outside + layers // 2), "both stages have the tied embedding"
     of_ranks = ["train.cp=2", "train.context_parallel=ring", "train.token_budget=1024"]
     divided, alone = (
-        memory_of(load_recipe(minimal, [*BIG, *more]))["train"] for more in (of_ranks, ["train.token_budget=2048"])
+        memory_of(load_recipe(minimal, [*BIG, *more]))["train"]
+        for more in (of_ranks, ["train.token_budget=2048"])
     )
     assert alone["activations"] == pytest.approx(2 * divided["activations"], rel=0.01)
-    assert not memory_of(load_recipe(minimal, ["model.source=mock", "rollout.engine=mock", "train.engine=mock"]))
+    assert not memory_of(
+        load_recipe(minimal, ["model.source=mock", "rollout.engine=mock", "train.engine=mock"])
+    )
 
 
 @pytest.mark.parametrize("pp", [2, 3, 5])
 def test_parts_of_which_gradients_are_deferred_are_counted(minimal: Path, pp: int) -> None:
-    """At most 2 pp parts are between forward pass and gradients of matrices, 2 pp - 1 after the backward pass; where they
-    are not deferred 3 pp - 1 between both passes."""
+    """At most 2 pp parts are between forward pass and gradients of matrices, 2 pp - 1 after the
+    backward pass; where they are not deferred 3 pp - 1 between both passes."""
     most = {"F-B": 0, "F-W": 0, "B-W": 0}
     for kind, pairs in (("auto", ["F-B"]), ("zbv", ["F-W", "B-W"])):
         for order in orders(pp, 2, 4 * pp, kind=kind):
@@ -130,12 +160,18 @@ def test_parts_of_which_gradients_are_deferred_are_counted(minimal: Path, pp: in
     for again in (False, True):
         stages = {"pp": pp, "vpp": 2, "token_budget": 1024, "activation_checkpointing": again}
         one, other = (
-            memory_of(recipe.model_copy(update={"train": recipe.train.model_copy(update={**stages, **kind})}))["train"]
+            memory_of(
+                recipe.model_copy(
+                    update={"train": recipe.train.model_copy(update={**stages, **kind})}
+                )
+            )["train"]
             for kind in ({}, {"pipeline": "zbv"})
         )
         assert other["gathered"] > one["gathered"]
         if not again:
-            assert one["activations"] / other["activations"] == pytest.approx(most["F-B"] / most["F-W"], rel=0.05)
+            assert one["activations"] / other["activations"] == pytest.approx(
+                most["F-B"] / most["F-W"], rel=0.05
+            )
     tokens = 256 + 511  # of a prompt with one response: two do not fit
     sizes = Sizes(30, 576, 1536, 0, 0, 9, 3, 64, 49152, True)
     assert other["activations"] >= most["B-W"] * (30 // (2 * pp)) * layer_bytes(sizes, 4, tokens)
@@ -143,8 +179,14 @@ def test_parts_of_which_gradients_are_deferred_are_counted(minimal: Path, pp: in
 
 def test_a_step_s_peak_is_at_the_head_or_in_a_layer(minimal: Path) -> None:
     """28 tokens are fed in one micro-batch: a prompt of 10, and 3 of each of 6 responses of 4."""
-    sizes, batch = Sizes(2, 8, 16, 0, 0, 2, 1, 4, 1000, True), memory_parts.MicroBatch(28, 19, True)
-    sets = ["train.groups_per_step=1", "algorithm.group_size=6", "rollout.max_tokens=4", "prompts.max_prompt_tokens=10"]
+    sizes = Sizes(2, 8, 16, 0, 0, 2, 1, 4, 1000, True)
+    batch = memory_parts.MicroBatch(28, 19, True)
+    sets = [
+        "train.groups_per_step=1",
+        "algorithm.group_size=6",
+        "rollout.max_tokens=4",
+        "prompts.max_prompt_tokens=10",
+    ]
     recipe = load_recipe(minimal, sets)
     layer = layer_bytes(sizes, 4, 28)
     assert micro_batch(recipe, 10) == batch
@@ -178,14 +220,21 @@ def test_the_room_of_the_cache_is_the_engine_s(tokens: int) -> None:
 
 def test_a_reference_computes_one_group_without_gradients(minimal: Path, tmp_path: Path) -> None:
     assert "reference" not in memory_of(load_recipe(minimal, list(BIG)))
-    sets = [*BIG, "algorithm.options.kl_coef=0.1", "algorithm.group_size=4", "rollout.max_tokens=101"]
+    sets = [
+        *BIG,
+        "algorithm.options.kl_coef=0.1",
+        "algorithm.group_size=4",
+        "rollout.max_tokens=101",
+    ]
     parts = memory_of(load_recipe(minimal, sets))["reference"]
     assert parts["weights"] == 4 * SMOLLM2
     assert parts["logits"] == 4 * 401 * 49152
     assert parts["activations"] == 4 * (256 + 400 + 401) * 576, (
         "the last hidden states, beside more logits than a layer takes"
     )
-    LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **(CONFIG | {"vocab_size": 49}))).save_pretrained(tmp_path)
+    LlamaForCausalLM(
+        LlamaConfig(num_hidden_layers=2, **(CONFIG | {"vocab_size": 49}))
+    ).save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
     short = (
         "model.source=tiny",
@@ -195,8 +244,14 @@ def test_a_reference_computes_one_group_without_gradients(minimal: Path, tmp_pat
     )
     other = memory_of(load_recipe(minimal, [*short, f"model.reference={tmp_path}"]))
     assert other["train"]["weights"] == 4 * 77_184
-    assert other["reference"]["activations"] > 0 == other["reference"]["logits"], "a layer takes more than few words"
-    assert other["reference"]["weights"] == 4 * (parameters_of_source(str(tmp_path)) or 0) != 4 * 77_184
+    assert other["reference"]["activations"] > 0 == other["reference"]["logits"], (
+        "a layer takes more than few words"
+    )
+    assert (
+        other["reference"]["weights"]
+        == 4 * (parameters_of_source(str(tmp_path)) or 0)
+        != 4 * 77_184
+    )
 
 
 @pytest.mark.parametrize(
@@ -204,11 +259,21 @@ def test_a_reference_computes_one_group_without_gradients(minimal: Path, tmp_pat
     [
         (0.8, ("rollout.max_rows=8",), "train.token_budget", "use a value <= "),
         (0.8, ("rollout.max_rows=1024",), "rollout.max_rows", "use a value <= "),
-        (0.3, ("train.activation_checkpointing=true", "train.token_budget=1024"), "model.source", "smaller model"),
+        (
+            0.3,
+            ("train.activation_checkpointing=true", "train.token_budget=1024"),
+            "model.source",
+            "smaller model",
+        ),
     ],
 )
 def test_what_cannot_fit_is_refused_with_the_largest_part_and_a_fix_that_fits(
-    minimal: Path, monkeypatch: pytest.MonkeyPatch, share: float, more: tuple[str, ...], key: str, fix: str
+    minimal: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    share: float,
+    more: tuple[str, ...],
+    key: str,
+    fix: str,
 ) -> None:
     sets = [*BIG, "train.device=cpu", "rollout.device=cpu", "pipeline.arena=1GiB", *more]
     monkeypatch.setattr(checks, "host_bytes", lambda: None)
@@ -216,7 +281,9 @@ def test_what_cannot_fit_is_refused_with_the_largest_part_and_a_fix_that_fits(
     needed = sum(sum(parts.values()) for parts in memory_of(recipe).values())
     needed += recipe.pipeline.arena + plan(recipe).slot_bytes
     monkeypatch.setattr(checks, "host_bytes", lambda: int(needed * share))
-    [blamed] = [problem for problem in problems(minimal, *sets) if "the largest part of" in problem.wrong]
+    [blamed] = [
+        problem for problem in problems(minimal, *sets) if "the largest part of" in problem.wrong
+    ]
     assert blamed.key == key
     assert fix in blamed.fix
     if "<= " in blamed.fix:
@@ -232,7 +299,9 @@ def test_an_arena_that_takes_the_most_is_lowered_to_what_is_needed(minimal: Path
     assert load_recipe(minimal, [f"{key}={value}"]).pipeline.arena < 2**29
 
 
-def test_a_container_s_limit_counts(minimal: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_container_s_limit_counts(
+    minimal: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write(tmp_path, "sys/fs/cgroup/memory.max", str(2**30))
     monkeypatch.setattr(checks, "host_bytes", lambda of=checks.host_bytes: of(tmp_path))
     [blamed] = problems(minimal, *BIG, "train.device=cpu", "rollout.device=cpu")
@@ -243,7 +312,11 @@ def test_a_container_s_limit_counts(minimal: Path, tmp_path: Path, monkeypatch: 
     ("of", "limits", "least"),
     [
         ("0::/", {"sys/fs/cgroup/memory.max": "max"}, None),
-        ("0::/a/b", {"sys/fs/cgroup/a/b/memory.max": "max", "sys/fs/cgroup/a/memory.max": "7000"}, 7000),
+        (
+            "0::/a/b",
+            {"sys/fs/cgroup/a/b/memory.max": "max", "sys/fs/cgroup/a/memory.max": "7000"},
+            7000,
+        ),
         ("4:memory:/a\n1:cpu:/", {"sys/fs/cgroup/memory/a/memory.limit_in_bytes": "5000"}, 5000),
         ("0::/not/here", {"sys/fs/cgroup/memory.max": "3000"}, 3000),
     ],
@@ -261,7 +334,9 @@ def write(root: Path, name: str, text: str) -> None:
     (root / name).write_text(text + "\n")
 
 
-def test_an_accelerator_is_judged_by_its_own_memory(minimal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_accelerator_is_judged_by_its_own_memory(
+    minimal: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sets = [*BIG, "rollout.device=cpu", "pipeline.arena=1GiB"]
     parts = memory_of(load_recipe(minimal, [*sets, "train.device=cpu"]))["train"]
     on_device = sum(size for part, size in parts.items() if part not in ("checkpoint copy", "kept"))
@@ -269,7 +344,9 @@ def test_an_accelerator_is_judged_by_its_own_memory(minimal: Path, monkeypatch: 
     for room, found in ((on_device - 1, ["train.token_budget"]), (on_device, [])):
         monkeypatch.setattr(device, "memory_bytes", lambda name, room=room: room)
         wrong = problems(minimal, *sets, "train.device=cuda")
-        assert [problem.key for problem in wrong if "the device of train has" in problem.wrong] == found
+        assert [
+            problem.key for problem in wrong if "the device of train has" in problem.wrong
+        ] == found
 
 
 def test_a_model_of_unknown_sizes_is_not_judged() -> None:
@@ -277,14 +354,18 @@ def test_a_model_of_unknown_sizes_is_not_judged() -> None:
 
 
 def test_what_glibc_keeps_is_of_blocks_that_it_does_not_return() -> None:
-    assert memory_parts._kept(1000.0, memory_parts.MAPPED_BYTES - 1) == memory_parts.KEPT_BUFFERS + 1000
+    assert (
+        memory_parts._kept(1000.0, memory_parts.MAPPED_BYTES - 1)
+        == memory_parts.KEPT_BUFFERS + 1000
+    )
     assert memory_parts._kept(1000.0, memory_parts.MAPPED_BYTES) == memory_parts.KEPT_BUFFERS
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("side", ["train", "rollout"])
 def test_a_process_takes_what_is_derived(side: Engine) -> None:
-    """Within a wide margin, as other work on the machine does not change it but the C library may."""
+    """Within a wide margin, as other work on the machine does not change it but the C library
+    may."""
     short = {"train.token_budget": 512, "rollout.max_tokens": 64, "train.groups_per_step": 1}
     [row] = memory_benchmark.compare(memory_benchmark.SMALL, short, [side])
     assert 0.75 <= row["derived"] / row["measured"] <= 1.3
@@ -292,10 +373,14 @@ def test_a_process_takes_what_is_derived(side: Engine) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
-    "chosen", [{"train.tp": 2}, {"train.dp": 2, "train.ep": 2}, {"train.dp": 2, "train.dp_replicate": 2}], ids=str
+    "chosen",
+    [{"train.tp": 2}, {"train.dp": 2, "train.ep": 2}, {"train.dp": 2, "train.dp_replicate": 2}],
+    ids=str,
 )
 def test_a_rank_has_allocated_what_is_derived(chosen: dict[str, int]) -> None:
     changes = {"rollout.max_tokens": 64, "train.groups_per_step": 2, **chosen}
     model = memory_benchmark.EXPERTS if "train.ep" in chosen else memory_benchmark.SMALL
-    [row] = memory_benchmark.compare(model | {"num_hidden_layers": 4}, changes, ["train"], of_torch=True)
+    [row] = memory_benchmark.compare(
+        model | {"num_hidden_layers": 4}, changes, ["train"], of_torch=True
+    )
     assert row["derived"] == pytest.approx(row["measured"], rel=0.1)

@@ -42,7 +42,8 @@ def recipe(**sections: dict[str, Any]) -> Recipe:
         "train": {"steps": 100},
     }
     return Recipe.model_validate(
-        {"name": "planned"} | {name: base.get(name, {}) | sections.get(name, {}) for name in {*base, *sections}}
+        {"name": "planned"}
+        | {name: base.get(name, {}) | sections.get(name, {}) for name in {*base, *sections}}
     )
 
 
@@ -73,24 +74,31 @@ def test_a_run_shorter_than_its_checkpoints_keeps_no_more_than_it_makes() -> Non
 def test_samples_that_no_checkpoint_covers_leave_room_for_what_is_in_flight() -> None:
     least = arena_bytes(recipe())
     shares = [share_of_trained(recipe(pipeline={"arena": size})) for size in (least, 4 * least)]
-    rows, ids = of().rows_retained, 8 + 4 + 4
-    assert shares[0] * least > rows * ids * recipe().rollout.max_tokens, "the planned steps have room"
+    rows = of().rows_retained
+    ids = 8 + 4 + 4
+    assert shares[0] * least > rows * ids * recipe().rollout.max_tokens, (
+        "the planned steps have room"
+    )
     assert 0 < min(shares) <= max(shares) < 0.75, "above, no prompt enters"
 
 
 def test_memory_follows_weights_dtype_and_workers() -> None:
-    single, half = of(), of(model={"dtype": "bfloat16"}, rollout={"workers": 3})
+    single = of()
+    half = of(model={"dtype": "bfloat16"}, rollout={"workers": 3})
     assert single.parameters is not None
     assert single.train_bytes == 16 * single.parameters
     assert single.slot_bytes == 8 * single.parameters
     assert single.reference_bytes == 0
-    assert half.train_bytes == 18 * single.parameters, "float32 master weights, and the copy that computes"
+    assert half.train_bytes == 18 * single.parameters, (
+        "float32 master weights, and the copy that computes"
+    )
     assert half.rollout_bytes == 3 * 4 * single.parameters
     assert of(algorithm={"options": {"kl_coef": 0.1}}).reference_bytes == 4 * single.parameters
 
 
 def test_each_vllm_engine_has_a_version_in_shared_memory_too() -> None:
-    torch_engine, vllm = of(rollout={"workers": 3}), of(rollout={"engine": "vllm", "workers": 3})
+    torch_engine = of(rollout={"workers": 3})
+    vllm = of(rollout={"engine": "vllm", "workers": 3})
     assert torch_engine.parameters is not None
     assert torch_engine.slot_bytes == 2 * 4 * torch_engine.parameters
     assert vllm.slot_bytes == (2 + 3) * 4 * torch_engine.parameters
@@ -102,28 +110,36 @@ def test_each_vllm_engine_has_a_version_in_shared_memory_too() -> None:
 
 
 def test_ranks_share_what_training_holds() -> None:
-    alone, four = of(), of(train={"dp": 2, "tp": 2})
+    alone = of()
+    four = of(train={"dp": 2, "tp": 2})
     assert alone.parameters is not None
     assert (alone.train_ranks, four.train_ranks) == (1, 4)
     assert four.train_bytes == 4 * alone.parameters
     assert (alone.copy_bytes, four.copy_bytes) == (12 * alone.parameters, 3 * alone.parameters)
     assert of(external={"stages": ["update"]}).copy_bytes == 0
-    half, mixed = {"dtype": "bfloat16"}, of(model={"dtype": "bfloat16"})
-    assert mixed.train_bytes == alone.train_bytes + 2 * alone.parameters, "one rank keeps the copy in which it computes"
+    half = {"dtype": "bfloat16"}
+    mixed = of(model={"dtype": "bfloat16"})
+    assert mixed.train_bytes == alone.train_bytes + 2 * alone.parameters, (
+        "one rank keeps the copy in which it computes"
+    )
     assert of(model=half, train={"dp": 2, "tp": 2}).train_bytes == four.train_bytes
     assert of(model=half, train={"precision": "model"}).train_bytes == alone.train_bytes / 2
     assert mixed.rollout_bytes == alone.rollout_bytes / 2
 
 
 @pytest.mark.parametrize(("set_to", "expected"), [({}, 37), ({"response_tokens": 9}, 9)])
-def test_the_constant_of_a_loss_is_the_longest_response_unless_it_is_set(set_to: dict[str, int], expected: int) -> None:
+def test_the_constant_of_a_loss_is_the_longest_response_unless_it_is_set(
+    set_to: dict[str, int], expected: int
+) -> None:
     changes = {"algorithm": {"name": "dr_grpo", "options": set_to}, "rollout": {"max_tokens": 37}}
     algorithm = algorithm_of(recipe(**changes))
     assert algorithm.response_tokens == expected
     ones = torch.ones(3, dtype=torch.float64)
     columns = {"rollout_logprobs": -ones, "advantage": ones}
     tokens = TokenBatch(-ones, columns, torch.tensor([0, 0, 1]), torch.tensor([2, 1]), 3, 2)
-    assert algorithm.loss(tokens).loss.item() == pytest.approx(-3 / (2 * expected)), "tokens / (rows x constant)"
+    assert algorithm.loss(tokens).loss.item() == pytest.approx(-3 / (2 * expected)), (
+        "tokens / (rows x constant)"
+    )
 
 
 def test_without_a_recipe_the_constant_of_a_loss_is_to_be_given() -> None:
@@ -137,7 +153,8 @@ def test_without_a_recipe_the_constant_of_a_loss_is_to_be_given() -> None:
 @pytest.mark.parametrize(
     ("staleness", "options", "never"),
     [
-        (4, {}, True),  # `auto` picks the recomputed policy, and there is one optimizer step a batch
+        # `auto` picks the recomputed policy, and there is one optimizer step a batch
+        (4, {}, True),
         (2, {}, False),  # clipped around the rollout policy
         (0, {"proximal": "recomputed"}, True),
         (4, {"mini_batches": 2}, False),
@@ -147,10 +164,17 @@ def test_without_a_recipe_the_constant_of_a_loss_is_to_be_given() -> None:
         (8, {"correction": "none"}, False),
     ],
 )
-def test_a_clip_that_never_acts_is_noticed(staleness: int, options: dict[str, Any], never: bool) -> None:
+def test_a_clip_that_never_acts_is_noticed(
+    staleness: int, options: dict[str, Any], never: bool
+) -> None:
     """arXiv 2610.02911: around the policy before the batch's only step the ratio is 1."""
-    changes: dict[str, Any] = {"algorithm": {"options": options}, "pipeline": {"staleness": staleness}}
-    assert ["clip_fraction is 0 by construction" in notice for notice in of(**changes).notices] == [True] * never
+    changes: dict[str, Any] = {
+        "algorithm": {"options": options},
+        "pipeline": {"staleness": staleness},
+    }
+    assert ["clip_fraction is 0 by construction" in notice for notice in of(**changes).notices] == [
+        True
+    ] * never
     assert set(options_of(recipe(**changes)).constants) == ({"clip_fraction"} if never else set())
     assert of(**changes, external={"stages": ["update"]}).notices == [], "another program trains"
 
@@ -158,7 +182,10 @@ def test_a_clip_that_never_acts_is_noticed(staleness: int, options: dict[str, An
 def test_bfloat16_is_trained_in_mixed_precision_unless_a_recipe_says_otherwise() -> None:
     half = {"dtype": "bfloat16"}
     for settings in ({}, {"train": {"precision": "mixed"}}):
-        assert (recipe(model=half, **settings).mixed_precision, of(model=half, **settings).notices) == (True, [])
+        assert (
+            recipe(model=half, **settings).mixed_precision,
+            of(model=half, **settings).notices,
+        ) == (True, [])
     by_name = {"model": half, "train": {"precision": "model"}}
     assert not recipe(**by_name).mixed_precision
     (notice,) = of(**by_name).notices
@@ -177,7 +204,9 @@ def test_what_takes_turns_is_never_held_together() -> None:
     assert (alone.turns.training, alone.turns.generating) == (4 * weights, weights)
     assert alone.turns.between == 2 * weights, "its own weights need no bucket"
     assert (alone.turns.buckets, alone.turns.host) == (0, 3 * weights)
-    assert (alone.rollout_bytes, alone.slot_bytes) == (weights, 0), "no second copy, and none in shared memory"
+    assert (alone.rollout_bytes, alone.slot_bytes) == (weights, 0), (
+        "no second copy, and none in shared memory"
+    )
     two = of(train={"dp": 2}, sync={"bucket": 4096}, **colocated)
     assert two.turns is not None
     assert two.decode_rows == 2 * alone.decode_rows
@@ -244,7 +273,10 @@ def test_the_arena_holds_every_sample_that_may_be_alive(
     }
     judged = {"reward": torch.zeros(1), "scores": torch.zeros(1, 4)}
     referred = {"ref_logprobs": [torch.zeros(response)]}
-    row = sum(pack(schema, rows).nbytes for rows in (answered, judged, referred, {"advantage": torch.zeros(1)}))
+    row = sum(
+        pack(schema, rows).nbytes
+        for rows in (answered, judged, referred, {"advantage": torch.zeros(1)})
+    )
     found = plan(planned)
     rows = found.rows_in_flight + found.rows_retained
     assert rows * row + rows // group * pack(schema, asked).nbytes <= arena_bytes(planned)
@@ -261,13 +293,22 @@ def test_in_admission_order_the_oldest_reaches_the_bound(bound: int) -> None:
     assert (found.slack, found.max_age) == (bound, bound)
 
 
-def test_longrope_of_all_engines_follows_from_the_longest_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its long factors, with a notice, where the recipe asks for rows above the change; else rows stay below it."""
-    folder = write("Phi-3 longrope", tmp_path / "model", torch.float32)  # changes at 32 tokens, of 256
+def test_longrope_of_all_engines_follows_from_the_longest_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its long factors, with a notice, where the recipe asks for rows above the change; else rows
+    stay below it."""
+    # changes at 32 tokens, of 256
+    folder = write("Phi-3 longrope", tmp_path / "model", torch.float32)
     made: list[Any] = []
-    for engine in ("stages.engines.vllm.rollout.VllmRolloutEngine", "stages.engines.torch.rollout.TorchRolloutEngine"):
+    for engine in (
+        "stages.engines.vllm.rollout.VllmRolloutEngine",
+        "stages.engines.torch.rollout.TorchRolloutEngine",
+    ):
         monkeypatch.setattr(engine, lambda *_, **options: made.append(options))
-    monkeypatch.setattr("stages.engines.torch.train.TorchTrainEngine", lambda _, **options: made.append(options))
+    monkeypatch.setattr(
+        "stages.engines.torch.train.TorchTrainEngine", lambda _, **options: made.append(options)
+    )
     for prompt, response, vllm, longest in (
         (None, 20, {}, 32),
         (12, 20, {}, 32),
@@ -290,5 +331,7 @@ def test_longrope_of_all_engines_follows_from_the_longest_row(tmp_path: Path, mo
             for make in (lambda: rollout_engine(asked, version=0), lambda: reference_engine(asked)):  # noqa: B023
                 make()
                 assert made.pop()["context"] == longest
-        assert [notice.key for notice in notices_of(by_vllm)] == ["rollout.max_tokens"] * (longest > 32)
+        assert [notice.key for notice in notices_of(by_vllm)] == ["rollout.max_tokens"] * (
+            longest > 32
+        )
     assert notices_of(recipe()) == []

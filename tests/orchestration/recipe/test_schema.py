@@ -28,7 +28,11 @@ TABLES: list[tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]] = [
         [{"rollout": {"mock": wrong}} for wrong in ({"sigma": -1}, {"sgma": 1})],
     ),
     (MOCK, {"train": {"mock": {"parameters": 8}}}, [{"train": {"mock": {"parameters": 0}}}]),
-    ({}, {"algorithm": {"options": {"kl_coef": 0.1}}}, [{"algorithm": {"options": {"kl_coef": "a lot"}}}]),
+    (
+        {},
+        {"algorithm": {"options": {"kl_coef": 0.1}}},
+        [{"algorithm": {"options": {"kl_coef": "a lot"}}}],
+    ),
     (
         {"algorithm": {"name": "dapo"}},
         {"algorithm": {"options": {"overlong_tokens": 4, "longest_response": 8}}},
@@ -86,13 +90,28 @@ VALUES: list[Any] = [
     "http://h",
     "cuda:1",
 ]
-VALUES += ["cpu;rm", "64MiB", "64 mib", "1.5GB", "64XB", "0", "0MiB", "-1MiB", [], [1], ["x"], ["rollout"], ["x", "x"]]
+VALUES += [
+    "cpu;rm",
+    "64MiB",
+    "64 mib",
+    "1.5GB",
+    "64XB",
+    "0",
+    "0MiB",
+    "-1MiB",
+    [],
+    [1],
+    ["x"],
+    ["rollout"],
+    ["x", "x"],
+]
 VALUES += [[0.9], [0.9, 0.95], [0.9, 1.0], [0.1, 0.2, 0.3], {}]
 
 
 def test_the_json_schema_takes_what_the_recipe_takes_of_every_key(minimal: Path) -> None:
     """Key by key; how keys fit together is more than a schema can say."""
-    schema, base = Recipe.model_json_schema(), read_recipe(minimal)[0]
+    schema = Recipe.model_json_schema()
+    base = read_recipe(minimal)[0]
     by_schema = jsonschema.Draft202012Validator(schema)
     keys = [tuple(key.key.split(".")) for section in sections() for key in section.keys]
     differ = []
@@ -113,7 +132,9 @@ def _fields_are_sound(data: dict[str, Any]) -> bool:
     try:
         Recipe.model_validate(data, strict=True)
     except ValidationError as error:  # of [prompts] as a whole: how its keys fit together
-        return all(item["type"] == "fault" and item["loc"][0] == "prompts" for item in error.errors())
+        return all(
+            item["type"] == "fault" and item["loc"][0] == "prompts" for item in error.errors()
+        )
     return True
 
 

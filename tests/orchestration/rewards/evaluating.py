@@ -1,4 +1,7 @@
-"""Reward functions that evaluate what a policy wrote, as libraries' scorers do. Importing this needs no torch."""
+"""Reward functions that evaluate what a policy wrote, as libraries' scorers do.
+
+Importing this needs no torch.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,19 @@ from pathlib import Path
 from typing import Any
 
 
-def gym_as_it_is(completions: list[str], question: list[Any], answer: list[Any], metadata: list[Any]) -> list[float]:
+def gym_as_it_is(
+    completions: list[str], question: list[Any], answer: list[Any], metadata: list[Any]
+) -> list[float]:
     """reasoning_gym's own scorers, some of which evaluate the answer."""
     from reasoning_gym import get_score_answer_fn
 
     rows = zip(completions, question, answer, metadata, strict=True)
     return [
-        float(get_score_answer_fn(about["source_dataset"])(text, {"question": q, "answer": a, "metadata": about}))
+        float(
+            get_score_answer_fn(about["source_dataset"])(
+                text, {"question": q, "answer": a, "metadata": about}
+            )
+        )
         for text, q, a, about in rows
     ]
 

@@ -45,7 +45,10 @@ def crashes(completions: list[str]) -> list[float]:
 
 def ranks(completions: list[str], **_: Any) -> list[float]:
     """The share of the batch that is not longer: 1.0 of a response alone."""
-    return [sum(len(other) <= len(text) for other in completions) / len(completions) for text in completions]
+    return [
+        sum(len(other) <= len(text) for other in completions) / len(completions)
+        for text in completions
+    ]
 
 
 def ranks_too_few(completions: list[str], **_: Any) -> list[float]:
@@ -58,7 +61,10 @@ async def ranks_too_few_async(completions: list[str], **_: Any) -> list[float]:
 
 
 def ranks_with_a_nan(completions: list[str], **_: Any) -> list[float]:
-    return [math.nan if text == "cc" else score for text, score in zip(completions, ranks(completions), strict=True)]
+    return [
+        math.nan if text == "cc" else score
+        for text, score in zip(completions, ranks(completions), strict=True)
+    ]
 
 
 leaked: list[bytearray] = []
@@ -193,12 +199,18 @@ async def async_ends(completions: list[str]) -> list[float]:
     return [1.0 for _ in completions]
 
 
-def one_in_ten(completions: list[str], answer: list[str], completion_ids: list[list[int]]) -> list[float]:
-    """The share of characters in their place; one response in ten, by its tokens, makes it fail each time."""
+def one_in_ten(
+    completions: list[str], answer: list[str], completion_ids: list[list[int]]
+) -> list[float]:
+    """The share of characters in their place; one response in ten, by its tokens, makes it fail
+    each time."""
     if any(sum(ids) % 10 == 0 for ids in completion_ids):
         raise ConnectionError("the judge is busy")
     pairs = zip(completions, answer, strict=True)
-    return [sum(a == b for a, b in zip(text, right, strict=False)) / max(len(right), 1) for text, right in pairs]
+    return [
+        sum(a == b for a, b in zip(text, right, strict=False)) / max(len(right), 1)
+        for text, right in pairs
+    ]
 
 
 ATTACKS = {1: "hangs", 2: "exits", 3: "crashes", 4: "leaks", 5: "prints", 6: "leaks"}
@@ -211,13 +223,17 @@ def attack_of(text: str) -> str:
 
 
 def early_share(text: str) -> float:
-    """The share of characters from the first half of the alphabet: something to learn in every group."""
+    """The share of characters from the first half of the alphabet: something to learn in every
+    group."""
     return sum(character < "n" for character in text) / max(1, len(text))
 
 
 def all_attacks(completions: list[str]) -> list[float]:
-    """:func:`early_share`, and everything that a reward function may do wrong. The first time that one text in ten is seen,
-    it fails: ``FAULTY_SEEN`` names a folder with an empty file for each of these."""
+    """:func:`early_share`, and everything that a reward function may do wrong.
+
+    The first time that one text in ten is seen, it fails: ``FAULTY_SEEN`` names a folder with an
+    empty file for each of these.
+    """
     numbers = {sum(map(ord, text)) for text in completions}
     paths = [f"{os.environ['FAULTY_SEEN']}/{number}" for number in numbers if number % 10 == 3]
     if new := [path for path in paths if not os.path.exists(path)]:

@@ -1,4 +1,7 @@
-"""A judge behind HTTP, as users write one, and the server that it asks. Importing this needs no torch."""
+"""A judge behind HTTP, as users write one, and the server that it asks.
+
+Importing this needs no torch.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,10 @@ from aiohttp import web
 
 
 async def judge(completions: list[str], url: list[str]) -> list[float]:
-    """Asks the server about all rows of the call at once. One answer that is not 200 fails the call."""
+    """Asks the server about all rows of the call at once.
+
+    One answer that is not 200 fails the call.
+    """
     async with aiohttp.ClientSession(raise_for_status=True) as session:
 
         async def ask(text: str) -> float:
@@ -23,11 +29,15 @@ async def judge(completions: list[str], url: list[str]) -> list[float]:
 
 
 class JudgeServer:
-    """Answers each text with its length. The texts ``failing`` get as many errors first. Each wave of requests is held until
-    ``meet`` of them are there, or all that a wave can have: ``waves`` has their numbers."""
+    """Answers each text with its length.
+
+    The texts ``failing`` get as many errors first. Each wave of requests is held until ``meet`` of
+    them are there, or all that a wave can have: ``waves`` has their numbers.
+    """
 
     def __init__(self, failing: dict[str, int], waves: Sequence[int]) -> None:
-        self.failing, self.waves = Counter(failing), list(waves)
+        self.failing = Counter(failing)
+        self.waves = list(waves)
         self.requests = Counter[str]()
         self.now = self.most = self._seen = 0
         self._wave = asyncio.Event()
@@ -48,9 +58,11 @@ class JudgeServer:
         """Return when all requests of the present wave are there at the same time."""
         if not self.waves:
             return
-        wave, self._seen = self._wave, self._seen + 1
+        wave = self._wave
+        self._seen = self._seen + 1
         if self._seen == self.waves[0]:
-            self._seen, self._wave = 0, asyncio.Event()
+            self._seen = 0
+            self._wave = asyncio.Event()
             del self.waves[0]
             wave.set()
         await wave.wait()

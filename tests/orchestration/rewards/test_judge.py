@@ -1,4 +1,5 @@
-"""An async judge over the network that fails now and then: what is asked again, and how many requests there are at once."""
+"""An async judge over the network that fails now and then: what is asked again, and how many
+requests there are at once."""
 
 from __future__ import annotations
 
@@ -29,11 +30,17 @@ async def judged(rewards: RewardSet, url: str, texts: Sequence[str]) -> RewardSc
 
 
 @pytest.mark.parametrize("processes", [1, 0])
-async def test_only_failed_rows_are_asked_again_and_all_at_the_same_time(processes: int, tmp_path: Path) -> None:
-    """The server holds each wave until all of it is there: 60 requests at once, then the six that failed at once."""
+async def test_only_failed_rows_are_asked_again_and_all_at_the_same_time(
+    processes: int, tmp_path: Path
+) -> None:
+    """The server holds each wave until all of it is there: 60 requests at once, then the six that
+    failed at once."""
     server = JudgeServer(FAILING, waves=(len(TEXTS), len(FAILING)))
     policy = ErrorPolicy(timeout=LIMIT, retries=1, max_error_share=0.0)
-    async with serving(server) as url, pool_of(JUDGE, tmp_path=tmp_path, processes=max(1, processes)) as pool:
+    async with (
+        serving(server) as url,
+        pool_of(JUDGE, tmp_path=tmp_path, processes=max(1, processes)) as pool,
+    ):
         caller = pool if processes else LocalCaller([JUDGE])
         rewards = RewardSet([(JUDGE, 1.0)], policy=policy, pool=caller)
         scores = await judged(rewards, url, TEXTS)
@@ -44,7 +51,9 @@ async def test_only_failed_rows_are_asked_again_and_all_at_the_same_time(process
     assert counts.seconds > 0
 
 
-async def test_concurrency_bounds_the_requests_at_once_also_those_that_are_repeated(tmp_path: Path) -> None:
+async def test_concurrency_bounds_the_requests_at_once_also_those_that_are_repeated(
+    tmp_path: Path,
+) -> None:
     """Waves of five: each bound is reached, and none is passed."""
     server = JudgeServer(FAILING, waves=[5] * 12)
     policy = ErrorPolicy(timeout=LIMIT, retries=1, max_error_share=0.0, concurrency=5)

@@ -33,8 +33,12 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "math_rewards:correct"
 
 
-async def test_the_example_of_the_page_scores_and_its_own_timeouts_work(module: str, tmp_path: Path) -> None:
-    recipe = parse_recipe({**TINY, **tomllib.loads(PAGE.partition("```toml\n")[2].partition("```")[0])})
+async def test_the_example_of_the_page_scores_and_its_own_timeouts_work(
+    module: str, tmp_path: Path
+) -> None:
+    recipe = parse_recipe(
+        {**TINY, **tomllib.loads(PAGE.partition("```toml\n")[2].partition("```")[0])}
+    )
     assert [function.name for function in recipe.reward.functions] == [module]
     rewards = reward_set(recipe, reward_pool(recipe, tmp_path / "log"))
     texts = ["it is $0.5$", "so \\boxed{\\frac{2}{4}}", "it is 2", HARD]

@@ -31,21 +31,30 @@ LIMIT = 20.0  # seconds of a call, where it is not the subject
 @asynccontextmanager
 async def pool_of(*names: str, tmp_path: Path, **options: Any) -> AsyncGenerator[RewardPool, None]:
     full = [name if ":" in name else f"{FAULTY}:{name}" for name in names]
-    pool = RewardPool(full, **{"processes": 2, "memory": 0, "log": tmp_path / "logs" / "rewards.log", **options})
+    pool = RewardPool(
+        full, **{"processes": 2, "memory": 0, "log": tmp_path / "logs" / "rewards.log", **options}
+    )
     try:
         yield pool
     finally:
         await pool.close()
 
 
-async def score(pool: RewardPool, texts: list[str], policy: ErrorPolicy, **fields: Any) -> RewardScores:
+async def score(
+    pool: RewardPool, texts: list[str], policy: ErrorPolicy, **fields: Any
+) -> RewardScores:
     (name,) = pool._names
     rewards = RewardSet([(name, 1.0)], policy=policy, pool=pool)
     return await rewards.score(["q"] * len(texts), texts, [[1]] * len(texts), [fields] * len(texts))
 
 
 def rows(*texts: str, **columns: Any) -> dict[str, list[Any]]:
-    return {"prompts": ["q"] * len(texts), "completions": [*texts], "completion_ids": [[1]] * len(texts), **columns}
+    return {
+        "prompts": ["q"] * len(texts),
+        "completions": [*texts],
+        "completion_ids": [[1]] * len(texts),
+        **columns,
+    }
 
 
 async def until(condition: Callable[[], bool], timeout: float = 120) -> None:
@@ -93,13 +102,20 @@ async def test_what_a_function_does_to_its_process_harms_no_call(name: str, tmp_
             scores = await score(pool, TEXTS, ErrorPolicy(timeout=LIMIT, retries=0))
             assert scores.total.tolist() == [1.0] * len(TEXTS)
             assert not scores.failed.any()
-        children = [child for process in pool._running for child in psutil.Process(process._child.pid).children()]
-        await until(lambda: not any(child.is_running() and child.status() != "zombie" for child in children))
+        children = [
+            child
+            for process in pool._running
+            for child in psutil.Process(process._child.pid).children()
+        ]
+        await until(
+            lambda: not any(child.is_running() and child.status() != "zombie" for child in children)
+        )
 
 
 async def test_a_process_that_leaks_is_replaced_and_no_sample_is_lost(tmp_path: Path) -> None:
     async with pool_of("leaks", tmp_path=tmp_path, processes=1, memory=512 << 20) as pool:
-        policy, children = ErrorPolicy(retries=1, max_error_share=0.0), set()
+        policy = ErrorPolicy(retries=1, max_error_share=0.0)
+        children = set()
         for _ in range(40):  # 1.25 GiB in all
             assert (await score(pool, ["good"], policy)).total.tolist() == [1.0]
             children |= {process._child.pid for process in pool._running}
@@ -137,7 +153,8 @@ async def test_calls_are_divided_over_processes_which_are_kept(tmp_path: Path) -
 
 async def test_async_calls_run_at_the_same_time_in_one_process(tmp_path: Path) -> None:
     async with pool_of("meets", tmp_path=tmp_path, processes=1) as pool:
-        name, meeting = f"{FAULTY}:meets", rows("a") | {"prompts": ["40"]}
+        name = f"{FAULTY}:meets"
+        meeting = rows("a") | {"prompts": ["40"]}
         found = await asyncio.gather(*(pool.call(name, meeting, LIMIT) for _ in range(40)))
         assert len({score for (score,) in found}) == 1
 
@@ -164,7 +181,10 @@ async def test_what_cannot_be_called_at_all_is_reported_at_the_start(
 async def test_a_pool_that_is_closed_leaves_no_process_behind(tmp_path: Path) -> None:
     async with pool_of("starts_a_process", tmp_path=tmp_path) as pool:
         (pid,) = await pool.call(f"{FAULTY}:starts_a_process", rows("a"), LIMIT)
-        left = [Process.of(int(pid or 0)), *(Process.of(process._child.pid) for process in pool._running)]
+        left = [
+            Process.of(int(pid or 0)),
+            *(Process.of(process._child.pid) for process in pool._running),
+        ]
         assert len(left) == 2
         assert all(process.alive() for process in left)
     await until(lambda: not any(process.alive() for process in left))
@@ -202,7 +222,9 @@ async def test_calls_go_on_when_the_fork_server_is_killed(tmp_path: Path) -> Non
         assert (await pool.call(f"{FAULTY}:process_id", rows("a"), LIMIT)) != [before]
 
 
-async def test_a_wrong_number_of_scores_fails_all_rows_and_no_row_is_called_alone(tmp_path: Path) -> None:
+async def test_a_wrong_number_of_scores_fails_all_rows_and_no_row_is_called_alone(
+    tmp_path: Path,
+) -> None:
     short = ("ranks_too_few", "ranks_too_few_async", "ranks_with_a_nan")
     async with pool_of(*short, tmp_path=tmp_path, processes=1) as pool:
         names = pool._names

@@ -33,9 +33,15 @@ ONE_IN_TEN: dict[str, Any] = {
 DROPPED = f"reward {FAULTY}:one_in_ten failed"
 
 
-async def test_a_run_finishes_with_a_reward_that_fails_one_time_in_ten_and_counts_it(tmp_path: Path) -> None:
+async def test_a_run_finishes_with_a_reward_that_fails_one_time_in_ten_and_counts_it(
+    tmp_path: Path,
+) -> None:
     """The recipe `tiny` itself, whose flow worker is killed in the middle."""
-    changes = [f"reward.functions=[{{name='{FAULTY}:one_in_ten'}}]", "reward.retries=0", "reward.max_error_share=0.5"]
+    changes = [
+        f"reward.functions=[{{name='{FAULTY}:one_in_ten'}}]",
+        "reward.retries=0",
+        "reward.max_error_share=0.5",
+    ]
     of = load_recipe("recipes/tiny.toml", [*changes, "train.steps=20", "algorithm.group_size=4"])
     async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
         await watched.until(lambda: len(watched.of("step")) > 3)
@@ -56,7 +62,9 @@ async def test_all_attacks_together_harm_their_own_samples_alone_and_the_run_lea
     policy = {"timeout": 0.6, "retries": 1, "on_error": "zero", "memory": "384MiB", "processes": 2}
     changes = {f"reward__{name}": value for name, value in policy.items()}
     functions = [{"name": f"{FAULTY}:all_attacks"}]
-    of = recipe(TINY, reward__functions=functions, **changes, train__steps=24, train__learning_rate=1e-2)
+    of = recipe(
+        TINY, reward__functions=functions, **changes, train__steps=24, train__learning_rate=1e-2
+    )
     watched, result = await complete(Run.create(of, tmp_path / "run"))
     assert result.state == "finished", result.reason
     assert_each_sample_once(of, watched)
@@ -65,7 +73,8 @@ async def test_all_attacks_together_harm_their_own_samples_alone_and_the_run_lea
     made = collections.Counter(attack_of(sample["response"]) for sample in samples)
     assert made.keys() >= set(ATTACKS.values()), made
     for sample in samples:
-        text, attack = sample["response"], attack_of(sample["response"])
+        text = sample["response"]
+        attack = attack_of(sample["response"])
         expected = 0.0 if attack in HARMED else early_share(text)
         if attack != "leaks" or sample["reward"]:  # it may meet two full processes in turn
             assert sample["reward"] == pytest.approx(expected), (text, attack)
@@ -75,8 +84,12 @@ async def test_all_attacks_together_harm_their_own_samples_alone_and_the_run_lea
     assert_nothing_left(watched.run)
 
 
-async def test_what_is_dropped_is_counted_by_reason_to_the_last_token_and_over_a_resume(tmp_path: Path) -> None:
-    of = recipe(TINY, **ONE_IN_TEN, reward__max_error_share=1.0, train__steps=12, checkpoint__every=100)
+async def test_what_is_dropped_is_counted_by_reason_to_the_last_token_and_over_a_resume(
+    tmp_path: Path,
+) -> None:
+    of = recipe(
+        TINY, **ONE_IN_TEN, reward__max_error_share=1.0, train__steps=12, checkpoint__every=100
+    )
     async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
         await watched.until(lambda: any(ledger.get("dropped") for ledger in watched.of("ledger")))
         watched.stop.set()
@@ -91,7 +104,9 @@ async def test_what_is_dropped_is_counted_by_reason_to_the_last_token_and_over_a
     assert before <= ends[0]["dropped"][DROPPED] <= ends[-1]["dropped"][DROPPED]
 
 
-async def test_with_no_staleness_the_run_is_the_plain_loop_also_where_rewards_fail(tmp_path: Path) -> None:
+async def test_with_no_staleness_the_run_is_the_plain_loop_also_where_rewards_fail(
+    tmp_path: Path,
+) -> None:
     of = recipe(TINY, **ONE_IN_TEN, pipeline__staleness=0, train__steps=10)
     expected, weights = await synchronous(of)
     watched, result = await complete(Run.create(of, tmp_path / "run"))
@@ -107,7 +122,10 @@ async def test_a_failure_costs_what_the_recipe_says(on_error: str, tmp_path: Pat
     watched, result = await complete(Run.create(of, tmp_path / "run"))
     if on_error == "fail":
         assert result.state == "failed"
-        assert f"reward '{FAULTY}:one_in_ten' raised ConnectionError('the judge is busy') at prompt" in result.reason
+        assert (
+            f"reward '{FAULTY}:one_in_ten' raised ConnectionError('the judge is busy') at prompt"
+            in result.reason
+        )
         assert "faulty.py, line " in result.reason
     else:
         assert result.state == "finished", result.reason

@@ -21,7 +21,8 @@ from stages.rewards.registry import RewardError
 from tests.orchestration.runs import MOCK, recipe
 
 EVALUATING = "tests.orchestration.rewards.evaluating"
-LIMIT, MEMORY = 30.0, 2 << 30
+LIMIT = 30.0
+MEMORY = 2 << 30
 
 
 @pytest.fixture(params=[NAMESPACES, LANDLOCK])
@@ -49,12 +50,16 @@ def forced(monkeypatch: pytest.MonkeyPatch, mechanism: str) -> None:
     monkeypatch.setattr(needs, "available", lambda: given)
 
 
-async def score(pool: RewardPool, name: str, text: str, row: dict[str, Any] | None = None) -> float | str:
+async def score(
+    pool: RewardPool, name: str, text: str, row: dict[str, Any] | None = None
+) -> float | str:
     """The score of a completion, or why it has none."""
     columns = {column: [value] for column, value in (row or {}).items()}
     try:
         (found,) = await pool.call(
-            name, {"prompts": ["q"], "completions": [text], "completion_ids": [[1]], **columns}, LIMIT
+            name,
+            {"prompts": ["q"], "completions": [text], "completion_ids": [[1]], **columns},
+            LIMIT,
         )
     except CallFailed as failed:
         return str(failed)
@@ -97,7 +102,8 @@ async def test_what_is_evaluated_gets_nothing_and_the_next_row_its_score(
     name = f"{EVALUATING}:evaluated"
     secret = tmp_path / "id_rsa"
     secret.write_text("7")
-    os_, here = "__import__('os')", os.getpid()
+    os_ = "__import__('os')"
+    here = os.getpid()
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(0.1)
         port = server.getsockname()[1]
@@ -133,12 +139,19 @@ async def test_what_a_function_asks_for_it_gets(
     (tmp_path / "other.txt").write_text("two")
     name = f"{EVALUATING}:evaluated"
     with socket.create_server(("127.0.0.1", 0)) as server:
-        ask = f"__import__('socket').create_connection(('127.0.0.1', {server.getsockname()[1]}), 5) and 1"
+        ask = (
+            f"__import__('socket').create_connection(('127.0.0.1', {server.getsockname()[1]}), "
+            f"5) and 1"
+        )
         bounds = Sandbox(memory=MEMORY, read=(str(words),), network=True)
         async with pool_of(name, tmp_path, bounds) as pool:
             assert await score(pool, name, f"len(open('{words}/list.txt').read())") == 3.0
-            assert isinstance(await score(pool, name, f"len(open('{tmp_path}/other.txt').read())"), str)
-            assert isinstance(await score(pool, name, f"open('{words}/list.txt', 'a').write('x')"), str)
+            assert isinstance(
+                await score(pool, name, f"len(open('{tmp_path}/other.txt').read())"), str
+            )
+            assert isinstance(
+                await score(pool, name, f"open('{words}/list.txt', 'a').write('x')"), str
+            )
             assert await score(pool, name, ask) == 1.0
 
 
@@ -152,16 +165,24 @@ async def test_our_secrets_are_in_no_environment(
         "ASYNCDOCK_TOKEN": "token-secret",
         "ASYNCDOCK_HOST_TOKEN": "host-secret",
     }
-    for variable, value in {**secrets, "AWS_SECRET_ACCESS_KEY": "store-secret", "MY_JUDGE_KEY": "judge-key"}.items():
+    for variable, value in {
+        **secrets,
+        "AWS_SECRET_ACCESS_KEY": "store-secret",
+        "MY_JUDGE_KEY": "judge-key",
+    }.items():
         monkeypatch.setenv(variable, value)
     name = f"{EVALUATING}:environment"
     sandbox = Sandbox(memory=MEMORY) if sandboxed and not refusal(NAMESPACES) else None
     async with pool_of(name, tmp_path, sandbox) as pool:
-        assert [await score(pool, name, value) for value in (*secrets, *secrets.values())] == [0.0] * 6
+        assert [await score(pool, name, value) for value in (*secrets, *secrets.values())] == [
+            0.0
+        ] * 6
         assert await score(pool, name, "store-secret") == 1.0  # a local run's own
     listed = of_user_code(os.environ, ["MY_JUDGE_KEY"])
     async with pool_of(name, tmp_path, sandbox, environment=listed) as pool:
-        assert [await score(pool, name, value) for value in (*secrets.values(), "store-secret")] == [0.0] * 4
+        assert [
+            await score(pool, name, value) for value in (*secrets.values(), "store-secret")
+        ] == [0.0] * 4
         assert await score(pool, name, "judge-key") == 1.0
         assert await score(pool, name, "PATH") == 1.0
 
@@ -171,7 +192,11 @@ async def test_a_machine_without_a_sandbox_runs_installed_functions_and_refuses_
 ) -> None:
     monkeypatch.setattr(needs, "available", lambda: Available("refused here", "not there"))
     async with pool_of(f"{EVALUATING}:evaluated", tmp_path, Sandbox()) as pool:
-        with pytest.raises(RewardError, match=r"no sandbox: namespaces are refused \(refused here\)"):
+        with pytest.raises(
+            RewardError,
+            match=r"no sandbox: namespaces are refused \(refused "
+            r"here\)",
+        ):
             await pool.open()
     pytest.importorskip("reasoning_gym")
     async with pool_of("reasoning_gym", tmp_path, Sandbox()) as pool:
@@ -185,12 +210,20 @@ async def test_functions_of_different_needs_are_in_different_pools(tmp_path: Pat
         {"name": f"{EVALUATING}:environment"},
         {"name": "spelling"},
     ]
-    pool = reward_pool(recipe(MOCK, reward__functions=functions, reward__processes=1), tmp_path / "logs" / "r.log")
+    pool = reward_pool(
+        recipe(MOCK, reward__functions=functions, reward__processes=1), tmp_path / "logs" / "r.log"
+    )
     assert isinstance(pool, PoolOfEach)
     try:
-        rows = {"prompts": ["q"], "completions": ["__import__('os').path.exists('/home')"], "completion_ids": [[1]]}
+        rows = {
+            "prompts": ["q"],
+            "completions": ["__import__('os').path.exists('/home')"],
+            "completion_ids": [[1]],
+        }
         if not refusal(NAMESPACES):
             assert await pool.call(f"{EVALUATING}:evaluated", rows, LIMIT) == [0.0]
-        assert await pool.call(f"{EVALUATING}:environment", {**rows, "completions": ["PATH"]}, LIMIT) == [1.0]
+        assert await pool.call(
+            f"{EVALUATING}:environment", {**rows, "completions": ["PATH"]}, LIMIT
+        ) == [1.0]
     finally:
         await pool.close()

@@ -29,7 +29,9 @@ IMPORTS = os.environ.get("HOSTILE_IMPORTS")
 
 if IMPORTS:  # code of the module itself, in every process that imports it
     with open(IMPORTS, "a") as _file:
-        _file.write(f"{os.getpid()} {Path('/proc/self/cmdline').read_bytes().decode().strip(chr(0))}\n")
+        _file.write(
+            f"{os.getpid()} {Path('/proc/self/cmdline').read_bytes().decode().strip(chr(0))}\n"
+        )
 
 
 class Marks(UserStage):
@@ -41,7 +43,10 @@ class Marks(UserStage):
 
 
 class Looks(Marks):
-    """Writes what it finds to ``file``. ``pattern``: of the index's password, which it does not hold itself."""
+    """Writes what it finds to ``file``.
+
+    ``pattern``: of the index's password, which it does not hold itself.
+    """
 
     file: str
     pattern: str
@@ -53,7 +58,8 @@ class Looks(Marks):
         return super().process(rows)
 
     def found(self) -> dict[str, Any]:
-        secret, parent = re.compile(self.pattern.encode()), os.getppid()
+        secret = re.compile(self.pattern.encode())
+        parent = os.getppid()
         worker = int(Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[1])
         environments = {
             "os.environ": repr(dict(os.environ)).encode(),
@@ -67,16 +73,29 @@ class Looks(Marks):
             "objects": sorted({name for thing in gc.get_objects() if (name := _owned(thing))}),
             "texts": sum(len(secret.findall(text)) for text in _texts()),
             "memory": sum(len(secret.findall(piece)) for piece in _memory()),
-            "mapped": [line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm" in line],
-            "descriptors": sorted({_described(int(name)) for name in os.listdir("/proc/self/fd")} - {""}),
+            "mapped": [
+                line
+                for line in Path("/proc/self/maps").read_text().splitlines()
+                if "/dev/shm" in line
+            ],
+            "descriptors": sorted(
+                {_described(int(name)) for name in os.listdir("/proc/self/fd")} - {""}
+            ),
             "connected": sum(_reached(address) for address in _addresses()),
-            "titles": [Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace") for pid in (parent, worker)],
+            "titles": [
+                Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+                for pid in (parent, worker)
+            ],
         }
 
 
 def _owned(thing: Any) -> str:
     kind = type(thing)
-    return f"{kind.__module__}.{kind.__qualname__}" if str(kind.__module__).startswith(OF_A_WORKER) else ""
+    return (
+        f"{kind.__module__}.{kind.__qualname__}"
+        if str(kind.__module__).startswith(OF_A_WORKER)
+        else ""
+    )
 
 
 def _texts() -> list[bytes]:
@@ -106,18 +125,30 @@ def _memory() -> Any:
 def _described(descriptor: int) -> str:
     """What an open file is: of a socket its family and peer."""
     try:
-        kind, link = os.fstat(descriptor).st_mode, os.readlink(f"/proc/self/fd/{descriptor}")
+        kind = os.fstat(descriptor).st_mode
+        link = os.readlink(f"/proc/self/fd/{descriptor}")
     except OSError:
         return ""
     if not stat.S_ISSOCK(kind):
-        return re.sub(r"\d+|/proc/\S+", "", link) if link.startswith(("anon", "pipe", "/proc")) else link
+        return (
+            re.sub(r"\d+|/proc/\S+", "", link)
+            if link.startswith(("anon", "pipe", "/proc"))
+            else link
+        )
     with socket.socket(fileno=os.dup(descriptor)) as end:
-        return f"socket {end.family.name} {end.getsockname()!r} {end.getpeername() if end.family != 1 else ''}"
+        return (
+            f"socket {end.family.name} {end.getsockname()!r} "
+            f"{end.getpeername() if end.family != 1 else ''}"
+        )
 
 
 def _addresses() -> set[str]:
     """Everything that looks like the URL of an index."""
-    return {found.decode() for text in _texts() for found in re.findall(rb"rediss?://[^\s\"']+@[^\s\"']+", text)}
+    return {
+        found.decode()
+        for text in _texts()
+        for found in re.findall(rb"rediss?://[^\s\"']+@[^\s\"']+", text)
+    }
 
 
 def _reached(url: str) -> bool:
@@ -151,7 +182,10 @@ class Sends(Marks):
         good = packed_rows(MARK, {"mark": torch.zeros(count)})
         head, body = {
             "pickle": (data, b""),
-            "pickle in the head": (json.dumps({"id": 0, "error": data.decode("latin-1")}).encode(), b""),
+            "pickle in the head": (
+                json.dumps({"id": 0, "error": data.decode("latin-1")}).encode(),
+                b"",
+            ),
             "pickle as columns": (b'{"id": 0}', data),
             "larger than its bytes": (b'{"id": 0}', _with(good, 4 + 3, 1 << 40)),
             "more rows": (b'{"id": 0}', packed_rows(MARK, {"mark": torch.zeros(count + 1)})),
@@ -179,7 +213,11 @@ def _is_line(descriptor: int) -> bool:
     try:
         with socket.socket(fileno=os.dup(descriptor)) as end:
             # asyncio's own pair of sockets wakes its loop
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, end.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF))
+            end.setsockopt(
+                socket.SOL_SOCKET,
+                socket.SO_SNDBUF,
+                end.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF),
+            )
             pid = struct.unpack("3i", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
             return end.family == socket.AF_UNIX and pid != os.getpid()
     except OSError:
@@ -194,7 +232,8 @@ def _write(line: int, data: bytes) -> None:
 
 
 class Dies(Marks):
-    """Ends its process in its first call, in the way that ``kind`` says; ``file`` exists afterwards."""
+    """Ends its process in its first call, in the way that ``kind`` says; ``file`` exists
+    afterwards."""
 
     kind: str
     file: str
@@ -253,8 +292,8 @@ def marked(completions: list[str], mark: list[float], **_: Any) -> list[float]:
 
 
 class Reaches(Marks):
-    """Its mark says what it reached: 1 the file ``secret``, 2 the port, 4 a file beside it, 8 its worker; 16 if it has no
-    scratch folder."""
+    """Its mark says what it reached: 1 the file ``secret``, 2 the port, 4 a file beside it, 8 its
+    worker; 16 if it has no scratch folder."""
 
     secret: str
     port: int

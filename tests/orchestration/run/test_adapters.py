@@ -16,7 +16,12 @@ from orchestration.recipe.planner import plan
 from orchestration.run.run import Run
 from stages.engines.torch.decoding.weights import DecoderWeights
 from stages.models import load_model
-from tests.orchestration.run.test_run import assert_each_sample_once, assert_equal, synchronous, trained
+from tests.orchestration.run.test_run import (
+    assert_each_sample_once,
+    assert_equal,
+    synchronous,
+    trained,
+)
 from tests.orchestration.runs import TINY, complete, executing, recipe
 
 LORA: dict[str, Any] = {
@@ -26,15 +31,20 @@ LORA: dict[str, Any] = {
     "algorithm__options": {"kl_coef": 0.1},
 }
 
-DENSE: dict[str, Any] = {"reward__functions": [{"name": "tests.orchestration.scores:early_letters"}]}
+DENSE: dict[str, Any] = {
+    "reward__functions": [{"name": "tests.orchestration.scores:early_letters"}]
+}
 
 
-async def test_with_bound_zero_a_killed_trainer_ends_as_the_plain_loop_bit_for_bit(tmp_path: Path) -> None:
+async def test_with_bound_zero_a_killed_trainer_ends_as_the_plain_loop_bit_for_bit(
+    tmp_path: Path,
+) -> None:
     """With the base as the reference, in the trainer; and the run is resumed for two steps more."""
     of = recipe(TINY, **LORA, launch__launcher="process")
     expected, weights = await synchronous(recipe(TINY, **LORA, train__steps=8))
     async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
-        await watched.until(lambda: len(watched.of("step")) >= 5)  # past a checkpoint, with two steps to replay
+        # past a checkpoint, with two steps to replay
+        await watched.until(lambda: len(watched.of("step")) >= 5)
         assert watched.run.supervisor is not None
         os.kill(watched.run.supervisor.pids()["update-0"], signal.SIGKILL)
         result = await work
@@ -43,7 +53,8 @@ async def test_with_bound_zero_a_killed_trainer_ends_as_the_plain_loop_bit_for_b
     assert max(step["kl_reference"] for step in watched.of("step")) > 0
     assert not any(worker["worker"].startswith("reference") for worker in watched.of("worker"))
     swaps = [sync for sync in watched.of("sync") if sync["worker"] == "rollout-0"]
-    whole, adapters = plan(of).parameters, plan(of).trained_parameters
+    whole = plan(of).parameters
+    adapters = plan(of).trained_parameters
     assert whole is not None and adapters is not None  # noqa: PT018
     assert {sync["bytes"] for sync in swaps} == {4 * adapters}
     assert adapters < 0.25 * whole
@@ -60,7 +71,9 @@ def assert_exported(checkpoint: Any) -> None:
     base, _ = load_model("tiny", dtype=torch.float32, seed=0)
     before = base.state_dict()["model.layers.0.self_attn.q_proj.weight"].clone()
     merged = load_file(checkpoint.model / "model.safetensors")
-    of_peft = PeftModel.from_pretrained(base, checkpoint.path / "adapter").merge_and_unload().state_dict()
+    of_peft = (
+        PeftModel.from_pretrained(base, checkpoint.path / "adapter").merge_and_unload().state_dict()
+    )
     for name, value in merged.items():
         assert torch.allclose(value, of_peft[name], atol=1e-6), name
     assert not torch.equal(before, merged["model.layers.0.self_attn.q_proj.weight"])
@@ -73,7 +86,9 @@ async def test_adapters_that_were_not_delivered_are_refused(
     dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(DecoderWeights, "install", lambda weights, prepared: [])
-    of = recipe(TINY, **LORA, **DENSE, model__dtype=dtype, launch__max_restarts=0, sync__timeout=30.0)
+    of = recipe(
+        TINY, **LORA, **DENSE, model__dtype=dtype, launch__max_restarts=0, sync__timeout=30.0
+    )
     _, result = await complete(Run.create(of, tmp_path / "run"))
     assert result.state == "failed"
     assert "the engine's logprobs" in result.reason
@@ -87,7 +102,11 @@ async def test_in_bfloat16_every_swap_is_within_the_limits(tmp_path: Path) -> No
     swaps = [sync for sync in watched.of("sync") if sync["worker"] == "rollout-0"]
     assert swaps[-1]["version"] == of.train.steps
     assert all(0 <= sync["gap_mean"] < sync["gap_mean_limit"] for sync in swaps)
-    assert not [worker for worker in watched.of("worker") if worker["change"] in ("died", "kept its weights")]
+    assert not [
+        worker
+        for worker in watched.of("worker")
+        if worker["change"] in ("died", "kept its weights")
+    ]
 
 
 @pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2)])

@@ -17,7 +17,8 @@ from tests.orchestration.runs import MOCK, complete, recipe
 
 
 def break_logprobs(monkeypatch: pytest.MonkeyPatch, times: int, value: float) -> None:
-    generate, left = MockRolloutEngine.generate, [times]
+    generate = MockRolloutEngine.generate
+    left = [times]
 
     async def broken(self: MockRolloutEngine, requests: Any) -> AsyncIterator[Any]:
         async for completion in generate(self, requests):
@@ -39,7 +40,9 @@ async def test_such_a_response_is_generated_again_and_never_trained(
     of = recipe(MOCK, train__steps=4)
     watched, result = await complete(Run.create(of, tmp_path / "run"))
     assert result.state == "finished", result.reason
-    reasons = [worker.get("reason", "") for worker in watched.of("worker") if worker["change"] == "died"]
+    reasons = [
+        worker.get("reason", "") for worker in watched.of("worker") if worker["change"] == "died"
+    ]
     assert len(reasons) == 1
     assert f"returned the logprob {value} for token 1" in reasons[0]
     assert_each_sample_once(of, watched)

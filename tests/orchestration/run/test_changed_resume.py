@@ -1,4 +1,5 @@
-"""A run goes on with other keys: each takes effect from the checkpoint's step on, and what may not change says why."""
+"""A run goes on with other keys: each takes effect from the checkpoint's step on, and what may not
+change says why."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ async def resumed(folder: Path, *changes: str) -> tuple[Watched, RunResult]:
     return watched, result
 
 
-async def test_a_finished_run_goes_on_with_more_steps_as_if_they_had_been_asked_at_first(tmp_path: Path) -> None:
+async def test_a_finished_run_goes_on_with_more_steps_as_if_they_had_been_asked_at_first(
+    tmp_path: Path,
+) -> None:
     of = recipe(TINY, pipeline__staleness=0, train__steps=4)
     await complete(Run.create(of, tmp_path / "run"))
     with pytest.raises(RunError, match=r"has made 4 of 4 steps: there is nothing to resume"):
@@ -37,40 +40,75 @@ async def test_a_finished_run_goes_on_with_more_steps_as_if_they_had_been_asked_
     assert_equal(trained(whole, result), trained(whole, at_once))
 
 
-async def test_another_learning_rate_and_schedule_hold_from_the_next_step_on(tmp_path: Path) -> None:
+async def test_another_learning_rate_and_schedule_hold_from_the_next_step_on(
+    tmp_path: Path,
+) -> None:
     of = recipe(TINY, pipeline__staleness=0, train__steps=3)
     _, first = await complete(Run.create(of, tmp_path / "run"))
     assert first.checkpoint is not None
     before = weights_of(of, first.checkpoint)
-    changes = ["train.steps=6", "train.learning_rate=1e-5", "train.schedule=cosine", "train.weight_decay=0.1"]
+    changes = [
+        "train.steps=6",
+        "train.learning_rate=1e-5",
+        "train.schedule=cosine",
+        "train.weight_decay=0.1",
+    ]
     watched, result = await resumed(tmp_path / "run", *changes)
     expected = [
-        learning_rate_at(step, peak=1e-5, total_steps=6, warmup_steps=0, schedule="cosine") for step in range(3, 6)
+        learning_rate_at(step, peak=1e-5, total_steps=6, warmup_steps=0, schedule="cosine")
+        for step in range(3, 6)
     ]
     # Each is scaled by the share of the four groups whose rewards differ.
-    shares = [4 * step["learning_rate"] / rate for step, rate in zip(watched.of("step"), expected, strict=True)]
+    shares = [
+        4 * step["learning_rate"] / rate
+        for step, rate in zip(watched.of("step"), expected, strict=True)
+    ]
     assert shares == pytest.approx([round(share) for share in shares])
     assert 0 < sum(shares) <= 12
     after = trained(recipe(TINY, train__steps=6), result)
-    # AdamW moves a weight by little more than the learning rate; at the former 3e-3 it would be a hundred times as far.
+    # AdamW moves a weight by little more than the learning rate; at the former 3e-3 it would be a
+    # hundred times as far.
     moved = max(float((after[name] - before[name]).abs().max()) for name in before)
     assert 0 < moved < 3 * sum(expected) * 1.5
 
 
-async def test_the_learning_rate_goes_on_by_versions_with_other_numbers_of_optimizer_steps(tmp_path: Path) -> None:
+async def test_the_learning_rate_goes_on_by_versions_with_other_numbers_of_optimizer_steps(
+    tmp_path: Path,
+) -> None:
     options = {"scale_learning_rate": False}
-    of = recipe(TINY, algorithm__options=options, pipeline__staleness=0, train__steps=3, train__schedule="linear")
+    of = recipe(
+        TINY,
+        algorithm__options=options,
+        pipeline__staleness=0,
+        train__steps=3,
+        train__schedule="linear",
+    )
     await complete(Run.create(of, tmp_path / "run"))
     several = "algorithm.options={scale_learning_rate=false, epochs=2, mini_batches=3}"
     watched, _ = await resumed(tmp_path / "run", "train.steps=5", several)
-    assert [step["learning_rate"] for step in watched.of("step")] == pytest.approx([3e-3 * 2 / 5, 3e-3 * 1 / 5])
+    assert [step["learning_rate"] for step in watched.of("step")] == pytest.approx(
+        [3e-3 * 2 / 5, 3e-3 * 1 / 5]
+    )
 
 
-async def test_the_cadence_of_evaluations_and_checkpoints_and_how_far_ahead_it_runs_may_change(tmp_path: Path) -> None:
+async def test_the_cadence_of_evaluations_and_checkpoints_and_how_far_ahead_it_runs_may_change(
+    tmp_path: Path,
+) -> None:
     of = recipe(TINY, train__steps=4, checkpoint__every=4, pipeline__staleness=2)
     await complete(Run.create(of, tmp_path / "run"))
-    changes = ["train.steps=8", "evaluate.every=2", "evaluate.prompts=4", "checkpoint.every=1", "checkpoint.keep=3"]
-    changes += ["rollout.temperature=0.9", "rollout.max_tokens=3", "algorithm.group_size=8", "pipeline.staleness=0"]
+    changes = [
+        "train.steps=8",
+        "evaluate.every=2",
+        "evaluate.prompts=4",
+        "checkpoint.every=1",
+        "checkpoint.keep=3",
+    ]
+    changes += [
+        "rollout.temperature=0.9",
+        "rollout.max_tokens=3",
+        "algorithm.group_size=8",
+        "pipeline.staleness=0",
+    ]
     watched, _ = await resumed(tmp_path / "run", *changes)
     assert {evaluation["version"] for evaluation in watched.of("evaluation")} >= {6, 8}
     written = [saved["version"] for saved in watched.of("checkpoint")]
@@ -79,7 +117,9 @@ async def test_the_cadence_of_evaluations_and_checkpoints_and_how_far_ahead_it_r
         "one that is due while another is written may be left out"
     )
     assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == min(3, 1 + len(written))
-    assert {step["staleness_max"] for step in watched.of("step")} == {0}, "what was in flight is made again"
+    assert {step["staleness_max"] for step in watched.of("step")} == {0}, (
+        "what was in flight is made again"
+    )
     assert {step["rows"] for step in watched.of("step")} == {4 * 8}
     ledger = watched.of("ledger")[-1]
     assert ledger["trained"] == 4 * 4 * 4 + 4 * 4 * 8
@@ -87,7 +127,8 @@ async def test_the_cadence_of_evaluations_and_checkpoints_and_how_far_ahead_it_r
 
 
 async def test_a_bound_that_is_lowered_while_groups_are_ahead_is_kept(tmp_path: Path) -> None:
-    """Stopped with groups of three steps in flight, and resumed with η = 0: each is made by the version that trains it."""
+    """Stopped with groups of three steps in flight, and resumed with η = 0: each is made by the
+    version that trains it."""
     from tests.orchestration.runs import executing
 
     of = recipe(MOCK, pipeline__staleness=3, train__steps=12, checkpoint__every=2)
@@ -102,12 +143,20 @@ async def test_a_bound_that_is_lowered_while_groups_are_ahead_is_kept(tmp_path: 
     assert sorted(groups) == list(range(12 * 4)), "each group once"
 
 
-async def test_a_run_goes_on_in_another_index_over_the_network_and_back(index_url: str, tmp_path: Path) -> None:
-    """As on a cluster: weights and samples are served to other nodes. The weights are those of a run left alone."""
+async def test_a_run_goes_on_in_another_index_over_the_network_and_back(
+    index_url: str, tmp_path: Path
+) -> None:
+    """As on a cluster: weights and samples are served to other nodes.
+
+    The weights are those of a run left alone.
+    """
     of = recipe(TINY, pipeline__staleness=0, train__steps=1)
     await complete(Run.create(of, tmp_path / "run"))
     there = [f"pipeline.index={index_url}", "pipeline.serve=127.0.0.1", "sync.transport=collective"]
-    for steps, changes in ((2, there), (3, ["pipeline.index=embedded", "sync.transport=shared_memory"])):
+    for steps, changes in (
+        (2, there),
+        (3, ["pipeline.index=embedded", "sync.transport=shared_memory"]),
+    ):
         watched, result = await resumed(tmp_path / "run", f"train.steps={steps}", *changes)
         assert [step["step"] for step in watched.of("step")] == [steps - 1]
     whole = recipe(TINY, pipeline__staleness=0, train__steps=3)
@@ -146,7 +195,11 @@ def test_a_fixed_key_may_be_set_to_what_it_is() -> None:
 
 
 def test_a_change_is_checked_as_a_recipe_is() -> None:
-    with pytest.raises(RecipeError, match=r"train\.warmup_steps = 20: is more than train\.steps = 6"):
+    with pytest.raises(
+        RecipeError,
+        match=r"train\.warmup_steps = 20: is more than train\.steps = "
+        r"6",
+    ):
         change_recipe(recipe(TINY), ["train.warmup_steps=20"])
     with pytest.raises(RecipeError, match=r"train\.stepz"):
         change_recipe(recipe(TINY), ["train.stepz=20"])

@@ -30,7 +30,12 @@ from tests.servers import s3_server
 from tests.stages.engines.torch.test_sharded import assert_same_state
 from tests.stages.sharded import OPTIONS, algorithm, model_of, share, whole_state
 
-FILES = {"model/model.safetensors": b"m" * 5000, "model/config.json": b"{}", "train/.metadata": b"x", "train/a": b"y"}
+FILES = {
+    "model/model.safetensors": b"m" * 5000,
+    "model/config.json": b"{}",
+    "train/.metadata": b"x",
+    "train/a": b"y",
+}
 
 
 @pytest.fixture(scope="module")
@@ -58,11 +63,17 @@ def written(folder: Path, version: int) -> Path:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def test_a_checkpoint_comes_back_as_it_was_and_in_parts(url: str, tmp_path: Path) -> None:
-    store, here, there = CheckpointStore(url), tmp_path / "here", tmp_path / "there"
+    store = CheckpointStore(url)
+    here = tmp_path / "here"
+    there = tmp_path / "there"
     for version in (2, 4, 6):
         store.push(written(here, version), keep=2)
     assert store.names() == ["step-00000004", "step-00000006"]
@@ -72,12 +83,16 @@ def test_a_checkpoint_comes_back_as_it_was_and_in_parts(url: str, tmp_path: Path
     assert {name.partition("/")[0] for name in contents(found.path)} == {"model", "run.json"}
     other = checkpoint.newest(there, url, 6, ["train"])
     assert other is not None
-    assert contents(other.path) == contents(here / "step-00000006"), "the parts of two engines of one machine"
+    assert contents(other.path) == contents(here / "step-00000006"), (
+        "the parts of two engines of one machine"
+    )
     store.push(written(here, 8), keep=2)
     newer = checkpoint.newest(there, url, 8, ["train"])
     assert newer is not None
     store.push(written(here, 10), keep=2)
-    assert checkpoint.newest(there, url, 8, ["train"]) == newer, "what is here is not looked for there"
+    assert checkpoint.newest(there, url, 8, ["train"]) == newer, (
+        "what is here is not looked for there"
+    )
     newest = checkpoint.newest(there, url, 9, ["model"])
     assert newest is not None
     assert [path.name for path in checkpoint.whole(there)] == ["step-00000006", newest.path.name], (
@@ -86,7 +101,8 @@ def test_a_checkpoint_comes_back_as_it_was_and_in_parts(url: str, tmp_path: Path
 
 
 def test_what_is_not_whole_is_no_checkpoint(url: str, tmp_path: Path) -> None:
-    store, here = CheckpointStore(url), tmp_path / "here"
+    store = CheckpointStore(url)
+    here = tmp_path / "here"
     store.push(written(here, 2), keep=9)
     store.push(written(here, 4), keep=9)
     files, root = fsspec.core.url_to_fs(url, use_listings_cache=False)
@@ -104,7 +120,8 @@ def test_one_that_is_removed_while_it_is_read_is_left_for_a_newer_one(
     bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = f"{bucket}/removed"
-    store, pull = CheckpointStore(url), CheckpointStore.pull
+    store = CheckpointStore(url)
+    pull = CheckpointStore.pull
     store.push(written(tmp_path, 2), keep=1)
 
     def late(self: CheckpointStore, name: str, *arguments: object) -> Path:
@@ -121,7 +138,9 @@ def test_one_that_is_removed_while_it_is_read_is_left_for_a_newer_one(
 def test_a_store_that_refuses_is_tried_again_and_then_named(
     bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here, tries, push = written(tmp_path, 2), [0], CheckpointStore._push
+    here = written(tmp_path, 2)
+    tries = [0]
+    push = CheckpointStore._push
 
     def flaky(self: CheckpointStore, folder: Path) -> None:
         tries[0] += 1
@@ -135,7 +154,9 @@ def test_a_store_that_refuses_is_tried_again_and_then_named(
     tries[0] = -1000
     monkeypatch.setattr(stores, "PUSH_SECONDS", 0.3)
     with pytest.raises(
-        StoreRefused, match=r"step-00000002 cannot be copied to checkpoint\.url = s3://.* \(OSError: 503\)"
+        StoreRefused,
+        match=r"step-00000002 cannot be copied to checkpoint\.url = s3://.* "
+        r"\(OSError: 503\)",
     ):
         CheckpointStore(f"{bucket}/flaky").push(here, keep=1)
     monkeypatch.setattr(CheckpointStore, "_push", push)
@@ -143,12 +164,15 @@ def test_a_store_that_refuses_is_tried_again_and_then_named(
         CheckpointStore("s3://none/runs").push(here, keep=1)
 
 
-def saved_apart(ranks: RankCoordinates, disks: str, url: str, environment: dict[str, str]) -> dict[str, Any]:
+def saved_apart(
+    ranks: RankCoordinates, disks: str, url: str, environment: dict[str, str]
+) -> dict[str, Any]:
     """A step, and a checkpoint of it in which each rank writes to a disk of its own; its state."""
     os.environ.update(environment)
     engine = TorchTrainEngine(model_of("llama"), parallel=Sharded(ranks), **OPTIONS)
     engine.train_batch(share(ranks), algorithm())
-    state, writer = whole_state(engine), checkpoint.Writer(engine, ranks.rank, url)
+    state = whole_state(engine)
+    writer = checkpoint.Writer(engine, ranks.rank, url)
     writer.copy()
     partial = Path(disks) / str(ranks.rank) / ".step-00000001.partial"
     for part in ("", checkpoint.CRITIC):
@@ -160,13 +184,18 @@ def saved_apart(ranks: RankCoordinates, disks: str, url: str, environment: dict[
 
 
 def test_ranks_on_other_disks_copy_their_shards_to_the_url(url: str, tmp_path: Path) -> None:
-    """Rank 0's disk and the URL have all of the checkpoint, and ranks of another number go on from there."""
-    store, here = CheckpointStore(url), tmp_path / "0"
+    """Rank 0's disk and the URL have all of the checkpoint, and ranks of another number go on from
+    there."""
+    store = CheckpointStore(url)
+    here = tmp_path / "0"
     partial = checkpoint.begin(here, 1)
-    store.stage(written(tmp_path / "killed" / ".step-00000001.partial", 1), "model")  # by a rank that was killed
+    # by a rank that was killed
+    store.stage(written(tmp_path / "killed" / ".step-00000001.partial", 1), "model")
     credentials = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
     state = on_ranks(2, 1, saved_apart, str(tmp_path), url, credentials)[0]
-    made = checkpoint.finish(here, tokenizer_of(recipe(TINY)), 1, {"counters": {}, "remake": []}, keep=1)
+    made = checkpoint.finish(
+        here, tokenizer_of(recipe(TINY)), 1, {"counters": {}, "remake": []}, keep=1
+    )
     shards = {file.name for file in (made.path / "train").glob("*.distcp")}
     assert {name.split("_")[2] for name in shards} == {"0", "1"}
     store.push(made.path, keep=1)
@@ -187,7 +216,9 @@ def test_ranks_on_other_disks_copy_their_shards_to_the_url(url: str, tmp_path: P
 async def test_a_run_whose_folder_lost_its_checkpoints_goes_on_from_the_url_bit_for_bit(
     bucket: str, tmp_path: Path
 ) -> None:
-    of = recipe(TINY, pipeline__staleness=0, train__steps=3, checkpoint__every=2, checkpoint__url=bucket)
+    of = recipe(
+        TINY, pipeline__staleness=0, train__steps=3, checkpoint__every=2, checkpoint__url=bucket
+    )
     _, first = await complete(Run.create(of, tmp_path / "run"))
     assert first.state == "finished", first.reason
     shutil.rmtree(tmp_path / "run" / "checkpoints")
@@ -203,22 +234,34 @@ async def test_the_url_may_change_when_a_run_is_resumed(tmp_path: Path) -> None:
     first, second = (tmp_path / name for name in ("first", "second"))
     first.mkdir()
     second.mkdir()
-    _, begun = await complete(Run.create(recipe(MOCK, checkpoint__url=str(first)), tmp_path / "run"))
+    _, begun = await complete(
+        Run.create(recipe(MOCK, checkpoint__url=str(first)), tmp_path / "run")
+    )
     url = str(first / begun.run)
     assert CheckpointStore(url).names() == ["step-00000003", "step-00000006"]
     _, result = await complete(Run.resume(tmp_path / "run", ["train.steps=7"]))
     assert result.run != begun.run
-    assert CheckpointStore(url).names() == ["step-00000006", "step-00000007"], "it has the folder of the first run"
+    assert CheckpointStore(url).names() == ["step-00000006", "step-00000007"], (
+        "it has the folder of the first run"
+    )
     await complete(Run.resume(tmp_path / "run", ["train.steps=8", "checkpoint.url="]))
     assert CheckpointStore(url).names()[-1] == "step-00000007"
-    watched, _ = await complete(Run.resume(tmp_path / "run", ["train.steps=9", f"checkpoint.url={second}"]))
+    watched, _ = await complete(
+        Run.resume(tmp_path / "run", ["train.steps=9", f"checkpoint.url={second}"])
+    )
     assert [step["step"] for step in watched.of("step")] == [8]
     names = CheckpointStore(str(second / begun.run)).names()
-    assert names == ["step-00000008", "step-00000009"], "with the one that it begins with, for other machines"
+    assert names == ["step-00000008", "step-00000009"], (
+        "with the one that it begins with, for other machines"
+    )
 
 
-async def test_a_place_that_cannot_be_written_fails_the_run_before_it_works(bucket: str, tmp_path: Path) -> None:
-    watched, result = await complete(Run.create(recipe(MOCK, checkpoint__url="s3://none/runs"), tmp_path / "run"))
+async def test_a_place_that_cannot_be_written_fails_the_run_before_it_works(
+    bucket: str, tmp_path: Path
+) -> None:
+    watched, result = await complete(
+        Run.create(recipe(MOCK, checkpoint__url="s3://none/runs"), tmp_path / "run")
+    )
     assert result.state == "failed"
     assert "checkpoint.url: s3://none/runs/mock-test-" in result.reason
     assert "check that its folder or bucket exists" in result.reason
@@ -244,19 +287,36 @@ def test_a_relative_path_is_of_the_folder_in_which_the_run_began(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert recipe(MOCK, checkpoint__url="x").with_absolute_paths().checkpoint.url == str(tmp_path / "x")
-    assert recipe(MOCK, checkpoint__url="s3://b/x").with_absolute_paths().checkpoint.url == "s3://b/x"
+    assert recipe(MOCK, checkpoint__url="x").with_absolute_paths().checkpoint.url == str(
+        tmp_path / "x"
+    )
+    assert (
+        recipe(MOCK, checkpoint__url="s3://b/x").with_absolute_paths().checkpoint.url == "s3://b/x"
+    )
     assert recipe(MOCK).with_absolute_paths().checkpoint.url == ""
 
 
 # ── lists that somebody else has written ──
 
-OUTSIDE = ["../outside", "/tmp/outside", "model/../../outside", "./model/a", "model//a", "", "model/a\n", "..", "a\0b"]
+OUTSIDE = [
+    "../outside",
+    "/tmp/outside",
+    "model/../../outside",
+    "./model/a",
+    "model//a",
+    "",
+    "model/a\n",
+    "..",
+    "a\0b",
+]
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
-def test_a_name_that_leads_out_of_its_checkpoint_is_refused(name: str, url: str, tmp_path: Path) -> None:
-    store, here = CheckpointStore(url), tmp_path / "here"
+def test_a_name_that_leads_out_of_its_checkpoint_is_refused(
+    name: str, url: str, tmp_path: Path
+) -> None:
+    store = CheckpointStore(url)
+    here = tmp_path / "here"
     store.push(written(here, 2), keep=9)
     files, root = fsspec.core.url_to_fs(url, use_listings_cache=False)
     listed = json.loads(files.cat_file(f"{root}/step-00000002/files.json"))
@@ -274,7 +334,9 @@ def test_a_size_that_is_none_is_refused(size: object, url: str, tmp_path: Path) 
     store = CheckpointStore(url)
     store.push(written(tmp_path / "here", 2), keep=9)
     files, root = fsspec.core.url_to_fs(url, use_listings_cache=False)
-    files.pipe_file(f"{root}/step-00000002/files.json", json.dumps({"model/config.json": size}).encode())
+    files.pipe_file(
+        f"{root}/step-00000002/files.json", json.dumps({"model/config.json": size}).encode()
+    )
     with pytest.raises(FilesDamaged, match="as the size of a file"):
         store.pull("step-00000002", tmp_path / "there")
 

@@ -22,7 +22,12 @@ def written(folder: Path, version: int, *parts: str) -> Path:
     for part in parts or ("model", "train"):
         (made / part).mkdir(parents=True)
         (made / part / "file").write_text(str(version))
-    state = {"version": version, "counters": {"trained": version}, "remake": [version], "rates": "{}"}
+    state = {
+        "version": version,
+        "counters": {"trained": version},
+        "remake": [version],
+        "rates": "{}",
+    }
     (made / "run.json").write_text(json.dumps(state))
     return made
 
@@ -44,7 +49,9 @@ def test_what_is_not_complete_is_no_checkpoint(tmp_path: Path) -> None:
     assert newest is not None
     assert newest.version == 10
     checkpoint.clean(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{n:08d}" for n in (9, 10, 100)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        f"step-{n:08d}" for n in (9, 10, 100)
+    ]
     assert checkpoint.latest(tmp_path / "none") is None
 
 
@@ -67,11 +74,17 @@ def test_one_that_is_damaged_is_left_out_and_named(text: bytes, tmp_path: Path) 
     (tmp_path / "step-00000005" / "run.json").write_bytes(text)
     assert [found.version for found in checkpoint.usable(tmp_path)] == [3, 8]
     (tmp_path / "step-00000008" / "run.json").write_bytes(text)
-    with pytest.raises(checkpoint.CheckpointUnusable, match=r"step-00000008/run\.json is damaged: .* --from 5"):
+    with pytest.raises(
+        checkpoint.CheckpointUnusable,
+        match=r"step-00000008/run\.json is damaged: "
+        r".* --from 5",
+    ):
         checkpoint.latest(tmp_path)
 
 
-def test_one_that_is_removed_while_others_are_read_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_is_removed_while_others_are_read_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for version in (3, 5, 8):
         written(tmp_path, version)
     opened = checkpoint.open_checkpoint
@@ -93,26 +106,38 @@ class Wrapped(Exception):
         self.failures = {0: (failure, None)}
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG])
+@pytest.mark.parametrize(
+    "number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG]
+)
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_what_a_restart_does_not_mend_ends_the_run_with_what_to_do(tmp_path: Path, number: int, wrapped: bool) -> None:
+def test_what_a_restart_does_not_mend_ends_the_run_with_what_to_do(
+    tmp_path: Path, number: int, wrapped: bool
+) -> None:
     error: BaseException = OSError(number, os.strerror(number))
     refused = lasting_refusal(Wrapped(error) if wrapped else error, tmp_path, 7)
     assert refused is not None
-    for part in ("version 7 cannot be written below", os.strerror(number), "goes on from the beginning"):
+    for part in (
+        "version 7 cannot be written below",
+        os.strerror(number),
+        "goes on from the beginning",
+    ):
         assert part in str(refused)
     written(tmp_path, 5)
     assert "goes on from the checkpoint of version 5" in str(lasting_refusal(error, tmp_path, 7))
 
 
-def test_what_may_pass_is_tried_again_unless_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_may_pass_is_tried_again_unless_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert lasting_refusal(OSError(errno.EIO, "I/O"), tmp_path, 7) is None
     assert lasting_refusal(RuntimeError("cut short"), tmp_path, 7) is None
     free = [checkpoint.LEAST_FREE]
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free[0]))
     assert lasting_refusal(RuntimeError("cut short"), tmp_path, 7) is None
     free[0] -= 1
-    assert "its disk is full: cut short" in str(lasting_refusal(RuntimeError("cut short"), tmp_path, 7))
+    assert "its disk is full: cut short" in str(
+        lasting_refusal(RuntimeError("cut short"), tmp_path, 7)
+    )
 
 
 def test_a_disk_that_cannot_be_asked_is_refused(tmp_path: Path) -> None:
@@ -133,9 +158,15 @@ def test_a_disk_that_cannot_be_asked_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_the_newest_one_is_taken_wherever_it_is(
-    tmp_path: Path, here: list[int], there: list[int], known: int, parts: tuple[str, ...], found: int | None
+    tmp_path: Path,
+    here: list[int],
+    there: list[int],
+    known: int,
+    parts: tuple[str, ...],
+    found: int | None,
 ) -> None:
-    local, remote = tmp_path / "here", tmp_path / "remote"
+    local = tmp_path / "here"
+    remote = tmp_path / "remote"
     local.mkdir()
     remote.mkdir()
     store = CheckpointStore(str(remote))

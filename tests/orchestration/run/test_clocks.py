@@ -33,7 +33,11 @@ pytestmark = [
 # Ahead by an hour, back by two, and ahead by a day.
 JUMPS = (3600, -3600, 86400)
 # Leases, signs of life and calls that are over before the processes go on.
-SHORT: dict[str, Any] = {"pipeline__lease_seconds": 3.0, "launch__hang_timeout": 4.0, "launch__launcher": "process"}
+SHORT: dict[str, Any] = {
+    "pipeline__lease_seconds": 3.0,
+    "launch__hang_timeout": 4.0,
+    "launch__launcher": "process",
+}
 FROZEN_SECONDS = 60.0  # Ray's own signs of life are over too
 
 
@@ -58,9 +62,15 @@ async def freeze(clock: ShiftedClock) -> None:
 
 def disturbances(events: Iterable[Event]) -> tuple[list[dict[str, Any]], int]:
     """The events of workers that were taken for dead, and how many rows were delivered again."""
-    workers, redelivered = [], 0
+    workers = []
+    redelivered = 0
     for event in events:
-        if event.kind == "worker" and event.data["change"] in ("died", "restarted", "taken over", "absent"):
+        if event.kind == "worker" and event.data["change"] in (
+            "died",
+            "restarted",
+            "taken over",
+            "absent",
+        ):
             workers.append(event.data)
         elif event.kind == "ledger":
             redelivered = event.data["redelivered"]
@@ -68,7 +78,10 @@ def disturbances(events: Iterable[Event]) -> tuple[list[dict[str, Any]], int]:
 
 
 def is_ready_rollout(event: Event) -> bool:
-    return event.kind == "worker" and (event.data["stage"], event.data["change"]) == ("rollout", "ready")
+    return event.kind == "worker" and (event.data["stage"], event.data["change"]) == (
+        "rollout",
+        "ready",
+    )
 
 
 def events_in(metrics: Path) -> list[Event]:
@@ -76,7 +89,11 @@ def events_in(metrics: Path) -> list[Event]:
 
 
 def of_kind(metrics: Path, kind: str, change: str) -> list[dict[str, Any]]:
-    return [event.data for event in events_in(metrics) if event.kind == kind and event.data["change"] == change]
+    return [
+        event.data
+        for event in events_in(metrics)
+        if event.kind == kind and event.data["change"] == change
+    ]
 
 
 async def until(condition: Callable[[], bool], seconds: float = 240) -> None:
@@ -98,7 +115,8 @@ async def steps_of(metrics: Path, count: int) -> int:
 
 
 def started(arguments: list[str], folder: Path, **variables: str) -> subprocess.Popen[bytes]:
-    """The command, all of whose processes have the clock: none is forked from a server of the tests."""
+    """The command, all of whose processes have the clock: none is forked from a server of the
+    tests."""
     command = [sys.executable, "-P", "-m", "api.cli.main", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
     with (folder / "out").open("wb") as out:
@@ -107,7 +125,9 @@ def started(arguments: list[str], folder: Path, **variables: str) -> subprocess.
 
 def running(folder: Path, **changes: Any) -> tuple[subprocess.Popen[bytes], Path]:
     """`asyncdock run` of an endless recipe, and the file of its events."""
-    (folder / "recipe.json").write_text(recipe(MOCK, **{"train__steps": 100_000, **SHORT, **changes}).to_json())
+    (folder / "recipe.json").write_text(
+        recipe(MOCK, **{"train__steps": 100_000, **SHORT, **changes}).to_json()
+    )
     command = ["run", str(folder / "recipe.json"), "--plain", "--out", str(folder / "run")]
     return started(command, folder), folder / "run" / METRICS
 
@@ -139,7 +159,11 @@ async def test_a_run_is_not_disturbed(clock: ShiftedClock, tmp_path: Path) -> No
 
 
 async def test_a_run_with_a_host_is_not_disturbed(clock: ShiftedClock, tmp_path: Path) -> None:
-    here = {"pipeline__index_serve": "127.0.0.1", "pipeline__serve": "127.0.0.1", "sync__serve": "127.0.0.1"}
+    here = {
+        "pipeline__index_serve": "127.0.0.1",
+        "pipeline__serve": "127.0.0.1",
+        "sync__serve": "127.0.0.1",
+    }
     run, metrics = running(tmp_path, rollout__workers=2, launch__remote_rollouts=1, **here)
     host: subprocess.Popen[bytes] | None = None
     (tmp_path / "host").mkdir()
@@ -148,7 +172,11 @@ async def test_a_run_with_a_host_is_not_disturbed(clock: ShiftedClock, tmp_path:
         where = json.loads((tmp_path / "run" / WHERE).read_text())
         joins = {INDEX_VARIABLE: where["join"], "ASYNCDOCK_HOST_TOKEN": where["token"]}
         host = started(["host", "--run", where["run"]], tmp_path / "host", **joins)
-        await until(lambda: "rollout-1" in [event["worker"] for event in of_kind(metrics, "worker", "ready")])
+        await until(
+            lambda: (
+                "rollout-1" in [event["worker"] for event in of_kind(metrics, "worker", "ready")]
+            )
+        )
         await jump(clock, metrics)
         await freeze(clock)
         await steps_of(metrics, 5)
@@ -167,9 +195,14 @@ async def test_a_run_on_a_ray_cluster_is_not_disturbed(clock: ShiftedClock, tmp_
     pytest.importorskip("ray")
     with raylets(2, cpus=4) as cluster:
         on_cluster = {f"launch__{key}": value for key, value in on_ray(cluster.address).items()}
-        run, metrics = running(tmp_path, **on_cluster, rollout__workers=2, launch__startup_timeout=280.0)
+        run, metrics = running(
+            tmp_path, **on_cluster, rollout__workers=2, launch__startup_timeout=280.0
+        )
         try:
-            await until(lambda: len([each for each in events_in(metrics) if is_ready_rollout(each)]) == 2, 280)
+            await until(
+                lambda: len([each for each in events_in(metrics) if is_ready_rollout(each)]) == 2,
+                280,
+            )
             await steps_of(metrics, 2)
             await jump(clock, metrics)
             await freeze(clock)
@@ -185,7 +218,11 @@ async def test_a_run_on_a_ray_cluster_is_not_disturbed(clock: ShiftedClock, tmp_
 
 async def test_an_external_rollout_is_not_disturbed(clock: ShiftedClock, tmp_path: Path) -> None:
     changes = {"pipeline__lease_seconds": 3.0, "train__steps": 300}
-    async with taking_part(Run.create(recipe(ROLLOUT, **changes), tmp_path / "run")) as (watched, external, work):
+    async with taking_part(Run.create(recipe(ROLLOUT, **changes), tmp_path / "run")) as (
+        watched,
+        external,
+        work,
+    ):
         worker = asyncio.create_task(roll_out(external, "outside"))
         for shift in JUMPS:
             made = len(watched.of("step"))
@@ -229,6 +266,14 @@ async def test_runs_of_a_service_are_not_disturbed(clock: ShiftedClock, tmp_path
 def test_the_shift_reaches_the_processes(clock: ShiftedClock) -> None:
     """Otherwise the tests above see nothing."""
     clock.set(7200)
-    told = subprocess.run(["date", "+%s"], env=os.environ, capture_output=True, text=True, check=True).stdout
-    now = subprocess.run(["date", "+%s"], env={"PATH": os.environ["PATH"]}, capture_output=True, text=True, check=True)
+    told = subprocess.run(
+        ["date", "+%s"], env=os.environ, capture_output=True, text=True, check=True
+    ).stdout
+    now = subprocess.run(
+        ["date", "+%s"],
+        env={"PATH": os.environ["PATH"]},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert 7190 < int(told) - int(now.stdout) < 7210

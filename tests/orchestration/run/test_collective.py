@@ -1,4 +1,5 @@
-"""Runs whose engines get their weights from the trainer by torch.distributed: the same results, also after kills."""
+"""Runs whose engines get their weights from the trainer by torch.distributed: the same results,
+also after kills."""
 
 from __future__ import annotations
 
@@ -26,15 +27,20 @@ from tests.orchestration.runs import MOCK, TINY, complete, executing, recipe
 async def test_with_bound_zero_it_is_the_synchronous_run_bit_for_bit(
     launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Processes read the trainer's memory, as it is on their node; the inline run receives each version, as on another."""
+    """Processes read the trainer's memory, as it is on their node; the inline run receives each
+    version, as on another."""
     received: list[int] = []
     if launcher == "inline":
         receive = Depot._receive_into
         monkeypatch.setattr("stages.weights.depot.is_here", lambda *_: False)
         monkeypatch.setattr(
-            Depot, "_receive_into", lambda *of: (received.append(of[1].published.version), receive(*of))
+            Depot,
+            "_receive_into",
+            lambda *of: (received.append(of[1].published.version), receive(*of)),
         )  # type: ignore[attr-defined]
-    of = recipe(TINY, pipeline__staleness=0, sync__transport="collective", launch__launcher=launcher)
+    of = recipe(
+        TINY, pipeline__staleness=0, sync__transport="collective", launch__launcher=launcher
+    )
     expected, weights = await synchronous(of)
     watched, result = await complete(Run.create(of, tmp_path / "run"))
     assert result.state == "finished", result.reason
@@ -44,9 +50,12 @@ async def test_with_bound_zero_it_is_the_synchronous_run_bit_for_bit(
     assert_nothing_left(watched.run)
 
 
-async def test_several_replicas_follow_a_trainer_of_several_ranks_and_any_of_them_may_be_killed(tmp_path: Path) -> None:
-    """A rank that sends, then a replica that receives; with bound zero nothing is generated until the version that the dead
-    trainer had published is sent by its successor, so that it must be published again."""
+async def test_several_replicas_follow_a_trainer_of_several_ranks_and_any_of_them_may_be_killed(
+    tmp_path: Path,
+) -> None:
+    """A rank that sends, then a replica that receives; with bound zero nothing is generated until
+    the version that the dead trainer had published is sent by its successor, so that it must be
+    published again."""
     of = recipe(
         TINY,
         pipeline__staleness=0,
@@ -62,35 +71,61 @@ async def test_several_replicas_follow_a_trainer_of_several_ranks_and_any_of_the
             assert watched.run.supervisor is not None
             os.kill(watched.run.supervisor.pids()[worker], signal.SIGKILL)
             await watched.until(
-                lambda: [w["worker"] for w in watched.of("worker") if w["change"] == "died"][-1:] == [worker]  # noqa: B023
+                lambda worker=worker: (
+                    [w["worker"] for w in watched.of("worker") if w["change"] == "died"][-1:]
+                    == [worker]
+                )
             )
         result = await work
     assert result.state == "finished", result.reason
-    assert [w["worker"] for w in watched.of("worker") if w["change"] == "died"] == ["update-0", "rollout-1"]
+    assert [w["worker"] for w in watched.of("worker") if w["change"] == "died"] == [
+        "update-0",
+        "rollout-1",
+    ]
     assert_each_sample_once(of, watched)
     assert_nothing_left(watched.run)
     last = {sync["worker"] for sync in watched.of("sync") if sync["version"] == of.train.steps}
     assert last >= {"update-0", "rollout-0", "rollout-1"}
-    assert all(sync["gap_max"] < sync["gap_max_limit"] for sync in watched.of("sync") if "gap_max" in sync)
+    assert all(
+        sync["gap_max"] < sync["gap_max_limit"] for sync in watched.of("sync") if "gap_max" in sync
+    )
 
 
 def test_an_address_that_is_not_the_trainers_is_refused_with_its_name(tmp_path: Path) -> None:
     collective = {"sync__transport": "collective", "sync__serve": "192.0.2.1"}
     with pytest.raises(RecipeError, match=r'sync\.serve = "192\.0\.2\.1": cannot be listened on'):
         recipe(MOCK, **collective)
-    on_ray = recipe(MOCK, **collective, launch__launcher="ray")  # it may be an address of the node that has the trainer
+    # it may be an address of the node that has the trainer
+    on_ray = recipe(MOCK, **collective, launch__launcher="ray")
     with pytest.raises(OSError, match=r"sync\.serve = '192\.0\.2\.1': nothing can be served there"):
         weight_publisher(on_ray, tmp_path, secret=b"sixteen or more bytes", route="192.0.2.8")
 
 
 def test_it_is_not_for_engines_that_share_the_trainers_device() -> None:
-    with pytest.raises(RecipeError, match=r"sync.transport = \"collective\": is between separate devices"):
-        recipe(TINY, sync__transport="collective", launch__placement="colocated", launch__launcher="process")
+    with pytest.raises(
+        RecipeError,
+        match=r"sync.transport = \"collective\": is between separate "
+        r"devices",
+    ):
+        recipe(
+            TINY,
+            sync__transport="collective",
+            launch__placement="colocated",
+            launch__launcher="process",
+        )
 
 
 @pytest.mark.parametrize(("replicas", "at_once"), [(1, 0), (2, 1), (7, 1), (8, 2), (64, 16)])
 def test_a_quarter_of_the_replicas_swap_at_the_same_time(replicas: int, at_once: int) -> None:
     of = recipe(MOCK, rollout__workers=replicas, launch__launcher="process")
     assert of.swaps_at_once == at_once
-    assert recipe(MOCK, rollout__workers=8, sync__rolling=False, launch__launcher="process").swaps_at_once == 0
-    assert recipe(MOCK, rollout__workers=8, sync__at_once=5, launch__launcher="process").swaps_at_once == 5
+    assert (
+        recipe(
+            MOCK, rollout__workers=8, sync__rolling=False, launch__launcher="process"
+        ).swaps_at_once
+        == 0
+    )
+    assert (
+        recipe(MOCK, rollout__workers=8, sync__at_once=5, launch__launcher="process").swaps_at_once
+        == 5
+    )

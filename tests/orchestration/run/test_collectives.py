@@ -1,4 +1,5 @@
-"""A rank that dies in a collective call: the others notice, all start again, and nothing is lost."""
+"""A rank that dies in a collective call: the others notice, all start again, and nothing is
+lost."""
 
 from __future__ import annotations
 
@@ -8,7 +9,12 @@ from typing import Any
 import pytest
 
 from orchestration.run.run import Run
-from tests.orchestration.run.test_run import assert_each_sample_once, assert_equal, assert_nothing_left, trained
+from tests.orchestration.run.test_run import (
+    assert_each_sample_once,
+    assert_equal,
+    assert_nothing_left,
+    trained,
+)
 from tests.orchestration.runs import TINY, complete, executing, recipe
 
 RUN: dict[str, Any] = {
@@ -18,14 +24,18 @@ RUN: dict[str, Any] = {
     "checkpoint__every": 2,
     "launch__launcher": "process",
 }
-GATHERS = ["_allgather_base_", "_reduce_scatter_base_", "allgather_"]  # of layers, their gradients, and metrics
+# of layers, their gradients, and metrics
+GATHERS = ["_allgather_base_", "_reduce_scatter_base_", "allgather_"]
 
 
 @pytest.mark.parametrize(
     ("chosen", "calls"),
     [
         ({"dp": 2, "ep": 2}, [*GATHERS, "alltoall_base_"]),
-        ({"dp": 1, "tp": 2}, ["_c10d_functional::all_gather_into_tensor", "_c10d_functional::reduce_scatter_tensor"]),
+        (
+            {"dp": 1, "tp": 2},
+            ["_c10d_functional::all_gather_into_tensor", "_c10d_functional::reduce_scatter_tensor"],
+        ),
         ({"dp": 1, "pp": 2}, ["send", "recv_"]),
     ],
     ids=str,
@@ -48,5 +58,7 @@ async def test_a_rank_may_die_in_each_collective_call_and_the_weights_are_those_
     assert all((tmp_path / call).exists() for call in calls)
     assert_each_sample_once(of, watched)
     assert_nothing_left(watched.run)
-    assert [s["reward_mean"] for s in watched.of("step")] == [s["reward_mean"] for s in told.of("step")]
+    assert [s["reward_mean"] for s in watched.of("step")] == [
+        s["reward_mean"] for s in told.of("step")
+    ]
     assert_equal(trained(undisturbed, result), trained(undisturbed, expected))

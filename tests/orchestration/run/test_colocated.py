@@ -1,5 +1,5 @@
-"""Runs in which training and generation take turns on the same devices: the same samples, steps and weights, and never the
-memory of both."""
+"""Runs in which training and generation take turns on the same devices: the same samples, steps and
+weights, and never the memory of both."""
 
 from __future__ import annotations
 
@@ -39,8 +39,10 @@ TURNS: dict[str, Any] = {
 
 
 def assert_within_the_plan(of: Recipe, watched: Watched) -> None:
-    """What was counted in each phase is what the plan computes, on each rank, and training's bytes are gone meanwhile."""
-    plan, most = reshard_plan(of), turns(of)
+    """What was counted in each phase is what the plan computes, on each rank, and training's bytes
+    are gone meanwhile."""
+    plan = reshard_plan(of)
+    most = turns(of)
     weights = [plan.source.nbytes(rank) for rank in range(plan.world)]
     figures = {one.phase: one for one in memory(plan, held_bytes(of, plan.source))}
     for rank in range(plan.world):
@@ -59,16 +61,22 @@ def assert_within_the_plan(of: Recipe, watched: Watched) -> None:
         assert left
         for turn in left:
             assert turn.get("cache_bytes", 0) <= most.caches
-            assert turn.get("generating_bytes", 0) == figures[Phase.GENERATE].live[rank] + turn.get("cache_bytes", 0)
+            assert turn.get("generating_bytes", 0) == figures[Phase.GENERATE].live[rank] + turn.get(
+                "cache_bytes", 0
+            )
             assert turn["device_bytes"] <= figures[Phase.PREFETCH].live[rank] + slack
         order = [turn["phase"] for turn in reported]
         if not deaths(watched):
-            assert order == [("generating", "returning", "training")[at % 3] for at in range(len(order))]
+            assert order == [
+                ("generating", "returning", "training")[at % 3] for at in range(len(order))
+            ]
     assert any(turn.get("cache_bytes", 0) > 0 for turn in watched.of("turn"))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-async def test_on_one_rank_with_bound_zero_it_is_the_synchronous_run_bit_for_bit(dtype: str, tmp_path: Path) -> None:
+async def test_on_one_rank_with_bound_zero_it_is_the_synchronous_run_bit_for_bit(
+    dtype: str, tmp_path: Path
+) -> None:
     of = recipe(TINY, **TURNS, evaluate__every=2, evaluate__prompts=4, model__dtype=dtype)
     expected, weights = await synchronous(of)
     watched, result = await complete(Run.create(of, tmp_path / "run"))
@@ -77,7 +85,11 @@ async def test_on_one_rank_with_bound_zero_it_is_the_synchronous_run_bit_for_bit
     assert_equal(trained(of, result), weights)
     assert_each_sample_once(of, watched)
     assert [evaluation["version"] for evaluation in watched.of("evaluation")] == [0, 2, 4, 6]
-    gaps = [sync["gap_max"] for sync in watched.of("sync") if sync["version"] and sync["to"] == "generation"]
+    gaps = [
+        sync["gap_max"]
+        for sync in watched.of("sync")
+        if sync["version"] and sync["to"] == "generation"
+    ]
     assert len(gaps) == 6, "probed at each swap"
     assert 0 < max(gaps) < (1e-5 if dtype == "float32" else 0.05)
     assert_within_the_plan(of, watched)
@@ -87,7 +99,11 @@ async def test_on_one_rank_with_bound_zero_it_is_the_synchronous_run_bit_for_bit
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 async def test_adapters_take_turns_beside_a_base_that_stays(dtype: str, tmp_path: Path) -> None:
     """The plain loop, bit for bit; both engines have one base, and a turn moves adapters alone."""
-    lora = {"model__lora": {"rank": 4}, "train__learning_rate": 1e-2, "algorithm__options": {"kl_coef": 0.1}}
+    lora = {
+        "model__lora": {"rank": 4},
+        "train__learning_rate": 1e-2,
+        "algorithm__options": {"kl_coef": 0.1},
+    }
     of = recipe(TINY, **TURNS, **lora, evaluate__every=3, evaluate__prompts=4, model__dtype=dtype)
     expected, weights = await synchronous(of)
     watched, result = await complete(Run.create(of, tmp_path / "run"))
@@ -96,12 +112,16 @@ async def test_adapters_take_turns_beside_a_base_that_stays(dtype: str, tmp_path
     assert_equal(trained(of, result), weights)
     assert_each_sample_once(of, watched)
     assert_nothing_left(watched.run)
-    follows, item = plan(of), 4 if dtype == "float32" else 2
+    follows = plan(of)
+    item = 4 if dtype == "float32" else 2
     assert follows.parameters is not None and follows.trained_parameters is not None  # noqa: PT018
     swaps = [sync for sync in watched.of("sync") if sync["to"] == "generation"]
     assert {sync["bytes"] for sync in swaps} == {item * follows.trained_parameters}
-    assert all(sync["gap_mean"] < sync["gap_mean_limit"] for sync in swaps if sync["version"]), "each was probed"
-    most, left = turns(of), [turn for turn in watched.of("turn") if turn["phase"] == "returning"]
+    assert all(sync["gap_mean"] < sync["gap_mean_limit"] for sync in swaps if sync["version"]), (
+        "each was probed"
+    )
+    most = turns(of)
+    left = [turn for turn in watched.of("turn") if turn["phase"] == "returning"]
     for turn in left:
         held = turn["generating_bytes"] - turn["cache_bytes"]
         assert turn["device_bytes"] == held <= 1.05 * most.generating
@@ -123,7 +143,9 @@ async def test_adapters_of_two_ranks_take_turns_and_survive_a_kill(tmp_path: Pat
     swaps = [sync for sync in watched.of("sync") if sync["to"] == "generation" and sync["version"]]
     assert {sync["worker"] for sync in swaps} == {"rollout-0", "rollout-1"}
     probed = [sync for sync in swaps if "gap_mean" in sync]
-    assert len(probed) >= len(swaps) - 2, "a rank that starts again with nothing to replay has no rows to probe with"
+    assert len(probed) >= len(swaps) - 2, (
+        "a rank that starts again with nothing to replay has no rows to probe with"
+    )
     assert all(sync["gap_mean"] < sync["gap_mean_limit"] for sync in probed)
 
 
@@ -131,7 +153,9 @@ async def test_adapters_of_two_ranks_take_turns_and_survive_a_kill(tmp_path: Pat
 async def test_with_slack_as_many_steps_follow_on_one_another_as_there_are_batches(
     prefetch: bool, tmp_path: Path
 ) -> None:
-    of = recipe(TINY, **{**TURNS, "pipeline__staleness": 1}, train__steps=8, sync__prefetch=prefetch)
+    of = recipe(
+        TINY, **{**TURNS, "pipeline__staleness": 1}, train__steps=8, sync__prefetch=prefetch
+    )
     watched, result = await complete(Run.create(of, tmp_path / "run"))
     assert result.state == "finished", result.reason
     assert_each_sample_once(of, watched)
@@ -148,7 +172,12 @@ async def test_what_is_in_flight_when_the_batch_is_complete_is_cut_and_goes_on_l
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two groups at a time, so that the first step's are done while others are not."""
-    settings = {"pipeline__staleness": 2, "rollout__max_rows": 8, "rollout__max_tokens": 48, "train__steps": 6}
+    settings = {
+        "pipeline__staleness": 2,
+        "rollout__max_rows": 8,
+        "rollout__max_tokens": 48,
+        "train__steps": 6,
+    }
     of = recipe(TINY, **{**TURNS, **settings}, train__groups_per_step=2)
     watched, result = await complete(Run.create(of, tmp_path / "run"))
     assert result.state == "finished", result.reason
@@ -158,10 +187,16 @@ async def test_what_is_in_flight_when_the_batch_is_complete_is_cut_and_goes_on_l
     assert max(step["staleness_max"] for step in watched.of("step")) >= 1
 
 
-async def test_weights_that_arrive_damaged_make_no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On one rank there are no messages with checksums; the probe is what notices. The rank begins again at its last
-    checkpoint, replays, and ends at the weights of an undisturbed run."""
-    swap, damaged = Swap.to_rollout, [2]
+async def test_weights_that_arrive_damaged_make_no_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On one rank there are no messages with checksums; the probe is what notices.
+
+    The rank begins again at its last checkpoint, replays, and ends at the weights of an undisturbed
+    run.
+    """
+    swap = Swap.to_rollout
+    damaged = [2]
 
     def damaging(self: Swap) -> Any:
         tensors = swap(self)
@@ -178,7 +213,10 @@ async def test_weights_that_arrive_damaged_make_no_token(tmp_path: Path, monkeyp
     monkeypatch.undo()
     assert result.state == "finished", result.reason
     (died,) = [worker for worker in watched.of("worker") if worker["change"] == "died"]
-    assert "SwapError: rollout-0: with the weights of version 2 the engine's logprobs differ" in died["reason"]
+    assert (
+        "SwapError: rollout-0: with the weights of version 2 the engine's logprobs differ"
+        in died["reason"]
+    )
     assert "start again at the last checkpoint" in died["reason"]
     assert_each_sample_once(of, watched)
     expected, weights = await synchronous(of)
@@ -186,12 +224,16 @@ async def test_weights_that_arrive_damaged_make_no_token(tmp_path: Path, monkeyp
     assert_equal(trained(of, result), weights)
 
 
-# --- several ranks ---------------------------------------------------------------------------------------------------
+# --- several ranks
+# --------------------------------------------------------------------------------------------------
 
 
 class Laborious(GRPO):
-    """GRPO whose steps take a while. In one of the run's lives (chosen by the file ``damage``, once) rank 1 receives another
-    byte than was sent, in the swap after a step."""
+    """GRPO whose steps take a while.
+
+    In one of the run's lives (chosen by the file ``damage``, once) rank 1 receives another byte
+    than was sent, in the swap after a step.
+    """
 
     damage: str = ""
 
@@ -230,9 +272,12 @@ def test_each_rank_is_one_worker() -> None:
     assert workers_of(of) == [("flow", 0), ("colocated", 0), ("colocated", 1)]
 
 
-async def test_any_rank_may_die_in_any_phase_and_each_sample_is_trained_once(tmp_path: Path) -> None:
-    """Killed while it generates, while training comes back, and while it trains; and a message that arrives damaged. Each
-    time both ranks begin again at the last checkpoint, and the weights are those of an undisturbed run."""
+async def test_any_rank_may_die_in_any_phase_and_each_sample_is_trained_once(
+    tmp_path: Path,
+) -> None:
+    """Killed while it generates, while training comes back, and while it trains; and a message that
+    arrives damaged. Each time both ranks begin again at the last checkpoint, and the weights are
+    those of an undisturbed run."""
     settings: dict[str, Any] = {
         "train__dp": 2,
         "checkpoint__every": 2,
@@ -244,9 +289,17 @@ async def test_any_rank_may_die_in_any_phase_and_each_sample_is_trained_once(tmp
         "rollout__max_tokens": 24,
         "sync__bucket": "8KiB",
     }
-    of = recipe(TINY, **{**TURNS, **settings}, algorithm__options={"damage": str(tmp_path / "damage")})
-    expected, weights = await expected_of(recipe(TINY, **{**TURNS, **settings}, algorithm__options={}))
-    victims = [("rollout-0", "generating", 1), ("rollout-1", "returning", 2), ("rollout-0", "training", 3)]
+    of = recipe(
+        TINY, **{**TURNS, **settings}, algorithm__options={"damage": str(tmp_path / "damage")}
+    )
+    expected, weights = await expected_of(
+        recipe(TINY, **{**TURNS, **settings}, algorithm__options={})
+    )
+    victims = [
+        ("rollout-0", "generating", 1),
+        ("rollout-1", "returning", 2),
+        ("rollout-0", "training", 3),
+    ]
     async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
         for rank, phase, version in victims:
             while await killed_in(watched, rank, phase, version) != phase:
@@ -262,14 +315,19 @@ async def test_any_rank_may_die_in_any_phase_and_each_sample_is_trained_once(tmp
     assert_each_sample_once(of, watched)
     assert_within_the_plan(of, watched)
     assert_nothing_left(watched.run)
-    assert [step["reward_mean"] for step in watched.of("step")] == [step.reward_mean for step in expected]
+    assert [step["reward_mean"] for step in watched.of("step")] == [
+        step.reward_mean for step in expected
+    ]
     norms = [step.metrics["grad_norm"] for step in expected]
     assert [step["grad_norm"] for step in watched.of("step")] == pytest.approx(norms, rel=1e-4)
     assert_close(trained(of, result), weights)
 
 
 async def killed_in(watched: Watched, rank: str, phase: str, version: int) -> str:
-    """Kill ``rank`` when it is next in ``phase``, with ``version`` or a later one. Returns the phase that it died in."""
+    """Kill ``rank`` when it is next in ``phase``, with ``version`` or a later one.
+
+    Returns the phase that it died in.
+    """
     number = len(deaths(watched))
 
     def turns() -> list[dict[str, Any]]:
@@ -277,7 +335,11 @@ async def killed_in(watched: Watched, rank: str, phase: str, version: int) -> st
 
     before = len(turns())
     await watched.until(
-        lambda: bool(now := turns()[before:][-1:]) and now[0]["phase"] == phase and now[0]["version"] >= version,
+        lambda: (
+            bool(now := turns()[before:][-1:])
+            and now[0]["phase"] == phase
+            and now[0]["version"] >= version
+        ),
         timeout=240,
     )
     assert watched.run.supervisor is not None
@@ -292,11 +354,19 @@ def deaths(watched: Watched) -> list[dict[str, Any]]:
 
 def before_death(watched: Watched, number: int) -> list[dict[str, Any]]:
     """The turns that were reported before death ``number``."""
-    died = [event for event in watched.events if event.kind == "worker" and event.data["change"] == "died"][number]
-    return [event.data for event in watched.events[: watched.events.index(died)] if event.kind == "turn"]
+    died = [
+        event
+        for event in watched.events
+        if event.kind == "worker" and event.data["change"] == "died"
+    ][number]
+    return [
+        event.data for event in watched.events[: watched.events.index(died)] if event.kind == "turn"
+    ]
 
 
-async def test_a_run_that_was_stopped_goes_on_at_another_number_of_ranks_and_ends_evaluated(tmp_path: Path) -> None:
+async def test_a_run_that_was_stopped_goes_on_at_another_number_of_ranks_and_ends_evaluated(
+    tmp_path: Path,
+) -> None:
     """One process; then two ranks that cut the matrices between them."""
     of = recipe(TINY, **TURNS, train__steps=7, evaluate__every=7, evaluate__prompts=4)
     expected, weights = await expected_of(of)
@@ -306,9 +376,13 @@ async def test_a_run_that_was_stopped_goes_on_at_another_number_of_ranks_and_end
         assert (await work).state == "stopped"
     assert_nothing_left(watched.run)
     before = {step["step"]: step["grad_norm"] for step in watched.of("step")}
-    resumed = Run.resume(tmp_path / "run", ["train.tp=2", "launch.launcher=process", "launch.startup_timeout=300"])
+    resumed = Run.resume(
+        tmp_path / "run", ["train.tp=2", "launch.launcher=process", "launch.startup_timeout=300"]
+    )
     assert resumed.start is not None
-    assert resumed.start.version == len(before), "training has had the device back to write its checkpoint"
+    assert resumed.start.version == len(before), (
+        "training has had the device back to write its checkpoint"
+    )
     watched, result = await complete(resumed)
     assert result.state == "finished", result.reason
     reported = before | {step["step"]: step["grad_norm"] for step in watched.of("step")}

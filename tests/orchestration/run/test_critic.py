@@ -1,4 +1,5 @@
-"""PPO with a critic that has an engine and a worker of its own: real processes that train, die and go on together."""
+"""PPO with a critic that has an engine and a worker of its own: real processes that train, die and
+go on together."""
 
 from __future__ import annotations
 
@@ -23,7 +24,12 @@ from orchestration.run.kinds import workers_of
 from orchestration.run.run import Run
 from stages.engines.torch.critic import VALUE_HEAD
 from tests.orchestration import scores
-from tests.orchestration.run.test_run import assert_each_sample_once, assert_equal, assert_nothing_left, trained
+from tests.orchestration.run.test_run import (
+    assert_each_sample_once,
+    assert_equal,
+    assert_nothing_left,
+    trained,
+)
 from tests.orchestration.runs import TINY, complete, executing, recipe
 
 OWN: dict[str, Any] = {
@@ -39,16 +45,25 @@ OWN: dict[str, Any] = {
 def state_of(critic: Any) -> dict[str, torch.Tensor]:
     state = critic.state_dict()
     return {
-        f"{part} {name}": v.clone() for part in ("model", "exp_avg", "exp_avg_sq") for name, v in state[part].items()
+        f"{part} {name}": v.clone()
+        for part in ("model", "exp_avg", "exp_avg_sq")
+        for name, v in state[part].items()
     }
 
 
-async def test_either_may_be_killed_and_both_have_the_weights_of_the_plain_loop(tmp_path: Path) -> None:
-    """The critic before the first checkpoint, then the policy after it, then the critic again: with bound 0, bit for bit."""
+async def test_either_may_be_killed_and_both_have_the_weights_of_the_plain_loop(
+    tmp_path: Path,
+) -> None:
+    """The critic before the first checkpoint, then the policy after it, then the critic again: with
+    bound 0, bit for bit."""
     of = recipe(TINY, **OWN, train__steps=8, launch__launcher="process")
-    reported, policy, critic = [], {}, {}
+    reported = []
+    policy = {}
+    critic = {}
     async for step in synchronous_run(of):
-        reported.append((step.reward_mean, step.metrics["loss"], step.metrics["explained_variance"]))
+        reported.append(
+            (step.reward_mean, step.metrics["loss"], step.metrics["explained_variance"])
+        )
         policy = {name: value.clone() for name, value in step.engine.weights()}
         critic = state_of(step.critic)
     async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
@@ -69,13 +84,17 @@ async def test_either_may_be_killed_and_both_have_the_weights_of_the_plain_loop(
     assert_nothing_left(watched.run)
     steps = watched.of("step")
     assert [(s["reward_mean"], s["loss"], s["explained_variance"]) for s in steps] == reported
-    assert all({"value_loss", "critic_grad_norm", "critic_learning_rate"} <= s.keys() for s in steps)
+    assert all(
+        {"value_loss", "critic_grad_norm", "critic_learning_rate"} <= s.keys() for s in steps
+    )
     assert_equal(trained(of, result), policy)
     assert result.checkpoint is not None
     engine = critic_engine(of)
     result.checkpoint.load_into(engine, CRITIC)
     assert_equal(state_of(engine), critic)
-    assert not torch.equal(critic["model model.embed_tokens.weight"], policy["model.embed_tokens.weight"])
+    assert not torch.equal(
+        critic["model model.embed_tokens.weight"], policy["model.embed_tokens.weight"]
+    )
     head = load_file(result.checkpoint.path / CRITIC / "model" / VALUE_HEAD)
     assert torch.equal(head["value_head.weight"], critic["model value_head.weight"])
 
@@ -84,11 +103,17 @@ async def test_either_may_be_killed_and_both_have_the_weights_of_the_plain_loop(
 async def test_a_critic_on_ranks_is_that_of_the_plain_loop_but_for_the_order_of_sums(
     strategy: str, tmp_path: Path
 ) -> None:
-    """Also when the rank without orders of its own is killed after a checkpoint: all ranks replay."""
+    """Also when the rank without orders of its own is killed after a checkpoint: all ranks
+    replay."""
     ranks = {f"critic__{strategy}": 2, "train__threads": 1, "launch__launcher": "process"}
     of = recipe(TINY, **OWN, **ranks, train__steps=6, checkpoint__every=3)
-    assert [worker for worker in workers_of(of) if worker[0] == "critic"] == [("critic", 0), ("critic", 1)]
-    names, plain, learned = ("explained_variance", "value_loss"), [], {}
+    assert [worker for worker in workers_of(of) if worker[0] == "critic"] == [
+        ("critic", 0),
+        ("critic", 1),
+    ]
+    names = ("explained_variance", "value_loss")
+    plain = []
+    learned = {}
     async for made in synchronous_run(of):
         plain.append([made.reward_mean, *(made.metrics[name] for name in names)])
         learned = state_of(made.critic)
@@ -102,7 +127,9 @@ async def test_a_critic_on_ranks_is_that_of_the_plain_loop_but_for_the_order_of_
     assert_each_sample_once(of, watched)
     assert_nothing_left(watched.run)
     for step, wanted in zip(watched.of("step"), plain, strict=True):
-        assert [step["reward_mean"], *(step[name] for name in names)] == pytest.approx(wanted, rel=1e-3, abs=1e-4)
+        assert [step["reward_mean"], *(step[name] for name in names)] == pytest.approx(
+            wanted, rel=1e-3, abs=1e-4
+        )
     assert result.checkpoint is not None
     engine = critic_engine(of)
     result.checkpoint.load_into(engine, CRITIC)
@@ -114,14 +141,18 @@ def weights_at_the_start(of: Recipe) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in train_engine(of).weights()}
 
 
-async def test_a_batch_that_the_critic_alone_cannot_learn_from_neither_of_them_learns_from(tmp_path: Path) -> None:
-    """Squared errors of rewards of 2e37 overflow; advantages are whitened, so the policy has a finite loss. A kill after it
-    makes both replay."""
+async def test_a_batch_that_the_critic_alone_cannot_learn_from_neither_of_them_learns_from(
+    tmp_path: Path,
+) -> None:
+    """Squared errors of rewards of 2e37 overflow; advantages are whitened, so the policy has a
+    finite loss. A kill after it makes both replay."""
     overflowing = {"reward__functions": [{"name": f"{scores.HERE}:overflowing"}]}
     options = {"algorithm__options": {"critic": "own", "epochs": 1, "whiten": True}}
     keys = {"train__steps": 8, "checkpoint__every": 8, "launch__launcher": "process"}
     of = recipe(TINY, **OWN | overflowing | options | keys)
-    policy, critic, skipped = weights_at_the_start(of), state_of(critic_engine(of)), []
+    policy = weights_at_the_start(of)
+    critic = state_of(critic_engine(of))
+    skipped = []
     async for step in synchronous_run(of):
         before = policy, critic
         policy = {name: value.clone() for name, value in step.engine.weights()}
@@ -147,7 +178,9 @@ async def test_a_batch_that_the_critic_alone_cannot_learn_from_neither_of_them_l
     assert_equal(state_of(engine), critic)
 
 
-async def test_a_stopped_run_goes_on_with_its_critic_and_another_run_begins_with_it(tmp_path: Path) -> None:
+async def test_a_stopped_run_goes_on_with_its_critic_and_another_run_begins_with_it(
+    tmp_path: Path,
+) -> None:
     of = recipe(TINY, **{**OWN, "pipeline__staleness": 1}, train__steps=40)
     async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
         await watched.until(lambda: len(watched.of("step")) >= 4)
@@ -158,7 +191,8 @@ async def test_a_stopped_run_goes_on_with_its_critic_and_another_run_begins_with
     assert result.checkpoint is not None
     assert result.checkpoint.version == stopped, "the last step's, of both"
     with pytest.raises(
-        RecipeError, match="cannot change in a resumed run: the checkpoint has the weights of the critic"
+        RecipeError,
+        match="cannot change in a resumed run: the checkpoint has the weights of the critic",
     ):
         Run.resume(tmp_path / "run", ["algorithm.options.critic=trunk"])
     resumed = Run.resume(tmp_path / "run", [f"train.steps={stopped + 3}"])
@@ -169,7 +203,8 @@ async def test_a_stopped_run_goes_on_with_its_critic_and_another_run_begins_with
     source = result.checkpoint.path / CRITIC / "model"
     begun = critic_engine(recipe(TINY, **OWN, critic__source=str(source)))
     assert torch.equal(
-        begun.state_dict()["model"]["value_head.weight"], load_file(source / VALUE_HEAD)["value_head.weight"]
+        begun.state_dict()["model"]["value_head.weight"],
+        load_file(source / VALUE_HEAD)["value_head.weight"],
     )
 
 
@@ -191,14 +226,29 @@ def test_the_flow_has_the_critic_and_it_lives_with_the_trainer() -> None:
             {"critic__learning_rate": 1e-3, "algorithm__name": "ppo"},
             r"critic.learning_rate = 0.001: is read by no worker",
         ),
-        ({**OWN, "critic__tp": 3, "launch__launcher": "process"}, r"critic.tp = 3: cannot share the model's num_"),
+        (
+            {**OWN, "critic__tp": 3, "launch__launcher": "process"},
+            r"critic.tp = 3: cannot share "
+            r"the model's num_",
+        ),
         (
             {**OWN, "critic__pp": 99, "launch__launcher": "process"},
             r"critic.pp = 99: makes 99 stages, more than the model",
         ),
-        ({**OWN, "critic__dp": 2, "launch__launcher": "inline"}, r"critic.dp = 2 times critic.tp = 1 is 2 ranks"),
-        ({**OWN, "launch__placement": "colocated"}, "ppo trains a critic of its own, which does not leave it"),
-        ({**OWN, "critic__source": "nowhere"}, r'critic.source = "nowhere": is neither a known model nor a directory'),
+        (
+            {**OWN, "critic__dp": 2, "launch__launcher": "inline"},
+            r"critic.dp = 2 times critic.tp = "
+            r"1 is 2 ranks",
+        ),
+        (
+            {**OWN, "launch__placement": "colocated"},
+            "ppo trains a critic of its own, which does not leave it",
+        ),
+        (
+            {**OWN, "critic__source": "nowhere"},
+            r'critic.source = "nowhere": is neither a known '
+            r"model nor a directory",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused(changes: dict[str, Any], message: str) -> None:
@@ -206,10 +256,17 @@ def test_what_cannot_work_is_refused(changes: dict[str, Any], message: str) -> N
         recipe(TINY, **changes)
 
 
-async def test_a_run_whose_critic_learns_alone_at_first_is_the_plain_loop_after_a_death(tmp_path: Path) -> None:
-    """A value head on the trunk: the trainer dies after the warm-up's checkpoint, and replays to the same bits."""
+async def test_a_run_whose_critic_learns_alone_at_first_is_the_plain_loop_after_a_death(
+    tmp_path: Path,
+) -> None:
+    """A value head on the trunk: the trainer dies after the warm-up's checkpoint, and replays to
+    the same bits."""
     options = {"critic_warmup_steps": 3, "value_learning_rate": 1e-2}
-    algorithm = {"algorithm__name": "ppo", "algorithm__options": options, "reward__functions": OWN["reward__functions"]}
+    algorithm = {
+        "algorithm__name": "ppo",
+        "algorithm__options": options,
+        "reward__functions": OWN["reward__functions"],
+    }
     of = recipe(TINY, **algorithm, pipeline__staleness=0, train__steps=6, checkpoint__every=2)
     policies = [dict[str, torch.Tensor]()]
     async for made in synchronous_run(of):

@@ -1,4 +1,5 @@
-"""Files of a checkpoint that are not as they were written: they are named, and nothing is trained on them."""
+"""Files of a checkpoint that are not as they were written: they are named, and nothing is trained
+on them."""
 
 from __future__ import annotations
 
@@ -46,9 +47,15 @@ def shards(newest: Path) -> Path:
 FAULTS: dict[str, tuple[Callable[[Path], Path], Callable[[Path], None]]] = {
     "a bit of the optimizer's state": (shards, flip),
     "a bit of its metadata": (lambda newest: newest / "train" / ".metadata", flip),
-    "a cut model": (lambda newest: newest / "model" / "model.safetensors", lambda path: os.truncate(path, 1000)),
+    "a cut model": (
+        lambda newest: newest / "model" / "model.safetensors",
+        lambda path: os.truncate(path, 1000),
+    ),
     "a bit of the model": (lambda newest: newest / "model" / "model.safetensors", flip),
-    "another config": (lambda newest: newest / "model" / "config.json", lambda path: path.write_text("{}") and None),
+    "another config": (
+        lambda newest: newest / "model" / "config.json",
+        lambda path: path.write_text("{}") and None,
+    ),
     "no tokenizer": (lambda newest: newest / "model" / "tokenizer.json", Path.unlink),
     "an empty state": (lambda newest: newest / "run.json", lambda path: os.truncate(path, 0)),
     "cut digests": (lambda newest: newest / "digests.json", lambda path: os.truncate(path, 100)),
@@ -73,7 +80,11 @@ def version_of(path: Path) -> int:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "run.lock"}
+    return {
+        str(path): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != "run.lock"
+    }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -89,7 +100,9 @@ async def test_a_resume_names_the_damaged_file_and_the_way_on(
         Run.resume(run, ["train.steps=5"])
     assert str(of_newest(newest)) in str(refused.value)
     earlier = before(newest)
-    assert f"`asyncdock resume {run} --from {version_of(earlier)}` goes on from" in str(refused.value)
+    assert f"`asyncdock resume {run} --from {version_of(earlier)}` goes on from" in str(
+        refused.value
+    )
     assert contents(run) == as_it_was, "a refusal changes nothing"
     with pytest.raises(typer.Exit) as verified:
         verify(run)
@@ -100,12 +113,16 @@ async def test_a_resume_names_the_damaged_file_and_the_way_on(
     resumed = Run.resume(run, ["train.steps=5"], start_version=version_of(earlier))
     assert resumed.begins == version_of(earlier)
     aside = newest.with_name("aside-step-00000004")
-    assert {Path(name).relative_to(newest): text for name, text in as_it_was.items() if str(newest) in name} == {
-        Path(name).relative_to(aside): text for name, text in contents(aside).items()
-    }
+    assert {
+        Path(name).relative_to(newest): text
+        for name, text in as_it_was.items()
+        if str(newest) in name
+    } == {Path(name).relative_to(aside): text for name, text in contents(aside).items()}
 
 
-async def test_a_run_goes_on_before_a_damaged_checkpoint_as_if_it_had_never_been(ended: Path, tmp_path: Path) -> None:
+async def test_a_run_goes_on_before_a_damaged_checkpoint_as_if_it_had_never_been(
+    ended: Path, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     shutil.copytree(ended, run)
     flip(shards(run / "checkpoints" / "step-00000004"))
@@ -121,17 +138,26 @@ async def test_a_run_goes_on_before_a_damaged_checkpoint_as_if_it_had_never_been
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-async def test_what_is_damaged_later_is_found_by_the_ranks_that_load_it(ranks: int, tmp_path: Path) -> None:
-    """After the resume has looked at all files. Each rank verifies what it reads, and the run ends at once."""
+async def test_what_is_damaged_later_is_found_by_the_ranks_that_load_it(
+    ranks: int, tmp_path: Path
+) -> None:
+    """After the resume has looked at all files.
+
+    Each rank verifies what it reads, and the run ends at once.
+    """
     changes = {"train__dp": ranks, "launch__launcher": "process" if ranks > 1 else "inline"}
-    await complete(Run.create(recipe(TINY, train__steps=2, checkpoint__every=1, **changes), tmp_path / "run"))
+    await complete(
+        Run.create(recipe(TINY, train__steps=2, checkpoint__every=1, **changes), tmp_path / "run")
+    )
     resumed = Run.resume(tmp_path / "run", ["train.steps=4"])
     newest = tmp_path / "run" / "checkpoints" / "step-00000002"
     shard = sorted((newest / "train").glob("*.distcp"))[-1]
     flip(shard)
     watched, result = await complete(resumed)
     assert result.state == "failed"
-    assert f"CheckpointUnusable: checkpoint: {shard} is damaged: its xxh3 digest is " in result.reason
+    assert (
+        f"CheckpointUnusable: checkpoint: {shard} is damaged: its xxh3 digest is " in result.reason
+    )
     assert f"asyncdock resume {tmp_path / 'run'} --from 1" in result.reason
     assert not watched.of("step")
     assert not [worker for worker in watched.of("worker") if worker["change"] == "restarted"]
@@ -145,7 +171,9 @@ def written(folder: Path, version: int = 1, value: float = 0.0) -> checkpoint.Ch
     writer = checkpoint.Writer(engine)
     writer.copy()
     writer.write(checkpoint.begin(folder, version))
-    return checkpoint.finish(folder, tokenizer_of(OF), version, {"counters": {}, "remake": []}, keep=9)
+    return checkpoint.finish(
+        folder, tokenizer_of(OF), version, {"counters": {}, "remake": []}, keep=9
+    )
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -160,9 +188,12 @@ def test_a_state_that_is_not_finite_is_neither_written_nor_loaded(
     assert "step-00000002 is not written" in str(unusable)
     assert "goes on from the checkpoint of version 1" in str(unusable)
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "not_finite", lambda state: None)  # as older versions have written them
+        # as older versions have written them
+        patch.setattr(checkpoint, "not_finite", lambda state: None)
         bad = written(good.path.parent, 2, value)
-    with pytest.raises(CheckpointUnusable, match=f"{bad.path / 'train'} has values of 'model.* that are not finite"):
+    with pytest.raises(
+        CheckpointUnusable, match=f"{bad.path / 'train'} has values of 'model.* that are not finite"
+    ):
         bad.load_into(train_engine(OF))
     good.load_into(train_engine(OF))
 
@@ -172,7 +203,11 @@ def test_the_digests_are_those_of_the_files_and_an_older_checkpoint_without_them
 ) -> None:
     made = written(tmp_path)
     files = json.loads((made.path / "digests.json").read_text())["files"]
-    found = {path.relative_to(made.path).as_posix(): path for path in made.path.rglob("*") if path.is_file()}
+    found = {
+        path.relative_to(made.path).as_posix(): path
+        for path in made.path.rglob("*")
+        if path.is_file()
+    }
     assert files.keys() == found.keys() - {"digests.json"}
     for name, digest in files.items():
         content = found[name].read_bytes()
@@ -184,7 +219,9 @@ def test_the_digests_are_those_of_the_files_and_an_older_checkpoint_without_them
     assert "not verified: it has no digests" in capsys.readouterr().out
 
 
-def test_a_damaged_model_is_refused_by_what_loads_it_and_a_copy_of_it_is_not_verified(tmp_path: Path) -> None:
+def test_a_damaged_model_is_refused_by_what_loads_it_and_a_copy_of_it_is_not_verified(
+    tmp_path: Path,
+) -> None:
     """So do served checkpoints, references and runs that begin with one."""
     model = written(tmp_path).model
     load_model(str(model), dtype=torch.float32, seed=0)
@@ -196,13 +233,19 @@ def test_a_damaged_model_is_refused_by_what_loads_it_and_a_copy_of_it_is_not_ver
 
 
 def test_one_that_was_damaged_at_its_url_is_not_copied_from_there(tmp_path: Path) -> None:
-    local, remote, there = tmp_path / "run" / "checkpoints", tmp_path / "remote", tmp_path / "there" / "checkpoints"
+    local = tmp_path / "run" / "checkpoints"
+    remote = tmp_path / "remote"
+    there = tmp_path / "there" / "checkpoints"
     remote.mkdir()
     store = CheckpointStore(str(remote))
     for version in (1, 2):
         store.push(written(local, version).path, keep=9)
     flip(remote / "step-00000002" / "model" / "model.safetensors")
-    with pytest.raises(CheckpointUnusable, match=r"remote/step-00000002 is damaged, .*model.safetensors") as refused:
+    with pytest.raises(
+        CheckpointUnusable,
+        match=r"remote/step-00000002 is damaged, "
+        r".*model.safetensors",
+    ) as refused:
         checkpoint.newest(there, str(remote))
     assert "--from 1" in str(refused.value)
     assert not checkpoint.whole(there)
@@ -213,12 +256,17 @@ def test_one_that_was_damaged_at_its_url_is_not_copied_from_there(tmp_path: Path
     assert store.verify("step-00000001")[1] == []
     part = checkpoint.newest(there, str(remote), 2, ["train"])
     assert part is not None, "its other part is whole"
-    assert sorted(path.name for path in part.path.iterdir()) == ["digests.json", "run.json", "train"]
+    assert sorted(path.name for path in part.path.iterdir()) == [
+        "digests.json",
+        "run.json",
+        "train",
+    ]
 
 
 def test_a_copy_at_the_url_is_not_removed_to_make_the_same_one(tmp_path: Path) -> None:
     """The disk may not give the files a second time."""
-    made, remote = written(tmp_path / "run" / "checkpoints"), tmp_path / "remote"
+    made = written(tmp_path / "run" / "checkpoints")
+    remote = tmp_path / "remote"
     remote.mkdir()
     store = CheckpointStore(str(remote))
     store.push(made.path, keep=1)
@@ -228,7 +276,8 @@ def test_a_copy_at_the_url_is_not_removed_to_make_the_same_one(tmp_path: Path) -
 
 
 def test_versions_at_the_url_are_set_aside_with_those_here(tmp_path: Path) -> None:
-    out, remote = tmp_path / "run", tmp_path / "remote"
+    out = tmp_path / "run"
+    remote = tmp_path / "remote"
     remote.mkdir()
     store = CheckpointStore(str(remote))
     for version in (1, 2, 3):
@@ -239,4 +288,6 @@ def test_versions_at_the_url_are_set_aside_with_those_here(tmp_path: Path) -> No
     for folder in (remote, out / "checkpoints"):
         assert sorted(path.name for path in folder.iterdir()) == names
     set_aside = written(out / "checkpoints", 2)
-    assert checkpoint.set_aside(set_aside.path).name == "aside-step-00000002-2", "none replaces another"
+    assert checkpoint.set_aside(set_aside.path).name == "aside-step-00000002-2", (
+        "none replaces another"
+    )

@@ -1,4 +1,5 @@
-"""Runs that sample prompts by difficulty: equal to the plain loop, through a kill, a stop and a resume."""
+"""Runs that sample prompts by difficulty: equal to the plain loop, through a kill, a stop and a
+resume."""
 
 from __future__ import annotations
 
@@ -8,7 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from orchestration.run.run import Run
-from tests.orchestration.run.test_run import assert_each_sample_once, assert_equal, synchronous, trained
+from tests.orchestration.run.test_run import (
+    assert_each_sample_once,
+    assert_equal,
+    synchronous,
+    trained,
+)
 from tests.orchestration.runs import TINY, complete, executing, recipe
 
 CHANGES: dict[str, Any] = {
@@ -45,9 +51,16 @@ async def test_killed_stopped_and_resumed_it_is_the_plain_loop_bit_for_bit(tmp_p
 
 
 async def test_with_a_critic_and_several_sources_prompts_are_rated_too(tmp_path: Path) -> None:
-    """PPO has no credit: the stage that measures the rewards of groups is there for the pass rates alone."""
-    sources = [{"source": "builtin", "task": "repeat", "config": {"letters": letters}} for letters in ("ab", "cd")]
-    base = {**TINY, "prompts": {"sources": sources, "max_prompt_tokens": 16, "sampling": "difficulty"}}
+    """PPO has no credit: the stage that measures the rewards of groups is there for the pass rates
+    alone."""
+    sources = [
+        {"source": "builtin", "task": "repeat", "config": {"letters": letters}}
+        for letters in ("ab", "cd")
+    ]
+    base = {
+        **TINY,
+        "prompts": {"sources": sources, "max_prompt_tokens": 16, "sampling": "difficulty"},
+    }
     of = recipe(base, algorithm__name="ppo", train__steps=4, pipeline__staleness=1)
     watched, result = await complete(Run.create(of, tmp_path / "run"))
     assert result.state == "finished", result.reason

@@ -58,7 +58,9 @@ def names(folder: Path) -> list[str]:
 async def test_a_full_disk_ends_the_run_at_once_with_what_to_do_and_it_goes_on_when_there_is_room(
     small_disk: Path, tmp_path: Path
 ) -> None:
-    of = recipe(TINY, pipeline__staleness=0, train__steps=8, checkpoint__every=2, checkpoint__keep=1)
+    of = recipe(
+        TINY, pipeline__staleness=0, train__steps=8, checkpoint__every=2, checkpoint__keep=1
+    )
     _, weights = await synchronous(of)
     run = in_a_folder_that_is_there(of, tmp_path / "run")
     async with executing(run) as (watched, work):
@@ -75,7 +77,9 @@ async def test_a_full_disk_ends_the_run_at_once_with_what_to_do_and_it_goes_on_w
         f"from the checkpoint of version {version}",
     ):
         assert part in result.reason
-    assert names(small_disk) == [f"step-{version:08d}", "something-else"], "a part of a checkpoint takes no room"
+    assert names(small_disk) == [f"step-{version:08d}", "something-else"], (
+        "a part of a checkpoint takes no room"
+    )
     newest = checkpoint.latest(small_disk)
     assert newest is not None
     assert newest.version == version
@@ -116,17 +120,26 @@ async def test_an_index_without_room_ends_the_run_with_the_place_and_what_to_do(
     (small_index / "something-else").unlink()
     before = checkpoint.latest(tmp_path / "run" / "checkpoints")
     assert before is not None
-    watched, result = await complete(Run.resume(tmp_path / "run", [f"train.steps={before.version + 3}"]))
+    watched, result = await complete(
+        Run.resume(tmp_path / "run", [f"train.steps={before.version + 3}"])
+    )
     assert result.state == "finished", result.reason
 
 
 async def test_kills_while_checkpoints_are_written_lose_nothing(tmp_path: Path) -> None:
-    """kill -9 of the trainer, at a random moment after the folder of a checkpoint appears: in its copy, its files, its
-    name, or the removal of the one before."""
-    changes = {"launch__launcher": "process", "launch__max_restarts": 50, "checkpoint__keep": 1, "checkpoint__every": 1}
+    """kill -9 of the trainer, at a random moment after the folder of a checkpoint appears: in its
+    copy, its files, its name, or the removal of the one before."""
+    changes = {
+        "launch__launcher": "process",
+        "launch__max_restarts": 50,
+        "checkpoint__keep": 1,
+        "checkpoint__every": 1,
+    }
     of = recipe(TINY, pipeline__staleness=0, train__steps=14, **changes)
     _, weights = await synchronous(of)
-    folder, moments, killed = tmp_path / "run" / "checkpoints", random.Random(0), 0
+    folder = tmp_path / "run" / "checkpoints"
+    moments = random.Random(0)
+    killed = 0
     async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
         while not work.done() and killed < 8:
             await asyncio.sleep(0.001)
@@ -137,11 +150,21 @@ async def test_kills_while_checkpoints_are_written_lose_nothing(tmp_path: Path) 
             assert watched.run.supervisor is not None
             with contextlib.suppress(ProcessLookupError):
                 os.kill(watched.run.supervisor.pids()["update-0"], signal.SIGKILL)
-            changes_of = [worker["change"] for worker in watched.of("worker") if worker["worker"] == "update-0"]
+            changes_of = [
+                worker["change"]
+                for worker in watched.of("worker")
+                if worker["worker"] == "update-0"
+            ]
             starts = changes_of.count("started")  # of processes; this event follows `restarted`
             await watched.until(
                 lambda starts=starts: (
-                    len([w for w in watched.of("worker") if (w["worker"], w["change"]) == ("update-0", "started")])
+                    len(
+                        [
+                            w
+                            for w in watched.of("worker")
+                            if (w["worker"], w["change"]) == ("update-0", "started")
+                        ]
+                    )
                     > starts
                     or work.done()
                 )
@@ -150,7 +173,9 @@ async def test_kills_while_checkpoints_are_written_lose_nothing(tmp_path: Path) 
             for whole in checkpoint.whole(folder):
                 assert {path.name for path in whole.iterdir()} == WHOLE, "a part of one"
             newest = checkpoint.latest(folder)
-            assert before is None or (newest is not None and newest.version >= before.version), "what was there is lost"
+            assert before is None or (newest is not None and newest.version >= before.version), (
+                "what was there is lost"
+            )
         result = await work
     assert result.state == "finished", result.reason
     assert killed >= 4, killed
@@ -159,10 +184,14 @@ async def test_kills_while_checkpoints_are_written_lose_nothing(tmp_path: Path) 
     assert names(folder) == ["step-00000014"]
 
 
-async def test_a_checkpoint_of_another_model_ends_a_resume_at_once_with_what_to_do(tmp_path: Path) -> None:
+async def test_a_checkpoint_of_another_model_ends_a_resume_at_once_with_what_to_do(
+    tmp_path: Path,
+) -> None:
     of = recipe(TINY, train__steps=3, checkpoint__every=1)
     await complete(Run.create(of, tmp_path / "run"))
-    before, newest = map(checkpoint.open_checkpoint, checkpoint.whole(tmp_path / "run" / "checkpoints")[-2:])
+    before, newest = map(
+        checkpoint.open_checkpoint, checkpoint.whole(tmp_path / "run" / "checkpoints")[-2:]
+    )
     other = TorchTrainEngine(small_model(), learning_rate=1e-3, total_steps=1, threads=1)
     shutil.rmtree(newest.path / "train")
     (newest.path / "digests.json").unlink()
@@ -172,14 +201,21 @@ async def test_a_checkpoint_of_another_model_ends_a_resume_at_once_with_what_to_
     other.close()
     watched, result = await complete(Run.resume(tmp_path / "run", ["train.steps=5"]))
     assert result.state == "failed"
-    assert f"checkpoint: {newest.path} cannot be loaded into the model of this run (" in result.reason
-    assert f"`asyncdock resume {tmp_path / 'run'} --from {before.version}` goes on from" in result.reason
+    assert (
+        f"checkpoint: {newest.path} cannot be loaded into the model of this run (" in result.reason
+    )
+    assert (
+        f"`asyncdock resume {tmp_path / 'run'} --from {before.version}` goes on from"
+        in result.reason
+    )
     assert "Traceback" not in result.reason
     assert not [worker for worker in watched.of("worker") if worker["change"] == "restarted"]
     watched, result = await complete(Run.resume(tmp_path / "run", start_version=before.version))
     assert result.state == "finished", result.reason
     assert [step["step"] for step in watched.of("step")] == list(range(before.version, 5))
-    assert (newest.path.with_name(f"aside-{newest.path.name}") / "train").is_dir(), "nothing is removed"
+    assert (newest.path.with_name(f"aside-{newest.path.name}") / "train").is_dir(), (
+        "nothing is removed"
+    )
 
 
 def small_model() -> PreTrainedModel:

@@ -50,15 +50,28 @@ async def test_a_student_comes_near_to_its_teacher(tmp_path: Path) -> None:
 
 
 def test_whitened_advantages_leave_the_reported_divergence_as_it_is() -> None:
-    batch, own = make_batch(), Distillation(whiten=True)
+    batch = make_batch()
+    own = Distillation(whiten=True)
     student, teacher = (batch[name].unbind() for name in ("rollout_logprobs", "ref_logprobs"))
     made = own.credit({"rollout_logprobs": student, "ref_logprobs": teacher})["advantage"]
     batch["advantage"] = torch.nested.nested_tensor(list(made), layout=torch.jagged)
-    given, raw = TrainBatch(batch, own), torch.cat(list(made))
-    assert given["advantage"].tolist() == pytest.approx(((raw - raw.mean()) / raw.std(correction=0)).tolist(), abs=1e-5)
+    given = TrainBatch(batch, own)
+    raw = torch.cat(list(made))
+    assert given["advantage"].tolist() == pytest.approx(
+        ((raw - raw.mean()) / raw.std(correction=0)).tolist(), abs=1e-5
+    )
     now = torch.cat(list(student)).requires_grad_()
-    tokens = given.tokens(range(len(batch)), [0] * len(batch), now, total_tokens=len(now), total_rows=1, total_groups=1)
-    assert own.loss(tokens).metrics["reverse_kl"].item() == pytest.approx(-raw.mean().item(), rel=1e-5)
+    tokens = given.tokens(
+        range(len(batch)),
+        [0] * len(batch),
+        now,
+        total_tokens=len(now),
+        total_rows=1,
+        total_groups=1,
+    )
+    assert own.loss(tokens).metrics["reverse_kl"].item() == pytest.approx(
+        -raw.mean().item(), rel=1e-5
+    )
 
 
 @pytest.mark.parametrize(

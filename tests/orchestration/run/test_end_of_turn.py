@@ -1,4 +1,5 @@
-"""A response ends with any of the end tokens that the tokenizer, the model's generation_config and the recipe name."""
+"""A response ends with any of the end tokens that the tokenizer, the model's generation_config and
+the recipe name."""
 
 from __future__ import annotations
 
@@ -25,9 +26,12 @@ EOS, GENERATION, OWN = (int(TOKENS.convert_tokens_to_ids(token)) for token in ("
 
 
 def two_ends(folder: Path, ends: Any = (EOS, GENERATION)) -> Path:
-    """A checkpoint with heads as wide as vLLM's attention on the CPU takes them; its generation_config has ``ends``."""
+    """A checkpoint with heads as wide as vLLM's attention on the CPU takes them; its
+    generation_config has ``ends``."""
     config = tiny_model(0).config
-    config.num_attention_heads, config.num_key_value_heads, config.head_dim = 2, 1, 32
+    config.num_attention_heads = 2
+    config.num_key_value_heads = 1
+    config.head_dim = 32
     torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(folder)
     TOKENS.save_pretrained(folder)
@@ -42,15 +46,21 @@ def of_two_ends(folder: Path, **changes: Any) -> Recipe:
 
 
 async def assert_each_token_ends(of: Recipe) -> None:
-    """Checks 64 responses of random weights: each stops at its first end token, and each of the three ends some of them."""
-    sampling, engine = sampling_of(of, tokenizer_of(of)), rollout_engine(of, version=0)
+    """Checks 64 responses of random weights: each stops at its first end token, and each of the
+    three ends some of them."""
+    sampling = sampling_of(of, tokenizer_of(of))
+    engine = rollout_engine(of, version=0)
     assert sampling.stop_token_ids == (EOS, GENERATION, OWN)
     ended = set()
     try:
         places = tuple(range(64))
-        async for made in engine.generate([GroupRequest(0, places, torch.tensor([5, 6, 7]), sampling, seed=1)]):
+        async for made in engine.generate(
+            [GroupRequest(0, places, torch.tensor([5, 6, 7]), sampling, seed=1)]
+        ):
             ids = made.token_ids.tolist()
-            found = [position for position, token in enumerate(ids) if token in sampling.stop_token_ids]
+            found = [
+                position for position, token in enumerate(ids) if token in sampling.stop_token_ids
+            ]
             if made.finish_reason == "stop":
                 assert found == [len(ids) - 1], "the first end token is the last token"
                 ended.add(ids[-1])
@@ -69,15 +79,24 @@ async def test_each_of_three_end_tokens_ends_a_response(tmp_path: Path) -> None:
 def test_vllm_is_asked_to_stop_at_each_of_them(tmp_path: Path) -> None:
     of = of_two_ends(tmp_path)
     sampling = sampling_of(of, tokenizer_of(of))
-    row = VllmRow(GroupRequest(0, (0,), torch.tensor([5]), sampling, seed=1), 0, Responses(1, lambda _: None), None)
+    row = VllmRow(
+        GroupRequest(0, (0,), torch.tensor([5]), sampling, seed=1),
+        0,
+        Responses(1, lambda _: None),
+        None,
+    )
     vllm = SimpleNamespace(SamplingParams=dict, RequestOutputKind=SimpleNamespace(DELTA="delta"))
     asked = sampling_params(vllm, row)
     assert asked["stop_token_ids"] == [EOS, GENERATION, OWN]
     assert asked["ignore_eos"]
 
 
-@pytest.mark.parametrize(("ends", "expected"), [(GENERATION, [EOS, GENERATION]), (None, [EOS]), ((), [EOS])])
-def test_generation_config_has_an_id_a_list_or_none(ends: Any, expected: list[int], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ends", "expected"), [(GENERATION, [EOS, GENERATION]), (None, [EOS]), ((), [EOS])]
+)
+def test_generation_config_has_an_id_a_list_or_none(
+    ends: Any, expected: list[int], tmp_path: Path
+) -> None:
     of = recipe(TINY, model__source=str(two_ends(tmp_path, ends)))
     assert list(sampling_of(of, tokenizer_of(of)).stop_token_ids) == expected
 
@@ -93,9 +112,17 @@ def test_without_a_generation_config_the_config_is_asked(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("changes", "key", "message"),
     [
-        ({"rollout__stop_token_ids": [5, 49]}, "rollout.stop_token_ids.1", "is no token of model.source"),
+        (
+            {"rollout__stop_token_ids": [5, 49]},
+            "rollout.stop_token_ids.1",
+            "is no token of model.source",
+        ),
         ({"rollout__stop_token_ids": [-1]}, "rollout.stop_token_ids.0", "out of range"),
-        ({"ends": (EOS, 49)}, "model.source", "has eos_token_id = 49 in its configs, where its vocabulary has 49"),
+        (
+            {"ends": (EOS, 49)},
+            "model.source",
+            "has eos_token_id = 49 in its configs, where its vocabulary has 49",
+        ),
         ({"ends": "</s>"}, "model.source", "generation_config.json with eos_token_id = '</s>'"),
     ],
 )

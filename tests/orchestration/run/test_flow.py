@@ -1,4 +1,5 @@
-"""Runs whose flow is another one: groups that are dropped, stages of a recipe's own, several optimizer steps a batch."""
+"""Runs whose flow is another one: groups that are dropped, stages of a recipe's own, several
+optimizer steps a batch."""
 
 from __future__ import annotations
 
@@ -40,7 +41,10 @@ class Judge(UserStage):
         await asyncio.sleep(self.pause)
         assert len(rows.completions) == len(rows.prompts) == len(rows["response_ids"])
         lengths = torch.tensor([float(len(row)) for row in rows["response_ids"]])
-        return {"length": lengths * self.factor, "twice": [torch.cat([row, row]) for row in rows["response_ids"]]}
+        return {
+            "length": lengths * self.factor,
+            "twice": [torch.cat([row, row]) for row in rows["response_ids"]],
+        }
 
 
 class Sieve(UserStage):
@@ -63,7 +67,10 @@ class Wrong(UserStage):
 
 
 def assert_filled(of: Any, watched: Watched) -> int:
-    """Every step has all of its groups, each once, within the bound; the ledger adds up. Returns the dropped samples."""
+    """Every step has all of its groups, each once, within the bound; the ledger adds up.
+
+    Returns the dropped samples.
+    """
     steps = watched.of("step")
     assert [step["step"] for step in steps] == list(range(of.train.steps))
     for step in steps:
@@ -74,14 +81,18 @@ def assert_filled(of: Any, watched: Watched) -> int:
     for ledger in watched.of("ledger"):
         for unit in ("", "_tokens"):
             parts = ("trained", "filtered", "in_flight")
-            assert ledger[f"generated{unit}"] == sum(ledger[f"{part}{unit}"] for part in parts), ledger
+            assert ledger[f"generated{unit}"] == sum(ledger[f"{part}{unit}"] for part in parts), (
+                ledger
+            )
     last = watched.of("ledger")[-1]
     assert sum(last.get("dropped", {}).values()) * of.algorithm.group_size == last["filtered"]
     return int(last["filtered"])
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
-async def test_groups_with_equal_rewards_are_dropped_and_replaced(staleness: int, tmp_path: Path) -> None:
+async def test_groups_with_equal_rewards_are_dropped_and_replaced(
+    staleness: int, tmp_path: Path
+) -> None:
     of = recipe(PAIRS, pipeline__staleness=staleness)
     watched, result = await complete(Run.create(of, tmp_path / "run"))
     assert result.state == "finished", result.reason
@@ -101,7 +112,9 @@ STAGES: list[dict[str, Any]] = [
 ]
 
 
-async def test_a_judge_feeds_a_reward_and_a_sieve_drops_while_their_workers_are_killed(tmp_path: Path) -> None:
+async def test_a_judge_feeds_a_reward_and_a_sieve_drops_while_their_workers_are_killed(
+    tmp_path: Path,
+) -> None:
     of = recipe(
         {**MOCK, "stages": STAGES},
         reward__functions=[{"name": f"{scores.HERE}:judged"}],
@@ -118,25 +131,46 @@ async def test_a_judge_feeds_a_reward_and_a_sieve_drops_while_their_workers_are_
     assert result.state == "finished", result.reason
     assert assert_filled(of, watched) > 0
     assert set(watched.of("ledger")[-1]["dropped"]) == {"one is short"}
-    restarted = {event["worker"] for event in watched.of("worker") if event["change"] == "restarted"}
+    restarted = {
+        event["worker"] for event in watched.of("worker") if event["change"] == "restarted"
+    }
     assert {"judge-0", "sieve-0", "flow-0"} <= restarted
-    assert {event["stage"] for event in watched.of("stage")} >= {"judge", "sieve", "reward", "advantage", "update"}
+    assert {event["stage"] for event in watched.of("stage")} >= {
+        "judge",
+        "sieve",
+        "reward",
+        "advantage",
+        "update",
+    }
     assert_nothing_left(watched.run)
 
 
 def pid_of(watched: Watched, worker: str) -> int:
-    return int([event["pid"] for event in watched.of("worker") if event["worker"] == worker and event.get("pid")][-1])
+    return int(
+        [
+            event["pid"]
+            for event in watched.of("worker")
+            if event["worker"] == worker and event.get("pid")
+        ][-1]
+    )
 
 
-async def test_a_stage_that_returns_another_column_ends_the_run_with_its_name(tmp_path: Path) -> None:
-    of = recipe({**MOCK, "stages": [{"use": f"{HERE}:Wrong"}]}, reward__functions=[{"name": f"{scores.HERE}:short"}])
+async def test_a_stage_that_returns_another_column_ends_the_run_with_its_name(
+    tmp_path: Path,
+) -> None:
+    of = recipe(
+        {**MOCK, "stages": [{"use": f"{HERE}:Wrong"}]},
+        reward__functions=[{"name": f"{scores.HERE}:short"}],
+    )
     _, result = await complete(Run.create(of, tmp_path / "run"))
     assert result.state == "failed"
     assert "stage 'wrong' returned {'lenght'" in result.reason
     assert "wanted is a dict with the columns ['length']" in result.reason
 
 
-async def test_mini_batches_and_epochs_make_one_version_of_each_batch_and_replay_alike(tmp_path: Path) -> None:
+async def test_mini_batches_and_epochs_make_one_version_of_each_batch_and_replay_alike(
+    tmp_path: Path,
+) -> None:
     options = {"epochs": 2, "mini_batches": 2}
     of = recipe(TINY, pipeline__staleness=0, algorithm__options=options)
     expected, weights = await synchronous(of)
@@ -160,23 +194,42 @@ async def test_a_run_interpolates_by_the_versions_of_tokens(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("changes", "found"),
     [
-        ({"stages": [{"use": f"{HERE}:Nothing"}]}, 'stages.0.use = "tests.orchestration.run.test_flow:Nothing"'),
-        ({"stages": [{"use": f"{scores.HERE}:parity"}]}, "derive its class from stages.flow.UserStage"),
+        (
+            {"stages": [{"use": f"{HERE}:Nothing"}]},
+            'stages.0.use = "tests.orchestration.run.test_flow:Nothing"',
+        ),
+        (
+            {"stages": [{"use": f"{scores.HERE}:parity"}]},
+            "derive its class from stages.flow.UserStage",
+        ),
         ({"stages": [{"use": f"{HERE}:Judge", "facto": 1.0}]}, "did you mean 'factor'?"),
         ({"stages": [{"use": f"{HERE}:Judge", "factor": "much"}]}, "stages.0.factor"),
         ({"stages": [{"use": f"{HERE}:Judge"}]}, "makes 'length' and 'twice', which nothing reads"),
         ({"stages": [{"use": f"{HERE}:Sieve"}]}, "needs the column 'length', which no stage makes"),
         ({"stages": [{"workers": 2}]}, "stages.0.use: is missing"),
-        ({"algorithm": {"group_size": 4, "options": {"mini_batches": 5}}}, "more than the 4 groups of a step"),
+        (
+            {"algorithm": {"group_size": 4, "options": {"mini_batches": 5}}},
+            "more than the 4 groups of a step",
+        ),
         ({"algorithm": {"group_size": 1}}, "use a value >= 2"),
     ],
 )
-def test_what_is_wrong_with_stages_is_a_problem_of_the_recipe(changes: dict[str, Any], found: str) -> None:
+def test_what_is_wrong_with_stages_is_a_problem_of_the_recipe(
+    changes: dict[str, Any], found: str
+) -> None:
     with pytest.raises(RecipeError) as error:
         recipe({**MOCK, **changes})
     assert found in str(error.value)
 
 
 def test_an_evaluation_would_score_without_the_stages() -> None:
-    with pytest.raises(RecipeError, match=r"evaluate\.every.* without the stage that makes length and twice"):
-        recipe({**MOCK, "stages": STAGES}, reward__functions=[{"name": f"{scores.HERE}:judged"}], evaluate__every=2)
+    with pytest.raises(
+        RecipeError,
+        match=r"evaluate\.every.* without the stage that makes length "
+        r"and twice",
+    ):
+        recipe(
+            {**MOCK, "stages": STAGES},
+            reward__functions=[{"name": f"{scores.HERE}:judged"}],
+            evaluate__every=2,
+        )

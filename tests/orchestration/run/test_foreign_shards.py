@@ -1,4 +1,5 @@
-"""Distributed checkpoints that somebody else has written: read as data, or refused with the file and what it names."""
+"""Distributed checkpoints that somebody else has written: read as data, or refused with the file
+and what it names."""
 
 from __future__ import annotations
 
@@ -37,7 +38,10 @@ class Marks:
 
 
 def state() -> dict[str, Any]:
-    return {"model": {"a": torch.arange(12.0).view(4, 3), "b": torch.ones(5, dtype=torch.bfloat16)}, "step": 3}
+    return {
+        "model": {"a": torch.arange(12.0).view(4, 3), "b": torch.ones(5, dtype=torch.bfloat16)},
+        "step": 3,
+    }
 
 
 @pytest.fixture
@@ -48,7 +52,10 @@ def folder(tmp_path: Path) -> Path:
 
 
 def loaded(folder: Path) -> dict[str, Any]:
-    found = {"model": {name: torch.zeros_like(value) for name, value in state()["model"].items()}, "step": 0}
+    found = {
+        "model": {name: torch.zeros_like(value) for name, value in state()["model"].items()},
+        "step": 0,
+    }
     with warnings.catch_warnings(action="ignore"):
         shards.load(found, shards.Reader(folder), no_dist=True)
     return found
@@ -66,7 +73,8 @@ def place_of(metadata: Metadata, name: str) -> Any:
 
 
 def test_it_is_what_torch_reads(folder: Path) -> None:
-    metadata, by_torch = shards.read_metadata(folder), pickle.loads((folder / METADATA).read_bytes())
+    metadata = shards.read_metadata(folder)
+    by_torch = pickle.loads((folder / METADATA).read_bytes())
     for part in ("state_dict_metadata", "planner_data", "storage_data", "version"):
         assert getattr(metadata, part) == getattr(by_torch, part)
     found = loaded(folder)
@@ -76,8 +84,11 @@ def test_it_is_what_torch_reads(folder: Path) -> None:
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 @pytest.mark.parametrize("where", ["whole", "planner_data", "storage_meta", "a name"])
-def test_a_pickle_in_the_metadata_is_not_executed(folder: Path, tmp_path: Path, where: str, protocol: int) -> None:
-    metadata, marks = pickle.loads((folder / METADATA).read_bytes()), Marks(tmp_path / "marker")
+def test_a_pickle_in_the_metadata_is_not_executed(
+    folder: Path, tmp_path: Path, where: str, protocol: int
+) -> None:
+    metadata = pickle.loads((folder / METADATA).read_bytes())
+    marks = Marks(tmp_path / "marker")
     match where:
         case "whole":
             metadata = marks
@@ -86,7 +97,10 @@ def test_a_pickle_in_the_metadata_is_not_executed(folder: Path, tmp_path: Path, 
         case _:
             setattr(metadata, where, marks)
     (folder / METADATA).write_bytes(pickle.dumps(metadata, protocol))
-    refused = r"train/\.metadata names (posix\.mkdir|\w+\._reconstructor), which no checkpoint holds"
+    refused = (
+        r"train/\.metadata names (posix\.mkdir|\w+\._reconstructor), which no checkpoint "
+        r"holds"
+    )
     with pytest.raises(ShardsRefused, match=refused):
         shards.read_metadata(folder)
     with pytest.raises(ShardsRefused):
@@ -126,7 +140,9 @@ def test_a_pickle_changes_no_class_of_this_process(folder: Path) -> None:
     assert "size" not in vars(TensorStorageMetadata)
 
 
-@pytest.mark.parametrize("name", ["../elsewhere", "/etc/passwd", "__0_0.distcp/../x", "a.distcp", "", "__0_0.distcp\n"])
+@pytest.mark.parametrize(
+    "name", ["../elsewhere", "/etc/passwd", "__0_0.distcp/../x", "a.distcp", "", "__0_0.distcp\n"]
+)
 def test_a_shard_is_a_file_beside_it(folder: Path, name: str) -> None:
     def change(metadata: Metadata) -> None:
         place_of(metadata, "model.a").relative_path = name
@@ -136,16 +152,21 @@ def test_a_shard_is_a_file_beside_it(folder: Path, name: str) -> None:
         loaded(folder)
 
 
-@pytest.mark.parametrize(("field", "value"), [("offset", -1), ("length", 1 << 70), ("offset", "0"), ("length", True)])
+@pytest.mark.parametrize(
+    ("field", "value"), [("offset", -1), ("length", 1 << 70), ("offset", "0"), ("length", True)]
+)
 def test_sizes_are_counts(folder: Path, field: str, value: object) -> None:
     changed(folder, lambda metadata: setattr(place_of(metadata, "model.a"), field, value))
     with pytest.raises(CheckpointException, match="is damaged"):
         loaded(folder)
 
 
-def test_a_tensor_that_the_metadata_calls_bytes_is_not_unpickled(folder: Path, tmp_path: Path) -> None:
+def test_a_tensor_that_the_metadata_calls_bytes_is_not_unpickled(
+    folder: Path, tmp_path: Path
+) -> None:
     """torch's planner loads bytes with weights_only=False."""
-    shard, content = folder / "__0_0.distcp", io.BytesIO()
+    shard = folder / "__0_0.distcp"
+    content = io.BytesIO()
     torch.save(Marks(tmp_path / "marker"), content)
     begins = shard.stat().st_size
     with shard.open("ab") as file:
@@ -154,7 +175,8 @@ def test_a_tensor_that_the_metadata_calls_bytes_is_not_unpickled(folder: Path, t
     def change(metadata: Metadata) -> None:
         metadata.state_dict_metadata["model.a"] = BytesStorageMetadata()
         place = place_of(metadata, "model.a")
-        place.offset, place.length = begins, len(content.getvalue())
+        place.offset = begins
+        place.length = len(content.getvalue())
         metadata.storage_data[MetadataIndex("model.a")] = place
 
     changed(folder, change)
@@ -165,7 +187,8 @@ def test_a_tensor_that_the_metadata_calls_bytes_is_not_unpickled(folder: Path, t
 
 @pytest.mark.parametrize("name", ["step", "model.a"])
 def test_a_shard_with_a_pickle_is_not_executed(folder: Path, tmp_path: Path, name: str) -> None:
-    shard, content = folder / "__0_0.distcp", io.BytesIO()
+    shard = folder / "__0_0.distcp"
+    content = io.BytesIO()
     torch.save(Marks(tmp_path / "marker"), content)
     begins = shard.stat().st_size
     with shard.open("ab") as file:
@@ -173,7 +196,8 @@ def test_a_shard_with_a_pickle_is_not_executed(folder: Path, tmp_path: Path, nam
 
     def change(metadata: Metadata) -> None:
         place = place_of(metadata, name)
-        place.offset, place.length = begins, len(content.getvalue())
+        place.offset = begins
+        place.length = len(content.getvalue())
 
     changed(folder, change)
     with pytest.raises(CheckpointException, match=r"names posix\.mkdir"):

@@ -1,4 +1,5 @@
-"""A run whose rollout workers are on another machine: the commands of docs/two-machines.md, in network namespaces."""
+"""A run whose rollout workers are on another machine: the commands of docs/two-machines.md, in
+network namespaces."""
 
 from __future__ import annotations
 
@@ -26,7 +27,11 @@ from tests.orchestration.runs import MOCK, executing, recipe
 from tests.servers import self_signed
 
 PAGE = Path(__file__).parents[3] / "docs" / "two-machines.md"
-REMOTE: dict[str, Any] = {"rollout__workers": 2, "launch__remote_rollouts": 1, "launch__launcher": "process"}
+REMOTE: dict[str, Any] = {
+    "rollout__workers": 2,
+    "launch__remote_rollouts": 1,
+    "launch__launcher": "process",
+}
 
 
 def events(out: Path, kind: str) -> list[dict[str, Any]]:
@@ -45,17 +50,35 @@ def until(condition: Any, seconds: float = 200.0) -> None:
 
 @pytest.mark.timeout(600)
 def test_a_run_on_two_machines_outlives_one_host_and_ends_with_the_next(tmp_path: Path) -> None:
-    """Both machines have the same host name. The run began on the head alone; the host has nothing of the run's folder, and
-    reads the checkpoint at its URL. The index is the head's own, and all that they exchange is inside TLS."""
-    out, store = tmp_path / "out", tmp_path / "store"
+    """Both machines have the same host name.
+
+    The run began on the head alone; the host has nothing of the run's folder, and reads the
+    checkpoint at its URL. The index is the head's own, and all that they exchange is inside TLS.
+    """
+    out = tmp_path / "out"
+    store = tmp_path / "store"
     store.mkdir()
-    begun = asyncio.run(Run.create(recipe(MOCK, train__steps=3, checkpoint__url=str(store)), out).execute())
+    begun = asyncio.run(
+        Run.create(recipe(MOCK, train__steps=3, checkpoint__url=str(store)), out).execute()
+    )
     assert begun.state == "finished", begun.reason
     with two_machines(tmp_path) as machines:
         pem = self_signed(tmp_path, machines.address(0), machines.address(1))
-        keys = {**REMOTE, "pipeline__tls_certificate": pem / "cert.pem", "pipeline__tls_key": pem / "key.pem"}
-        keys |= {"pipeline__tls_authority": pem / "cert.pem", "train__steps": 5000, "launch__max_restarts": 100}
-        changes = [part for key, value in keys.items() for part in ("--set", f"{key.replace('__', '.')}={value}")]
+        keys = {
+            **REMOTE,
+            "pipeline__tls_certificate": pem / "cert.pem",
+            "pipeline__tls_key": pem / "key.pem",
+        }
+        keys |= {
+            "pipeline__tls_authority": pem / "cert.pem",
+            "train__steps": 5000,
+            "launch__max_restarts": 100,
+        }
+        changes = [
+            part
+            for key, value in keys.items()
+            for part in ("--set", f"{key.replace('__', '.')}={value}")
+        ]
         with (tmp_path / "head.log").open("w") as log:
             command = ("resume", str(out), "--plain", *changes)
             head = machines.start(0, "api.cli.main", *command, stdout=log, stderr=log)
@@ -65,10 +88,15 @@ def test_a_run_on_two_machines_outlives_one_host_and_ends_with_the_next(tmp_path
 
             printed = "Other machines join with:\n"
             until(lambda: printed in (tmp_path / "head.log").read_text())
-            joining = shlex.split((tmp_path / "head.log").read_text().partition(printed)[2].partition("\n")[0])
+            joining = shlex.split(
+                (tmp_path / "head.log").read_text().partition(printed)[2].partition("\n")[0]
+            )
             program = joining.index("asyncdock")
             variables = dict(word.split("=", 1) for word in joining[:program])
-            assert variables == {"ASYNCDOCK_INDEX": where["join"], "ASYNCDOCK_HOST_TOKEN": where["token"]}
+            assert variables == {
+                "ASYNCDOCK_INDEX": where["join"],
+                "ASYNCDOCK_HOST_TOKEN": where["token"],
+            }
             assert joining[program:] == ["asyncdock", "host", "--run", run]
 
             def host(number: int) -> Any:
@@ -76,7 +104,9 @@ def test_a_run_on_two_machines_outlives_one_host_and_ends_with_the_next(tmp_path
                 with (tmp_path / f"host-{number}.log").open("w") as own:
                     command = (*joining[program + 1 :], "--data", folder)
                     there = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
-                    return machines.start(1, "api.cli.main", *command, hidden=[out], stdout=own, stderr=own, env=there)
+                    return machines.start(
+                        1, "api.cli.main", *command, hidden=[out], stdout=own, stderr=own, env=there
+                    )
 
             def ready() -> int:
                 found = [event for event in events(out, "worker") if event["change"] == "ready"]
@@ -107,13 +137,17 @@ def test_a_run_on_two_machines_outlives_one_host_and_ends_with_the_next(tmp_path
 
 
 @pytest.mark.timeout(500)
-def test_cables_are_pulled_and_put_back_and_a_run_ends_without_the_machine_that_stays_away(tmp_path: Path) -> None:
-    """First those of the host and of the head in turn, for less than a worker may be silent, while steps, publishing and
-    checkpoints go on; then that of the host for good: the last step has one replica, and no host takes the other one."""
+def test_cables_are_pulled_and_put_back_and_a_run_ends_without_the_machine_that_stays_away(
+    tmp_path: Path,
+) -> None:
+    """First those of the host and of the head in turn, for less than a worker may be silent, while
+    steps, publishing and checkpoints go on; then that of the host for good: the last step has one
+    replica, and no host takes the other one."""
     out = tmp_path / "out"
     with two_machines(tmp_path) as machines:
         limits = {"launch__max_restarts": 100, "launch__hang_timeout": 6.0, "checkpoint__every": 2}
-        limits["train__mock"] = {"time_scale": 1.0, "step_seconds": 0.2}  # it outlasts both partitions, and a silence
+        # it outlasts both partitions, and a silence
+        limits["train__mock"] = {"time_scale": 1.0, "step_seconds": 0.2}
         of = recipe(MOCK, **{**REMOTE, "pipeline__index": machines.url}, **limits, train__steps=300)
         (tmp_path / "recipe.json").write_text(of.to_json())
         with (tmp_path / "head.log").open("w") as log, (tmp_path / "host.log").open("w") as own:
@@ -121,9 +155,22 @@ def test_cables_are_pulled_and_put_back_and_a_run_ends_without_the_machine_that_
             head = machines.start(0, "api.cli.main", *command, stdout=log, stderr=log)
             until(lambda: (out / "index.json").exists())
             run = json.loads((out / "index.json").read_text())["run"]
-            command = ("host", "--join", machines.url, "--run", run, "--data", str(tmp_path / "host"))
+            command = (
+                "host",
+                "--join",
+                machines.url,
+                "--run",
+                run,
+                "--data",
+                str(tmp_path / "host"),
+            )
             machines.start(1, "api.cli.main", *command, hidden=[out], stdout=own, stderr=own)
-            until(lambda: [e["change"] for e in events(out, "worker") if e["worker"] == "rollout-1"][-1:] == ["ready"])
+            until(
+                lambda: (
+                    [e["change"] for e in events(out, "worker") if e["worker"] == "rollout-1"][-1:]
+                    == ["ready"]
+                )
+            )
             made = len(events(out, "step"))
             until(lambda: len(events(out, "step")) > made + 3)
             for machine in (1, 0):
@@ -139,15 +186,31 @@ def test_cables_are_pulled_and_put_back_and_a_run_ends_without_the_machine_that_
         text = (tmp_path / "head.log").read_text()
         assert head.returncode == 0, text
         assert [event["step"] for event in events(out, "step")] == list(range(300)), text
-        assert sorted(group for event in events(out, "step") for group in event["groups"]) == list(range(1200))
-        changes = [(e["change"], e.get("reason", "")) for e in events(out, "worker") if e["worker"] == "rollout-1"]
-        assert [change for change, _ in changes if change in ("died", "restarted")] == ["died", "restarted"]
+        assert sorted(group for event in events(out, "step") for group in event["groups"]) == list(
+            range(1200)
+        )
+        changes = [
+            (e["change"], e.get("reason", ""))
+            for e in events(out, "worker")
+            if e["worker"] == "rollout-1"
+        ]
+        assert [change for change, _ in changes if change in ("died", "restarted")] == [
+            "died",
+            "restarted",
+        ]
         assert changes[-1] == ("absent", "no host has room for it")
 
 
-async def test_a_run_without_its_host_is_running_and_ends_with_the_workers_that_it_has(tmp_path: Path) -> None:
-    """It trained all of its steps in the state "starting", and then waited for the host in silence."""
-    changes = {"pipeline__index_serve": "127.0.0.1", "pipeline__serve": "127.0.0.1", "sync__serve": "127.0.0.1"}
+async def test_a_run_without_its_host_is_running_and_ends_with_the_workers_that_it_has(
+    tmp_path: Path,
+) -> None:
+    """It trained all of its steps in the state "starting", and then waited for the host in
+    silence."""
+    changes = {
+        "pipeline__index_serve": "127.0.0.1",
+        "pipeline__serve": "127.0.0.1",
+        "sync__serve": "127.0.0.1",
+    }
     of = recipe(MOCK, **REMOTE, **changes, launch__startup_timeout=3600.0)
     async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
         await watched.until(lambda: bool(watched.of("step")))
@@ -155,19 +218,33 @@ async def test_a_run_without_its_host_is_running_and_ends_with_the_workers_that_
         result = await work
     assert result.state == "finished", result.reason
     assert [step["step"] for step in watched.of("step")] == list(range(of.train.steps))
-    absent = [(event["worker"], event["reason"]) for event in watched.of("worker") if event["change"] == "absent"]
+    absent = [
+        (event["worker"], event["reason"])
+        for event in watched.of("worker")
+        if event["change"] == "absent"
+    ]
     assert absent == [("rollout-1", "no host has room for it")]
 
 
-async def test_a_run_whose_rollouts_are_all_on_hosts_says_that_it_waits_for_one(tmp_path: Path) -> None:
-    changes = {"pipeline__index_serve": "127.0.0.1", "pipeline__serve": "127.0.0.1", "sync__serve": "127.0.0.1"}
+async def test_a_run_whose_rollouts_are_all_on_hosts_says_that_it_waits_for_one(
+    tmp_path: Path,
+) -> None:
+    changes = {
+        "pipeline__index_serve": "127.0.0.1",
+        "pipeline__serve": "127.0.0.1",
+        "sync__serve": "127.0.0.1",
+    }
     limits = {"launch__remote_rollouts": 2, "launch__startup_timeout": 20.0}
-    async with executing(Run.create(recipe(MOCK, **{**REMOTE, **limits}, **changes), tmp_path / "run")) as (
+    async with executing(
+        Run.create(recipe(MOCK, **{**REMOTE, **limits}, **changes), tmp_path / "run")
+    ) as (
         watched,
         work,
     ):
         ready = {"flow-0", "update-0"}
-        await watched.until(lambda: ready <= {e["worker"] for e in watched.of("worker") if e["change"] == "ready"})
+        await watched.until(
+            lambda: ready <= {e["worker"] for e in watched.of("worker") if e["change"] == "ready"}
+        )
         assert watched.run.supervisor is not None
         index = watched.run.supervisor.index
         while "a host to start" not in (chain := await waiting_chain(index))[-1].on:  # noqa: ASYNC110 - until admitted
@@ -179,8 +256,13 @@ async def test_a_run_whose_rollouts_are_all_on_hosts_says_that_it_waits_for_one(
         )
         result = await work
     assert result.state == "failed"
-    assert "['rollout-0', 'rollout-1'] not ready within launch.startup_timeout = 20 s" in result.reason
-    assert "no host has started ['rollout-0', 'rollout-1']: start one with `asyncdock host`" in result.reason
+    assert (
+        "['rollout-0', 'rollout-1'] not ready within launch.startup_timeout = 20 s" in result.reason
+    )
+    assert (
+        "no host has started ['rollout-0', 'rollout-1']: start one with `asyncdock host`"
+        in result.reason
+    )
     assert not watched.of("step")
 
 
@@ -203,7 +285,11 @@ def test_the_last_rollout_workers_are_remote() -> None:
 @pytest.mark.parametrize(
     ("change", "wrong"),
     [
-        ({"launch__remote_rollouts": 3}, r"launch\.remote_rollouts = 3: is more than rollout\.workers = 2"),
+        (
+            {"launch__remote_rollouts": 3},
+            r"launch\.remote_rollouts = 3: is more than "
+            r"rollout\.workers = 2",
+        ),
         ({"launch__launcher": "inline"}, r"launch\.launcher = .*has one process"),
     ],
 )
@@ -224,8 +310,11 @@ def test_workers_that_hosts_cannot_have_are_refused(change: dict[str, Any], wron
     ],
     ids=lambda changes: " ".join(f"{key}={value}" for key, value in changes.items()),
 )
-async def test_a_run_works_with_the_addresses_that_check_accepts(changes: dict[str, Any], tmp_path: Path) -> None:
-    """Those of all addresses beside an index on a socket or on loopback passed `check`, and ended the run in `flow-0`."""
+async def test_a_run_works_with_the_addresses_that_check_accepts(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """Those of all addresses beside an index on a socket or on loopback passed `check`, and ended
+    the run in `flow-0`."""
     if "::1" in changes.values() and not is_own("::1"):
         pytest.skip("this machine has no IPv6")
     result = await Run.create(recipe(MOCK, **changes, train__steps=2), tmp_path / "run").execute()
@@ -234,15 +323,22 @@ async def test_a_run_works_with_the_addresses_that_check_accepts(changes: dict[s
 
 def test_the_page_shows_the_commands() -> None:
     page = PAGE.read_text(encoding="utf-8")
-    for part in ("asyncdock host --run", "--set launch.remote_rollouts=1", "ASYNCDOCK_INDEX=", "ASYNCDOCK_HOST_TOKEN="):
+    for part in (
+        "asyncdock host --run",
+        "--set launch.remote_rollouts=1",
+        "ASYNCDOCK_INDEX=",
+        "ASYNCDOCK_HOST_TOKEN=",
+    ):
         assert part in page, part
 
 
 def test_a_service_runs_with_rollout_workers_on_a_host_of_another_network(tmp_path: Path) -> None:
-    """``asyncdock serve`` on one machine, ``POST /v1/runs``, and ``asyncdock host`` on the other, which has none of the
-    service's folders. Both reach the service's index."""
+    """``asyncdock serve`` on one machine, ``POST /v1/runs``, and ``asyncdock host`` on the other,
+    which has none of the service's folders. Both reach the service's index."""
     data = tmp_path / "data"
-    of = recipe(MOCK, **{**REMOTE, "launch__remote_rollouts": 2, "train__steps": 6}).model_dump(mode="json")
+    of = recipe(MOCK, **{**REMOTE, "launch__remote_rollouts": 2, "train__steps": 6}).model_dump(
+        mode="json"
+    )
     del of["pipeline"]["index"]  # the service's own
     with two_machines(tmp_path) as machines, (tmp_path / "serve.log").open("w") as log:
         options = ("--data", str(data), "--listen", "127.0.0.1:8765", "--index", machines.url)
@@ -255,7 +351,9 @@ def test_a_service_runs_with_rollout_workers_on_a_host_of_another_network(tmp_pa
         headers = {"Authorization": f"Bearer {read_authorization(data)}"}
         with (
             machines.inside(0),
-            httpx.Client(base_url="http://127.0.0.1:8765/v1", headers=headers, timeout=60) as client,
+            httpx.Client(
+                base_url="http://127.0.0.1:8765/v1", headers=headers, timeout=60
+            ) as client,
         ):
             made = client.post("/runs", json={"recipe": of})
             assert made.status_code == 201, made.text
@@ -272,13 +370,28 @@ def test_a_service_runs_with_rollout_workers_on_a_host_of_another_network(tmp_pa
                     "--data",
                     str(tmp_path / "host"),
                 )
-                host = machines.start(1, "api.cli.main", *command, hidden=[data], stdout=own, stderr=own)
-            until(lambda: client.get(f"/runs/{run}").json()["state"] in ("finished", "failed", "stopped"))
+                host = machines.start(
+                    1, "api.cli.main", *command, hidden=[data], stdout=own, stderr=own
+                )
+            until(
+                lambda: (
+                    client.get(f"/runs/{run}").json()["state"] in ("finished", "failed", "stopped")
+                )
+            )
             found = client.get(f"/runs/{run}").json()
             assert found["state"] == "finished", found
         assert host.wait(60) == 0, (tmp_path / "host.log").read_text()
         out = next(data.rglob(run))
-    assert sorted(group for event in events(out, "step") for group in event["groups"]) == list(range(24))
-    ready = {event["worker"]: event.get("host") for event in events(out, "worker") if event["change"] == "ready"}
+    assert sorted(group for event in events(out, "step") for group in event["groups"]) == list(
+        range(24)
+    )
+    ready = {
+        event["worker"]: event.get("host")
+        for event in events(out, "worker")
+        if event["change"] == "ready"
+    }
     assert ready["rollout-0"] == ready["rollout-1"] is not None
-    assert {event["worker"] for event in events(out, "sync") if event["version"] == 6} >= {"rollout-0", "rollout-1"}
+    assert {event["worker"] for event in events(out, "sync") if event["version"] == 6} >= {
+        "rollout-0",
+        "rollout-1",
+    }

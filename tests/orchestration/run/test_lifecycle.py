@@ -1,4 +1,5 @@
-"""A run's folder has one run at a time, a stop loses no step, and what no restart mends is tried once."""
+"""A run's folder has one run at a time, a stop loses no step, and what no restart mends is tried
+once."""
 
 from __future__ import annotations
 
@@ -33,7 +34,11 @@ STEPS = {"train__steps": 500, "checkpoint__every": 100, "pipeline__arena": "256M
 
 
 def contents(folder: Path) -> dict[str, int]:
-    return {str(path.relative_to(folder)): path.stat().st_mtime_ns for path in folder.iterdir() if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.stat().st_mtime_ns
+        for path in folder.iterdir()
+        if path.is_file()
+    }
 
 
 # ── one run in a folder ──
@@ -45,7 +50,11 @@ async def test_a_live_run_is_neither_resumed_nor_replaced_and_goes_on(tmp_path: 
         await watched.until(lambda: len(watched.of("step")) >= 2)
         before = contents(out)
         for second in (Run.resume, lambda folder: Run.create(recipe(MOCK), folder)):
-            with pytest.raises(RunLocked, match=rf"is executed by process {os.getpid()} \(.*\) since \d{{4}}-"):
+            with pytest.raises(
+                RunLocked,
+                match=rf"is executed by process {os.getpid()} \(.*\) "
+                rf"since \d{{4}}-",
+            ):
                 second(out)
         assert contents(out) == before
         result = await work
@@ -57,7 +66,9 @@ async def test_a_live_run_is_neither_resumed_nor_replaced_and_goes_on(tmp_path: 
         Run.create(recipe(MOCK), out)
 
 
-def test_the_lock_of_a_killed_process_is_free_and_its_number_is_not_believed(tmp_path: Path) -> None:
+def test_the_lock_of_a_killed_process_is_free_and_its_number_is_not_believed(
+    tmp_path: Path,
+) -> None:
     pid = os.fork()
     if pid == 0:
         lock_run(tmp_path)
@@ -70,10 +81,14 @@ def test_the_lock_of_a_killed_process_is_free_and_its_number_is_not_believed(tmp
         lock_run(tmp_path)
     lock.close()
     lock.close()
-    assert Run.create(recipe(MOCK), tmp_path).begins == 0, "a folder with nothing but a lock file is empty"
+    assert Run.create(recipe(MOCK), tmp_path).begins == 0, (
+        "a folder with nothing but a lock file is empty"
+    )
 
 
-async def test_a_service_s_live_run_is_not_resumed_here_even_between_two_runners(tmp_path: Path) -> None:
+async def test_a_service_s_live_run_is_not_resumed_here_even_between_two_runners(
+    tmp_path: Path,
+) -> None:
     async with serving(tmp_path) as service:
         run = await service.submit(recipe(MOCK, launch__launcher="inline", **STEPS))
         async with service.working():
@@ -82,7 +97,8 @@ async def test_a_service_s_live_run_is_not_resumed_here_even_between_two_runners
             _, process = await service.held(run)
             with pytest.raises(RunLocked, match=f"is executed by process {process.pid}"):
                 Run.resume(folder)
-        process.end(signal.SIGTERM)  # as a machine that is shut down does: the next agent takes the run over
+        # as a machine that is shut down does: the next agent takes the run over
+        process.end(signal.SIGTERM)
         await process.wait()
         assert json.loads((folder / WHERE).read_text())["hosted"]
         with pytest.raises(RunLocked, match=f"run {run} of a service.*asyncdock runs stop {run}"):
@@ -103,13 +119,16 @@ async def test_a_service_s_live_run_is_not_resumed_here_even_between_two_runners
 # ── its index may die at any moment ──
 
 
-@pytest.mark.parametrize("moment", ["before anything is in it", "twice in a row", "while its restart is reported"])
+@pytest.mark.parametrize(
+    "moment", ["before anything is in it", "twice in a row", "while its restart is reported"]
+)
 async def test_the_index_may_be_killed_before_the_supervisor_is_there(
     moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At once: the run does not wait for a call's deadline."""
     run = Run.create(recipe(MOCK, train__steps=3), tmp_path / "run")
-    prepare, killed = run._prepare, list[int]()
+    prepare = run._prepare
+    killed = list[int]()
 
     def kill() -> None:
         assert run.server is not None
@@ -146,7 +165,8 @@ def test_an_index_that_is_killed_while_it_starts_is_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = EmbeddedIndex(tmp_path / "data")
-    answers, asked = server._answers, iter([False])  # on a busy machine it may answer at the first look
+    answers = server._answers
+    asked = iter([False])  # on a busy machine it may answer at the first look
     monkeypatch.setattr(server, "_answers", lambda: next(asked, True) and answers())
     starting = server.starting()
     next(starting)
@@ -164,25 +184,41 @@ async def test_an_index_that_dies_too_often_fails_the_run_in_words(tmp_path: Pat
     run = Run.create(recipe(MOCK, launch__max_restarts=1, **STEPS), tmp_path / "run")
     async with executing(run) as (watched, work):
         for deaths in (1, 2):
-            await watched.until(lambda: run.server is not None and run.server.alive() and bool(watched.of("step")))
+            await watched.until(
+                lambda: run.server is not None and run.server.alive() and bool(watched.of("step"))
+            )
             assert run.server is not None
             assert run.server.pid is not None
             os.kill(run.server.pid, signal.SIGKILL)
             if deaths == 1:
-                await watched.until(lambda: any(event["worker"] == "index-0" for event in watched.of("worker")))
+                await watched.until(
+                    lambda: any(event["worker"] == "index-0" for event in watched.of("worker"))
+                )
         result = await work
     assert result.state == "failed"
-    assert "the embedded index ended by signal 9 and launch.max_restarts = 1 is used up" in result.reason
+    assert (
+        "the embedded index ended by signal 9 and launch.max_restarts = 1 is used up"
+        in result.reason
+    )
     assert "valkey.log" in result.reason
 
 
 # ── a stop loses nothing ──
 
 
-async def test_a_stopped_run_has_a_checkpoint_of_its_last_step_and_no_step_twice(tmp_path: Path) -> None:
+async def test_a_stopped_run_has_a_checkpoint_of_its_last_step_and_no_step_twice(
+    tmp_path: Path,
+) -> None:
     """With real engines and processes, two ranks: all of them write it."""
     out = tmp_path / "run"
-    of = recipe(TINY, train__steps=40, checkpoint__every=30, launch__launcher="process", train__dp=2, train__threads=1)
+    of = recipe(
+        TINY,
+        train__steps=40,
+        checkpoint__every=30,
+        launch__launcher="process",
+        train__dp=2,
+        train__threads=1,
+    )
     async with executing(Run.create(of, out)) as (watched, work):
         await watched.until(lambda: len(watched.of("step")) >= 2)
         watched.stop.set()
@@ -198,7 +234,9 @@ async def test_stopping_a_run_that_starts_does_not_wait_for_it(tmp_path: Path) -
     """Its workers hold nothing yet."""
     run = Run.create(recipe(TINY, launch__launcher="process"), tmp_path / "run")
     async with executing(run) as (watched, work):
-        await watched.until(lambda: any(event["change"] == "started" for event in watched.of("worker")))
+        await watched.until(
+            lambda: any(event["change"] == "started" for event in watched.of("worker"))
+        )
         watched.stop.set()
         async with asyncio.timeout(20):
             result = await work
@@ -228,7 +266,9 @@ def test_a_resumed_run_s_metrics_tell_each_step_once(tmp_path: Path) -> None:
     kept = list(read_metrics(tmp_path / METRICS))
     assert [found.data["step"] for found in kept if found.kind == "step"] == [0, 1, 2, 3]
     synced = [found.data for found in kept if found.kind == "sync"]
-    assert [found["version"] for found in synced] == [1, 3], "those of a minute are one, up to a checkpoint"
+    assert [found["version"] for found in synced] == [1, 3], (
+        "those of a minute are one, up to a checkpoint"
+    )
     assert sum(found["bytes"] for found in synced) == 3 * 8
     assert [found.kind for found in kept].count("state") == 1
     rewound = {"stage": "runner", "worker": "runner-0", "change": "rewound", "version": 2}
@@ -256,7 +296,12 @@ def test_ledgers_turns_and_forecasts_of_removed_steps_go_with_them(tmp_path: Pat
         file.rewind(2)
     stays = list(read_metrics(tmp_path / METRICS))
     ledgers = [event.decoded() for event in stays if event.kind == "ledger"]
-    assert [ledger.version for ledger in ledgers if isinstance(ledger, LedgerEvent)] == [None, 0, 1, 2]
+    assert [ledger.version for ledger in ledgers if isinstance(ledger, LedgerEvent)] == [
+        None,
+        0,
+        1,
+        2,
+    ]
     assert [event.data["version"] for event in stays if event.kind == "turn"] == [0, 1, 2]
     assert [event.data["step"] for event in stays if event.kind == "forecast"] == [0, 1, 2]
 
@@ -336,8 +381,11 @@ async def test_what_no_restart_mends_fails_the_run_at_once(
 
 
 def decodes_nothing(recipe: Recipe, error: Exception, weights: Path | None) -> TorchRolloutEngine:
-    """A real engine whose model raises ``error`` in the thread that computes, at its first token."""
-    engine = rollout_engine(recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update=TORCH)}), version=0)
+    """A real engine whose model raises ``error`` in the thread that computes, at its first
+    token."""
+    engine = rollout_engine(
+        recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update=TORCH)}), version=0
+    )
     assert isinstance(engine, TorchRolloutEngine)
 
     def decode(tokens: Any) -> Any:
@@ -352,11 +400,15 @@ def knows_no_decoder(recipe: Any, *, version: int, weights: Path | None) -> Any:
 
 
 def has_other_shapes(recipe: Any, *, version: int, weights: Path | None) -> Any:
-    return decodes_nothing(recipe, RuntimeError("the size of tensor a (4) must match that of b (5)"), weights)
+    return decodes_nothing(
+        recipe, RuntimeError("the size of tensor a (4) must match that of b (5)"), weights
+    )
 
 
 def trains_nothing(recipe: Any, *, ranks: Any, meeting: Any) -> Any:
-    engine = train_engine(recipe.model_copy(update={"train": recipe.train.model_copy(update=TORCH)}))
+    engine = train_engine(
+        recipe.model_copy(update={"train": recipe.train.model_copy(update=TORCH)})
+    )
 
     def train_batch(batch: Any, algorithm: Any) -> Any:
         raise TypeError("forward() got an unexpected keyword argument 's_aux'")
@@ -368,14 +420,24 @@ def trains_nothing(recipe: Any, *, ranks: Any, meeting: Any) -> Any:
 @pytest.mark.parametrize(
     ("side", "engine", "attempts", "reason"),
     [
-        ("rollout", "knows_no_decoder", 1, "rollout-0: EngineFailed: the rollout engine failed: KeyError('decoder')"),
+        (
+            "rollout",
+            "knows_no_decoder",
+            1,
+            "rollout-0: EngineFailed: the rollout engine failed: KeyError('decoder')",
+        ),
         (
             "rollout",
             "has_other_shapes",
             2,
             f"rollout-0 {TWICE}: EngineFailed: the rollout engine failed: RuntimeError(",
         ),
-        ("train", "trains_nothing", 1, "update-0: TypeError: forward() got an unexpected keyword argument 's_aux'"),
+        (
+            "train",
+            "trains_nothing",
+            1,
+            "update-0: TypeError: forward() got an unexpected keyword argument 's_aux'",
+        ),
     ],
 )
 async def test_a_model_that_an_engine_cannot_compute_fails_the_run_at_its_first_work(
@@ -391,7 +453,8 @@ async def test_a_model_that_an_engine_cannot_compute_fails_the_run_at_its_first_
 
 
 async def test_the_same_error_after_a_step_is_one_that_a_restart_may_mend(tmp_path: Path) -> None:
-    """An engine that fails once in the middle: its rows are delivered again, and the run ends as it should."""
+    """An engine that fails once in the middle: its rows are delivered again, and the run ends as it
+    should."""
     FAILURES.clear()
     of = recipe(TINY, train__engine=f"{__name__}:fails_once")
     watched, result = await complete(Run.create(of, tmp_path / "run"))
@@ -404,8 +467,11 @@ FAILURES: list[int] = []
 
 
 def fails_once(recipe: Any, *, ranks: Any, meeting: Any) -> Any:
-    engine = train_engine(recipe.model_copy(update={"train": recipe.train.model_copy(update=TORCH)}))
-    train, calls = engine.train_batch, itertools.count()
+    engine = train_engine(
+        recipe.model_copy(update={"train": recipe.train.model_copy(update=TORCH)})
+    )
+    train = engine.train_batch
+    calls = itertools.count()
 
     def train_batch(batch: Any, algorithm: Any) -> Any:
         if next(calls) == 2 and not FAILURES:
@@ -417,8 +483,13 @@ def fails_once(recipe: Any, *, ranks: Any, meeting: Any) -> Any:
     return engine
 
 
-async def test_a_model_that_no_engine_runs_ends_the_run_at_the_first_attempt(tmp_path: Path) -> None:
-    """A checkpoint as a new user makes one. `asyncdock check` refuses it; here the recipe is not checked with its files."""
+async def test_a_model_that_no_engine_runs_ends_the_run_at_the_first_attempt(
+    tmp_path: Path,
+) -> None:
+    """A checkpoint as a new user makes one.
+
+    `asyncdock check` refuses it; here the recipe is not checked with its files.
+    """
     from transformers import BloomConfig, BloomForCausalLM
 
     from stages.models import tiny_tokenizer
@@ -427,7 +498,11 @@ async def test_a_model_that_no_engine_runs_ends_the_run_at_the_first_attempt(tmp
     model.save_pretrained(tmp_path / "model")
     tiny_tokenizer().save_pretrained(tmp_path / "model")
     data = {**TINY, "model": {"source": str(tmp_path / "model")}}
-    with pytest.raises(RecipeError, match=r"cannot be run by rollout\.engine = 'torch' \(.*BloomForCausalLM"):
+    with pytest.raises(
+        RecipeError,
+        match=r"cannot be run by rollout\.engine = 'torch' "
+        r"\(.*BloomForCausalLM",
+    ):
         parse_recipe(data)
     watched, result = await complete(Run.create(parse_recipe(data, files=False), tmp_path / "run"))
     assert result.state == "failed"

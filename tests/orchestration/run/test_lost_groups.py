@@ -18,9 +18,15 @@ from tests.orchestration.run.test_run import assert_nothing_left
 from tests.orchestration.runs import MOCK, complete, executing, recipe
 
 HERE = "tests.orchestration.run.test_lost_groups"
-P, N, MOST = 2, 4, 3
+P = 2
+N = 4
+MOST = 3
 SMALL: dict[str, Any] = {**MOCK, "train": {**MOCK["train"], "groups_per_step": P}}
-BOUND: dict[str, Any] = {"algorithm__max_dropped": MOST, "algorithm__max_refill": 1, "pipeline__staleness": 0}
+BOUND: dict[str, Any] = {
+    "algorithm__max_dropped": MOST,
+    "algorithm__max_refill": 1,
+    "pipeline__staleness": 0,
+}
 
 
 def fails(completions: list[str], **columns: Any) -> list[float]:
@@ -70,10 +76,13 @@ LOSSES: dict[str, tuple[dict[str, Any], str, str]] = {
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-async def test_a_run_that_loses_every_group_ends_at_once_and_says_why(loss: str, tmp_path: Path) -> None:
+async def test_a_run_that_loses_every_group_ends_at_once_and_says_why(
+    loss: str, tmp_path: Path
+) -> None:
     changes, reason, fix = LOSSES[loss]
     base = {**SMALL, "stages": [{"use": f"{HERE}:Refuses"}]} if loss == "stage" else SMALL
-    of, out = recipe(base, **BOUND, **changes), tmp_path / "run"
+    of = recipe(base, **BOUND, **changes)
+    out = tmp_path / "run"
     watched, result = await complete(Run.create(of, out))
     assert result.state == "failed"
     assert f"at most {P * MOST} may; dropped so far, by reason: " in result.reason
@@ -95,10 +104,14 @@ async def test_a_run_that_loses_every_group_ends_at_once_and_says_why(loss: str,
     assert summary["dropped"][reason] == {"groups": dropped, "tokens": ledger["filtered_tokens"]}
 
 
-async def test_a_filter_that_keeps_some_is_not_bounded_by_those_that_it_drops_in_all(tmp_path: Path) -> None:
+async def test_a_filter_that_keeps_some_is_not_bounded_by_those_that_it_drops_in_all(
+    tmp_path: Path,
+) -> None:
     """Two of three groups are lost in each step: in all far more than a step may lose."""
     Third.calls.clear()
-    of = recipe({**SMALL, "stages": [{"use": f"{HERE}:Third"}]}, **BOUND | {"algorithm__max_dropped": 8})
+    of = recipe(
+        {**SMALL, "stages": [{"use": f"{HERE}:Third"}]}, **BOUND | {"algorithm__max_dropped": 8}
+    )
     watched, result = await complete(Run.create(of, tmp_path / "run"))
     assert result.state == "finished", result.reason
     assert watched.of("ledger")[-1]["dropped"]["two of three"] > 8 * P
@@ -118,5 +131,9 @@ async def test_why_counts_what_was_dropped(tmp_path: Path) -> None:
 
 
 def test_the_bound_lies_above_the_refill() -> None:
-    with pytest.raises(RecipeError, match=r"algorithm\.max_dropped = 3: .*algorithm\.max_refill = 4.*use a value >= 4"):
+    with pytest.raises(
+        RecipeError,
+        match=r"algorithm\.max_dropped = 3: .*algorithm\.max_refill = "
+        r"4.*use a value >= 4",
+    ):
         recipe(SMALL, algorithm__max_dropped=3)

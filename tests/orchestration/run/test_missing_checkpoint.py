@@ -1,4 +1,5 @@
-"""A node that does not have the run's newest checkpoint does not begin with the weights of version 0."""
+"""A node that does not have the run's newest checkpoint does not begin with the weights of version
+0."""
 
 from __future__ import annotations
 
@@ -15,22 +16,32 @@ from pipeline.index.client import Index
 from tests.orchestration.runs import MOCK, recipe
 
 
-async def test_an_older_checkpoint_or_none_is_refused_where_the_run_has_a_newer_one(tmp_path: Path) -> None:
-    await Run.create(recipe(MOCK, train__steps=4, checkpoint__every=2, checkpoint__keep=2), tmp_path / "run").execute()
+async def test_an_older_checkpoint_or_none_is_refused_where_the_run_has_a_newer_one(
+    tmp_path: Path,
+) -> None:
+    await Run.create(
+        recipe(MOCK, train__steps=4, checkpoint__every=2, checkpoint__keep=2), tmp_path / "run"
+    ).execute()
     folder = tmp_path / "run" / "checkpoints"
     newest = checkpoint.latest_of_run(folder, 4)
     assert newest is not None
     assert newest.version == 4
     with pytest.raises(
-        CheckpointMissing, match=r"newest is of version 5, and .* none newer than that of version 4 below"
+        CheckpointMissing,
+        match=r"newest is of version 5, and .* none newer than that of version "
+        r"4 below",
     ):
         checkpoint.latest_of_run(folder, 5)
-    with pytest.raises(CheckpointMissing, match=f"has none below {tmp_path / 'none'}; set checkpoint.url, mount "):
+    with pytest.raises(
+        CheckpointMissing, match=f"has none below {tmp_path / 'none'}; set checkpoint.url, mount "
+    ):
         checkpoint.latest_of_run(tmp_path / "none", 1)
     assert checkpoint.latest_of_run(tmp_path / "none", 0) is None, "the run has none"
 
 
-async def test_a_run_whose_folder_is_elsewhere_fails_instead_of_beginning_again(index: Index, tmp_path: Path) -> None:
+async def test_a_run_whose_folder_is_elsewhere_fails_instead_of_beginning_again(
+    index: Index, tmp_path: Path
+) -> None:
     """As after a restart of a machine whose disk with the run's folder is not mounted."""
     of = recipe(MOCK, train__steps=4, checkpoint__every=2, launch__launcher="inline")
     first = Run.hosted(of, tmp_path / "run", index.run)
@@ -52,4 +63,7 @@ async def test_a_worker_without_the_checkpoint_ends_with_the_reason(tmp_path: Pa
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     result = await resumed.execute()
     assert result.state == "failed"
-    assert "CheckpointMissing: checkpoint: the run's newest is of version 6, and this node" in result.reason
+    assert (
+        "CheckpointMissing: checkpoint: the run's newest is of version 6, and this node"
+        in result.reason
+    )

@@ -1,4 +1,5 @@
-"""Runs whose responses are cut and continued: nothing is lost, the bound stands, and the responses are the same."""
+"""Runs whose responses are cut and continued: nothing is lost, the bound stands, and the responses
+are the same."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ from stages.rollout.stage import group_seed
 from tests.orchestration.run.test_run import assert_each_sample_once, assert_nothing_left
 from tests.orchestration.runs import MOCK, TINY, Watched, complete, executing, recipe
 
-# Long tails, two replicas, weights that stay as they are: what a response is depends on nothing but its seed. Generation is
-# what takes time, so that every swap finds something in flight.
+# Long tails, two replicas, weights that stay as they are: what a response is depends on nothing but
+# its seed. Generation is what takes time, so that every swap finds something in flight.
 LONG_TAILED: dict[str, Any] = {
     **MOCK,
     "name": "long-tailed",
@@ -33,7 +34,11 @@ LONG_TAILED: dict[str, Any] = {
         **{"engine": "mock", "workers": 2, "max_rows": 8, "max_tokens": 600},
         "mock": {"time_scale": 0.06, "median_tokens": 100.0, "sigma": 1.0},
     },
-    "train": {"engine": "mock", "groups_per_step": 4, "mock": {"time_scale": 0.01, "learning_rate": 0.0}},
+    "train": {
+        "engine": "mock",
+        "groups_per_step": 4,
+        "mock": {"time_scale": 0.01, "learning_rate": 0.0},
+    },
 }
 STEPS = 5
 Versions = list[tuple[int, int]]
@@ -46,36 +51,53 @@ class Spy:
         self.ended: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor, Versions]] = {}
         self.oldest: dict[tuple[int, int], int] = {}
         self.parked: list[tuple[str, int, int]] = []  # worker, group, place
-        commit, park = Dock.commit, Dock.park
+        commit = Dock.commit
+        park = Dock.park
 
-        async def committing(dock: Dock, claim: Claim, positions: Sequence[int], rows: Any, **options: Any) -> None:
+        async def committing(
+            dock: Dock, claim: Claim, positions: Sequence[int], rows: Any, **options: Any
+        ) -> None:
             await commit(dock, claim, positions, rows, **options)
             if claim.stage == "rollout":
                 self.read(claim, positions, rows, options["generated"])
 
-        async def parking(dock: Dock, claim: Claim, positions: Sequence[int], rows: Any, **options: Any) -> None:
+        async def parking(
+            dock: Dock, claim: Claim, positions: Sequence[int], rows: Any, **options: Any
+        ) -> None:
             await park(dock, claim, positions, rows, **options)
-            self.parked += [(dock.worker, claim.rows[i].group, claim.rows[i].place) for i in positions]
+            self.parked += [
+                (dock.worker, claim.rows[i].group, claim.rows[i].place) for i in positions
+            ]
 
         monkeypatch.setattr(Dock, "commit", committing)
         monkeypatch.setattr(Dock, "park", parking)
 
-    def read(self, claim: Claim, positions: Sequence[int], rows: Mapping[str, Any], made: Any) -> None:
+    def read(
+        self, claim: Claim, positions: Sequence[int], rows: Mapping[str, Any], made: Any
+    ) -> None:
         for i, position in enumerate(positions):
-            row, flat = claim.rows[position], rows["versions"][i].tolist()
-            key, versions = (row.group, row.place), list(zip(flat[::2], flat[1::2], strict=True))
+            row = claim.rows[position]
+            flat = rows["versions"][i].tolist()
+            key = (row.group, row.place)
+            versions = list(zip(flat[::2], flat[1::2], strict=True))
             assert key not in self.ended, "committed twice"
             self.ended[key] = (rows["response_ids"][i], rows["rollout_logprobs"][i], versions)
             self.oldest[key] = made[i][0]
 
 
 async def uncut(of: Recipe, groups: int, *, loaded: bool) -> dict[tuple[int, int], Completion]:
-    """The run's responses in one piece, by the engine as it starts, or by one with the trainer's weights ``loaded``."""
-    engine, sampling = rollout_engine(of, version=0), sampling_of(of, tokenizer_of(of))
+    """The run's responses in one piece, by the engine as it starts, or by one with the trainer's
+    weights ``loaded``."""
+    engine = rollout_engine(of, version=0)
+    sampling = sampling_of(of, tokenizer_of(of))
     if loaded:
         await engine.load_weights(1, dict(train_engine(of).weights()))
-    places, prompt = tuple(range(of.algorithm.group_size)), torch.ones(1, dtype=torch.int64)
-    requests = [GroupRequest(group, places, prompt, sampling, group_seed(of.seed, group)) for group in range(groups)]
+    places = tuple(range(of.algorithm.group_size))
+    prompt = torch.ones(1, dtype=torch.int64)
+    requests = [
+        GroupRequest(group, places, prompt, sampling, group_seed(of.seed, group))
+        for group in range(groups)
+    ]
     return {(done.group, done.place): done async for done in engine.generate(requests)}
 
 
@@ -84,14 +106,25 @@ async def uncut(of: Recipe, groups: int, *, loaded: bool) -> dict[tuple[int, int
     [(1, 1, 40, "keep"), (1, 1, 0, "cut"), (2, 3, 60, "cut")],
 )
 async def test_cut_responses_keep_the_bound_and_are_those_of_a_run_without_cuts(
-    bound: int, window: int, budget: int, on_update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bound: int,
+    window: int,
+    budget: int,
+    on_update: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    settings: dict[str, Any] = {"pipeline__staleness": bound, "pipeline__window": window, "train__steps": STEPS}
+    settings: dict[str, Any] = {
+        "pipeline__staleness": bound,
+        "pipeline__window": window,
+        "train__steps": STEPS,
+    }
     settings |= {"rollout__budget": budget, "rollout__on_update": on_update}
-    for time_scale in (0.06, 0.24, 0.96):  # on a machine that others use, a swap may come when nothing is in flight
+    # on a machine that others use, a swap may come when nothing is in flight
+    for time_scale in (0.06, 0.24, 0.96):
         spy = Spy(monkeypatch)
         mock = {**LONG_TAILED["rollout"]["mock"], "time_scale": time_scale}
-        room = arena_bytes(recipe(LONG_TAILED, **settings))  # what the recipe asks for at least is enough
+        # what the recipe asks for at least is enough
+        room = arena_bytes(recipe(LONG_TAILED, **settings))
         of = recipe(LONG_TAILED, **settings, rollout__mock=mock, pipeline__arena=room)
         watched, result = await complete(Run.create(of, tmp_path / f"run-{time_scale}"))
         assert result.state == "finished", result.reason
@@ -108,22 +141,29 @@ async def test_cut_responses_keep_the_bound_and_are_those_of_a_run_without_cuts(
         assert len(tokens) == len(first[key].token_ids)
         at = 0
         for version, count in versions:
-            whole, part = later[key] if version else first[key], slice(at, at + count)
+            whole = later[key] if version else first[key]
+            part = slice(at, at + count)
             assert torch.equal(tokens[part], whole.token_ids[part])
             assert torch.equal(logprobs[part], whole.logprobs[part])
             at += count
         assert at == len(tokens)
     cut = {(group, place) for _, group, place in spy.parked}
     assert cut, "nothing was cut"
-    assert any(len(spy.ended[key][2]) > 1 for key in cut), "no response was continued by a newer version"
+    assert any(len(spy.ended[key][2]) > 1 for key in cut), (
+        "no response was continued by a newer version"
+    )
     if budget and on_update == "keep":
         visits = {key: -(-len(spy.ended[key][0]) // budget) for key in spy.ended}
         assert len(spy.parked) == sum(visits.values()) - len(visits)
     else:
-        assert all(len(versions) == 1 for key, (_, _, versions) in spy.ended.items() if key not in cut)
+        assert all(
+            len(versions) == 1 for key, (_, _, versions) in spy.ended.items() if key not in cut
+        )
 
 
-async def test_a_torch_engine_in_a_run_with_cuts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_torch_engine_in_a_run_with_cuts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spy = Spy(monkeypatch)
     of = recipe(TINY, rollout__budget=3, rollout__max_tokens=8, rollout__on_update="cut")
     watched, result = await complete(Run.create(of, tmp_path / "run"))
@@ -170,18 +210,23 @@ async def until(watched: Watched, condition: Any) -> dict[str, Any]:
         ),
         (
             {"rollout__budget": 9, "pipeline__staleness": 0},
-            "rollout.budget = 9: cuts responses, but with pipeline.staleness = 0 and pipeline.window = 1 the run is the "
-            "synchronous one bit for bit, and a continued response is rounded otherwise; set pipeline.staleness >= 1, or "
-            "rollout.budget = 0",
+            "rollout.budget = 9: cuts responses, but with pipeline.staleness = 0 and "
+            "pipeline.window = 1 the run is the synchronous one bit for bit, and a continued "
+            "response is rounded otherwise; set pipeline.staleness >= 1, or rollout.budget = 0",
         ),
         (
             {"rollout__on_update": "cut", "pipeline__staleness": 0},
             'rollout.on_update = "cut": cuts responses, but with pipeline.staleness = 0',
         ),
-        ({"rollout__on_update": "drop"}, "rollout.on_update = \"drop\": is not allowed; use one of: 'cut', 'keep'"),
+        (
+            {"rollout__on_update": "drop"},
+            "rollout.on_update = \"drop\": is not allowed; use one of: 'cut', 'keep'",
+        ),
     ],
 )
-def test_what_could_not_be_meant_is_refused_with_what_to_write(changes: dict[str, Any], complaint: str) -> None:
+def test_what_could_not_be_meant_is_refused_with_what_to_write(
+    changes: dict[str, Any], complaint: str
+) -> None:
     with pytest.raises(RecipeError) as refused:
         recipe(LONG_TAILED, train__steps=4, **changes)
     assert complaint in str(refused.value)

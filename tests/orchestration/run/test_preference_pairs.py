@@ -17,25 +17,45 @@ from tests.orchestration.runs import TINY, complete, recipe
 
 
 def sample(place: int, reward: float | None, response: str = "", **more: Any) -> dict[str, Any]:
-    own = {"group": 3, "place": place, "reward": reward, "prompt": "user: a", "response": response or f"r{place}"}
+    own = {
+        "group": 3,
+        "place": place,
+        "reward": reward,
+        "prompt": "user: a",
+        "response": response or f"r{place}",
+    }
     return {"step": 0, **own, **more}
 
 
-def run_folder(folder: Path, groups: list[list[float | None]], keep: int = 1 << 20, size: int = 2) -> Path:
+def run_folder(
+    folder: Path, groups: list[list[float | None]], keep: int = 1 << 20, size: int = 2
+) -> Path:
     folder.mkdir()
     (folder / "recipe.json").write_text(
         json.dumps({"pipeline": {"keep_samples": keep}, "algorithm": {"group_size": size}})
     )
     book = SampleLog(folder / FOLDER, keep)
     for step, rewards in enumerate(groups):
-        book.add([sample(place, reward, group=step, step=step) for place, reward in enumerate(rewards)])
+        book.add(
+            [sample(place, reward, group=step, step=step) for place, reward in enumerate(rewards)]
+        )
     return folder
 
 
 def test_the_best_and_the_worst_of_a_group_are_its_pair() -> None:
-    given = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    given = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+    ]
     row = {"given": given, "fields": {"answer": "r1", "chosen": "of the data"}}
-    group = [sample(0, 0.5, **row), sample(1, 1.0), sample(2, None), sample(3, float("nan")), sample(4, 0.25)]
+    group = [
+        sample(0, 0.5, **row),
+        sample(1, 1.0),
+        sample(2, None),
+        sample(3, float("nan")),
+        sample(4, 0.25),
+    ]
     assert pair_of(group) == {
         "answer": "r1",
         "prompt": given,
@@ -55,15 +75,23 @@ def test_the_best_and_the_worst_of_a_group_are_its_pair() -> None:
     assert pair_of([sample(0, 1.0), failed]) is None, "a failed reward says nothing of the response"
 
 
-@pytest.mark.parametrize("how", [{"truncated": True, "ended": False}, {"truncated": False, "ended": False}])
-def test_a_response_without_a_sampled_end_is_marked_or_left_out(how: dict[str, bool], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "how", [{"truncated": True, "ended": False}, {"truncated": False, "ended": False}]
+)
+def test_a_response_without_a_sampled_end_is_marked_or_left_out(
+    how: dict[str, bool], tmp_path: Path
+) -> None:
     run = run_folder(tmp_path / "run", [], size=3)
     ended = {"truncated": False, "ended": True}
     members = [sample(0, 1.0, **ended), sample(1, 0.0, **how), sample(2, 0.5, **ended)]
     SampleLog(run / FOLDER, 1 << 20).add(members)
     export_pairs(run, tmp_path / "all.jsonl")
     pair = json.loads((tmp_path / "all.jsonl").read_text())
-    assert (pair["rejected"], pair["chosen_truncated"], pair["rejected_truncated"]) == ("r1", False, True)
+    assert (pair["rejected"], pair["chosen_truncated"], pair["rejected_truncated"]) == (
+        "r1",
+        False,
+        True,
+    )
     export_pairs(run, tmp_path / "whole.jsonl", cut=False)
     assert json.loads((tmp_path / "whole.jsonl").read_text())["rejected"] == "r2"
 
@@ -73,7 +101,8 @@ def test_what_makes_no_pairs_is_named(tmp_path: Path, capsys: pytest.CaptureFixt
         r"not the folder of a run": tmp_path,
         r"pipeline\.keep_samples = 0": run_folder(tmp_path / "none", [], keep=0),
         r"has trained no step yet": run_folder(tmp_path / "young", []),
-        r"in none of 2 groups .* lower --margin": run_folder(tmp_path / "equal", [[0.5, 0.5], [0.0, 0.2]]),
+        r"in none of 2 groups .* lower "
+        r"--margin": run_folder(tmp_path / "equal", [[0.5, 0.5], [0.0, 0.2]]),
         r"algorithm\.group_size = 1": run_folder(tmp_path / "single", [[0.5]], size=1),
     }
     for message, folder in refused.items():
@@ -93,7 +122,8 @@ async def test_a_run_makes_the_pairs_that_another_run_learns_from(
 ) -> None:
     first = recipe(TINY, train__steps=10, train__groups_per_step=32, algorithm__group_size=8)
     await complete(Run.create(first, tmp_path / "first"))
-    lines, table = tmp_path / "pairs.jsonl", tmp_path / "pairs.parquet"
+    lines = tmp_path / "pairs.jsonl"
+    table = tmp_path / "pairs.parquet"
     capsys.readouterr()
     pairs_command(tmp_path / "first", lines, 0.25)
     pairs = [json.loads(line) for line in lines.open()]
@@ -104,8 +134,17 @@ async def test_a_run_makes_the_pairs_that_another_run_learns_from(
         assert pair["score_chosen"] >= pair["score_rejected"] + 0.25
     assert export_pairs(tmp_path / "first", table, 0.25) == (len(pairs), 320)
 
-    # The pairs are of prompts that the first run has not held out: a larger share of them is held out here.
-    data = {**TINY, "prompts": {"source": "parquet", "path": str(table), "max_prompt_tokens": 16, "held_out": 0.3}}
+    # The pairs are of prompts that the first run has not held out: a larger share of them is held
+    # out here.
+    data = {
+        **TINY,
+        "prompts": {
+            "source": "parquet",
+            "path": str(table),
+            "max_prompt_tokens": 16,
+            "held_out": 0.3,
+        },
+    }
     second = recipe(
         data,
         prompts__responses=["chosen", "rejected"],

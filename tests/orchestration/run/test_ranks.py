@@ -53,20 +53,29 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Told:
 
     async def run() -> Told:
         of = recipe(TINY, **GANG)
-        watched, result = await complete(Run.create(of, tmp_path_factory.mktemp("rank_group") / "run"))
+        watched, result = await complete(
+            Run.create(of, tmp_path_factory.mktemp("rank_group") / "run")
+        )
         assert result.state == "finished", result.reason
         assert_each_sample_once(of, watched)
         assert_nothing_left(watched.run)
-        return [(step["reward_mean"], step["grad_norm"]) for step in watched.of("step")], trained(of, result)
+        return [(step["reward_mean"], step["grad_norm"]) for step in watched.of("step")], trained(
+            of, result
+        )
 
     return asyncio.run(run())
 
 
-async def test_with_bound_zero_two_ranks_are_the_synchronous_run_but_for_the_order_of_sums(undisturbed: Told) -> None:
-    """A step's gradient is equal within 1e-5 (relative, float32); AdamW lets that grow a little from step to step."""
+async def test_with_bound_zero_two_ranks_are_the_synchronous_run_but_for_the_order_of_sums(
+    undisturbed: Told,
+) -> None:
+    """A step's gradient is equal within 1e-5 (relative, float32); AdamW lets that grow a little
+    from step to step."""
     reported, weights = undisturbed
     expected = [step async for step in synchronous_run(recipe(TINY, **GANG))]
-    assert [reward for reward, _ in reported] == [step.reward_mean for step in expected], "the same samples"
+    assert [reward for reward, _ in reported] == [step.reward_mean for step in expected], (
+        "the same samples"
+    )
     norms = [step.metrics["grad_norm"] for step in expected]
     assert min(norms) > 0.01
     assert [norm for _, norm in reported] == pytest.approx(norms, rel=1e-4)
@@ -77,8 +86,10 @@ async def test_with_bound_zero_two_ranks_are_the_synchronous_run_but_for_the_ord
 async def test_any_rank_may_be_killed_and_the_weights_are_those_of_an_undisturbed_run(
     undisturbed: Told, tmp_path: Path
 ) -> None:
-    """Rank 1 between two checkpoints, then rank 0 after the next one: bit for bit, since each rank adds up in one order."""
-    of, killed = recipe(TINY, **GANG), list[float]()
+    """Rank 1 between two checkpoints, then rank 0 after the next one: bit for bit, since each rank
+    adds up in one order."""
+    of = recipe(TINY, **GANG)
+    killed = list[float]()
     async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
         for steps, worker in ((2, "update-1"), (4, "update-0")):
             await watched.until(lambda: len(watched.of("step")) >= steps)  # noqa: B023
@@ -86,12 +97,19 @@ async def test_any_rank_may_be_killed_and_the_weights_are_those_of_an_undisturbe
             os.kill(watched.run.supervisor.pids()[worker], signal.SIGKILL)
             killed.append(time.time())
             await watched.until(
-                lambda: [w["worker"] for w in watched.of("worker") if w["change"] == "died"][-1:] == [worker]  # noqa: B023
+                lambda worker=worker: (
+                    [w["worker"] for w in watched.of("worker") if w["change"] == "died"][-1:]
+                    == [worker]
+                )
             )
         result = await work
         assert watched.run.supervisor.restarts == 2, "one for each rank_group, not for each rank"
     assert result.state == "finished", result.reason
-    told_of = [event for event in watched.events if event.kind == "worker" and event.data["change"] == "died"]
+    told_of = [
+        event
+        for event in watched.events
+        if event.kind == "worker" and event.data["change"] == "died"
+    ]
     for at, event in zip(killed, told_of, strict=True):
         assert event.time - at < NOTICED, (
             f"{event.data['worker']} was dead for {event.time - at:.1f} s before anybody knew"
@@ -106,7 +124,8 @@ async def test_any_rank_may_be_killed_and_the_weights_are_those_of_an_undisturbe
 
 
 async def test_ranks_that_divide_tokens_train_a_run_and_die_together(tmp_path: Path) -> None:
-    """By the recipe's keys; the samples and, but for the order of sums, the gradients are those of one process."""
+    """By the recipe's keys; the samples and, but for the order of sums, the gradients are those of
+    one process."""
     of = recipe(TINY, **{**GANG, "train__dp": 1, "train__cp": 2, "train__context_parallel": "ring"})
     async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
         await watched.until(lambda: len(watched.of("step")) >= 2)
@@ -132,9 +151,17 @@ async def test_a_run_of_one_process_is_resumed_on_two_ranks(tmp_path: Path) -> N
         watched.stop.set()
         assert (await work).state == "stopped"
     before = {step["step"]: step["grad_norm"] for step in watched.of("step")}
-    with pytest.raises(RecipeError, match=r"train.groups_per_step = 2: cannot change in a resumed run: the gate"):
+    with pytest.raises(
+        RecipeError,
+        match=r"train.groups_per_step = 2: cannot change in a resumed "
+        r"run: the gate",
+    ):
         Run.resume(tmp_path / "run", ["train.groups_per_step=2"])
-    with pytest.raises(RecipeError, match=r"launch.launcher = \"inline\": keeps all workers in one process"):
+    with pytest.raises(
+        RecipeError,
+        match=r"launch.launcher = \"inline\": keeps all workers in one "
+        r"process",
+    ):
         Run.resume(tmp_path / "run", ["train.tp=2"])
     resumed = Run.resume(tmp_path / "run", ["train.tp=2", "launch.launcher=process"])
     assert resumed.start is not None
@@ -142,7 +169,9 @@ async def test_a_run_of_one_process_is_resumed_on_two_ranks(tmp_path: Path) -> N
     watched, result = await complete(resumed)
     assert result.state == "finished", result.reason
     reported = before | {step["step"]: step["grad_norm"] for step in watched.of("step")}
-    assert [reported[step] for step in range(6)] == pytest.approx([s.metrics["grad_norm"] for s in expected], rel=1e-4)
+    assert [reported[step] for step in range(6)] == pytest.approx(
+        [s.metrics["grad_norm"] for s in expected], rel=1e-4
+    )
     assert min(reported.values()) > 0.01
     weights = trained(resumed.recipe, result)
     for name, weight in expected[-1].engine.weights():
@@ -151,7 +180,9 @@ async def test_a_run_of_one_process_is_resumed_on_two_ranks(tmp_path: Path) -> N
         Run.resume(tmp_path / "run", ["train.tp=1"])
 
 
-async def test_a_run_of_two_ranks_is_resumed_in_one_process(undisturbed: Told, tmp_path: Path) -> None:
+async def test_a_run_of_two_ranks_is_resumed_in_one_process(
+    undisturbed: Told, tmp_path: Path
+) -> None:
     """The other way round: shards of two ranks become one process's whole tensors."""
     of = recipe(TINY, **GANG)
     async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
@@ -168,12 +199,16 @@ async def test_a_run_of_two_ranks_is_resumed_in_one_process(undisturbed: Told, t
     assert sorted(after) == list(range(first, 6))
     assert first == len(before), "both ranks have written their shards when it was stopped"
     reported, weights = undisturbed
-    assert [(before | after)[step] for step in range(6)] == pytest.approx([norm for _, norm in reported], rel=1e-4)
+    assert [(before | after)[step] for step in range(6)] == pytest.approx(
+        [norm for _, norm in reported], rel=1e-4
+    )
     for name, weight in trained(resumed.recipe, result).items():
         assert (weights[name] - weight).norm() < 1e-4 * weights[name].norm(), name
 
 
-async def test_mixed_precision_on_one_rank_is_the_synchronous_run_bit_for_bit(tmp_path: Path) -> None:
+async def test_mixed_precision_on_one_rank_is_the_synchronous_run_bit_for_bit(
+    tmp_path: Path,
+) -> None:
     settings = {"pipeline__staleness": 0, "model__dtype": "bfloat16", "train__precision": "mixed"}
     of = recipe(TINY, **settings, reward__functions=GANG["reward__functions"])
     expected, weights = await synchronous(of)
@@ -188,8 +223,11 @@ async def test_mixed_precision_on_one_rank_is_the_synchronous_run_bit_for_bit(tm
 
 
 @pytest.mark.parametrize("section", ["train", "rollout"])
-async def test_a_device_that_is_not_here_fails_the_run_at_once(section: str, tmp_path: Path) -> None:
-    of = recipe(TINY)  # a check finds this out before; an agent on another machine than the check's does not
+async def test_a_device_that_is_not_here_fails_the_run_at_once(
+    section: str, tmp_path: Path
+) -> None:
+    # a check finds this out before; an agent on another machine than the check's does not
+    of = recipe(TINY)
     of = of.model_copy(update={section: getattr(of, section).model_copy(update={"device": "hpu"})})
     watched, result = await complete(Run.create(of, tmp_path / "run"))
     assert result.state == "failed"
@@ -199,17 +237,23 @@ async def test_a_device_that_is_not_here_fails_the_run_at_once(section: str, tmp
 
 def test_each_rank_is_a_worker() -> None:
     of = recipe(TINY, train__dp=2, launch__launcher="process")
-    assert [worker for worker in workers_of(of) if worker[0] == "update"] == [("update", 0), ("update", 1)]
+    assert [worker for worker in workers_of(of) if worker[0] == "update"] == [
+        ("update", 0),
+        ("update", 1),
+    ]
 
 
-# --- the supervisor's part, with scripted workers --------------------------------------------------------------------
+# --- the supervisor's part, with scripted workers
+# --------------------------------------------------------------------
 
 
 class ScriptedLife:
     orphaned: object = None
 
     def __init__(self, name: str) -> None:
-        self.name, self.pid, self.killed = name, 0, False
+        self.name = name
+        self.pid = 0
+        self.killed = False
         self.code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     async def wait(self) -> int:
@@ -222,16 +266,20 @@ class ScriptedLife:
 
 
 class ScriptedLauncher:
-    """Launches lives that end when the test sets their exit code; the launched ones come out of ``lives`` in order. Those
-    named in ``late`` are never ready."""
+    """Launches lives that end when the test sets their exit code; the launched ones come out of
+    ``lives`` in order. Those named in ``late`` are never ready."""
 
     def __init__(self, index: Index, late: Sequence[str] = ()) -> None:
-        self.index, self.late, self.lives = index, late, asyncio.Queue[tuple[str, int, ScriptedLife]]()
+        self.index = index
+        self.late = late
+        self.lives = asyncio.Queue[tuple[str, int, ScriptedLife]]()
 
     async def launch(self, run: str, url: str, kind: str, number: int, name: str) -> ScriptedLife:
         life = ScriptedLife(name)
         if f"{kind}-{number}" not in self.late:
-            await self.index.emit(WorkerEvent(stage=kind, worker=f"{kind}-{number}", change="ready"))
+            await self.index.emit(
+                WorkerEvent(stage=kind, worker=f"{kind}-{number}", change="ready")
+            )
         self.lives.put_nowait((kind, number, life))
         return life
 
@@ -248,12 +296,20 @@ class ScriptedLauncher:
 
 
 @pytest.fixture
-async def supervised(index: Index) -> AsyncIterator[tuple[Supervisor, ScriptedLauncher, asyncio.Task[Outcome]]]:
-    limits = {"launch__max_restarts": 2, "launch__startup_timeout": 20.0, "launch__stop_timeout": 0.2}
+async def supervised(
+    index: Index,
+) -> AsyncIterator[tuple[Supervisor, ScriptedLauncher, asyncio.Task[Outcome]]]:
+    limits = {
+        "launch__max_restarts": 2,
+        "launch__startup_timeout": 20.0,
+        "launch__stop_timeout": 0.2,
+    }
     of = recipe(TINY, external__stages=["rollout"], **limits)
     # Unchecked, as a small machine has fewer cores.
     of = of.model_copy(update={"train": of.train.model_copy(update={"dp": 3})})
-    await index.init(flow_of(of).config(of.staleness_plan), {"published": 0, "trained": 0, "admitted": 0})
+    await index.init(
+        flow_of(of).config(of.staleness_plan), {"published": 0, "trained": 0, "admitted": 0}
+    )
     await index.transition([""], "created")
     launcher = ScriptedLauncher(index)
     supervisor = Supervisor(index, launcher, of, begins=0)
@@ -263,7 +319,9 @@ async def supervised(index: Index) -> AsyncIterator[tuple[Supervisor, ScriptedLa
     await asyncio.gather(work, return_exceptions=True)
 
 
-async def test_a_rank_that_dies_takes_the_others_along_for_one_restart(supervised: Any, index: Index) -> None:
+async def test_a_rank_that_dies_takes_the_others_along_for_one_restart(
+    supervised: Any, index: Index
+) -> None:
     supervisor, launcher, work = supervised
     lives = await launcher.next(4)
     name = await RANKS.get(index, kind="update")
@@ -290,7 +348,9 @@ async def test_ranks_may_end_one_after_the_other(supervised: Any) -> None:
     assert supervisor.restarts == 0
 
 
-async def test_a_fault_of_any_rank_that_no_restart_mends_fails_the_run(supervised: Any, index: Index) -> None:
+async def test_a_fault_of_any_rank_that_no_restart_mends_fails_the_run(
+    supervised: Any, index: Index
+) -> None:
     supervisor, launcher, work = supervised
     lives = await launcher.next(4)
     refused = Ending(reason="ColumnError: a wrong column")
@@ -304,12 +364,16 @@ async def test_a_fault_of_any_rank_that_no_restart_mends_fails_the_run(supervise
     assert supervisor.restarts == 0
 
 
-async def test_a_gang_that_dies_too_often_fails_with_the_reason_of_the_first_to_die(supervised: Any) -> None:
+async def test_a_gang_that_dies_too_often_fails_with_the_reason_of_the_first_to_die(
+    supervised: Any,
+) -> None:
     _, launcher, work = supervised
     lives = await launcher.next(4)
     for _ in range(2):
         lives["update-1"].code.set_result(-11)
         lives = await launcher.next(3)
     lives["update-1"].code.set_result(-11)
-    assert (await work).reason == "update-1 died and launch.max_restarts = 2 is used up: ended by signal 11"
+    assert (await work).reason == (
+        "update-1 died and launch.max_restarts = 2 is used up: ended by signal 11"
+    )
     assert all(life.code.done() for life in lives.values())

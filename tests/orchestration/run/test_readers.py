@@ -1,4 +1,5 @@
-"""What a run writes is its user's alone: files, shared memory and sockets, while it runs and afterwards."""
+"""What a run writes is its user's alone: files, shared memory and sockets, while it runs and
+afterwards."""
 
 from __future__ import annotations
 
@@ -55,9 +56,24 @@ def started(folder: Path, *options: str, **changes: object) -> subprocess.Popen[
     data["train"] = {**MOCK["train"], "steps": 40}
     data["checkpoint"] = {"every": 2}
     (folder / "recipe.json").write_text(json.dumps(data))
-    command = [sys.executable, "-P", "-m", "tests.command", "run", str(folder / "recipe.json"), "--plain", *options]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "tests.command",
+        "run",
+        str(folder / "recipe.json"),
+        "--plain",
+        *options,
+    ]
     return subprocess.Popen(
-        command, cwd=folder, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, umask=0o022
+        command,
+        cwd=folder,
+        env=environment(),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        umask=0o022,
     )
 
 
@@ -65,7 +81,11 @@ def read_by_nobody(*folders: Path) -> list[str]:
     paths = [str(path) for folder in folders for path in (folder, *folder.rglob("*"))]
     assert len(paths) > len(folders), folders
     done = subprocess.run(
-        [sys.executable, "-c", READ], input=json.dumps(paths), capture_output=True, text=True, check=True
+        [sys.executable, "-c", READ],
+        input=json.dumps(paths),
+        capture_output=True,
+        text=True,
+        check=True,
     )
     found: list[str] = json.loads(done.stdout)
     return found
@@ -131,11 +151,16 @@ def test_a_group_reads_a_run_that_says_so(open_folder: Path) -> None:
         process.kill()
     (run,) = (open_folder / "runs").iterdir()
     assert stat.S_IMODE(run.stat().st_mode) == 0o750
-    modes = {path.relative_to(run).as_posix(): stat.S_IMODE(path.stat().st_mode) for path in run.rglob("*")}
+    modes = {
+        path.relative_to(run).as_posix(): stat.S_IMODE(path.stat().st_mode)
+        for path in run.rglob("*")
+    }
     assert modes["recipe.json"] == 0o600
     assert modes["index"] == 0o700
     shared = [name for name in modes if name != "recipe.json" and not name.startswith("index")]
     assert [name for name in modes if modes[name] & 0o007] == []
     assert {
-        name: oct(modes[name]) for name in shared if not modes[name] & 0o040 and name.startswith("checkpoints")
+        name: oct(modes[name])
+        for name in shared
+        if not modes[name] & 0o040 and name.startswith("checkpoints")
     } == {}

@@ -31,7 +31,12 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def event(version: int) -> str:
-    return json.dumps({"id": f"{version}-0", "time": 1.0, "kind": "checkpoint", "data": {"version": version}}) + "\n"
+    return (
+        json.dumps(
+            {"id": f"{version}-0", "time": 1.0, "kind": "checkpoint", "data": {"version": version}}
+        )
+        + "\n"
+    )
 
 
 def moved(folder: Path) -> None:
@@ -76,7 +81,9 @@ async def test_a_recorded_checkpoint_that_is_away_is_neither_made_up_nor_begun_w
     if away is linked:
         (run / "checkpoints").unlink()
     version = 2 if away is older else 0
-    assert Run.resume(run, ["train.steps=6"], start_version=version).begins == version, "by a flag it does"
+    assert Run.resume(run, ["train.steps=6"], start_version=version).begins == version, (
+        "by a flag it does"
+    )
 
 
 async def test_a_run_that_has_recorded_none_begins_again_and_one_that_is_put_back_goes_on(
@@ -130,10 +137,14 @@ async def test_the_base_model_may_move_and_its_bytes_may_not_change(tmp_path: Pa
     assert [step["step"] for step in watched.of("step")] == [2]
     third = tmp_path / "third"
     there.rename(third)
-    assert Run.resume(run, ["train.steps=4", f"model.source={third}"]).recipe.model.source == str(third)
+    assert Run.resume(run, ["train.steps=4", f"model.source={third}"]).recipe.model.source == str(
+        third
+    )
 
 
-async def test_files_that_were_never_recorded_are_compared_where_both_are_there(tmp_path: Path) -> None:
+async def test_files_that_were_never_recorded_are_compared_where_both_are_there(
+    tmp_path: Path,
+) -> None:
     run, base = await run_of_a_folder(tmp_path)
     (run / base_models.FILE).unlink()
     shutil.copytree(base, tmp_path / "copy")
@@ -141,5 +152,9 @@ async def test_files_that_were_never_recorded_are_compared_where_both_are_there(
     Run.resume(run, changes)._lock.close()  # type: ignore[union-attr]
     (run / base_models.FILE).unlink()
     shutil.move(tmp_path / "copy", tmp_path / "away")
-    with pytest.raises(RunError, match=r"cannot be compared with .* whose files the run has not recorded"):
+    with pytest.raises(
+        RunError,
+        match=r"cannot be compared with .* whose files the run has not "
+        r"recorded",
+    ):
         Run.resume(run, ["train.steps=3", f"model.source={tmp_path / 'away'}"])

@@ -1,4 +1,5 @@
-"""Runs in which hardly any group teaches: each step drops a bounded number of groups, and the run ends."""
+"""Runs in which hardly any group teaches: each step drops a bounded number of groups, and the run
+ends."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from orchestration.run.run import Run
 from tests.orchestration.run.test_run import assert_equal, synchronous, trained
 from tests.orchestration.runs import TINY, complete, executing, recipe
 
-P, STEPS = 4, 6
+P = 4
+STEPS = 6
 DROPS: dict[str, Any] = {"algorithm__options": {"drop_equal": True}, "algorithm__max_refill": 2}
 
 
@@ -23,7 +25,10 @@ def same(completions: list[Any], **columns: Any) -> list[float]:
 
 def sometimes(completions: list[Any], answer: list[str], **columns: Any) -> list[float]:
     """No response to a prompt whose answer has a letter above c is better than another."""
-    return [float(wanted <= "c") * len(set(text)) for text, wanted in zip(completions, answer, strict=True)]
+    return [
+        float(wanted <= "c") * len(set(text))
+        for text, wanted in zip(completions, answer, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("staleness", [0, 2])

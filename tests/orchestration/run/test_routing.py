@@ -12,18 +12,26 @@ import pytest
 from orchestration.recipe.planner import plan
 from orchestration.recipe.problems import RecipeError
 from orchestration.run.run import Run
-from tests.orchestration.run.test_run import assert_each_sample_once, assert_equal, synchronous, trained
+from tests.orchestration.run.test_run import (
+    assert_each_sample_once,
+    assert_equal,
+    synchronous,
+    trained,
+)
 from tests.orchestration.runs import TINY, complete, executing, recipe
 
 REPLAY: dict[str, Any] = {"model__source": "tiny-moe", "train__router": "replay"}
 
 
-async def test_with_bound_zero_a_killed_trainer_replays_the_choices_bit_for_bit(tmp_path: Path) -> None:
+async def test_with_bound_zero_a_killed_trainer_replays_the_choices_bit_for_bit(
+    tmp_path: Path,
+) -> None:
     """The steps since the checkpoint are made again with the choices that the warehouse has."""
     of = recipe(TINY, **REPLAY, pipeline__staleness=0, launch__launcher="process")
     expected, weights = await synchronous(of)
     async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
-        await watched.until(lambda: len(watched.of("step")) >= 5)  # past a checkpoint, with two steps to replay
+        # past a checkpoint, with two steps to replay
+        await watched.until(lambda: len(watched.of("step")) >= 5)
         assert watched.run.supervisor is not None
         os.kill(watched.run.supervisor.pids()["update-0"], signal.SIGKILL)
         result = await work
@@ -53,10 +61,16 @@ async def test_parked_responses_bring_the_choices_of_all_their_parts(tmp_path: P
     ],
 )
 def test_what_does_not_go_with_replay_is_refused(changes: dict[str, Any], reason: str) -> None:
-    with pytest.raises(RecipeError, match=rf'train.router = "replay": .*{reason}.*set train.router = \'own\''):
+    with pytest.raises(
+        RecipeError,
+        match=rf'train.router = "replay": .*{reason}.*set train.router '
+        rf"= \'own\'",
+    ):
         recipe(TINY, **REPLAY | changes)
 
 
 def test_the_plan_has_room_for_the_choices() -> None:
-    own, replay = (plan(recipe(TINY, **REPLAY | {"train__router": router})) for router in ("own", "replay"))
+    own, replay = (
+        plan(recipe(TINY, **REPLAY | {"train__router": router})) for router in ("own", "replay")
+    )
     assert replay.arena_bytes > own.arena_bytes

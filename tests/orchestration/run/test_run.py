@@ -43,7 +43,8 @@ Weights = dict[str, torch.Tensor]
 
 async def synchronous(of: Recipe) -> tuple[list[tuple[float, float]], Weights]:
     """Reward and loss of each step of the plain loop, and its weights at the end."""
-    reported, weights = [], {}
+    reported = []
+    weights = {}
     async for step in synchronous_run(of):
         reported.append((step.reward_mean, step.metrics["loss"]))
         weights = {name: value.clone() for name, value in step.engine.weights()}
@@ -70,7 +71,9 @@ def assert_equal(a: Weights, b: Weights) -> None:
 
 
 def assert_each_sample_once(of: Recipe, watched: Watched) -> None:
-    steps, per_step, size = of.train.steps, of.train.groups_per_step, of.algorithm.group_size
+    steps = of.train.steps
+    per_step = of.train.groups_per_step
+    size = of.algorithm.group_size
     reported = watched.of("step")
     assert [step["step"] for step in reported] == list(range(steps))
     groups = [group for step in reported for group in step["groups"]]
@@ -82,7 +85,9 @@ def assert_each_sample_once(of: Recipe, watched: Watched) -> None:
     for ledger in ledgers:
         for unit in ("", "_tokens"):
             parts = ("trained", "filtered", "in_flight")
-            assert ledger[f"generated{unit}"] == sum(ledger[f"{part}{unit}"] for part in parts), ledger
+            assert ledger[f"generated{unit}"] == sum(ledger[f"{part}{unit}"] for part in parts), (
+                ledger
+            )
     assert ledgers[-1]["trained"] == steps * per_step * size
     assert ledgers[-1]["in_flight"] == 0
 
@@ -92,14 +97,20 @@ def assert_nothing_left(run: Run) -> None:
     assert not list(shared_memory_directory().glob(f"asyncdock-*{run.id}*"))
     for process in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            assert run.id.encode() not in process.read_bytes(), f"process {process.parent.name} is left"
+            assert run.id.encode() not in process.read_bytes(), (
+                f"process {process.parent.name} is left"
+            )
         except (FileNotFoundError, ProcessLookupError):
             continue
 
 
 @pytest.mark.parametrize("launcher", ["inline", "process"])
-async def test_with_bound_zero_it_is_the_synchronous_run_bit_for_bit(launcher: str, tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"evaluate__every": 2, "evaluate__prompts": 4} if launcher == "process" else {}
+async def test_with_bound_zero_it_is_the_synchronous_run_bit_for_bit(
+    launcher: str, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = (
+        {"evaluate__every": 2, "evaluate__prompts": 4} if launcher == "process" else {}
+    )
     of = recipe(TINY, pipeline__staleness=0, launch__launcher=launcher, **settings)
     expected, weights = await synchronous(of)
     watched, result = await complete(Run.create(of, tmp_path / "run"))
@@ -124,7 +135,9 @@ async def test_with_a_reference_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("staleness", "window"), [(1, 1), (2, 1), (2, 3)])
-async def test_the_bound_is_reached_and_never_passed(staleness: int, window: int, tmp_path: Path) -> None:
+async def test_the_bound_is_reached_and_never_passed(
+    staleness: int, window: int, tmp_path: Path
+) -> None:
     of = recipe(MOCK, pipeline__staleness=staleness, pipeline__window=window, train__steps=12)
     watched, result = await complete(Run.create(of, tmp_path / "run"))
     assert result.state == "finished", result.reason
@@ -158,19 +171,30 @@ async def test_any_worker_may_be_killed_and_each_sample_is_trained_once(tmp_path
             )
         result = await work
     assert result.state == "finished", result.reason
-    assert [w["worker"] for w in watched.of("worker") if w["change"] == "died"] == ["update-0", "rollout-0", "flow-0"]
+    assert [w["worker"] for w in watched.of("worker") if w["change"] == "died"] == [
+        "update-0",
+        "rollout-0",
+        "flow-0",
+    ]
     assert "signal 9" in next(w["reason"] for w in watched.of("worker") if w["change"] == "died")
     assert_each_sample_once(of, watched)
     assert_nothing_left(watched.run)
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "pf_ppo"])
-async def test_a_killed_trainer_replays_to_the_very_weights_it_lost(tmp_path: Path, algorithm: str) -> None:
-    changes: dict[str, Any] = {"train__steps": 8, "checkpoint__every": 3, "algorithm__name": algorithm}
+async def test_a_killed_trainer_replays_to_the_very_weights_it_lost(
+    tmp_path: Path, algorithm: str
+) -> None:
+    changes: dict[str, Any] = {
+        "train__steps": 8,
+        "checkpoint__every": 3,
+        "algorithm__name": algorithm,
+    }
     of = recipe(TINY, pipeline__staleness=0, launch__launcher="process", **changes)
     expected, weights = await synchronous(of)
     async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
-        await watched.until(lambda: len(watched.of("step")) >= 5)  # past a checkpoint, with two steps to replay
+        # past a checkpoint, with two steps to replay
+        await watched.until(lambda: len(watched.of("step")) >= 5)
         assert watched.run.supervisor is not None
         os.kill(watched.run.supervisor.pids()["update-0"], signal.SIGKILL)
         result = await work
@@ -210,14 +234,15 @@ def wait_for(path: Path) -> None:
 async def test_a_checkpoint_that_is_due_while_one_is_written_waits_and_training_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk takes for ever with a checkpoint: steps are made meanwhile, past those after which the next ones are due. In
-    that state nothing is lost by a kill, either."""
+    """The disk takes for ever with a checkpoint: steps are made meanwhile, past those after which
+    the next ones are due. In that state nothing is lost by a kill, either."""
     (tmp_path / "sitecustomize.py").write_text(SLOW_DISK)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     changes = {"checkpoint__every": 2, "checkpoint__keep": 1, "launch__launcher": "process"}
     of = recipe(TINY, pipeline__staleness=0, train__steps=16, **changes)
     expected, weights = await synchronous(of)
-    run, checkpoints = Run.create(of, tmp_path / "run"), tmp_path / "run" / "checkpoints"
+    run = Run.create(of, tmp_path / "run")
+    checkpoints = tmp_path / "run" / "checkpoints"
 
     def names() -> list[str]:
         return sorted(path.name for path in checkpoints.iterdir())
@@ -246,14 +271,17 @@ async def test_a_checkpoint_that_is_due_while_one_is_written_waits_and_training_
     written = [event["version"] for event in watched.of("checkpoint")]
     slow, next_one = (int(name[6:14]) for name in (before, partial))
     assert written[-2:] == [slow, 16]
-    assert next_one >= slow + 4, "of those that were due meanwhile, one was begun: of the newest version"
+    assert next_one >= slow + 4, (
+        "of those that were due meanwhile, one was begun: of the newest version"
+    )
     assert names() == ["step-00000016"]
 
 
 async def test_training_waits_for_a_checkpoint_when_samples_may_fill_the_arena(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    released, finish = threading.Event(), checkpoint.finish
+    released = threading.Event()
+    finish = checkpoint.finish
 
     def slow(*given: Any) -> checkpoint.Checkpoint:
         released.wait(60)
@@ -310,7 +338,9 @@ async def test_a_stopped_run_resumes_and_ends_as_if_it_had_never_stopped(tmp_pat
 
 
 async def test_a_resumed_run_makes_what_was_in_flight_again(tmp_path: Path) -> None:
-    of = recipe(MOCK, pipeline__staleness=2, pipeline__window=3, train__steps=12, checkpoint__every=2)
+    of = recipe(
+        MOCK, pipeline__staleness=2, pipeline__window=3, train__steps=12, checkpoint__every=2
+    )
     async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
         await watched.until(lambda: len(watched.of("step")) >= 7)
         watched.stop.set()
@@ -345,7 +375,8 @@ async def test_pause_holds_and_resume_goes_on(tmp_path: Path) -> None:
 async def test_weights_corrupted_in_shared_memory_are_never_loaded_but_published_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int, version: int
 ) -> None:
-    publish, damaged = WeightStore.publish, list[int]()
+    publish = WeightStore.publish
+    damaged = list[int]()
 
     def corrupting(self: WeightStore, number: int, weights: Any, probe: Any = None) -> Published:
         published = publish(self, number, weights, probe)
@@ -357,11 +388,16 @@ async def test_weights_corrupted_in_shared_memory_are_never_loaded_but_published
     monkeypatch.setattr(WeightStore, "publish", corrupting)
     of = recipe(MOCK, train__steps=6, pipeline__staleness=0, launch__max_restarts=1)
     watched, result = await complete(Run.create(of, tmp_path / "run"))
-    changes = [(event.kind, event.data.get("change"), event.data.get("version")) for event in watched.events]
+    changes = [
+        (event.kind, event.data.get("change"), event.data.get("version"))
+        for event in watched.events
+    ]
     syncs = [event for event in changes if event[0] == "sync"]
     if times == 1:
         assert result.state == "finished", result.reason
-        assert syncs[2 * version - 2 : 2 * version + 1] == [("sync", None, version)] * 3, "published twice, taken once"
+        assert syncs[2 * version - 2 : 2 * version + 1] == [("sync", None, version)] * 3, (
+            "published twice, taken once"
+        )
         kept = changes.index(("worker", "kept its weights", None))
         assert (
             changes.index(("sync", None, version))
@@ -393,16 +429,22 @@ async def test_a_torch_run_goes_on_after_a_failing_transport_bit_for_bit(
 
     monkeypatch.setattr("orchestration.run.builders.update.weight_publisher", publisher)
     timeout = 3.0 if fault == "stalls" else 60.0
-    of = recipe(TINY, train__steps=4, pipeline__staleness=0, launch__max_restarts=0, sync__timeout=timeout)
+    of = recipe(
+        TINY, train__steps=4, pipeline__staleness=0, launch__max_restarts=0, sync__timeout=timeout
+    )
     expected, weights = await synchronous(of)
     async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
-        await watched.until(lambda: "kept its weights" in [w["change"] for w in watched.of("worker")])
+        await watched.until(
+            lambda: "kept its weights" in [w["change"] for w in watched.of("worker")]
+        )
         released.set()
         result = await asyncio.wait_for(work, 120)
     assert result.state == "finished", result.reason
     (kept,) = [w for w in watched.of("worker") if w["change"] == "kept its weights"]
     assert "weights of version 2: " in kept["reason"]
-    assert ("sync.timeout = 3 s" if fault == "stalls" else "does not match its checksum") in kept["reason"]
+    assert ("sync.timeout = 3 s" if fault == "stalls" else "does not match its checksum") in kept[
+        "reason"
+    ]
     assert [s["version"] for s in watched.of("sync") if s["worker"] == "rollout-0"] == [1, 2, 3, 4]
     assert [(step["reward_mean"], step["loss"]) for step in watched.of("step")] == expected
     assert_equal(trained(of, result), weights)
@@ -412,9 +454,12 @@ async def test_a_torch_run_goes_on_after_a_failing_transport_bit_for_bit(
 async def test_weights_damaged_on_their_way_into_an_engine_are_sent_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load, damaged = MockRolloutEngine.load_weights, [3]
+    load = MockRolloutEngine.load_weights
+    damaged = [3]
 
-    async def fragile(self: MockRolloutEngine, version: int, weights: Any, **options: Any) -> SwapTimes:
+    async def fragile(
+        self: MockRolloutEngine, version: int, weights: Any, **options: Any
+    ) -> SwapTimes:
         if version in damaged:
             damaged.remove(version)
             raise WeightsDamaged("bucket 0 does not match its checksum")
@@ -444,26 +489,43 @@ main({arguments!r})
 async def test_a_worker_whose_reading_never_returns_ends_and_its_successor_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory that does not answer, in the first life of the rollout worker: its process must not wait for it."""
+    """Memory that does not answer, in the first life of the rollout worker: its process must not
+    wait for it."""
 
     def launch(entry: str, arguments: list[str], env: dict[str, str], *where: str) -> Launch:
         if "rollout" not in arguments:
             return Launch(entry, arguments, env, *where)
-        return Launch("builtins:exec", STUCK.format(first=str(tmp_path / "first"), arguments=arguments), env, *where)
+        return Launch(
+            "builtins:exec",
+            STUCK.format(first=str(tmp_path / "first"), arguments=arguments),
+            env,
+            *where,
+        )
 
     monkeypatch.setattr(launchers, "Launch", launch)
-    of = recipe(MOCK, launch__launcher="process", launch__max_restarts=1, sync__timeout=0.3, pipeline__staleness=0)
+    of = recipe(
+        MOCK,
+        launch__launcher="process",
+        launch__max_restarts=1,
+        sync__timeout=0.3,
+        pipeline__staleness=0,
+    )
     async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
         result = await asyncio.wait_for(work, 120)
     assert result.state == "finished", result.reason
     reported = [w for w in watched.of("worker") if w["worker"] == "rollout-0"]
     assert [w["change"] for w in reported].count("died") == 1
-    assert sum("still reading" in w["reason"] for w in reported if w["change"] == "kept its weights") == ATTEMPTS - 1
+    assert (
+        sum("still reading" in w["reason"] for w in reported if w["change"] == "kept its weights")
+        == ATTEMPTS - 1
+    )
     assert_each_sample_once(of, watched)
     assert_nothing_left(watched.run)
 
 
-async def test_leases_far_shorter_than_the_work_are_renewed_and_end_where_they_should(tmp_path: Path) -> None:
+async def test_leases_far_shorter_than_the_work_are_renewed_and_end_where_they_should(
+    tmp_path: Path,
+) -> None:
     of = recipe(MOCK, train__steps=20, pipeline__lease_seconds=0.15, checkpoint__every=1)
     async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
         result = await asyncio.wait_for(work, 60)
@@ -484,7 +546,11 @@ async def test_a_worker_that_dies_again_and_again_fails_the_run(tmp_path: Path) 
     of = recipe(MOCK, train__steps=500, launch__max_restarts=1, launch__launcher="process")
     async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
         for deaths in (1, 2):
-            await watched.until(lambda: sum(w["change"] == "ready" for w in watched.of("worker")) >= 2 + deaths)  # noqa: B023
+            await watched.until(
+                lambda deaths=deaths: (
+                    sum(w["change"] == "ready" for w in watched.of("worker")) >= 2 + deaths
+                )
+            )
             assert watched.run.supervisor is not None
             os.kill(watched.run.supervisor.pids()["flow-0"], signal.SIGKILL)
         result = await work
@@ -560,7 +626,8 @@ asyncio.run(main())
 
 @pytest.fixture
 def temporary_home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder for temporary files of this test alone: any run that another test starts sweeps the common one."""
+    """A folder for temporary files of this test alone: any run that another test starts sweeps the
+    common one."""
     with tempfile.TemporaryDirectory(prefix="adk-") as home:
         monkeypatch.setenv("TMPDIR", home)
         monkeypatch.setattr(tempfile, "tempdir", home)
@@ -568,18 +635,24 @@ def temporary_home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_a_killed_supervisor_takes_its_workers_along(tmp_path: Path, temporary_home: Path) -> None:
-    process = subprocess.Popen([sys.executable, "-c", ORPHAN, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", ORPHAN, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     run_id = process.stdout.readline().strip()
     assert run_id
     workers = [
-        int(path.parent.name) for path in Path("/proc").glob("[0-9]*/cmdline") if run_id.encode() in path.read_bytes()
+        int(path.parent.name)
+        for path in Path("/proc").glob("[0-9]*/cmdline")
+        if run_id.encode() in path.read_bytes()
     ]
     assert len(workers) == 3
     process.kill()
     process.wait()
     for worker in workers:
-        waited = subprocess.run(["tail", f"--pid={worker}", "-f", "/dev/null"], timeout=20, check=False)
+        waited = subprocess.run(
+            ["tail", f"--pid={worker}", "-f", "/dev/null"], timeout=20, check=False
+        )
         assert waited.returncode == 0
     homes = [shared_memory_directory(), temporary_home]  # its arena, and its index's socket
     assert all(list(home.glob(f"asyncdock-{process.pid}-*")) for home in homes)
@@ -595,7 +668,9 @@ def test_a_checkpoint_opens_with_transformers(tmp_path: Path) -> None:
     assert result.checkpoint is not None
     model = AutoModelForCausalLM.from_pretrained(result.checkpoint.model)
     tokenizer = AutoTokenizer.from_pretrained(result.checkpoint.model)
-    assert torch.equal(model.get_input_embeddings().weight, trained(of, result)["model.embed_tokens.weight"])
+    assert torch.equal(
+        model.get_input_embeddings().weight, trained(of, result)["model.embed_tokens.weight"]
+    )
     assert tokenizer("ab=").input_ids
 
 
@@ -613,9 +688,14 @@ def test_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     newest = checkpoint.latest(tmp_path)
     assert newest is not None
     assert (newest.version, newest.counters, newest.remake) == (3, {"trained": 3}, [7])
-    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000002", "step-00000003"]
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == [
+        "step-00000002",
+        "step-00000003",
+    ]
     checkpoint.begin(tmp_path, 4)
-    assert [path.name for path in tmp_path.glob(".*")] == [".step-00000004.partial"], "their room is free again"
+    assert [path.name for path in tmp_path.glob(".*")] == [".step-00000004.partial"], (
+        "their room is free again"
+    )
 
 
 def test_a_folder_with_something_in_it_is_not_overwritten(tmp_path: Path) -> None:
@@ -643,7 +723,9 @@ async def test_other_nodes_read_the_samples_of_a_run_that_serves_them(tmp_path: 
         where = json.loads((tmp_path / "run" / WHERE).read_text())
         await watched.move("running", "paused")
         near = await Dock.attach(where["index"], where["run"])
-        far = await Dock.attach(where["index"], where["run"], node="another", tls=of.pipeline.tls_contexts())
+        far = await Dock.attach(
+            where["index"], where["run"], node="another", tls=of.pipeline.tls_contexts()
+        )
         bare = await Dock.attach(where["index"], where["run"], node="another", wire_timeout=1.0)
         try:
             group = (await near.index.stats())["trained"] * of.train.groups_per_step - 1

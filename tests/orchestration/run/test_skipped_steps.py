@@ -1,5 +1,8 @@
-"""Batches with a gradient that is not finite: skipped, reported, replayed. The fault is a reward of 2e37 for one prompt:
-every number is finite until the gradient's norm overflows float32."""
+"""Batches with a gradient that is not finite: skipped, reported, replayed.
+
+The fault is a reward of 2e37 for one prompt: every number is finite until the gradient's norm
+overflows float32.
+"""
 
 from __future__ import annotations
 
@@ -32,17 +35,30 @@ SKIPPING: dict[str, Any] = {
 def expected_skips(of: Recipe) -> list[int]:
     prompts = load_prompts(of.prompts, tokenizer_of(of), of.seed, limits=prompt_limits(of)).train
     per_step = of.train.groups_per_step
-    return sorted({g // per_step for g in range(of.train.steps * per_step) if prompts.prompt(g).text == scores.BAD})
+    return sorted(
+        {
+            g // per_step
+            for g in range(of.train.steps * per_step)
+            if prompts.prompt(g).text == scores.BAD
+        }
+    )
 
 
 SEVERAL: dict[str, Any] = {"scale_rewards": False, "epochs": 2, "mini_batches": 4}
 
 
-@pytest.mark.parametrize("options", [SKIPPING["algorithm__options"], SEVERAL], ids=["one step", "several"])
+@pytest.mark.parametrize(
+    "options", [SKIPPING["algorithm__options"], SEVERAL], ids=["one step", "several"]
+)
 async def test_a_step_without_a_finite_gradient_is_skipped_and_skipped_again_by_a_replay(
     tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    of = recipe(TINY, **{**SKIPPING, "algorithm__options": options}, train__warmup_steps=8, checkpoint__every=8)
+    of = recipe(
+        TINY,
+        **{**SKIPPING, "algorithm__options": options},
+        train__warmup_steps=8,
+        checkpoint__every=8,
+    )
     skips = expected_skips(of)
     assert 0 < len(skips) <= 2, "the test needs such a prompt, and other ones"
     _, weights = await synchronous(of)
@@ -60,7 +76,10 @@ async def test_a_step_without_a_finite_gradient_is_skipped_and_skipped_again_by_
     assert_equal(trained(of, result), weights)
     rates = [step["learning_rate"] / 3e-3 * 8 for step in steps if not step.get("skipped")]
     taken = [step + 1 for step in range(8) if step not in skips]
-    assert all(rate == pytest.approx(version) or rate < version for rate, version in zip(rates, taken, strict=True))
+    assert all(
+        rate == pytest.approx(version) or rate < version
+        for rate, version in zip(rates, taken, strict=True)
+    )
     files = sorted((tmp_path / "run" / "skipped").iterdir())
     assert [file.name for file in files] == [f"step-{step:08d}.jsonl" for step in skips]
     rows = [json.loads(line) for line in files[0].read_text().splitlines()]
@@ -75,7 +94,12 @@ async def test_a_step_without_a_finite_gradient_is_skipped_and_skipped_again_by_
 @pytest.mark.parametrize("placement", ["separate", "colocated"])
 async def test_ranks_skip_the_same_step(tmp_path: Path, placement: str) -> None:
     """Of a batch in which the one group that overflows is not in the first mini-batch."""
-    of = recipe(TINY, **{**SKIPPING, "algorithm__options": SEVERAL}, train__dp=2, launch__placement=placement)
+    of = recipe(
+        TINY,
+        **{**SKIPPING, "algorithm__options": SEVERAL},
+        train__dp=2,
+        launch__placement=placement,
+    )
     watched, result = await complete(Run.create(of, tmp_path / "run"))
     assert result.state == "finished", result.reason
     skipped = [step for step in watched.of("step") if step.get("skipped")]
@@ -86,9 +110,19 @@ async def test_ranks_skip_the_same_step(tmp_path: Path, placement: str) -> None:
 
 async def test_no_checkpoint_is_removed_before_a_step_is_taken(tmp_path: Path) -> None:
     """The weights of the newest ones may be what makes each batch fail."""
-    poisoned = {"reward__functions": [{"name": f"{scores.HERE}:poisoned"}], "launch__launcher": "inline"}
-    keys = {"train__steps": 4, "train__max_skipped_steps": 9, "checkpoint__every": 1, "checkpoint__keep": 1}
-    watched, result = await complete(Run.create(recipe(TINY, **SKIPPING | poisoned | keys), tmp_path / "run"))
+    poisoned = {
+        "reward__functions": [{"name": f"{scores.HERE}:poisoned"}],
+        "launch__launcher": "inline",
+    }
+    keys = {
+        "train__steps": 4,
+        "train__max_skipped_steps": 9,
+        "checkpoint__every": 1,
+        "checkpoint__keep": 1,
+    }
+    watched, result = await complete(
+        Run.create(recipe(TINY, **SKIPPING | poisoned | keys), tmp_path / "run")
+    )
     assert result.state == "finished", result.reason
     assert all(step["skipped"] for step in watched.of("step"))
     folder = tmp_path / "run" / "checkpoints"
@@ -103,7 +137,10 @@ async def test_no_checkpoint_is_removed_before_a_step_is_taken(tmp_path: Path) -
 async def test_too_many_skipped_steps_in_a_row_fail_the_run_at_once_and_name_the_file(
     tmp_path: Path, most: int
 ) -> None:
-    changes = SKIPPING | {"reward__functions": [{"name": f"{scores.HERE}:poisoned"}], "launch__launcher": "inline"}
+    changes = SKIPPING | {
+        "reward__functions": [{"name": f"{scores.HERE}:poisoned"}],
+        "launch__launcher": "inline",
+    }
     of = recipe(TINY, **changes, train__max_skipped_steps=most)
     watched, result = await complete(Run.create(of, tmp_path / "run"))
     last = tmp_path / "run" / "skipped" / f"step-{most - 1:08d}.jsonl"
@@ -111,5 +148,7 @@ async def test_too_many_skipped_steps_in_a_row_fail_the_run_at_once_and_name_the
     assert f"train.max_skipped_steps = {most}" in result.reason
     assert str(last) in result.reason
     assert last.is_file()
-    assert len(watched.of("step")) == most - 1, "the last one is not recorded: a resumed run meets it again"
+    assert len(watched.of("step")) == most - 1, (
+        "the last one is not recorded: a resumed run meets it again"
+    )
     assert not [event for event in watched.of("worker") if event["change"] == "restarted"]

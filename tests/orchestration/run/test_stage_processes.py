@@ -1,4 +1,5 @@
-"""Stages of a user in processes of their own: what they find there, what their worker takes of them, how they end."""
+"""Stages of a user in processes of their own: what they find there, what their worker takes of
+them, how they end."""
 
 from __future__ import annotations
 
@@ -57,12 +58,16 @@ async def test_a_stage_finds_nothing_of_its_worker(
     imports = tmp_path / "imports"
     monkeypatch.setenv("HOSTILE_IMPORTS", str(imports))
     monkeypatch.setenv("ASYNCDOCK_TOKEN", PASSWORD)
-    options = {"file": str(tmp_path / "found"), "pattern": "".join(f"[{letter}]" for letter in PASSWORD)}
+    options = {
+        "file": str(tmp_path / "found"),
+        "pattern": "".join(f"[{letter}]" for letter in PASSWORD),
+    }
     of = with_stage("Looks", options, pipeline__index=server.url)
     watched, result = await complete(Run.create(of, tmp_path / "run"))
     assert result.state == "finished", result.reason
     found = json.loads((tmp_path / "found").read_text())
-    files, sockets = [], []
+    files = []
+    sockets = []
     for each in found.pop("descriptors"):
         (sockets if each.startswith("socket") else files).append(each)
     log = str(tmp_path / "run" / "logs" / "looks-0.log")
@@ -73,14 +78,19 @@ async def test_a_stage_finds_nothing_of_its_worker(
     assert {*files} <= {"/dev/null", log, "anon_inode:[eventpoll]", "pipe:[]", ""}, files
     assert all(each.startswith("socket AF_UNIX ''") for each in sockets), sockets
     assert "printed by a stage" in (tmp_path / "run" / "logs" / "looks-0.log").read_text()
-    importers = {line.partition(" ")[2] for line in imports.read_text().splitlines()} if imports.exists() else set()
+    importers = (
+        {line.partition(" ")[2] for line in imports.read_text().splitlines()}
+        if imports.exists()
+        else set()
+    )
     assert any("asyncdock stage looks-0" in importer for importer in importers), importers
     assert not any("asyncdock worker" in importer for importer in importers), importers
     assert_nothing_left(watched.run)
 
 
 @pytest.mark.parametrize(
-    ("kind", "says"), [("pickle", "made its process send"), ("larger than its bytes", "are not its columns")]
+    ("kind", "says"),
+    [("pickle", "made its process send"), ("larger than its bytes", "are not its columns")],
 )
 async def test_what_is_sent_in_the_place_of_columns_ends_the_run_and_nothing_is_unpickled(
     kind: str, says: str, tmp_path: Path
@@ -108,11 +118,18 @@ SAYS = {
 
 @pytest.mark.parametrize("kind", SAYS)
 async def test_what_is_no_answer_is_refused(kind: str, tmp_path: Path) -> None:
-    declared = StageDeclaration("sends", "rows", {"response_ids": "int64 ragged"}, {"mark": "float32"})
-    unpickled, use = tmp_path / "unpickled", f"{HERE}:Sends"
-    setup = Setup(use, {"kind": kind, "file": str(unpickled)}, declared, 60.0, "", import_path([use]))
+    declared = StageDeclaration(
+        "sends", "rows", {"response_ids": "int64 ragged"}, {"mark": "float32"}
+    )
+    unpickled = tmp_path / "unpickled"
+    use = f"{HERE}:Sends"
+    setup = Setup(
+        use, {"kind": kind, "file": str(unpickled)}, declared, 60.0, "", import_path([use])
+    )
     environment = of_user_code(os.environ, None)
-    process = StageProcess(setup, environment=environment, log=tmp_path / "log", most=1 << 20, title="a stage")
+    process = StageProcess(
+        setup, environment=environment, log=tmp_path / "log", most=1 << 20, title="a stage"
+    )
     try:
         await process.open()
         with pytest.raises(StageError, match=SAYS[kind]):
@@ -122,10 +139,14 @@ async def test_what_is_no_answer_is_refused(kind: str, tmp_path: Path) -> None:
     assert not unpickled.exists()
 
 
-async def marks(use: str, options: dict[str, Any], sandbox: Sandbox | None, log: Path) -> list[float]:
+async def marks(
+    use: str, options: dict[str, Any], sandbox: Sandbox | None, log: Path
+) -> list[float]:
     """What a stage of ``use`` makes of two rows."""
     declared = StageDeclaration("it", "rows", {"response_ids": "int64 ragged"}, {"mark": "float32"})
-    setup = Setup(f"{HERE}:{use}", options, declared, 60.0, "tiny", import_path([f"{HERE}:{use}"]), sandbox)
+    setup = Setup(
+        f"{HERE}:{use}", options, declared, 60.0, "tiny", import_path([f"{HERE}:{use}"]), sandbox
+    )
     environment = of_user_code(os.environ, None)
     process = StageProcess(setup, environment=environment, log=log, most=1 << 20, title="a stage")
     try:
@@ -143,7 +164,9 @@ async def test_a_stage_in_a_sandbox_reaches_its_scratch_folder_alone(tmp_path: P
         options = {"secret": str(secret), "port": listening.getsockname()[1]}
         found = {
             "sandbox": await marks("Reaches", options, Sandbox(memory=4 << 30), tmp_path / "log"),
-            "may read": await marks("Reaches", options, Sandbox(read=(str(secret),)), tmp_path / "log"),
+            "may read": await marks(
+                "Reaches", options, Sandbox(read=(str(secret),)), tmp_path / "log"
+            ),
             "network": await marks("Reaches", options, Sandbox(network=True), tmp_path / "log"),
         }
         # What is written beside a file that it may read is in memory of its own.
@@ -169,13 +192,23 @@ async def test_a_machine_without_a_sandbox_ends_the_run_and_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(caller, "available", lambda: Available("of policy", "of age"))
-    with pytest.raises(StageError, match=r"stage 'it': no sandbox: namespaces are refused \(of policy\)"):
+    with pytest.raises(
+        StageError,
+        match=r"stage 'it': no sandbox: namespaces are refused \(of "
+        r"policy\)",
+    ):
         await marks("Reads", {"file": ""}, Sandbox(), tmp_path / "log")
 
 
-@pytest.mark.parametrize(("kind", "how"), [("exit", "code 3"), ("segfault", "SIGSEGV"), ("forks", "code 3")])
-async def test_a_stage_whose_process_dies_is_started_again(kind: str, how: str, tmp_path: Path) -> None:
-    of = with_stage("Dies", {"kind": kind, "file": str(tmp_path / "died")}, pipeline__lease_seconds=3.0)
+@pytest.mark.parametrize(
+    ("kind", "how"), [("exit", "code 3"), ("segfault", "SIGSEGV"), ("forks", "code 3")]
+)
+async def test_a_stage_whose_process_dies_is_started_again(
+    kind: str, how: str, tmp_path: Path
+) -> None:
+    of = with_stage(
+        "Dies", {"kind": kind, "file": str(tmp_path / "died")}, pipeline__lease_seconds=3.0
+    )
     watched, result = await complete(Run.create(of, tmp_path / "run"))
     if (forked := tmp_path / "died.pid").exists():
         os.kill(int(forked.read_text()), signal.SIGKILL)

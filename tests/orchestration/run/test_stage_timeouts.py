@@ -85,7 +85,9 @@ def with_stage(stage: type[Marker], calls: Path, timeout: float = 0.5, **changes
 
 
 @pytest.mark.parametrize("stage", [Blocks, AsyncWaits, AsyncBlocks])
-async def test_a_call_that_never_ends_is_tried_twice_and_ends_the_run(stage: type[Marker], tmp_path: Path) -> None:
+async def test_a_call_that_never_ends_is_tried_twice_and_ends_the_run(
+    stage: type[Marker], tmp_path: Path
+) -> None:
     of = with_stage(stage, tmp_path / "calls", **MANY)
     watched, result = await complete(Run.create(of, tmp_path / "run"))
     assert result.state == "failed"
@@ -93,7 +95,9 @@ async def test_a_call_that_never_ends_is_tried_twice_and_ends_the_run(stage: typ
     assert "took more than stages.0.timeout = 0.5 s" in result.reason
     assert f"{__file__}, line {first + len(lines) - 1}" in result.reason
     assert "and so did the call before it; correct it, or raise stages.0.timeout" in result.reason
-    assert len((tmp_path / "calls").read_text().splitlines()) >= 2, "claims may be worked on at the same time"
+    assert len((tmp_path / "calls").read_text().splitlines()) >= 2, (
+        "claims may be worked on at the same time"
+    )
     changes = [event["change"] for event in watched.of("worker") if event["stage"] != "index"]
     assert (changes.count("died"), changes.count("restarted")) == (2, 1)
     assert_nothing_left(watched.run)
@@ -110,7 +114,11 @@ async def test_a_call_that_ends_the_second_time_costs_a_restart(tmp_path: Path) 
 
 
 def test_a_class_with_an_option_of_that_name_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"stages\.0\.use .*has the option 'timeout', which is a key of every stage"):
+    with pytest.raises(
+        RecipeError,
+        match=r"stages\.0\.use .*has the option 'timeout', which is a "
+        r"key of every stage",
+    ):
         with_stage(OwnTimeout, tmp_path / "calls")
 
 
@@ -140,7 +148,8 @@ CREDIT_SAYS = {
     "number": "returned 1.0 from credit",
     "scalar": "returned a tensor of float32 [] from credit",
     "double": "convert with .to(torch.float32)",
-    "list": "wanted is a tensor of 4 values (a list of 4 tensors where it is ragged) in 'advantage'",
+    "list": "wanted is a tensor of 4 values (a list of 4 tensors where it is ragged) in "
+    "'advantage'",
     "other": "wanted is a dict with the columns ['advantage'], or a Drop",
     "missing": "raised KeyError('rewards') in credit",
 }
@@ -156,7 +165,11 @@ async def test_a_credit_that_is_wrong_names_class_file_and_line(kind: str, tmp_p
     assert re.search(rf"\({re.escape(__file__)}, line \d+\)", result.reason)
     assert "tensor([" not in result.reason
     assert (kind == "missing") == ("; its columns are ['reward']" in result.reason)
-    assert [event["change"] for event in watched.of("worker") if event["change"] in ("died", "restarted")] == ["died"]
+    assert [
+        event["change"]
+        for event in watched.of("worker")
+        if event["change"] in ("died", "restarted")
+    ] == ["died"]
 
 
 class Mistaken(UserStage):

@@ -1,5 +1,5 @@
-"""Nothing stalls in silence: each stall is injected into a real run, which goes on, or fails within the bound that it names.
-``docs/stalls.md`` lists all of them with their tests."""
+"""Nothing stalls in silence: each stall is injected into a real run, which goes on, or fails within
+the bound that it names. ``docs/stalls.md`` lists all of them with their tests."""
 
 from __future__ import annotations
 
@@ -49,14 +49,21 @@ async def chain_when(watched: Watched, last: str) -> list[Wait]:
             chain = await waiting_chain(watched.run.supervisor.index)
             if chain and last in chain[-1].text:
                 return chain
-            await asyncio.sleep(0.05)  # what is asked for has nothing to wait on: that is what it is about
+            # what is asked for has nothing to wait on: that is what it is about
+            await asyncio.sleep(0.05)
 
 
 def reasons(watched: Watched, change: str = "died") -> dict[str, str]:
-    return {event["worker"]: event["reason"] for event in watched.of("worker") if event["change"] == change}
+    return {
+        event["worker"]: event["reason"]
+        for event in watched.of("worker")
+        if event["change"] == change
+    }
 
 
-async def test_a_rollout_process_that_hangs_is_named_ended_and_its_samples_are_made_again(tmp_path: Path) -> None:
+async def test_a_rollout_process_that_hangs_is_named_ended_and_its_samples_are_made_again(
+    tmp_path: Path,
+) -> None:
     hang = 3 * HANG  # it is asked about between the half of that and its end
     of = recipe(MOCK, train__steps=10, launch__launcher="process", launch__hang_timeout=hang)
     async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
@@ -71,7 +78,9 @@ async def test_a_rollout_process_that_hangs_is_named_ended_and_its_samples_are_m
     assert [wait.who.split()[0] for wait in chain] == ["step", "stage", "rollout-0"]
     assert chain[-1].seconds is not None
     beats = SILENT_BEATS * of.launch.beat_seconds
-    assert beats < chain[-1].seconds < stopped + hang, "since its last sign of life, which came before it was stopped"
+    assert beats < chain[-1].seconds < stopped + hang, (
+        "since its last sign of life, which came before it was stopped"
+    )
     assert asked[1][-1].text.startswith("rollout-0 waits for"), asked
     assert "gave no sign of life for launch.hang_timeout = 4.5 s" in reasons(watched)["rollout-0"]
     assert_each_sample_once(of, watched)
@@ -79,23 +88,37 @@ async def test_a_rollout_process_that_hangs_is_named_ended_and_its_samples_are_m
 
 
 async def test_a_run_whose_worker_hangs_again_and_again_fails_and_says_who(tmp_path: Path) -> None:
-    changes: dict[str, Any] = {"launch__max_restarts": 0, "launch__launcher": "process", "launch__hang_timeout": HANG}
-    async with executing(Run.create(recipe(MOCK, train__steps=500, **changes), tmp_path / "run")) as (watched, work):
+    changes: dict[str, Any] = {
+        "launch__max_restarts": 0,
+        "launch__launcher": "process",
+        "launch__hang_timeout": HANG,
+    }
+    async with executing(
+        Run.create(recipe(MOCK, train__steps=500, **changes), tmp_path / "run")
+    ) as (watched, work):
         await watched.until(lambda: len(watched.of("step")) >= 2)
         await watched.move("running", "paused")
         command = [sys.executable, "-m", "api.cli.main", "why", str(tmp_path / "run")]
-        asked = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, cwd=TESTS.parent)
+        asked = await asyncio.to_thread(
+            subprocess.run, command, capture_output=True, text=True, cwd=TESTS.parent
+        )
         await watched.move("paused", "running")
         os.kill(pid_of(watched, "flow-0"), signal.SIGSTOP)
         result = await asyncio.wait_for(work, 60)
     assert re.fullmatch(r"the run waits for \d+\.\d s for `resume`\n", asked.stdout), asked
     assert result.state == "failed"
-    assert "flow-0 died and launch.max_restarts = 0 is used up: it gave no sign of life" in result.reason
+    assert (
+        "flow-0 died and launch.max_restarts = 0 is used up: it gave no sign of life"
+        in result.reason
+    )
     assert_nothing_left(watched.run)
 
 
-async def test_a_rollout_that_dies_at_its_swap_and_stays_away_holds_up_no_other_swap(tmp_path: Path) -> None:
-    """Only one may swap at a time: the other one's turn comes when the supervisor has seen the death."""
+async def test_a_rollout_that_dies_at_its_swap_and_stays_away_holds_up_no_other_swap(
+    tmp_path: Path,
+) -> None:
+    """Only one may swap at a time: the other one's turn comes when the supervisor has seen the
+    death."""
     changes: dict[str, Any] = {
         "launch__launcher": "process",
         "launch__max_restarts": 0,
@@ -103,7 +126,11 @@ async def test_a_rollout_that_dies_at_its_swap_and_stays_away_holds_up_no_other_
     }
     of = recipe(MOCK, train__steps=10, rollout__workers=2, sync__at_once=1, **changes)
     of = of.model_copy(
-        update={"rollout": of.rollout.model_copy(update={"mock": {"time_scale": 0.02, "swap_seconds": 10.0}})}
+        update={
+            "rollout": of.rollout.model_copy(
+                update={"mock": {"time_scale": 0.02, "swap_seconds": 10.0}}
+            )
+        }
     )
     async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
         await watched.until(lambda: len(watched.of("step")) >= 2)
@@ -118,12 +145,20 @@ async def test_a_rollout_that_dies_at_its_swap_and_stays_away_holds_up_no_other_
         os.kill(pid_of(watched, worker), signal.SIGKILL)
         result = await asyncio.wait_for(work, 60)
     assert result.state == "finished", result.reason
-    assert [event["worker"] for event in watched.of("worker") if event["change"] == "absent"] == [worker]
+    assert [event["worker"] for event in watched.of("worker") if event["change"] == "absent"] == [
+        worker
+    ]
     assert_each_sample_once(of, watched)
 
 
-async def test_a_rank_that_hangs_in_a_collective_is_ended_with_its_group_for_one_restart(tmp_path: Path) -> None:
-    changes: dict[str, Any] = {"train__dp": 2, "launch__launcher": "process", "launch__max_restarts": 1}
+async def test_a_rank_that_hangs_in_a_collective_is_ended_with_its_group_for_one_restart(
+    tmp_path: Path,
+) -> None:
+    changes: dict[str, Any] = {
+        "train__dp": 2,
+        "launch__launcher": "process",
+        "launch__max_restarts": 1,
+    }
     of = recipe(TINY, train__steps=8, launch__hang_timeout=HANG, **changes)
     async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
         await watched.until(lambda: len(watched.of("step")) >= 2)
@@ -156,15 +191,23 @@ async def test_an_engine_that_stays_paused_after_an_update_is_named_with_the_cha
     reason = reasons(watched)["rollout-0"]
     assert "no progress of the run for launch.stall_timeout = 2 s: step " in reason
     assert re.search(
-        r"stage rollout waits for \d\.\d s for rollout-0, which holds them ← rollout-0 waits for its own work", reason
+        r"stage rollout waits for \d\.\d s for rollout-0, which holds them ← rollout-0 waits for "
+        r"its own work",
+        reason,
     )
     assert_each_sample_once(of, watched)
 
 
-async def test_an_index_that_is_paused_and_a_clock_that_is_set_back_make_nobody_silent(tmp_path: Path) -> None:
+async def test_an_index_that_is_paused_and_a_clock_that_is_set_back_make_nobody_silent(
+    tmp_path: Path,
+) -> None:
     """The pause is longer than a lease, and longer than a worker may be silent."""
     of = recipe(
-        MOCK, train__steps=24, launch__launcher="process", launch__hang_timeout=HANG, pipeline__lease_seconds=1.0
+        MOCK,
+        train__steps=24,
+        launch__launcher="process",
+        launch__hang_timeout=HANG,
+        pipeline__lease_seconds=1.0,
     )
     async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
         await watched.until(lambda: len(watched.of("step")) >= 2)
@@ -186,9 +229,16 @@ async def test_an_index_that_is_paused_and_a_clock_that_is_set_back_make_nobody_
 
 async def test_a_run_goes_over_the_ends_of_epochs_and_ends_with_one(tmp_path: Path) -> None:
     rows = tmp_path / "prompts.jsonl"
-    rows.write_text("".join(json.dumps({"prompt": f"repeat {n}", "answer": "aa"}) + "\n" for n in range(8)))
+    rows.write_text(
+        "".join(json.dumps({"prompt": f"repeat {n}", "answer": "aa"}) + "\n" for n in range(8))
+    )
     prompts = {"source": "jsonl", "path": str(rows), "max_prompt_tokens": 16, "held_out": 0.0}
-    of = recipe({**MOCK, "prompts": prompts}, train__steps=6, train__groups_per_step=4, pipeline__staleness=2)
+    of = recipe(
+        {**MOCK, "prompts": prompts},
+        train__steps=6,
+        train__groups_per_step=4,
+        pipeline__staleness=2,
+    )
     watched, result = await complete(Run.create(of, tmp_path / "run"))
     assert result.state == "finished", result.reason
     ended = [event["epochs"] for event in watched.of("prompt") if event["change"] == "epoch"]

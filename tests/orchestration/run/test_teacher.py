@@ -11,7 +11,12 @@ import torch
 from orchestration.recipe.problems import RecipeError
 from orchestration.run.run import Run
 from stages.engines.torch.train import TorchTrainEngine
-from stages.inference.teacher import TeacherOptions, TeacherRefused, TeacherServer, TeacherUnreachable
+from stages.inference.teacher import (
+    TeacherOptions,
+    TeacherRefused,
+    TeacherServer,
+    TeacherUnreachable,
+)
 from stages.models import load_model, tiny_tokenizer
 from tests.batches import tiny_rows
 from tests.orchestration.run.test_run import assert_nothing_left
@@ -28,7 +33,9 @@ DISTILLED: dict[str, Any] = {
 async def logprobs_of(
     teacher: TinyTeacher, rows: list[tuple[list[int], list[int]]], **options: Any
 ) -> list[torch.Tensor]:
-    server = TeacherServer(TeacherOptions(teacher.url, **{"wait": 0.01, **options}), tiny_tokenizer())
+    server = TeacherServer(
+        TeacherOptions(teacher.url, **{"wait": 0.01, **options}), tiny_tokenizer()
+    )
     try:
         await server.open()
         return await server.logprobs(rows)
@@ -52,17 +59,32 @@ async def test_logprobs_are_those_of_the_reference_stage(way: str) -> None:
 async def test_what_a_server_cannot_do_is_said_in_words(caplog: pytest.LogCaptureFixture) -> None:
     row = [([5, 6], [7])]
     for unfit, message in (
-        (TinyTeacher(way="none"), r"gives no logprobs of a prompt .* use one that has `prompt_logprobs`"),
-        (TinyTeacher(shift=1), r"splits 'What is .* use a teacher with the tokenizer of model\.source"),
+        (
+            TinyTeacher(way="none"),
+            r"gives no logprobs of a prompt .* use one that has "
+            r"`prompt_logprobs`",
+        ),
+        (
+            TinyTeacher(shift=1),
+            r"splits 'What is .* use a teacher with the tokenizer of "
+            r"model\.source",
+        ),
         (TinyTeacher(way="echo", shift=1), r"reads the token"),
     ):
         with serving(unfit), pytest.raises(TeacherRefused, match=message):
             await logprobs_of(unfit, row)
     with serving(TinyTeacher(key="secret-1234")) as teacher:
         assert len(await logprobs_of(teacher, row, key="secret-1234")) == 1
-        with pytest.raises(TeacherRefused, match=r"401: it wants another key; teacher\.api_key_variable") as denied:
+        with pytest.raises(
+            TeacherRefused,
+            match=r"401: it wants another key; "
+            r"teacher\.api_key_variable",
+        ) as denied:
             await logprobs_of(teacher, row, key="wrong-key-9")
-        assert "wrong-key-9" not in f"{denied.value}{caplog.text}{TeacherOptions('u', key='wrong-key-9')}"
+        assert (
+            "wrong-key-9"
+            not in f"{denied.value}{caplog.text}{TeacherOptions('u', key='wrong-key-9')}"
+        )
     with serving(TinyTeacher(busy=99)) as teacher:
         with pytest.raises(TeacherUnreachable, match="answers 503 'try again'"):
             await logprobs_of(teacher, row, retries=2)
@@ -74,10 +96,16 @@ async def test_what_a_server_cannot_do_is_said_in_words(caplog: pytest.LogCaptur
         await logprobs_of(teacher, row, retries=1)
 
 
-async def test_a_run_is_distilled_from_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_run_is_distilled_from_a_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TEACHER_KEY", "secret-1234")
     with serving(TinyTeacher(key="secret-1234", delay=0.05)) as teacher:
-        section = {"teacher__url": teacher.url, "teacher__api_key_variable": "TEACHER_KEY", "teacher__in_flight": 3}
+        section = {
+            "teacher__url": teacher.url,
+            "teacher__api_key_variable": "TEACHER_KEY",
+            "teacher__in_flight": 3,
+        }
         of = recipe(TINY, **DISTILLED, **section)
         watched, result = await complete(Run.create(of, tmp_path / "run"))
     assert result.state == "finished", result.reason
@@ -86,7 +114,11 @@ async def test_a_run_is_distilled_from_a_server(tmp_path: Path, monkeypatch: pyt
     assert abs(watched.of("step")[-1]["reverse_kl"]) < 1.0, "estimated from few tokens"
     assert set(teacher.asked[-16:]) == {4}, "one request for each group"
     assert 1 < teacher.most_at_once <= 3
-    kept = [path for path in (tmp_path / "run").rglob("*") if path.is_file() and b"secret-1234" in path.read_bytes()]
+    kept = [
+        path
+        for path in (tmp_path / "run").rglob("*")
+        if path.is_file() and b"secret-1234" in path.read_bytes()
+    ]
     assert not kept
     assert_nothing_left(watched.run)
 
@@ -98,11 +130,18 @@ def test_a_check_asks_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with serving(TinyTeacher()) as teacher:
         recipe(TINY, **DISTILLED, teacher__url=teacher.url)
-        refused(r"not 1, but the server teacher\.url gives", teacher__url=teacher.url, rollout__temperature=0.7)
+        refused(
+            r"not 1, but the server teacher\.url "
+            r"gives",
+            teacher__url=teacher.url,
+            rollout__temperature=0.7,
+        )
         refused("is asked by no stage: grpo", teacher__url=teacher.url, algorithm__name="grpo")
         refused("take one of the two out", teacher__url=teacher.url, model__reference="tiny")
         refused(
-            "UNSET_KEY.*is not set in the environment", teacher__url=teacher.url, teacher__api_key_variable="UNSET_KEY"
+            "UNSET_KEY.*is not set in the environment",
+            teacher__url=teacher.url,
+            teacher__api_key_variable="UNSET_KEY",
         )
     refused(r"belongs to a teacher without teacher\.url", teacher__model="x")
     with serving(TinyTeacher(way="none")) as teacher:

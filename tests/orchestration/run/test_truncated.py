@@ -1,4 +1,5 @@
-"""Runs with responses that are cut at rollout.max_tokens: trained, masked, dropped; read by credit and loss."""
+"""Runs with responses that are cut at rollout.max_tokens: trained, masked, dropped; read by credit
+and loss."""
 
 from __future__ import annotations
 
@@ -71,7 +72,8 @@ async def test_masked_and_dropped_responses_train_as_in_the_plain_loop(tmp_path:
         assert result.state == "finished", result.reason
         assert [(step["reward_mean"], step["loss"]) for step in watched.of("step")] == expected
         assert all(0 < step["truncated"] < 1 for step in watched.of("step"))
-        assert_each_sample_once(of, watched)  # no group was dropped: the plain loop would decode others together
+        # no group was dropped: the plain loop would decode others together
+        assert_each_sample_once(of, watched)
         assert_equal(found.setdefault(how, trained(of, result)), weights)
         assert_nothing_left(watched.run)
     for one, other in (("train", "mask"), ("mask", "drop")):
@@ -80,7 +82,8 @@ async def test_masked_and_dropped_responses_train_as_in_the_plain_loop(tmp_path:
 
 @pytest.mark.parametrize("how", ["mask", "drop"])
 async def test_groups_with_too_few_responses_left_are_replaced(how: str, tmp_path: Path) -> None:
-    lengths = {"time_scale": 0.02, "median_tokens": 20.0}  # of about 40 in 100 responses longer than the limit
+    # of about 40 in 100 responses longer than the limit
+    lengths = {"time_scale": 0.02, "median_tokens": 20.0}
     limits: dict[str, Any] = {"rollout__max_tokens": 24, "rollout__truncated": how}
     limits |= {"rollout__mock": lengths}
     of = recipe(MOCK, pipeline__staleness=2, algorithm__group_size=2, **limits)
@@ -89,13 +92,16 @@ async def test_groups_with_too_few_responses_left_are_replaced(how: str, tmp_pat
     assert assert_filled(of, watched) > 0
     assert set(watched.of("ledger")[-1]["dropped"]) == {"truncated"}
     shares = [step["truncated"] for step in watched.of("step")]
-    assert max(shares) < 1 if how == "mask" else set(shares) == {0.0}  # of two, none may be missing in a comparison
+    # of two, none may be missing in a comparison
+    assert max(shares) < 1 if how == "mask" else set(shares) == {0.0}
     assert_nothing_left(watched.run)
 
 
 @pytest.mark.parametrize("how", ["train", "mask"])
 async def test_credit_and_loss_of_an_algorithm_read_truncated(how: str, tmp_path: Path) -> None:
-    of = recipe(TINY, algorithm__name=f"{HERE}:Punished", rollout__truncated=how, train__steps=3, **ENDS)
+    of = recipe(
+        TINY, algorithm__name=f"{HERE}:Punished", rollout__truncated=how, train__steps=3, **ENDS
+    )
     watched, result = await complete(Run.create(of, tmp_path / "run"))
     assert result.state == "finished", result.reason
     for step in watched.of("step"):

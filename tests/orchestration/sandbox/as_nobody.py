@@ -1,8 +1,11 @@
-"""Runs a command as the user `nobody`. For root: Python's own folder may lie in a home that nobody else may enter.
+"""Runs a command as the user `nobody`.
+
+For root: Python's own folder may lie in a home that nobody else may enter.
 
     python as_nobody.py COMMAND…
 
-In a mount namespace of its own, each home that is closed shows nothing but the Python that it holds.
+In a mount namespace of its own, each home that is closed shows nothing but the Python that it
+holds.
 """
 
 from __future__ import annotations
@@ -15,7 +18,10 @@ import tempfile
 from pathlib import Path
 
 NOBODY = 65534
-_NEW_FILES, _BIND, _RECURSIVE, _PRIVATE = 0x20000, 4096, 16384, 1 << 18
+_NEW_FILES = 0x20000
+_BIND = 4096
+_RECURSIVE = 16384
+_PRIVATE = 1 << 18
 
 
 def main(command: list[str]) -> None:
@@ -28,7 +34,9 @@ def main(command: list[str]) -> None:
     call(libc.unshare(_NEW_FILES))
     call(libc.mount(b"none", b"/", None, ctypes.c_ulong(_RECURSIVE | _PRIVATE), None))
     prefix = Path(os.path.realpath(sys.base_prefix))
-    closed = [folder for folder in reversed(prefix.parents) if not folder.stat().st_mode & stat.S_IXOTH]
+    closed = [
+        folder for folder in reversed(prefix.parents) if not folder.stat().st_mode & stat.S_IXOTH
+    ]
     if closed:
         held = tempfile.mkdtemp()
         call(libc.mount(bytes(prefix), held.encode(), None, ctypes.c_ulong(_BIND), None))

@@ -1,4 +1,6 @@
-"""What a process in a sandbox tries, each attempt with what it gets. Prints JSON: what each attack got, "" for nothing.
+"""What a process in a sandbox tries, each attempt with what it gets.
+
+Prints JSON: what each attack got, "" for nothing.
 
 python -m tests.orchestration.sandbox.attacks FACTS      FACTS: JSON, with the mechanism and what there is outside
 """
@@ -21,15 +23,19 @@ from typing import Any
 
 from orchestration.sandbox.sandbox import NAMESPACES, Sandbox, enter
 
-MEMORY, SCRATCH, PROCESSES = 1 << 30, 64 << 20, 40
+MEMORY = 1 << 30
+SCRATCH = 64 << 20
+PROCESSES = 40
 
 
 class Attacks:
-    """``facts``: what there is outside: a ``secret`` file, an ``open`` folder that all may write, a ``port``, a socket
-    ``path``, an ``abstract`` name, ``shared`` memory, and the process ``outside``."""
+    """``facts``: what there is outside: a ``secret`` file, an ``open`` folder that all may write, a
+    ``port``, a socket ``path``, an ``abstract`` name, ``shared`` memory, and the process
+    ``outside``."""
 
     def __init__(self, facts: dict[str, Any], inherited: int) -> None:
-        self.facts, self.inherited = facts, inherited
+        self.facts = facts
+        self.inherited = inherited
 
     def reads_a_secret(self) -> object:
         return Path(self.facts["secret"]).read_text()
@@ -44,7 +50,12 @@ class Attacks:
         return Path(self.facts["open"], "marker").write_text("was here")
 
     def writes_by_the_shell(self) -> object:
-        subprocess.run(f"echo was here > {self.facts['open']}/marker", shell=True, check=True, capture_output=True)
+        subprocess.run(
+            f"echo was here > {self.facts['open']}/marker",
+            shell=True,
+            check=True,
+            capture_output=True,
+        )
         return "written"
 
     def gives_a_file_other_rights(self) -> object:
@@ -80,7 +91,9 @@ class Attacks:
         return socket.create_connection(("127.0.0.1", self.facts["port"]), timeout=2)
 
     def sends_a_datagram(self) -> object:
-        return socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b"x", ("127.0.0.1", self.facts["port"]))
+        return socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(
+            b"x", ("127.0.0.1", self.facts["port"])
+        )
 
     def connects_to_the_host_of_a_virtual_machine(self) -> object:
         return socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM)
@@ -110,11 +123,19 @@ class Attacks:
 
     def asks_for_capabilities(self) -> object:
         status = Path("/proc/self/status").read_text()
-        held = [line.split()[1] for line in status.splitlines() if line.startswith(("CapEff", "CapPrm", "CapBnd"))]
+        held = [
+            line.split()[1]
+            for line in status.splitlines()
+            if line.startswith(("CapEff", "CapPrm", "CapBnd"))
+        ]
         return "" if int(held[0], 16) == int(held[1], 16) == 0 else held
 
     def calls_io_uring(self) -> object:
-        return "" if ctypes.CDLL(None).syscall(425, 1, ctypes.create_string_buffer(128)) < 0 else "ring"
+        return (
+            ""
+            if ctypes.CDLL(None).syscall(425, 1, ctypes.create_string_buffer(128)) < 0
+            else "ring"
+        )
 
     def holds_100_gigabytes(self) -> object:
         return len(bytearray(100 << 30))
@@ -167,7 +188,11 @@ def allowed(mechanism: str) -> dict[str, bool]:
     threading.Thread(target=time.sleep, args=(0,)).start()
     one, other = socket.socketpair()
     one.send(b"x")
-    checks = {"imports": bool(__import__("sqlite3")), "pairs": other.recv(1) == b"x", "devices": bool(os.urandom(1))}
+    checks = {
+        "imports": bool(__import__("sqlite3")),
+        "pairs": other.recv(1) == b"x",
+        "devices": bool(os.urandom(1)),
+    }
     if mechanism == NAMESPACES:
         Path("scratch").write_text("x")
         done = subprocess.run([sys.executable, "-c", "print(1)"], capture_output=True, check=False)
@@ -183,7 +208,15 @@ def main(text: str) -> None:
     facts = json.loads(text)
     inherited = os.open(facts["shared"], os.O_RDONLY)
     root = str(Path(__file__).resolve().parents[3])
-    enter(Sandbox(modules=(root,), mechanism=facts["mechanism"], memory=MEMORY, scratch=SCRATCH, processes=PROCESSES))
+    enter(
+        Sandbox(
+            modules=(root,),
+            mechanism=facts["mechanism"],
+            memory=MEMORY,
+            scratch=SCRATCH,
+            processes=PROCESSES,
+        )
+    )
     attacks = Attacks(facts, inherited)
     names = [name for name in vars(Attacks) if not name.startswith("_")]
     got = {name: outcome(getattr(attacks, name)) for name in names}

@@ -68,7 +68,10 @@ def outside() -> Iterator[dict[str, Any]]:
 
 
 def command(user: str, *arguments: str) -> list[str]:
-    """The command that runs Python with ``arguments`` as ``user``. Skips the test where that cannot be done."""
+    """The command that runs Python with ``arguments`` as ``user``.
+
+    Skips the test where that cannot be done.
+    """
     if user == "this user":
         return [sys.executable, "-P", *arguments]
     if os.geteuid() != 0:
@@ -86,7 +89,8 @@ def test_nothing_gets_out(mechanism: str, user: str, outside: dict[str, Any]) ->
     if reason := refusal(mechanism):
         pytest.skip(reason)
     code = (
-        "import signal, time; signal.signal(signal.SIGUSR1, lambda *_: print('hit', flush=True)); print(0, flush=True)"
+        "import signal, time; signal.signal(signal.SIGUSR1, lambda *_: print('hit', flush=True)); "
+        "print(0, flush=True)"
     )
     sleeper = [*command(user, "-c", code + "\nwhile True: time.sleep(60)")]
     with subprocess.Popen(sleeper, stdout=subprocess.PIPE, text=True, env=environment()) as process:
@@ -96,7 +100,13 @@ def test_nothing_gets_out(mechanism: str, user: str, outside: dict[str, Any]) ->
             facts = outside | {"mechanism": mechanism, "outside": process.pid}
             attacks = command(user, "-m", "tests.orchestration.sandbox.attacks", json.dumps(facts))
             done = subprocess.run(
-                attacks, capture_output=True, text=True, env=environment(), cwd="/", timeout=120, check=False
+                attacks,
+                capture_output=True,
+                text=True,
+                env=environment(),
+                cwd="/",
+                timeout=120,
+                check=False,
             )
             assert done.returncode == 0, done.stderr
             report = json.loads(done.stdout)
@@ -114,12 +124,13 @@ def test_nothing_gets_out(mechanism: str, user: str, outside: dict[str, Any]) ->
 def test_the_attacks_succeed_without_a_sandbox(outside: dict[str, Any]) -> None:
     """Otherwise the other tests would show nothing."""
     code = (
-        "import json, sys; from tests.orchestration.sandbox import attacks; attacks.enter = lambda *_, **__: None\n"
-        "facts = json.loads(sys.argv[1]); a = attacks.Attacks(facts, 0)\n"
-        "names = ['reads_a_secret', 'writes_a_marker', 'reads_the_environment_outside', 'signals_outside',\n"
-        "  'connects_to_a_port', 'connects_to_a_socket', 'connects_to_an_abstract_socket', 'maps_shared_memory',\n"
-        "  'gives_a_file_other_rights', 'limits_a_process_outside', 'sends_a_datagram']\n"
-        "print(json.dumps({name: attacks.outcome(getattr(a, name)) for name in names}))"
+        "import json, sys; from tests.orchestration.sandbox import attacks; attacks.enter = lambda "
+        "*_, **__: None\nfacts = json.loads(sys.argv[1]); a = attacks.Attacks(facts, 0)\nnames = "
+        "['reads_a_secret', 'writes_a_marker', 'reads_the_environment_outside', "
+        "'signals_outside',\n  'connects_to_a_port', 'connects_to_a_socket', "
+        "'connects_to_an_abstract_socket', 'maps_shared_memory',\n  'gives_a_file_other_rights', "
+        "'limits_a_process_outside', 'sends_a_datagram']\nprint(json.dumps({name: "
+        "attacks.outcome(getattr(a, name)) for name in names}))"
     )
     with subprocess.Popen(["sleep", "60"]) as process:
         facts = outside | {"outside": process.pid}
@@ -136,7 +147,9 @@ def test_the_attacks_succeed_without_a_sandbox(outside: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("user", USERS)
-@pytest.mark.parametrize(("how", "code"), [("os._exit(7)", 7), ("os.kill(os.getpid(), 9)", -9), ("os.abort()", -6)])
+@pytest.mark.parametrize(
+    ("how", "code"), [("os._exit(7)", 7), ("os.kill(os.getpid(), 9)", -9), ("os.abort()", -6)]
+)
 def test_it_ends_as_the_sandboxed_process_does(how: str, code: int, user: str) -> None:
     if reason := refusal(NAMESPACES):
         pytest.skip(reason)
@@ -144,7 +157,9 @@ def test_it_ends_as_the_sandboxed_process_does(how: str, code: int, user: str) -
         "import os; from orchestration.sandbox.sandbox import Sandbox, enter; "
         f"enter(Sandbox(modules=({str(ROOT)!r},), mechanism='namespaces')); {how}"
     )
-    done = subprocess.run(command(user, "-c", text), env=environment(), cwd="/", timeout=60, check=False)
+    done = subprocess.run(
+        command(user, "-c", text), env=environment(), cwd="/", timeout=60, check=False
+    )
     assert done.returncode == code
 
 
@@ -153,13 +168,19 @@ def test_no_process_is_left_when_the_supervisor_is_killed(tmp_path: Path) -> Non
         pytest.skip(reason)
     name = f"asyncdock-sandbox-{os.getpid()}"
     text = (
-        "import os, subprocess, sys, time; from orchestration.sandbox.sandbox import Sandbox, enter; "
+        "import os, subprocess, sys, time; from orchestration.sandbox.sandbox import Sandbox, "
+        "enter; "
         f"enter(Sandbox(modules=({str(ROOT)!r},), mechanism='namespaces')); "
-        f"subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)', {name!r}], start_new_session=True); "
+        f"subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)', {name!r}], "
+        f"start_new_session=True); "
         "print('up', flush=True); time.sleep(600)"
     )
     with subprocess.Popen(
-        command("this user", "-c", text, name), stdout=subprocess.PIPE, text=True, env=environment(), cwd="/"
+        command("this user", "-c", text, name),
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment(),
+        cwd="/",
     ) as process:
         assert process.stdout is not None
         try:
@@ -200,21 +221,29 @@ def test_all_processes_together_are_bounded_in_memory() -> None:
         f"enter(Sandbox(modules=({str(ROOT)!r},), mechanism='namespaces', memory=200 << 20))\n"
         "held = mmap.mmap(-1, 8 << 30)\nfor at in range(0, 8 << 30, 4096): held[at] = 1\n"
     )
-    done = subprocess.run(command("this user", "-c", text), env=environment(), cwd="/", timeout=120, check=False)
+    done = subprocess.run(
+        command("this user", "-c", text), env=environment(), cwd="/", timeout=120, check=False
+    )
     assert done.returncode == -signal.SIGKILL
 
 
 def test_a_machine_without_namespaces_gives_landlock() -> None:
-    """The real trial, in a process to which the kernel refuses new namespaces, as Docker's default profile does."""
+    """The real trial, in a process to which the kernel refuses new namespaces, as Docker's default
+    profile does."""
     if reason := refusal(LANDLOCK):
         pytest.skip(reason)
     text = (
-        "from orchestration.sandbox.seccomp import Rule, install; from orchestration.sandbox.sandbox import available; "
-        "install([Rule('unshare'), Rule('clone3', error=38)]); found = available(); "
-        "print(found.mechanism); print(found.shortfall)"
+        "from orchestration.sandbox.seccomp import Rule, install; from "
+        "orchestration.sandbox.sandbox import available; install([Rule('unshare'), Rule('clone3', "
+        "error=38)]); found = available(); print(found.mechanism); print(found.shortfall)"
     )
     done = subprocess.run(
-        command("this user", "-c", text), capture_output=True, text=True, env=environment(), timeout=60, check=True
+        command("this user", "-c", text),
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=60,
+        check=True,
     )
     mechanism, shortfall = done.stdout.splitlines()
     assert mechanism == LANDLOCK
@@ -224,14 +253,19 @@ def test_a_machine_without_namespaces_gives_landlock() -> None:
 
 def test_a_machine_with_neither_says_so() -> None:
     text = (
-        "from orchestration.sandbox import seccomp; from orchestration.sandbox.seccomp import Rule, install; "
-        "from orchestration.sandbox.sandbox import available\n"
-        "seccomp.NUMBERS['landlock_create_ruleset'] = (444, 444)\n"
-        "install([Rule('unshare'), Rule('landlock_create_ruleset', error=95)]); found = available()\n"
-        "print(repr(found.mechanism)); print(found.shortfall)"
+        "from orchestration.sandbox import seccomp; from orchestration.sandbox.seccomp import "
+        "Rule, install; from orchestration.sandbox.sandbox import "
+        "available\nseccomp.NUMBERS['landlock_create_ruleset'] = (444, "
+        "444)\ninstall([Rule('unshare'), Rule('landlock_create_ruleset', error=95)]); found = "
+        "available()\nprint(repr(found.mechanism)); print(found.shortfall)"
     )
     done = subprocess.run(
-        command("this user", "-c", text), capture_output=True, text=True, env=environment(), timeout=60, check=True
+        command("this user", "-c", text),
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=60,
+        check=True,
     )
     assert done.stdout.startswith("''\nno sandbox: ")
     assert Available("", "").shortfall == ""
@@ -243,7 +277,9 @@ def test_of_a_folder_on_the_import_path_modules_are_seen_and_nothing_else(tmp_pa
     for name in ("package", ".ssh", "runs", "data-1.0.dist-info"):
         (tmp_path / name).mkdir()
     (tmp_path / "package/__init__.py").write_text("")
-    seen = {path for path in visible(Bounds(modules=(str(tmp_path),))) if path.startswith(str(tmp_path))}
+    seen = {
+        path for path in visible(Bounds(modules=(str(tmp_path),))) if path.startswith(str(tmp_path))
+    }
     assert {Path(path).name for path in seen} == {"mine.py", "package", "data-1.0.dist-info"}
     more = {*visible(Bounds(modules=(str(tmp_path),), read=(str(tmp_path / "index.json"),)))}
     assert str(tmp_path / "index.json") in more

@@ -1,4 +1,5 @@
-"""What a service promises of its runs, with real runners, workers, agents and index servers, each of them killed."""
+"""What a service promises of its runs, with real runners, workers, agents and index servers, each
+of them killed."""
 
 from __future__ import annotations
 
@@ -28,8 +29,14 @@ from tests.orchestration.run.test_run import assert_equal, synchronous, weights_
 from tests.orchestration.runs import MOCK, TINY, forks, recipe
 from tests.orchestration.services import Service, serving, shared_memory, told_once
 
-INLINE: dict[str, Any] = {**MOCK, "launch": {**MOCK["launch"], "launcher": "inline", "max_restarts": 3}}
-PROCESSES: dict[str, Any] = {**MOCK, "launch": {**MOCK["launch"], "launcher": "process", "max_restarts": 3}}
+INLINE: dict[str, Any] = {
+    **MOCK,
+    "launch": {**MOCK["launch"], "launcher": "inline", "max_restarts": 3},
+}
+PROCESSES: dict[str, Any] = {
+    **MOCK,
+    "launch": {**MOCK["launch"], "launcher": "process", "max_restarts": 3},
+}
 ENDLESS = {"train__steps": 5000}
 
 
@@ -39,17 +46,22 @@ def of(events: list[Event], kind: str) -> list[dict[str, Any]]:
 
 def assert_whole(recipe: Recipe, events: list[Event]) -> None:
     """Every step was reported once, and every sample was trained once."""
-    steps, rows = recipe.train.steps, recipe.train.groups_per_step * recipe.algorithm.group_size
+    steps = recipe.train.steps
+    rows = recipe.train.groups_per_step * recipe.algorithm.group_size
     reported = of(events, "step")
     assert [step["step"] for step in reported] == list(range(steps))
     groups = sorted(group for step in reported for group in step["groups"])
-    assert groups == list(range(steps * recipe.train.groups_per_step)), "a group was trained twice, or never"
+    assert groups == list(range(steps * recipe.train.groups_per_step)), (
+        "a group was trained twice, or never"
+    )
     ledger = of(events, "ledger")[-1]
     assert ledger["trained"] == steps * rows
     assert ledger["generated"] == ledger["trained"] + ledger["filtered"] + ledger["in_flight"]
 
 
-async def assert_finished(service: Service, run: str, recipe: Recipe, attempts: int = 1) -> RunRecord:
+async def assert_finished(
+    service: Service, run: str, recipe: Recipe, attempts: int = 1
+) -> RunRecord:
     record = await service.ended(run)
     assert (record.state, record.reason, record.attempts) == ("finished", "", attempts)
     events = await service.events(run)
@@ -90,7 +102,8 @@ async def test_runs_wait_for_room_and_begin_in_their_order(tmp_path: Path) -> No
         assert records[0].ended <= records[1].started, "there is room for one"
 
         # What an ended run leaves: its folder, and what readers ask the index for.
-        record, index = records[0], Index(service.url, waiting[0])
+        record = records[0]
+        index = Index(service.url, waiting[0])
         assert (await index.ledger())["trained"] == of_all.train.steps * 16
         assert sorted(os.listdir(record.folder)) == [
             "checkpoints",
@@ -139,14 +152,20 @@ async def test_workers_and_runners_are_killed_and_nothing_is_lost(tmp_path: Path
             "stopping",
             "finished",
         ]
-        reasons = [worker["reason"] for worker in of(events, "worker") if worker["change"] == "taken over"]
+        reasons = [
+            worker["reason"] for worker in of(events, "worker") if worker["change"] == "taken over"
+        ]
         assert reasons == ["its runner was ended by signal 9"]
 
 
-async def test_after_a_runner_was_killed_the_weights_are_those_of_a_run_that_was_left_alone(tmp_path: Path) -> None:
+async def test_after_a_runner_was_killed_the_weights_are_those_of_a_run_that_was_left_alone(
+    tmp_path: Path,
+) -> None:
     tiny = recipe(TINY, pipeline__staleness=0, train__steps=8, checkpoint__every=3)
     expected, weights = await synchronous(tiny)
-    async with running(tmp_path, TINY, 5, pipeline__staleness=0, train__steps=8, checkpoint__every=3) as (service, run):
+    async with running(
+        tmp_path, TINY, 5, pipeline__staleness=0, train__steps=8, checkpoint__every=3
+    ) as (service, run):
         _, process = await service.held(run)
         die(process)
         record = await assert_finished(service, run, tiny, attempts=2)
@@ -165,9 +184,13 @@ async def test_a_run_whose_runners_die_too_often_fails_with_the_reason(tmp_path:
         record = await service.ended(run)
         assert record.state == "failed"
         assert record.reason == (
-            "its runner died and launch.max_restarts = 0 is used up: its runner was ended by signal 9"
+            "its runner died and launch.max_restarts = 0 is used up: its runner was ended by "
+            "signal 9"
         )
-        assert of(await service.events(run), "state")[-1] == {"state": "failed", "reason": record.reason}
+        assert of(await service.events(run), "state")[-1] == {
+            "state": "failed",
+            "reason": record.reason,
+        }
         assert WHERE not in os.listdir(record.folder), "it held the index's URL"
         assert shared_memory(tmp_path) == []
 
@@ -181,7 +204,9 @@ async def test_a_run_that_cannot_start_fails_with_its_reason(tmp_path: Path) -> 
         assert "the reward's own mistake" in record.reason
 
 
-async def test_a_run_without_a_folder_fails_and_one_of_another_machine_is_left_alone(tmp_path: Path) -> None:
+async def test_a_run_without_a_folder_fails_and_one_of_another_machine_is_left_alone(
+    tmp_path: Path,
+) -> None:
     async with serving(tmp_path) as service:
         elsewhere = await service.submit(recipe(INLINE))
         assert await service.registry.take("elsewhere-0", "/elsewhere", uuid.uuid4().hex, -10_000)
@@ -197,7 +222,8 @@ async def test_a_run_without_a_folder_fails_and_one_of_another_machine_is_left_a
 
 
 async def test_runs_live_through_the_death_of_their_agent_and_of_the_index(tmp_path: Path) -> None:
-    """An agent that is killed, one that is asked to end, and the service's own Valkey, killed under both."""
+    """An agent that is killed, one that is asked to end, and the service's own Valkey, killed under
+    both."""
     async with serving(tmp_path) as service:
         run = await service.submit(recipe(INLINE, **ENDLESS))
         killed = service.start_agent()
@@ -211,7 +237,8 @@ async def test_runs_live_through_the_death_of_their_agent_and_of_the_index(tmp_p
 
         told_to_end = service.start_agent()
         await service.agent_works()
-        second = await service.submit(recipe(INLINE))  # waits: the run that is found takes the only place
+        # waits: the run that is found takes the only place
+        second = await service.submit(recipe(INLINE))
         index = service.index_process()
         die(index)
         await index.wait()
@@ -233,14 +260,21 @@ async def test_runs_live_through_the_death_of_their_agent_and_of_the_index(tmp_p
 async def test_a_paused_run_stays_so_when_its_runner_is_killed_and_writes_a_checkpoint_when_asked(
     tmp_path: Path,
 ) -> None:
-    async with running(tmp_path, checkpoint__every=300, pipeline__arena="64MiB", **ENDLESS) as (service, run):
+    async with running(tmp_path, checkpoint__every=300, pipeline__arena="64MiB", **ENDLESS) as (
+        service,
+        run,
+    ):
         assert (await service.registry.ask(run, "pause")).state == "paused"
         _, process = await service.held(run)
         die(process)
         await service.wait_for_event(run, "worker", lambda data: data["change"] == "taken over")
         taken = await service.until(run, lambda record: record.attempts == 2, never=("running",))
         assert taken.state == "paused"
-        ready = [e.id for e in await service.events(run) if e.kind == "worker" and e.data["change"] == "taken over"][-1]
+        ready = [
+            e.id
+            for e in await service.events(run)
+            if e.kind == "worker" and e.data["change"] == "taken over"
+        ][-1]
         index = Index(service.url, run)
         async with asyncio.timeout(60):  # all workers are there, and none of them works
             waiting = {"flow-0", "rollout-0", "update-0"}
@@ -255,11 +289,16 @@ async def test_a_paused_run_stays_so_when_its_runner_is_killed_and_writes_a_chec
         assert (await service.registry.ask(run, "resume")).state == "running"
         reported = await service.wait_for_event(run, "checkpoint", lambda data: data["requested"])
         assert Path(reported.data["path"]).name == f"step-{reported.data['version']:08d}"
-        assert checkpoint.open_checkpoint(Path(reported.data["path"])).version == reported.data["version"]
+        assert (
+            checkpoint.open_checkpoint(Path(reported.data["path"])).version
+            == reported.data["version"]
+        )
         assert len(of(await service.events(run), "checkpoint")) == 1, "once is enough"
 
 
-async def test_a_run_whose_shared_memory_is_gone_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+async def test_a_run_whose_shared_memory_is_gone_goes_on_from_its_checkpoint(
+    tmp_path: Path,
+) -> None:
     """As after a restart of the machine."""
     mock = recipe(INLINE, train__steps=12, checkpoint__every=3)
     async with serving(tmp_path) as service:
@@ -285,7 +324,10 @@ async def test_a_run_whose_shared_memory_is_gone_goes_on_from_its_checkpoint(tmp
 
 
 async def test_a_run_whose_checkpoints_are_away_fails_and_loses_nothing(tmp_path: Path) -> None:
-    """After a restart of the machine, with a disk that is not mounted. It goes on when that is there again."""
+    """After a restart of the machine, with a disk that is not mounted.
+
+    It goes on when that is there again.
+    """
     folder = tmp_path / "elsewhere"
     async with serving(tmp_path) as service:
         run = await service.submit(recipe(INLINE, checkpoint__every=3, **ENDLESS))
@@ -306,19 +348,29 @@ async def test_a_run_whose_checkpoints_are_away_fails_and_loses_nothing(tmp_path
             assert "has none below" in record.reason
             events = await service.events(run)
             assert [event.id for event in events][: len(before)] == before
-            assert not [event for event in events if event.kind == "worker" and event.data["change"] == "rewound"]
+            assert not [
+                event
+                for event in events
+                if event.kind == "worker" and event.data["change"] == "rewound"
+            ]
             folder.rename(checkpoints)
             newest = checkpoint.latest(checkpoints)
             assert newest is not None
-            await service.registry.reopen(record, recipe(INLINE, train__steps=newest.version + 2, checkpoint__every=3))
+            await service.registry.reopen(
+                record, recipe(INLINE, train__steps=newest.version + 2, checkpoint__every=3)
+            )
             record = await service.ended(run)
         assert (record.state, record.reason) == ("finished", "")
 
 
-async def test_memory_of_a_run_that_the_list_does_not_know_stays_while_its_folder_is_here(tmp_path: Path) -> None:
-    """As when the service's index is on a disk that is not mounted, and an empty one is served in its place."""
+async def test_memory_of_a_run_that_the_list_does_not_know_stays_while_its_folder_is_here(
+    tmp_path: Path,
+) -> None:
+    """As when the service's index is on a disk that is not mounted, and an empty one is served in
+    its place."""
     async with serving(tmp_path) as service:
-        known, unknown = tmp_path / "runs" / "known-by-another-list", tmp_path / "runs" / "deleted"
+        known = tmp_path / "runs" / "known-by-another-list"
+        unknown = tmp_path / "runs" / "deleted"
         known.mkdir(parents=True)
         left = [shared_of(known), shared_of(unknown)]
         for each in left:
@@ -329,7 +381,9 @@ async def test_memory_of_a_run_that_the_list_does_not_know_stays_while_its_folde
         left[0].rmdir()
 
 
-async def test_a_stopped_run_goes_on_with_other_keys_and_no_step_is_lost_or_doubled(tmp_path: Path) -> None:
+async def test_a_stopped_run_goes_on_with_other_keys_and_no_step_is_lost_or_doubled(
+    tmp_path: Path,
+) -> None:
     changes = {"train__steps": 10, "checkpoint__every": 100, "evaluate__every": 3}
     async with running(tmp_path, steps=2, **changes) as (service, run):
         await service.registry.ask(run, "stop")
@@ -350,7 +404,9 @@ async def test_a_stopped_run_goes_on_with_other_keys_and_no_step_is_lost_or_doub
             e["version"] for e in of(events, "evaluation")
         ], "each version once"
         assert (await service.registry.counts())["finished"] == 1
-        with pytest.raises(WrongState, match="is finished; to resume it, it must be paused, or have ended"):
+        with pytest.raises(
+            WrongState, match="is finished; to resume it, it must be paused, or have ended"
+        ):
             await service.registry.ask(run, "resume")
 
 
@@ -375,14 +431,19 @@ async def test_a_run_that_ended_before_it_was_recorded_is_resumed_once_it_is_and
         assert await service.registry.end(run, "t1", "stopped", "")
         await service.registry.reopen(await service.registry.get(run), recipe(INLINE))
         assert await service.registry.reopened() == {run: f"/folders/of-a/{run}"}
-        assert await service.registry.take("b", "/folders/of-a", "t2", 60) is None, "another machine, the same path"
+        assert await service.registry.take("b", "/folders/of-a", "t2", 60) is None, (
+            "another machine, the same path"
+        )
         again = await service.registry.take("a", "/folders/of-a", "t3", 60, [run])
         assert again is not None
         assert again.record.folder == f"/folders/of-a/{run}"
 
 
-async def test_a_runner_that_hangs_is_ended_by_force(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that has lost its lease is followed by another; one that does not stop is ended for good."""
+async def test_a_runner_that_hangs_is_ended_by_force(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that has lost its lease is followed by another; one that does not stop is ended for
+    good."""
     monkeypatch.setattr(agents, "SILENT_SECONDS", 0.5)
     monkeypatch.setattr(agents, "LOOK_SECONDS", 0.5)
     monkeypatch.setattr(agents, "GRACE_SECONDS", 0.5)
@@ -424,7 +485,8 @@ async def test_two_agents_on_one_index_share_its_runs(index_url: str, tmp_path: 
 async def test_an_agent_takes_no_run_of_another_machine_with_the_same_name_and_folder(
     index_url: str, tmp_path: Path
 ) -> None:
-    """Both machines have the same host name, and the service's data at the same path: only the first one has the run."""
+    """Both machines have the same host name, and the service's data at the same path: only the
+    first one has the run."""
     apart = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
     apart += ["sh", "-c", f'mount -t tmpfs none {tmp_path} && exec "$0" "$@"']
     async with serving(tmp_path, index_url) as service, service.working() as here:

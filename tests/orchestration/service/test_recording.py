@@ -1,4 +1,5 @@
-"""The index removes the events of an ended run when its file and totals are complete, also after kills."""
+"""The index removes the events of an ended run when its file and totals are complete, also after
+kills."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def totals_of(events: list[Event]) -> RunTotals:
 async def given_up(service: Service, record: RunRecord) -> list[Event]:
     """Have the index give up the events of the ended run; those that it had."""
     assert [run.id for run in await service.registry.whole(0.0, 100)] == [record.id]
-    events, path = await service.events(record.id), Path(record.folder) / METRICS
+    events = await service.events(record.id)
+    path = Path(record.folder) / METRICS
     async with Index(service.registry.link, record.id) as index:
         assert (await recorded_totals(index)).totals.wire() == totals_of(events).wire()
         assert await give_up(index, path)
@@ -43,21 +45,30 @@ async def given_up(service: Service, record: RunRecord) -> list[Event]:
 async def test_a_finished_run_is_in_its_file_and_goes_on_with_greater_ids(tmp_path: Path) -> None:
     async with running(tmp_path, PROCESSES, train__steps=6, checkpoint__every=2) as (service, run):
         record = await service.ended(run)
-        before, last = await given_up(service, record), newest_id(Path(record.folder) / METRICS)
+        before = await given_up(service, record)
+        last = newest_id(Path(record.folder) / METRICS)
         again = recipe(PROCESSES, train__steps=9, checkpoint__every=2)
         await service.registry.reopen(record, again)
         record = await service.ended(run)
         after = await service.events(run)
         assert order(after[0].id) > order(last)
         told_once(service.metrics(record), [*before, *after])
-        steps = [event.data["step"] for event in read_metrics(Path(record.folder) / METRICS) if event.kind == "step"]
+        steps = [
+            event.data["step"]
+            for event in read_metrics(Path(record.folder) / METRICS)
+            if event.kind == "step"
+        ]
         assert steps == list(range(9))
         async with Index(service.registry.link, run) as index:
-            assert (await recorded_totals(index)).totals.wire() == totals_of([*before, *after]).wire()
+            assert (await recorded_totals(index)).totals.wire() == totals_of(
+                [*before, *after]
+            ).wire()
             assert await give_up(index, Path(record.folder) / METRICS)
 
 
-async def test_what_a_killed_runner_has_not_recorded_is_recorded_by_who_ends_the_run(tmp_path: Path) -> None:
+async def test_what_a_killed_runner_has_not_recorded_is_recorded_by_who_ends_the_run(
+    tmp_path: Path,
+) -> None:
     async with running(tmp_path, PROCESSES, launch__max_restarts=0, **ENDLESS) as (service, run):
         _, process = await service.held(run)
         die(process)
@@ -79,7 +90,8 @@ async def test_a_runner_that_takes_over_counts_nothing_twice(tmp_path: Path) -> 
 async def test_events_that_a_file_lacks_stay(tmp_path: Path) -> None:
     async with running(tmp_path, INLINE) as (service, run):
         record = await service.ended(run)
-        events, path = await service.events(run), Path(record.folder) / METRICS
+        events = await service.events(run)
+        path = Path(record.folder) / METRICS
         whole = path.read_bytes()
         path.write_bytes(whole[: len(whole) // 2])
         assert order(newest_id(path)) < order(events[-1].id)

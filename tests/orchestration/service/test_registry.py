@@ -1,4 +1,5 @@
-"""What users of a service and its agents rely on from the list of runs, on the embedded Valkey and on Redis."""
+"""What users of a service and its agents rely on from the list of runs, on the embedded Valkey and
+on Redis."""
 
 from __future__ import annotations
 
@@ -77,7 +78,11 @@ async def test_runs_begin_in_the_order_in_which_they_came(registry: Registry) ->
     assert [record.position for record in records] == [1, 2, 3]
     first = await registry.take("agent", "/data/runs", "t1", 30)
     assert first is not None
-    assert (first.record.id, first.record.state, first.record.attempts) == (records[0].id, "starting", 1)
+    assert (first.record.id, first.record.state, first.record.attempts) == (
+        records[0].id,
+        "starting",
+        1,
+    )
     assert first.record.folder == f"/data/runs/{records[0].id}"
     assert first.record.started is not None
     assert [(await registry.get(record.id)).position for record in records] == [None, 1, 2]
@@ -85,8 +90,12 @@ async def test_runs_begin_in_the_order_in_which_they_came(registry: Registry) ->
 
 
 async def test_the_list_is_newest_first_in_pages_and_filtered(registry: Registry) -> None:
-    records = [await submit(registry, f"run-{number}", owner="ann" if number % 2 else "bob") for number in range(5)]
-    pages, after = [], ""
+    records = [
+        await submit(registry, f"run-{number}", owner="ann" if number % 2 else "bob")
+        for number in range(5)
+    ]
+    pages = []
+    after = ""
     while True:
         page, after = await registry.list(limit=2, after=after)
         pages.append([record.id for record in page])
@@ -116,7 +125,8 @@ async def test_a_page_is_full_however_rare_what_is_looked_for(registry: Registry
 @contextlib.asynccontextmanager
 async def filled(registry: Registry, count: int) -> AsyncIterator[None]:
     """Have so many ended runs of ann's in the list, in the place of its keys."""
-    redis, prefix = registry._index._redis, registry._index.prefix
+    redis = registry._index._redis
+    prefix = registry._index.prefix
     last = int(await redis.get(f"{prefix}number") or 0)
     runs = {f"r{number}": number for number in range(last + 1, last + count + 1)}
     same = {"owner": "ann", "phase": "ended", "state": "finished", "recipe": "{}"}
@@ -135,7 +145,8 @@ async def filled(registry: Registry, count: int) -> AsyncIterator[None]:
 
 async def counting(registry: Registry) -> list[str]:
     """The names of the index's functions that are called from now on."""
-    calls, call = list[str](), registry._call
+    calls = list[str]()
+    call = registry._call
 
     async def counted(name: str, /, **arguments: Any) -> Any:
         calls.append(name)
@@ -177,7 +188,9 @@ async def test_what_waits_or_is_active_is_found_at_once_among_many_runs(registry
             assert seen == created
             assert len(calls) == -(-len(created) // limit)
         assert [r.id for r in (await registry.list(state="running"))[0]] == [records[0].id]
-        assert [r.id for r in (await registry.list(state="created", name="B"))[0]] == [records[1].id]
+        assert [r.id for r in (await registry.list(state="created", name="B"))[0]] == [
+            records[1].id
+        ]
         calls.clear()
         assert await registry.list(state="paused") == ([], "")
         assert len((await registry.list(limit=200))[0]) == 200
@@ -192,7 +205,9 @@ async def test_an_idempotency_key_makes_a_repeat_harmless(registry: Registry) ->
         await registry.submit(of(), owner="ann", key="k", fingerprint="other")
     _, made = await registry.submit(of(), owner="bob", key="k", fingerprint="f")
     assert made, "the key of another owner is another key"
-    together = await asyncio.gather(*(registry.submit(of(), key="same", fingerprint="f") for _ in range(8)))
+    together = await asyncio.gather(
+        *(registry.submit(of(), key="same", fingerprint="f") for _ in range(8))
+    )
     assert len({record.id for record, _ in together}) == 1
     assert sum(made for _, made in together) == 1
 
@@ -203,7 +218,10 @@ async def test_two_agents_never_get_the_same_run(registry: Registry) -> None:
     other = Registry(registry.url)
     try:
         taken = await asyncio.gather(
-            *(who.take(f"agent-{n % 2}", "/r", f"t{n}", 30) for n, who in enumerate([registry, other] * 4))
+            *(
+                who.take(f"agent-{n % 2}", "/r", f"t{n}", 30)
+                for n, who in enumerate([registry, other] * 4)
+            )
         )
     finally:
         await other.close()
@@ -233,7 +251,9 @@ async def test_deaths_of_runners_count_for_a_while(registry: Registry) -> None:
     await submit(registry)
     run = (await begin(registry, "t0")).id
     for n in range(3):
-        assert await registry.retake(run, f"t{n}", f"t{n + 1}", "a", 30, most=2, window=0.2) == "taken"
+        assert (
+            await registry.retake(run, f"t{n}", f"t{n + 1}", "a", 30, most=2, window=0.2) == "taken"
+        )
         await asyncio.sleep(0.12)
     assert await registry.retake(run, "t3", "t4", "a", 30, most=2, window=60) == "used up"
     assert (await registry.get(run)).attempts == 4
@@ -281,13 +301,23 @@ async def test_what_a_run_is_asked_reaches_its_own_state(registry: Registry) -> 
         await registry.ask("unknown", "pause")
 
 
-async def test_a_run_that_waits_is_stopped_at_once_and_its_readers_are_told(registry: Registry) -> None:
-    first, second = await submit(registry), await submit(registry)
+async def test_a_run_that_waits_is_stopped_at_once_and_its_readers_are_told(
+    registry: Registry,
+) -> None:
+    first = await submit(registry)
+    second = await submit(registry)
     stopped = await registry.ask(first.id, "stop")
-    assert (stopped.state, stopped.reason, stopped.started) == ("stopped", "stopped before it began", None)
+    assert (stopped.state, stopped.reason, stopped.started) == (
+        "stopped",
+        "stopped before it began",
+        None,
+    )
     assert (await registry.get(second.id)).position == 1
     index = Index(registry.url, first.id)
-    assert [event.data["state"] for event in await index.events() if event.kind == "state"] == ["created", "stopped"]
+    assert [event.data["state"] for event in await index.events() if event.kind == "state"] == [
+        "created",
+        "stopped",
+    ]
     await index.close()
     held = await registry.take("agent", "/r", "t", 30)
     assert held is not None
@@ -317,7 +347,9 @@ async def test_whoever_waits_for_the_list_is_woken_by_each_change(registry: Regi
 async def test_a_deleted_run_leaves_nothing_but_its_folder_to_be_buried(registry: Registry) -> None:
     await registry.submit(of(), key="k", fingerprint="f")
     run = (await begin(registry)).id
-    with pytest.raises(WrongState, match="is running; to delete it, it must be finished, stopped or failed"):
+    with pytest.raises(
+        WrongState, match="is running; to delete it, it must be finished, stopped or failed"
+    ):
         await registry.delete(run)
     index = Index(registry.url, run)
     await RUN_FLOW.put(index, {"stages": []})
@@ -353,7 +385,8 @@ async def test_what_an_ended_run_leaves_in_the_index_is_what_readers_need(index:
 
 async def test_what_was_submitted_survives_the_death_of_the_index(tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="adk-") as home, EmbeddedIndex(Path(home)) as server:
-        registry = Registry(server.url, timeout=90)  # a busy machine takes long to start the server again
+        # a busy machine takes long to start the server again
+        registry = Registry(server.url, timeout=90)
         record, _ = await registry.submit(of(), key="k", fingerprint="f")
         assert server.pid is not None
         os.kill(server.pid, signal.SIGKILL)
@@ -369,7 +402,8 @@ async def test_what_was_submitted_survives_the_death_of_the_index(tmp_path: Path
 
 
 class Model(RuleBasedStateMachine):
-    """The list against a plain model of it: who waits in which order, who is held by which token, who has ended."""
+    """The list against a plain model of it: who waits in which order, who is held by which token,
+    who has ended."""
 
     url = ""
 
@@ -420,7 +454,8 @@ class Model(RuleBasedStateMachine):
     @precondition(lambda self: self.active)
     @rule(data=st.data(), right=st.booleans())
     def retake(self, data: st.DataObject, right: bool) -> None:
-        run, token = data.draw(st.sampled_from(list(self.active))), self.token()
+        run = data.draw(st.sampled_from(list(self.active)))
+        token = self.token()
         old = self.active[run] if right else "wrong"
         found = self.runner.run(self.registry.retake(run, old, token, "agent", 30, **BUDGET))
         assert found == ("taken" if right else "lost")
@@ -457,14 +492,26 @@ class Model(RuleBasedStateMachine):
     def it_says_what_is_so(self) -> None:
         records, after = self.runner.run(self.registry.list(limit=1000))
         assert after == ""
-        assert sorted(record.id for record in records) == sorted([*self.waiting, *self.active, *self.ended])
-        queue = sorted((record for record in records if record.position), key=lambda record: record.position or 0)
+        assert sorted(record.id for record in records) == sorted(
+            [*self.waiting, *self.active, *self.ended]
+        )
+        queue = sorted(
+            (record for record in records if record.position),
+            key=lambda record: record.position or 0,
+        )
         assert [record.id for record in queue] == self.waiting
-        assert {h.record.id: h.token for h in self.runner.run(self.registry.active())} == self.active
+        assert {
+            h.record.id: h.token for h in self.runner.run(self.registry.active())
+        } == self.active
 
 
 def test_it_keeps_to_its_model_whatever_happens(index_url: str) -> None:
     machine = type("At", (Model,), {"url": index_url})
-    quick = settings(max_examples=8, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck))
+    quick = settings(
+        max_examples=8,
+        stateful_step_count=20,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
     machine.TestCase.settings = quick  # type: ignore[attr-defined]
     machine.TestCase().runTest()  # type: ignore[attr-defined]

@@ -1,4 +1,5 @@
-"""Costs derived from a model's sizes, against the operations that torch counts and bytes counted by hand."""
+"""Costs derived from a model's sizes, against the operations that torch counts and bytes counted by
+hand."""
 
 from __future__ import annotations
 
@@ -15,7 +16,13 @@ from orchestration.simulation.analytic import Hardware, analytic_costs
 from stages.models import tiny_tokenizer
 from tests.orchestration.runs import TINY, recipe
 
-LAYERS, WIDTH, HEADS, KV_HEADS, HEAD, MLP, VOCABULARY = 3, 64, 8, 2, 16, 160, 64
+LAYERS = 3
+WIDTH = 64
+HEADS = 8
+KV_HEADS = 2
+HEAD = 16
+MLP = 160
+VOCABULARY = 64
 ONE = Hardware(flops=1.0, bandwidth=1.0)  # seconds are operations, or bytes
 
 
@@ -34,7 +41,10 @@ def config(*, tied: bool) -> LlamaConfig:
 
 
 def counted(of: LlamaConfig, tokens: int, checkpointing: bool) -> float:
-    """Operations a token of forward and backward of one row. Each token attends to all of them, whatever the mask says."""
+    """Operations a token of forward and backward of one row.
+
+    Each token attends to all of them, whatever the mask says.
+    """
     model = LlamaForCausalLM(of)
     if checkpointing:
         model.gradient_checkpointing_enable()
@@ -51,8 +61,11 @@ def of_model(folder: Path, *, tied: bool = True, **changes: Any) -> Recipe:
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
-def test_operations_of_training_are_those_that_torch_counts(tmp_path: Path, tied: bool, checkpointing: bool) -> None:
-    """Of the weights, and of attention, which grows with the row: with a causal mask half of what torch computes here."""
+def test_operations_of_training_are_those_that_torch_counts(
+    tmp_path: Path, tied: bool, checkpointing: bool
+) -> None:
+    """Of the weights, and of attention, which grows with the row: with a causal mask half of what
+    torch computes here."""
     of = of_model(tmp_path, tied=tied, train__activation_checkpointing=checkpointing)
     costs = {tokens: analytic_costs(of, ONE, tokens) for tokens in (100.0, 300.0)}
     rows = [int(costs[tokens].prompt_tokens + tokens) for tokens in (100.0, 300.0)]
@@ -61,18 +74,24 @@ def test_operations_of_training_are_those_that_torch_counts(tmp_path: Path, tied
     attention = (counts[1] - counts[0]) / (rows[1] - rows[0]) / 2
     assert (long - short) / 200 == pytest.approx(attention, rel=1e-3)
     weights = counts[0] - 2 * attention * rows[0]
-    if (
-        checkpointing
-    ):  # torch computes again neither the output head nor the last product of a layer; a bound counts all
+    # torch computes again neither the output head nor the last product of a layer; a bound counts
+    # all
+    if checkpointing:
         weights += 2 * (VOCABULARY * WIDTH + LAYERS * MLP * WIDTH)
     assert short - attention * rows[0] == pytest.approx(weights, rel=0.005)
 
 
-def test_a_decoded_token_reads_the_weights_once_and_keys_and_values_of_its_row(tmp_path: Path) -> None:
-    of, response = of_model(tmp_path), 100.0
+def test_a_decoded_token_reads_the_weights_once_and_keys_and_values_of_its_row(
+    tmp_path: Path,
+) -> None:
+    of = of_model(tmp_path)
+    response = 100.0
     costs = analytic_costs(of, ONE, response)
-    parameters = sum(parameter.numel() for parameter in LlamaForCausalLM(config(tied=True)).parameters())
+    parameters = sum(
+        parameter.numel() for parameter in LlamaForCausalLM(config(tied=True)).parameters()
+    )
     assert costs.row_rate == pytest.approx(1 / (4 * parameters))  # float32
-    keys = LAYERS * KV_HEADS * HEAD * 4 * (costs.prompt_tokens + response / 2)  # of the row so far, on average
+    # of the row so far, on average
+    keys = LAYERS * KV_HEADS * HEAD * 4 * (costs.prompt_tokens + response / 2)
     assert costs.row_seconds == pytest.approx(2 * keys)
     assert costs.swap_seconds == pytest.approx(4 * parameters)

@@ -1,4 +1,5 @@
-"""A run forecasts its own steps, and takes the smallest staleness bound that keeps its busiest stage busy."""
+"""A run forecasts its own steps, and takes the smallest staleness bound that keeps its busiest
+stage busy."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from orchestration.simulation.forecast import Forecast
 from orchestration.simulation.live import choose_bound
 from tests.orchestration.runs import MOCK, complete, recipe
 
-BALANCED: dict[str, Any] = {  # generation and training need 0.3 s each; the longest responses need as long alone
+# generation and training need 0.3 s each; the longest responses need as long alone
+BALANCED: dict[str, Any] = {
     "rollout__mock": {
         "row_rate": 100.0,
         "saturation_rows": 16,
@@ -34,7 +36,9 @@ def found(tokens_per_second: float, generation: float, training: float) -> Forec
 
 
 def test_the_smallest_bound_that_holds_or_is_as_fast_as_the_fastest() -> None:
-    slow, held, fast = found(80, 0.7, 0.8), found(97, 0.7, 0.96), found(100, 0.7, 0.99)
+    slow = found(80, 0.7, 0.8)
+    held = found(97, 0.7, 0.96)
+    fast = found(100, 0.7, 0.99)
     assert choose_bound([(1, slow), (2, held), (3, fast)]) == 2
     assert choose_bound([(1, held), (2, fast)]) == 1
     none_holds = [(1, found(80, 0.5, 0.5)), (2, found(99.5, 0.6, 0.6)), (3, found(100, 0.6, 0.6))]
@@ -50,10 +54,13 @@ async def test_a_run_raises_its_bound_and_steps_have_their_forecast(
     assert (of.pipeline.staleness, of.pipeline.staleness_min, of.first_slack) == (4, 1, 1)
     watched, result = await complete(Run.create(of, tmp_path / "run"))
     assert result.state == "finished"
-    forecasts, steps = watched.of("forecast"), watched.of("step")
+    forecasts = watched.of("forecast")
+    steps = watched.of("step")
     assert forecasts
     assert forecasts[0]["before"] == 1
-    assert max(one["bound"] for one in forecasts) >= 2, "with one step ahead the longest responses are waited for"
+    assert max(one["bound"] for one in forecasts) >= 2, (
+        "with one step ahead the longest responses are waited for"
+    )
     change = next(one for one in forecasts if one["bound"] > one["before"])
     assert "keeps the busiest stage busy is" in change["reason"]
     assert max(step["staleness_max"] for step in steps if step["step"] < change["step"]) <= 1

@@ -1,4 +1,5 @@
-"""Costs measured in a real run are those of its engines, and a forecast from them is as fast as the run."""
+"""Costs measured in a real run are those of its engines, and a forecast from them is as fast as the
+run."""
 
 from __future__ import annotations
 
@@ -55,13 +56,17 @@ def waited() -> float:
     return found / 1e9
 
 
-def judged_where_cores_are_free(test: Callable[[Path], Awaitable[None]]) -> Callable[[Path], Awaitable[None]]:
-    """Engines sleep for as long as their options say, so a run that waits for cores besides is slower than that. What it
-    takes then says something about the machine: such a run cannot fail the test."""
+def judged_where_cores_are_free(
+    test: Callable[[Path], Awaitable[None]],
+) -> Callable[[Path], Awaitable[None]]:
+    """Engines sleep for as long as their options say, so a run that waits for cores besides is
+    slower than that. What it takes then says something about the machine: such a run cannot fail
+    the test."""
 
     @functools.wraps(test)
     async def judged(tmp_path: Path) -> None:
-        began, before = time.monotonic(), waited()
+        began = time.monotonic()
+        before = waited()
         try:
             await test(tmp_path)
         except AssertionError:
@@ -91,12 +96,15 @@ async def test_costs_of_a_run_that_waits_for_generation(tmp_path: Path) -> None:
     steps = [event for event in events if event.kind == "step"]
     tokens = sum(step.data["rows"] * step.data["response_length_mean"] for step in steps[2:7])
     found = forecast(setup_of(of), costs, lengths)
-    assert found.tokens_per_second == pytest.approx(tokens / (steps[6].time - steps[1].time), rel=0.1)
+    assert found.tokens_per_second == pytest.approx(
+        tokens / (steps[6].time - steps[1].time), rel=0.1
+    )
 
 
 @judged_where_cores_are_free
 async def test_costs_of_a_run_that_waits_for_training(tmp_path: Path) -> None:
-    """Generation is busy for half of the time: its rate is the one with which the simulated run's is too."""
+    """Generation is busy for half of the time: its rate is the one with which the simulated run's
+    is too."""
     slow = {**SLOW, "train__mock": {"step_seconds": 1.2, "token_seconds": 0.0}, "train__steps": 10}
     of = recipe(MOCK, **slow, pipeline__staleness=2)
     events = await executed(of, tmp_path / "run")
@@ -108,14 +116,20 @@ async def test_costs_of_a_run_that_waits_for_training(tmp_path: Path) -> None:
 
 
 @judged_where_cores_are_free
-async def test_a_run_with_smaller_steps_tells_what_a_step_takes_without_tokens(tmp_path: Path) -> None:
+async def test_a_run_with_smaller_steps_tells_what_a_step_takes_without_tokens(
+    tmp_path: Path,
+) -> None:
     slow = {**SLOW, "rollout__mock": {**SLOW["rollout__mock"], "sigma": 0.0}}
     slow |= {"train__mock": {"step_seconds": 0.3, "token_seconds": 1e-3}}
     of = recipe(MOCK, **slow, pipeline__staleness=0)
     events = await executed(of, tmp_path / "run")
     EngineProfile(1 / 60, 0.0, 0.0, 0.0, 0.0).write(tmp_path / "run")
-    assert measured_costs(events, tmp_path / "run")[0].step_seconds == 0, "all steps have as many tokens"
-    fewer = recipe(MOCK, **slow, pipeline__staleness=0, train__groups_per_step=of.train.groups_per_step // 2)
+    assert measured_costs(events, tmp_path / "run")[0].step_seconds == 0, (
+        "all steps have as many tokens"
+    )
+    fewer = recipe(
+        MOCK, **slow, pipeline__staleness=0, train__groups_per_step=of.train.groups_per_step // 2
+    )
     await executed(fewer, tmp_path / "run" / SMALLER)
     costs, lengths = measured_costs(events, tmp_path / "run")
     assert costs.step_seconds == pytest.approx(0.3, rel=0.2)
@@ -134,7 +148,10 @@ def test_what_responses_do_not_explain_is_of_the_swap(of_response: float, of_swa
     groups = first.train.groups_per_step // 2
     runs[1].recipe = recipe(MOCK, rollout__workers=2, train__groups_per_step=groups)
     rows = [groups * 2 * first.algorithm.group_size, groups * first.algorithm.group_size]
-    fits = [Costs(1.0, 0.0, 0.0, swap_seconds=0.5, response_seconds=of_response + 2 * of_swap / of) for of in rows]
+    fits = [
+        Costs(1.0, 0.0, 0.0, swap_seconds=0.5, response_seconds=of_response + 2 * of_swap / of)
+        for of in rows
+    ]
     found = _divided(fits, runs)
     assert found.response_seconds == pytest.approx(of_response)
     assert found.swap_seconds == pytest.approx(0.5 + of_swap)
@@ -152,14 +169,17 @@ async def test_groups_that_are_dropped_are_measured(tmp_path: Path) -> None:
     costs, lengths = measured_costs(events, tmp_path / "run")
     ledger = [event.data for event in events if event.kind == "ledger"][-1]
     assert ledger["filtered"] > 0
-    assert costs.dropped == pytest.approx(ledger["filtered"] / (ledger["filtered"] + ledger["trained"]), abs=0.1)
+    assert costs.dropped == pytest.approx(
+        ledger["filtered"] / (ledger["filtered"] + ledger["trained"]), abs=0.1
+    )
     kept = forecast(setup_of(of), replace(costs, dropped=0.0), lengths)
     assert forecast(setup_of(of), costs, lengths).tokens_per_second < kept.tokens_per_second
 
 
 @judged_where_cores_are_free
 async def test_engines_on_one_machine_share_its_cores(tmp_path: Path) -> None:
-    """Training waits for a core as long as it did in the run, and longer where more threads compute."""
+    """Training waits for a core as long as it did in the run, and longer where more threads
+    compute."""
     of = recipe(TINY, train__steps=12)
     events = await executed(of, tmp_path / "run")
     costs, lengths = measured_costs(events, tmp_path / "run")
@@ -176,8 +196,17 @@ async def test_engines_on_one_machine_share_its_cores(tmp_path: Path) -> None:
 
 
 def test_time_after_the_last_step_is_none_between_steps() -> None:
-    """Reports of the trainer: wall, waited, trained, steps. It saves a checkpoint of 9 s after its third step."""
-    reports = [(1.0, 1.0, 0.0, 0), (3.0, 1.2, 0.9, 1), (5.0, 1.4, 1.8, 2), (7.0, 1.6, 2.7, 3), (16.0, 1.6, 2.7, 3)]
+    """Reports of the trainer: wall, waited, trained, steps.
+
+    It saves a checkpoint of 9 s after its third step.
+    """
+    reports = [
+        (1.0, 1.0, 0.0, 0),
+        (3.0, 1.2, 0.9, 1),
+        (5.0, 1.4, 1.8, 2),
+        (7.0, 1.6, 2.7, 3),
+        (16.0, 1.6, 2.7, 3),
+    ]
     between, waited = _between([tuple(report) for report in reports])
     assert between == pytest.approx(0.9)
     assert waited == pytest.approx(0.1)
@@ -187,5 +216,7 @@ def test_what_is_lacking_is_named(tmp_path: Path) -> None:
     with pytest.raises(NotMeasured, match=r"holds no recipe\.json; give the folder of a run"):
         recorded_costs(tmp_path)
     Run.create(recipe(TINY), tmp_path / "run")
-    with pytest.raises(NotMeasured, match="0 optimizer steps are too few to measure; let it make 4"):
+    with pytest.raises(
+        NotMeasured, match="0 optimizer steps are too few to measure; let it make 4"
+    ):
         recorded_costs(tmp_path / "run")

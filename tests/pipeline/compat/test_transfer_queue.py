@@ -1,4 +1,5 @@
-"""The calls that TransferQueue's users know give what TransferQueue gives, and refuse where it errs in silence."""
+"""The calls that TransferQueue's users know give what TransferQueue gives, and refuse where it errs
+in silence."""
 
 from __future__ import annotations
 
@@ -36,15 +37,33 @@ RECORDED = json.loads(calls.RECORD.read_text())
 # Where ours refuses what TransferQueue lets pass, or the other way round: what ours gives, and why.
 STRICTER = {
     "a_key_twice_in_one_put": ({"error": "ValueError"}, "before anything is stored, not after"),
-    "some_keys_are_missing": ({"error": "ValueError"}, "rows would no longer be those of the keys asked for"),
-    "some_fields_are_missing": ({"error": "ValueError"}, "a field asked for would be missing without a word"),
-    "only_missing_fields": ({"error": "ValueError"}, "an empty result would be taken for an empty batch"),
+    "some_keys_are_missing": (
+        {"error": "ValueError"},
+        "rows would no longer be those of the keys asked for",
+    ),
+    "some_fields_are_missing": (
+        {"error": "ValueError"},
+        "a field asked for would be missing without a word",
+    ),
+    "only_missing_fields": (
+        {"error": "ValueError"},
+        "an empty result would be taken for an empty batch",
+    ),
     "another_dtype": (
-        {"batch": [2], "fields": {"x": {"jagged": "torch.float32", "rows": [[1.5, 2.5], [1.0, 2.0]]}}},
+        {
+            "batch": [2],
+            "fields": {"x": {"jagged": "torch.float32", "rows": [[1.5, 2.5], [1.0, 2.0]]}},
+        },
         "jagged, as rows always are; values that would change are refused",
     ),
-    "a_scalar_where_rows_were": ({"error": "ColumnError"}, "the field would come back as a list of objects"),
-    "a_parser_that_gives_nothing_back": ({"error": "ValueError"}, "an argument is wrong, the storage is not"),
+    "a_scalar_where_rows_were": (
+        {"error": "ColumnError"},
+        "the field would come back as a list of objects",
+    ),
+    "a_parser_that_gives_nothing_back": (
+        {"error": "ValueError"},
+        "an argument is wrong, the storage is not",
+    ),
     "a_tuple": ({"error": "TypeError"}, "it would need a pickle"),
 }
 
@@ -52,7 +71,12 @@ STRICTER = {
 @pytest.fixture
 def queue(index_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.delenv(tq.INDEX, raising=False)
-    conf = {"url": index_url, "run": uuid.uuid4().hex[:8], "arena": 1 << 22, "directory": str(tmp_path)}
+    conf = {
+        "url": index_url,
+        "run": uuid.uuid4().hex[:8],
+        "arena": 1 << 22,
+        "directory": str(tmp_path),
+    }
     tq.init(conf | {"room_timeout": 0.2})
     yield tq
     erase(index_url, conf["run"])
@@ -115,14 +139,20 @@ def test_every_call_takes_the_arguments_that_transferqueue_takes() -> None:
     for name, arguments in wanted.items():
         for call in (name, f"async_{name}") if name.startswith("kv") else (name,):
             assert " ".join(inspect.signature(getattr(tq, call)).parameters) == arguments
-    assert all(asyncio.iscoroutinefunction(getattr(tq, f"async_{name}")) for name in wanted if name.startswith("kv"))
+    assert all(
+        asyncio.iscoroutinefunction(getattr(tq, f"async_{name}"))
+        for name in wanted
+        if name.startswith("kv")
+    )
 
 
 # ── what ours adds ──
 
 
 def test_a_put_is_seen_whole_or_not_at_all(queue: Any) -> None:
-    queue.kv_batch_put(["a", "b"], "p", TensorDict({"x": torch.zeros(2, 512), "y": torch.zeros(2)}, batch_size=[2]))
+    queue.kv_batch_put(
+        ["a", "b"], "p", TensorDict({"x": torch.zeros(2, 512), "y": torch.zeros(2)}, batch_size=[2])
+    )
     done = threading.Event()
 
     def replace() -> None:
@@ -145,7 +175,8 @@ def test_a_put_is_seen_whole_or_not_at_all(queue: Any) -> None:
 
 
 def test_bytes_are_free_once_their_keys_are_cleared_or_replaced(queue: Any) -> None:
-    fields = TensorDict({"x": torch.zeros(8, 20_000), "y": torch.zeros(8)}, batch_size=[8])  # 640 kB of 4 MiB
+    # 640 kB of 4 MiB
+    fields = TensorDict({"x": torch.zeros(8, 20_000), "y": torch.zeros(8)}, batch_size=[8])
     keys = [f"k{i}" for i in range(8)]
     for _ in range(20):
         queue.kv_batch_put(keys, "p", fields)
@@ -189,7 +220,10 @@ def test_a_lost_warehouse_is_an_error_not_another_rows_data(queue: Any) -> None:
 def test_thousands_of_keys_at_once(queue: Any) -> None:
     keys = [f"key-{i}" for i in range(9000)]
     queue.kv_batch_put(
-        keys, "p", TensorDict({"x": torch.arange(9000)}, batch_size=[9000]), [{"i": i} for i in range(9000)]
+        keys,
+        "p",
+        TensorDict({"x": torch.arange(9000)}, batch_size=[9000]),
+        [{"i": i} for i in range(9000)],
     )
     assert torch.equal(queue.kv_batch_get(keys[::-1], "p")["x"], torch.arange(8999, -1, -1))
     listed = queue.kv_list("p")["p"]
@@ -202,7 +236,9 @@ def test_thousands_of_keys_at_once(queue: Any) -> None:
 def test_refusals_name_the_field_and_the_fix(queue: Any) -> None:
     queue.kv_put("a", "p", {"x": torch.tensor([1.5])})
     with pytest.raises(
-        ColumnError, match=r"field 'x': takes float32 \*, got int64 \*; convert it first.* 16777217 would"
+        ColumnError,
+        match=r"field 'x': takes float32 \*, got int64 \*; convert it first.* "
+        r"16777217 would",
     ):
         queue.kv_put("b", "p", {"x": torch.tensor([1, 16777217])})
     with pytest.raises(ColumnError, match=r"field 'x': takes float32 \*, got float32 \*,2"):
@@ -215,7 +251,9 @@ def test_refusals_name_the_field_and_the_fix(queue: Any) -> None:
         queue.kv_batch_get(["a", "b"], "p")
     with pytest.raises(ValueError, match="\\['y'\\] is not there for each"):
         queue.kv_batch_get("a", "p", ["x", "y"])
-    ragged = torch.nested.as_nested_tensor([torch.ones(1, 2), torch.ones(1, 3)], layout=torch.strided)
+    ragged = torch.nested.as_nested_tensor(
+        [torch.ones(1, 2), torch.ones(1, 3)], layout=torch.strided
+    )
     with pytest.raises(ColumnError, match="differ beyond their first dimension"):
         queue.kv_batch_put(["b", "c"], "p", TensorDict({"r": ragged}, batch_size=[2]))
     assert queue.kv_list("p") == {"p": {"a": {}}}, "nothing of what was refused is there"
@@ -223,7 +261,11 @@ def test_refusals_name_the_field_and_the_fix(queue: Any) -> None:
         queue.init({"arnea": 1})
     with pytest.raises(TypeError, match="fields: takes a TensorDict, got dict; give TensorDict"):
         queue.kv_batch_put(["b"], "p", {"x": torch.ones(1, 2)})
-    for call in (lambda: queue.kv_put("b", 5, tag={}), lambda: queue.kv_list(5), lambda: queue.kv_clear("b", 5)):
+    for call in (
+        lambda: queue.kv_put("b", 5, tag={}),
+        lambda: queue.kv_list(5),
+        lambda: queue.kv_clear("b", 5),
+    ):
         with pytest.raises(TypeError, match="partition_id: takes a string, got 5"):
             call()
     for tags in ([{1: "x"}], {"step": 1}):
@@ -235,11 +277,13 @@ def test_refusals_name_the_field_and_the_fix(queue: Any) -> None:
 
 
 def test_the_steps_of_transferqueues_second_tutorial(queue: Any) -> None:
-    """One sample with a mask of float32, then four whose masks are int64, in the same partition, read together."""
+    """One sample with a mask of float32, then four whose masks are int64, in the same partition,
+    read together."""
     ids = torch.tensor([[1, 2, 3]])
     first = TensorDict({"input_ids": ids, "attention_mask": torch.ones(ids.size())}, batch_size=1)
     queue.kv_put("0_0", "Train", first, {"status": "running"})
-    ids, keys = torch.arange(4, 16).view(4, 3), ["1_0", "1_1", "1_2", "2_0"]
+    ids = torch.arange(4, 16).view(4, 3)
+    keys = ["1_0", "1_1", "1_2", "2_0"]
     batch = TensorDict({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, batch_size=4)
     queue.kv_batch_put(keys, "Train", batch, [{"status": "running"} for _ in keys])
     response = TensorDict({"response": torch.tensor([[4, 5, 6], [7, 8, 9]])}, batch_size=2)
@@ -281,16 +325,26 @@ def test_values_that_would_change_are_refused(queue: Any, first: torch.Tensor, s
     queue.kv_clear("a", "p")
     queue.kv_put("b", "p", {"x": second})  # its fields went with the partition's last key
     (got,) = (
-        queue.kv_batch_get("b", "p")["x"].tolist() if isinstance(second, list) else queue.kv_batch_get("b", "p")["x"]
+        queue.kv_batch_get("b", "p")["x"].tolist()
+        if isinstance(second, list)
+        else queue.kv_batch_get("b", "p")["x"]
     )
-    assert got == second if isinstance(second, list) else torch.equal(got, second) or bool(second.isnan().all())
+    assert (
+        got == second
+        if isinstance(second, list)
+        else torch.equal(got, second) or bool(second.isnan().all())
+    )
 
 
 def test_values_of_another_dtype_that_stay_what_they_are_come_in_the_fields(queue: Any) -> None:
     queue.kv_put("a", "p", {"x": torch.tensor([1.5, float("nan")])})
     for key, row in {"b": [True, False], "c": [3, -7], "d": [0.5, float("inf")], "e": []}.items():
-        queue.kv_put(key, "p", {"x": torch.tensor(row, dtype=torch.float64 if key == "d" else None)})
-    queue.kv_batch_put(["f", "g"], "p", TensorDict({"x": calls.jagged(1, 2, dtype=torch.int8)}, batch_size=[2]))
+        queue.kv_put(
+            key, "p", {"x": torch.tensor(row, dtype=torch.float64 if key == "d" else None)}
+        )
+    queue.kv_batch_put(
+        ["f", "g"], "p", TensorDict({"x": calls.jagged(1, 2, dtype=torch.int8)}, batch_size=[2])
+    )
     got = queue.kv_batch_get(list("bcdefg"), "p")["x"]
     assert got.dtype == torch.float32
     rows = [[1.0, 0.0], [3.0, -7.0], [0.5, float("inf")], [], [0.0], [10.0, 11.0]]
@@ -300,7 +354,9 @@ def test_values_of_another_dtype_that_stay_what_they_are_come_in_the_fields(queu
 def test_sixty_three_fields_and_a_refused_put_takes_none(queue: Any) -> None:
     many = {f"f{i}": torch.tensor([i, i + 1]) for i in range(64)}
     for _ in range(3):
-        with pytest.raises(IndexRefused, match="field f63 is one too many: a partition has at most 63"):
+        with pytest.raises(
+            IndexRefused, match="field f63 is one too many: a partition has at most 63"
+        ):
             queue.kv_put("a", "p", many)
     assert queue.kv_list() == {}
     del many["f63"]
@@ -326,10 +382,22 @@ def test_numpy_arrays_are_tensors(queue: Any) -> None:
     frozen = np.arange(3)
     frozen.flags.writeable = False
     row = {
-        **{"x": np.array([1, 2, 3]), "s": np.float32(0.5), "n": np.array(7), "flags": np.array([True, False])},
-        **{"frozen": frozen, "back": np.arange(4)[::-2], "big": np.array([1, 2], dtype=">i4"), "m": np.ones((2, 3))},
+        **{
+            "x": np.array([1, 2, 3]),
+            "s": np.float32(0.5),
+            "n": np.array(7),
+            "flags": np.array([True, False]),
+        },
+        **{
+            "frozen": frozen,
+            "back": np.arange(4)[::-2],
+            "big": np.array([1, 2], dtype=">i4"),
+            "m": np.ones((2, 3)),
+        },
     }
-    queue.kv_put("a", "p", row, {"score": np.float64(0.25), "count": np.int64(3), "ok": np.bool_(True)})
+    queue.kv_put(
+        "a", "p", row, {"score": np.float64(0.25), "count": np.int64(3), "ok": np.bool_(True)}
+    )
     got = queue.kv_batch_get("a", "p")
     for name, value in row.items():
         (tensor,) = got[name].unbind()
@@ -338,20 +406,35 @@ def test_numpy_arrays_are_tensors(queue: Any) -> None:
     assert queue.kv_list("p") == {"p": {"a": {"score": 0.25, "count": 3, "ok": True}}}
     arrays = NonTensorStack(np.array([1, 2]), np.array([3]))
     fields = TensorDict({"x": np.arange(6).reshape(2, 3), "r": arrays}, batch_size=[2])
-    queue.kv_batch_put(["b", "c"], "p", fields, data_parser=lambda fields: fields | {"x": fields["x"].numpy() * 2})
+    queue.kv_batch_put(
+        ["b", "c"], "p", fields, data_parser=lambda fields: fields | {"x": fields["x"].numpy() * 2}
+    )
     got = queue.kv_batch_get(["c", "b"], "p")
     assert [row.tolist() for row in got["x"].unbind()] == [[6, 8, 10], [0, 2, 4]]
     assert [row.tolist() for row in got["r"].unbind()] == [[3], [1, 2]]
-    with pytest.raises(TypeError, match=r"field 't': an array of <U2 cannot be stored; give value.tolist\(\)"):
+    with pytest.raises(
+        TypeError,
+        match=r"field 't': an array of <U2 cannot be stored; give "
+        r"value.tolist\(\)",
+    ):
         queue.kv_put("d", "p", {"t": np.array(["u", "vv"])})
 
 
 def test_fields_come_in_the_order_asked(queue: Any) -> None:
     meta = queue.kv_batch_put(calls.KEYS, "p", calls.rows())
-    for names in (["reward", "prompt", "ids", "response"], ["response", "ids"], ["ids", "response", "reward"]):
+    for names in (
+        ["reward", "prompt", "ids", "response"],
+        ["response", "ids"],
+        ["ids", "response", "reward"],
+    ):
         assert list(queue.kv_batch_get(calls.KEYS, "p", names).keys()) == names
         assert list(queue.kv_batch_get_by_meta(meta, names).keys()) == names
-    assert list(queue.kv_batch_get(calls.KEYS, "p").keys()) == ["ids", "reward", "response", "prompt"]
+    assert list(queue.kv_batch_get(calls.KEYS, "p").keys()) == [
+        "ids",
+        "reward",
+        "response",
+        "prompt",
+    ]
 
 
 def test_a_name_without_letters_is_a_partition_too(queue: Any) -> None:
@@ -362,10 +445,14 @@ def test_a_name_without_letters_is_a_partition_too(queue: Any) -> None:
 
 
 def test_fields_that_others_change_meanwhile(queue: Any) -> None:
-    """Two processes that know a partition's fields, one of which clears it and fills it with other ones."""
+    """Two processes that know a partition's fields, one of which clears it and fills it with other
+    ones."""
     one = tq._connected()
     two = Queue(one.conf)
-    put = lambda at, key, **row: at.call(at.put([key], "p", {n: v[None] for n, v in row.items()}, None))  # noqa: E731
+
+    def put(at: Queue, key: str, **row: torch.Tensor) -> Any:
+        return at.call(at.put([key], "p", {n: v[None] for n, v in row.items()}, None))
+
     get = lambda at, key: at.call(at.get([key], "p", None))  # noqa: E731
     try:
         put(one, "a", x=torch.tensor([1.0]), y=torch.tensor([2.0]))
@@ -377,7 +464,9 @@ def test_fields_that_others_change_meanwhile(queue: Any) -> None:
         put(one, "e", x=torch.tensor(9))
         with pytest.raises(ColumnError, match=r"takes int64 \*, got float32 \*"):
             put(one, "e", y=torch.tensor([0.5]))
-        assert {name: value.tolist() for name, value in get(one, "d").items() if name == "x"} == {"x": [8]}
+        assert {name: value.tolist() for name, value in get(one, "d").items() if name == "x"} == {
+            "x": [8]
+        }
         assert get(two, "e")["x"].tolist() == [9]
         two.call(two.clear(["d", "e"], "p"))
         put(one, "f", y=torch.tensor([0.5]))
@@ -393,10 +482,21 @@ def test_processes_that_bring_their_own_fields_to_new_partitions(queue: Any) -> 
         at = queues[number]
         for p in range(40):
             fields = {f"own{number}": torch.tensor([number, p]), "common": torch.tensor([p])}
-            at.call(at.put([f"k{number}"], f"p{p}", {n: v.unsqueeze(0) for n, v in fields.items()}, None))
+            at.call(
+                at.put(
+                    [f"k{number}"], f"p{p}", {n: v.unsqueeze(0) for n, v in fields.items()}, None
+                )
+            )
             if p % 3 == number:
                 at.call(at.clear([f"k{number}"], f"p{p}"))
-                at.call(at.put([f"k{number}"], f"p{p}", {n: v.unsqueeze(0) for n, v in fields.items()}, None))
+                at.call(
+                    at.put(
+                        [f"k{number}"],
+                        f"p{p}",
+                        {n: v.unsqueeze(0) for n, v in fields.items()},
+                        None,
+                    )
+                )
 
     try:
         with ThreadPoolExecutor(3) as pool:
@@ -416,10 +516,13 @@ def test_processes_that_bring_their_own_fields_to_new_partitions(queue: Any) -> 
 def test_a_parser_that_changes_the_number_of_rows_is_refused(queue: Any) -> None:
     fields = TensorDict({"text": NonTensorStack("a", "b")}, batch_size=[2])
     with pytest.raises(ValueError, match="data_parser"):
-        queue.kv_batch_put(["a", "b"], "p", fields, data_parser=lambda fields: {"text": [*fields["text"], "c"]})
+        queue.kv_batch_put(
+            ["a", "b"], "p", fields, data_parser=lambda fields: {"text": [*fields["text"], "c"]}
+        )
 
 
-# The least of Ray that a queue needs: whether this process is in a cluster, as a worker or not, and the cluster's store.
+# The least of Ray that a queue needs: whether this process is in a cluster, as a worker or not, and
+# the cluster's store.
 RAY = """
 import os
 from pathlib import Path
@@ -451,7 +554,8 @@ tq.close()
 
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """This process is a driver of Ray; yields a folder in which `import ray` is the same cluster."""
+    """This process is a driver of Ray; yields a folder in which `import ray` is the same
+    cluster."""
     (tmp_path / "ray" / "experimental").mkdir(parents=True)
     (tmp_path / "ray" / "__init__.py").write_text(RAY)
     (tmp_path / "ray" / "experimental" / "__init__.py").touch()
@@ -485,10 +589,15 @@ def test_a_worker_of_ray_finds_the_queue_or_fails(cluster: Path) -> None:
     tq.close()
     worker = ray_worker(cluster, "d", "init")
     assert worker.returncode == 1
-    assert "RuntimeError: this Ray cluster has no queue; call init() in the driver, after ray.init()" in worker.stderr
+    assert (
+        "RuntimeError: this Ray cluster has no queue; call init() in the driver, after ray.init()"
+        in worker.stderr
+    )
 
 
-def test_a_queue_of_ray_that_has_ended_or_lies_elsewhere(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_queue_of_ray_that_has_ended_or_lies_elsewhere(
+    cluster: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stored = cluster / "ray" / "stored"
     dead = {"url": f"unix://{cluster}/none.sock", "run": "r", "node": _node()}
     stored.write_text(json.dumps(dead))
@@ -497,7 +606,9 @@ def test_a_queue_of_ray_that_has_ended_or_lies_elsewhere(cluster: Path, monkeypa
         tq.init()
     stored.write_text(json.dumps(dead | {"node": "elsewhere"}))
     for call in (tq.init, tq.kv_list):
-        with pytest.raises(RuntimeError, match="listens on node 'elsewhere' alone; open it with init"):
+        with pytest.raises(
+            RuntimeError, match="listens on node 'elsewhere' alone; open it with init"
+        ):
             call()
     monkeypatch.setenv("FAKE_RAY_MODE", "0")
     stored.write_text(json.dumps(dead))
@@ -523,9 +634,14 @@ def test_a_queue_from_before_ray_init_is_noted_later_and_two_are_an_error(cluste
     with socket.socket(socket.AF_UNIX) as other:
         other.bind(f"{cluster}/o.sock")
         other.listen()
-        stored.write_text(json.dumps({"url": f"unix://{cluster}/o.sock", "run": "r", "node": _node()}))
+        stored.write_text(
+            json.dumps({"url": f"unix://{cluster}/o.sock", "run": "r", "node": _node()})
+        )
         tq._connected().announced = False
-        with pytest.raises(RuntimeError, match="this Ray cluster has a queue, run 'r', and this process another one"):
+        with pytest.raises(
+            RuntimeError,
+            match="this Ray cluster has a queue, run 'r', and this process another one",
+        ):
             tq.init()
     assert list(tq.kv_list("p")["p"]) == ["a", "b"], "what this process has stays"
 
@@ -582,11 +698,18 @@ def test_children_find_the_queue_that_their_parent_started(monkeypatch: pytest.M
     monkeypatch.delenv(tq.INDEX, raising=False)
     conf = tq.init()
     try:
-        tq.kv_batch_put(["a", "b"], "p", TensorDict({"x": torch.tensor([[1, 2], [3, 4]])}, batch_size=[2]))
-        child = subprocess.run([sys.executable, "-c", CHILD], stdout=subprocess.PIPE, timeout=120, check=True)
+        tq.kv_batch_put(
+            ["a", "b"], "p", TensorDict({"x": torch.tensor([[1, 2], [3, 4]])}, batch_size=[2])
+        )
+        child = subprocess.run(
+            [sys.executable, "-c", CHILD], stdout=subprocess.PIPE, timeout=120, check=True
+        )
         assert json.loads(child.stdout) == [[1, 2], [3, 4]]
-        with multiprocessing.get_context("fork").Pool(1) as pool:  # inherits a connection that it must not use
-            assert pool.apply(tq.kv_list, ("p",)) == {"p": {"a": {}, "b": {}, "c": {"from": "child"}}}
+        # inherits a connection that it must not use
+        with multiprocessing.get_context("fork").Pool(1) as pool:
+            assert pool.apply(tq.kv_list, ("p",)) == {
+                "p": {"a": {}, "b": {}, "c": {"from": "child"}}
+            }
         assert tq.kv_batch_get("c", "p")["x"].values().tolist() == [9]
         directory = tq._connected().directory
     finally:
@@ -597,14 +720,18 @@ def test_children_find_the_queue_that_their_parent_started(monkeypatch: pytest.M
         tq.kv_list()
 
 
-def test_values_move_along_when_their_warehouse_leaves(queue: Any, index_url: str, tmp_path: Path) -> None:
+def test_values_move_along_when_their_warehouse_leaves(
+    queue: Any, index_url: str, tmp_path: Path
+) -> None:
     queue.kv_batch_put(calls.KEYS, "p", calls.rows())
     before = calls.plain(queue.kv_batch_get(calls.KEYS, "p"))
     inner = tq._connected()
 
     async def leave() -> int:
         index = Index(index_url, inner.index.run)
-        other = Dock(index, inner.dock.schema, worker="other", directory=tmp_path, warehouse="other")
+        other = Dock(
+            index, inner.dock.schema, worker="other", directory=tmp_path, warehouse="other"
+        )
         await other.join(1 << 20)
         moved = await inner.dock.drain()
         await other.close()
@@ -618,16 +745,24 @@ def test_values_move_along_when_their_warehouse_leaves(queue: Any, index_url: st
 
 
 def test_another_node_gets_what_lies_here(queue: Any, index_url: str, tmp_path: Path) -> None:
-    conf = dict(tq._connected().conf) | {"serve": "127.0.0.1", "secret": b"a secret of the run, sixteen or more"}
+    conf = dict(tq._connected().conf) | {
+        "serve": "127.0.0.1",
+        "secret": b"a secret of the run, sixteen or more",
+    }
     conf |= {"run": uuid.uuid4().hex[:8]}
-    here, there = (Queue(conf | {"node": node, "directory": str(tmp_path / node)}) for node in ("here", "there"))
+    here, there = (
+        Queue(conf | {"node": node, "directory": str(tmp_path / node)})
+        for node in ("here", "there")
+    )
     put = lambda at, keys, fields: at.call(at.put(keys, "p", fields, None))  # noqa: E731
     put(here, ["a", "b"], calls.rows(2))
     put(there, ["c"], {"ids": torch.tensor([[7, 8]]), "reward": torch.tensor([0.5])})
     many = {f"f{i}": torch.tensor([[i]]) for i in range(58)}  # more than a run has columns
     here.call(here.put(["m"], "p", many, None))
     got = there.call(there.get(["m"], "p", None))
-    assert {name: value.values().tolist() for name, value in got.items()} == {f"f{i}": [i] for i in range(58)}
+    assert {name: value.values().tolist() for name, value in got.items()} == {
+        f"f{i}": [i] for i in range(58)
+    }
     got = there.call(there.get(["c", "b", "a"], "p", ["reward", "ids"]))
     assert got["reward"].tolist() == [0.5, 0.25, 0.0]
     assert [row.tolist() for row in got["ids"].unbind()] == [[7, 8], [4, 5, 6, 7], [0, 1, 2, 3]]

@@ -2,8 +2,9 @@
 
     python -m tests.pipeline.compat.transfer_queue_calls
 
-plays them to TransferQueue itself (0.1.11, with Ray) and writes down what it answered, to transfer_queue_calls.json. The
-same calls are then played to ours. Nothing here imports this project, so the script runs wherever TransferQueue does.
+plays them to TransferQueue itself (0.1.11, with Ray) and writes down what it answered, to
+transfer_queue_calls.json. The same calls are then played to ours. Nothing here imports this
+project, so the script runs wherever TransferQueue does.
 """
 
 from __future__ import annotations
@@ -24,14 +25,23 @@ Queue = Any
 def plain(value: Any) -> Any:
     """A result by what a user can see of it."""
     if isinstance(value, torch.Tensor):
-        layout = "dense" if not value.is_nested else "jagged" if value.layout == torch.jagged else "strided"
+        layout = (
+            "dense"
+            if not value.is_nested
+            else "jagged"
+            if value.layout == torch.jagged
+            else "strided"
+        )
         rows = value.unbind() if value.dim() else [value]
         return {layout: str(value.dtype), "rows": [row.tolist() for row in rows]}
     if isinstance(value, TensorDict):
         fields = {name: plain(value.get(name)) for name in sorted(value.keys())}
         return {"batch": list(value.batch_size), "fields": fields}
     if hasattr(value, "partition_id"):
-        return {name: plain(getattr(value, name)) for name in ("keys", "tags", "partition_id", "fields", "extra_info")}
+        return {
+            name: plain(getattr(value, name))
+            for name in ("keys", "tags", "partition_id", "fields", "extra_info")
+        }
     if isinstance(value, NonTensorStack):
         return {"values": plain(value.tolist())}
     if isinstance(value, tuple):
@@ -64,7 +74,12 @@ KEYS = ["a", "b", "c"]
 
 
 def put_one(tq: Queue, p: str) -> Any:
-    meta = tq.kv_put("a", p, {"ids": torch.tensor([1, 2, 3]), "reward": torch.tensor(0.5), "text": "é"}, {"score": 0.9})
+    meta = tq.kv_put(
+        "a",
+        p,
+        {"ids": torch.tensor([1, 2, 3]), "reward": torch.tensor(0.5), "text": "é"},
+        {"score": 0.9},
+    )
     return [meta, tq.kv_batch_get("a", p), tq.kv_list(p)]
 
 
@@ -95,7 +110,9 @@ def select_fields(tq: Queue, p: str) -> Any:
 
 def columns_appended(tq: Queue, p: str) -> Any:
     tq.kv_batch_put(KEYS, p, rows())
-    meta = tq.kv_batch_put(KEYS, p, TensorDict({"advantage": torch.tensor([1.0, -1.0, 0.0])}, batch_size=[3]))
+    meta = tq.kv_batch_put(
+        KEYS, p, TensorDict({"advantage": torch.tensor([1.0, -1.0, 0.0])}, batch_size=[3])
+    )
     return [meta, tq.kv_batch_get(KEYS, p)]
 
 
@@ -113,7 +130,9 @@ def a_field_is_replaced(tq: Queue, p: str) -> Any:
 
 def tags_are_joined(tq: Queue, p: str) -> Any:
     first = tq.kv_batch_put(KEYS, p, tags=[{"step": i, "status": "new"} for i in range(3)])
-    second = tq.kv_put("b", p, tag={"status": "done", "more": {"list": [1, 2.5, None, "x"], "flag": True}})
+    second = tq.kv_put(
+        "b", p, tag={"status": "done", "more": {"list": [1, 2.5, None, "x"], "flag": True}}
+    )
     return [first, second, tq.kv_list(p)]
 
 
@@ -128,14 +147,27 @@ def tags_alone_have_no_fields(tq: Queue, p: str) -> Any:
 
 
 def dtypes(tq: Queue, p: str) -> Any:
-    names = ("bool", "uint8", "int8", "int16", "int32", "int64", "bfloat16", "float16", "float32", "float64")
+    names = (
+        "bool",
+        "uint8",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "bfloat16",
+        "float16",
+        "float32",
+        "float64",
+    )
     fields = {name: torch.tensor([[0, 1, 1], [1, 0, 3]]).to(getattr(torch, name)) for name in names}
     tq.kv_batch_put(["a", "b"], p, TensorDict(fields, batch_size=[2]))
     return tq.kv_batch_get(["b", "a"], p)
 
 
 def rows_of_two_dimensions(tq: Queue, p: str) -> Any:
-    patches = torch.nested.as_nested_tensor([torch.ones(2, 3), torch.zeros(1, 3)], layout=torch.jagged)
+    patches = torch.nested.as_nested_tensor(
+        [torch.ones(2, 3), torch.zeros(1, 3)], layout=torch.jagged
+    )
     fields = {"dense": torch.arange(12.0).view(2, 3, 2), "patches": patches}
     tq.kv_batch_put(["a", "b"], p, TensorDict(fields, batch_size=[2]))
     return [tq.kv_batch_get(["a", "b"], p), tq.kv_batch_get("b", p)]
@@ -177,7 +209,10 @@ def partitions_are_apart(tq: Queue, p: str) -> Any:
     tq.kv_put("a", p, {"x": torch.tensor([1])}, {"in": "first"})
     tq.kv_put("a", p + "-other", {"x": torch.tensor([2])}, {"in": "second"})
     tq.kv_clear("a", p)
-    return [tq.kv_batch_get("a", p + "-other"), {k: v for k, v in tq.kv_list().items() if k.startswith(p)}]
+    return [
+        tq.kv_batch_get("a", p + "-other"),
+        {k: v for k, v in tq.kv_list().items() if k.startswith(p)},
+    ]
 
 
 def by_meta(tq: Queue, p: str) -> Any:
@@ -375,7 +410,13 @@ def start() -> Queue:
     import ray
     import transfer_queue as tq
 
-    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    ray.init(
+        address="local",
+        num_cpus=8,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+    )
     tq.init()
     return tq
 
@@ -391,7 +432,10 @@ if __name__ == "__main__":
     queue = start()
     found = {case.__name__: outcome(case, queue) for case in CASES}
     stop(queue)
-    lines = [f"{json.dumps(name)}: {json.dumps(result, ensure_ascii=False)}" for name, result in found.items()]
+    lines = [
+        f"{json.dumps(name)}: {json.dumps(result, ensure_ascii=False)}"
+        for name, result in found.items()
+    ]
     RECORD.write_text("{\n" + ",\n".join(lines) + "\n}\n")  # a line for each case
     for name, result in found.items():
         if isinstance(result, dict) and "error" in result:

@@ -1,4 +1,5 @@
-"""What a writer puts into a document or a log is what its reader gets, or an error that names it."""
+"""What a writer puts into a document or a log is what its reader gets, or an error that names
+it."""
 
 from __future__ import annotations
 
@@ -67,7 +68,11 @@ async def _loaded(index: Index) -> None:
     ("document", "value", "of"),
     [
         (RUN_RECIPE, recipe(TINY), {}),
-        (RUN_PATHS, RunPaths(Path("/out"), Path("/dev/shm/x"), Path("/out/checkpoints/step-4"), "s3://a"), {}),
+        (
+            RUN_PATHS,
+            RunPaths(Path("/out"), Path("/dev/shm/x"), Path("/out/checkpoints/step-4"), "s3://a"),
+            {},
+        ),
         (RUN_FLOW, {"stages": [{"name": "rollout"}], "edges": []}, {}),
         (DECLARED, Declared((STAGE,), {"length": "float32"}), {}),
         (EXTERNAL_TERMS, Terms(64, {"temperature": 1.0}, 7, 2, None, "abc"), {}),
@@ -93,13 +98,16 @@ async def _loaded(index: Index) -> None:
         (FORECAST, FORECASTED, {}),
     ],
 )
-async def test_a_reader_gets_what_was_written(index: Index, document: Document, value: object, of: dict) -> None:
+async def test_a_reader_gets_what_was_written(
+    index: Index, document: Document, value: object, of: dict
+) -> None:
     assert await document.get(index, **of) is None
     await document.put(index, value, **of)
     read = await document.get(index, **of)
     assert type(read) is type(value)
     if isinstance(value, Schema):
-        read, value = read.columns, value.columns
+        read = read.columns
+        value = value.columns
     assert read == value
 
 
@@ -107,7 +115,11 @@ async def test_recorded_totals_are_read_as_they_were_written(index: Index) -> No
     await TOTALS.put(index, RecordedTotals(RunTotals(), "17-1", "17-0"))
     recorded = await TOTALS.get(index)
     assert recorded is not None
-    assert (recorded.after, recorded.file, recorded.totals.wire()) == ("17-1", "17-0", RunTotals().wire())
+    assert (recorded.after, recorded.file, recorded.totals.wire()) == (
+        "17-1",
+        "17-0",
+        RunTotals().wire(),
+    )
 
 
 @pytest.mark.parametrize(
@@ -121,7 +133,12 @@ async def test_recorded_totals_are_read_as_they_were_written(index: Index) -> No
         (ENGINES, {}, '["rollout-0"]', ["rollout-0"]),
         (STEPPED, {}, "1764165000.5", 1764165000.5),
         (HEAD_ADDRESS, {}, "space 10.0.0.1", HeadAddress("space", "10.0.0.1")),
-        (RUN_PATHS, {}, '{"out": "/o", "shared": "/s", "start": ""}', RunPaths(Path("/o"), Path("/s"), None)),
+        (
+            RUN_PATHS,
+            {},
+            '{"out": "/o", "shared": "/s", "start": ""}',
+            RunPaths(Path("/o"), Path("/s"), None),
+        ),
         (DECLARED, {}, '{"stages": [], "reads": {}}', Declared((), {})),
     ],
 )
@@ -147,7 +164,11 @@ async def test_a_text_of_no_writer_is_an_error_that_names_the_document(
     index: Index, document: Document, text: str
 ) -> None:
     await index.write_document(document.key, text)
-    with pytest.raises(DocumentDamaged, match=rf"document '{document.key}' of run '{index.run}' cannot be read"):
+    with pytest.raises(
+        DocumentDamaged,
+        match=rf"document '{document.key}' of run '{index.run}' "
+        rf"cannot be read",
+    ):
         await document.get(index)
 
 

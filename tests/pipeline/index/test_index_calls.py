@@ -1,4 +1,5 @@
-"""Calls of the index about the run as a whole: its figures, its gate, what is dropped, turns to swap, what it waits for."""
+"""Calls of the index about the run as a whole: its figures, its gate, what is dropped, turns to
+swap, what it waits for."""
 
 from __future__ import annotations
 
@@ -17,7 +18,15 @@ from pipeline.index.client import Claim, Index, IndexRefused, NeverFits
 from pipeline.index.warehouses import Block, Full, Lost
 from pipeline.warehouse.arena import StaleHandle
 from pipeline.warehouse.dock import Dock
-from tests.pipeline.warehouse.test_dock import COUNTERS, SCHEMA, admit, claim, config, respond, through_advantage
+from tests.pipeline.warehouse.test_dock import (
+    COUNTERS,
+    SCHEMA,
+    admit,
+    claim,
+    config,
+    respond,
+    through_advantage,
+)
 
 
 @pytest.fixture
@@ -64,11 +73,19 @@ async def test_the_records_of_the_two_newest_versions_are_kept(dock: Dock) -> No
     for version in (1, 2, 3):
         await index.train(await claim(dock, "update"), version - 1)
         await index.publish_weights(version, {"slot": version})
-    assert [await index.weights_record(version) for version in range(5)] == [None, None, {"slot": 2}, {"slot": 3}, None]
+    assert [await index.weights_record(version) for version in range(5)] == [
+        None,
+        None,
+        {"slot": 2},
+        {"slot": 3},
+        None,
+    ]
     newest = await index.published_weights()
     assert (newest.version, dict(newest.record)) == (3, {"slot": 3})
     for wrong in (2, 4):
-        with pytest.raises(IndexRefused, match=f"version {wrong} cannot be published: the trainer is at version 3"):
+        with pytest.raises(
+            IndexRefused, match=f"version {wrong} cannot be published: the trainer is at version 3"
+        ):
             await index.publish_weights(wrong, {})
 
 
@@ -96,7 +113,9 @@ async def test_figures_of_an_ended_run_stay(dock: Dock) -> None:
     assert [await dock.index.queue_depth(stage) for stage in ("rollout", "reward")] == [0, 0]
 
 
-async def test_a_step_of_more_groups_than_a_segment_has_entries_loses_none(index: Index, tmp_path: Path) -> None:
+async def test_a_step_of_more_groups_than_a_segment_has_entries_loses_none(
+    index: Index, tmp_path: Path
+) -> None:
     """5001 groups of 2 rows, of which one is dropped: both are kept in segments of 4096 entries."""
     groups = [group for group in range(5001) if group != 7]
     of_rows = [group for group in groups for _ in range(2)]
@@ -105,7 +124,9 @@ async def test_a_step_of_more_groups_than_a_segment_has_entries_loses_none(index
     dock = Dock(index, SCHEMA, worker="w", directory=tmp_path, slab=0)
     await dock.join(1 << 22)
     prompt_ids = [torch.tensor([group]) for group in range(5001)]
-    await dock.admit([(group, 2) for group in range(5001)], {"prompt_ids": prompt_ids, "answer": [""] * 5001})
+    await dock.admit(
+        [(group, 2) for group in range(5001)], {"prompt_ids": prompt_ids, "answer": [""] * 5001}
+    )
     await dropped(dock, [7])
 
     claimed = await claim(dock, "rollout", 5000, version=0)
@@ -113,7 +134,9 @@ async def test_a_step_of_more_groups_than_a_segment_has_entries_loses_none(index
     fetched = await dock.fetch(claimed, ["prompt_ids"])
     assert fetched["prompt_ids"].values().tolist() == of_rows
     responses = [torch.tensor([row]) for row in rows]
-    await dock.commit(claimed, range(10000), {"response_ids": responses}, generated=[(0, 3)] * 10000)
+    await dock.commit(
+        claimed, range(10000), {"response_ids": responses}, generated=[(0, 3)] * 10000
+    )
     for stage, column in (("reward", "reward"), ("advantage", "advantage")):
         found = await claim(dock, stage, 10000)
         await dock.commit(found, range(10000), {column: torch.arange(10000, dtype=torch.float32)})
@@ -125,7 +148,8 @@ async def test_a_step_of_more_groups_than_a_segment_has_entries_loses_none(index
     assert fetched["advantage"].tolist() == list(range(10000))
     ledger = await index.ledger()
     assert (ledger["trained"], ledger["trained_tokens"], ledger["in_flight"]) == (10000, 30000, 0)
-    whole = [index.prefix + name for name in ("s:0", "s:1", "f:1", "q:0")]  # segments that get no more entries
+    # segments that get no more entries
+    whole = [index.prefix + name for name in ("s:0", "s:1", "f:1", "q:0")]
     assert await index._redis.exists(*whole) == 4
     assert await index.release_steps(1) == 5000
     assert await index._redis.exists(*whole) == 0
@@ -133,8 +157,11 @@ async def test_a_step_of_more_groups_than_a_segment_has_entries_loses_none(index
     assert (stats["rows"], stats["blocks"], stats["warehouses"]["local"]["used"]) == (0, 0, 0)
 
 
-async def test_a_claim_says_where_the_columns_of_earlier_stages_lie_and_of_no_others(dock: Dock) -> None:
-    """The admission and three stages write columns; the rewards need what the rollout has made, and so on."""
+async def test_a_claim_says_where_the_columns_of_earlier_stages_lie_and_of_no_others(
+    dock: Dock,
+) -> None:
+    """The admission and three stages write columns; the rewards need what the rollout has made, and
+    so on."""
     await admit(dock, range(2))
     writers = {}
     for stage, column in (("rollout", ""), ("reward", "reward"), ("advantage", "advantage")):
@@ -165,16 +192,23 @@ async def test_groups_are_dropped_one_by_one_and_the_others_stay(dock: Dock) -> 
     assert (await claim(dock, "rollout", version=0)).group.tolist() == [1, 1, 3, 3, 5, 5]
 
 
-async def test_reasons_for_which_groups_are_dropped_are_kept_within_bounds(index: Index, tmp_path: Path) -> None:
+async def test_reasons_for_which_groups_are_dropped_are_kept_within_bounds(
+    index: Index, tmp_path: Path
+) -> None:
     """32 of them; a resumed run goes on with those that it had."""
     await index.init(config(slack=40, staleness=40), COUNTERS)
     dock = Dock(index, SCHEMA, worker="w", directory=tmp_path, slab=0)
     await dock.join(1 << 20)
     await admit(dock, range(40))
     long = "x" + "é" * 100  # of two bytes each: a cut by bytes would leave half of one
-    for group, reason in enumerate([*(f"reason {number}" for number in range(31)), long, "one more", "reason 3", long]):
+    for group, reason in enumerate(
+        [*(f"reason {number}" for number in range(31)), long, "one more", "reason 3", long]
+    ):
         await dropped(dock, [group], reason)
-    expected = {f"reason {number}": 1 + (number == 3) for number in range(31)} | {long[:80]: 2, "other": 1}
+    expected = {f"reason {number}": 1 + (number == 3) for number in range(31)} | {
+        long[:80]: 2,
+        "other": 1,
+    }
     assert (await index.ledger_event()).dropped == expected
     state = await index.resume_point()
     await index.erase()
@@ -201,16 +235,22 @@ async def test_groups_that_are_spared_are_counted_when_they_are_trained(dock: Do
     state = await dock.index.resume_point()
     await dock.index.erase()
     await dock.index.init(config(slack=2, staleness=2), state.counters, state.remake)
-    assert [(await dock.index.ledger())[name] for name in figures] == [1, 1], "a resumed run goes on with them"
+    assert [(await dock.index.ledger())[name] for name in figures] == [1, 1], (
+        "a resumed run goes on with them"
+    )
 
 
 # ── what is lost ──
 
 
-async def test_lost_groups_enter_again_under_their_numbers_and_once(dock: Dock, tmp_path: Path) -> None:
+async def test_lost_groups_enter_again_under_their_numbers_and_once(
+    dock: Dock, tmp_path: Path
+) -> None:
     await admit(dock, range(4), samples=3)
     assert dock.home is not None
-    assert isinstance(await dock.index.allocate(dock.home, "w", 64), Block), "one that is being written"
+    assert isinstance(await dock.index.allocate(dock.home, "w", 64), Block), (
+        "one that is being written"
+    )
     assert await dock.index.lose_warehouse(dock.home) == Lost(groups=4, rows=12)
     assert (await dock.index.stats())["blocks"] == 0
     other = Dock(dock.index, SCHEMA, worker="other", directory=tmp_path / "other", slab=0)
@@ -222,7 +262,9 @@ async def test_lost_groups_enter_again_under_their_numbers_and_once(dock: Dock, 
     assert (await dock.index.status()).remake == ()
     with pytest.raises(IndexRefused, match="group 0 is out of order: the next one is 4"):
         await admit(other, range(1))
-    assert (await claim(other, "rollout", version=0)).group.tolist() == [group for group in range(4) for _ in range(3)]
+    assert (await claim(other, "rollout", version=0)).group.tolist() == [
+        group for group in range(4) for _ in range(3)
+    ]
 
 
 async def test_a_released_row_is_named(dock: Dock) -> None:
@@ -238,7 +280,9 @@ async def test_a_released_row_is_named(dock: Dock) -> None:
 # ── workers ──
 
 
-async def test_a_worker_that_is_forgotten_gives_no_sign_of_life_and_holds_no_turn(dock: Dock) -> None:
+async def test_a_worker_that_is_forgotten_gives_no_sign_of_life_and_holds_no_turn(
+    dock: Dock,
+) -> None:
     index = dock.index
     await index.beat("a", ["rollout"], 3, ready=True)
     await index.beat("b", ["reward", "advantage"], None, ready=False)
@@ -271,7 +315,13 @@ async def test_what_training_waits_for_is_the_oldest_group_and_who_holds_it(dock
     assert (found.trainer, found.group, found.stage, found.holders) == ("update", None, "", ())
     await admit(dock, range(3))
     found = await index.waiting()
-    assert (found.group, found.stage, found.rows, found.holders, found.settled) == (0, "rollout", 2, (), 0)
+    assert (found.group, found.stage, found.rows, found.holders, found.settled) == (
+        0,
+        "rollout",
+        2,
+        (),
+        0,
+    )
     first = await index.claim("rollout", "one", 1, 60.0, 0, dock.home or 0)
     second = await index.claim("rollout", "two", 2, 60.0, 0, dock.home or 0)
     assert isinstance(first, Claim)
@@ -284,11 +334,16 @@ async def test_what_training_waits_for_is_the_oldest_group_and_who_holds_it(dock
     await respond(dock, first, positions=[1])
     found = await index.waiting()
     assert (found.group, found.stage, found.rows, found.holders) == (0, "reward", 2, ())
-    one_each = [await index.claim("reward", worker, 1, 60.0, home=dock.home or 0) for worker in ("one", "two")]
+    one_each = [
+        await index.claim("reward", worker, 1, 60.0, home=dock.home or 0)
+        for worker in ("one", "two")
+    ]
     await respond(dock, second)
     await through_advantage(dock)
     found = await index.waiting()
-    assert (found.group, found.stage, found.rows) == (0, "reward", 2), "the trainer could claim the later ones"
+    assert (found.group, found.stage, found.rows) == (0, "reward", 2), (
+        "the trainer could claim the later ones"
+    )
     assert sorted(worker for worker, _ in found.holders) == ["one", "two"]
     for held in one_each:
         assert isinstance(held, Claim)
@@ -302,8 +357,13 @@ async def test_what_training_waits_for_is_the_oldest_group_and_who_holds_it(dock
 # ── room ──
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(sizes=st.lists(st.integers(1, 1500), min_size=1, max_size=25), rng=st.randoms(use_true_random=False))
+@settings(
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    sizes=st.lists(st.integers(1, 1500), min_size=1, max_size=25),
+    rng=st.randoms(use_true_random=False),
+)
 async def test_room_is_given_once_and_comes_back_whole(
     index_url: str, tmp_path: Path, sizes: list[int], rng: random.Random
 ) -> None:
@@ -342,7 +402,11 @@ async def test_room_is_given_once_and_comes_back_whole(
 
 
 def _largest_gap(held: dict[int, tuple[int, int]], capacity: int) -> int:
-    ends = [0, *(edge for offset, length in sorted(held.values()) for edge in (offset, offset + length)), capacity]
+    ends = [
+        0,
+        *(edge for offset, length in sorted(held.values()) for edge in (offset, offset + length)),
+        capacity,
+    ]
     return max(after - before for before, after in zip(ends[::2], ends[1::2], strict=True))
 
 
@@ -357,6 +421,8 @@ async def test_a_reserve_is_left_for_later_stages(dock: Dock) -> None:
     waiting = asyncio.create_task(dock.index.wait(ROOM, full.wait, 60))
     with pytest.raises(NeverFits):
         await dock.index.allocate(dock.home, "source", (1 << 20) - 64, reserve=128)
-    assert isinstance(await dock.index.allocate(dock.home, "later", 1 << 18), Block), "the reserve is for others"
+    assert isinstance(await dock.index.allocate(dock.home, "later", 1 << 18), Block), (
+        "the reserve is for others"
+    )
     await dock.index.close_blocks("w", [first.number])
     assert await asyncio.wait_for(waiting, 60), "room is told"

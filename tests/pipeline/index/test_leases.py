@@ -1,4 +1,5 @@
-"""Leases are safe from callers that have not claimed them: tokens cannot be guessed, and run, stage and owner must fit."""
+"""Leases are safe from callers that have not claimed them: tokens cannot be guessed, and run, stage
+and owner must fit."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ async def claim(dock: Dock, owner: str, stage: str = "rollout", lease: float = 6
     return found
 
 
-def disguised(claim: Claim, *, owner: str | None = None, token: str | None = None, stage: str | None = None) -> Claim:
+def disguised(
+    claim: Claim, *, owner: str | None = None, token: str | None = None, stage: str | None = None
+) -> Claim:
     """A claim on the same rows, with parts of the lease replaced."""
     other = copy(claim)
     other.owner = claim.owner if owner is None else owner
@@ -70,7 +73,9 @@ async def test_only_its_owner_can_use_a_lease(owner: str, dock: Dock) -> None:
     before = await dock.index.stats()
     for foreign in set(FOREIGN) - {owner}:
         await assert_untouched(dock, disguised(held, owner=foreign))
-    assert await dock.index.stats() == before, "a foreign call has changed something, if only a deadline"
+    assert await dock.index.stats() == before, (
+        "a foreign call has changed something, if only a deadline"
+    )
     assert (await dock.index.ledger())["redelivered"] == 0
     assert await dock.index.renew("rollout", [held.token], 60, owner) == {held.token}
     await respond(dock, held)
@@ -85,13 +90,22 @@ async def test_a_token_holds_for_the_stage_of_its_claim_alone(dock: Dock) -> Non
     await respond(dock, held)
 
 
-async def test_a_token_holds_for_its_own_run_alone(dock: Dock, index: Index, tmp_path: Path) -> None:
-    other = Dock(Index(index.url, f"{index.run}-other"), SCHEMA, worker="w", directory=tmp_path / "other", slab=0)
+async def test_a_token_holds_for_its_own_run_alone(
+    dock: Dock, index: Index, tmp_path: Path
+) -> None:
+    other = Dock(
+        Index(index.url, f"{index.run}-other"),
+        SCHEMA,
+        worker="w",
+        directory=tmp_path / "other",
+        slab=0,
+    )
     try:
         await other.index.init(config(), COUNTERS)
         await other.join(1 << 20)
         await admit(other, range(2))
-        held, there = await claim(dock, ""), await claim(other, "")
+        held = await claim(dock, "")
+        there = await claim(other, "")
         assert held.row.tolist() == there.row.tolist(), "only the token differs"
         await assert_untouched(dock, there)
         await respond(dock, held)
@@ -103,7 +117,8 @@ async def test_a_token_holds_for_its_own_run_alone(dock: Dock, index: Index, tmp
 
 
 async def test_tokens_are_random_and_no_status_shows_them(dock: Dock) -> None:
-    first, second = await claim(dock, ""), await claim(dock, "")
+    first = await claim(dock, "")
+    second = await claim(dock, "")
     assert len({first.token, second.token}) == 2
     for token in (first.token, second.token):
         assert len(bytes.fromhex(token)) == 16
@@ -115,7 +130,9 @@ async def test_tokens_are_random_and_no_status_shows_them(dock: Dock) -> None:
 
 
 @pytest.mark.parametrize("shift", [-3600, 3600, 86400])
-async def test_a_clock_that_is_set_makes_no_lease_longer_or_shorter(shift: int, index: Index, tmp_path: Path) -> None:
+async def test_a_clock_that_is_set_makes_no_lease_longer_or_shorter(
+    shift: int, index: Index, tmp_path: Path
+) -> None:
     """The server's clock, as the library reads it, is moved by the key ``shift``, in seconds."""
     await index.init(config(), COUNTERS)
     async with redis.asyncio.Redis.from_url(index.url) as server:
@@ -125,13 +142,18 @@ async def test_a_clock_that_is_set_makes_no_lease_longer_or_shorter(shift: int, 
             dock = Dock(index, SCHEMA, worker="w", directory=tmp_path, slab=0)
             await dock.join(1 << 20)
             await admit(dock, range(1))
-            lost, began = await claim(dock, "", lease=2.0), time.monotonic()
+            lost = await claim(dock, "", lease=2.0)
+            began = time.monotonic()
             await server.set("shift", shift)
-            while isinstance(found := await index.claim("rollout", "w", 1, 60.0, 0, dock.home), Nothing):
+            while isinstance(
+                found := await index.claim("rollout", "w", 1, 60.0, 0, dock.home), Nothing
+            ):
                 assert found.due is not None
                 assert found.due <= 0.5, "it looks again in a quarter of the lease"
                 await index.wait("rollout", found.wait, found.due)
-            assert 1.4 < time.monotonic() - began < 4, "at most a quarter of the lease is lost by the jump"
+            assert 1.4 < time.monotonic() - began < 4, (
+                "at most a quarter of the lease is lost by the jump"
+            )
             assert found.row.tolist() == lost.row.tolist()
             assert (await index.take_swap_turn("a", most=1, lease=2.0)).granted
             await server.set("shift", 2 * shift)
@@ -142,8 +164,8 @@ async def test_a_clock_that_is_set_makes_no_lease_longer_or_shorter(shift: int, 
 
 
 async def test_time_in_which_nobody_calls_does_not_end_a_lease(dock: Dock) -> None:
-    """All processes of a run, the server among them, were stopped for longer than the lease; then a server that is started
-    again goes on where time was."""
+    """All processes of a run, the server among them, were stopped for longer than the lease; then a
+    server that is started again goes on where time was."""
     held = await claim(dock, "", lease=1.0)
     await asyncio.sleep(1.5)
     assert await dock.index.renew("rollout", [held.token], 1.0) == {held.token}

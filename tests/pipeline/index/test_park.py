@@ -11,7 +11,15 @@ import pytest
 import torch
 
 from pipeline.columns import Column, Schema
-from pipeline.index.client import Claim, Index, IndexRefused, LeaseLost, RunConfig, StageSpec, WrittenTwice
+from pipeline.index.client import (
+    Claim,
+    Index,
+    IndexRefused,
+    LeaseLost,
+    RunConfig,
+    StageSpec,
+    WrittenTwice,
+)
 from pipeline.warehouse import directory
 from pipeline.warehouse.arena import StaleHandle
 from pipeline.warehouse.dock import Dock
@@ -35,11 +43,20 @@ ARENA = 1 << 20
 @pytest.fixture
 async def nodes(index: Index, tmp_path: Path) -> AsyncIterator[tuple[Dock, Dock]]:
     """Two nodes of one run, P = 1, S = 1."""
-    await index.init(RunConfig(STAGES, 1, 1, 1, 1, headstart=0.0), {"published": 0, "trained": 0, "admitted": 0})
+    await index.init(
+        RunConfig(STAGES, 1, 1, 1, 1, headstart=0.0), {"published": 0, "trained": 0, "admitted": 0}
+    )
     docks = []
     for name in ("a", "b"):
-        where: dict[str, Any] = {"worker": name, "warehouse": name, "node": name, "secret": b"sixteen bytes or more"}
-        docks.append(Dock(index, SCHEMA, directory=tmp_path / name, wire_timeout=3.0, slab=0, **where))
+        where: dict[str, Any] = {
+            "worker": name,
+            "warehouse": name,
+            "node": name,
+            "secret": b"sixteen bytes or more",
+        }
+        docks.append(
+            Dock(index, SCHEMA, directory=tmp_path / name, wire_timeout=3.0, slab=0, **where)
+        )
         await docks[-1].join(ARENA)
         await docks[-1].serve("127.0.0.1")
     yield docks[0], docks[1]
@@ -48,7 +65,9 @@ async def nodes(index: Index, tmp_path: Path) -> AsyncIterator[tuple[Dock, Dock]
 
 
 async def admit(dock: Dock, *groups: int, samples: int = 4) -> None:
-    await dock.admit([(g, samples) for g in groups], {"prompt": [torch.tensor([100 * g, g]) for g in groups]})
+    await dock.admit(
+        [(g, samples) for g in groups], {"prompt": [torch.tensor([100 * g, g]) for g in groups]}
+    )
 
 
 async def claim(dock: Dock, most: int = 100, version: int = 0, timeout: float = 0.0) -> Claim:
@@ -57,12 +76,16 @@ async def claim(dock: Dock, most: int = 100, version: int = 0, timeout: float = 
     return found
 
 
-async def park(dock: Dock, claimed: Claim, positions: list[int], tokens: int, version: int = 0) -> None:
+async def park(
+    dock: Dock, claimed: Claim, positions: list[int], tokens: int, version: int = 0
+) -> None:
     rows = {"response": [torch.arange(tokens) + claimed.rows[i].row for i in positions]}
     await dock.park(claimed, positions, rows, generated=[(version, tokens)] * len(positions))
 
 
-async def commit(dock: Dock, claimed: Claim, positions: list[int], tokens: int, version: int = 0) -> None:
+async def commit(
+    dock: Dock, claimed: Claim, positions: list[int], tokens: int, version: int = 0
+) -> None:
     responses = [torch.arange(tokens) + claimed.rows[i].row for i in positions]
     rows = {"response": responses, "ended": torch.ones(len(positions), dtype=torch.bool)}
     await dock.commit(claimed, positions, rows, generated=[(version, tokens)] * len(positions))
@@ -77,21 +100,36 @@ async def test_a_parked_row_is_continued_by_any_free_worker(nodes: tuple[Dock, D
     with pytest.raises(LeaseLost):
         await commit(a, first, [2], 6)
     second = await claim(b)
-    assert [(row.place, row.oldest_version, row.tokens) for row in second.rows] == [(0, 0, 5), (2, 0, 5)]
+    assert [(row.place, row.oldest_version, row.tokens) for row in second.rows] == [
+        (0, 0, 5),
+        (2, 0, 5),
+    ]
     positions, begun = await b.begun(second, ["response"])
     assert positions == [0, 1]
     assert [r.tolist() for r in begun["response"].unbind()] == [[0, 1, 2, 3, 4], [2, 3, 4, 5, 6]]
     assert await b.claim("score", 10) is not None, "what has ended goes on"
-    assert (await a.index.ledger())["generated"] == 1, "a response that has not ended is not counted"
+    assert (await a.index.ledger())["generated"] == 1, (
+        "a response that has not ended is not counted"
+    )
     await park(b, second, [0, 1], 9)
     third = await claim(a)
     assert [row.tokens for row in third.rows] == [9, 9]
     await commit(a, third, [0, 1], 12)
     await commit(a, first, [3], 4)
     ledger = await a.index.ledger()
-    assert (ledger["generated"], ledger["generated_tokens"], ledger["redelivered"]) == (4, 3 + 12 + 12 + 4, 0)
+    assert (ledger["generated"], ledger["generated_tokens"], ledger["redelivered"]) == (
+        4,
+        3 + 12 + 12 + 4,
+        0,
+    )
     stats = await a.index.stats()
-    assert stats["stages"]["rollout"] == {"takes": "groups", "ready": 0, "leased": 0, "begun": 0, "parked": 0}
+    assert stats["stages"]["rollout"] == {
+        "takes": "groups",
+        "ready": 0,
+        "leased": 0,
+        "begun": 0,
+        "parked": 0,
+    }
     assert stats["blocks"] == 4, "prompts, and three commits: no progress is left behind"
 
 
@@ -106,23 +144,36 @@ async def test_a_waiting_claim_wakes_when_a_row_is_parked(nodes: tuple[Dock, Doc
         assert [row.place for row in (await waiting).rows] == [3]
 
 
-async def test_parked_rows_come_first_and_each_takes_its_share_of_a_group(nodes: tuple[Dock, Dock]) -> None:
+async def test_parked_rows_come_first_and_each_takes_its_share_of_a_group(
+    nodes: tuple[Dock, Dock],
+) -> None:
     a, b = nodes
     await admit(a, 0)
     first = await claim(a)
     await park(a, first, [0, 1, 2], 5)
     await admit(a, 1)
-    assert [(row.group, row.place) for row in (await claim(b, 1)).rows] == [(0, 0), (0, 1), (0, 2)], (
-        "no room for four more"
-    )
+    assert [(row.group, row.place) for row in (await claim(b, 1)).rows] == [
+        (0, 0),
+        (0, 1),
+        (0, 2),
+    ], "no room for four more"
     await park(a, first, [3], 5)
     found = await claim(b, 2)
-    assert [(row.group, row.place) for row in found.rows] == [(0, 3), (1, 0), (1, 1), (1, 2), (1, 3)]
+    assert [(row.group, row.place) for row in found.rows] == [
+        (0, 3),
+        (1, 0),
+        (1, 1),
+        (1, 2),
+        (1, 3),
+    ]
     assert (await b.begun(found, ["response"]))[0] == [0]
 
 
-async def test_a_parked_row_goes_to_no_engine_that_may_not_touch_its_group(nodes: tuple[Dock, Dock]) -> None:
-    """P = 1, S = 1: group 2 enters with version 1, and an engine that still has version 0 leaves it alone."""
+async def test_a_parked_row_goes_to_no_engine_that_may_not_touch_its_group(
+    nodes: tuple[Dock, Dock],
+) -> None:
+    """P = 1, S = 1: group 2 enters with version 1, and an engine that still has version 0 leaves it
+    alone."""
     a, b = nodes
     await admit(a, 0, 1, samples=1)
     found = await claim(a)
@@ -138,19 +189,30 @@ async def test_a_parked_row_goes_to_no_engine_that_may_not_touch_its_group(nodes
     await park(a, await claim(a, version=1), [0], 5, version=1)
     assert await b.claim("rollout", 10, version=0) is None
     found = await claim(b, version=1)
-    with pytest.raises(IndexRefused, match="was begun by version 1 with 5 tokens, and cannot be of version 2 with 7"):
+    with pytest.raises(
+        IndexRefused,
+        match="was begun by version 1 with 5 tokens, and cannot be of version 2 with 7",
+    ):
         await commit(b, found, [0], 7, version=2)
     await commit(b, found, [0], 7, version=1)
 
 
-async def test_a_dead_workers_rows_come_back_with_what_was_parked_last(nodes: tuple[Dock, Dock]) -> None:
+async def test_a_dead_workers_rows_come_back_with_what_was_parked_last(
+    nodes: tuple[Dock, Dock],
+) -> None:
     a, b = nodes
     await admit(a, 0, 1)
     first = await claim(a, 1)
     await commit(a, first, [0], 2)
     await park(a, first, [1], 3)
     again = await claim(a, 2)  # the parked row, and group 1
-    assert [(row.group, row.place) for row in again.rows] == [(0, 1), (1, 0), (1, 1), (1, 2), (1, 3)]
+    assert [(row.group, row.place) for row in again.rows] == [
+        (0, 1),
+        (1, 0),
+        (1, 1),
+        (1, 2),
+        (1, 3),
+    ]
     await a.index.forget_worker("a")
     found = await claim(b)
     assert [(row.group, row.place, row.tokens) for row in found.rows] == [

@@ -1,11 +1,13 @@
-"""Any order of what workers do, dying ones included, against a small model: index and model agree after every move.
+"""Any order of what workers do, dying ones included, against a small model: index and model agree
+after every move.
 
     admit ▶ claim ▶ commit ▶ … ▶ train ▶ publish ▶ release     beside them: leases expire, workers are forgotten, groups
               ▲ └ park ┐                                      leave, writes are torn, the run resumes from a snapshot
               └────────┘
 
-Moves, and every choice inside them, are drawn by hypothesis, with weights that bring whole steps about; a failure is
-shrunk until most of its moves are `admit_all`, which does nothing while the gate is full.
+Moves, and every choice inside them, are drawn by hypothesis, with weights that bring whole steps
+about; a failure is shrunk until most of its moves are `admit_all`, which does nothing while the
+gate is full.
 """
 
 from __future__ import annotations
@@ -26,7 +28,16 @@ from hypothesis import strategies as st
 
 from pipeline.blocks import pack
 from pipeline.columns import Column, Schema
-from pipeline.index.client import Claim, GateClosed, Index, IndexRefused, LeaseLost, RunConfig, StageSpec, WrittenTwice
+from pipeline.index.client import (
+    Claim,
+    GateClosed,
+    Index,
+    IndexRefused,
+    LeaseLost,
+    RunConfig,
+    StageSpec,
+    WrittenTwice,
+)
 from pipeline.index.warehouses import Full
 from pipeline.staleness import max_age
 from pipeline.warehouse.arena import StaleHandle
@@ -60,7 +71,9 @@ FLOW = {
 }
 INNER = [stage for stage in FLOW if stage != "update"]
 SPECS = tuple(
-    StageSpec(name, step.takes, SCHEMA.mask(step.needs), SCHEMA.mask([step.makes] if step.makes else []))
+    StageSpec(
+        name, step.takes, SCHEMA.mask(step.needs), SCHEMA.mask([step.makes] if step.makes else [])
+    )
     for name, step in FLOW.items()
 )
 WORKERS = ("a", "b", "c")
@@ -98,8 +111,15 @@ class Lease:
 class Flow:
     """The model, and the moves that are made on it and on the index alike."""
 
-    def __init__(self, url: str, home: Path, plan: Plan, size: int, slab: int, rng: random.Random) -> None:
-        self.url, self.home, self.plan, self.size, self.slab, self.rng = url, home, plan, size, slab, rng
+    def __init__(
+        self, url: str, home: Path, plan: Plan, size: int, slab: int, rng: random.Random
+    ) -> None:
+        self.url = url
+        self.home = home
+        self.plan = plan
+        self.size = size
+        self.slab = slab
+        self.rng = rng
         self.published = self.trained = self.admitted = self.texts = 0
         self.filtered: set[int] = set()
         self.remake: list[int] = []
@@ -109,11 +129,18 @@ class Flow:
 
     async def enter(self, counters: dict[str, int]) -> None:
         """A run of its own: fresh index, fresh arena."""
-        run, directory = uuid.uuid4().hex[:8], self.home / uuid.uuid4().hex[:8]
-        config = RunConfig(SPECS, self.plan.groups_per_step, self.plan.slack, self.plan.window, self.plan.bound)
+        run = uuid.uuid4().hex[:8]
+        directory = self.home / uuid.uuid4().hex[:8]
+        config = RunConfig(
+            SPECS, self.plan.groups_per_step, self.plan.slack, self.plan.window, self.plan.bound
+        )
         for worker in WORKERS:
-            self.docks[worker] = Dock(Index(self.url, run), SCHEMA, worker=worker, directory=directory, slab=self.slab)
-            assert await self.docks[worker].index.init(config, counters, self.remake) == (worker == "a")
+            self.docks[worker] = Dock(
+                Index(self.url, run), SCHEMA, worker=worker, directory=directory, slab=self.slab
+            )
+            assert await self.docks[worker].index.init(config, counters, self.remake) == (
+                worker == "a"
+            )
             await self.docks[worker].join(ARENA)
         self.loaded = dict.fromkeys(WORKERS, self.trained)
         self.groups: dict[int, list[Row]] = {}
@@ -146,10 +173,15 @@ class Flow:
 
     def ready(self, stage: str) -> list[int]:
         """The rows, or the groups, that can be claimed."""
-        held, needs = self.held(stage), set(FLOW[stage].needs)
+        held = self.held(stage)
+        needs = set(FLOW[stage].needs)
         if FLOW[stage].takes == "rows":
             rows = [row for rows in self.groups.values() for row in rows]
-            return sorted(r.id for r in rows if r.columns >= needs and stage not in r.done and r.id not in held)
+            return sorted(
+                r.id
+                for r in rows
+                if r.columns >= needs and stage not in r.done and r.id not in held
+            )
         return sorted(
             group
             for group, rows in self.groups.items()
@@ -160,7 +192,11 @@ class Flow:
 
     def fresh(self, stage: str, group: int) -> list[Row]:
         """What is delivered together when the group is."""
-        return [r for r in self.groups[group] if stage not in r.done and not (stage == "rollout" and r.progress)]
+        return [
+            r
+            for r in self.groups[group]
+            if stage not in r.done and not (stage == "rollout" and r.progress)
+        ]
 
     def begun(self) -> list[Row]:
         return [row for rows in self.groups.values() for row in rows if row.progress]
@@ -178,21 +214,38 @@ class Flow:
         if FLOW[stage].takes == "batch":
             left = self.open()
             gone = set(range(self.admitted)) - set(left)
-            groups = windowed_pick(left[0], ready, self.plan.groups_per_step, self.plan.window, gone) if left else None
+            groups = (
+                windowed_pick(left[0], ready, self.plan.groups_per_step, self.plan.window, gone)
+                if left
+                else None
+            )
             return [row for group in groups or () for row in self.groups[group]]
         first: list[Row] = []
         if version is not None:  # rollout
-            ready = [group for group in ready if self.plan.may_claim(self.effective(group), version)]
-            parked = [row for row in self.parked() if self.plan.may_claim(self.effective(row.group), version)]
+            ready = [
+                group for group in ready if self.plan.may_claim(self.effective(group), version)
+            ]
+            parked = [
+                row
+                for row in self.parked()
+                if self.plan.may_claim(self.effective(row.group), version)
+            ]
             first = parked[: most * self.size]
             most = (most * self.size - len(first)) // self.size
         return [*first, *(row for group in ready[:most] for row in self.fresh(stage, group))]
 
     def progress(self) -> tuple[int, int]:
-        """Admitted groups, and those trained or that steps could pick one after the other; without filtered ones."""
-        admitted, left, ready = self.admitted - len(self.filtered), self.open(), self.ready("update")
+        """Admitted groups, and those trained or that steps could pick one after the other; without
+        filtered ones."""
+        admitted = self.admitted - len(self.filtered)
+        left = self.open()
+        ready = self.ready("update")
         gone = set(range(self.admitted)) - set(left)
-        pickable = [n for n in range(1, len(ready) + 1) if windowed_pick(left[0], ready, n, self.plan.window, gone)]
+        pickable = [
+            n
+            for n in range(1, len(ready) + 1)
+            if windowed_pick(left[0], ready, n, self.plan.window, gone)
+        ]
         return admitted, admitted - len(left) + max(pickable, default=0)
 
     def erase(self, groups: list[int]) -> None:
@@ -230,7 +283,9 @@ class Flow:
         if not numbers:
             return
         prompts = {"prompt": [torch.tensor([number, 7]) for number in numbers]}
-        admission = self.docks[self.any_worker()].admit([(number, self.size) for number in numbers], prompts)
+        admission = self.docks[self.any_worker()].admit(
+            [(number, self.size) for number in numbers], prompts
+        )
         if new and not self.plan.may_claim(self.effective(new[-1]), self.published):
             with pytest.raises(GateClosed):
                 await admission
@@ -239,8 +294,11 @@ class Flow:
         block = Block(pack(SCHEMA, prompts).nbytes, self.size * len(numbers))
         self.blocks.add(block)
         for number in numbers:
-            first, self.rows_made = self.rows_made, self.rows_made + self.size
-            self.groups[number] = [Row(first + i, number, i, {"prompt"}, [block]) for i in range(self.size)]
+            first = self.rows_made
+            self.rows_made = self.rows_made + self.size
+            self.groups[number] = [
+                Row(first + i, number, i, {"prompt"}, [block]) for i in range(self.size)
+            ]
         self.admitted += more
         self.remake = []
 
@@ -251,25 +309,36 @@ class Flow:
         if stage == "update" and self.held(stage):
             return None  # there is one trainer, and it makes one step at a time
         version = self.loaded[worker] if stage == "rollout" else None
-        wanted, others = self.expected(stage, most, version), self.held(stage)
+        wanted = self.expected(stage, most, version)
+        others = self.held(stage)
         claim = await self.docks[worker].claim(stage, most, version=version)
-        assert [row.id for row in wanted] == [handle.row for handle in (claim.rows if claim else ())]
+        assert [row.id for row in wanted] == [
+            handle.row for handle in (claim.rows if claim else ())
+        ]
         if claim is None:
             return None
         for row, handle in zip(wanted, claim.rows, strict=True):
             assert row.id not in others, "two leases of one stage hold a row"
             assert row.columns >= set(FLOW[stage].needs), "ready without its columns"
-            assert (handle.group, handle.place, handle.oldest_version) == (row.group, row.place, row.oldest)
+            assert (handle.group, handle.place, handle.oldest_version) == (
+                row.group,
+                row.place,
+                row.oldest,
+            )
         if stage == "update":
             assert len({row.group for row in wanted}) == self.plan.groups_per_step
             assert all(0 <= self.trained - row.oldest <= self.plan.bound for row in wanted)
         await self.check_bytes(worker, claim, wanted)
-        self.leases.append(Lease(claim, worker, self.loaded[worker], {row.id: row for row in wanted}))
+        self.leases.append(
+            Lease(claim, worker, self.loaded[worker], {row.id: row for row in wanted})
+        )
         return self.leases[-1]
 
     async def check_bytes(self, worker: str, claim: Claim, rows: list[Row]) -> None:
         prompts = (await self.docks[worker].fetch(claim, ["prompt"]))["prompt"].unbind()
-        assert [prompt.tolist() for prompt in prompts] == [[row.group, 7] for row in rows], "a group was mixed"
+        assert [prompt.tolist() for prompt in prompts] == [[row.group, 7] for row in rows], (
+            "a group was mixed"
+        )
         if claim.stage != "rollout":
             responses = (await self.docks[worker].fetch(claim, ["response"]))["response"].unbind()
             assert [response.tolist() for response in responses] == [row.response for row in rows]
@@ -281,7 +350,9 @@ class Flow:
             assert [response.tolist() for response in responses] == [rows[i].response for i in at]
             assert [claim.rows[i].tokens for i in at] == [len(rows[i].response) for i in at]
 
-    def outputs(self, lease: Lease, rows: list[Row]) -> tuple[dict[str, Any], list[tuple[int, int]] | None]:
+    def outputs(
+        self, lease: Lease, rows: list[Row]
+    ) -> tuple[dict[str, Any], list[tuple[int, int]] | None]:
         stage = lease.claim.stage
         if stage != "rollout":
             return {FLOW[stage].makes: torch.tensor([float(row.id) for row in rows])}, None
@@ -296,17 +367,24 @@ class Flow:
     async def commit_some(self) -> None:
         """Some of a lease's rows, in any order."""
         if (lease := self.some(*INNER)) is not None:
-            await self.commit(lease, self.rng.sample(list(lease.held), self.rng.randint(1, len(lease.held))))
+            await self.commit(
+                lease, self.rng.sample(list(lease.held), self.rng.randint(1, len(lease.held)))
+            )
 
     async def commit(self, lease: Lease, ids: list[int]) -> None:
-        stage, rows, dock = lease.claim.stage, [lease.held[row] for row in ids], self.docks[lease.worker]
+        stage = lease.claim.stage
+        rows = [lease.held[row] for row in ids]
+        dock = self.docks[lease.worker]
         where = {handle.row: i for i, handle in enumerate(lease.claim.rows)}
         positions, (written, generated) = [where[row] for row in ids], self.outputs(lease, rows)
         if any(row.state == "filtered" for row in rows):  # by another stage, meanwhile
             with pytest.raises(StaleHandle, match="was released"):
                 await dock.commit(lease.claim, positions, written, generated=generated)
             return
-        double = {name: [*v, v[0]] if isinstance(v, list) else torch.cat([v, v[:1]]) for name, v in written.items()}
+        double = {
+            name: [*v, v[0]] if isinstance(v, list) else torch.cat([v, v[:1]])
+            for name, v in written.items()
+        }
         made = None if generated is None else [*generated, generated[0]]
         with pytest.raises(WrittenTwice, match="given twice"):
             await dock.commit(lease.claim, [*positions, positions[0]], double, generated=made)
@@ -319,11 +397,9 @@ class Flow:
             row.blocks.append(block)
             if generated:
                 self.let_go(row)
-                row.oldest, row.response, row.state = (
-                    generated[slot][0],
-                    written["response"][slot].tolist(),
-                    "generated",
-                )
+                row.oldest = generated[slot][0]
+                row.response = written["response"][slot].tolist()
+                row.state = "generated"
                 self.ledger["generated"] += 1
                 self.tokens["generated"] += len(row.response)
             del lease.held[row.id]
@@ -343,10 +419,8 @@ class Flow:
         lease = self.some("rollout") or await self.claim(self.any_worker(), "rollout", 100)
         if lease is None:
             return
-        dock, rows = (
-            self.docks[lease.worker],
-            self.rng.sample(list(lease.held.values()), self.rng.randint(1, len(lease.held))),
-        )
+        dock = self.docks[lease.worker]
+        rows = self.rng.sample(list(lease.held.values()), self.rng.randint(1, len(lease.held)))
         where = {handle.row: i for i, handle in enumerate(lease.claim.rows)}
         positions, (written, generated) = [where[row.id] for row in rows], self.outputs(lease, rows)
         assert generated is not None
@@ -363,7 +437,9 @@ class Flow:
         self.blocks.add(block)
         for slot, row in enumerate(rows):
             self.let_go(row)
-            row.progress, row.oldest, row.response = block, generated[slot][0], written["response"][slot].tolist()
+            row.progress = block
+            row.oldest = generated[slot][0]
+            row.response = written["response"][slot].tolist()
             row.blocks.append(block)
             del lease.held[row.id]
         with pytest.raises(LeaseLost):  # another worker may claim them from here on
@@ -395,7 +471,8 @@ class Flow:
         lease = self.some("update") or await self.claim(self.any_worker(), "update", 1)
         if lease is None:
             return
-        index, rows = self.docks[lease.worker].index, list(lease.held.values())
+        index = self.docks[lease.worker].index
+        rows = list(lease.held.values())
         with pytest.raises(IndexRefused, match="is not next"):
             await index.train(lease.claim, self.trained + 1)
         assert await index.train(lease.claim, self.trained) == self.trained + 1
@@ -453,7 +530,9 @@ class Flow:
 
     async def expire(self) -> None:
         if (lease := self.some(*FLOW)) is not None:
-            renewed = await self.docks[lease.worker].index.renew(lease.claim.stage, [lease.claim.token], 0)
+            renewed = await self.docks[lease.worker].index.renew(
+                lease.claim.stage, [lease.claim.token], 0
+            )
             assert renewed == {lease.claim.token}
             self.lose(lease)
 
@@ -467,7 +546,8 @@ class Flow:
 
     async def tear(self) -> None:
         """A worker dies inside a write: its bytes are taken, and nothing points to them."""
-        worker, nbytes = self.any_worker(), self.rng.randint(1, 3000)
+        worker = self.any_worker()
+        nbytes = self.rng.randint(1, 3000)
         assert not isinstance(await self.docks[worker].index.allocate(1, worker, nbytes), Full)
         self.pending[worker].append(Block(-(-nbytes // 64) * 64, 0))
         self.blocks.add(self.pending[worker][-1])
@@ -477,7 +557,8 @@ class Flow:
         if not self.lost:
             return
         lease = self.rng.choice(self.lost)
-        dock, rows = self.docks[lease.worker], list(lease.held.values())
+        dock = self.docks[lease.worker]
+        rows = list(lease.held.values())
         assert await dock.index.renew(lease.claim.stage, [lease.claim.token], 60) == set()
         if lease.claim.stage == "update":
             late: Coroutine[Any, Any, Any] = dock.index.train(lease.claim, self.trained)
@@ -506,7 +587,8 @@ class Flow:
 
     async def count_references(self) -> None:
         """A block exists while rows point to it or a worker holds it open, and no longer."""
-        index, pointing = self.docks["a"].index, Counter[int]()
+        index = self.docks["a"].index
+        pointing = Counter[int]()
         for group in self.groups:
             found = await index.inspect(group)
             assert found is not None
@@ -542,14 +624,24 @@ class Flow:
         assert stats["rows"] == sum(map(len, self.groups.values()))
         if not self.slab:  # otherwise writes share blocks, see `count_references`
             assert stats["blocks"] == len(self.blocks)
-            assert stats["warehouses"]["local"]["used"] == sum(block.nbytes for block in self.blocks)
+            assert stats["warehouses"]["local"]["used"] == sum(
+                block.nbytes for block in self.blocks
+            )
         if not self.held("update"):
             assert await self.docks["a"].index.progress() == self.progress()
-        flying = [row for group in self.open() for row in self.groups.get(group, ()) if row.state == "generated"]
+        flying = [
+            row
+            for group in self.open()
+            for row in self.groups.get(group, ())
+            if row.state == "generated"
+        ]
         ledger = await self.docks["b"].index.ledger()
         for unit, known in (("", self.ledger), ("_tokens", self.tokens)):
             assert {name: ledger[name + unit] for name in known} == known
-            assert known["generated"] == known["trained"] + known["filtered"] + ledger["in_flight" + unit]
+            assert (
+                known["generated"]
+                == known["trained"] + known["filtered"] + ledger["in_flight" + unit]
+            )
         assert ledger["in_flight"] == len(flying)
         assert ledger["in_flight_tokens"] == sum(len(row.response) for row in flying)
 
@@ -606,7 +698,11 @@ WALKS = st.builds(
 @settings(
     max_examples=20,
     deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
+    suppress_health_check=[
+        HealthCheck.function_scoped_fixture,
+        HealthCheck.too_slow,
+        HealthCheck.data_too_large,
+    ],
 )
 @given(walk=WALKS, rng=st.randoms(use_true_random=False))
 async def test_the_index_keeps_its_promises_in_whatever_order_things_happen(
@@ -627,14 +723,19 @@ async def test_the_index_keeps_its_promises_in_whatever_order_things_happen(
             await dock.index.close()
 
 
-async def test_groups_filtered_ahead_make_no_room_for_a_slow_engine_behind(index: Index, tmp_path: Path) -> None:
-    """Group 2 needs version 1 (P = 1, S = 1): the filtered groups 3 and 4 stand behind it, and change nothing for it."""
+async def test_groups_filtered_ahead_make_no_room_for_a_slow_engine_behind(
+    index: Index, tmp_path: Path
+) -> None:
+    """Group 2 needs version 1 (P = 1, S = 1): the filtered groups 3 and 4 stand behind it, and
+    change nothing for it."""
     await index.init(RunConfig(SPECS, 1, 1, 1, 1), {"published": 0, "trained": 0, "admitted": 0})
     dock = Dock(index, SCHEMA, worker="w", directory=tmp_path)
     await dock.join(ARENA)
 
     async def admit(*numbers: int) -> None:
-        await dock.admit([(number, 1) for number in numbers], {"prompt": [torch.tensor([n]) for n in numbers]})
+        await dock.admit(
+            [(number, 1) for number in numbers], {"prompt": [torch.tensor([n]) for n in numbers]}
+        )
 
     await admit(0, 1)
     for step in (0, 1):
@@ -642,7 +743,9 @@ async def test_groups_filtered_ahead_make_no_room_for_a_slow_engine_behind(index
             claim = await dock.claim(stage, 1, version=step if stage == "rollout" else None)
             assert claim is not None
             made = {FLOW[stage].makes: [torch.tensor([1])] if stage == "rollout" else torch.ones(1)}
-            await dock.commit(claim, [0], made, generated=[(step, 1)] if stage == "rollout" else None)
+            await dock.commit(
+                claim, [0], made, generated=[(step, 1)] if stage == "rollout" else None
+            )
         update = await dock.claim("update", 1)
         assert update is not None
         await index.train(update, step)

@@ -1,4 +1,5 @@
-"""What the index itself refuses and remembers of training, whoever calls it: no trainer, gate or worker is trusted."""
+"""What the index itself refuses and remembers of training, whoever calls it: no trainer, gate or
+worker is trusted."""
 
 from __future__ import annotations
 
@@ -14,7 +15,14 @@ from pipeline.index.client import BoundBroken, GateClosed, Index, RunConfig, Sta
 from pipeline.index.warehouses import Lost
 from pipeline.warehouse.dock import Dock
 from tests.pipeline.index.test_leases import with_a_clock_that_can_be_set
-from tests.pipeline.warehouse.test_dock import COUNTERS, SCHEMA, admit, claim, config, through_advantage
+from tests.pipeline.warehouse.test_dock import (
+    COUNTERS,
+    SCHEMA,
+    admit,
+    claim,
+    config,
+    through_advantage,
+)
 
 
 async def opened(index: Index, folder: Path, run: RunConfig) -> Dock:
@@ -28,12 +36,18 @@ def ledger_of(ledger: dict[str, int], *names: str) -> tuple[int, ...]:
     return tuple(ledger[name] for name in names)
 
 
-async def test_a_step_past_the_bound_is_refused_though_its_claim_was_within_it(index: Index, tmp_path: Path) -> None:
-    """Two trainers hold a batch each at version 0. When the first has trained, the second's batch is one version old."""
+async def test_a_step_past_the_bound_is_refused_though_its_claim_was_within_it(
+    index: Index, tmp_path: Path
+) -> None:
+    """Two trainers hold a batch each at version 0.
+
+    When the first has trained, the second's batch is one version old.
+    """
     dock = await opened(index, tmp_path, config(groups_per_step=1, slack=1, window=2, staleness=0))
     await admit(dock, range(2))
     await through_advantage(dock)
-    first, second = await claim(dock, "update"), await claim(dock, "update")
+    first = await claim(dock, "update")
+    second = await claim(dock, "update")
     assert await index.train(first, 0) == 1
     with pytest.raises(BoundBroken, match="of version 0 at version 1: the bound is 0"):
         await index.train(second, 1)
@@ -41,7 +55,8 @@ async def test_a_step_past_the_bound_is_refused_though_its_claim_was_within_it(i
 
 
 async def test_rows_without_a_response_are_never_trained(index: Index, tmp_path: Path) -> None:
-    """A flow in which the trainer needs nothing but the prompts: the ledger could not close over such rows."""
+    """A flow in which the trainer needs nothing but the prompts: the ledger could not close over
+    such rows."""
     schema = Schema([Column.ragged("prompt_ids", torch.int64)])
     stages = (StageSpec("update", "batch", schema.mask(["prompt_ids"]), 0),)
     await index.init(RunConfig(stages, 2, 1, 1, 1), COUNTERS)
@@ -71,8 +86,11 @@ async def test_the_gate_opens_with_the_published_version_and_not_with_the_traine
     await admit(dock, range(2, 3))
 
 
-async def test_samples_that_were_made_again_stay_in_the_ledger_of_a_resumed_run(index: Index, tmp_path: Path) -> None:
-    """Of 3 groups of 2 rows with 3 tokens each, one is trained, and the other two are lost with their warehouse."""
+async def test_samples_that_were_made_again_stay_in_the_ledger_of_a_resumed_run(
+    index: Index, tmp_path: Path
+) -> None:
+    """Of 3 groups of 2 rows with 3 tokens each, one is trained, and the other two are lost with
+    their warehouse."""
     dock = await opened(index, tmp_path, config(groups_per_step=1, slack=3, staleness=3))
     await admit(dock, range(3))
     await through_advantage(dock)
@@ -89,7 +107,9 @@ async def test_samples_that_were_made_again_stay_in_the_ledger_of_a_resumed_run(
     assert ledger_of(ledger, *(f"{name}_tokens" for name in figures)) == (18, 6, 0, 12, 0)
 
 
-async def test_a_warehouse_is_lost_after_exactly_the_silence_that_is_allowed(index: Index, tmp_path: Path) -> None:
+async def test_a_warehouse_is_lost_after_exactly_the_silence_that_is_allowed(
+    index: Index, tmp_path: Path
+) -> None:
     """The server's clock is moved by the key ``shift``, in seconds."""
     dock = await opened(index, tmp_path, config())
     await admit(dock, range(2))

@@ -1,4 +1,5 @@
-"""What a trainer relies on from the loader: every row once, peers that agree, nothing lost with a reader that dies."""
+"""What a trainer relies on from the loader: every row once, peers that agree, nothing lost with a
+reader that dies."""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ def lengths(numbers: range) -> list[int]:
 def rows(numbers: range) -> dict[str, Any]:
     return {
         "number": torch.tensor(list(numbers)),
-        "ids": [torch.full((length,), n) for n, length in zip(numbers, lengths(numbers), strict=True)],
+        "ids": [
+            torch.full((length,), n) for n, length in zip(numbers, lengths(numbers), strict=True)
+        ],
         "answer": [f"answer {n} é" for n in numbers],
     }
 
@@ -56,7 +59,8 @@ class Flow:
     """A flow of one stage, and streams from it."""
 
     def __init__(self, dock: Dock) -> None:
-        self.dock, self.streams = dock, []
+        self.dock = dock
+        self.streams = []
 
     def stream(self, *columns: str, **options: Any) -> SampleStream:
         options = {"batch_size": 4, "idle": 10.0, "timeout": 20.0} | options
@@ -84,7 +88,9 @@ class Flow:
 
 @pytest.fixture
 async def flow(index: Index, tmp_path: Path) -> AsyncIterator[Flow]:
-    async with Dock.open(index.url, index.run, SCHEMA, [TRAIN], worker="w", arena=1 << 20, directory=tmp_path) as dock:
+    async with Dock.open(
+        index.url, index.run, SCHEMA, [TRAIN], worker="w", arena=1 << 20, directory=tmp_path
+    ) as dock:
         flow = Flow(dock)
         yield flow
         for stream in flow.streams:
@@ -92,7 +98,8 @@ async def flow(index: Index, tmp_path: Path) -> AsyncIterator[Flow]:
 
 
 async def thread(work: Callable[..., T], *arguments: Any) -> T:
-    """A consumer, in a thread of its own: not in a pool's, as a worker forked from one of these ends badly."""
+    """A consumer, in a thread of its own: not in a pool's, as a worker forked from one of these
+    ends badly."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 
@@ -121,7 +128,8 @@ def checked(batches: Iterator[Batch]) -> list[list[int]]:
     for batch in batches:
         found = batch["number"].tolist()
         assert (
-            [t.tolist() for t in batch["ids"].unbind()] == [[n] * lengths(range(n, n + 1))[0] for n in found]
+            [t.tolist() for t in batch["ids"].unbind()]
+            == [[n] * lengths(range(n, n + 1))[0] for n in found]
             if found
             else len(batch) == 0
         )
@@ -133,7 +141,9 @@ def checked(batches: Iterator[Batch]) -> list[list[int]]:
 # ── one reader ──
 
 
-async def test_batches_come_in_order_and_are_released_when_the_next_is_asked_for(flow: Flow) -> None:
+async def test_batches_come_in_order_and_are_released_when_the_next_is_asked_for(
+    flow: Flow,
+) -> None:
     await flow.put(range(10))
     batches = iter(flow.stream())
 
@@ -182,7 +192,9 @@ async def test_without_workers_a_batch_is_a_view_of_shared_memory(flow: Flow) ->
 async def test_a_reader_may_come_before_the_flow_is_there(index: Index, tmp_path: Path) -> None:
     stream = SampleStream(index.url, index.run, SCHEMA, "train", COLUMNS, batch_size=2, timeout=20)
     reading = asyncio.create_task(thread(lambda: checked(iter(stream))))
-    async with Dock.open(index.url, index.run, SCHEMA, [TRAIN], worker="w", arena=1 << 16, directory=tmp_path) as dock:
+    async with Dock.open(
+        index.url, index.run, SCHEMA, [TRAIN], worker="w", arena=1 << 16, directory=tmp_path
+    ) as dock:
         await Flow(dock).put(range(4))
         assert await asyncio.wait_for(reading, 20) == [[0, 1], [2, 3]]
 
@@ -195,7 +207,9 @@ async def test_a_claim_of_at_least_so_many_takes_nothing_while_there_are_fewer(f
     assert (await asyncio.wait_for(waiting, 10))["number"].tolist() == [0, 1, 2, 3]
 
 
-async def test_a_batch_that_does_not_fill_comes_smaller_and_then_the_stream_ends(flow: Flow) -> None:
+async def test_a_batch_that_does_not_fill_comes_smaller_and_then_the_stream_ends(
+    flow: Flow,
+) -> None:
     await flow.put(range(6), finish=False)
     assert await thread(checked, iter(flow.stream(idle=0.3))) == [[0, 1, 2, 3], [4, 5]]
     await flow.put(range(6, 12), finish=False)
@@ -203,7 +217,9 @@ async def test_a_batch_that_does_not_fill_comes_smaller_and_then_the_stream_ends
     assert await flow.left() == (2, 2, 0)
 
 
-async def test_the_end_of_the_run_waits_for_what_other_stages_still_hold(index: Index, tmp_path: Path) -> None:
+async def test_the_end_of_the_run_waits_for_what_other_stages_still_hold(
+    index: Index, tmp_path: Path
+) -> None:
     reward = StageSpec("reward", "rows", SCHEMA.mask(["ids"]), SCHEMA.mask(["reward"]))
     train = StageSpec("train", "rows", SCHEMA.mask(["reward"]), 0, releases=True)
     async with Dock.open(
@@ -213,8 +229,12 @@ async def test_the_end_of_the_run_waits_for_what_other_stages_still_hold(index: 
         claim = await dock.claim("reward", 2)
         assert claim is not None
         await index.transition([""], "finished")
-        stream = SampleStream(index.url, index.run, SCHEMA, "train", ["reward"], batch_size=2, idle=20)
-        reading = asyncio.create_task(thread(lambda: [batch["reward"].tolist() for batch in stream]))
+        stream = SampleStream(
+            index.url, index.run, SCHEMA, "train", ["reward"], batch_size=2, idle=20
+        )
+        reading = asyncio.create_task(
+            thread(lambda: [batch["reward"].tolist() for batch in stream])
+        )
         assert not (await asyncio.wait([reading], timeout=0.3))[0]
         await dock.commit(claim, [0, 1], {"reward": torch.tensor([0.5, 1.5])})
         assert await asyncio.wait_for(reading, 10) == [[0.5, 1.5]]
@@ -237,7 +257,9 @@ async def test_explicit_commits_come_in_any_order_and_leases_hold_until_then(flo
     stream = flow.stream(commit="explicit", lease=0.3)
     held = await thread(lambda: list(stream))
     stamp = time.monotonic()
-    assert await flow.dock.claim("train", 12, timeout=0.6) is None, "renewed although nothing is asked for"
+    assert await flow.dock.claim("train", 12, timeout=0.6) is None, (
+        "renewed although nothing is asked for"
+    )
     assert time.monotonic() - stamp > 0.5
     for batch in reversed(held):
         await thread(stream.commit, batch)
@@ -259,7 +281,14 @@ async def test_a_commit_after_the_lease_was_lost_is_refused(flow: Flow) -> None:
 async def test_rows_of_another_node_come_over_the_wire(index: Index, tmp_path: Path) -> None:
     options = {"node": "there", "secret": b"a secret of the run, sixteen or more"}
     async with Dock.open(
-        index.url, index.run, SCHEMA, [TRAIN], worker="w", arena=1 << 20, directory=tmp_path, **options
+        index.url,
+        index.run,
+        SCHEMA,
+        [TRAIN],
+        worker="w",
+        arena=1 << 20,
+        directory=tmp_path,
+        **options,
     ) as dock:
         await dock.serve("127.0.0.1")
         flow = Flow(dock)
@@ -273,12 +302,16 @@ async def test_rows_of_another_node_come_over_the_wire(index: Index, tmp_path: P
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-async def test_every_row_comes_once_whatever_the_number_of_workers(flow: Flow, workers: int) -> None:
+async def test_every_row_comes_once_whatever_the_number_of_workers(
+    flow: Flow, workers: int
+) -> None:
     await flow.put(range(30))
     loader = flow.loader(workers)
     found = await thread(lambda: checked(iter(loader)))
     assert sorted(itertools.chain(*found)) == list(range(30))
-    assert sorted(map(len, found)) == [2, *[4] * 7], "the short one comes wherever its worker's turn is"
+    assert sorted(map(len, found)) == [2, *[4] * 7], (
+        "the short one comes wherever its worker's turn is"
+    )
     assert await flow.left() == (0, 0, 0)
 
 
@@ -299,7 +332,9 @@ async def test_workers_run_ahead_and_only_what_was_consumed_is_committed(flow: F
     assert sorted(seen[:8] + list(itertools.chain(*rest))) == list(range(40))
 
 
-async def test_a_plain_dataloader_commits_without_workers_and_refuses_to_guess_with_them(flow: Flow) -> None:
+async def test_a_plain_dataloader_commits_without_workers_and_refuses_to_guess_with_them(
+    flow: Flow,
+) -> None:
     await flow.put(range(8))
     guessing = iter(DataLoader(flow.stream(), batch_size=None, num_workers=1))
     with pytest.raises(RuntimeError, match="use SampleLoader"):
@@ -320,17 +355,24 @@ def consume_until_killed(url: str, run: str, workers: int, seen: Any) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-async def test_a_killed_loaders_rows_are_delivered_again_after_the_lease(flow: Flow, workers: int) -> None:
+async def test_a_killed_loaders_rows_are_delivered_again_after_the_lease(
+    flow: Flow, workers: int
+) -> None:
     await flow.put(range(24))
     receive, send = multiprocessing.Pipe(duplex=False)
     arguments = (flow.dock.index.url, flow.dock.index.run, workers, send)
-    process = multiprocessing.get_context("fork").Process(target=consume_until_killed, args=arguments)
+    process = multiprocessing.get_context("fork").Process(
+        target=consume_until_killed, args=arguments
+    )
     process.start()
     send.close()
     committed, held = await thread(lambda: (receive.recv(), receive.recv()))
-    _, status = await thread(os.waitpid, process.pid, 0)  # join() would wait for the orphaned workers, too
+    # join() would wait for the orphaned workers, too
+    _, status = await thread(os.waitpid, process.pid, 0)
     assert os.WTERMSIG(status) == signal.SIGKILL
-    found = await thread(lambda: numbers(list(flow.stream(idle=8.0, ragged="packed", commit="next"))))
+    found = await thread(
+        lambda: numbers(list(flow.stream(idle=8.0, ragged="packed", commit="next")))
+    )
     assert sorted(found) == sorted(set(range(24)) - set(committed))
     assert set(held) <= set(found)
     assert await flow.left() == (0, 0, 0)
@@ -340,7 +382,9 @@ async def test_a_killed_loaders_rows_are_delivered_again_after_the_lease(flow: F
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-async def test_replicas_in_lockstep_and_their_ranks_share_every_batch(flow: Flow, workers: int) -> None:
+async def test_replicas_in_lockstep_and_their_ranks_share_every_batch(
+    flow: Flow, workers: int
+) -> None:
     await flow.put(range(27))
 
     def reader(replica: int, rank: int) -> Callable[[], list[list[int]]]:
@@ -358,11 +402,15 @@ async def test_replicas_in_lockstep_and_their_ranks_share_every_batch(flow: Flow
 
 async def test_a_shared_batch_stays_until_its_slowest_reader_is_done(flow: Flow) -> None:
     await flow.put(range(8))
-    fast, slow = (flow.stream(rank=rank, ranks=2, commit="explicit", lease=0.5) for rank in range(2))
+    fast, slow = (
+        flow.stream(rank=rank, ranks=2, commit="explicit", lease=0.5) for rank in range(2)
+    )
     quick = await thread(lambda: list(fast))
     for batch in quick:
         await thread(fast.commit, batch)
-    assert await flow.dock.claim("train", 8, timeout=1.0) is None, "held for the other rank, beyond a lease"
+    assert await flow.dock.claim("train", 8, timeout=1.0) is None, (
+        "held for the other rank, beyond a lease"
+    )
     late = await thread(lambda: list(slow))
     assert numbers(late) == numbers(quick) == list(range(8))
     assert await flow.left() == (8, 0, 8)
@@ -373,7 +421,8 @@ async def test_a_shared_batch_stays_until_its_slowest_reader_is_done(flow: Flow)
 
 async def test_replicas_out_of_lockstep_take_what_they_can(flow: Flow) -> None:
     await flow.put(range(24))
-    began, taken = threading.Event(), threading.Event()
+    began = threading.Event()
+    taken = threading.Event()
 
     def fast() -> list[list[int]]:
         found = []
@@ -399,7 +448,9 @@ async def test_replicas_out_of_lockstep_take_what_they_can(flow: Flow) -> None:
 async def test_lockstep_batches_are_balanced_by_tokens(flow: Flow) -> None:
     await flow.put(range(24))
     options = {"batch_size": 12, "replicas": 3, "balance_tokens": "ids"}
-    found = await threads(*(lambda r=r: list(map(_loads, flow.stream(replica=r, **options))) for r in range(3)))
+    found = await threads(
+        *(lambda r=r: list(map(_loads, flow.stream(replica=r, **options))) for r in range(3))
+    )
     for number in range(2):
         loads = [replica[number] for replica in found]
         assert {count for count, _ in loads} == {4}
@@ -425,7 +476,9 @@ async def test_a_session_is_read_once(flow: Flow) -> None:
 
 async def test_a_reader_whose_first_peer_never_comes_says_so(flow: Flow) -> None:
     await flow.put(range(8))
-    with pytest.raises(TimeoutError, match="first reader of session '0' has not claimed it within 0 s"):
+    with pytest.raises(
+        TimeoutError, match="first reader of session '0' has not claimed it within 0 s"
+    ):
         await thread(lambda: next(iter(flow.stream(rank=1, ranks=2, timeout=0.2))))
 
 
@@ -441,9 +494,13 @@ async def test_a_reader_whose_first_peer_never_comes_says_so(flow: Flow) -> None
         ({"balance_tokens": "nothing"}, ColumnError, "not in the schema"),
     ],
 )
-def test_what_cannot_work_is_refused_at_once(options: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_what_cannot_work_is_refused_at_once(
+    options: dict[str, Any], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
-        SampleStream("redis://nowhere", "run", SCHEMA, "train", COLUMNS, **({"batch_size": 4} | options))
+        SampleStream(
+            "redis://nowhere", "run", SCHEMA, "train", COLUMNS, **({"batch_size": 4} | options)
+        )
 
 
 async def test_a_stage_that_a_loader_cannot_end_is_refused(index: Index, tmp_path: Path) -> None:
@@ -451,8 +508,13 @@ async def test_a_stage_that_a_loader_cannot_end_is_refused(index: Index, tmp_pat
         StageSpec("reward", "rows", SCHEMA.mask(["ids"]), SCHEMA.mask(["reward"])),
         StageSpec("update", "batch", SCHEMA.mask(["reward"]), 0),
     ]
-    async with Dock.open(index.url, index.run, SCHEMA, stages, worker="w", arena=1 << 16, directory=tmp_path):
-        for stage, message in (("reward", "which a loader cannot write"), ("update", "ends in Index.train")):
+    async with Dock.open(
+        index.url, index.run, SCHEMA, stages, worker="w", arena=1 << 16, directory=tmp_path
+    ):
+        for stage, message in (
+            ("reward", "which a loader cannot write"),
+            ("update", "ends in Index.train"),
+        ):
             stream = SampleStream(index.url, index.run, SCHEMA, stage, COLUMNS, batch_size=1)
             with pytest.raises(ValueError, match=message):
                 await thread(lambda stream=stream: next(iter(stream)))
@@ -478,7 +540,8 @@ def greedy(weights: list[int], parts: int) -> list[list[int]]:
 
 
 def rounds(weights: list[int], parts: int) -> list[list[int]]:
-    """Greedy with equal counts: of each ``parts`` longest one for every part, the longest to the lightest."""
+    """Greedy with equal counts: of each ``parts`` longest one for every part, the longest to the
+    lightest."""
     out: list[list[int]] = [[] for _ in range(parts)]
     order = sorted(range(len(weights)), key=lambda i: -weights[i])
     for start in range(0, len(order), parts):
@@ -490,7 +553,9 @@ def rounds(weights: list[int], parts: int) -> list[list[int]]:
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 10_000), max_size=60), st.integers(1, 9), st.booleans())
-def test_balanced_is_a_partition_no_wider_than_greedy(weights: list[int], parts: int, equal: bool) -> None:
+def test_balanced_is_a_partition_no_wider_than_greedy(
+    weights: list[int], parts: int, equal: bool
+) -> None:
     found = balanced(weights, parts, equal=equal)
     assert len(found) == parts
     assert sorted(itertools.chain(*found)) == list(range(len(weights)))
@@ -504,7 +569,8 @@ def test_balanced_is_a_partition_no_wider_than_greedy(weights: list[int], parts:
 
 def test_balanced_beats_both_simple_ways_on_lengths_like_those_of_responses() -> None:
     generator = torch.Generator().manual_seed(0)
-    ours, theirs = 0, 0
+    ours = 0
+    theirs = 0
     for _ in range(50):
         weights = torch.randint(16, 8192, (64,), generator=generator).tolist()
         ours += spread(weights, balanced(weights, 8))

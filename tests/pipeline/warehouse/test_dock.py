@@ -47,7 +47,9 @@ STAGES = (
 COUNTERS = {"published": 0, "trained": 0, "admitted": 0}
 
 
-def config(*, groups_per_step: int = 2, slack: int = 1, window: int = 1, staleness: int = 1) -> RunConfig:
+def config(
+    *, groups_per_step: int = 2, slack: int = 1, window: int = 1, staleness: int = 1
+) -> RunConfig:
     return RunConfig(STAGES, groups_per_step, slack, window, staleness)
 
 
@@ -76,11 +78,15 @@ async def claim(dock: Dock, stage: str, most: int = 100, version: int | None = N
     return found
 
 
-async def respond(dock: Dock, claimed: Claim, positions: list[int] | None = None, version: int = 0) -> None:
+async def respond(
+    dock: Dock, claimed: Claim, positions: list[int] | None = None, version: int = 0
+) -> None:
     for position in positions if positions is not None else range(len(claimed)):
         row = claimed.rows[position]
         response = torch.tensor([row.row, row.group, row.place])
-        await dock.commit(claimed, [position], {"response_ids": [response]}, generated=[(version, 3)])
+        await dock.commit(
+            claimed, [position], {"response_ids": [response]}, generated=[(version, 3)]
+        )
 
 
 async def through_advantage(dock: Dock, version: int = 0) -> None:
@@ -90,13 +96,19 @@ async def through_advantage(dock: Dock, version: int = 0) -> None:
     for stage, column in (("reward", "reward"), ("advantage", "advantage")):
         while (found := await dock.claim(stage, 100)) is not None:
             count = len(found)
-            await dock.commit(found, range(count), {column: torch.arange(count, dtype=torch.float32)})
+            await dock.commit(
+                found, range(count), {column: torch.arange(count, dtype=torch.float32)}
+            )
 
 
-async def test_a_sample_passes_every_stage_and_its_columns_come_back_in_the_order_asked(dock: Dock) -> None:
+async def test_a_sample_passes_every_stage_and_its_columns_come_back_in_the_order_asked(
+    dock: Dock,
+) -> None:
     await admit(dock, range(4))
     rollout = await claim(dock, "rollout", 4, version=0)
-    assert [(row.group, row.place) for row in rollout.rows] == [(g, p) for g in range(4) for p in range(2)]
+    assert [(row.group, row.place) for row in rollout.rows] == [
+        (g, p) for g in range(4) for p in range(2)
+    ]
     await respond(dock, rollout, positions=[7, 0, 3, 2, 1, 6, 5, 4])
     reward = await claim(dock, "reward")
     fetched = await dock.fetch(reward, ["response_ids", "answer", "prompt_ids"])
@@ -110,7 +122,10 @@ async def test_rows_that_lie_side_by_side_are_views_of_shared_memory(dock: Dock)
     await admit(dock, range(2), samples=1)
     rollout = await claim(dock, "rollout", version=0)
     await dock.commit(
-        rollout, [0, 1], {"response_ids": [torch.tensor([1, 2]), torch.tensor([3])]}, generated=[(0, 2), (0, 1)]
+        rollout,
+        [0, 1],
+        {"response_ids": [torch.tensor([1, 2]), torch.tensor([3])]},
+        generated=[(0, 2), (0, 1)],
     )
     other = Dock(dock.index, SCHEMA, worker="other", directory=dock.folder, slab=0)
     reward = await claim(other, "reward")
@@ -134,7 +149,15 @@ async def test_groups_are_taken_whole_and_never_mixed(dock: Dock) -> None:
     await dock.commit(rewards, range(5), {"reward": torch.ones(5)})
     advantage = await claim(dock, "advantage")
     assert [row.group for row in advantage.rows] == [1, 1, 1]
-    assert len({tuple(t.tolist()) for t in (await dock.fetch(advantage, ["prompt_ids"]))["prompt_ids"].unbind()}) == 1
+    assert (
+        len(
+            {
+                tuple(t.tolist())
+                for t in (await dock.fetch(advantage, ["prompt_ids"]))["prompt_ids"].unbind()
+            }
+        )
+        == 1
+    )
 
 
 async def test_the_gate_refuses_and_opens_with_the_published_version(dock: Dock) -> None:
@@ -149,7 +172,9 @@ async def test_the_gate_refuses_and_opens_with_the_published_version(dock: Dock)
         await admit(dock, range(7, 8))
 
 
-async def test_an_engine_with_old_weights_gets_no_group_that_it_would_make_too_old(dock: Dock) -> None:
+async def test_an_engine_with_old_weights_gets_no_group_that_it_would_make_too_old(
+    dock: Dock,
+) -> None:
     await admit(dock, range(4))
     await through_advantage(dock)
     await dock.index.train(await claim(dock, "update"), 0)
@@ -159,8 +184,11 @@ async def test_an_engine_with_old_weights_gets_no_group_that_it_would_make_too_o
     assert {row.group for row in (await claim(dock, "rollout", 10, version=1)).rows} == {4, 5}
 
 
-async def test_the_bound_is_checked_where_samples_are_consumed(index: Index, tmp_path: Path) -> None:
-    await index.init(config(slack=9, staleness=1), COUNTERS)  # a sabotaged gate: far more slack than the bound allows
+async def test_the_bound_is_checked_where_samples_are_consumed(
+    index: Index, tmp_path: Path
+) -> None:
+    # a sabotaged gate: far more slack than the bound allows
+    await index.init(config(slack=9, staleness=1), COUNTERS)
     dock = Dock(index, SCHEMA, worker="w", directory=tmp_path, slab=0)
     await dock.join(1 << 20)
     await admit(dock, range(6))
@@ -231,7 +259,10 @@ async def test_commits_are_refused_whole_and_change_nothing(dock: Dock) -> None:
     before = await dock.index.stats()
     with pytest.raises(LeaseLost):
         await dock.commit(
-            rollout, [0, 1], {"response_ids": [torch.tensor([1]), torch.tensor([2])]}, generated=[(0, 1), (0, 1)]
+            rollout,
+            [0, 1],
+            {"response_ids": [torch.tensor([1]), torch.tensor([2])]},
+            generated=[(0, 1), (0, 1)],
         )
     with pytest.raises(IndexRefused, match="does not declare"):
         await dock.commit(rollout, [1], {"reward": torch.ones(1)})
@@ -268,7 +299,9 @@ async def test_the_ledger_closes_at_every_moment(dock: Dock) -> None:
     async def closes() -> dict[str, int]:
         ledger = await dock.index.ledger()
         for unit in ("", "_tokens"):
-            assert ledger[f"generated{unit}"] == sum(ledger[f"{k}{unit}"] for k in ("trained", "filtered", "in_flight"))
+            assert ledger[f"generated{unit}"] == sum(
+                ledger[f"{k}{unit}"] for k in ("trained", "filtered", "in_flight")
+            )
         return ledger
 
     await admit(dock, range(4))
@@ -295,7 +328,8 @@ async def test_what_was_dropped_by_reason_adds_up_while_groups_are_dropped(
     rewards = await claim(dock, "reward")
     await dock.commit(rewards, range(4), {"reward": torch.ones(4)})
     held = [await claim(dock, "advantage", 1) for _ in range(2)]
-    call, waiting = dock.index.call, list(enumerate(held))
+    call = dock.index.call
+    waiting = list(enumerate(held))
 
     async def drop_after_each_call(name: str, **arguments: Any) -> Any:
         answer = await call(name, **arguments)
@@ -337,7 +371,9 @@ async def test_without_slack_replacements_are_admitted_together_when_the_other_g
     assert gates == [4, 4, 4, 6]
 
 
-async def test_a_full_warehouse_makes_producers_wait_until_rows_are_released(index: Index, tmp_path: Path) -> None:
+async def test_a_full_warehouse_makes_producers_wait_until_rows_are_released(
+    index: Index, tmp_path: Path
+) -> None:
     await index.init(config(slack=0, staleness=0), COUNTERS)
     dock = Dock(index, SCHEMA, worker="w", directory=tmp_path, slab=0, room_timeout=0.1)
     await dock.join(8192)
@@ -348,7 +384,12 @@ async def test_a_full_warehouse_makes_producers_wait_until_rows_are_released(ind
     with pytest.raises(NoRoom, match="stayed full"):
         await dock.commit(rollout, [1], big, generated=[(0, 700)])
     with pytest.raises(NeverFits, match="can never fit"):
-        await dock.commit(rollout, [1], {"response_ids": [torch.zeros(2000, dtype=torch.int64)]}, generated=[(0, 1)])
+        await dock.commit(
+            rollout,
+            [1],
+            {"response_ids": [torch.zeros(2000, dtype=torch.int64)]},
+            generated=[(0, 1)],
+        )
     dock.writer.room_timeout = 10
     await respond(dock, rollout, positions=[1, 2, 3])
     await through_advantage(dock)
@@ -366,13 +407,16 @@ async def test_a_waiting_claim_wakes_as_soon_as_a_group_is_admitted(dock: Dock) 
     await admit(dock, range(2))
     found = await asyncio.wait_for(waiting, 5)
     assert found is not None
-    assert {row.group for row in found.rows} == {0, 1}, "groups admitted together are claimed together"
+    assert {row.group for row in found.rows} == {0, 1}, (
+        "groups admitted together are claimed together"
+    )
 
 
 @pytest.fixture
 def cut_once(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The connection is lost once, after the server has done what it was asked."""
-    original, cuts = PipelinedConnection.send, [0]
+    original = PipelinedConnection.send
+    cuts = [0]
 
     def flaky(line: PipelinedConnection, command: tuple[Any, ...]) -> asyncio.Future[Any]:
         answer = original(line, command)
@@ -380,7 +424,9 @@ def cut_once(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             return answer
         cuts[0] += 1
         lost = asyncio.get_running_loop().create_future()
-        answer.add_done_callback(lambda _: (line.close(), lost.set_exception(ConnectionError("the reply was lost"))))
+        answer.add_done_callback(
+            lambda _: (line.close(), lost.set_exception(ConnectionError("the reply was lost")))
+        )
         return lost
 
     monkeypatch.setattr(PipelinedConnection, "send", flaky)
@@ -404,11 +450,14 @@ async def test_a_repeated_call_after_a_lost_connection_is_answered_not_done_agai
     await respond(dock, claimed, positions=[0])
     assert cut_once == [2]
     assert (await dock.index.ledger())["generated"] == 1
-    assert await dock.claim("rollout", 1, version=0) is None, "a repeated empty answer is an answer too"
+    assert await dock.claim("rollout", 1, version=0) is None, (
+        "a repeated empty answer is an answer too"
+    )
 
 
 async def test_a_cancelled_call_is_always_cancelled(dock: Dock) -> None:
-    """redis-py may lose a cancellation that meets an arriving reply; a worker that is asked to end would hang."""
+    """redis-py may lose a cancellation that meets an arriving reply; a worker that is asked to end
+    would hang."""
     for turns in range(200):
         call = asyncio.create_task(dock.index.stats())
         for _ in range(turns % 12):
@@ -449,14 +498,23 @@ async def test_transitions_follow_the_allowed_moves(index: Index) -> None:
     assert await index.transition([""], "created") == ("created", True)
     assert await index.transition(["running"], "paused") == ("created", False)
     assert (await index.state())[:2] == ("created", "")
-    assert await index.transition(["created"], "stopping", "the user asked for it") == ("stopping", True)
+    assert await index.transition(["created"], "stopping", "the user asked for it") == (
+        "stopping",
+        True,
+    )
     assert (await index.state())[:2] == ("stopping", "the user asked for it")
-    assert await index.states([index.run, "unknown"]) == [("stopping", "the user asked for it"), ("", "")]
+    assert await index.states([index.run, "unknown"]) == [
+        ("stopping", "the user asked for it"),
+        ("", ""),
+    ]
 
 
 @pytest.mark.parametrize("slab", [0, 1 << 14])
-async def test_cancelled_writes_leave_no_bytes_behind(index: Index, tmp_path: Path, slab: int) -> None:
-    """Whether the index had done a cancelled put or not: what is there is whole, and all bytes come back."""
+async def test_cancelled_writes_leave_no_bytes_behind(
+    index: Index, tmp_path: Path, slab: int
+) -> None:
+    """Whether the index had done a cancelled put or not: what is there is whole, and all bytes come
+    back."""
     schema = Schema([Column.scalar("number", torch.int64)])
     stages = (StageSpec("last", "rows", 1, 0, releases=True),)
     await index.init(RunConfig(stages), {})

@@ -1,6 +1,8 @@
-"""Several nodes: samples stay where they are made and travel when asked for; warehouses come, leave and are lost.
+"""Several nodes: samples stay where they are made and travel when asked for; warehouses come, leave
+and are lost.
 
-Nodes here are docks with node names of their own, so that what is not theirs comes over real sockets.
+Nodes here are docks with node names of their own, so that what is not theirs comes over real
+sockets.
 """
 
 from __future__ import annotations
@@ -40,10 +42,18 @@ ARENA = 1 << 20
 
 class Cluster:
     def __init__(self, index: Index, home: Path) -> None:
-        self.index, self.home, self.docks = index, home, list[Dock]()
+        self.index = index
+        self.home = home
+        self.docks = list[Dock]()
 
     async def node(
-        self, name: str, *, serve: bool = True, slab: int = 0, secret: bytes = SECRET, timeout: float = 3.0
+        self,
+        name: str,
+        *,
+        serve: bool = True,
+        slab: int = 0,
+        secret: bytes = SECRET,
+        timeout: float = 3.0,
     ) -> Dock:
         dock = Dock(
             self.index,
@@ -88,8 +98,11 @@ async def respond(dock: Dock, most: int) -> list[int]:
     return sorted(set(claim.group.tolist()))
 
 
-async def test_samples_lie_where_they_were_made_and_are_read_from_everywhere(cluster: Cluster) -> None:
-    a, b = await cluster.node("a"), await cluster.node("b")
+async def test_samples_lie_where_they_were_made_and_are_read_from_everywhere(
+    cluster: Cluster,
+) -> None:
+    a = await cluster.node("a")
+    b = await cluster.node("b")
     await admit(a, 0, 4)
     assert await respond(a, 1) == [0]
     assert await respond(b, 1) == [1]
@@ -101,19 +114,25 @@ async def test_samples_lie_where_they_were_made_and_are_read_from_everywhere(clu
         claim = await reader.claim("score", 4)
         assert claim is not None
         rows = await reader.fetch(claim, ["response", "prompt"])
-        assert [r.tolist() for r in rows["response"].unbind()] == [[row.group, row.place, 7] for row in claim.rows]
-        assert [r.tolist() for r in rows["prompt"].unbind()] == [[100 * row.group, row.group] for row in claim.rows]
+        assert [r.tolist() for r in rows["response"].unbind()] == [
+            [row.group, row.place, 7] for row in claim.rows
+        ]
+        assert [r.tolist() for r in rows["prompt"].unbind()] == [
+            [100 * row.group, row.group] for row in claim.rows
+        ]
     assert a.warehouses.server is not None
     assert a.warehouses.server.payload_sent > 0, "b reads the prompts from a"
 
 
 async def test_nodes_that_start_together_find_each_other_in_any_order(cluster: Cluster) -> None:
-    a, b = await cluster.node("a", serve=False), await cluster.node("b", serve=False)
+    a = await cluster.node("a", serve=False)
+    b = await cluster.node("b", serve=False)
     options = {"worker": "writer", "warehouse": "a", "node": "c", "secret": SECRET}
     writer = Dock(cluster.index, SCHEMA, directory=cluster.home, **options)  # type: ignore[arg-type]
     cluster.docks.append(writer)
     with pytest.raises(
-        ConnectionError, match="warehouse 'a' lies on node 'a', which does not serve it; start its server"
+        ConnectionError,
+        match="warehouse 'a' lies on node 'a', which does not serve it; start its server",
     ):
         await admit(writer, 0, 1)
     await a.serve("127.0.0.1")
@@ -123,8 +142,11 @@ async def test_nodes_that_start_together_find_each_other_in_any_order(cluster: C
     assert a.warehouses.server.payload_received > 0 < a.warehouses.server.payload_sent
 
 
-async def test_near_rows_are_claimed_first_but_old_ones_elsewhere_are_not_left_behind(cluster: Cluster) -> None:
-    a, b = await cluster.node("a"), await cluster.node("b")
+async def test_near_rows_are_claimed_first_but_old_ones_elsewhere_are_not_left_behind(
+    cluster: Cluster,
+) -> None:
+    a = await cluster.node("a")
+    b = await cluster.node("b")
     await admit(a, 0, 8, samples=1)
     claims = [await a.claim("rollout", 1, version=0) for _ in range(8)]
     for group, claim in enumerate(claims):
@@ -143,7 +165,8 @@ async def test_near_rows_are_claimed_first_but_old_ones_elsewhere_are_not_left_b
 
 
 async def test_rows_go_to_the_waiting_workers_of_their_own_node_first(cluster: Cluster) -> None:
-    a, b = await cluster.node("a"), await cluster.node("b")
+    a = await cluster.node("a")
+    b = await cluster.node("b")
     await admit(a, 0, 8, samples=1)
     for _ in range(4):
         held = [await a.claim("rollout", 1, version=0) for _ in range(2)]
@@ -157,7 +180,9 @@ async def test_rows_go_to_the_waiting_workers_of_their_own_node_first(cluster: C
             assert claim is not None
             found = await near[dock]
             assert found is not None
-            assert found.row.tolist() == claim.row.tolist(), "a worker of the other node was there first"
+            assert found.row.tolist() == claim.row.tolist(), (
+                "a worker of the other node was there first"
+            )
 
 
 async def until_waiting(index: Index, *topics: str) -> None:
@@ -165,11 +190,16 @@ async def until_waiting(index: Index, *topics: str) -> None:
     found = list[bytes]()
     async with asyncio.timeout(20):
         while found != [b"1"] * len(topics):
-            found = await index._redis.hmget(index.prefix + "n", [f"idle:{topic}" for topic in topics])
+            found = await index._redis.hmget(
+                index.prefix + "n", [f"idle:{topic}" for topic in topics]
+            )
 
 
-async def test_what_a_nodes_workers_leave_is_taken_elsewhere_after_their_headstart(cluster: Cluster) -> None:
-    a, b = await cluster.node("a"), await cluster.node("b")
+async def test_what_a_nodes_workers_leave_is_taken_elsewhere_after_their_headstart(
+    cluster: Cluster,
+) -> None:
+    a = await cluster.node("a")
+    b = await cluster.node("b")
     await admit(a, 0, 3, samples=1)
     assert await a.claim("score", 1) is None, "a has a worker of this stage"
     far = asyncio.create_task(b.claim("score", 3, timeout=20))
@@ -178,16 +208,20 @@ async def test_what_a_nodes_workers_leave_is_taken_elsewhere_after_their_headsta
     claim = await a.claim("rollout", 3, version=0)
     assert claim is not None
     await a.commit(claim, range(3), {"response": [torch.tensor([1])] * 3}, generated=[(0, 1)] * 3)
-    first, rest = await near, await far
+    first = await near
+    rest = await far
     assert first is not None
     assert rest is not None, "it was never notified of the rows that the others left"
     assert (first.row.tolist(), rest.row.tolist()) == ([0], [1, 2])
 
 
-async def test_rows_of_a_node_without_workers_are_anybodys_at_once(index: Index, tmp_path: Path) -> None:
+async def test_rows_of_a_node_without_workers_are_anybodys_at_once(
+    index: Index, tmp_path: Path
+) -> None:
     await index.init(RunConfig(STAGES, 2, 3, 1, 3, headstart=3600), {})
     cluster = Cluster(index, tmp_path)
-    a, b = await cluster.node("a"), await cluster.node("b")
+    a = await cluster.node("a")
+    b = await cluster.node("b")
     await admit(a, 0, 1)
     far = asyncio.create_task(b.claim("score", 2, timeout=20))
     assert await respond(a, 1) == [0]
@@ -209,12 +243,18 @@ async def test_batches_come_in_order_whatever_nodes_their_rows_lie_on(cluster: C
     batch = await nodes[1].claim("update", 1)
     assert batch is not None
     rows = await nodes[1].fetch(batch, ["response", "score", "prompt"])
-    assert [r.tolist() for r in rows["response"].unbind()] == [[0, 0, 7], [0, 1, 7], [1, 0, 7], [1, 1, 7]]
+    assert [r.tolist() for r in rows["response"].unbind()] == [
+        [0, 0, 7],
+        [0, 1, 7],
+        [1, 0, 7],
+        [1, 1, 7],
+    ]
     assert rows["score"].tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
 async def test_a_warehouse_leaves_and_its_samples_move(cluster: Cluster) -> None:
-    a, b = await cluster.node("a"), await cluster.node("b")
+    a = await cluster.node("a")
+    b = await cluster.node("b")
     await admit(a, 0, 4)
     await respond(a, 2)
     await respond(b, 1)
@@ -227,9 +267,9 @@ async def test_a_warehouse_leaves_and_its_samples_move(cluster: Cluster) -> None
     (cluster.home / "a" / "arena-a").unlink()
     assert await respond(b, 4) == [3]
     await admit(a, 4, 1)
-    assert (await cluster.index.stats())["warehouses"]["b"]["used"] > after["warehouses"]["b"]["used"], (
-        "a writes there now"
-    )
+    assert (await cluster.index.stats())["warehouses"]["b"]["used"] > after["warehouses"]["b"][
+        "used"
+    ], "a writes there now"
     claim = await b.claim("score", 8)
     assert claim is not None
     responses = (await b.fetch(claim, ["response"]))["response"].unbind()
@@ -241,7 +281,8 @@ async def test_a_lost_node_has_its_groups_made_again_and_the_ledger_shows_them(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(directory, "SILENT_SECONDS", 0.0)
-    a, b = await cluster.node("a"), await cluster.node("b")
+    a = await cluster.node("a")
+    b = await cluster.node("b")
     await admit(b, 0, 4)
     assert await respond(a, 1) == [0]
     assert await respond(b, 1) == [1]
@@ -250,7 +291,9 @@ async def test_a_lost_node_has_its_groups_made_again_and_the_ledger_shows_them(
     assert held is not None
     assert len(held) == 6
     await a.close()  # the node is gone
-    with pytest.raises(StaleHandle, match="warehouse 'a' on node 'a' is gone; its samples are made again"):
+    with pytest.raises(
+        StaleHandle, match="warehouse 'a' on node 'a' is gone; its samples are made again"
+    ):
         await b.fetch(held, ["response"])
     ledger = await cluster.index.ledger()
     assert (ledger["generated"], ledger["remade"], ledger["in_flight"]) == (6, 4, 2)
@@ -269,9 +312,11 @@ async def test_a_lost_node_has_its_groups_made_again_and_the_ledger_shows_them(
 async def test_a_reader_of_a_lost_node_waits_while_its_last_heartbeat_is_young(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It does not fail before it is known whether the node is lost, so its worker needs no restart."""
+    """It does not fail before it is known whether the node is lost, so its worker needs no
+    restart."""
     monkeypatch.setattr(directory, "SILENT_SECONDS", 1.5)
-    a, b = await cluster.node("a"), await cluster.node("b", timeout=0.2)
+    a = await cluster.node("a")
+    b = await cluster.node("b", timeout=0.2)
     await admit(a, 0, 1)
     claim = await b.claim("rollout", 1, version=0)
     assert claim is not None
@@ -287,21 +332,28 @@ async def test_a_reader_of_a_lost_node_waits_while_its_last_heartbeat_is_young(
 async def test_a_warehouse_that_is_alive_but_cannot_be_reached_is_not_given_up(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A network cut between two hosts: the samples are not made again, and the node that cannot reach them reports it."""
+    """A network cut between two hosts: the samples are not made again, and the node that cannot
+    reach them reports it."""
     monkeypatch.setattr(directory, "HEARTBEAT_SECONDS", 0.2)
-    a, b = await cluster.node("a"), await cluster.node("b")
+    a = await cluster.node("a")
+    b = await cluster.node("b")
     await admit(a, 0, 2)
     assert a.warehouses.server is not None
-    await a.warehouses.server.close()  # its packets are lost, while its signs of life still reach the index
+    # its packets are lost, while its signs of life still reach the index
+    await a.warehouses.server.close()
     claim = await b.claim("rollout", 1, version=0)
     assert claim is not None
     with pytest.raises(
-        WarehouseUnreachable, match="warehouse 'a' on node 'a' is alive, but cannot be reached from node 'b'"
+        WarehouseUnreachable,
+        match="warehouse 'a' on node 'a' is alive, but cannot be reached from node 'b'",
     ):
         await b.fetch(claim, ["prompt"])
     assert set((await cluster.index.stats())["warehouses"]) == {"a", "b"}
     await a.serve("127.0.0.1")  # at another port, as a restarted server does
-    assert [p.tolist() for p in (await b.fetch(claim, ["prompt"]))["prompt"].unbind()] == [[0, 0], [0, 0]]
+    assert [p.tolist() for p in (await b.fetch(claim, ["prompt"]))["prompt"].unbind()] == [
+        [0, 0],
+        [0, 0],
+    ]
 
 
 async def test_a_wrong_secret_is_refused_with_what_to_set(cluster: Cluster) -> None:
@@ -314,10 +366,16 @@ async def test_a_wrong_secret_is_refused_with_what_to_set(cluster: Cluster) -> N
         await stranger.fetch(claim, ["prompt"])
 
 
-async def test_a_worker_whose_warehouse_does_not_exist_gets_an_error_that_names_those_that_do(cluster: Cluster) -> None:
+async def test_a_worker_whose_warehouse_does_not_exist_gets_an_error_that_names_those_that_do(
+    cluster: Cluster,
+) -> None:
     await cluster.node("a")
     lost = Dock(cluster.index, SCHEMA, worker="w", directory=cluster.home, warehouse="z")
-    with pytest.raises(WarehouseGone, match=r"warehouse 'z' is not in run .*, which has \['a'\]; join\(\) it first"):
+    with pytest.raises(
+        WarehouseGone,
+        match=r"warehouse 'z' is not in run .*, which has \['a'\]; "
+        r"join\(\) it first",
+    ):
         await lost.admit([(0, 1)], {"prompt": [torch.tensor([1])]})
     with pytest.raises(IndexRefused):
         await cluster.index.announce_warehouse(9, "x", 1)
@@ -346,13 +404,17 @@ asyncio.run(main(*sys.argv[1:4]))
 
 
 def start_far(cluster: Cluster, name: str, does: str) -> BaseProcess:
-    process, output = program(SERVER, cluster.index.url, cluster.index.run, str(cluster.home / "far"), name, does)
+    process, output = program(
+        SERVER, cluster.index.url, cluster.index.run, str(cluster.home / "far"), name, does
+    )
     with output:
         assert output.readline() == "serving\n"
     return process
 
 
-async def test_a_killed_warehouse_process_finds_its_arena_again_and_loses_nothing(cluster: Cluster) -> None:
+async def test_a_killed_warehouse_process_finds_its_arena_again_and_loses_nothing(
+    cluster: Cluster,
+) -> None:
     near = await cluster.node("near")
     far = await asyncio.to_thread(start_far, cluster, "first", "makes")
     again = None

@@ -1,4 +1,5 @@
-"""Warehouses of two machines that have the same host name and the same paths, in network namespaces."""
+"""Warehouses of two machines that have the same host name and the same paths, in network
+namespaces."""
 
 from __future__ import annotations
 
@@ -18,13 +19,21 @@ from pipeline.warehouse.dock import Dock
 from tests.machines import two_machines
 
 SCHEMA = Schema([Column.ragged("ids", torch.int32)])
-RUN, SECRET = "two-machines", b"of one test on two machines"
+RUN = "two-machines"
+SECRET = b"of one test on two machines"
 
 
 async def machine(url: str, warehouse: str) -> None:
-    """Join, serve on all addresses, put a group when a number comes in, and print what lies where at the end."""
+    """Join, serve on all addresses, put a group when a number comes in, and print what lies where
+    at the end."""
     folder = shared_memory_directory() / RUN
-    options = {"worker": warehouse, "warehouse": warehouse, "secret": SECRET, "directory": folder, "arena": 1 << 20}
+    options = {
+        "worker": warehouse,
+        "warehouse": warehouse,
+        "secret": SECRET,
+        "directory": folder,
+        "arena": 1 << 20,
+    }
     stages = [StageSpec("read", "rows", SCHEMA.mask(["ids"]), 0)]
     async with Dock.open(url, RUN, SCHEMA, stages, **options) as dock:
         print(json.dumps([*await dock.serve("0.0.0.0"), node_id(folder)]), flush=True)
@@ -55,10 +64,12 @@ def test_two_machines_with_one_name_read_each_others_samples_at_the_address_that
 
 
 async def read(url: str) -> None:
-    """Print the rows of both machines, as a third process of the second one reads them: both over the wire, as this process
-    has shared memory of its own."""
+    """Print the rows of both machines, as a third process of the second one reads them: both over
+    the wire, as this process has shared memory of its own."""
     index = Index(url, RUN)
-    dock = Dock(index, SCHEMA, worker="reader", directory=Path(), warehouse="house-1", secret=SECRET)
+    dock = Dock(
+        index, SCHEMA, worker="reader", directory=Path(), warehouse="house-1", secret=SECRET
+    )
     claim = await dock.claim("read", 2, timeout=10)
     assert claim is not None
     rows = (await dock.fetch(claim, ["ids"]))["ids"].unbind()
@@ -85,7 +96,8 @@ def test_what_is_announced(host: str, route: str, expected: str) -> None:
     ("host", "route", "others", "expected"),
     [
         ("auto", "192.0.2.8", "", "192.0.2.8"),
-        ("auto", "192.0.2.8", "10.0.0.1", "192.0.2.8"),  # the way to the index is known to lead here
+        # the way to the index is known to lead here
+        ("auto", "192.0.2.8", "10.0.0.1", "192.0.2.8"),
         ("auto", "", "10.0.0.1", "10.0.0.1"),
         (
             "0.0.0.0",
@@ -107,7 +119,9 @@ def test_an_address_that_is_derived_is_the_one_by_which_others_come(
 @pytest.mark.parametrize(("host", "others"), [("0.0.0.0", "fd00::1"), ("::", "10.0.0.1")])
 def test_all_addresses_of_one_version_do_not_answer_at_the_other(host: str, others: str) -> None:
     with pytest.raises(
-        ValueError, match=rf"stands for addresses of IPv\d alone, and other nodes reach this one at {others}"
+        ValueError,
+        match=rf"stands for addresses of IPv\d alone, and other nodes reach this one "
+        rf"at {others}",
     ):
         announced(host, "", others)
 
@@ -115,7 +129,11 @@ def test_all_addresses_of_one_version_do_not_answer_at_the_other(host: str, othe
 @pytest.mark.parametrize(
     ("host", "route", "wrong"),
     [
-        ("0.0.0.0", "", "stands for all addresses of this machine, and the index, which is on it too"),
+        (
+            "0.0.0.0",
+            "",
+            "stands for all addresses of this machine, and the index, which is on it too",
+        ),
         ("::", "::1", "stands for all addresses of this machine"),
         (
             "localhost",
@@ -133,11 +151,21 @@ async def test_a_warehouse_is_not_served_on_all_addresses_where_none_of_them_is_
     index: Index, tmp_path: Path
 ) -> None:
     async with Dock.open(
-        index.url, index.run, SCHEMA, [], worker="w", arena=1 << 16, directory=tmp_path, secret=SECRET
+        index.url,
+        index.run,
+        SCHEMA,
+        [],
+        worker="w",
+        arena=1 << 16,
+        directory=tmp_path,
+        secret=SECRET,
     ) as dock:
         with pytest.raises(ValueError, match=r"serve = '0\.0\.0\.0': stands for all addresses"):
             await dock.serve("0.0.0.0")
-        assert await dock.serve("0.0.0.0", advertise="a.name") == ("a.name", dock.warehouses.server.address[1])
+        assert await dock.serve("0.0.0.0", advertise="a.name") == (
+            "a.name",
+            dock.warehouses.server.address[1],
+        )
 
 
 if __name__ == "__main__":

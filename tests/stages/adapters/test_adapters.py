@@ -1,4 +1,5 @@
-"""Adapters on a model: what is trained, published, saved and computed, on one process and on ranks."""
+"""Adapters on a model: what is trained, published, saved and computed, on one process and on
+ranks."""
 
 from __future__ import annotations
 
@@ -59,29 +60,48 @@ def plain_logits(model: Any) -> torch.Tensor:
 
 
 def test_adapters_alone_are_trained_published_and_held_by_the_optimizer() -> None:
-    engine, whole = engine_of(), model_of("qwen3")
-    base = {name: value.clone() for name, value in engine.model.state_dict().items() if "lora" not in name}
+    engine = engine_of()
+    whole = model_of("qwen3")
+    base = {
+        name: value.clone()
+        for name, value in engine.model.state_dict().items()
+        if "lora" not in name
+    }
     before = weights_of(engine)
     engine.train_batch(make_batch(), algorithm())
     engine.train_batch(make_batch(seed=1), algorithm())
     after = weights_of(engine)
-    assert {name: tuple(value.shape) for name, value in after.items()} == adapter_shapes(whole, LORA)
+    assert {name: tuple(value.shape) for name, value in after.items()} == adapter_shapes(
+        whole, LORA
+    )
     assert all(not torch.equal(before[name], after[name]) for name in after)
-    assert engine.state_dict()["exp_avg"].keys() == engine.state_dict()["model"].keys() == after.keys()
+    assert (
+        engine.state_dict()["exp_avg"].keys() == engine.state_dict()["model"].keys() == after.keys()
+    )
     now = engine.model.state_dict()
     assert all(torch.equal(now[name], value) for name, value in base.items()), "the base is frozen"
 
 
 def test_at_most_four_percent_of_the_bytes_are_published(tmp_path: Path) -> None:
-    """At rank 16 on all linear layers of SmolLM2, whose shapes this model has, and a record of which is made."""
+    """At rank 16 on all linear layers of SmolLM2, whose shapes this model has, and a record of
+    which is made."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}
+    sizes = {
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+    }
     with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=30, vocab_size=49152, tie_word_embeddings=True))
+        model = LlamaForCausalLM(
+            LlamaConfig(**sizes, num_hidden_layers=30, vocab_size=49152, tie_word_embeddings=True)
+        )
     full = sum(parameter.numel() for parameter in model.parameters())
     shapes = adapter_shapes(model, AdapterOptions(16, 32.0))
-    published = WeightStore(tmp_path).publish(1, ((name, torch.empty(shape)) for name, shape in shapes.items()))
+    published = WeightStore(tmp_path).publish(
+        1, ((name, torch.empty(shape)) for name, shape in shapes.items())
+    )
     assert published.nbytes <= 0.04 * 4 * full
 
 
@@ -100,14 +120,17 @@ def test_targets_are_ends_of_names(targets: tuple[str, ...]) -> None:
 
 def test_a_target_that_is_no_linear_layer_is_refused() -> None:
     with pytest.raises(
-        ValueError, match="'query' is no linear layer of Qwen3ForCausalLM before its head; it has down_pr"
+        ValueError,
+        match="'query' is no linear layer of Qwen3ForCausalLM before its head; it has down_pr",
     ):
         engine_of(adapters=AdapterOptions(2, 4.0, ("query",)))
     with pytest.raises(ValueError, match="'lm_head' is no linear layer"):
         engine_of(adapters=AdapterOptions(2, 4.0, ("lm_head",)))
 
 
-def assert_same_policy(engine: TorchTrainEngine, decoder: TorchDecoder, tolerance: float = 2e-5) -> None:
+def assert_same_policy(
+    engine: TorchTrainEngine, decoder: TorchDecoder, tolerance: float = 2e-5
+) -> None:
     with torch.inference_mode():
         found = decoder.score(IDS[:4], IDS[4:]).log_softmax(-1)
     wanted = plain_logits_of(engine)[3:-1].log_softmax(-1)
@@ -125,7 +148,9 @@ def plain_logits_of(engine: TorchTrainEngine) -> torch.Tensor:
 
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("kind", ["llama", "biased", "qwen3", "gathered", "fused", "moe"])
-def test_a_decoder_with_the_published_adapters_computes_the_merged_model(kind: str, packed: bool) -> None:
+def test_a_decoder_with_the_published_adapters_computes_the_merged_model(
+    kind: str, packed: bool
+) -> None:
     engine = trained(kind)
     decoder = TorchDecoder(model_of(kind), torch.device("cpu"), packed=packed, adapters=LORA)
     with torch.inference_mode():
@@ -144,11 +169,14 @@ def test_a_decoder_with_the_published_adapters_computes_the_merged_model(kind: s
 
 
 def test_the_base_is_the_reference() -> None:
-    """Scores by the base, with the adapters off, are what a reference with the model of the beginning gives."""
-    batch, with_column = make_batch(seed=4).exclude("ref_logprobs"), make_batch(seed=4)
+    """Scores by the base, with the adapters off, are what a reference with the model of the
+    beginning gives."""
+    batch = make_batch(seed=4).exclude("ref_logprobs")
+    with_column = make_batch(seed=4)
     with_column["ref_logprobs"] = TorchTrainEngine(model_of("qwen3"), **OPTIONS).logprobs(batch)
     by_base = NamedAlgorithm("grpo", algorithm(), {"ref_logprobs": "base"})
-    found, wanted = trained(), trained()
+    found = trained()
+    wanted = trained()
     assert found.train_batch(batch, by_base) == pytest.approx(
         dict(wanted.train_batch(with_column, algorithm())), rel=1e-4
     )
@@ -171,12 +199,15 @@ def test_exports_are_opened_by_peft_and_by_transformers(kind: str, tmp_path: Pat
 
 def test_a_bfloat16_base_has_float32_adapters_and_publishes_bfloat16() -> None:
     engine = TorchTrainEngine(
-        model_of("qwen3", dtype=torch.bfloat16), **{**ADAPTED, "compute": torch.bfloat16, "learning_rate": 1e-5}
+        model_of("qwen3", dtype=torch.bfloat16),
+        **{**ADAPTED, "compute": torch.bfloat16, "learning_rate": 1e-5},
     )
     before = {name: value.clone() for name, value in engine.state_dict()["model"].items()}
     engine.train_batch(make_batch(), algorithm())
     state = engine.state_dict()
-    assert {value.dtype for part in ("model", "exp_avg") for value in state[part].values()} == {torch.float32}
+    assert {value.dtype for part in ("model", "exp_avg") for value in state[part].values()} == {
+        torch.float32
+    }
     assert {value.dtype for value in weights_of(engine).values()} == {torch.bfloat16}
     assert {p.dtype for p in engine.model.parameters()} == {torch.bfloat16}
     moved = [name for name, value in state["model"].items() if not torch.equal(value, before[name])]
@@ -193,7 +224,8 @@ def test_a_checkpoint_continues_bit_for_bit(tmp_path: Path) -> None:
     Checkpoint(tmp_path, 2, {}, []).load_into(other)
     for one in (engine, other):
         one.train_batch(make_batch(seed=7), algorithm())
-    ours, theirs = whole_state(engine), whole_state(other)
+    ours = whole_state(engine)
+    theirs = whole_state(other)
     assert all(np.array_equal(value, theirs[name]) for name, value in ours.items())
     assert (tmp_path / "model" / "config.json").is_file()
     assert (tmp_path / ADAPTER / "adapter_config.json").is_file()
@@ -212,7 +244,9 @@ def test_a_checkpoint_continues_bit_for_bit(tmp_path: Path) -> None:
 def test_ranks_train_what_one_process_trains(chosen: dict[str, int], kind: str) -> None:
     engine = engine_of(kind, learning_rate=1e-3)
     wanted = [dict(engine.train_batch(make_batch(seed=seed), algorithm())) for seed in range(3)]
-    *found, weights = of_product(chosen, steps, kind, 3, {"adapters": LORA, "learning_rate": 1e-3})[0]
+    *found, weights = of_product(chosen, steps, kind, 3, {"adapters": LORA, "learning_rate": 1e-3})[
+        0
+    ]
     for one, other in zip(found, wanted, strict=True):
         assert other.pop("fed_tokens") <= one.pop("fed_tokens")
         assert one == pytest.approx(other, rel=1e-3, abs=1e-6)

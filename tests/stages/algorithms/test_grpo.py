@@ -21,7 +21,8 @@ Row = dict[str, Any]  # logprobs, rollout, ref: lists of floats; advantage: floa
 
 
 def random_rows(seed: int, rows: int = 5, spread: float = 0.4) -> list[Row]:
-    """Rows whose ratios fall below, inside and above the clip range, with advantages of both signs and zero."""
+    """Rows whose ratios fall below, inside and above the clip range, with advantages of both signs
+    and zero."""
     rng = random.Random(seed)
     made = []
     for i in range(rows):
@@ -37,13 +38,24 @@ def random_rows(seed: int, rows: int = 5, spread: float = 0.4) -> list[Row]:
     return made
 
 
-def pack(rows: list[Row], total_rows: int, total_tokens: int, dtype: torch.dtype = torch.float64) -> TokenBatch:
+def pack(
+    rows: list[Row], total_rows: int, total_tokens: int, dtype: torch.dtype = torch.float64
+) -> TokenBatch:
     lengths = [len(row["logprobs"]) for row in rows]
-    flat = {name: torch.tensor([x for row in rows for x in row[name]], dtype=dtype) for name in ("rollout", "ref")}
-    logprobs = torch.tensor([x for row in rows for x in row["logprobs"]], dtype=dtype, requires_grad=True)
+    flat = {
+        name: torch.tensor([x for row in rows for x in row[name]], dtype=dtype)
+        for name in ("rollout", "ref")
+    }
+    logprobs = torch.tensor(
+        [x for row in rows for x in row["logprobs"]], dtype=dtype, requires_grad=True
+    )
     row = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(lengths))
     advantage = torch.tensor([r["advantage"] for r in rows], dtype=dtype)[row]
-    columns = {"rollout_logprobs": flat["rollout"], "ref_logprobs": flat["ref"], "advantage": advantage}
+    columns = {
+        "rollout_logprobs": flat["rollout"],
+        "ref_logprobs": flat["ref"],
+        "advantage": advantage,
+    }
     return TokenBatch(logprobs, columns, row, torch.tensor(lengths), total_tokens, total_rows)
 
 
@@ -62,21 +74,35 @@ def whole(rows: list[Row], dtype: torch.dtype = torch.float64) -> TokenBatch:
 def reference(algorithm: GRPO, rows: list[Row]) -> tuple[float, list[float], dict[str, float]]:
     """Loss, its gradient by token, and metrics, from the formulas, one token at a time."""
     tokens = sum(len(row["logprobs"]) for row in rows)
-    loss, gradient, clipped, ratios, kl_behaviour = 0.0, [], 0, [], 0.0
+    loss = 0.0
+    gradient = []
+    clipped = 0
+    ratios = []
+    kl_behaviour = 0.0
     for row in rows:
-        share = 1 / tokens if algorithm.loss_normalization == "token" else 1 / (len(rows) * len(row["logprobs"]))
+        share = (
+            1 / tokens
+            if algorithm.loss_normalization == "token"
+            else 1 / (len(rows) * len(row["logprobs"]))
+        )
         advantage = row["advantage"]
         for now, behaviour, ref in zip(row["logprobs"], row["rollout"], row["ref"], strict=True):
             ratio = math.exp(now - behaviour)
             ratios.append(ratio)
             kl_behaviour += ratio - 1 - math.log(ratio)
-            value, slope = -ratio * advantage, -ratio * advantage
+            value = -ratio * advantage
+            slope = -ratio * advantage
             if advantage > 0 and ratio > 1 + algorithm.clip_high:
-                value, slope, clipped = -(1 + algorithm.clip_high) * advantage, 0.0, clipped + 1
+                value = -(1 + algorithm.clip_high) * advantage
+                slope = 0.0
+                clipped = clipped + 1
             elif advantage < 0 and ratio < 1 - algorithm.clip_low:
-                value, slope, clipped = -(1 - algorithm.clip_low) * advantage, 0.0, clipped + 1
+                value = -(1 - algorithm.clip_low) * advantage
+                slope = 0.0
+                clipped = clipped + 1
             elif advantage < 0 and algorithm.max_ratio is not None and ratio > algorithm.max_ratio:
-                value, slope = -algorithm.max_ratio * advantage, 0.0
+                value = -algorithm.max_ratio * advantage
+                slope = 0.0
             if algorithm.kl_coef:
                 value += algorithm.kl_coef * (math.exp(ref - now) - (ref - now) - 1)
                 slope += algorithm.kl_coef * (1 - math.exp(ref - now))
@@ -99,7 +125,11 @@ def test_loss_gradient_and_metrics_are_those_of_the_formulas(
     normalization: Any, kl_coef: float, max_ratio: float | None, seed: int
 ) -> None:
     algorithm = GRPO(
-        clip_low=0.2, clip_high=0.28, kl_coef=kl_coef, max_ratio=max_ratio, loss_normalization=normalization
+        clip_low=0.2,
+        clip_high=0.28,
+        kl_coef=kl_coef,
+        max_ratio=max_ratio,
+        loss_normalization=normalization,
     )
     rows = random_rows(seed, rows=12)
     expected_loss, expected_gradient, expected_metrics = reference(algorithm, rows)
@@ -109,16 +139,22 @@ def test_loss_gradient_and_metrics_are_those_of_the_formulas(
 
     assert output.loss.item() == pytest.approx(expected_loss, rel=1e-6, abs=1e-9)
     torch.testing.assert_close(
-        tokens.logprobs.grad, torch.tensor(expected_gradient, dtype=torch.float64), rtol=1e-6, atol=1e-9
+        tokens.logprobs.grad,
+        torch.tensor(expected_gradient, dtype=torch.float64),
+        rtol=1e-6,
+        atol=1e-9,
     )
     metrics = algorithm.finish({name: value.item() for name, value in output.metrics.items()})
-    assert {name: metrics[name] for name in expected_metrics} == pytest.approx(expected_metrics, rel=1e-6)
+    assert {name: metrics[name] for name in expected_metrics} == pytest.approx(
+        expected_metrics, rel=1e-6
+    )
     assert ("kl_reference" in metrics) == (kl_coef > 0)
     assert all(not value.requires_grad for value in output.metrics.values())
 
 
 def test_float32_agrees_with_the_float64_reference() -> None:
-    algorithm, rows = GRPO(kl_coef=0.1), random_rows(7, rows=20)
+    algorithm = GRPO(kl_coef=0.1)
+    rows = random_rows(7, rows=20)
     assert algorithm.loss(whole(rows, torch.float32)).loss.item() == pytest.approx(
         reference(algorithm, rows)[0], abs=1e-6
     )
@@ -126,10 +162,24 @@ def test_float32_agrees_with_the_float64_reference() -> None:
 
 @pytest.mark.parametrize(
     ("ratio", "advantage", "has_gradient"),
-    [(1.5, 1.0, False), (0.5, 1.0, True), (1.5, -1.0, True), (0.5, -1.0, False), (1.1, 1.0, True), (0.9, -1.0, True)],
+    [
+        (1.5, 1.0, False),
+        (0.5, 1.0, True),
+        (1.5, -1.0, True),
+        (0.5, -1.0, False),
+        (1.1, 1.0, True),
+        (0.9, -1.0, True),
+    ],
 )
-def test_the_clip_stops_only_steps_that_go_further_out(ratio: float, advantage: float, has_gradient: bool) -> None:
-    row = {"logprobs": [-1.0], "rollout": [-1.0 - math.log(ratio)], "ref": [-1.0], "advantage": advantage}
+def test_the_clip_stops_only_steps_that_go_further_out(
+    ratio: float, advantage: float, has_gradient: bool
+) -> None:
+    row = {
+        "logprobs": [-1.0],
+        "rollout": [-1.0 - math.log(ratio)],
+        "ref": [-1.0],
+        "advantage": advantage,
+    }
     tokens = whole([row])
     output = GRPO().loss(tokens)
     output.loss.backward()
@@ -151,7 +201,9 @@ def test_micro_batches_add_up_to_the_batch(seed: int, cuts: list[int], normaliza
     once = algorithm.loss(tokens)
     once.loss.backward()
 
-    loss, gradients, sums = 0.0, [], dict.fromkeys(once.metrics, 0.0)
+    loss = 0.0
+    gradients = []
+    sums = dict.fromkeys(once.metrics, 0.0)
     edges = sorted({0, 10, *cuts})
     for start, end in pairwise(edges):
         part = pack(rows[start:end], tokens.total_rows, tokens.total_tokens)
@@ -160,7 +212,11 @@ def test_micro_batches_add_up_to_the_batch(seed: int, cuts: list[int], normaliza
         loss += output.loss.item()
         gradients.append(part.logprobs.grad)
         for name, value in output.metrics.items():
-            sums[name] = max(sums[name], value.item()) if name.startswith("max_") else sums[name] + value.item()
+            sums[name] = (
+                max(sums[name], value.item())
+                if name.startswith("max_")
+                else sums[name] + value.item()
+            )
 
     assert loss == pytest.approx(once.loss.item(), rel=1e-9, abs=1e-12)
     torch.testing.assert_close(torch.cat(gradients), tokens.logprobs.grad)
@@ -174,7 +230,9 @@ def test_advantages_have_mean_zero_and_unit_sample_std() -> None:
     std = math.sqrt(sum((r - mean) ** 2 for r in rewards.tolist()) / 3)
     expected = [(r - mean) / (std + 1e-4) for r in rewards.tolist()]
     assert credit(GRPO(), rewards).tolist() == pytest.approx(expected, rel=1e-6)
-    assert credit(GRPO(scale_rewards=False), rewards).tolist() == pytest.approx([r - mean for r in rewards.tolist()])
+    assert credit(GRPO(scale_rewards=False), rewards).tolist() == pytest.approx(
+        [r - mean for r in rewards.tolist()]
+    )
 
 
 @pytest.mark.parametrize("rewards", [[0.7] * 8, [0.1], [-3.0, -3.0]])
@@ -210,12 +268,15 @@ def test_the_reference_is_asked_for_only_with_kl() -> None:
 @pytest.mark.parametrize("rewards", [[0.0] * 4, [0.7] * 8])
 def test_groups_with_equal_rewards_are_dropped_on_request(rewards: list[float]) -> None:
     assert GRPO(drop_equal=True).credit({"reward": torch.tensor(rewards)}) == Drop("equal rewards")
-    assert not isinstance(GRPO(drop_equal=True).credit({"reward": torch.tensor([*rewards, 0.1])}), Drop)
+    assert not isinstance(
+        GRPO(drop_equal=True).credit({"reward": torch.tensor([*rewards, 0.1])}), Drop
+    )
 
 
 def test_a_row_weight_scales_the_row() -> None:
     rows = random_rows(5, rows=4)
-    plain, half = whole(rows), whole(rows)
+    plain = whole(rows)
+    half = whole(rows)
     weight = torch.tensor([0.5, 1.0, 2.0, 0.0], dtype=torch.float64)
     weighted = dataclasses.replace(half, weight=weight[half.row])
     for algorithm in (GRPO(), GRPO(loss_normalization="sequence")):

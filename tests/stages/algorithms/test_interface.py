@@ -65,8 +65,14 @@ class Discounted(Observing):
         return {"advantage": "float32 ragged", "returns": "float32 ragged"}
 
     def credit(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
-        returns = [torch.full_like(row, float(r)) for r, row in zip(group["reward"], group["values"], strict=True)]
-        return {"returns": returns, "advantage": [a - b for a, b in zip(returns, group["values"], strict=True)]}
+        returns = [
+            torch.full_like(row, float(r))
+            for r, row in zip(group["reward"], group["values"], strict=True)
+        ]
+        return {
+            "returns": returns,
+            "advantage": [a - b for a, b in zip(returns, group["values"], strict=True)],
+        }
 
 
 def test_prepare_whitens_the_whole_batch() -> None:
@@ -97,13 +103,20 @@ def test_a_pair_is_never_cut() -> None:
 
 
 def test_masked_tokens_are_not_trained_on() -> None:
-    batch, algorithm = make_batch(), Observing()
+    batch = make_batch()
+    algorithm = Observing()
     rows = [torch.arange(len(row)) % 2 == 0 for row in batch["response_ids"].unbind()]
     batch["loss_mask"] = torch.nested.nested_tensor(rows, layout=torch.jagged)
     engine_of(tiny_llama()).train_batch(batch, algorithm)
     (tokens,) = algorithm.batches
     kept = sum(int(row.sum()) for row in rows)
-    assert len(tokens.logprobs) == len(tokens["advantage"]) == len(tokens.row) == tokens.total_tokens == kept
+    assert (
+        len(tokens.logprobs)
+        == len(tokens["advantage"])
+        == len(tokens.row)
+        == tokens.total_tokens
+        == kept
+    )
     assert int(tokens.row_tokens.sum()) == kept
 
 
@@ -129,11 +142,17 @@ def test_credit_may_be_ragged() -> None:
     members, results = credits(Discounted(), rows, [7, 7, 9, 9])
     (output,) = outputs_of(members, results, [3, 1, 2, 5])
     assert output.rows is not None
-    assert [row.tolist() for row in output.rows["returns"]] == [[0.0] * 3, [1.0], [2.0] * 2, [3.0] * 5]
+    assert [row.tolist() for row in output.rows["returns"]] == [
+        [0.0] * 3,
+        [1.0],
+        [2.0] * 2,
+        [3.0] * 5,
+    ]
 
 
 def test_columns_keep_the_order_in_which_the_loss_declares_them() -> None:
-    """A set has another order in each process, and the mock engine draws its weights from the bytes of the columns."""
+    """A set has another order in each process, and the mock engine draws its weights from the bytes
+    of the columns."""
     names = [f"column_{number}" for number in range(8)]
 
     class Reading(Observing):
@@ -147,6 +166,11 @@ def test_columns_keep_the_order_in_which_the_loss_declares_them() -> None:
     given = TrainBatch(batch, Reading())
     total = int(given.lengths.sum())
     tokens = given.tokens(
-        [0], [0], torch.zeros(len(batch["response_ids"][0])), total_tokens=total, total_rows=1, total_groups=1
+        [0],
+        [0],
+        torch.zeros(len(batch["response_ids"][0])),
+        total_tokens=total,
+        total_rows=1,
+        total_groups=1,
     )
     assert list(tokens.rows) == names

@@ -1,4 +1,5 @@
-"""Tokens that ``loss_mask`` leaves out: a batch with them is the batch without them, for every algorithm; and by hand."""
+"""Tokens that ``loss_mask`` leaves out: a batch with them is the batch without them, for every
+algorithm; and by hand."""
 
 from __future__ import annotations
 
@@ -44,8 +45,14 @@ def rows_of(seed: int, lengths: list[int]) -> list[dict[str, torch.Tensor]]:
 
 def measured(algorithm: Algorithm, batch: TensorDict) -> dict[str, float]:
     """The loss of the whole batch as one micro-batch, its gradient's norm, and all metrics."""
-    scored = [name for name in (PROXIMAL, "values") if name in algorithm.loss_reads and name in algorithm.scores]
-    train_batch = TrainBatch(batch, algorithm, computed={name: list(batch[name].unbind()) for name in scored})
+    scored = [
+        name
+        for name in (PROXIMAL, "values")
+        if name in algorithm.loss_reads and name in algorithm.scores
+    ]
+    train_batch = TrainBatch(
+        batch, algorithm, computed={name: list(batch[name].unbind()) for name in scored}
+    )
     now = torch.cat(list(batch["now"].unbind())).requires_grad_()
     count = len(batch)
     tokens = train_batch.tokens(
@@ -62,7 +69,9 @@ def measured(algorithm: Algorithm, batch: TensorDict) -> dict[str, float]:
     out.loss.backward()
     assert now.grad is not None
     assert not now.grad[~train_batch.is_trained].any()
-    metrics = {name: float(value) for name, value in {**out.metrics, **tokens.behaviour_gap()}.items()}
+    metrics = {
+        name: float(value) for name, value in {**out.metrics, **tokens.behaviour_gap()}.items()
+    }
     assert tokens.entropy is not None
     return {
         "loss": out.loss.item(),
@@ -86,8 +95,18 @@ def test_a_batch_with_tokens_left_out_is_the_batch_without_them(
     rng = random.Random(seed)
     options: dict[str, Any] = {}
     if name != "sft":
-        options = {"ratio_level": level, "correction_level": level, "proximal": proximal, "mini_batches": 2}
-        options |= {"correction": "mask", "kl_coef": 0.1, "kl_weighted": True, "loss_normalization": normalization}
+        options = {
+            "ratio_level": level,
+            "correction_level": level,
+            "proximal": proximal,
+            "mini_batches": 2,
+        }
+        options |= {
+            "correction": "mask",
+            "kl_coef": 0.1,
+            "kl_weighted": True,
+            "loss_normalization": normalization,
+        }
         options |= {"response_tokens": 9}
     algorithm = build_algorithm(name, options)
     lengths = [rng.randint(1, 8) for _ in range(6)]
@@ -105,20 +124,32 @@ def test_a_batch_with_tokens_left_out_is_the_batch_without_them(
             if mask.any()
         ]
     )
-    assert measured(algorithm, whole) == pytest.approx(measured(algorithm, alone), rel=1e-6, abs=1e-9)
+    assert measured(algorithm, whole) == pytest.approx(
+        measured(algorithm, alone), rel=1e-6, abs=1e-9
+    )
 
 
 def test_ratios_of_a_response_are_of_its_trained_tokens() -> None:
-    """By hand: log-ratios 0.1, (9), 0.3 give the product exp(0.4) and the geometric mean exp(0.2)."""
+    """By hand: log-ratios 0.1, (9), 0.3 give the product exp(0.4) and the geometric mean
+    exp(0.2)."""
     for level, log_ratio in (("sequence", 0.4), ("geometric", 0.2)):
-        algorithm = build_algorithm("grpo", {"ratio_level": level, "clip_high": 9.0, "correction": "none"})
-        row = {"response_ids": torch.zeros(3).long(), "rollout_logprobs": torch.tensor([-1.1, -10.0, -1.3])}
+        algorithm = build_algorithm(
+            "grpo", {"ratio_level": level, "clip_high": 9.0, "correction": "none"}
+        )
+        row = {
+            "response_ids": torch.zeros(3).long(),
+            "rollout_logprobs": torch.tensor([-1.1, -10.0, -1.3]),
+        }
         row |= {"advantage": torch.tensor(1.0), "loss_mask": torch.tensor([True, False, True])}
         batch = TrainBatch(stack([row]), algorithm)
         now = torch.tensor([-1.0, -1.0, -1.0])
-        out = algorithm.loss(batch.tokens([0], [0], now, total_tokens=2, total_rows=1, total_groups=1))
+        out = algorithm.loss(
+            batch.tokens([0], [0], now, total_tokens=2, total_rows=1, total_groups=1)
+        )
         assert out.loss.item() == pytest.approx(-float(torch.tensor(log_ratio).exp()), rel=1e-6)
-        assert out.metrics["max_ratio"].item() == pytest.approx(float(torch.tensor(log_ratio).exp()), rel=1e-6)
+        assert out.metrics["max_ratio"].item() == pytest.approx(
+            float(torch.tensor(log_ratio).exp()), rel=1e-6
+        )
 
 
 @pytest.mark.parametrize(
@@ -131,7 +162,9 @@ def test_ratios_of_a_response_are_of_its_trained_tokens() -> None:
     ],
 )
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_reinforce_pp_whitens_over_trained_tokens_or_rows(over: str, expected: list[float], ranks: int) -> None:
+def test_reinforce_pp_whitens_over_trained_tokens_or_rows(
+    over: str, expected: list[float], ranks: int
+) -> None:
     masks = [[1, 1, 0, 1, 1], [1, 0], [0, 1], [0, 0, 0]]
     advantages = [1.0, 0.0, 3.0, 1000.0]  # nothing of the last one is trained
     rows = [
@@ -153,15 +186,20 @@ def test_reinforce_pp_whitens_over_trained_tokens_or_rows(over: str, expected: l
         for own, share in zip(sums, shares, strict=True):
             calls = iter(range(2))
 
-            def total(values: torch.Tensor, own: list[torch.Tensor] = own, calls: Any = calls) -> torch.Tensor:
+            def total(
+                values: torch.Tensor, own: list[torch.Tensor] = own, calls: Any = calls
+            ) -> torch.Tensor:
                 at = next(calls)
                 own[at:] = [values]
-                return sum((other[at] for other in sums if other is not own and len(other) > at), values)
+                return sum(
+                    (other[at] for other in sums if other is not own and len(other) > at), values
+                )
 
             found += TrainBatch(stack(share), algorithm, total)["advantage"].tolist()
         return found
 
-    for _ in range(4):  # until each rank has been told the others' sums, the second one by the right mean
+    # until each rank has been told the others' sums, the second one by the right mean
+    for _ in range(4):
         found = whitened()
     assert found[:3] == pytest.approx(expected, rel=1e-6)
     assert build_algorithm("reinforce_pp", {}).whiten_over == "tokens"  # type: ignore[attr-defined]
@@ -170,23 +208,37 @@ def test_reinforce_pp_whitens_over_trained_tokens_or_rows(over: str, expected: l
 # ── preference pairs ──
 
 
-def pair_tokens(algorithm: DPO, rows: list[tuple[int, float, list[float], list[float]]], groups: int) -> TokenBatch:
-    """Rows (group, preference, logprobs, reference logprobs); one without logprobs is masked whole."""
+def pair_tokens(
+    algorithm: DPO, rows: list[tuple[int, float, list[float], list[float]]], groups: int
+) -> TokenBatch:
+    """Rows (group, preference, logprobs, reference logprobs); one without logprobs is masked
+    whole."""
     counts = torch.tensor([len(row[2]) for row in rows])
-    now, ref = (torch.tensor([x for row in rows for x in row[at]], dtype=torch.float64) for at in (2, 3))
+    now, ref = (
+        torch.tensor([x for row in rows for x in row[at]], dtype=torch.float64) for at in (2, 3)
+    )
     preference = torch.tensor([row[1] for row in rows], dtype=torch.float64)
     row = torch.arange(len(rows)).repeat_interleave(counts)
     columns = {"ref_logprobs": ref, "preference": preference[row]}
     return TokenBatch(
-        now.requires_grad_(), columns, row, counts, int(counts.sum()), int((counts > 0).sum()), groups,
-        rows={"preference": preference}, group=torch.tensor([row[0] for row in rows]),
-    )  # fmt: skip
+        now.requires_grad_(),
+        columns,
+        row,
+        counts,
+        int(counts.sum()),
+        int((counts > 0).sum()),
+        groups,
+        rows={"preference": preference},
+        group=torch.tensor([row[0] for row in rows]),
+    )
 
 
 @pytest.mark.parametrize("loss_type", ["ipo", "sigmoid"])
 @pytest.mark.parametrize("masked", [("chosen",), ("rejected",), ("chosen", "rejected")])
 @pytest.mark.parametrize("pairs", ["best_worst", "all"])
-def test_a_pair_with_a_masked_response_teaches_nothing(loss_type: Any, masked: tuple[str, ...], pairs: Any) -> None:
+def test_a_pair_with_a_masked_response_teaches_nothing(
+    loss_type: Any, masked: tuple[str, ...], pairs: Any
+) -> None:
     algorithm = DPO(loss_type=loss_type, pairs=pairs)
     whole = [(0, 1.0, [-1.0, -2.0], [-1.5, -2.5]), (0, -1.0, [-3.0], [-2.0])]
     half = [
@@ -215,7 +267,9 @@ def test_a_pair_with_a_masked_response_teaches_nothing(loss_type: Any, masked: t
 
 @pytest.mark.parametrize("loss_type", ["ipo", "sigmoid"])
 @pytest.mark.parametrize("budget", [None, 8])
-def test_the_engine_trains_as_if_such_pairs_were_not_there(loss_type: Any, budget: int | None) -> None:
+def test_the_engine_trains_as_if_such_pairs_were_not_there(
+    loss_type: Any, budget: int | None
+) -> None:
     lengths = [(3, (4, 2)), (2, (3, 3)), (4, (1, 5)), (2, (2, 2))]
     rows = unstack(make_batch(lengths))
     for at, row in enumerate(rows):
@@ -240,27 +294,38 @@ def test_the_engine_trains_as_if_such_pairs_were_not_there(loss_type: Any, budge
 
 def test_a_pair_is_chosen_among_responses_with_a_trained_token() -> None:
     rewards = torch.tensor([1.0, 0.75, 0.5, 0.0])
-    ones, none = torch.ones(3).bool(), torch.zeros(3).bool()
+    ones = torch.ones(3).bool()
+    none = torch.zeros(3).bool()
     made = DPO().credit({"reward": rewards, "loss_mask": [none, ones, ones, ones]})
     assert not isinstance(made, Drop)
     assert made["preference"].tolist() == [0.0, 1.0, 0.0, -1.0]
     made = DPO().credit({"reward": rewards, "loss_mask": [ones, ones, ones, none]})
     assert not isinstance(made, Drop)
     assert made["preference"].tolist() == [1.0, 0.0, -1.0, 0.0]
-    assert DPO().credit({"reward": rewards, "loss_mask": [none, none, ones, none]}) == Drop("nothing to compare")
+    assert DPO().credit({"reward": rewards, "loss_mask": [none, none, ones, none]}) == Drop(
+        "nothing to compare"
+    )
 
 
 # ── the age of each token ──
 
 
 def test_each_token_is_interpolated_by_its_own_version() -> None:
-    """A-3PO: a response of four stretches, of versions 1, 5, 6 and 7, in the step of version 7: shares 1/6, 1/2, 1, 0."""
+    """A-3PO: a response of four stretches, of versions 1, 5, 6 and 7, in the step of version 7:
+    shares 1/6, 1/2, 1, 0."""
     stale = staleness_of([1, 2, 5, 1, 6, 1, 7, 2], 7)
     assert stale.tolist() == [6, 6, 2, 1, 0, 0]
-    algorithm = build_algorithm("grpo", {"proximal": "interpolated", "correction": "truncate", "weight_high": 100.0})
+    algorithm = build_algorithm(
+        "grpo", {"proximal": "interpolated", "correction": "truncate", "weight_high": 100.0}
+    )
     assert algorithm.loss_reads[TOKEN_STALENESS] == "int64 ragged"
-    rollout, now = torch.full((6,), -2.0).double(), torch.full((6,), -1.0).double().requires_grad_()
-    row = {"response_ids": torch.zeros(6).long(), "rollout_logprobs": rollout, TOKEN_STALENESS: stale}
+    rollout = torch.full((6,), -2.0).double()
+    now = torch.full((6,), -1.0).double().requires_grad_()
+    row = {
+        "response_ids": torch.zeros(6).long(),
+        "rollout_logprobs": rollout,
+        TOKEN_STALENESS: stale,
+    }
     batch = TrainBatch(stack([row | {"advantage": torch.tensor(1.0).double()}]), algorithm)
     out = algorithm.loss(batch.tokens([0], [0], now, total_tokens=6, total_rows=1, total_groups=1))
     shares = [1 / 6, 1 / 6, 1 / 2, 1.0, 0.0, 0.0]
@@ -268,6 +333,7 @@ def test_each_token_is_interpolated_by_its_own_version() -> None:
         float(torch.tensor(1 - share).exp()) for share in shares
     ]  # proximal / rollout, as their logs differ by 1
     assert out.metrics["weight_mean"].item() == pytest.approx(sum(weights) / 6)
-    ratios = [float(torch.tensor(share).exp()) for share in shares]  # current / proximal, clipped at 1.2
+    # current / proximal, clipped at 1.2
+    ratios = [float(torch.tensor(share).exp()) for share in shares]
     gains = [weight * min(ratio, 1.2) for weight, ratio in zip(weights, ratios, strict=True)]
     assert out.loss.item() == pytest.approx(-sum(gains) / 6)

@@ -1,4 +1,5 @@
-"""Every policy-gradient algorithm against formulas written out in plain float64 Python, and against TRL's own loss."""
+"""Every policy-gradient algorithm against formulas written out in plain float64 Python, and against
+TRL's own loss."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from stages.algorithms.policy_gradient.base import PROXIMAL, PolicyGradient
 from stages.algorithms.registry import built_in
 from stages.flow.catalogue import TOKEN_STALENESS
 
-Row = dict[str, Any]  # now, rollout, ref, proximal: a float a token, staleness: an int a token; advantage; weight
+# now, rollout, ref, proximal: a float a token, staleness: an int a token; advantage; weight
+Row = dict[str, Any]
 LEVELS = ("token", "geometric", "sequence")
 
 
@@ -34,12 +36,21 @@ def random_rows(seed: int, rows: int, spread: float) -> list[Row]:
         }
         advantage = rng.choice([0.0, rng.uniform(-2, 2), rng.uniform(-2, 2)])
         staleness = sorted((rng.randint(0, 6) for _ in now), reverse=True)
-        made.append({"now": now, **near, "advantage": advantage, "staleness": staleness, "weight": rng.uniform(0, 2)})
+        made.append(
+            {
+                "now": now,
+                **near,
+                "advantage": advantage,
+                "staleness": staleness,
+                "weight": rng.uniform(0, 2),
+            }
+        )
     return made
 
 
 def pack(rows: list[Row], algorithm: Algorithm, total_rows: int, total_tokens: int) -> TokenBatch:
-    """The rows as the loss takes them, with exactly the columns that it declares; a critic has nothing to learn."""
+    """The rows as the loss takes them, with exactly the columns that it declares; a critic has
+    nothing to learn."""
     counts = torch.tensor([len(row["now"]) for row in rows])
     row = torch.repeat_interleave(torch.arange(len(rows)), counts)
 
@@ -49,46 +60,73 @@ def pack(rows: list[Row], algorithm: Algorithm, total_rows: int, total_tokens: i
     def single(name: str) -> torch.Tensor:
         return torch.tensor([each[name] for each in rows], dtype=torch.float64)[row]
 
-    columns = {"rollout_logprobs": flat("rollout"), "ref_logprobs": flat("ref"), PROXIMAL: flat("proximal")}
+    columns = {
+        "rollout_logprobs": flat("rollout"),
+        "ref_logprobs": flat("ref"),
+        PROXIMAL: flat("proximal"),
+    }
     columns |= {"advantage": single("advantage"), TOKEN_STALENESS: flat("staleness").long()}
-    columns |= {name: torch.zeros_like(columns["advantage"]) for name in ("values", "returns", "reward")}
+    columns |= {
+        name: torch.zeros_like(columns["advantage"]) for name in ("values", "returns", "reward")
+    }
     read = {name: column for name, column in columns.items() if name in algorithm.loss_reads}
     now = flat("now").requires_grad_()
     return TokenBatch(
-        now, read, row, counts, total_tokens, total_rows, weight=single("weight"), values=columns["values"]
+        now,
+        read,
+        row,
+        counts,
+        total_tokens,
+        total_rows,
+        weight=single("weight"),
+        values=columns["values"],
     )
 
 
 def of_level(logs: list[float], level: str) -> list[float]:
     """Log-ratios of one row's tokens at a level."""
     total = sum(logs)
-    values = {"token": logs, "geometric": [total / len(logs)] * len(logs), "sequence": [total] * len(logs)}[level]
+    values = {
+        "token": logs,
+        "geometric": [total / len(logs)] * len(logs),
+        "sequence": [total] * len(logs),
+    }[level]
     return [max(-MOST_LOG_RATIO, min(MOST_LOG_RATIO, value)) for value in values]
 
 
 def reference(algorithm: PolicyGradient, rows: list[Row], now: list[list[float]]) -> float:
     """The loss at the logprobs ``now``; what has no gradient is computed from the rows' own."""
-    a, tokens, total = algorithm, sum(len(row["now"]) for row in rows), 0.0
+    a = algorithm
+    tokens = sum(len(row["now"]) for row in rows)
+    total = 0.0
     for row, logprobs in zip(rows, now, strict=True):
         share = {
             "token": 1 / tokens,
             "sequence": 1 / (len(rows) * len(logprobs)),
             "constant": 1 / (len(rows) * a.response_tokens),
         }[a.loss_normalization]
-        rollout, proximal = row["rollout"], row["rollout"]
+        rollout = row["rollout"]
+        proximal = row["rollout"]
         if a.proximal == "recomputed":
             proximal = row["proximal"] if a.epochs * a.mini_batches > 1 else row["now"]
         elif a.proximal == "interpolated":
             parts = [1 / steps if steps else 0.0 for steps in row["staleness"]]
-            proximal = [a * r + (1 - a) * n for a, r, n in zip(parts, rollout, row["now"], strict=True)]
+            proximal = [
+                a * r + (1 - a) * n for a, r, n in zip(parts, rollout, row["now"], strict=True)
+            ]
         ratios = [
-            math.exp(x) for x in of_level([n - p for n, p in zip(logprobs, proximal, strict=True)], a.ratio_level)
+            math.exp(x)
+            for x in of_level(
+                [n - p for n, p in zip(logprobs, proximal, strict=True)], a.ratio_level
+            )
         ]
         held = of_level([n - p for n, p in zip(row["now"], proximal, strict=True)], a.ratio_level)
         centre = row["now"] if a.proximal == "rollout" else proximal
         logs = of_level([c - r for c, r in zip(centre, rollout, strict=True)], a.correction_level)
         level = "sequence" if a.ratio_level == "sequence" else "token"
-        aways = map(math.exp, of_level([n - r for n, r in zip(logprobs, rollout, strict=True)], level))
+        aways = map(
+            math.exp, of_level([n - r for n, r in zip(logprobs, rollout, strict=True)], level)
+        )
         for n, ratio, frozen, ref, weight, away in zip(
             logprobs, ratios, held, row["ref"], map(math.exp, logs), aways, strict=True
         ):
@@ -99,8 +137,12 @@ def reference(algorithm: PolicyGradient, rows: list[Row], now: list[list[float]]
                 clipped = max(1 - a.clip_low, min(1 + a.clip_high, ratio))
                 gain = min(capped * row["advantage"], clipped * row["advantage"])
             inside = a.weight_low <= weight <= a.weight_high
-            factor = {"none": 1.0, "truncate": min(weight, a.weight_high), "mask": weight * inside}[a.correction]
-            loss = -gain * (float(inside) if a.correction == "mask" and a.proximal == "rollout" else factor)
+            factor = {"none": 1.0, "truncate": min(weight, a.weight_high), "mask": weight * inside}[
+                a.correction
+            ]
+            loss = -gain * (
+                float(inside) if a.correction == "mask" and a.proximal == "rollout" else factor
+            )
             if a.kl_coef:
                 k3 = math.exp(ref - n) - (ref - n) - 1
                 loss += a.kl_coef * k3 * (away if a.kl_weighted else 1.0)
@@ -110,7 +152,8 @@ def reference(algorithm: PolicyGradient, rows: list[Row], now: list[list[float]]
 
 def slopes(algorithm: PolicyGradient, rows: list[Row], step: float = 1e-6) -> list[float]:
     """Central differences of the reference at each token."""
-    found, now = [], [list(row["now"]) for row in rows]
+    found = []
+    now = [list(row["now"]) for row in rows]
     for row in now:
         for at, value in enumerate(row):
             row[at] = value + step
@@ -146,7 +189,10 @@ corrections = st.sampled_from(
 @pytest.mark.parametrize("name", policy_gradients())
 @settings(max_examples=40, deadline=None)
 @given(
-    chosen=options, corrected=corrections, seed=st.integers(0, 2**16), spread=st.sampled_from([0.0, 0.05, 0.6, 30.0])
+    chosen=options,
+    corrected=corrections,
+    seed=st.integers(0, 2**16),
+    spread=st.sampled_from([0.0, 0.05, 0.6, 30.0]),
 )
 def test_loss_and_gradient_are_those_of_the_formulas(
     name: str, chosen: dict[str, Any], corrected: tuple[str, str], seed: int, spread: float
@@ -168,7 +214,9 @@ def test_loss_and_gradient_are_those_of_the_formulas(
     assert found.isfinite().all()
     if spread != 30.0:  # differences of numbers as large as exp(20) are noise
         kinks = 1e-4 * (1 + abs(expected))
-        torch.testing.assert_close(found, torch.tensor(slopes(algorithm, rows)).double(), rtol=1e-5, atol=kinks * 1e-2)
+        torch.testing.assert_close(
+            found, torch.tensor(slopes(algorithm, rows)).double(), rtol=1e-5, atol=kinks * 1e-2
+        )
     assert all(not value.requires_grad and value.isfinite() for value in output.metrics.values())
 
 
@@ -183,11 +231,17 @@ def test_micro_batches_add_up_to_the_batch(
     rows = random_rows(seed, rows=6, spread=0.4)
     total = sum(len(row["now"]) for row in rows)
     once = algorithm.loss(pack(rows, algorithm, 6, total))
-    parts = [algorithm.loss(pack(part, algorithm, 6, total)) for part in (rows[:cut], rows[cut:]) if part]
-    assert sum(part.loss.item() for part in parts) == pytest.approx(once.loss.item(), rel=1e-9, abs=1e-12)
+    parts = [
+        algorithm.loss(pack(part, algorithm, 6, total)) for part in (rows[:cut], rows[cut:]) if part
+    ]
+    assert sum(part.loss.item() for part in parts) == pytest.approx(
+        once.loss.item(), rel=1e-9, abs=1e-12
+    )
     for metric, value in once.metrics.items():
         values = [part.metrics[metric].item() for part in parts]
-        assert (max if metric.startswith("max_") else sum)(values) == pytest.approx(value.item(), rel=1e-9, abs=1e-12)
+        assert (max if metric.startswith("max_") else sum)(values) == pytest.approx(
+            value.item(), rel=1e-9, abs=1e-12
+        )
 
 
 REWARDS = torch.tensor([1.0, 0.0, 0.5, 0.25])
@@ -208,15 +262,23 @@ def test_credit(name: str, options: dict[str, Any], expected: list[float]) -> No
     assert made["advantage"].tolist() == pytest.approx(expected, abs=1e-6)
 
 
-@pytest.mark.parametrize(("length", "penalty"), [(10, 0.0), (80, 0.0), (85, 0.25), (90, 0.5), (100, 1.0), (130, 1.0)])
+@pytest.mark.parametrize(
+    ("length", "penalty"), [(10, 0.0), (80, 0.0), (85, 0.25), (90, 0.5), (100, 1.0), (130, 1.0)]
+)
 def test_dapo_lowers_the_reward_of_overlong_responses(length: int, penalty: float) -> None:
-    dapo = build_algorithm("dapo", {"longest_response": 100, "overlong_tokens": 20, "scale_rewards": False})
+    dapo = build_algorithm(
+        "dapo", {"longest_response": 100, "overlong_tokens": 20, "scale_rewards": False}
+    )
     assert dapo.credit_reads["response_ids"] == "int64 ragged"
     lengths = [length, 10, 10, 10]
-    made = dapo.credit({"reward": REWARDS, "response_ids": [torch.zeros(n, dtype=torch.int64) for n in lengths]})
+    made = dapo.credit(
+        {"reward": REWARDS, "response_ids": [torch.zeros(n, dtype=torch.int64) for n in lengths]}
+    )
     assert not isinstance(made, Drop)
     shaped = [1.0 - penalty, 0.0, 0.5, 0.25]
-    assert made["advantage"].tolist() == pytest.approx([r - sum(shaped) / 4 for r in shaped], abs=1e-6)
+    assert made["advantage"].tolist() == pytest.approx(
+        [r - sum(shaped) / 4 for r in shaped], abs=1e-6
+    )
 
 
 @pytest.mark.parametrize(
@@ -224,7 +286,8 @@ def test_dapo_lowers_the_reward_of_overlong_responses(length: int, penalty: floa
     [
         ([0.0, 1.0], "correctness", [0.0, 0.0]),  # one is right: Eq. 11 keeps the group
         ([0.0, 1.0], "penalized", None),
-        ([1.0, 1.0], "correctness", None),  # all are right: Eq. 11 drops it, whatever their lengths are
+        # all are right: Eq. 11 drops it, whatever their lengths are
+        ([1.0, 1.0], "correctness", None),
         ([1.0, 1.0], "penalized", [0.5, -0.5]),
         ([1.0, 0.5], "correctness", [0.75, -0.75]),
         ([1.0, 0.5], "penalized", [0.75, -0.75]),
@@ -233,7 +296,9 @@ def test_dapo_lowers_the_reward_of_overlong_responses(length: int, penalty: floa
 def test_dapo_drops_groups_by_correctness_or_by_the_penalized_reward(
     rewards: list[float], drop_by: str, advantage: list[float] | None
 ) -> None:
-    dapo = build_algorithm("dapo", {"longest_response": 4, "drop_by": drop_by, "scale_rewards": False})
+    dapo = build_algorithm(
+        "dapo", {"longest_response": 4, "drop_by": drop_by, "scale_rewards": False}
+    )
     ids = [torch.zeros(n, dtype=torch.int64) for n in (1, 4)]  # the second one loses 1
     made = dapo.credit({"reward": torch.tensor(rewards), "response_ids": ids})
     if advantage is None:
@@ -249,7 +314,9 @@ def test_dapo_drops_groups_by_correctness_or_by_the_penalized_reward(
 
 def test_dapo_counts_the_tokens_that_loss_mask_leaves() -> None:
     """A tool's output of 20 tokens is no length of the response."""
-    dapo = build_algorithm("dapo", {"longest_response": 10, "overlong_tokens": 5, "scale_rewards": False})
+    dapo = build_algorithm(
+        "dapo", {"longest_response": 10, "overlong_tokens": 5, "scale_rewards": False}
+    )
     assert dapo.credit_optional == {"loss_mask": "bool ragged"}
     masks = [torch.tensor([True] * 8 + [False] * 20), torch.ones(5, dtype=torch.bool)]
     ids = [torch.zeros(len(mask), dtype=torch.int64) for mask in masks]
@@ -268,15 +335,32 @@ def test_truncation_where_the_ratio_has_the_weight_is_refused() -> None:
         build_algorithm("grpo", {"correction": "truncate"})
 
 
-# TRL's own functions, on the same logprobs. They are methods of trainers, called with a stand-in for the trainer.
+# TRL's own functions, on the same logprobs. They are methods of trainers, called with a stand-in
+# for the trainer.
 TRL_CASES = [
     ("grpo", {"loss_normalization": "sequence"}, {"loss_type": "grpo"}),
-    ("grpo", {"loss_normalization": "sequence", "kl_coef": 0.1}, {"loss_type": "grpo", "beta": 0.1}),
-    ("grpo", {"kl_coef": 0.1, "kl_weighted": True}, {"loss_type": "bnpo", "beta": 0.1, "bias_correction": True}),
-    ("grpo", {"max_ratio": 1.5, "clip_high": 0.28}, {"loss_type": "bnpo", "delta": 1.5, "epsilon_high": 0.28}),
+    (
+        "grpo",
+        {"loss_normalization": "sequence", "kl_coef": 0.1},
+        {"loss_type": "grpo", "beta": 0.1},
+    ),
+    (
+        "grpo",
+        {"kl_coef": 0.1, "kl_weighted": True},
+        {"loss_type": "bnpo", "beta": 0.1, "bias_correction": True},
+    ),
+    (
+        "grpo",
+        {"max_ratio": 1.5, "clip_high": 0.28},
+        {"loss_type": "bnpo", "delta": 1.5, "epsilon_high": 0.28},
+    ),
     ("dr_grpo", {"response_tokens": 7}, {"loss_type": "dr_grpo"}),
     ("dapo", {}, {"loss_type": "bnpo", "epsilon_high": 0.28}),
-    ("gspo", {}, {"loss_type": "grpo", "level": "sequence", "epsilon_low": 3e-4, "epsilon_high": 4e-4}),
+    (
+        "gspo",
+        {},
+        {"loss_type": "grpo", "level": "sequence", "epsilon_low": 3e-4, "epsilon_high": 4e-4},
+    ),
     ("cispo", {}, {"loss_type": "cispo", "epsilon_high": 5.0}),
     ("rloo", {}, {}),
 ]
@@ -284,7 +368,9 @@ TRL_CASES = [
 
 @pytest.mark.parametrize(("name", "options", "trl_options"), TRL_CASES)
 @pytest.mark.parametrize("seed", range(3))
-def test_loss_and_gradient_are_those_of_trl(name: str, options: Any, trl_options: Any, seed: int) -> None:
+def test_loss_and_gradient_are_those_of_trl(
+    name: str, options: Any, trl_options: Any, seed: int
+) -> None:
     trainers = pytest.importorskip("trl.trainer", reason="pip install 'asyncdock[bench]'")
     rows = [row | {"weight": 1.0} for row in random_rows(seed, rows=6, spread=0.3)]
     algorithm = build_algorithm(name, options)
@@ -293,12 +379,18 @@ def test_loss_and_gradient_are_those_of_trl(name: str, options: Any, trl_options
     output.loss.backward()
 
     longest = max(len(row["now"]) for row in rows)
-    mask = torch.tensor([[1.0] * len(row["now"]) + [0.0] * (longest - len(row["now"])) for row in rows]).double()
+    mask = torch.tensor(
+        [[1.0] * len(row["now"]) + [0.0] * (longest - len(row["now"])) for row in rows]
+    ).double()
 
     def padded(column: str) -> torch.Tensor:
-        return torch.tensor([row[column] + [0.0] * (longest - len(row[column])) for row in rows]).double()
+        return torch.tensor(
+            [row[column] + [0.0] * (longest - len(row[column])) for row in rows]
+        ).double()
 
-    now = torch.tensor([row["now"] + [0.0] * (longest - len(row["now"])) for row in rows], dtype=torch.float64)
+    now = torch.tensor(
+        [row["now"] + [0.0] * (longest - len(row["now"])) for row in rows], dtype=torch.float64
+    )
     now.requires_grad_()
     wanted = {
         "loss_type": "grpo",
@@ -312,7 +404,9 @@ def test_loss_and_gradient_are_those_of_trl(name: str, options: Any, trl_options
     trainer = SimpleNamespace(
         _get_per_token_logps_and_entropies=lambda *_, **__: (now, torch.zeros_like(mask), None),
         args=SimpleNamespace(
-            use_bias_correction_kl=wanted["bias_correction"], delta=wanted["delta"], steps_per_generation=1
+            use_bias_correction_kl=wanted["bias_correction"],
+            delta=wanted["delta"],
+            steps_per_generation=1,
         ),
         epsilon_low=wanted.get("epsilon_low", 0.2),
         epsilon_high=wanted.get("epsilon_high", 0.2),
@@ -362,7 +456,9 @@ def test_auto_picks_a_correction_by_the_staleness_bound() -> None:
         chosen = {"correction": "truncate", "proximal": "recomputed", "correction_level": level}
         assert picked == build_algorithm(name, chosen)
         assert all(f"{key} = {value}" in why for key, value in chosen.items())
-    assert build_algorithm("grpo", {"proximal": "interpolated"}).under(4)[0].proximal == "interpolated"
+    assert (
+        build_algorithm("grpo", {"proximal": "interpolated"}).under(4)[0].proximal == "interpolated"
+    )
     for correction in ("none", "mask"):
         chosen = build_algorithm("grpo", {"correction": correction})
         assert chosen.under(8) == (chosen, "")
@@ -376,6 +472,8 @@ def test_what_is_reported_of_old_samples_does_not_depend_on_the_proximal_policy(
         algorithm = build_algorithm("grpo", {"proximal": proximal})
         out = algorithm.loss(pack(rows, algorithm, len(rows), tokens))
         metrics = algorithm.finish({name: float(value) for name, value in out.metrics.items()})
-        found[proximal] = {name: metrics[name] for name in ("ess", "kl_behaviour", "ratio_mean", "max_ratio")}
+        found[proximal] = {
+            name: metrics[name] for name in ("ess", "kl_behaviour", "ratio_mean", "max_ratio")
+        }
     assert found["recomputed"] == pytest.approx(found["rollout"])
     assert found["recomputed"]["ess"] < 0.95

@@ -33,7 +33,10 @@ def random_groups(seed: int, groups: int, size: int = 2, spread: float = 2.0) ->
 def pack(rows: list[Row], total_groups: int) -> TokenBatch:
     counts = torch.tensor([len(row["now"]) for row in rows])
     row = torch.repeat_interleave(torch.arange(len(rows)), counts)
-    flat = {n: torch.tensor([x for each in rows for x in each[n]], dtype=torch.float64) for n in ("now", "ref")}
+    flat = {
+        n: torch.tensor([x for each in rows for x in each[n]], dtype=torch.float64)
+        for n in ("now", "ref")
+    }
     preference = torch.tensor([each["preference"] for each in rows], dtype=torch.float64)
     numbers = sorted({each["group"] for each in rows})
     return TokenBatch(
@@ -50,15 +53,29 @@ def pack(rows: list[Row], total_groups: int) -> TokenBatch:
 
 
 def reference(algorithm: DPO, rows: list[Row], now: list[list[float]]) -> float:
-    total, groups = 0.0, {row["group"] for row in rows}
+    total = 0.0
+    groups = {row["group"] for row in rows}
     for group in groups:
-        of = [(row, logprobs) for row, logprobs in zip(rows, now, strict=True) if row["group"] == group]
-        ratios = [sum(a - b for a, b in zip(logprobs, row["ref"], strict=True)) for row, logprobs in of]
+        of = [
+            (row, logprobs)
+            for row, logprobs in zip(rows, now, strict=True)
+            if row["group"] == group
+        ]
+        ratios = [
+            sum(a - b for a, b in zip(logprobs, row["ref"], strict=True)) for row, logprobs in of
+        ]
         pairs = [
-            (i, j) for i in range(len(of)) for j in range(len(of)) if of[i][0]["preference"] > of[j][0]["preference"]
+            (i, j)
+            for i in range(len(of))
+            for j in range(len(of))
+            if of[i][0]["preference"] > of[j][0]["preference"]
         ]
         if algorithm.pairs == "best_worst":
-            pairs = [(i, j) for i, j in pairs if of[i][0]["preference"] == 1 and of[j][0]["preference"] == -1]
+            pairs = [
+                (i, j)
+                for i, j in pairs
+                if of[i][0]["preference"] == 1 and of[j][0]["preference"] == -1
+            ]
         for i, j in pairs:
             if algorithm.loss_type == "ipo":
                 gap = ratios[i] / len(of[i][1]) - ratios[j] / len(of[j][1])
@@ -66,7 +83,9 @@ def reference(algorithm: DPO, rows: list[Row], now: list[list[float]]) -> float:
             else:
                 x = algorithm.beta * (ratios[i] - ratios[j]) - algorithm.margin
                 smooth = algorithm.label_smoothing
-                loss = -(1 - smooth) * math.log(1 / (1 + math.exp(-x))) - smooth * math.log(1 / (1 + math.exp(x)))
+                loss = -(1 - smooth) * math.log(1 / (1 + math.exp(-x))) - smooth * math.log(
+                    1 / (1 + math.exp(x))
+                )
             total += loss / len(pairs) / len(groups)
     return total
 
@@ -84,10 +103,14 @@ def reference(algorithm: DPO, rows: list[Row], now: list[list[float]]) -> float:
 def test_loss_and_gradient_are_those_of_the_formulas(
     seed: int, loss_type: Any, pairs: Any, size: int, beta: float, margin: float, smoothing: float
 ) -> None:
-    algorithm = DPO(beta=beta, margin=margin, label_smoothing=smoothing, loss_type=loss_type, pairs=pairs)
+    algorithm = DPO(
+        beta=beta, margin=margin, label_smoothing=smoothing, loss_type=loss_type, pairs=pairs
+    )
     rows = random_groups(seed, groups=3, size=size)
     if pairs == "best_worst":
-        rows = [row | {"preference": {size: 1.0, 1: -1.0}.get(row["preference"], 0.0)} for row in rows]
+        rows = [
+            row | {"preference": {size: 1.0, 1: -1.0}.get(row["preference"], 0.0)} for row in rows
+        ]
     tokens = pack(rows, 3)
     output = algorithm.loss(tokens)
     output.loss.backward()
@@ -103,8 +126,12 @@ def test_loss_and_gradient_are_those_of_the_formulas(
             row[at] = value
             expected.append((around[0] - around[1]) / 2e-6)
     assert tokens.logprobs.grad is not None
-    torch.testing.assert_close(tokens.logprobs.grad, torch.tensor(expected).double(), rtol=1e-5, atol=1e-7)
-    parts = [algorithm.loss(pack([r for r in rows if r["group"] in part], 3)) for part in ((0,), (1, 2))]
+    torch.testing.assert_close(
+        tokens.logprobs.grad, torch.tensor(expected).double(), rtol=1e-5, atol=1e-7
+    )
+    parts = [
+        algorithm.loss(pack([r for r in rows if r["group"] in part], 3)) for part in ((0,), (1, 2))
+    ]
     assert sum(part.loss.item() for part in parts) == pytest.approx(output.loss.item())
     for name, value in output.metrics.items():
         assert sum(part.metrics[name].item() for part in parts) == pytest.approx(value.item())
@@ -126,7 +153,10 @@ def test_extreme_differences_stay_finite() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_loss_and_gradient_are_those_of_trl(loss_type: Any, seed: int) -> None:
     trainers = pytest.importorskip("trl.trainer", reason="pip install 'asyncdock[bench]'")
-    rows = [row | {"preference": {2.0: 1.0, 1.0: -1.0}[row["preference"]]} for row in random_groups(seed, groups=4)]
+    rows = [
+        row | {"preference": {2.0: 1.0, 1.0: -1.0}[row["preference"]]}
+        for row in random_groups(seed, groups=4)
+    ]
     tokens = pack(rows, 4)
     output = DPO(loss_type=loss_type).loss(tokens)
     output.loss.backward()
@@ -135,20 +165,30 @@ def test_loss_and_gradient_are_those_of_trl(loss_type: Any, seed: int) -> None:
         i for i, r in enumerate(rows) if r["preference"] < 0
     ]
     longest = max(len(row["now"]) for row in rows)
-    shift = torch.tensor([[1] * len(rows[i]["now"]) + [0] * (longest - len(rows[i]["now"])) for i in order])
+    shift = torch.tensor(
+        [[1] * len(rows[i]["now"]) + [0] * (longest - len(rows[i]["now"])) for i in order]
+    )
     mask = torch.cat([torch.zeros(len(order), 1, dtype=torch.int64), shift], 1)
-    now = torch.tensor([rows[i]["now"] + [0.0] * (longest - len(rows[i]["now"])) for i in order], dtype=torch.float64)
+    now = torch.tensor(
+        [rows[i]["now"] + [0.0] * (longest - len(rows[i]["now"])) for i in order],
+        dtype=torch.float64,
+    )
     now.requires_grad_()
     ref = torch.tensor([sum(rows[i]["ref"]) for i in order], dtype=torch.float64)
 
     def model(**_: Any) -> Any:
         others = torch.zeros_like(shift).double()  # what TRL only reports
-        return SimpleNamespace(log_probs=now * shift, entropy=others, mean_logits=others, is_top1=others.bool())
+        return SimpleNamespace(
+            log_probs=now * shift, entropy=others, mean_logits=others, is_top1=others.bool()
+        )
 
     trainer = SimpleNamespace(
         model=SimpleNamespace(training=True),
         accelerator=SimpleNamespace(
-            device="cpu", gather_for_metrics=lambda x: x, gather=lambda x: x, reduce=lambda x, **_: x
+            device="cpu",
+            gather_for_metrics=lambda x: x,
+            gather=lambda x: x,
+            reduce=lambda x, **_: x,
         ),
         aux_loss_enabled=False,
         ld_alpha=None,

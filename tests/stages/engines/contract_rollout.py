@@ -1,11 +1,13 @@
-"""What every RolloutEngine must hold. An adapter's tests subclass one of the two classes here and build it.
+"""What every RolloutEngine must hold.
+
+An adapter's tests subclass one of the two classes here and build it.
 
     RolloutContract   places, seeds, streaming, abort, pause, weights and their versions, close
     ModelContract     the same, and what an engine with a real model must hold besides: logprobs, stops, failure
     SleepContract     what an engine must hold that gives its device away (``ColocatedEngine``)
 
-A subclass may share one engine among its tests (``engine`` is a fixture to override); each leaves the engine idle and
-with the weights number 0.
+A subclass may share one engine among its tests (``engine`` is a fixture to override); each leaves
+the engine idle and with the weights number 0.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ async def collect(stream: AsyncIterator[Completion]) -> Found:
 
 class RolloutContract(ABC):
     tokens = 8  # of an ordinary response
-    long_tokens = 200  # of one that is still being made when an ordinary one that was asked with it has ended
+    # of one that is still being made when an ordinary one that was asked with it has ended
+    long_tokens = 200
     atol = 1e-4  # between logprobs that differ by the rounding of another batch
     deadline = 60.0
 
@@ -63,11 +66,17 @@ class RolloutContract(ABC):
         """The weights number 0, or others of the same layout that make other tokens."""
 
     def prompt(self, group: int) -> torch.Tensor:
-        return torch.randint(3, 90, (5 + group % 7,), generator=torch.Generator().manual_seed(group))
+        return torch.randint(
+            3, 90, (5 + group % 7,), generator=torch.Generator().manual_seed(group)
+        )
 
-    def ask(self, group: int, places: Sequence[int] = (0, 1), seed: int | None = None, **params: Any) -> GroupRequest:
+    def ask(
+        self, group: int, places: Sequence[int] = (0, 1), seed: int | None = None, **params: Any
+    ) -> GroupRequest:
         sampling = SamplingParams(**{"max_tokens": self.tokens, **params})
-        return GroupRequest(group, tuple(places), self.prompt(group), sampling, group if seed is None else seed)
+        return GroupRequest(
+            group, tuple(places), self.prompt(group), sampling, group if seed is None else seed
+        )
 
     @pytest.fixture
     async def engine(self) -> AsyncIterator[RolloutEngine]:
@@ -110,7 +119,9 @@ class RolloutContract(ABC):
             assert done.versions == ((engine.version, count),)
             assert done.finish_reason in ("stop", "length")
 
-    async def test_a_response_depends_on_seed_and_place_and_not_on_its_company(self, engine: RolloutEngine) -> None:
+    async def test_a_response_depends_on_seed_and_place_and_not_on_its_company(
+        self, engine: RolloutEngine
+    ) -> None:
         alone = await self.made(engine, self.ask(1, (0,)))
         alone |= await self.made(engine, self.ask(1, (1,)))
         crowd = await self.made(engine, self.ask(2, (0, 1, 2)), self.ask(1), self.ask(3, (4,)))
@@ -123,7 +134,9 @@ class RolloutContract(ABC):
         self, engine: RolloutEngine
     ) -> None:
         whole = (await self.made(engine, self.ask(1, (0,), temperature=0.0)))[1, 0]
-        request, visits, budget = self.ask(1, (0,), temperature=0.0, budget=3), 1, 3
+        request = self.ask(1, (0,), temperature=0.0, budget=3)
+        visits = 1
+        budget = 3
         done = (await self.made(engine, request))[1, 0]
         while done.finish_reason == "cut":
             assert len(done.token_ids) == len(done.logprobs) == visits * budget
@@ -136,20 +149,30 @@ class RolloutContract(ABC):
         assert self.same(done, whole)
 
     async def test_calls_in_flight_together_each_get_their_own(self, engine: RolloutEngine) -> None:
-        streams = [engine.generate([self.ask(group), self.ask(group + 10, (2,))]) for group in range(3)]
+        streams = [
+            engine.generate([self.ask(group), self.ask(group + 10, (2,))]) for group in range(3)
+        ]
         async with asyncio.timeout(self.deadline):
             for group, found in enumerate(await asyncio.gather(*map(collect, streams))):
                 assert set(found) == {(group, 0), (group, 1), (group + 10, 2)}
 
-    async def test_a_response_is_yielded_when_it_ends_whatever_the_others_do(self, engine: RolloutEngine) -> None:
-        stream = engine.generate([self.ask(0, (0,), max_tokens=self.long_tokens), self.ask(1, (0,), max_tokens=1)])
+    async def test_a_response_is_yielded_when_it_ends_whatever_the_others_do(
+        self, engine: RolloutEngine
+    ) -> None:
+        stream = engine.generate(
+            [self.ask(0, (0,), max_tokens=self.long_tokens), self.ask(1, (0,), max_tokens=1)]
+        )
         async with asyncio.timeout(self.deadline):
             assert (await anext(stream)).group == 1
             assert set(await collect(stream)) == {(0, 0)}
 
-    async def test_an_abandoned_request_is_aborted_and_the_rest_goes_on(self, engine: RolloutEngine) -> None:
+    async def test_an_abandoned_request_is_aborted_and_the_rest_goes_on(
+        self, engine: RolloutEngine
+    ) -> None:
         closed = engine.generate([self.ask(0, max_tokens=self.long_tokens)])
-        consumer = asyncio.create_task(collect(engine.generate([self.ask(1, max_tokens=self.long_tokens)])))
+        consumer = asyncio.create_task(
+            collect(engine.generate([self.ask(1, max_tokens=self.long_tokens)]))
+        )
         kept = engine.generate([self.ask(2)])
         async with asyncio.timeout(self.deadline):
             await closed.aclose()  # type: ignore[attr-defined]
@@ -162,7 +185,9 @@ class RolloutContract(ABC):
             assert len(await collect(kept)) == 2
             await self.until(lambda: getattr(engine, "rows", 0) == 0)
 
-    async def test_pause_holds_every_row_and_resume_goes_on_to_the_same_end(self, engine: RolloutEngine) -> None:
+    async def test_pause_holds_every_row_and_resume_goes_on_to_the_same_end(
+        self, engine: RolloutEngine
+    ) -> None:
         undisturbed = await self.made(engine, self.ask(1))
         await engine.pause()
         stream = engine.generate([self.ask(1)])
@@ -175,18 +200,25 @@ class RolloutContract(ABC):
             found = await collect(stream) | {(done.group, done.place): done}
         assert all(self.same(done, found[place]) for place, done in undisturbed.items())
 
-    async def test_new_weights_make_other_tokens_and_the_old_ones_the_same_again(self, engine: RolloutEngine) -> None:
-        before, version = await self.made(engine, self.ask(1)), engine.version
+    async def test_new_weights_make_other_tokens_and_the_old_ones_the_same_again(
+        self, engine: RolloutEngine
+    ) -> None:
+        before = await self.made(engine, self.ask(1))
+        version = engine.version
         await self.load(engine, 1)
         assert engine.version == version + 1
         changed = await self.made(engine, self.ask(1))
         await self.load(engine, 0)
         back = await self.made(engine, self.ask(1))
-        assert all(done.versions == ((version + 1, len(done.token_ids)),) for done in changed.values())
+        assert all(
+            done.versions == ((version + 1, len(done.token_ids)),) for done in changed.values()
+        )
         assert not any(self.same(done, changed[place]) for place, done in before.items())
         assert all(self.same(done, back[place]) for place, done in before.items())
 
-    async def test_weights_that_are_held_make_no_token_before_resume(self, engine: RolloutEngine) -> None:
+    async def test_weights_that_are_held_make_no_token_before_resume(
+        self, engine: RolloutEngine
+    ) -> None:
         version = engine.version
         async with asyncio.timeout(self.deadline):
             await engine.load_weights(version + 1, self.weights(1), hold=True)
@@ -200,13 +232,21 @@ class RolloutContract(ABC):
         assert done.versions == ((version + 1, len(done.token_ids)),)
         await self.load(engine, 0)
 
-    async def test_a_response_that_saw_a_swap_has_the_tokens_of_each_version(self, engine: RolloutEngine) -> None:
-        """The swap has to come between two of its tokens; on a slow machine it may come late, and is tried again."""
-        until, number, versions = time.monotonic() + self.deadline, 0, ()
+    async def test_a_response_that_saw_a_swap_has_the_tokens_of_each_version(
+        self, engine: RolloutEngine
+    ) -> None:
+        """The swap has to come between two of its tokens; on a slow machine it may come late, and
+        is tried again."""
+        until = time.monotonic() + self.deadline
+        number = 0
+        versions = ()
         while len(versions) < 2:
             assert time.monotonic() < until, "no swap came while a response was being made"
-            old, number = engine.version, 1 - number
-            stream = engine.generate([self.ask(0, (0,), max_tokens=self.long_tokens), self.ask(1, (0,), max_tokens=1)])
+            old = engine.version
+            number = 1 - number
+            stream = engine.generate(
+                [self.ask(0, (0,), max_tokens=self.long_tokens), self.ask(1, (0,), max_tokens=1)]
+            )
             async with asyncio.timeout(self.deadline):
                 await anext(stream)
                 await self.load(engine, number)
@@ -222,12 +262,18 @@ class RolloutContract(ABC):
     async def test_a_swap_that_cuts_ends_what_it_meets_with_tokens_of_the_old_weights_alone(
         self, engine: RolloutEngine
     ) -> None:
-        """The swap has to come between two tokens, and is tried again, as above. What was cut goes on with the new ones."""
-        until, number, request = time.monotonic() + self.deadline, 0, self.ask(0, (0,), max_tokens=self.long_tokens)
+        """The swap has to come between two tokens, and is tried again, as above.
+
+        What was cut goes on with the new ones.
+        """
+        until = time.monotonic() + self.deadline
+        number = 0
+        request = self.ask(0, (0,), max_tokens=self.long_tokens)
         cut = None
         while cut is None or cut.finish_reason != "cut":
             assert time.monotonic() < until, "no swap came while a response was being made"
-            old, number = engine.version, 1 - number
+            old = engine.version
+            number = 1 - number
             stream = engine.generate([request, self.ask(1, (0,), max_tokens=1)])
             async with asyncio.timeout(self.deadline):
                 await anext(stream)
@@ -248,7 +294,9 @@ class RolloutContract(ABC):
         """The cut has to come between two tokens, and is tried again, as above."""
         if not isinstance(engine, CuttingEngine):
             pytest.skip("it ends what is in flight before it leaves")
-        until, request, cut = time.monotonic() + self.deadline, self.ask(0, (0,), max_tokens=self.long_tokens), None
+        until = time.monotonic() + self.deadline
+        request = self.ask(0, (0,), max_tokens=self.long_tokens)
+        cut = None
         while cut is None or cut.finish_reason != "cut":
             assert time.monotonic() < until, "no cut came while a response was being made"
             stream = engine.generate([request, self.ask(1, (0,), max_tokens=1)])
@@ -263,7 +311,9 @@ class RolloutContract(ABC):
         assert len(done.token_ids) > count
         assert torch.equal(done.token_ids[:count], cut.token_ids)
 
-    async def test_a_swap_that_cuts_leaves_what_has_no_token_yet(self, engine: RolloutEngine) -> None:
+    async def test_a_swap_that_cuts_leaves_what_has_no_token_yet(
+        self, engine: RolloutEngine
+    ) -> None:
         await engine.pause()
         stream = engine.generate([self.ask(1, (0,))])
         async with asyncio.timeout(self.deadline):
@@ -274,7 +324,9 @@ class RolloutContract(ABC):
         assert done.versions == ((engine.version, len(done.token_ids)),)
         await self.load(engine, 0)
 
-    async def test_weights_loaded_while_it_is_paused_are_used_when_it_goes_on(self, engine: RolloutEngine) -> None:
+    async def test_weights_loaded_while_it_is_paused_are_used_when_it_goes_on(
+        self, engine: RolloutEngine
+    ) -> None:
         await engine.pause()
         await self.load(engine, 1)
         stream = engine.generate([self.ask(1, (0,))])
@@ -292,7 +344,8 @@ class RolloutContract(ABC):
         self, engine: RolloutEngine, fault: str
     ) -> None:
         await self.load(engine, 0)
-        before, version = await self.made(engine, self.ask(1, (0,))), engine.version
+        before = await self.made(engine, self.ask(1, (0,)))
+        version = engine.version
         offered = self.weights(1)
         name = sorted(offered)[0]
         if fault == "missing":
@@ -311,13 +364,16 @@ class RolloutContract(ABC):
         assert self.same(after[1, 0], before[1, 0])
         assert after[1, 0].versions == before[1, 0].versions
 
-    async def test_a_request_that_cannot_be_served_is_refused_at_once(self, engine: RolloutEngine) -> None:
+    async def test_a_request_that_cannot_be_served_is_refused_at_once(
+        self, engine: RolloutEngine
+    ) -> None:
         with pytest.raises(ValueError, match="max_tokens"):
             engine.generate([self.ask(0), self.ask(1, max_tokens=0)])
         assert len(await self.made(engine, self.ask(2))) == 2
 
     async def test_close_ends_what_is_in_flight_and_leaves_no_thread_and_no_process(self) -> None:
-        threads, children = set(threading.enumerate()), set(psutil.Process().children(recursive=True))
+        threads = set(threading.enumerate())
+        children = set(psutil.Process().children(recursive=True))
         engine = await self.build(0)
         stream = engine.generate([self.ask(0, max_tokens=self.long_tokens)])
         async with asyncio.timeout(self.deadline):
@@ -339,12 +395,16 @@ class RolloutContract(ABC):
 
 
 def new_threads(before: set[threading.Thread]) -> list[threading.Thread]:
-    """Threads that have begun since, but for those of the loop's own pool, which the loop keeps for its callers."""
-    return [t for t in threading.enumerate() if t not in before and not t.name.startswith("asyncio_")]
+    """Threads that have begun since, but for those of the loop's own pool, which the loop keeps for
+    its callers."""
+    return [
+        t for t in threading.enumerate() if t not in before and not t.name.startswith("asyncio_")
+    ]
 
 
 def new_processes(before: set[psutil.Process]) -> list[psutil.Process]:
-    """Children that have begun since, but for Python's tracker of shared memory, which lives as long as this process."""
+    """Children that have begun since, but for Python's tracker of shared memory, which lives as
+    long as this process."""
     found = [child for child in psutil.Process().children(recursive=True) if child not in before]
     return [child for child in found if "resource_tracker" not in " ".join(child.cmdline())]
 
@@ -355,8 +415,9 @@ class ModelContract(RolloutContract):
 
     @abstractmethod
     def teacher_forced(self, number: int, request: GroupRequest, done: Completion) -> torch.Tensor:
-        """float32 [T]: the logprobs that a plain forward with the weights ``number`` gives the response's tokens, at the
-        request's temperature (1 when it is greedy), before top-k and top-p."""
+        """float32 [T]: the logprobs that a plain forward with the weights ``number`` gives the
+        response's tokens, at the request's temperature (1 when it is greedy), before top-k and
+        top-p."""
 
     @abstractmethod
     def decode(self, tokens: list[int]) -> str:
@@ -366,8 +427,12 @@ class ModelContract(RolloutContract):
     async def harm(self, engine: RolloutEngine) -> None:
         """Have the engine's compute fail while it generates."""
 
-    async def test_logprobs_are_those_that_the_trainer_computes(self, engine: RolloutEngine) -> None:
-        requests = [self.ask(group, (0, 1), temperature=t) for group, t in enumerate(self.temperatures)]
+    async def test_logprobs_are_those_that_the_trainer_computes(
+        self, engine: RolloutEngine
+    ) -> None:
+        requests = [
+            self.ask(group, (0, 1), temperature=t) for group, t in enumerate(self.temperatures)
+        ]
         await self._check_logprobs(engine, 0, requests)
         await self.load(engine, 1)
         await self._check_logprobs(engine, 1, requests)
@@ -376,7 +441,9 @@ class ModelContract(RolloutContract):
     async def test_scores_are_what_the_trainer_computes_also_while_weights_are_held(
         self, engine: RolloutEngine
     ) -> None:
-        requests = [self.ask(group, (0,), temperature=t) for group, t in enumerate(self.temperatures)]
+        requests = [
+            self.ask(group, (0,), temperature=t) for group, t in enumerate(self.temperatures)
+        ]
         found = await self.made(engine, *requests)
         async with asyncio.timeout(self.deadline):
             for number in (0, 1, 0):
@@ -385,18 +452,27 @@ class ModelContract(RolloutContract):
                 compared = 0
                 for (group, _), done in found.items():
                     asked = requests[group]
-                    scores = await engine.score(asked.prompt_ids, done.token_ids, temperature=asked.params.temperature)
+                    scores = await engine.score(
+                        asked.prompt_ids, done.token_ids, temperature=asked.params.temperature
+                    )
                     if scores is not None:
-                        assert torch.allclose(scores, self.teacher_forced(number, asked, done), atol=self.atol)
+                        assert torch.allclose(
+                            scores, self.teacher_forced(number, asked, done), atol=self.atol
+                        )
                         compared += 1
                 assert compared, "it must have scores at some temperature"
         await engine.resume()
 
-    async def _check_logprobs(self, engine: RolloutEngine, number: int, requests: Sequence[GroupRequest]) -> None:
+    async def _check_logprobs(
+        self, engine: RolloutEngine, number: int, requests: Sequence[GroupRequest]
+    ) -> None:
         found = await self.made(engine, *requests)
         for (group, _), done in found.items():
             expected = self.teacher_forced(number, requests[group], done)
-            assert torch.allclose(done.logprobs, expected, atol=self.atol), (number, requests[group].params)
+            assert torch.allclose(done.logprobs, expected, atol=self.atol), (
+                number,
+                requests[group].params,
+            )
 
     async def test_greedy_takes_the_likeliest_token(self, engine: RolloutEngine) -> None:
         request = self.ask(0, (0, 1), temperature=0.0)
@@ -413,8 +489,11 @@ class ModelContract(RolloutContract):
     ) -> None:
         assert isinstance(engine, StreamingEngine)
         temperatures = (0.0, 1.0)
-        requests = [self.ask(group, temperature=t, max_tokens=9) for group, t in enumerate(temperatures)]
-        tokens, done = dict[tuple[int, int], list[Token]](), dict[tuple[int, int], Completion]()
+        requests = [
+            self.ask(group, temperature=t, max_tokens=9) for group, t in enumerate(temperatures)
+        ]
+        tokens = dict[tuple[int, int], list[Token]]()
+        done = dict[tuple[int, int], Completion]()
         async with asyncio.timeout(self.deadline):
             async for item in engine.stream(requests, alternatives=3):
                 assert (item.group, item.place) not in done
@@ -428,14 +507,22 @@ class ModelContract(RolloutContract):
             for token in tokens[key]:
                 names, logprobs = zip(*token.alternatives, strict=True)
                 assert (len({*names}), list(logprobs)) == (3, sorted(logprobs, reverse=True))
-                assert dict(token.alternatives).get(token.token_id, token.logprob) == token.logprob <= logprobs[0]
+                assert (
+                    dict(token.alternatives).get(token.token_id, token.logprob)
+                    == token.logprob
+                    <= logprobs[0]
+                )
             for name, logprob in tokens[key][0].alternatives:
                 score = await engine.score(requests[key[0]].prompt_ids, torch.tensor([name]))
                 assert score is not None
                 assert float(score[0]) == pytest.approx(logprob, abs=self.atol)
 
-    async def test_a_stop_token_ends_a_response_and_belongs_to_it(self, engine: RolloutEngine) -> None:
-        free = (await self.made(engine, self.ask(1, (0,), max_tokens=self.stop_tokens)))[1, 0].token_ids.tolist()
+    async def test_a_stop_token_ends_a_response_and_belongs_to_it(
+        self, engine: RolloutEngine
+    ) -> None:
+        free = (await self.made(engine, self.ask(1, (0,), max_tokens=self.stop_tokens)))[
+            1, 0
+        ].token_ids.tolist()
         stop = free[self.stop_tokens // 2]
         request = self.ask(1, (0,), max_tokens=self.stop_tokens, stop_token_ids=(stop,))
         cut = (await self.made(engine, request))[1, 0]
@@ -448,7 +535,9 @@ class ModelContract(RolloutContract):
         self, engine: RolloutEngine, offset: int
     ) -> None:
         """Also one that begins inside a token. Tokens stay as they were generated."""
-        free = (await self.made(engine, self.ask(1, (0,), max_tokens=self.stop_tokens)))[1, 0].token_ids.tolist()
+        free = (await self.made(engine, self.ask(1, (0,), max_tokens=self.stop_tokens)))[
+            1, 0
+        ].token_ids.tolist()
         before = len(self.decode(free[: self.stop_tokens // 2])) + offset
         stop = self.decode(free)[before : before + 6]
         ends = next(n for n in range(1, len(free) + 1) if stop in self.decode(free[:n]))
@@ -462,7 +551,10 @@ class ModelContract(RolloutContract):
         engine = await self.build(0)
         try:
             await self.made(engine, self.ask(0, (0,)))
-            streams = [engine.generate([self.ask(group, max_tokens=self.long_tokens)]) for group in range(3)]
+            streams = [
+                engine.generate([self.ask(group, max_tokens=self.long_tokens)])
+                for group in range(3)
+            ]
             await self.harm(engine)
             async with asyncio.timeout(self.deadline):
                 for stream in streams:
@@ -475,7 +567,10 @@ class ModelContract(RolloutContract):
 
 
 class SleepContract(RolloutContract):
-    """``sleeper`` is an engine as ``build`` makes it. Its weights are written into its own tensors while it sleeps."""
+    """``sleeper`` is an engine as ``build`` makes it.
+
+    Its weights are written into its own tensors while it sleeps.
+    """
 
     @abstractmethod
     def fill(self, engine: ColocatedEngine, number: int) -> None:
@@ -488,7 +583,8 @@ class SleepContract(RolloutContract):
         await built.close()
 
     async def turn(self, engine: ColocatedEngine, number: int, *, hold: bool = False) -> None:
-        """Somebody else has the device, then the engine has it again with the weights ``number``."""
+        """Somebody else has the device, then the engine has it again with the weights
+        ``number``."""
         await engine.sleep()
         self.away(engine)
         self.fill(engine, number)
@@ -501,8 +597,11 @@ class SleepContract(RolloutContract):
             assert storage.nbytes() == tensor.nbytes, "of its own"
             storage.resize_(0)
 
-    async def test_its_tensors_are_all_that_it_computes_with(self, sleeper: ColocatedEngine) -> None:
-        before, version = await self.made(sleeper, self.ask(1)), sleeper.version
+    async def test_its_tensors_are_all_that_it_computes_with(
+        self, sleeper: ColocatedEngine
+    ) -> None:
+        before = await self.made(sleeper, self.ask(1))
+        version = sleeper.version
         assert sleeper.cache_bytes() > 0
         async with asyncio.timeout(self.deadline):
             await self.turn(sleeper, 1)
@@ -511,7 +610,9 @@ class SleepContract(RolloutContract):
         async with asyncio.timeout(self.deadline):
             await self.turn(sleeper, 0)
         back = await self.made(sleeper, self.ask(1))
-        assert all(done.versions == ((version + 1, len(done.token_ids)),) for done in changed.values())
+        assert all(
+            done.versions == ((version + 1, len(done.token_ids)),) for done in changed.values()
+        )
         assert not any(self.same(done, changed[place]) for place, done in before.items())
         assert all(self.same(done, back[place]) for place, done in before.items())
 

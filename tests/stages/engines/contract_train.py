@@ -1,4 +1,6 @@
-"""What every train engine keeps, whatever it is built on. An adapter's tests are a class that makes one:
+"""What every train engine keeps, whatever it is built on.
+
+An adapter's tests are a class that makes one:
 
 class TestMine(TrainEngineContract):
     def make(self, seed: int) -> TrainEngine: ...
@@ -24,8 +26,9 @@ Weights = dict[str, torch.Tensor]
 
 
 class TrainEngineContract:
-    """``make`` gives an engine for token ids below ``tests.batches.VOCABULARY``; another seed has other weights, the same
-    one the same. ``transformers``: whether transformers opens what it saves."""
+    """``make`` gives an engine for token ids below ``tests.batches.VOCABULARY``; another seed has
+    other weights, the same one the same. ``transformers``: whether transformers opens what it
+    saves."""
 
     transformers = True
 
@@ -34,26 +37,41 @@ class TrainEngineContract:
 
     def test_a_step_moves_the_weights_and_returns_the_metrics(self) -> None:
         engine = self.make(0)
-        before, metrics = weights_of(engine), engine.train_batch(make_batch(), GRPO())
+        before = weights_of(engine)
+        metrics = engine.train_batch(make_batch(), GRPO())
         after = weights_of(engine)
         assert before.keys() == after.keys()
         assert any(not torch.equal(before[name], after[name]) for name in before)
-        assert {"loss", "grad_norm", "learning_rate", "ess", "kl_behaviour", "max_ratio"} <= metrics.keys()
+        assert {
+            "loss",
+            "grad_norm",
+            "learning_rate",
+            "ess",
+            "kl_behaviour",
+            "max_ratio",
+        } <= metrics.keys()
         assert all(type(value) is float for value in metrics.values())
         assert metrics["grad_norm"] > 0
         assert metrics["learning_rate"] > 0
         engine.close()
 
     def test_the_gap_to_the_rollout_engine_is_told(self) -> None:
-        """Engines that compute: one whose steps cost time alone takes the recorded logprobs for its own."""
-        engine, batch = self.make(0), make_batch()
+        """Engines that compute: one whose steps cost time alone takes the recorded logprobs for its
+        own."""
+        engine = self.make(0)
+        batch = make_batch()
         own = engine.logprobs(batch)
         offsets = own.offsets()
         shifted = own.values().clone()
         shifted[3] -= 0.25
         batch["rollout_logprobs"] = torch.nested.nested_tensor_from_jagged(shifted, offsets)
-        metrics, tokens = engine.train_batch(batch, GRPO()), len(shifted)
-        wanted = (0.25, 0.25 / tokens, (math.exp(0.25) - 1.25) / tokens) if self.transformers else (0.0, 0.0, 0.0)
+        metrics = engine.train_batch(batch, GRPO())
+        tokens = len(shifted)
+        wanted = (
+            (0.25, 0.25 / tokens, (math.exp(0.25) - 1.25) / tokens)
+            if self.transformers
+            else (0.0, 0.0, 0.0)
+        )
         found = [metrics[name] for name in ("gap_max", "gap_mean", "gap_k3")]
         assert found == pytest.approx(wanted, rel=1e-3, abs=1e-5)
 
@@ -61,7 +79,8 @@ class TrainEngineContract:
         """Its loss, its metrics and the columns that it reads."""
         bare = make_batch().exclude("ref_logprobs")
         metrics = [
-            self.make(0).train_batch(batch, GRPO(kl_coef=kl)) for batch, kl in ((bare, 0.0), (make_batch(), 0.5))
+            self.make(0).train_batch(batch, GRPO(kl_coef=kl))
+            for batch, kl in ((bare, 0.0), (make_batch(), 0.5))
         ]
         assert "kl_reference" not in metrics[0]
         assert metrics[1]["kl_reference"] > 0
@@ -80,7 +99,8 @@ class TrainEngineContract:
         assert differ(weights_of(other), ends[0][1]), "what is trained on matters"
 
     def test_a_batch_is_left_as_it_was(self) -> None:
-        batch, kept = make_batch(), unstack(make_batch())
+        batch = make_batch()
+        kept = unstack(make_batch())
         engine = self.make(0)
         engine.logprobs(batch)
         engine.train_batch(batch, GRPO())
@@ -88,8 +108,10 @@ class TrainEngineContract:
             assert_same_bits(row, other)
 
     def test_logprobs_are_of_the_responses_row_by_row(self) -> None:
-        engine, rows = self.make(0), unstack(make_batch())
-        before, found = weights_of(engine), engine.logprobs(make_batch())
+        engine = self.make(0)
+        rows = unstack(make_batch())
+        before = weights_of(engine)
+        found = engine.logprobs(make_batch())
         assert found.dtype == torch.float32
         assert not found.requires_grad
         assert found.device.type == "cpu"
@@ -100,7 +122,9 @@ class TrainEngineContract:
         for group in {int(row["group"]) for row in rows}:
             members = [at for at, row in enumerate(rows) if row["group"] == group]
             alone = engine.logprobs(stack([rows[at] for at in members])).unbind()
-            assert all(torch.equal(together[at], own) for at, own in zip(members, alone, strict=True))
+            assert all(
+                torch.equal(together[at], own) for at, own in zip(members, alone, strict=True)
+            )
         assert_same_bits(weights_of(engine), before)
 
     def test_weights_are_whole_detached_and_named_once_in_a_fixed_order(self) -> None:
@@ -110,17 +134,26 @@ class TrainEngineContract:
         assert len(names) == len(set(names))
         for name, weight in first:
             assert isinstance(name, str)
-            assert type(weight) is torch.Tensor, f"{name} is a {type(weight).__name__}: publishing copies its bytes"
+            assert type(weight) is torch.Tensor, (
+                f"{name} is a {type(weight).__name__}: publishing copies its bytes"
+            )
             assert not weight.requires_grad
         engine.train_batch(make_batch(), GRPO())
-        assert [(name, w.shape, w.dtype) for name, w in engine.weights()] == [(n, w.shape, w.dtype) for n, w in first]
-        assert differ(weights_of(self.make(1)), weights_of(self.make(0))), "another seed has other weights"
+        assert [(name, w.shape, w.dtype) for name, w in engine.weights()] == [
+            (n, w.shape, w.dtype) for n, w in first
+        ]
+        assert differ(weights_of(self.make(1)), weights_of(self.make(0))), (
+            "another seed has other weights"
+        )
 
     def test_looking_at_the_state_changes_nothing(self) -> None:
-        looked, left = self.make(0), self.make(0)
+        looked = self.make(0)
+        left = self.make(0)
         for seed in range(2):
             looked.state_dict()
-            assert looked.train_batch(make_batch(seed=seed), GRPO()) == left.train_batch(make_batch(seed=seed), GRPO())
+            assert looked.train_batch(make_batch(seed=seed), GRPO()) == left.train_batch(
+                make_batch(seed=seed), GRPO()
+            )
         assert_same_bits(weights_of(looked), weights_of(left))
 
     def test_a_checkpoint_continues_bit_for_bit(self, tmp_path: Path) -> None:
@@ -135,13 +168,16 @@ class TrainEngineContract:
         assert_same_bits(weights_of(resumed), weights_of(straight))
         for seed in (1, 2):
             batch = make_batch(seed=seed)
-            assert dict(resumed.train_batch(batch, GRPO())) == dict(straight.train_batch(batch, GRPO()))
+            assert dict(resumed.train_batch(batch, GRPO())) == dict(
+                straight.train_batch(batch, GRPO())
+            )
         assert_same_bits(weights_of(resumed), weights_of(straight))
 
     def test_what_is_saved_are_the_weights(self, tmp_path: Path) -> None:
         engine = self.make(0)
         engine.train_batch(make_batch(), GRPO())
-        expected, writer = {n: value.clone() for n, value in weights_of(engine).items()}, checkpoint.Writer(engine)
+        expected = {n: value.clone() for n, value in weights_of(engine).items()}
+        writer = checkpoint.Writer(engine)
         writer.copy()
         engine.train_batch(make_batch(seed=1), GRPO())  # what is written is the copy
         writer.write(tmp_path / "written")

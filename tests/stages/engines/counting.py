@@ -1,4 +1,5 @@
-"""The trainer that :mod:`tests.stages.engines.echo` understands: its policy is one whole number, moved on by each step.
+"""The trainer that :mod:`tests.stages.engines.echo` understands: its policy is one whole number,
+moved on by each step.
 
 [train]
 engine = "tests.stages.engines.counting:engine"
@@ -26,13 +27,22 @@ class CountingTrainEngine(MockTrainEngine):
 
     def logprobs(self, batch: TensorDictBase) -> torch.Tensor:
         responses = batch["response_ids"]  # certain, as the echo is
-        return torch.nested.nested_tensor_from_jagged(torch.zeros(len(responses.values())), responses.offsets())
+        return torch.nested.nested_tensor_from_jagged(
+            torch.zeros(len(responses.values())), responses.offsets()
+        )
 
     def save_pretrained(self, path: Path, state: Mapping[str, Any] | None = None) -> None:
         path.mkdir(parents=True, exist_ok=True)
-        save_file({"step": torch.tensor([1 + (state or self.state_dict())["step"]])}, path / "model.safetensors")
+        save_file(
+            {"step": torch.tensor([1 + (state or self.state_dict())["step"]])},
+            path / "model.safetensors",
+        )
 
 
-def engine(recipe: Recipe, *, ranks: RankCoordinates, meeting: Any, step_seconds: float = 0.0) -> CountingTrainEngine:
+def engine(
+    recipe: Recipe, *, ranks: RankCoordinates, meeting: Any, step_seconds: float = 0.0
+) -> CountingTrainEngine:
     """``step_seconds`` may be given in train.options."""
-    return CountingTrainEngine(MockTrainOptions(step_seconds=step_seconds, time_scale=1.0), seed=recipe.seed)
+    return CountingTrainEngine(
+        MockTrainOptions(step_seconds=step_seconds, time_scale=1.0), seed=recipe.seed
+    )

@@ -1,4 +1,5 @@
-"""The smallest engine that keeps the contract: it repeats its prompt, each token moved on by the one weight it has.
+"""The smallest engine that keeps the contract: it repeats its prompt, each token moved on by the
+one weight it has.
 
     [rollout]
     engine = "tests.stages.engines.echo:engine"
@@ -21,11 +22,20 @@ from safetensors.torch import load_file
 
 from orchestration.recipe.schema import Recipe
 from orchestration.run.engines import tokenizer_of
-from stages.engines.protocols import Completion, EngineClosed, FinishReason, GroupRequest, SwapTimes, WeightMismatch
+from stages.engines.protocols import (
+    Completion,
+    EngineClosed,
+    FinishReason,
+    GroupRequest,
+    SwapTimes,
+    WeightMismatch,
+)
 from stages.engines.responses import Responses
 
 
-def engine(recipe: Recipe, *, version: int, weights: Path | None, vocabulary: int = 0) -> EchoRolloutEngine:
+def engine(
+    recipe: Recipe, *, version: int, weights: Path | None, vocabulary: int = 0
+) -> EchoRolloutEngine:
     """``vocabulary`` may be given in rollout.options; else it is the tokenizer's."""
     made = EchoRolloutEngine(vocabulary=vocabulary or len(tokenizer_of(recipe)), version=version)
     if weights is not None:  # of a checkpoint from which the run goes on
@@ -46,12 +56,15 @@ class _Row:
         made = torch.tensor(self.tokens)
         certain = torch.zeros(len(self.tokens))  # logprobs: its tokens are certain
         versions = tuple(self.versions)
-        self.responses.put(Completion(self.request.group, self.place, made, certain, versions, reason))
+        self.responses.put(
+            Completion(self.request.group, self.place, made, certain, versions, reason)
+        )
 
 
 class EchoRolloutEngine:
     def __init__(self, *, vocabulary: int = 97, version: int = 0) -> None:
-        self._vocabulary, self._version = vocabulary, version
+        self._vocabulary = vocabulary
+        self._version = version
         self.step = torch.ones(1, dtype=torch.int64)
         self._gate = asyncio.Event()
         self._gate.set()
@@ -67,20 +80,27 @@ class EchoRolloutEngine:
         for request in requests:
             if request.params.max_tokens < 1:
                 raise ValueError(
-                    f"group {request.group}: max_tokens is {request.params.max_tokens}; at least 1 is needed"
+                    f"group {request.group}: max_tokens is {request.params.max_tokens}; at least 1 "
+                    f"is needed"
                 )
         responses = Responses(sum(len(request.places) for request in requests), self._abort)
         for request in requests:
             for place in request.places:
                 row = _Row(request, place, responses, [], [], 0)
                 if begun := request.begun.get(place):
-                    row.tokens, row.versions = begun.token_ids.tolist(), list(begun.versions)
+                    row.tokens = begun.token_ids.tolist()
+                    row.versions = list(begun.versions)
                     row.begun = len(row.tokens)
                 self._rows[row] = asyncio.create_task(self._make(row))
         return responses
 
     async def load_weights(
-        self, version: int, weights: Mapping[str, torch.Tensor], *, hold: bool = False, cut: bool = False
+        self,
+        version: int,
+        weights: Mapping[str, torch.Tensor],
+        *,
+        hold: bool = False,
+        cut: bool = False,
     ) -> SwapTimes:
         self._refuse_closed()
         for name in {"step", *weights}:
@@ -88,8 +108,11 @@ class EchoRolloutEngine:
                 raise WeightMismatch(f"{name}: {'missing' if name == 'step' else 'unknown'}")
         step = weights["step"]
         if step.shape != self.step.shape or step.dtype != self.step.dtype:
-            raise WeightMismatch(f"step: {step.dtype} {tuple(step.shape)} offered, the engine has int64 (1,)")
-        self.step, self._version = step.clone(), version
+            raise WeightMismatch(
+                f"step: {step.dtype} {tuple(step.shape)} offered, the engine has int64 (1,)"
+            )
+        self.step = step.clone()
+        self._version = version
         for row in [row for row in self._rows if cut and len(row.tokens) > row.begun]:
             row.end("cut")
             self._rows.pop(row).cancel()
@@ -117,17 +140,26 @@ class EchoRolloutEngine:
         self._rows.clear()
 
     async def _make(self, row: _Row) -> None:
-        params, prompt = row.request.params, row.request.prompt_ids
+        params = row.request.params
+        prompt = row.request.prompt_ids
         place = f"{row.request.seed} {row.place}".encode()
         offset = int.from_bytes(hashlib.blake2b(place, digest_size=4).digest(), "big")
-        limit = min(params.max_tokens, row.begun + params.budget) if params.budget else params.max_tokens
+        limit = (
+            min(params.max_tokens, row.begun + params.budget)
+            if params.budget
+            else params.max_tokens
+        )
         reason: FinishReason = "length" if limit == params.max_tokens else "cut"
         while len(row.tokens) < limit and reason != "stop":
             await asyncio.sleep(0)  # a turn for the others
             await self._gate.wait()
             token = int(prompt[len(row.tokens) % len(prompt)])
             row.tokens.append((token + offset * int(self.step)) % self._vocabulary)
-            count = row.versions.pop()[1] if row.versions and row.versions[-1][0] == self._version else 0
+            count = (
+                row.versions.pop()[1]
+                if row.versions and row.versions[-1][0] == self._version
+                else 0
+            )
             row.versions.append((self._version, count + 1))
             if row.tokens[-1] in params.stop_token_ids:
                 reason = "stop"

@@ -1,4 +1,5 @@
-"""The rollout engines that need nothing installed keep the contract; so does the example for those who write another."""
+"""The rollout engines that need nothing installed keep the contract; so does the example for those
+who write another."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ class TestMock(RolloutContract):
         await built.close()
 
     async def build(self, version: int) -> RolloutEngine:
-        options = MockRolloutOptions(median_tokens=self.long_tokens, sigma=0, row_rate=500, swap_seconds=0.01)
+        options = MockRolloutOptions(
+            median_tokens=self.long_tokens, sigma=0, row_rate=500, swap_seconds=0.01
+        )
         return MockRolloutEngine(options, version=version)
 
     def weights(self, number: int) -> dict[str, torch.Tensor]:
@@ -54,9 +57,16 @@ class TestMock(RolloutContract):
 def llama(number: int) -> LlamaForCausalLM:
     torch.manual_seed(number)
     config = LlamaConfig(
-        vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.3, tie_word_embeddings=True,
-    )  # fmt: skip
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        initializer_range=0.3,
+        tie_word_embeddings=True,
+    )
     return LlamaForCausalLM(config).eval()
 
 
@@ -78,11 +88,16 @@ class TestTorch(ModelContract):
         return TorchRolloutEngine(llama(0), Letters(), max_rows=8, initial_version=version)
 
     def weights(self, number: int) -> dict[str, torch.Tensor]:
-        return {name: parameter.detach().clone() for name, parameter in self.models[number].named_parameters()}
+        return {
+            name: parameter.detach().clone()
+            for name, parameter in self.models[number].named_parameters()
+        }
 
     def teacher_forced(self, number: int, request: GroupRequest, done: Completion) -> torch.Tensor:
         with torch.no_grad():
-            logits = self.models[number](input_ids=torch.cat([request.prompt_ids, done.token_ids])[None]).logits[0]
+            logits = self.models[number](
+                input_ids=torch.cat([request.prompt_ids, done.token_ids])[None]
+            ).logits[0]
         logits = logits[len(request.prompt_ids) - 1 : -1] / (request.params.temperature or 1.0)
         return logits.log_softmax(-1).gather(-1, done.token_ids[:, None])[:, 0]
 
@@ -95,13 +110,18 @@ class TestTorch(ModelContract):
         await engine.load_weights(1, broken)
 
     async def test_filters_leave_the_logprobs_alone(self, engine: RolloutEngine) -> None:
-        requests = [self.ask(0, (0, 1, 2), temperature=1.7, top_k=5, top_p=0.8), self.ask(1, temperature=0.6, top_k=2)]
+        requests = [
+            self.ask(0, (0, 1, 2), temperature=1.7, top_k=5, top_p=0.8),
+            self.ask(1, temperature=0.6, top_k=2),
+        ]
         await self._check_logprobs(engine, 0, requests)
 
 
 class TestTorchThatGivesItsDeviceAway(SleepContract, TestTorch):
     async def build(self, version: int) -> RolloutEngine:
-        return TorchRolloutEngine(llama(0), Letters(), max_rows=8, initial_version=version, packed=False)
+        return TorchRolloutEngine(
+            llama(0), Letters(), max_rows=8, initial_version=version, packed=False
+        )
 
     def fill(self, engine: Any, number: int) -> None:
         parameters = dict(engine._decoder.model.named_parameters())
@@ -120,8 +140,14 @@ def test_weights_that_are_packed_cannot_be_given_away() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
 def test_without_vllm_its_engine_names_the_install_command() -> None:
     recipe = load_recipe(
-        Path(__file__).parents[3] / "recipes" / "quickstart-vllm.toml", ["model.source=tiny"], files=False
+        Path(__file__).parents[3] / "recipes" / "quickstart-vllm.toml",
+        ["model.source=tiny"],
+        files=False,
     )
-    with pytest.raises(EngineMissing, match=r"rollout.engine = 'vllm' .* pip install 'asyncdock\[vllm\]'"):
+    with pytest.raises(
+        EngineMissing,
+        match=r"rollout.engine = 'vllm' .* pip install "
+        r"'asyncdock\[vllm\]'",
+    ):
         rollout_engine(recipe, version=0)
     assert issubclass(EngineMissing, Fatal)  # no worker is started again for it

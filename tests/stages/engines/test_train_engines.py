@@ -55,10 +55,12 @@ class TestShardedOnOneRank(TrainEngineContract):
         return TorchTrainEngine(model_of("qwen3", seed=seed), parallel=Sharded(ALONE), **OPTIONS)
 
     def test_it_is_the_torch_engine_but_for_rounding(self) -> None:
-        sharded, plain = self.make(0), TorchTrainEngine(model_of("qwen3"), **OPTIONS)
+        sharded = self.make(0)
+        plain = TorchTrainEngine(model_of("qwen3"), **OPTIONS)
         for seed in range(3):
             batch = make_batch(seed=seed)
-            got, expected = dict(sharded.train_batch(batch, GRPO())), dict(plain.train_batch(batch, GRPO()))
+            got = dict(sharded.train_batch(batch, GRPO()))
+            expected = dict(plain.train_batch(batch, GRPO()))
             assert got == pytest.approx(expected, rel=1e-4)
 
 

@@ -1,4 +1,5 @@
-"""What the vLLM engine does for each vLLM that it serves, without vLLM: the real ones are run by ``make test-vllm``."""
+"""What the vLLM engine does for each vLLM that it serves, without vLLM: the real ones are run by
+``make test-vllm``."""
 
 from __future__ import annotations
 
@@ -38,14 +39,22 @@ def test_further_arguments_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> 
     found = library.engine_arguments(VLLM, {"model": "tiny"}, {"max_num_batched_tokens": 64})
     assert found == Arguments("tiny", 64)
     with pytest.raises(
-        ValueError, match=r"rollout\.vllm\.max_num_batch_tokens = 3: .* did you mean 'max_num_batched_tok"
+        ValueError,
+        match=r"rollout\.vllm\.max_num_batch_tokens = 3: .* did you mean "
+        r"'max_num_batched_tok",
     ):
         library.engine_arguments(VLLM, {}, {"max_num_batch_tokens": 3})
-    with pytest.raises(ValueError, match=r"rollout\.vllm\.model = 'x': is set by this engine; take it out"):
+    with pytest.raises(
+        ValueError,
+        match=r"rollout\.vllm\.model = 'x': is set by this engine; take "
+        r"it out",
+    ):
         library.engine_arguments(VLLM, {"model": "tiny"}, {"model": "x"})
 
 
-def test_vllm_ascend_keeps_weights_in_a_layout_that_can_be_updated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_ascend_keeps_weights_in_a_layout_that_can_be_updated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Its workers refuse updates otherwise: 0.23 by a variable, later ones by additional_config."""
     installed(monkeypatch, "vllm_ascend", "torch_npu")
     given = {"additional_config": {"enable_cpu_binding": False, "weight_nz_mode": 2}}
@@ -74,7 +83,8 @@ def test_what_is_advised_does_not_replace_the_torch_of_a_machine_with_npus(
     assert extras.install_vllm() in str(raised.value)
 
 
-# --- versions of tokens ---------------------------------------------------------------------------------------------------
+# --- versions of tokens
+# --------------------------------------------------------------------------------------------------
 
 
 def row(alternatives: int | None = None) -> tuple[VllmRow, Responses]:
@@ -104,7 +114,9 @@ def test_tokens_have_the_versions_that_vllm_reports_where_it_counts() -> None:
     made, _ = row()
     made.add(piece(1, 2, spans=None), asked=3, version=3, counts_versions=True)
     made.add(piece(4, spans=None), asked=3, version=4, counts_versions=True)
-    made.add(piece(6, spans=[span("3", 0, 3), span("4", 3, 4)]), asked=3, version=4, counts_versions=True)
+    made.add(
+        piece(6, spans=[span("3", 0, 3), span("4", 3, 4)]), asked=3, version=4, counts_versions=True
+    )
     assert made.versions == [(3, 3), (4, 1)], "the third token was made before the swap"
 
 
@@ -123,8 +135,8 @@ async def test_streamed_tokens_have_their_version_at_once(counts: bool) -> None:
 
 
 class Core:
-    """vLLM's way from the engine's process to generators: a queue, a handler that works through it in slices, an event for
-    each request."""
+    """vLLM's way from the engine's process to generators: a queue, a handler that works through it
+    in slices, an event for each request."""
 
     errored = False
 
@@ -163,8 +175,13 @@ async def test_a_swap_waits_for_the_tokens_made_before_it_where_vllm_does_not_co
     for counts, complete in ((False, True), (True, False)):
         core = Core(7)
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(core.handle()), *(group.create_task(core.generate(n)) for n in range(7))]
-            await library.pause(SimpleNamespace(counts_versions=counts), core, "keep", clear_cache=False)
+            tasks = [
+                group.create_task(core.handle()),
+                *(group.create_task(core.generate(n)) for n in range(7)),
+            ]
+            await library.pause(
+                SimpleNamespace(counts_versions=counts), core, "keep", clear_cache=False
+            )
             assert (core.received == [[0, 1, 2, 3, 4]] * 7) == complete
             for task in tasks:
                 task.cancel()

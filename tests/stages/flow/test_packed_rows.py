@@ -1,4 +1,5 @@
-"""Rows as bytes between a worker and the process of a stage: they come back as they were, and no bytes do any harm."""
+"""Rows as bytes between a worker and the process of a stage: they come back as they were, and no
+bytes do any harm."""
 
 from __future__ import annotations
 
@@ -28,7 +29,11 @@ SCHEMA = schema_of(
 def columns() -> dict[str, Any]:
     return {
         "ids": [torch.tensor([1, 2, 3]), torch.tensor([], dtype=torch.int64), torch.tensor([4])],
-        "mask": [torch.tensor([True, False, True]), torch.tensor([], dtype=torch.bool), torch.tensor([False])],
+        "mask": [
+            torch.tensor([True, False, True]),
+            torch.tensor([], dtype=torch.bool),
+            torch.tensor([False]),
+        ],
         "score": torch.tensor([0.5, float("nan"), -1.0]),
         "pair": torch.arange(6, dtype=torch.bfloat16).view(3, 2),
         "passed": torch.tensor([True, False, True]),
@@ -50,7 +55,8 @@ def assert_of_its_types(rows: dict[str, Any]) -> None:
 
 
 def test_rows_come_back_as_they_were() -> None:
-    rows, expected = unpacked_rows(SCHEMA, packed_rows(SCHEMA, columns()), ROWS), columns()
+    rows = unpacked_rows(SCHEMA, packed_rows(SCHEMA, columns()), ROWS)
+    expected = columns()
     assert_of_its_types(rows)
     assert rows["answer"] == expected["answer"]
     for name in ("ids", "mask", "score", "pair", "passed"):
@@ -58,9 +64,17 @@ def test_rows_come_back_as_they_were() -> None:
             torch.testing.assert_close(row, value, rtol=0, atol=0, equal_nan=True)
 
 
-@given(st.lists(st.tuples(st.integers(0, 1 << 20), st.binary(min_size=1, max_size=8)), min_size=1, max_size=4))
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 1 << 20), st.binary(min_size=1, max_size=8)),
+        min_size=1,
+        max_size=4,
+    )
+)
 @settings(max_examples=300, deadline=None)
-def test_other_bytes_are_refused_or_are_rows_of_these_types(changes: list[tuple[int, bytes]]) -> None:
+def test_other_bytes_are_refused_or_are_rows_of_these_types(
+    changes: list[tuple[int, bytes]],
+) -> None:
     data = packed_rows(SCHEMA, columns())
     for at, piece in changes:
         at %= len(data)

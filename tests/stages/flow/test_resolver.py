@@ -79,11 +79,19 @@ class ActorCritic(Plain):
 
 
 PROMPTS_AND_RESPONSES = {"prompt_ids": "int64 ragged", "response_ids": "int64 ragged"}
-CRITIC = StageDeclaration("values", "groups", PROMPTS_AND_RESPONSES, {"values": "float32 ragged"}, "critic")
-TEACHER = StageDeclaration(
-    "teacher", "groups", PROMPTS_AND_RESPONSES, {"teacher_logprobs": "float32 ragged"}, "frozen model"
+CRITIC = StageDeclaration(
+    "values", "groups", PROMPTS_AND_RESPONSES, {"values": "float32 ragged"}, "critic"
 )
-JUDGE = StageDeclaration("judge", "rows", {"response_ids": "int64 ragged"}, {"judged": "float32"}, place="stages.0.use")
+TEACHER = StageDeclaration(
+    "teacher",
+    "groups",
+    PROMPTS_AND_RESPONSES,
+    {"teacher_logprobs": "float32 ragged"},
+    "frozen model",
+)
+JUDGE = StageDeclaration(
+    "judge", "rows", {"response_ids": "int64 ragged"}, {"judged": "float32"}, place="stages.0.use"
+)
 
 
 def names(algorithm: Algorithm, **options: Any) -> list[str]:
@@ -98,13 +106,28 @@ def problems(algorithm: Algorithm, *stages: StageDeclaration, **options: Any) ->
 
 def test_the_flow_of_grpo_has_a_reference_where_its_loss_reads_one() -> None:
     assert names(GRPO()) == ["source", "rollout", "reward", "advantage", "update"]
-    assert names(GRPO(kl_coef=0.1)) == ["source", "rollout", "reward", "reference", "advantage", "update"]
+    assert names(GRPO(kl_coef=0.1)) == [
+        "source",
+        "rollout",
+        "reward",
+        "reference",
+        "advantage",
+        "update",
+    ]
 
 
 def test_the_columns_and_masks_of_grpo_are_those_of_every_run_so_far() -> None:
     flow = resolve(GRPO(kl_coef=0.1), catalogue(rewards=2))
     assert [column.name for column in flow.schema.columns] == [
-        *("prompt_ids", "given", "fields", "response_ids", "rollout_logprobs", "versions", "truncated"),
+        *(
+            "prompt_ids",
+            "given",
+            "fields",
+            "response_ids",
+            "rollout_logprobs",
+            "versions",
+            "truncated",
+        ),
         *("reward", "scores", "ref_logprobs", "advantage"),
     ]
     assert flow.schema["scores"].describe() == "float32 [2]"
@@ -131,13 +154,27 @@ def test_pairs_of_a_source_need_no_rollout_and_no_reward() -> None:
 def test_a_teacher_and_a_critic_are_stages_like_others() -> None:
     assert names(Distillation(), stages=[TEACHER]) == ["source", "rollout", "teacher", "update"]
     flow = resolve(ActorCritic(), catalogue(stages=[CRITIC]))
-    assert [stage.name for stage in flow.stages] == ["source", "rollout", "reward", "values", "advantage", "update"]
+    assert [stage.name for stage in flow.stages] == [
+        "source",
+        "rollout",
+        "reward",
+        "values",
+        "advantage",
+        "update",
+    ]
     assert flow.schema["advantage"].describe() == "float32 ragged"
 
 
 def test_a_stage_between_rollout_and_reward() -> None:
     flow = resolve(GRPO(), catalogue(stages=[JUDGE], reward_reads={"judged": "float32"}))
-    assert [stage.name for stage in flow.stages] == ["source", "rollout", "judge", "reward", "advantage", "update"]
+    assert [stage.name for stage in flow.stages] == [
+        "source",
+        "rollout",
+        "judge",
+        "reward",
+        "advantage",
+        "update",
+    ]
     edges = {(edge.maker, edge.reader): edge for edge in flow.edges}
     assert edges["judge", "reward"].columns == ("judged",)
     assert edges["judge", "reward"].direct
@@ -146,7 +183,9 @@ def test_a_stage_between_rollout_and_reward() -> None:
 
 def test_optional_columns_are_read_where_a_stage_makes_them() -> None:
     makes = {"loss_mask": "bool ragged", "row_weight": "float32"}
-    flow = resolve(GRPO(), catalogue(stages=[StageDeclaration("turns", "rows", PROMPTS_AND_RESPONSES, makes)]))
+    flow = resolve(
+        GRPO(), catalogue(stages=[StageDeclaration("turns", "rows", PROMPTS_AND_RESPONSES, makes)])
+    )
     assert {"loss_mask", "row_weight"} <= flow["update"].needs.keys()
     assert not {"loss_mask", "row_weight"} & resolve(GRPO(), catalogue())["update"].needs.keys()
 
@@ -158,7 +197,9 @@ def test_credit_reads_a_mask_that_is_made_before_it() -> None:
     assert "loss_mask" in resolve(dapo, catalogue(stages=[turns]))["advantage"].needs
     assert "loss_mask" not in resolve(dapo, catalogue())["advantage"].needs
     assert "loss_mask" not in resolve(GRPO(), catalogue(stages=[turns]))["advantage"].needs
-    assert "loss_mask" not in resolve(dapo, catalogue(), "mask")["advantage"].needs, "it makes it itself"
+    assert "loss_mask" not in resolve(dapo, catalogue(), "mask")["advantage"].needs, (
+        "it makes it itself"
+    )
     later = [
         StageDeclaration("judge", "groups", {"advantage": "float32"}, {"judged": "float32"}),
         StageDeclaration("turns", "rows", {**PROMPTS_AND_RESPONSES, "judged": "float32"}, makes),
@@ -176,7 +217,9 @@ def test_the_versions_of_tokens_are_carried_where_the_loss_reads_their_staleness
 
 
 def test_training_waits_for_a_stage_that_only_drops() -> None:
-    flow = resolve(GRPO(), catalogue(stages=[StageDeclaration("sieve", "groups", {"reward": ""}, {})]))
+    flow = resolve(
+        GRPO(), catalogue(stages=[StageDeclaration("sieve", "groups", {"reward": ""}, {})])
+    )
     assert flow["update"].needs["passed_sieve"] == "bool"
     assert flow.columns["passed_sieve"] == "bool"
 
@@ -185,11 +228,13 @@ def test_a_column_that_nothing_makes_names_its_reader_and_what_could_make_it() -
     text = problems(ActorCritic())
     assert "needs the column 'values', which no stage makes" in text
     assert "add a [[stages]] entry with a class that makes 'values'" in text
-    misspelt = StageDeclaration("judge", "rows", {"respnse_ids": ""}, {"judged": "float32"}, place="stages.0.use")
+    misspelt = StageDeclaration(
+        "judge", "rows", {"respnse_ids": ""}, {"judged": "float32"}, place="stages.0.use"
+    )
     text = problems(GRPO(), misspelt, reward_reads={"judged": ""})
     assert (
-        "stages.0.use = \"judge\": needs the column 'respnse_ids', which no stage makes; did you mean 'response_ids'"
-        in text
+        "stages.0.use = \"judge\": needs the column 'respnse_ids', which no stage makes; did you "
+        "mean 'response_ids'" in text
     )
 
 
@@ -199,27 +244,58 @@ def test_a_column_that_nothing_makes_names_its_reader_and_what_could_make_it() -
         (
             [
                 JUDGE,
-                StageDeclaration("other", "rows", {"response_ids": ""}, {"judged": "float32"}, place="stages.1.use"),
+                StageDeclaration(
+                    "other",
+                    "rows",
+                    {"response_ids": ""},
+                    {"judged": "float32"},
+                    place="stages.1.use",
+                ),
             ],
             {"judged": ""},
-            "the column 'judged', which 'reward' needs, is made by more than one stage: 'judge' and 'other'",
+            "the column 'judged', which 'reward' needs, is made by more than one stage: 'judge' "
+            "and 'other'",
         ),
-        ([JUDGE], {"judged": "int64"}, "needs 'judged' as int64, but stage 'judge' makes it as float32"),
+        (
+            [JUDGE],
+            {"judged": "int64"},
+            "needs 'judged' as int64, but stage 'judge' makes it as float32",
+        ),
         ([JUDGE], {}, "stages.0.use = \"judge\": makes 'judged', which nothing reads"),
         (
-            [StageDeclaration("judge", "rows", {"reward": ""}, {"judged": "float32"}, place="stages.0.use")],
+            [
+                StageDeclaration(
+                    "judge", "rows", {"reward": ""}, {"judged": "float32"}, place="stages.0.use"
+                )
+            ],
             {"judged": ""},
             "the stages 'reward' and 'judge' and 'advantage' wait for columns of one another",
         ),
         (
-            [StageDeclaration("reward", "rows", {"response_ids": ""}, {"judged": "float32"}, place="stages.0.use")],
+            [
+                StageDeclaration(
+                    "reward",
+                    "rows",
+                    {"response_ids": ""},
+                    {"judged": "float32"},
+                    place="stages.0.use",
+                )
+            ],
             {"judged": ""},
             "is the name of another stage too",
         ),
         (
-            [StageDeclaration("judge", "rows", {"response_ids": ""}, {"judged": "float32", "reward": "float32"})],
+            [
+                StageDeclaration(
+                    "judge",
+                    "rows",
+                    {"response_ids": ""},
+                    {"judged": "float32", "reward": "float32"},
+                )
+            ],
             {"judged": ""},
-            "the column 'reward', which 'advantage' needs, is made by more than one stage: 'reward' and 'judge'",
+            "the column 'reward', which 'advantage' needs, is made by more than one stage: "
+            "'reward' and 'judge'",
         ),
         (
             [
@@ -236,19 +312,24 @@ def test_a_column_that_nothing_makes_names_its_reader_and_what_could_make_it() -
         ),
     ],
 )
-def test_what_does_not_fit_is_named(stages: list[StageDeclaration], reads: Columns, wrong: str) -> None:
+def test_what_does_not_fit_is_named(
+    stages: list[StageDeclaration], reads: Columns, wrong: str
+) -> None:
     assert wrong in problems(GRPO(), *stages, reward_reads=reads)
 
 
 def test_all_problems_are_found_at_once() -> None:
-    wrong = StageDeclaration("judge", "rows", {"nowhere": ""}, {"judged": "float64"}, place="stages.0.use")
+    wrong = StageDeclaration(
+        "judge", "rows", {"nowhere": ""}, {"judged": "float64"}, place="stages.0.use"
+    )
     text = problems(GRPO(), wrong, CRITIC, reward_reads={"judged": "float32", "missing": ""})
     for part in ("'nowhere'", "needs 'judged' as float32", "'missing'"):
         assert part in text
 
 
 class ByPolicy(Plain):
-    """As decoupled PPO: logprobs of the policy as it was before the batch's first optimizer step."""
+    """As decoupled PPO: logprobs of the policy as it was before the batch's first optimizer
+    step."""
 
     @property
     def scores(self) -> Mapping[str, RunsOn]:
@@ -262,8 +343,9 @@ class ByPolicy(Plain):
 def test_scores_must_come_from_what_the_algorithm_asks() -> None:
     assert names(ByPolicy()) == ["source", "rollout", "update"], "training computes it"
     cpu = StageDeclaration("values", "groups", PROMPTS_AND_RESPONSES, {"values": "float32 ragged"})
-    assert "wants 'values' from a critic, but stage 'values', which makes it, runs on cpu" in problems(
-        ActorCritic(), cpu
+    assert (
+        "wants 'values' from a critic, but stage 'values', which makes it, runs on cpu"
+        in problems(ActorCritic(), cpu)
     )
 
 
@@ -271,10 +353,20 @@ def test_a_flow_can_be_looked_at() -> None:
     flow = resolve(GRPO(kl_coef=0.1), catalogue(stages=[JUDGE], reward_reads={"judged": "float32"}))
     assert "judge      (rows, cpu) needs response_ids; makes judged" in to_text(flow).splitlines()
     assert "    judge -->|judged| reward" in to_mermaid(flow).splitlines()
-    assert "    rollout -->|response_ids| reward" not in to_mermaid(flow), "the way over the judge implies it"
+    assert "    rollout -->|response_ids| reward" not in to_mermaid(flow), (
+        "the way over the judge implies it"
+    )
     found = document(flow)
     layers = {stage["name"]: stage["layer"] for stage in found["stages"]}
-    assert layers == {"source": 0, "rollout": 1, "judge": 2, "reference": 2, "reward": 3, "advantage": 4, "update": 5}
+    assert layers == {
+        "source": 0,
+        "rollout": 1,
+        "judge": 2,
+        "reference": 2,
+        "reward": 3,
+        "advantage": 4,
+        "update": 5,
+    }
     assert all(layers[edge["from"]] < layers[edge["to"]] for edge in found["edges"])
     picture = ElementTree.fromstring(to_svg(flow))
     texts = {text.text for text in picture.iter("{http://www.w3.org/2000/svg}text")}
@@ -282,7 +374,13 @@ def test_a_flow_can_be_looked_at() -> None:
 
 
 def test_a_declared_type_becomes_a_column_of_the_pipeline() -> None:
-    made = {"a": "float32 [2, 3]", "b": "bool", "c": "bfloat16 ragged", "d": "text", "e": "float64 finite"}
+    made = {
+        "a": "float32 [2, 3]",
+        "b": "bool",
+        "c": "bfloat16 ragged",
+        "d": "text",
+        "e": "float64 finite",
+    }
     stage = StageDeclaration("many", "rows", {"response_ids": ""}, made)
     schema = resolve(GRPO(), catalogue(stages=[stage], reward_reads={"a": ""})).schema
     assert [schema[name].describe() for name in made] == [

@@ -1,4 +1,5 @@
-"""Layouts: coordinates and neighbours of ranks, held against the process groups that torch makes from them."""
+"""Layouts: coordinates and neighbours of ranks, held against the process groups that torch makes
+from them."""
 
 from __future__ import annotations
 
@@ -44,13 +45,23 @@ def layouts(draw: st.DrawFn) -> Layout:
 def test_a_layout_is_read_without_torch() -> None:
     """Checks, placement on a cluster and the command line ask it before any engine is loaded."""
     program = "import sys, stages.parallel.layout, stages.parallel.options; print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    assert not {"torch", "torch.distributed", "transformers", "psutil", "numpy"} & set(loaded.split())
+    loaded = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout
+    assert not {"torch", "torch.distributed", "transformers", "psutil", "numpy"} & set(
+        loaded.split()
+    )
 
 
 @given(layouts())
 def test_each_rank_is_in_one_group_of_each_axis(layout: Layout) -> None:
-    sizes = {"dp": layout.replicas, "cp": layout.cp, "tp": layout.tp, "ep": layout.ep, "pp": layout.pp}
+    sizes = {
+        "dp": layout.replicas,
+        "cp": layout.cp,
+        "tp": layout.tp,
+        "ep": layout.ep,
+        "pp": layout.pp,
+    }
     for axis in AXES:
         groups = {layout.group(axis, rank) for rank in range(layout.world)}
         assert all(layout.group(axis, rank) == group for group in groups for rank in group)
@@ -71,7 +82,8 @@ def test_neighbours_differ_along_their_axis_alone(layout: Layout, data: st.DataO
 
 @contextmanager
 def rank_alone(rank: int, world: int) -> Iterator[None]:
-    """This process as one rank of a group whose other ranks do not exist, and whose calls do nothing."""
+    """This process as one rank of a group whose other ranks do not exist, and whose calls do
+    nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
         yield
@@ -79,13 +91,18 @@ def rank_alone(rank: int, world: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("sizes", PRODUCTS, ids=lambda sizes: "-".join(f"{k}{v}" for k, v in sizes.items()))
+@pytest.mark.parametrize(
+    "sizes", PRODUCTS, ids=lambda sizes: "-".join(f"{k}{v}" for k, v in sizes.items())
+)
 def test_process_groups_are_those_that_the_layout_names(sizes: dict[str, int]) -> None:
     layout = Layout.for_training(**sizes)
     for rank in range(layout.world):
         with rank_alone(rank, layout.world):
             meshes = Meshes(layout, "cpu", lambda group: None)
-            groups = {"dp": meshes.replicas.get_group(), "pp": meshes.pipes[0] if meshes.pipes else None}
+            groups = {
+                "dp": meshes.replicas.get_group(),
+                "pp": meshes.pipes[0] if meshes.pipes else None,
+            }
             for axis, mesh in {"cp": meshes.cp, "tp": meshes.tp, "ep": meshes.ep}.items():
                 groups[axis] = None if mesh is None else mesh.get_group()
             for axis in AXES:
@@ -99,7 +116,9 @@ def test_process_groups_are_those_that_the_layout_names(sizes: dict[str, int]) -
 def test_a_recipes_section_is_a_layout() -> None:
     section = Strategies(dp=4, dp_replicate=2, tp=2, cp=2, ep=2, context_parallel="ring")
     layout = section.layout
-    assert layout == Layout(dp_replicate=2, dp_shard=2, tp=2, ep=2, etp=1, cp=2, context_parallel="ring")
+    assert layout == Layout(
+        dp_replicate=2, dp_shard=2, tp=2, ep=2, etp=1, cp=2, context_parallel="ring"
+    )
     assert (layout.world, layout.replicas, layout.fsdp) == (section.ranks, section.replicas, 4)
     assert Strategies(**layout.recipe_keys) == section
     assert str(layout) == "dp_replicate=2,dp_shard=2,cp=2,tp=2,ep=2,context_parallel=ring"
@@ -109,6 +128,8 @@ def test_a_recipes_section_is_a_layout() -> None:
 def test_ranks_outside_a_layout_and_copies_that_do_not_divide_are_refused() -> None:
     with pytest.raises(LayoutError, match="rank: 4 of 4; ranks are counted from 0"):
         Layout(dp_shard=2, tp=2).coordinates(4)
-    with pytest.raises(LayoutError, match="dp_replicate: 3 does not divide dp = 4; use a divisor of it"):
+    with pytest.raises(
+        LayoutError, match="dp_replicate: 3 does not divide dp = 4; use a divisor of it"
+    ):
         Layout.for_training(dp=4, dp_replicate=3)
     assert (ALONE.world, ALONE.virtual_stages) == (1, [0])

@@ -1,4 +1,5 @@
-"""Layouts say where everything lies: torch's chunks, whole heads, and local tensors without a gap."""
+"""Layouts say where everything lies: torch's chunks, whole heads, and local tensors without a
+gap."""
 
 from __future__ import annotations
 
@@ -10,7 +11,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    Qwen2MoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from stages.parallel.layout import Layout, LayoutError, parse_layout
 from stages.parallel.placement import (
@@ -41,15 +48,21 @@ def test_chunks_are_those_of_torch(size: int, parts: int) -> None:
 
 
 @given(st.integers(1, 5), st.integers(1, 5), st.integers(1, 12))
-def test_a_rank_has_the_key_value_heads_of_its_query_heads(kv_heads: int, group: int, tp: int) -> None:
+def test_a_rank_has_the_key_value_heads_of_its_query_heads(
+    kv_heads: int, group: int, tp: int
+) -> None:
     heads = kv_heads * group
     found = [head_ranges(heads, kv_heads, tp, rank) for rank in range(tp)]
     assert [head for query, _ in found for head in range(*query)] == list(range(heads))
     for query, key_value in found:
         assert set(range(*key_value)) == {head // group for head in range(*query)}
-    if heads % tp == 0 and (tp % kv_heads == 0 or kv_heads % tp == 0):  # what vLLM takes, and its formula
-        copies, count = max(1, tp // kv_heads), max(1, kv_heads // tp)
-        assert [kv for _, kv in found] == [(rank // copies * count, (rank // copies + 1) * count) for rank in range(tp)]
+    # what vLLM takes, and its formula
+    if heads % tp == 0 and (tp % kv_heads == 0 or kv_heads % tp == 0):
+        copies = max(1, tp // kv_heads)
+        count = max(1, kv_heads // tp)
+        assert [kv for _, kv in found] == [
+            (rank // copies * count, (rank // copies + 1) * count) for rank in range(tp)
+        ]
 
 
 @given(st.data())
@@ -67,7 +80,9 @@ def test_a_box_without_a_hole_is_the_rest_of_it(data: st.DataObject) -> None:
 
 
 @given(states(), st.data(), st.sampled_from(["hf", "vllm"]))
-def test_local_tensors_are_full_and_every_element_is_held(state: ModelState, data: st.DataObject, names: Names) -> None:
+def test_local_tensors_are_full_and_every_element_is_held(
+    state: ModelState, data: st.DataObject, names: Names
+) -> None:
     layout = data.draw(layouts(state))
     placement = place(state, layout, names=names)
     assert len(placement.ranks) == layout.world
@@ -78,14 +93,20 @@ def test_local_tensors_are_full_and_every_element_is_held(state: ModelState, dat
             filled = np.zeros(tensor.shape, int)
             for piece in tensor.pieces:
                 sizes = [end - start for start, end in piece.box]
-                filled[tuple(slice(at, at + size) for at, size in zip(piece.at, sizes, strict=True))] += 1
+                filled[
+                    tuple(slice(at, at + size) for at, size in zip(piece.at, sizes, strict=True))
+                ] += 1
                 held[piece.parameter][tuple(slice(*span) for span in piece.box)] += 1
             assert (filled == 1).all()
     for parameter in state.parameters:
         counts = held[parameter.name]
         assert counts.min() >= 1
         stages = len(
-            {layout.coordinates(r).stage for r in range(layout.world) if _holds(placement.ranks[r], parameter.name)}
+            {
+                layout.coordinates(r).stage
+                for r in range(layout.world)
+                if _holds(placement.ranks[r], parameter.name)
+            }
         )
         if (parameter.split and parameter.split.rule != "key_value") or layout.tp <= state.kv_heads:
             copies = _copies(layout, parameter) * max(stages, 1)
@@ -121,10 +142,14 @@ def test_parameters_are_read_off_the_model(config: object) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     (whole,) = place(state, Layout()).ranks
-    assert {t.name: t.shape for t in whole} == {name: tuple(p.shape) for name, p in model.named_parameters()}
+    assert {t.name: t.shape for t in whole} == {
+        name: tuple(p.shape) for name, p in model.named_parameters()
+    }
     assert state.nbytes == sum(p.nbytes for p in model.parameters())
     assert all(parameter.rule_known for parameter in state.parameters)
-    assert sorted(name for t in state.named("vllm") for name in t.parts) == sorted(p.name for p in state.parameters)
+    assert sorted(name for t in state.named("vllm") for name in t.parts) == sorted(
+        p.name for p in state.parameters
+    )
     fused = {t.name.removeprefix("model.layers.0.") for t in state.named("vllm")}
     assert "self_attn.qkv_proj.weight" in fused
     assert fused & {"mlp.gate_up_proj.weight", "mlp.experts.w13_weight"}
@@ -134,7 +159,9 @@ def test_parameters_are_read_off_the_model(config: object) -> None:
 def test_a_fused_expert_tensor_is_cut_in_both_its_halves() -> None:
     state = model_state(moe_config())
     rank1 = {t.name: t for t in place(state, Layout(tp=2), names="vllm").ranks[1]}
-    experts, wide, hidden = 4, MOE["moe_intermediate_size"], SMALL["hidden_size"]
+    experts = 4
+    wide = MOE["moe_intermediate_size"]
+    hidden = SMALL["hidden_size"]
     w13 = rank1["model.layers.0.mlp.experts.w13_weight"]
     assert w13.shape == (experts, wide, hidden)
     assert [(piece.box[1], piece.at[1]) for piece in w13.pieces] == [
@@ -145,7 +172,8 @@ def test_a_fused_expert_tensor_is_cut_in_both_its_halves() -> None:
 
 
 def test_what_the_source_has_fused_is_cut_part_by_part() -> None:
-    """4 heads on 2 of 8 elements: the rows of q, k and v, and of gate and up, each cut by its own rule."""
+    """4 heads on 2 of 8 elements: the rows of q, k and v, and of gate and up, each cut by its own
+    rule."""
     state = model_state(fused_config())
     assert {t.name: t.parts for t in state.tensors}["model.layers.1.mlp.gate_up_proj.weight"] == (
         "model.layers.1.mlp.gate_proj.weight",
@@ -154,14 +182,18 @@ def test_what_the_source_has_fused_is_cut_part_by_part() -> None:
     rank1 = {t.name: t for t in place(state, Layout(tp=2)).ranks[1]}
     qkv = rank1["model.layers.0.self_attn.qkv_proj.weight"]
     assert qkv.shape == (32, SMALL["hidden_size"])
-    assert [(piece.parameter.rsplit(".", 2)[1], piece.box[0], piece.at[0]) for piece in qkv.pieces] == [
+    assert [
+        (piece.parameter.rsplit(".", 2)[1], piece.box[0], piece.at[0]) for piece in qkv.pieces
+    ] == [
         ("q_proj", (16, 32), 0),
         ("k_proj", (8, 16), 16),
         ("v_proj", (8, 16), 24),
     ]
     gate_up = rank1["model.layers.0.mlp.gate_up_proj.weight"]
     assert gate_up.shape == (24, SMALL["hidden_size"])
-    assert [(piece.parameter.rsplit(".", 2)[1], piece.box[0], piece.at[0]) for piece in gate_up.pieces] == [
+    assert [
+        (piece.parameter.rsplit(".", 2)[1], piece.box[0], piece.at[0]) for piece in gate_up.pieces
+    ] == [
         ("gate_proj", (12, 24), 0),
         ("up_proj", (12, 24), 12),
     ]
@@ -170,8 +202,12 @@ def test_what_the_source_has_fused_is_cut_part_by_part() -> None:
 def test_key_value_heads_are_held_twice_when_there_are_more_ranks_than_heads() -> None:
     state = model_state(Qwen3Config(**SMALL, head_dim=8))  # 4 heads on 2
     ranks = place(state, Layout(tp=4), names="vllm").ranks
-    qkv = [next(t for t in tensors if t.name.endswith("0.self_attn.qkv_proj.weight")) for tensors in ranks]
-    assert [t.shape[0] for t in qkv] == [24] * 4  # one query head, one key head, one value head, of 8 each
+    qkv = [
+        next(t for t in tensors if t.name.endswith("0.self_attn.qkv_proj.weight"))
+        for tensors in ranks
+    ]
+    # one query head, one key head, one value head, of 8 each
+    assert [t.shape[0] for t in qkv] == [24] * 4
     keys = [next(p.box[0] for p in t.pieces if "k_proj" in p.parameter) for t in qkv]
     assert keys == [(0, 8), (0, 8), (8, 16), (8, 16)]
 
@@ -181,9 +217,14 @@ def test_tied_embeddings_are_at_both_ends_of_a_pipeline() -> None:
         state = model_state(LlamaConfig(**SMALL, tie_word_embeddings=tied))
         ranks = place(state, Layout(pp=2)).ranks
         ends = [
-            [t.name for t in tensors if t.name in ("model.embed_tokens.weight", "lm_head.weight")] for tensors in ranks
+            [t.name for t in tensors if t.name in ("model.embed_tokens.weight", "lm_head.weight")]
+            for tensors in ranks
         ]
-        expected = [["model.embed_tokens.weight"]] * 2 if tied else [["model.embed_tokens.weight"], ["lm_head.weight"]]
+        expected = (
+            [["model.embed_tokens.weight"]] * 2
+            if tied
+            else [["model.embed_tokens.weight"], ["lm_head.weight"]]
+        )
         assert ends == expected
 
 
@@ -194,7 +235,8 @@ def test_layers_are_dealt_out_in_order_and_evenly() -> None:
 
 
 def test_shards_cut_what_tensor_parallelism_left() -> None:
-    """FSDP2 over a tensor-parallel mesh: a rank's rows are a chunk of its tensor-parallel rows, not one of all rows."""
+    """FSDP2 over a tensor-parallel mesh: a rank's rows are a chunk of its tensor-parallel rows, not
+    one of all rows."""
     up = Parameter("up_proj.weight", (10, 2), torch.float32, split=Split(0))
     state = ModelState((up,), (Tensor("up_proj.weight", (up.name,)),), 1, 1, 1)
     rows = [tensors[0].pieces[0].box[0] for tensors in place(state, Layout(dp_shard=2, tp=2)).ranks]
@@ -204,14 +246,19 @@ def test_shards_cut_what_tensor_parallelism_left() -> None:
 @pytest.mark.parametrize("order", ["inner", "outer"])
 def test_neighbours_hold_different_experts_or_the_same(order: str) -> None:
     layout = Layout(dp_replicate=2, tp=2, ep=2, ep_order=order)  # type: ignore[arg-type]
-    assert [layout.coordinates(rank).ep for rank in range(4)] == ([0, 1, 0, 1] if order == "inner" else [0, 0, 1, 1])
+    assert [layout.coordinates(rank).ep for rank in range(4)] == (
+        [0, 1, 0, 1] if order == "inner" else [0, 0, 1, 1]
+    )
 
 
 def test_dp_means_what_the_side_does_with_it() -> None:
     assert parse_layout(" dp=2, tp=4 ", "train") == Layout(dp_shard=2, tp=4)
     assert parse_layout("dp=2,tp=4", "rollout") == Layout(dp_replicate=2, tp=4)
     assert parse_layout("", "train") == Layout()
-    assert str(parse_layout("dp=2,pp=3,ep_order=outer", "rollout")) == "pp=3,dp_replicate=2,ep_order=outer"
+    assert (
+        str(parse_layout("dp=2,pp=3,ep_order=outer", "rollout"))
+        == "pp=3,dp_replicate=2,ep_order=outer"
+    )
 
 
 @pytest.mark.parametrize(
@@ -222,7 +269,11 @@ def test_dp_means_what_the_side_does_with_it() -> None:
         ("tensor=2", r"tensor: is no part of a layout; use dp, .*tp"),
         ("tp=2,tp=2", r"tp: 'tp=2' gives tp a second time"),
         ("dp=2,dp_shard=4", r"dp_shard: 'dp_shard=4' gives dp_shard a second time"),
-        ("tp=2,ep=3", r"ep: 3 with etp = 1 does not divide the 2 ranks of dp_replicate · tp .*divisor of 2"),
+        (
+            "tp=2,ep=3",
+            r"ep: 3 with etp = 1 does not divide the 2 ranks of dp_replicate · tp "
+            r".*divisor of 2",
+        ),
         ("dp=4,ep=3", r"ep: 3 .* does not divide the 4 ranks of dp_shard · tp"),
         ("ep_order=left", r"ep_order: 'left' is unknown; use 'inner' or 'outer'"),
         ("tp", r"tp: '' is no number of ranks"),
@@ -244,9 +295,13 @@ def test_a_layout_that_does_not_fit_the_model_says_so() -> None:
     odd = Parameter("mixer.in_proj.weight", (4, 4), torch.float32, rule_known=False)
     state = ModelState((odd,), (Tensor(odd.name, (odd.name,)),), 1, 1, 1)
     with pytest.raises(
-        LayoutError, match=r"tp: 2, but how .* cuts mixer.in_proj.weight \[4, 4\] is not known; use tp=1"
+        LayoutError,
+        match=r"tp: 2, but how .* cuts mixer.in_proj.weight \[4, 4\] is not known; "
+        r"use tp=1",
     ):
         place(state, Layout(tp=2))
     assert prod(place(state, Layout(dp_shard=2)).ranks[1][0].shape) == 8
-    with pytest.raises(LayoutError, match="num_attention_heads: 4 is no multiple of num_key_value_heads = 3"):
+    with pytest.raises(
+        LayoutError, match="num_attention_heads: 4 is no multiple of num_key_value_heads = 3"
+    ):
         model_state(LlamaConfig(**{**SMALL, "num_key_value_heads": 3}))

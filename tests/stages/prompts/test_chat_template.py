@@ -23,8 +23,9 @@ from stages.prompts.sources import load_prompts
 from tests.orchestration.runs import TINY, recipe
 
 THINKING = (
-    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
-    "{% if add_generation_prompt %}model:{% endif %}{% if not enable_thinking | default(true) %} -{% endif %}"
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}{% if "
+    "add_generation_prompt %}model:{% endif %}{% if not enable_thinking | default(true) %} -{% "
+    "endif %}"
 )
 
 
@@ -35,11 +36,21 @@ def template(tmp_path: Path) -> str:
 
 
 def of_template(template: str, **more: Any) -> dict[str, Any]:
-    return {"source": "builtin", "task": "repeat", "max_prompt_tokens": 64, "chat_template": template, **more}
+    return {
+        "source": "builtin",
+        "task": "repeat",
+        "max_prompt_tokens": 64,
+        "chat_template": template,
+        **more,
+    }
 
 
-@pytest.mark.parametrize(("options", "end"), [({}, "model:"), ({"enable_thinking": False}, "model: -")])
-def test_prompts_go_into_the_template_with_its_options(template: str, options: dict[str, Any], end: str) -> None:
+@pytest.mark.parametrize(
+    ("options", "end"), [({}, "model:"), ({"enable_thinking": False}, "model: -")]
+)
+def test_prompts_go_into_the_template_with_its_options(
+    template: str, options: dict[str, Any], end: str
+) -> None:
     tokenizer = tiny_tokenizer()
     given = PromptOptions(**of_template(template, chat_template_options=options, system="be short"))
     prompt = load_prompts(given, tokenizer, seed=0).train.prompt(0)
@@ -51,7 +62,11 @@ def test_prompts_go_into_the_template_with_its_options(template: str, options: d
 def test_it_replaces_the_tokenizers_own(template: str) -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}"
-    assert load_prompts(PromptOptions(**of_template(template)), tokenizer, 0).train.prompt(0).text.endswith("model:")
+    assert (
+        load_prompts(PromptOptions(**of_template(template)), tokenizer, 0)
+        .train.prompt(0)
+        .text.endswith("model:")
+    )
     own = PromptOptions(source="builtin", task="repeat", chat_template_options={"anything": 1})
     assert load_prompts(own, tokenizer, 0).train.prompt(0).text.endswith("=]")
 
@@ -72,12 +87,32 @@ def test_checkpoints_keep_it_and_a_run_finds_it_from_any_folder(
     [
         ({"chat_template": "/no/such.jinja"}, "prompts.chat_template", "cannot be read"),
         ({"chat_template": "/dev/null"}, "prompts.chat_template", "is a device"),
-        ({"text": "{% for m in messages %}"}, "prompts.chat_template", "refused by the chat template"),
+        (
+            {"text": "{% for m in messages %}"},
+            "prompts.chat_template",
+            "refused by the chat template",
+        ),
         ({"text": "{% if %}{{"}, "prompts.chat_template", "chat template"),
-        ({"text": "{{ messages[0].no.such }}"}, "prompts.chat_template", "refused by the chat template"),
-        ({"chat_template_options": {"thinking": 1}}, "prompts.chat_template_options.thinking", "is not read by"),
-        ({"chat_template_options": {"messages": []}}, "prompts.chat_template_options.messages", "is set for each"),
-        ({"chat_template": None, "chat_template_options": {"a": 1}}, "prompts.chat_template_options", "no effect"),
+        (
+            {"text": "{{ messages[0].no.such }}"},
+            "prompts.chat_template",
+            "refused by the chat template",
+        ),
+        (
+            {"chat_template_options": {"thinking": 1}},
+            "prompts.chat_template_options.thinking",
+            "is not read by",
+        ),
+        (
+            {"chat_template_options": {"messages": []}},
+            "prompts.chat_template_options.messages",
+            "is set for each",
+        ),
+        (
+            {"chat_template": None, "chat_template_options": {"a": 1}},
+            "prompts.chat_template_options",
+            "no effect",
+        ),
     ],
 )
 def test_a_template_that_cannot_be_used_is_refused_by_its_key(
@@ -94,9 +129,16 @@ def test_a_template_that_cannot_be_used_is_refused_by_its_key(
 
 def test_a_request_reads_no_template_outside_of_the_roots(template: str, tmp_path: Path) -> None:
     data = {**TINY, "prompts": of_template(template)}
-    with pytest.raises(RecipeError, match=r"prompts\.chat_template .* outside of what this server reads"):
+    with pytest.raises(
+        RecipeError,
+        match=r"prompts\.chat_template .* outside of what this server "
+        r"reads",
+    ):
         accept(Settings(data=tmp_path), data, {})
-    assert accept(Settings(data=tmp_path, roots=[tmp_path]), data, {}).prompts.chat_template == template
+    assert (
+        accept(Settings(data=tmp_path, roots=[tmp_path]), data, {}).prompts.chat_template
+        == template
+    )
 
 
 def test_check_shows_the_first_prompt_as_the_model_reads_it(template: str, tmp_path: Path) -> None:
@@ -108,7 +150,9 @@ def test_check_shows_the_first_prompt_as_the_model_reads_it(template: str, tmp_p
     as_text = CliRunner().invoke(app, ["check", str(tmp_path / "own.json")])
     assert as_text.exit_code == 0, as_text.output
     assert "line 1, 15 tokens\n  user: ab\n  model:" in as_text.stdout
-    as_json = json.loads(CliRunner().invoke(app, ["check", str(tmp_path / "own.json"), "--json"]).stdout)
+    as_json = json.loads(
+        CliRunner().invoke(app, ["check", str(tmp_path / "own.json"), "--json"]).stdout
+    )
     assert as_json["examples"] == [
         {"where": f"{tmp_path / 'rows.jsonl'}, line 1", "text": "user: ab\nmodel:", "tokens": 15}
     ]
@@ -123,7 +167,8 @@ def test_a_first_prompt_that_is_skipped_is_no_example(tmp_path: Path) -> None:
 
 
 NEEDS_SYSTEM = (
-    "{% if messages[0].role != 'system' %}{{ raise_exception('a system message is needed') }}{% endif %}" + THINKING
+    "{% if messages[0].role != 'system' %}{{ raise_exception('a system message is needed') }}{% "
+    "endif %}" + THINKING
 )
 CONVERSATION = [{"role": "system", "content": "b"}, {"role": "user", "content": "a"}]
 
@@ -134,7 +179,10 @@ def conversations() -> list[dict[str, Any]]:
 
 def problems_of(prompts: dict[str, Any], **changes: Any) -> dict[str, str]:
     try:
-        recipe({**TINY, "prompts": {"max_prompt_tokens": 64, **prompts}, "evaluate": {"every": 0}}, **changes)
+        recipe(
+            {**TINY, "prompts": {"max_prompt_tokens": 64, **prompts}, "evaluate": {"every": 0}},
+            **changes,
+        )
     except RecipeError as error:
         return {problem.key: problem.wrong for problem in error.problems}
     return {}
@@ -146,9 +194,14 @@ def rows_file(tmp_path: Path, *rows: dict[str, Any]) -> str:
 
 
 def test_a_template_is_judged_on_the_rows_that_it_gets(template: str, tmp_path: Path) -> None:
-    """Recipes were refused because an invented row, without a system message or a response, did not fit."""
+    """Recipes were refused because an invented row, without a system message or a response, did not
+    fit."""
     Path(template).write_text(NEEDS_SYSTEM)
-    system = {"source": "jsonl", "path": rows_file(tmp_path, *conversations()), "chat_template": template}
+    system = {
+        "source": "jsonl",
+        "path": rows_file(tmp_path, *conversations()),
+        "chat_template": template,
+    }
     assert problems_of(system) == {}
     given = {**system, "responses": ["answer"]}
     assert problems_of(given, algorithm__name="sft", algorithm__group_size=1) == {}
@@ -162,11 +215,18 @@ def test_a_template_is_judged_on_the_rows_that_it_gets(template: str, tmp_path: 
     assert problems_of({**texts, "system": "be short"}) == {}
 
 
-def test_a_template_is_judged_on_the_rows_of_a_saved_dataset_and_of_a_task(template: str, tmp_path: Path) -> None:
+def test_a_template_is_judged_on_the_rows_of_a_saved_dataset_and_of_a_task(
+    template: str, tmp_path: Path
+) -> None:
     datasets = pytest.importorskip("datasets")
     Path(template).write_text(NEEDS_SYSTEM)
     datasets.Dataset.from_list(conversations()).save_to_disk(str(tmp_path / "saved"))
-    assert problems_of({"source": "datasets", "path": str(tmp_path / "saved"), "chat_template": template}) == {}
+    assert (
+        problems_of(
+            {"source": "datasets", "path": str(tmp_path / "saved"), "chat_template": template}
+        )
+        == {}
+    )
     of_task = {"source": "builtin", "task": "repeat", "chat_template": template}
     assert "row 1 of repeat is refused" in problems_of(of_task)["prompts.chat_template"]
     assert problems_of({**of_task, "system": "be short"}) == {}
@@ -197,18 +257,29 @@ def test_responses_that_a_function_makes_need_no_template() -> None:
 
 def test_checks_run_after_those_whose_findings_they_read() -> None:
     order = [check.__name__ for check in machine_checks()]
-    readers = [check.__name__ for check in MACHINE_CHECKS if "environment.prompts" in inspect.getsource(check)]
+    readers = [
+        check.__name__
+        for check in MACHINE_CHECKS
+        if "environment.prompts" in inspect.getsource(check)
+    ]
     assert set(readers) >= {
         "prompts_can_be_read",
         "prompts_are_rendered",
         "rewards_get_their_columns",
         "chat_template_exists",
     }
-    assert min(map(order.index, readers)) == order.index("prompts_can_be_read") > order.index("model_can_be_loaded")
+    assert (
+        min(map(order.index, readers))
+        == order.index("prompts_can_be_read")
+        > order.index("model_can_be_loaded")
+    )
 
 
 def test_given_responses_are_rendered_by_the_check(tmp_path: Path, template: str) -> None:
-    turns = [{"role": role, "content": text} for role, text in (("assistant", "a"), ("user", "b"), ("assistant", "c"))]
+    turns = [
+        {"role": role, "content": text}
+        for role, text in (("assistant", "a"), ("user", "b"), ("assistant", "c"))
+    ]
     rows = rows_file(tmp_path, {"prompt": "a", "answer": "a"}, {"prompt": "a", "answer": turns})
     given = {"source": "jsonl", "path": rows, "responses": ["answer"]}
     sft = {"algorithm__name": "sft", "algorithm__group_size": 1}
@@ -242,24 +313,39 @@ def test_a_tokenizer_without_an_end_is_refused_where_responses_are_given(tmp_pat
     changes = {"model__source": model_of(tmp_path / "model", eos_token=None)}
     found = problems_of(given, algorithm__name="sft", algorithm__group_size=1, **changes)
     assert list(found) == ["prompts.responses"]
-    assert "line 1 has a response, and the tokenizer has no end-of-sequence token" in found["prompts.responses"]
-    assert problems_of({"source": "jsonl", "path": path}, **changes) == {}, "what is sampled ends at rollout.max_tokens"
+    assert (
+        "line 1 has a response, and the tokenizer has no end-of-sequence token"
+        in found["prompts.responses"]
+    )
+    assert problems_of({"source": "jsonl", "path": path}, **changes) == {}, (
+        "what is sampled ends at rollout.max_tokens"
+    )
 
 
 def test_a_template_is_chosen_by_its_name_and_kept_in_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = model_of(tmp_path / "model", chat_template={"default": THINKING, "short": "{{ messages[0].content }}."})
+    source = model_of(
+        tmp_path / "model",
+        chat_template={"default": THINKING, "short": "{{ messages[0].content }}."},
+    )
     prompts = {"source": "builtin", "task": "repeat", "chat_template": "short"}
-    of = recipe({**TINY, "prompts": {**prompts, "held_out": 0.1}}, model__source=source).with_absolute_paths()
+    of = recipe(
+        {**TINY, "prompts": {**prompts, "held_out": 0.1}}, model__source=source
+    ).with_absolute_paths()
     assert of.prompts.chat_template == "short"
     assert tokenizer_of(of).chat_template == "{{ messages[0].content }}."
     assert (
         "it has ['default', 'short']"
-        in problems_of({**prompts, "chat_template": "long"}, model__source=source)["prompts.chat_template"]
+        in problems_of({**prompts, "chat_template": "long"}, model__source=source)[
+            "prompts.chat_template"
+        ]
     )
     assert "(it has none)" in problems_of(prompts)["prompts.chat_template"]
     (tmp_path / "server").mkdir()
     monkeypatch.chdir(tmp_path / "server")
     data = {**TINY, "prompts": {**prompts, "held_out": 0.1}, "model": {"source": source}}
-    assert accept(Settings(data=tmp_path, roots=[tmp_path / "model"]), data, {}).prompts.chat_template == "short"
+    assert (
+        accept(Settings(data=tmp_path, roots=[tmp_path / "model"]), data, {}).prompts.chat_template
+        == "short"
+    )

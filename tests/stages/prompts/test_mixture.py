@@ -1,4 +1,5 @@
-"""Several sources of prompts: shares by weight, epochs of their own, the same prompt for a number whenever it is asked."""
+"""Several sources of prompts: shares by weight, epochs of their own, the same prompt for a number
+whenever it is asked."""
 
 from __future__ import annotations
 
@@ -54,7 +55,9 @@ def test_a_block_has_each_source_and_its_share(weights: list[float]) -> None:
     assert min(places) >= 1
     assert sum(places) <= LARGEST_BLOCK
     for count, weight in zip(places, weights, strict=True):
-        assert abs(count / sum(places) - weight / sum(weights)) <= (1 + len(weights)) / LARGEST_BLOCK
+        assert (
+            abs(count / sum(places) - weight / sum(weights)) <= (1 + len(weights)) / LARGEST_BLOCK
+        )
 
 
 @pytest.mark.parametrize(
@@ -65,14 +68,18 @@ def test_simple_weights_are_exact(weights: list[float], places: list[int]) -> No
 
 
 def test_each_source_goes_through_its_own_epochs(tmp_path: Path, plain: Tokenizer) -> None:
-    few, many = table(tmp_path, "few", 5), table(tmp_path, "many", 30)
+    few = table(tmp_path, "few", 5)
+    many = table(tmp_path, "many", 30)
     options = PromptOptions(sources=[{**few, "weight": 1.0}, {**many, "weight": 3.0}])
     source = load_prompts(options, plain, seed=1).train
     asked = [str(source.prompt(number).given) for number in range(80)]
     assert all(
-        Counter(text.split()[0] for text in asked[at : at + 4]) == {"few": 1, "many": 3} for at in range(0, 80, 4)
+        Counter(text.split()[0] for text in asked[at : at + 4]) == {"few": 1, "many": 3}
+        for at in range(0, 80, 4)
     )
-    of_few, of_many = ([text for text in asked if text.startswith(name)] for name in ("few", "many"))
+    of_few, of_many = (
+        [text for text in asked if text.startswith(name)] for name in ("few", "many")
+    )
     epochs = [of_few[at : at + 5] for at in range(0, 20, 5)]
     assert all(len(set(epoch)) == 5 for epoch in epochs), "each row once in an epoch"
     assert len({tuple(epoch) for epoch in epochs}) > 1, "shuffled anew"
@@ -80,7 +87,8 @@ def test_each_source_goes_through_its_own_epochs(tmp_path: Path, plain: Tokenize
     for number in range(80):
         so_far = Counter(text.split()[0] for text in asked[: number + 1])
         expected = {
-            f"prompts.sources.{i}": -(-so_far[name] // n) for i, (name, n) in enumerate([("few", 5), ("many", 30)])
+            f"prompts.sources.{i}": -(-so_far[name] // n)
+            for i, (name, n) in enumerate([("few", 5), ("many", 30)])
         }
         assert source.epochs(number) == {key: epoch for key, epoch in expected.items() if epoch}
     again = load_prompts(options, plain, seed=1).train
@@ -90,21 +98,34 @@ def test_each_source_goes_through_its_own_epochs(tmp_path: Path, plain: Tokenize
 
 
 def test_a_table_may_keep_its_order(tmp_path: Path, plain: Tokenizer) -> None:
-    source = load_prompts(PromptOptions(**table(tmp_path, "rows", 3), shuffle=False), plain, seed=1).train
-    assert [source.prompt(number).given for number in range(4)] == ["rows 0=", "rows 1=", "rows 2=", "rows 0="]
+    source = load_prompts(
+        PromptOptions(**table(tmp_path, "rows", 3), shuffle=False), plain, seed=1
+    ).train
+    assert [source.prompt(number).given for number in range(4)] == [
+        "rows 0=",
+        "rows 1=",
+        "rows 2=",
+        "rows 0=",
+    ]
 
 
 def test_a_text_of_two_sources_is_on_one_side(tmp_path: Path, plain: Tokenizer) -> None:
     rows = table(tmp_path, "rows", 40)
-    options = PromptOptions(sources=[rows, rows, {"source": "builtin", "task": "repeat"}], held_out=0.3)
+    options = PromptOptions(
+        sources=[rows, rows, {"source": "builtin", "task": "repeat"}], held_out=0.3
+    )
     split = load_prompts(options, plain, seed=0)
     assert split.held_out is not None
-    train, held_out = ({side.prompt(n).text for n in range(200)} for side in (split.train, split.held_out))
+    train, held_out = (
+        {side.prompt(n).text for n in range(200)} for side in (split.train, split.held_out)
+    )
     assert not train & held_out
     assert sum(text.startswith("rows") for text in train | held_out) == 40
 
 
-def test_prompts_too_long_are_counted_over_all_sources_and_listed(tmp_path: Path, plain: Tokenizer) -> None:
+def test_prompts_too_long_are_counted_over_all_sources_and_listed(
+    tmp_path: Path, plain: Tokenizer
+) -> None:
     sources = [
         table(tmp_path, "one", 6, long=2),
         table(tmp_path, "two", 6, long=5),
@@ -112,7 +133,9 @@ def test_prompts_too_long_are_counted_over_all_sources_and_listed(tmp_path: Path
     ]
     listed = tmp_path / "too-long.jsonl"
     for _ in range(2):  # the second is a restarted worker
-        split = load_prompts(PromptOptions(sources=sources), plain, 0, limits=PromptLimits(16), listed=listed)
+        split = load_prompts(
+            PromptOptions(sources=sources), plain, 0, limits=PromptLimits(16), listed=listed
+        )
         assert all(len(split.train.prompt(number).ids) <= 16 for number in range(60))
         assert split.train.too_long.skipped == 2
         where = [json.loads(line)["where"] for line in listed.read_text().splitlines()]
@@ -139,19 +162,39 @@ def test_what_is_wrong_with_a_source_is_named_by_its_key(tmp_path: Path) -> None
 
 
 def test_a_request_reads_no_source_outside_of_the_roots(tmp_path: Path) -> None:
-    data = {**TINY, "prompts": {"sources": [table(tmp_path, "rows", 3)], "max_prompt_tokens": 16, "held_out": 0.1}}
-    with pytest.raises(RecipeError, match=r"prompts\.sources\.0\.path .* outside of what this server reads"):
+    data = {
+        **TINY,
+        "prompts": {
+            "sources": [table(tmp_path, "rows", 3)],
+            "max_prompt_tokens": 16,
+            "held_out": 0.1,
+        },
+    }
+    with pytest.raises(
+        RecipeError,
+        match=r"prompts\.sources\.0\.path .* outside of what this "
+        r"server reads",
+    ):
         accept(Settings(data=tmp_path), data, {})
     assert accept(Settings(data=tmp_path, roots=[tmp_path]), data, {}).prompts.sources[0].path
     code = {"sources": [{"source": "datasets", "path": "os:getcwd"}]}
-    with pytest.raises(RecipeError, match=r"prompts\.sources\.0\.path .* is code that this server does not run"):
+    with pytest.raises(
+        RecipeError,
+        match=r"prompts\.sources\.0\.path .* is code that this server "
+        r"does not run",
+    ):
         accept(Settings(data=tmp_path), {**TINY, "prompts": code}, {})
 
 
-async def test_a_killed_run_goes_on_with_the_prompts_of_one_that_was_never_killed(tmp_path: Path) -> None:
-    """kill -9 of the whole run in its second epoch, between two checkpoints: the prompts of all groups, and the weights, are
-    those of an uninterrupted run."""
-    sources = [{**table(tmp_path, "few", 5), "weight": 1.0}, {**table(tmp_path, "many", 9, long=4), "weight": 2.0}]
+async def test_a_killed_run_goes_on_with_the_prompts_of_one_that_was_never_killed(
+    tmp_path: Path,
+) -> None:
+    """kill -9 of the whole run in its second epoch, between two checkpoints: the prompts of all
+    groups, and the weights, are those of an uninterrupted run."""
+    sources = [
+        {**table(tmp_path, "few", 5), "weight": 1.0},
+        {**table(tmp_path, "many", 9, long=4), "weight": 2.0},
+    ]
     prompts = {"sources": sources}
     of = recipe(
         {**TINY, "prompts": prompts},
@@ -170,7 +213,9 @@ async def test_a_killed_run_goes_on_with_the_prompts_of_one_that_was_never_kille
     watched, result = await complete(resumed)
     assert result.state == "finished", result.reason
     assert_equal(trained(of, result), weights)
-    expected = load_prompts(of.prompts, load_tokenizer("tiny"), of.seed, limits=PromptLimits(508)).train
+    expected = load_prompts(
+        of.prompts, load_tokenizer("tiny"), of.seed, limits=PromptLimits(508)
+    ).train
     samples, _ = read(out / FOLDER, lambda sample: True, limit=10_000)
     groups = {sample["group"]: sample["prompt"] for sample in samples}
     assert sorted(groups) == list(range(12 * 4))
@@ -180,10 +225,14 @@ async def test_a_killed_run_goes_on_with_the_prompts_of_one_that_was_never_kille
 
 
 def kill_after(steps: int, own: Path, out: Path) -> None:
-    """Run the recipe ``own`` by its command, which is killed once it has made ``steps`` and written a checkpoint."""
+    """Run the recipe ``own`` by its command, which is killed once it has made ``steps`` and written
+    a checkpoint."""
     command = [*asyncdock(), "run", str(own), "--plain", "--out", str(out)]
     process = subprocess.Popen(
-        command, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        command,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
     try:
         deadline = time.monotonic() + 200
@@ -197,4 +246,8 @@ def kill_after(steps: int, own: Path, out: Path) -> None:
 
 
 def steps_in(out: Path) -> int:
-    return sum(event.kind == "step" for event in read_metrics(out / METRICS)) if (out / METRICS).exists() else 0
+    return (
+        sum(event.kind == "step" for event in read_metrics(out / METRICS))
+        if (out / METRICS).exists()
+        else 0
+    )

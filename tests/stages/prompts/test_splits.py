@@ -27,7 +27,8 @@ def write(path: Path, names: list[str]) -> None:
     if path.suffix == ".jsonl":
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         return
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
     parquet.write_table(pyarrow.Table.from_pylist(rows), path)
 
 
@@ -45,7 +46,9 @@ def checked(options: PromptOptions) -> tuple[list[str], str, int | None]:
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
 @pytest.mark.parametrize("folder", ["", "data/"])
-def test_a_folder_of_train_and_test_files_trains_on_train_alone(kind: Any, folder: str, tmp_path: Path) -> None:
+def test_a_folder_of_train_and_test_files_trains_on_train_alone(
+    kind: Any, folder: str, tmp_path: Path
+) -> None:
     for at, name in enumerate(SHARDED):
         write(tmp_path / f"{folder}{name}.{kind}", [f"{at}a", f"{at}b"])
     options = PromptOptions(source=kind, path=str(tmp_path), shuffle=False)
@@ -55,13 +58,18 @@ def test_a_folder_of_train_and_test_files_trains_on_train_alone(kind: Any, folde
     faults, about, rows = checked(options)
     assert (faults, rows) == ([], 4)
     assert about == (
-        f"split 'train': 4 rows of train-00000-of-00002.{kind}, train-00001-of-00002.{kind}; left out: split 'test' (1 file)"
+        f"split 'train': 4 rows of train-00000-of-00002.{kind}, train-00001-of-00002.{kind}; left "
+        f"out: split 'test' (1 file)"
     )
     assert checked(test)[1].startswith(
         f"split 'test': 2 rows of test-00000-of-00001.{kind}; left out: split 'train' (2"
     )
     missing = options.model_copy(update={"split": "validation"})
-    with pytest.raises(PromptError, match=r"\"validation\": is not in .*; use one of \['test', 'train'\]"):
+    with pytest.raises(
+        PromptError,
+        match=r"\"validation\": is not in .*; use one of \['test', "
+        r"'train'\]",
+    ):
         taken(missing)
     assert '"validation": is not in ' in checked(missing)[0][0]
 
@@ -70,7 +78,10 @@ def test_a_folder_without_a_train_split_lists_those_that_it_has(tmp_path: Path) 
     for name in ("dev.jsonl", "test.jsonl"):
         write(tmp_path / name, ["a"])
     options = PromptOptions(source="jsonl", path=str(tmp_path))
-    message = r"prompts\.split: which means 'train', is not in .*; use one of \['test', 'validation'\]"
+    message = (
+        r"prompts\.split: which means 'train', is not in .*; use one of \['test', "
+        r"'validation'\]"
+    )
     with pytest.raises(PromptError, match=message):
         taken(options)
     assert "use one of ['test', 'validation']" in checked(options)[0][0]
@@ -80,7 +91,11 @@ def test_a_file_has_no_splits_and_a_folder_without_names_is_one(tmp_path: Path) 
     write(tmp_path / "test.jsonl", ["a"])
     of_file = PromptOptions(source="jsonl", path=str(tmp_path / "test.jsonl"))
     assert taken(of_file) == ["a"], "it was named"
-    with pytest.raises(PromptError, match=r'prompts\.split = "train": but .* has no splits; drop it'):
+    with pytest.raises(
+        PromptError,
+        match=r'prompts\.split = "train": but .* has no splits; drop '
+        r"it",
+    ):
         taken(of_file.model_copy(update={"split": "train"}))
     for name in (
         "one.jsonl",
@@ -90,7 +105,9 @@ def test_a_file_has_no_splits_and_a_folder_without_names_is_one(tmp_path: Path) 
         "__cache__/four.jsonl",
         "notes.txt",
     ):
-        write(tmp_path / "plain" / name, [name]) if name.endswith("l") else (tmp_path / "plain" / name).touch()
+        write(tmp_path / "plain" / name, [name]) if name.endswith("l") else (
+            tmp_path / "plain" / name
+        ).touch()
     of_folder = PromptOptions(source="jsonl", path=str(tmp_path / "plain"), shuffle=False)
     assert taken(of_folder) == ["deep/two.jsonl", "one.jsonl"]
     assert checked(of_folder)[1] == "2 rows of two.jsonl, one.jsonl"
@@ -111,10 +128,16 @@ def test_rows_of_several_files_are_named_by_their_file(tmp_path: Path) -> None:
 
 
 def test_parquet_files_may_differ_in_columns_and_lie_in_folders_of_a_value(tmp_path: Path) -> None:
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    for lang, rows in (("de", [{"prompt": "x", "n": 1}]), ("en", [{"prompt": "y", "answer": "b"}, {"prompt": ""}])):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    for lang, rows in (
+        ("de", [{"prompt": "x", "n": 1}]),
+        ("en", [{"prompt": "y", "answer": "b"}, {"prompt": ""}]),
+    ):
         (tmp_path / f"lang={lang}").mkdir()
-        parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / f"lang={lang}" / "rows.parquet")
+        parquet.write_table(
+            pyarrow.Table.from_pylist(rows), tmp_path / f"lang={lang}" / "rows.parquet"
+        )
     options = PromptOptions(source="parquet", path=str(tmp_path), shuffle=False)
     with pytest.raises(PromptError, match=r"lang=en/rows\.parquet, row 2 has ''"):
         taken(options)
@@ -128,7 +151,9 @@ def test_parquet_files_may_differ_in_columns_and_lie_in_folders_of_a_value(tmp_p
 
 def test_a_saved_dataset_has_train_by_default(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
-    splits = {name: datasets.Dataset.from_list([{"prompt": name}] * 2) for name in ("train", "test")}
+    splits = {
+        name: datasets.Dataset.from_list([{"prompt": name}] * 2) for name in ("train", "test")
+    }
     datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "both"))
     datasets.DatasetDict(test=splits["test"]).save_to_disk(str(tmp_path / "test"))
     both = PromptOptions(source="datasets", path=str(tmp_path / "both"))
@@ -136,15 +161,32 @@ def test_a_saved_dataset_has_train_by_default(tmp_path: Path) -> None:
     assert checked(both) == ([], "split 'train': 2 rows of train; left out: the splits 'test'", 2)
     assert taken(both.model_copy(update={"split": "test"})) == ["test", "test"]
     only_test = PromptOptions(source="datasets", path=str(tmp_path / "test"))
-    with pytest.raises(PromptError, match=r"which means 'train', is not in .*; use one of \['test'\]"):
+    with pytest.raises(
+        PromptError,
+        match=r"which means 'train', is not in .*; use one of "
+        r"\['test'\]",
+    ):
         taken(only_test)
     assert "use one of ['test']" in checked(only_test)[0][0]
 
 
-WORDS = ["train", "training", "validation", "valid", "dev", "val", "test", "testing", "eval", "evaluation"]
+WORDS = [
+    "train",
+    "training",
+    "validation",
+    "valid",
+    "dev",
+    "val",
+    "test",
+    "testing",
+    "eval",
+    "evaluation",
+]
 PIECES = [*WORDS, "Train", "my", "x", "-", "_", ".", " ", "3", "00000-of-00002"]
 PART = st.lists(st.sampled_from(PIECES), min_size=1, max_size=4)
-NAME = PART.map("".join).filter(lambda name: name.strip(". ") and name[0] not in "._ " and name[-1] != " ")
+NAME = PART.map("".join).filter(
+    lambda name: name.strip(". ") and name[0] not in "._ " and name[-1] != " "
+)
 PATH = st.tuples(st.lists(NAME | st.just("data"), max_size=2), NAME)
 
 
@@ -159,7 +201,11 @@ def test_splits_are_those_of_the_library_datasets(
         try:
             folder.joinpath(*parents).mkdir(parents=True, exist_ok=True)
             folder.joinpath(*parents, f"{name}.jsonl").touch()
-        except (FileExistsError, NotADirectoryError, IsADirectoryError):  # a name is a file and a folder
+        except (
+            FileExistsError,
+            NotADirectoryError,
+            IsADirectoryError,
+        ):  # a name is a file and a folder
             continue
     try:
         patterns = data.get_data_patterns(str(folder))

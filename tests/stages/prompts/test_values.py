@@ -1,4 +1,5 @@
-"""What a row had is what reward functions get, from every kind of source, or an error that names column and type."""
+"""What a row had is what reward functions get, from every kind of source, or an error that names
+column and type."""
 
 from __future__ import annotations
 
@@ -94,7 +95,10 @@ PLAIN = [
     (np.array([0.5], np.float16), [0.5]),
     (np.array(["a", "bc"]), ["a", "bc"]),
     (np.array([1, "a", None, np.int64(3)], object), [1, "a", None, 3]),
-    (np.array([{"role": "user"}, {"role": np.str_("x")}], object), [{"role": "user"}, {"role": "x"}]),
+    (
+        np.array([{"role": "user"}, {"role": np.str_("x")}], object),
+        [{"role": "user"}, {"role": "x"}],
+    ),
     (np.ma.masked_array([1, 2], [False, True]), [1, None]),
     (np.datetime64("2026-11-25"), "2026-11-25"),
     (np.datetime64("2026-11-25T08"), "2026-11-25T08:00:00"),
@@ -127,7 +131,9 @@ def same(left: Any, right: Any) -> bool:
     return left == right or (isinstance(left, float) and math.isnan(left) and math.isnan(right))
 
 
-@pytest.mark.parametrize(("value", "expected"), PLAIN, ids=[f"{type(v).__name__} {plain!r}"[:50] for v, plain in PLAIN])
+@pytest.mark.parametrize(
+    ("value", "expected"), PLAIN, ids=[f"{type(v).__name__} {plain!r}"[:50] for v, plain in PLAIN]
+)
 def test_a_value_is_kept_as_what_it_stands_for(value: Any, expected: Any) -> None:
     plain = plain_row({"x": value}, "row 1")["x"]
     assert same(plain, expected), plain
@@ -142,7 +148,8 @@ def test_numbers_that_are_not_finite_are_kept() -> None:
 
 
 def test_values_of_pandas_and_pyarrow_are_kept() -> None:
-    pandas, pyarrow = pytest.importorskip("pandas"), pytest.importorskip("pyarrow")
+    pandas = pytest.importorskip("pandas")
+    pyarrow = pytest.importorskip("pyarrow")
     values = [
         (pandas.NaT, None),
         (pandas.NA, None),
@@ -171,7 +178,10 @@ REFUSED = [
     (torch.tensor([1.0]).to_sparse(), "a tensor that has no list of values"),
     (torch.empty(2, device="meta"), "a tensor that has no list of values"),
     (object(), "an object"),
-    (Decimal("0.12345678901234567890123"), "Decimal('0.12345678901234567890123'), which no float is"),
+    (
+        Decimal("0.12345678901234567890123"),
+        "Decimal('0.12345678901234567890123'), which no float is",
+    ),
     (Decimal("1E+100000"), "a Decimal of more than 4,000 digits"),
     (Decimal("sNaN"), "a signalling NaN"),
     (Fraction(1, 3), "Fraction(1, 3), which no float is"),
@@ -187,7 +197,9 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("value", "what"), REFUSED, ids=[what for _, what in REFUSED])
-def test_what_cannot_be_kept_is_an_error_that_names_row_column_and_type(value: Any, what: str) -> None:
+def test_what_cannot_be_kept_is_an_error_that_names_row_column_and_type(
+    value: Any, what: str
+) -> None:
     for nested in (value, [value], {"deep": (value,)}):
         with pytest.raises(PromptError) as raised:
             plain_row({"prompt": "a", "x": nested}, "rows.parquet, row 7")
@@ -215,7 +227,11 @@ def test_images_names_of_columns_and_endless_values_are_refused_too() -> None:
 
 def test_changes_of_kind_are_told_by_column_and_type() -> None:
     changes: Changes = {}
-    row = {"when": datetime(2026, 1, 1), "all": [date(2026, 1, 1), np.datetime64("2026-01-01")], "n": np.int64(3)}
+    row = {
+        "when": datetime(2026, 1, 1),
+        "all": [date(2026, 1, 1), np.datetime64("2026-01-01")],
+        "n": np.int64(3),
+    }
     plain_row(row | {"tags": {1}, "level": Level.HARD}, "row 1", (), changes)
     assert changes == {
         "when": {"datetime": "an ISO 8601 text"},
@@ -228,7 +244,8 @@ def test_changes_of_kind_are_told_by_column_and_type() -> None:
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(codec="utf-8")),
     lambda inner: (
-        st.lists(inner, max_size=4) | st.dictionaries(st.text(st.characters(codec="utf-8")), inner, max_size=4)
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text(st.characters(codec="utf-8")), inner, max_size=4)
     ),
     max_leaves=20,
 )
@@ -251,7 +268,11 @@ NUMBERS = (
 
 
 @settings(deadline=None)
-@given(NUMBERS.flatmap(lambda dtype: hnp.arrays(dtype, hnp.array_shapes(min_dims=0, max_dims=3, max_side=3))))
+@given(
+    NUMBERS.flatmap(
+        lambda dtype: hnp.arrays(dtype, hnp.array_shapes(min_dims=0, max_dims=3, max_side=3))
+    )
+)
 def test_arrays_of_numpy_and_torch_are_the_lists_of_their_numbers(array: np.ndarray) -> None:
     expected = array.tolist()
     assert same(plain_row({"x": array}, "row 1")["x"], expected)
@@ -269,14 +290,21 @@ def test_an_exact_number_is_kept_exactly_or_refused(value: Decimal | Fraction) -
     except PromptError:
         nearest = float(value)
         assert value != int(value)
-        assert (Decimal(repr(nearest)) if isinstance(value, Decimal) else Fraction(nearest)) != value
+        assert (
+            Decimal(repr(nearest)) if isinstance(value, Decimal) else Fraction(nearest)
+        ) != value
     else:
         assert type(value)(repr(plain)) == value
 
 
 # ── every door ──
 
-ROW = {"answer": np.int64(4), "right": np.False_, "parts": np.array([1.5, 2.0]), "when": datetime(2026, 1, 2, 3)}
+ROW = {
+    "answer": np.int64(4),
+    "right": np.False_,
+    "parts": np.array([1.5, 2.0]),
+    "when": datetime(2026, 1, 2, 3),
+}
 GETS = {"answer": 4, "right": False, "parts": [1.5, 2.0], "when": "2026-01-02T03:00:00"}
 
 
@@ -285,7 +313,9 @@ def odd_rows() -> list[dict[str, Any]]:
 
 
 def tensor_rows() -> list[dict[str, Any]]:
-    return [row | {"answer": torch.tensor(4), "parts": torch.tensor([1.5, 2.0])} for row in odd_rows()]
+    return [
+        row | {"answer": torch.tensor(4), "parts": torch.tensor([1.5, 2.0])} for row in odd_rows()
+    ]
 
 
 def with_pictures() -> list[dict[str, Any]]:
@@ -293,13 +323,16 @@ def with_pictures() -> list[dict[str, Any]]:
 
 
 def _parquet(folder: Path) -> PromptOptions:
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
     parquet.write_table(pyarrow.Table.from_pylist(with_pictures()), folder / "rows.parquet")
     return PromptOptions(source="parquet", path=str(folder / "rows.parquet"), leave_out=["picture"])
 
 
 def _saved(folder: Path) -> PromptOptions:
-    pytest.importorskip("datasets").Dataset.from_list(with_pictures()).save_to_disk(str(folder / "saved"))
+    pytest.importorskip("datasets").Dataset.from_list(with_pictures()).save_to_disk(
+        str(folder / "saved")
+    )
     return PromptOptions(source="datasets", path=str(folder / "saved"), leave_out=["picture"])
 
 
@@ -310,7 +343,9 @@ def _lines(folder: Path) -> PromptOptions:
 
 
 def frame() -> Any:
-    return pytest.importorskip("pandas").DataFrame([row | {"parts": list(row["parts"])} for row in odd_rows()])
+    return pytest.importorskip("pandas").DataFrame(
+        [row | {"parts": list(row["parts"])} for row in odd_rows()]
+    )
 
 
 def arrow() -> Any:
@@ -321,17 +356,26 @@ SOURCES: dict[str, Callable[[Path], PromptOptions]] = {
     "json lines": _lines,
     "parquet": _parquet,
     "datasets": _saved,
-    "a function with numpy": lambda _: PromptOptions(source="datasets", path=f"{__name__}:odd_rows"),
-    "a function with torch": lambda _: PromptOptions(source="datasets", path=f"{__name__}:tensor_rows"),
+    "a function with numpy": lambda _: PromptOptions(
+        source="datasets", path=f"{__name__}:odd_rows"
+    ),
+    "a function with torch": lambda _: PromptOptions(
+        source="datasets", path=f"{__name__}:tensor_rows"
+    ),
     "a frame of pandas": lambda _: PromptOptions(source="datasets", path=f"{__name__}:frame"),
-    "a table of pyarrow": lambda _: PromptOptions(source="datasets", path=f"{__name__}:arrow", leave_out=["picture"]),
+    "a table of pyarrow": lambda _: PromptOptions(
+        source="datasets", path=f"{__name__}:arrow", leave_out=["picture"]
+    ),
 }
 SEEN: list[dict[str, Any]] = []
 
 
-def watching(completions: list[str], answer: Any, right: Any, parts: Any, when: Any, **_: Any) -> list[float]:
+def watching(
+    completions: list[str], answer: Any, right: Any, parts: Any, when: Any, **_: Any
+) -> list[float]:
     SEEN.extend(
-        {"answer": answer[i], "right": right[i], "parts": parts[i], "when": when[i]} for i in range(len(answer))
+        {"answer": answer[i], "right": right[i], "parts": parts[i], "when": when[i]}
+        for i in range(len(answer))
     )
     return [0.0] * len(completions)
 
@@ -341,13 +385,18 @@ def as_samples(prompts: list[Prompt]) -> TensorDict:
     rows = TensorDict({}, batch_size=[len(prompts)])
     made = columns(prompts)
     rows["given"], rows["fields"] = (NonTensorStack(*made[name]) for name in ("given", "fields"))  # type: ignore[misc]
-    rows["response_ids"] = torch.nested.nested_tensor([torch.tensor([5])] * len(prompts), layout=torch.jagged)
+    rows["response_ids"] = torch.nested.nested_tensor(
+        [torch.tensor([5])] * len(prompts), layout=torch.jagged
+    )
     return rows
 
 
 @pytest.mark.parametrize("kind", SOURCES)
-async def test_reward_functions_get_the_same_values_from_every_source(kind: str, tmp_path: Path) -> None:
-    tokenizer, options = load_tokenizer("tiny"), SOURCES[kind](tmp_path)
+async def test_reward_functions_get_the_same_values_from_every_source(
+    kind: str, tmp_path: Path
+) -> None:
+    tokenizer = load_tokenizer("tiny")
+    options = SOURCES[kind](tmp_path)
     assert not list(PromptCheck(options, Reading()).faults())
     if options.leave_out and options.source != "datasets":
         [fault, *_] = PromptCheck(options.model_copy(update={"leave_out": []}), Reading()).faults()
@@ -364,10 +413,17 @@ async def test_prompts_that_other_programs_put_are_kept_by_the_same_rules(index:
     await index.load()
     assert await put_prompts(index, odd_rows(), column="prompt") == 4
     texts = (await index.read_prompts(0, 10)).prompts
-    assert all(same(json.loads(text), {"prompt": f"say {at}", **GETS}) for at, text in enumerate(texts))
-    for value, message in ((b"a", "1 bytes"), (math.nan, "a number in column 'x' that is not finite")):
+    assert all(
+        same(json.loads(text), {"prompt": f"say {at}", **GETS}) for at, text in enumerate(texts)
+    )
+    for value, message in (
+        (b"a", "1 bytes"),
+        (math.nan, "a number in column 'x' that is not finite"),
+    ):
         with pytest.raises(PromptError, match=f"prompt 1 has {message}"):
-            await put_prompts(index, [{"prompt": "a"}, {"prompt": "b", "x": value}], column="prompt")
+            await put_prompts(
+                index, [{"prompt": "a"}, {"prompt": "b", "x": value}], column="prompt"
+            )
 
 
 def images() -> list[dict[str, Any]]:
@@ -376,7 +432,13 @@ def images() -> list[dict[str, Any]]:
 
 def test_a_column_that_cannot_be_kept_ends_the_start_or_is_left_out() -> None:
     options = PromptOptions(source="datasets", path=f"{__name__}:images")
-    with pytest.raises(PromptError, match=r"row 1 has 4 bytes \(bytes\) in column 'picture'; .*prompts\.leave_out"):
+    with pytest.raises(
+        PromptError,
+        match=r"row 1 has 4 bytes \(bytes\) in column 'picture'; "
+        r".*prompts\.leave_out",
+    ):
         load_prompts(options, load_tokenizer("tiny"), seed=0)
-    sound = load_prompts(options.model_copy(update={"leave_out": ["picture"]}), load_tokenizer("tiny"), seed=0)
+    sound = load_prompts(
+        options.model_copy(update={"leave_out": ["picture"]}), load_tokenizer("tiny"), seed=0
+    )
     assert sound.train.prompt(0).fields == {}

@@ -27,39 +27,59 @@ def moe_config(**changes: Any) -> Qwen3MoeConfig:
 
 
 def fused_config(**changes: Any) -> Phi3Config:
-    """A model that has q, k and v, and gate and up, as one tensor each by Hugging Face's names, too."""
+    """A model that has q, k and v, and gate and up, as one tensor each by Hugging Face's names,
+    too."""
     return Phi3Config(**{**SMALL, "pad_token_id": 0, **changes})
 
 
 @st.composite
 def states(draw: st.DrawFn) -> ModelState:
-    """Models of any small sizes: layers with attention, a dense or an expert block, a bias, tied or untied embeddings;
-    in Hugging Face's names, experts fused."""
+    """Models of any small sizes: layers with attention, a dense or an expert block, a bias, tied or
+    untied embeddings; in Hugging Face's names, experts fused."""
     size = st.integers(1, 7)
-    kv_heads, group, head_dim = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
-    heads, hidden, wide, vocab = kv_heads * group, draw(size), draw(size), draw(size)
-    layers, experts, tied = draw(st.integers(1, 3)), draw(st.integers(0, 5)), draw(st.booleans())
+    kv_heads = draw(st.integers(1, 3))
+    group = draw(st.integers(1, 3))
+    head_dim = draw(st.integers(1, 3))
+    heads = kv_heads * group
+    hidden = draw(size)
+    wide = draw(size)
+    vocab = draw(size)
+    layers = draw(st.integers(1, 3))
+    experts = draw(st.integers(0, 5))
+    tied = draw(st.booleans())
     dtype = draw(st.sampled_from([torch.float32, torch.bfloat16]))
     parameters = [Parameter("model.embed_tokens.weight", (vocab, hidden), dtype, split=Split(0))]
     tensors: list[Tensor] = []
     for layer in range(layers):
         at = f"model.layers.{layer}."
         attention = f"{at}self_attn."
-        q, kv = Split(0, head_dim, "query"), Split(0, head_dim, "key_value")
+        q = Split(0, head_dim, "query")
+        kv = Split(0, head_dim, "key_value")
         parameters += [
             Parameter(f"{attention}q_proj.weight", (heads * head_dim, hidden), dtype, layer, q),
             Parameter(f"{attention}k_proj.weight", (kv_heads * head_dim, hidden), dtype, layer, kv),
             Parameter(f"{attention}v_proj.weight", (kv_heads * head_dim, hidden), dtype, layer, kv),
             Parameter(
-                f"{attention}o_proj.weight", (hidden, heads * head_dim), dtype, layer, Split(1, head_dim, "query")
+                f"{attention}o_proj.weight",
+                (hidden, heads * head_dim),
+                dtype,
+                layer,
+                Split(1, head_dim, "query"),
             ),
             Parameter(f"{at}input_layernorm.weight", (hidden,), torch.float32, layer),
         ]
         if experts:
             block = f"{at}mlp.experts."
             fused = (f"{block}gate_proj", f"{block}up_proj")
-            parameters += [Parameter(name, (experts, wide, hidden), dtype, layer, Split(1), True) for name in fused]
-            parameters.append(Parameter(f"{block}down_proj", (experts, hidden, wide), dtype, layer, Split(2), True))
+            parameters += [
+                Parameter(name, (experts, wide, hidden), dtype, layer, Split(1), True)
+                for name in fused
+            ]
+            parameters.append(
+                Parameter(
+                    f"{block}down_proj", (experts, hidden, wide), dtype, layer, Split(2), True
+                )
+            )
             tensors.append(Tensor(f"{block}gate_up_proj", fused, 1))
         else:
             for name, shape, dim in (
@@ -67,7 +87,9 @@ def states(draw: st.DrawFn) -> ModelState:
                 ("up", (wide, hidden), 0),
                 ("down", (hidden, wide), 1),
             ):
-                parameters.append(Parameter(f"{at}mlp.{name}_proj.weight", shape, dtype, layer, Split(dim)))
+                parameters.append(
+                    Parameter(f"{at}mlp.{name}_proj.weight", shape, dtype, layer, Split(dim))
+                )
     if not tied:
         parameters.append(Parameter("lm_head.weight", (vocab, hidden), dtype, split=Split(0)))
     in_fused = {part for tensor in tensors for part in tensor.parts}

@@ -33,9 +33,19 @@ CPU = torch.device("cpu")
 BUCKET = 3000  # small, so that every case takes many rounds
 
 DENSE = model_state(Qwen3Config(**SMALL, head_dim=8))
-TIED = model_state(LlamaConfig(**{**SMALL, "vocab_size": 51, "intermediate_size": 23}, tie_word_embeddings=True))
+TIED = model_state(
+    LlamaConfig(**{**SMALL, "vocab_size": 51, "intermediate_size": 23}, tie_word_embeddings=True)
+)
 THREE_HEADS = model_state(
-    LlamaConfig(**{**SMALL, "hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 53})
+    LlamaConfig(
+        **{
+            **SMALL,
+            "hidden_size": 36,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "vocab_size": 53,
+        }
+    )
 )
 FUSED = model_state(fused_config(intermediate_size=23))
 MOE = model_state(moe_config())
@@ -68,18 +78,48 @@ CASES = {
         Case("TP2·DP2 to TP1·DP4", DENSE, Layout(dp_replicate=2, tp=2), Layout(dp_replicate=4)),
         Case("TP4 to TP2·DP2", DENSE, Layout(tp=4), Layout(dp_replicate=2, tp=2)),
         Case("FSDP4 to TP2", TIED, Layout(dp_shard=4), Layout(dp_replicate=2, tp=2)),
-        Case("FSDP4 to TP2, in bfloat16", TIED, Layout(dp_shard=4), Layout(dp_replicate=2, tp=2), dtype=torch.bfloat16),
-        Case("Fig. 3: EP2·TP2·DP2 to EP4·DP4", MOE, Layout(dp_replicate=2, tp=2, ep=2), Layout(dp_replicate=4, ep=4)),
+        Case(
+            "FSDP4 to TP2, in bfloat16",
+            TIED,
+            Layout(dp_shard=4),
+            Layout(dp_replicate=2, tp=2),
+            dtype=torch.bfloat16,
+        ),
+        Case(
+            "Fig. 3: EP2·TP2·DP2 to EP4·DP4",
+            MOE,
+            Layout(dp_replicate=2, tp=2, ep=2),
+            Layout(dp_replicate=4, ep=4),
+        ),
         Case("FSDP2·TP2 to TP4, nine heads", THREE_HEADS, Layout(dp_shard=2, tp=2), Layout(tp=4)),
-        Case("EP2·FSDP4 to TP4, five experts", FIVE_EXPERTS, Layout(dp_shard=4, ep=2), Layout(tp=4)),
-        Case("FSDP2·TP2 to TP4, fused at the source", FUSED, Layout(dp_shard=2, tp=2), Layout(tp=4)),
+        Case(
+            "EP2·FSDP4 to TP4, five experts", FIVE_EXPERTS, Layout(dp_shard=4, ep=2), Layout(tp=4)
+        ),
+        Case(
+            "FSDP2·TP2 to TP4, fused at the source", FUSED, Layout(dp_shard=2, tp=2), Layout(tp=4)
+        ),
         Case("FSDP3 of four to two ranks", DENSE, Layout(dp_shard=3), Layout(dp_replicate=2, tp=2)),
     ],
     8: [
         Case("TP2·DP4 to TP1·DP8", TIED, Layout(dp_replicate=4, tp=2), Layout(dp_replicate=8)),
-        Case("PP2·FSDP2·TP2 to TP4·DP2", DENSE, Layout(pp=2, dp_shard=2, tp=2), Layout(dp_replicate=2, tp=4)),
-        Case("EP4·FSDP4·TP2 to EP8·DP8", MOE, Layout(dp_shard=4, tp=2, ep=4), Layout(dp_replicate=2, tp=4, ep=4)),
-        Case("FSDP8 to EP2·TP4·DP2, uneven", FIVE_EXPERTS, Layout(dp_shard=8), Layout(dp_replicate=2, tp=4, ep=4)),
+        Case(
+            "PP2·FSDP2·TP2 to TP4·DP2",
+            DENSE,
+            Layout(pp=2, dp_shard=2, tp=2),
+            Layout(dp_replicate=2, tp=4),
+        ),
+        Case(
+            "EP4·FSDP4·TP2 to EP8·DP8",
+            MOE,
+            Layout(dp_shard=4, tp=2, ep=4),
+            Layout(dp_replicate=2, tp=4, ep=4),
+        ),
+        Case(
+            "FSDP8 to EP2·TP4·DP2, uneven",
+            FIVE_EXPERTS,
+            Layout(dp_shard=8),
+            Layout(dp_replicate=2, tp=4, ep=4),
+        ),
     ],
 }
 
@@ -89,7 +129,9 @@ def full_state(state: ModelState) -> dict[str, torch.Tensor]:
     return {p.name: torch.randn(p.shape, generator=generator).to(p.dtype) for p in state.parameters}
 
 
-def laid_out(full: Mapping[str, torch.Tensor], placement: Placement, rank: int) -> dict[str, torch.Tensor]:
+def laid_out(
+    full: Mapping[str, torch.Tensor], placement: Placement, rank: int
+) -> dict[str, torch.Tensor]:
     """The slices of ``full`` that ``rank`` holds, made of it by itself."""
     tensors = {}
     for tensor in placement.ranks[rank] if rank < placement.world else ():
@@ -103,7 +145,10 @@ def laid_out(full: Mapping[str, torch.Tensor], placement: Placement, rank: int) 
 
 def bits(tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
     # A copy: a storage that numpy looks into cannot be resized any more.
-    return {name: t.detach().clone().flatten().view(torch.uint8).numpy().tobytes() for name, t in tensors.items()}
+    return {
+        name: t.detach().clone().flatten().view(torch.uint8).numpy().tobytes()
+        for name, t in tensors.items()
+    }
 
 
 @contextmanager
@@ -137,7 +182,10 @@ def _round_trips(rank: int, case: Case) -> str:
     seen: dict[Phase, list[int]] = {phase: [] for phase in Phase}
 
     def live() -> int:
-        return live_bytes([*weights.values(), *state.values(), *swap.rollout.values()]) + swap.temporary_bytes()
+        return (
+            live_bytes([*weights.values(), *state.values(), *swap.rollout.values()])
+            + swap.temporary_bytes()
+        )
 
     def within(phase: Phase) -> None:
         assert live() <= figures[phase].live[rank], phase
@@ -169,7 +217,9 @@ def _round_trips(rank: int, case: Case) -> str:
     return swap.exchange
 
 
-def _reached(seen: dict[Phase, list[int]], figures: dict[Phase, PhaseMemory], plan: ReshardPlan, rank: int) -> None:
+def _reached(
+    seen: dict[Phase, list[int]], figures: dict[Phase, PhaseMemory], plan: ReshardPlan, rank: int
+) -> None:
     """The plan's figures are not only bounds: each is reached."""
     for phase in (Phase.OFFLOAD_STATE, Phase.OFFLOAD_WEIGHTS):
         assert set(seen[phase]) == {figures[phase].after[rank]}
@@ -179,9 +229,12 @@ def _reached(seen: dict[Phase, list[int]], figures: dict[Phase, PhaseMemory], pl
     )
 
 
-# --- models that torch has sharded -----------------------------------------------------------------------------------
+# --- models that torch has sharded
+# -----------------------------------------------------------------------------------
 
-LLAMA = LlamaConfig(**{**SMALL, "vocab_size": 51, "intermediate_size": 26}, tie_word_embeddings=False)
+LLAMA = LlamaConfig(
+    **{**SMALL, "vocab_size": 51, "intermediate_size": 26}, tie_word_embeddings=False
+)
 
 
 def llama() -> LlamaForCausalLM:
@@ -190,13 +243,21 @@ def llama() -> LlamaForCausalLM:
 
 
 def torch_lays_out_as_we_do(rank: int, world: int) -> list[str]:
-    """FSDP2 over DTensor tensor parallelism, and FSDP2 alone, against the placements of the same layouts."""
-    state, full = model_state(LLAMA), dict(llama().named_parameters())
+    """FSDP2 over DTensor tensor parallelism, and FSDP2 alone, against the placements of the same
+    layouts."""
+    state = model_state(LLAMA)
+    full = dict(llama().named_parameters())
     for layout in (Layout(dp_shard=2, tp=2), Layout(dp_shard=4)):
         mesh = init_device_mesh("cpu", (layout.dp_shard, layout.tp), mesh_dim_names=("dp", "tp"))
         model = llama()
         if layout.tp > 1:
-            columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+            columns = (
+                "self_attn.q_proj",
+                "self_attn.k_proj",
+                "self_attn.v_proj",
+                "mlp.gate_proj",
+                "mlp.up_proj",
+            )
             rows = ("self_attn.o_proj", "mlp.down_proj")
             styles = {f"model.layers.*.{name}": ColwiseParallel() for name in columns}
             styles |= {f"model.layers.*.{name}": RowwiseParallel() for name in rows}
@@ -205,13 +266,16 @@ def torch_lays_out_as_we_do(rank: int, world: int) -> list[str]:
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh["dp"])
         fully_shard(model, mesh=mesh["dp"])
-        ours = laid_out({name: value.detach() for name, value in full.items()}, place(state, layout), rank)
+        ours = laid_out(
+            {name: value.detach() for name, value in full.items()}, place(state, layout), rank
+        )
         assert bits(local_weights(model)) == bits(ours), str(layout)
     return ["equal"]
 
 
 def training_does_not_notice(rank: int, world: int) -> list[str]:
-    """Three steps of FSDP2 and AdamW, with and without a swap after each: the same weights, and the rollout has them."""
+    """Three steps of FSDP2 and AdamW, with and without a swap after each: the same weights, and the
+    rollout has them."""
     rollout = place(model_state(LLAMA), Layout(dp_replicate=2, tp=2), names="vllm")
     plan = plan_reshard(place(model_state(LLAMA), Layout(dp_shard=4)), rollout, bucket_bytes=BUCKET)
     ended = []
@@ -221,14 +285,22 @@ def training_does_not_notice(rank: int, world: int) -> list[str]:
             fully_shard(layer)
         fully_shard(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        swap = Swap(plan, rank, local_weights(model), lambda optimizer=optimizer: training_state(optimizer), device=CPU)
+        swap = Swap(
+            plan,
+            rank,
+            local_weights(model),
+            lambda optimizer=optimizer: training_state(optimizer),
+            device=CPU,
+        )
         for step in range(3):
             torch.manual_seed(10 * step + rank)
             ids = torch.randint(0, 51, (2, 9))
             model(input_ids=ids, labels=ids).loss.backward()
             optimizer.step()
             if swapping:
-                full = {name: value.full_tensor().detach() for name, value in model.named_parameters()}
+                full = {
+                    name: value.full_tensor().detach() for name, value in model.named_parameters()
+                }
                 assert bits(swap.to_rollout()) == bits(laid_out(full, rollout, rank))
                 gone = [*local_weights(model).values(), *training_state(optimizer)]
                 assert len(gone) > 4 * len(plan.source.ranks[rank]) - 1
@@ -241,7 +313,8 @@ def training_does_not_notice(rank: int, world: int) -> list[str]:
     return ["equal"]
 
 
-# --- what goes wrong -------------------------------------------------------------------------------------------------
+# --- what goes wrong
+# -------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -258,7 +331,12 @@ class Bench:
         return bits(self.tensors) == self.before and live_bytes(self.swap.rollout.values()) == 0
 
 
-def bench(rank: int, world: int, watch: Callable[[Phase], None] = lambda phase: None, deadline: float = 30.0) -> Bench:
+def bench(
+    rank: int,
+    world: int,
+    watch: Callable[[Phase], None] = lambda phase: None,
+    deadline: float = 30.0,
+) -> Bench:
     plan = Case("", DENSE, Layout(dp_shard=world), Layout(dp_replicate=world)).plan()
     full = full_state(DENSE)
     weights = laid_out(full, plan.source, rank)
@@ -280,7 +358,8 @@ def _refused(swap: Swap) -> str:
 
 
 def a_byte_is_wrong(rank: int, world: int, folder: str) -> list[str]:
-    """One bit that rank 1 receives in the third round is not what was sent; the swap after it is undisturbed."""
+    """One bit that rank 1 receives in the third round is not what was sent; the swap after it is
+    undisturbed."""
     made = bench(rank, world)
 
     def damaged(exchange: type[SharedExchange] | type[GroupExchange]) -> Any:
@@ -305,8 +384,10 @@ def a_byte_is_wrong(rank: int, world: int, folder: str) -> list[str]:
 
 
 def a_rank_dies(rank: int, world: int, folder: str) -> list[Any]:
-    """Rank 1 is killed in the second round; how long the others then took, and the error that they raised."""
-    rounds, at = 0, 0.0
+    """Rank 1 is killed in the second round; how long the others then took, and the error that they
+    raised."""
+    rounds = 0
+    at = 0.0
 
     def dying(phase: Phase) -> None:
         nonlocal rounds, at
@@ -323,13 +404,15 @@ def a_rank_dies(rank: int, world: int, folder: str) -> list[Any]:
     with shared_in(folder):
         messages = _refused(made.swap)
     assert made.whole
-    assert folder not in Path("/proc/self/maps").read_text()  # the memory is gone with its last mapping
+    # the memory is gone with its last mapping
+    assert folder not in Path("/proc/self/maps").read_text()
     return [made.swap.exchange, time.monotonic() - at, messages]
 
 
 def a_rank_is_late(rank: int, world: int, folder: str) -> str:
     """Rank 1 stays away from the third round until rank 0 has given up."""
-    store, rounds = dist.distributed_c10d._get_default_store(), 0
+    store = dist.distributed_c10d._get_default_store()
+    rounds = 0
 
     def late(phase: Phase) -> None:
         nonlocal rounds
@@ -346,7 +429,8 @@ def a_rank_is_late(rank: int, world: int, folder: str) -> str:
 
 
 def one_cannot_share(rank: int, world: int, folder: str) -> list[str]:
-    """How all ranks exchange, and with what they end up, when rank 1 is where it cannot share memory with the others."""
+    """How all ranks exchange, and with what they end up, when rank 1 is where it cannot share
+    memory with the others."""
 
     def full(*size: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -357,14 +441,17 @@ def one_cannot_share(rank: int, world: int, folder: str) -> list[str]:
         "no folder": shared_in(f"{folder}/none"),
         "no room": patch("os.posix_fallocate", full),
         "another node": patch.object(
-            Path, "read_text", lambda path, *a: elsewhere if path.name == "boot_id" else read(path, *a)
+            Path,
+            "read_text",
+            lambda path, *a: elsewhere if path.name == "boot_id" else read(path, *a),
         ),
         "another container's process": patch("os.getpid", os.getppid),
     }
     found = []
     with shared_in(folder):
         for hindrance in hindered.values():
-            made, opened = bench(rank, world), len(os.listdir("/proc/self/fd"))
+            made = bench(rank, world)
+            opened = len(os.listdir("/proc/self/fd"))
             with ExitStack() as stack:
                 if rank == 1:
                     stack.enter_context(hindrance)
@@ -384,7 +471,8 @@ def what_is_shared(rank: int, world: int, folder: str) -> tuple[int, int, int]:
         seen.append(os.fstat(opened))
         reserve(opened, *size)
 
-    made, opened = bench(rank, world), len(os.listdir("/proc/self/fd"))
+    made = bench(rank, world)
+    opened = len(os.listdir("/proc/self/fd"))
     with shared_in(folder), patch("os.posix_fallocate", watching):
         made.swap.to_rollout()
     (one,) = seen
@@ -414,7 +502,9 @@ def the_way_back(rank: int, world: int) -> list[str]:
         except kind as error:
             messages.append(str(error))
 
-    swap, copy_back, go = made.swap, made.swap.arena.copy_back, threading.Event()
+    swap = made.swap
+    copy_back = made.swap.arena.copy_back
+    go = threading.Event()
     collect(swap.prefetch, RuntimeError)
     swap.to_rollout()
     collect(swap.to_rollout, RuntimeError)

@@ -1,5 +1,5 @@
-"""Real ranks swap: the rollout gets the full state's slices bit for bit, training comes back as it was, and no rank ever
-holds more than the plan says."""
+"""Real ranks swap: the rollout gets the full state's slices bit for bit, training comes back as it
+was, and no rank ever holds more than the plan says."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def of(exchange: str, folder: str) -> str:
 
 
 @pytest.mark.parametrize("world", CASES)
-def test_the_rollout_gets_its_slices_and_training_comes_back(world: int, exchange: str, folder: str) -> None:
+def test_the_rollout_gets_its_slices_and_training_comes_back(
+    world: int, exchange: str, folder: str
+) -> None:
     for case in CASES[world]:
         assert case.plan().world == world, case.name
     found = run_ranks(world, swaps.swapped_twice, CASES[world], of(exchange, folder))
@@ -49,7 +51,9 @@ def test_sharded_training_does_not_notice_a_swap() -> None:
     assert run_ranks(4, swaps.training_does_not_notice) == [["equal"]] * 4
 
 
-def test_a_wrong_byte_is_noticed_by_all_and_the_next_swap_is_sound(exchange: str, folder: str) -> None:
+def test_a_wrong_byte_is_noticed_by_all_and_the_next_swap_is_sound(
+    exchange: str, folder: str
+) -> None:
     found = run_ranks(3, swaps.a_byte_is_wrong, of(exchange, folder))
     assert [way for way, _ in found] == [exchange] * 3
     messages = [text for _, text in found]
@@ -68,14 +72,24 @@ def test_when_a_rank_is_killed_the_others_notice_at_once_and_have_their_training
         assert way == exchange
         assert seconds < 15, "it waited for its deadline"
         assert re.search(
-            rf"rank {rank}: (round \d+ of \d+|the comparison).* did not come about .*make a new group", messages
+            rf"rank {rank}: (round \d+ of \d+|the comparison).* did not come about .*make a new "
+            rf"group",
+            messages,
         )
 
 
 def test_a_rank_that_is_late_is_named_and_hears_that_it_was_given_up(folder: str) -> None:
     messages = run_ranks(2, swaps.a_rank_is_late, folder)
-    assert re.search(r"rank 0: round 3 of \d+ did not come about \(rank 1 has not come within 1 s\)", messages[0])
-    assert re.search(r"rank 1: round 3 of \d+ did not come about \((rank 0 has left|.*Broken pipe)\)", messages[1])
+    assert re.search(
+        r"rank 0: round 3 of \d+ did not come about \(rank 1 has not come within 1 "
+        r"s\)",
+        messages[0],
+    )
+    assert re.search(
+        r"rank 1: round 3 of \d+ did not come about \((rank 0 has left|.*Broken "
+        r"pipe)\)",
+        messages[1],
+    )
 
 
 def test_where_one_rank_cannot_share_memory_all_use_the_group(folder: str) -> None:
@@ -95,10 +109,12 @@ def test_a_rank_that_does_not_come_is_not_waited_for_beyond_the_deadline() -> No
 def test_the_way_back_can_fail_and_be_tried_again() -> None:
     (messages,) = run_ranks(1, swaps.the_way_back)
     expected = (
-        r"prefetch\(\) while training; the order is to_rollout\(\), then prefetch\(\), then ready\(\)",
+        r"prefetch\(\) while training; the order is to_rollout\(\), then prefetch\(\), then "
+        r"ready\(\)",
         r"to_rollout\(\) while generating;",
         r"^no room on the device$",
-        r"could not be brought back \(a copy failed\); it is still in host memory: call ready\(\) again",
+        r"could not be brought back \(a copy failed\); it is still in host memory: call ready\(\) "
+        r"again",
         r"is not back within 0.01 s; wait again",
     )
     assert len(messages) == len(expected)
@@ -109,13 +125,17 @@ def test_the_way_back_can_fail_and_be_tried_again() -> None:
 def test_weights_that_do_not_fit_the_plan_are_named() -> None:
     (messages,) = run_ranks(1, swaps.what_does_not_fit)
     expected = (
-        r"'model.norm.weight' is torch.float64 \[32\] on rank 0 where the plan has torch.float32 \[32\]; give",
+        r"'model.norm.weight' is torch.float64 \[32\] on rank 0 where the plan has torch.float32 "
+        r"\[32\]; give",
         r"'model.norm.weight' is not in weights of rank 0",
         r"'more' is not in the plan of rank 0",
         r"group: has 1 ranks, the plan 2; give the group",
-        r"a storage cannot be resized, because numpy or another process shares it; train on a clone",
-        r"rollout: 'model.norm.weight' is torch.float32 \[3\] on rank 0 where the plan has torch.float32 \[32\]; give",
-        r"rollout: 'model.norm.weight' has no storage of its own that can be resized; give whole tensors, each a clone",
+        r"a storage cannot be resized, because numpy or another process shares it; train on a "
+        r"clone",
+        r"rollout: 'model.norm.weight' is torch.float32 \[3\] on rank 0 where the plan has "
+        r"torch.float32 \[32\]; give",
+        r"rollout: 'model.norm.weight' has no storage of its own that can be resized; give whole "
+        r"tensors, each a clone",
     )
     assert len(messages) == len(expected)
     for text, pattern in zip(messages, expected, strict=True):

@@ -1,4 +1,5 @@
-"""What a reward function may return, and what becomes of the rest: rows without a score, and calls with a wrong number."""
+"""What a reward function may return, and what becomes of the rest: rows without a score, and calls
+with a wrong number."""
 
 from __future__ import annotations
 
@@ -79,14 +80,29 @@ MISFITS: list[tuple[Callable[[], Any], str]] = [
 
 
 @pytest.mark.parametrize(("make", "message"), MISFITS)
-def test_what_is_not_one_score_for_each_row_is_an_error_of_the_call(make: Callable[[], Any], message: str) -> None:
+def test_what_is_not_one_score_for_each_row_is_an_error_of_the_call(
+    make: Callable[[], Any], message: str
+) -> None:
     with pytest.raises(CallFailed, match=message) as caught:
         plain_scores(make(), 2)
     assert caught.value.misfit
 
 
 @pytest.mark.parametrize(
-    "bad", ["1.0", math.nan, math.inf, -math.inf, 1e39, 10**400, 1j, [0.5], np.nan, torch.zeros(2), Decimal("nan")]
+    "bad",
+    [
+        "1.0",
+        math.nan,
+        math.inf,
+        -math.inf,
+        1e39,
+        10**400,
+        1j,
+        [0.5],
+        np.nan,
+        torch.zeros(2),
+        Decimal("nan"),
+    ],
 )
 def test_a_score_that_is_no_finite_number_is_an_error_of_its_row(bad: Any) -> None:
     first, second = plain_scores([0.5, bad], 2)
@@ -111,20 +127,27 @@ def none_for_two(completions: list[str], **_: Any) -> list[float | None]:
 
 
 def score(*functions: tuple[Callable[..., Any], float], **policy: Any) -> RewardScores:
-    names = [(f"{function.__module__}:{function.__name__}", weight) for function, weight in functions]
+    names = [
+        (f"{function.__module__}:{function.__name__}", weight) for function, weight in functions
+    ]
     rewards = RewardSet(names, policy=ErrorPolicy(**policy), batched=[name for name, _ in names])
     return asyncio.run(rewards.score(["p"] * 4, TEXTS, [[1]] * 4, [{}] * 4))
 
 
 @pytest.mark.parametrize("function", [ranks_too_few, ranks_too_few_async])
-def test_a_wrong_number_of_scores_fails_all_rows_and_no_row_is_called_alone(function: Callable[..., Any]) -> None:
+def test_a_wrong_number_of_scores_fails_all_rows_and_no_row_is_called_alone(
+    function: Callable[..., Any],
+) -> None:
     dropped = score((function, 1.0))
     assert dropped.failed.all()
     assert not dropped.counted.any()
     zero = score((function, 1.0), on_error="zero")
     assert zero.total.tolist() == [0.0] * 4
     assert not zero.counted.any()
-    message = r"returned 3 scores for 4 rows; .*for 2 of the last 2 samples.*max_error_share = 0\.06"
+    message = (
+        r"returned 3 scores for 4 rows; .*for 2 of the last 2 samples.*max_error_share = "
+        r"0\.06"
+    )
     with pytest.raises(RewardError, match=message):
         score((function, 1.0), max_error_share=0.06)  # of 32: one may fail
 
@@ -166,5 +189,7 @@ def test_texts_keep_special_tokens_where_the_recipe_says_so_but_for_the_end() ->
     assert keeping.text(tokenizer, [end, a]) == "<eos>a"
     assert keeping.text(tokenizer, [unknown]) == "<unk>"
     assert keeping.text(tokenizer, []) == ""
-    recipe = parse_recipe({**TINY, "reward": {"functions": [{"name": "spelling"}], "special_tokens": "keep"}})
+    recipe = parse_recipe(
+        {**TINY, "reward": {"functions": [{"name": "spelling"}], "special_tokens": "keep"}}
+    )
     assert reward_set(recipe, end_tokens=[end]).text(tokenizer, ids) == "a<unk>a"

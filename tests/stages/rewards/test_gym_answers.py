@@ -22,11 +22,20 @@ def test_answers_score_as_the_library_scores_them() -> None:
     for task in sorted(DATASETS):
         if task == "composite":  # of other tasks, which its rows name
             continue
-        data, score = gym.create_dataset(task, size=3, seed=5), gym.get_score_answer_fn(task)
+        data = gym.create_dataset(task, size=3, seed=5)
+        score = gym.get_score_answer_fn(task)
         for number in range(SLOW.get(task, 3)):
             entry = data[number]
             right = str(entry["answer"])
-            forms = [right, "wrong", "[1, 2]", repr(right.split()), repr([*right]), "x**2 + C", "24"]
+            forms = [
+                right,
+                "wrong",
+                "[1, 2]",
+                repr(right.split()),
+                repr([*right]),
+                "x**2 + C",
+                "24",
+            ]
             for text in [*forms, repr([line.split() for line in right.split("\n")])]:
                 try:
                     rows.append((task, text, entry, float(score(text.strip(), entry))))
@@ -36,7 +45,9 @@ def test_answers_score_as_the_library_scores_them() -> None:
     different = [
         (task, text, wanted, found)
         for task, text, entry, wanted in rows
-        for found in reasoning_gym([text], [entry["question"]], [entry["answer"]], [entry["metadata"]])
+        for found in reasoning_gym(
+            [text], [entry["question"]], [entry["answer"]], [entry["metadata"]]
+        )
         if found != wanted
     ]
     assert different == []

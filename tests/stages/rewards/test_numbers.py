@@ -1,4 +1,5 @@
-"""Numbers in texts, in the forms that models and data sets write them; the values were written by hand."""
+"""Numbers in texts, in the forms that models and data sets write them; the values were written by
+hand."""
 
 from __future__ import annotations
 
@@ -162,22 +163,31 @@ def scores(name: str, completions: list[str], wanted: list[Any]) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "answer", [4, 4.0, "4", "4.0", "2 + 2 = 4\n#### 4", "\\boxed{4}", [5, 4], ["four", "4"], "8/2", "400%"]
+    "answer",
+    [4, 4.0, "4", "4.0", "2 + 2 = 4\n#### 4", "\\boxed{4}", [5, 4], ["four", "4"], "8/2", "400%"],
 )
 def test_answers_may_be_of_any_type_with_a_number(answer: Any) -> None:
     assert scores("exact_number", ["it is 4", "it is 5.5", "none"], [answer] * 3) == [1.0, 0.0, 0.0]
-    assert scores("arithmetic", ["4", "5.5", "none"], [answer] * 3) == pytest.approx([1.0, 0.1, 0.0])
+    assert scores("arithmetic", ["4", "5.5", "none"], [answer] * 3) == pytest.approx(
+        [1.0, 0.1, 0.0]
+    )
 
 
 def test_exact_integers_and_rounded_floats() -> None:
     large = 10**20
     assert scores("exact_number", [str(large), str(large + 1)], [large, large]) == [1.0, 0.0]
-    assert scores("exact_number", ["0.3", "0.3001", "1/3"], [0.1 + 0.2] * 2 + [1 / 3]) == [1.0, 0.0, 1.0]
+    assert scores("exact_number", ["0.3", "0.3001", "1/3"], [0.1 + 0.2] * 2 + [1 / 3]) == [
+        1.0,
+        0.0,
+        1.0,
+    ]
     assert scores("exact_number", ["0.3333"], ["1/3"]) == [0.0]
 
 
 def test_a_percentage_is_its_number_and_its_value() -> None:
-    assert scores("exact_number", ["50%"] * 4 + ["50", "0.5"], [50, 0.5, "50%", 0.05, "50%", "50 %"]) == [
+    assert scores(
+        "exact_number", ["50%"] * 4 + ["50", "0.5"], [50, 0.5, "50%", 0.05, "50%", "50 %"]
+    ) == [
         1,
         1,
         1,
@@ -188,16 +198,26 @@ def test_a_percentage_is_its_number_and_its_value() -> None:
 
 
 def test_an_answer_that_is_no_number_is_named_and_one_that_is_missing_has_no_score() -> None:
-    failed = score("exact_number", ["4", "4", "4"], [{"answer": True}, {"answer": {"n": 4}}, {"answer": None}])
+    failed = score(
+        "exact_number", ["4", "4", "4"], [{"answer": True}, {"answer": {"n": 4}}, {"answer": None}]
+    )
     assert failed.failed[:, 0].tolist() == [True, True, False]
     assert not failed.counted.any()
     wrong = RewardSet([("exact_number", 1.0)], policy=ErrorPolicy(on_error="fail", retries=0))
-    with pytest.raises(Exception, match=r"answer: \{'n': 4\} is a dict; a number, a text or a list of them is wanted"):
+    with pytest.raises(
+        Exception,
+        match=r"answer: \{'n': 4\} is a dict; a number, a text or a list "
+        r"of them is wanted",
+    ):
         asyncio.run(wrong.score(["q"], ["4"], [[1]], [{"answer": {"n": 4}}]))
 
 
 def test_spelling_takes_answers_of_any_type() -> None:
-    found = score("spelling", ["4", "true", "[1]", "ab", "x"], [{"answer": a} for a in (4, True, [1], "ab", None)])
+    found = score(
+        "spelling",
+        ["4", "true", "[1]", "ab", "x"],
+        [{"answer": a} for a in (4, True, [1], "ab", None)],
+    )
     assert found.total.tolist() == [1.0, 1.0, 1.0, 1.0, 0.0]
     assert found.counted.tolist() == [True] * 4 + [False]
 
@@ -206,7 +226,10 @@ def test_reasoning_gym_takes_metadata_as_json_and_names_what_is_none() -> None:
     gym = pytest.importorskip("reasoning_gym")
     entry = gym.create_dataset("chain_sum", seed=3, size=1)[0]
     texts = {**entry, "metadata": json.dumps(entry["metadata"])}
-    assert score("reasoning_gym", [entry["answer"]] * 2, [entry, texts]).total.tolist() == [1.0, 1.0]
+    assert score("reasoning_gym", [entry["answer"]] * 2, [entry, texts]).total.tolist() == [
+        1.0,
+        1.0,
+    ]
     numbers = {**entry, "answer": int(entry["answer"])}
     assert score("reasoning_gym", [entry["answer"]], [numbers]).total.tolist() == [1.0]
     assert score("reasoning_gym", ["1"], [{**entry, "metadata": {}}]).failed.all()
@@ -234,7 +257,9 @@ def test_long_and_huge_texts_cost_little_and_equal_nothing(text: str) -> None:
     assert time.process_time() - began < 20
 
 
-def test_an_expression_that_takes_too_long_is_given_up_in_any_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_expression_that_takes_too_long_is_given_up_in_any_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Slow:
         @staticmethod
         def parse(text: str, **_: Any) -> list[Any]:
@@ -263,9 +288,12 @@ def wait_for_ever(seconds: float) -> None:
             pass
 
 
-@pytest.mark.parametrize("part", ["1", "<answer>", "1/", "1,", "1 ", "-(", "\\boxed{", "{,}", "1e", "2^"])
+@pytest.mark.parametrize(
+    "part", ["1", "<answer>", "1/", "1,", "1 ", "-(", "\\boxed{", "{,}", "1e", "2^"]
+)
 def test_the_time_for_a_text_grows_with_its_length_alone(part: str) -> None:
-    """By processor time, of a text and of one eight times as long: what grows with the square would take 64 times."""
+    """By processor time, of a text and of one eight times as long: what grows with the square would
+    take 64 times."""
     seconds = []
     for count in (4_000, 32_000):
         began = time.thread_time()
@@ -279,7 +307,9 @@ def test_math_verify_is_imported_for_expressions_alone() -> None:
         "import sys; from stages.prompts.tasks import exact_number as f; "
         "print(*f(['#### 1,200'], [1200]), 'sympy' in sys.modules)"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
     assert out.split() == ["1.0", "False"]
 
 
@@ -304,7 +334,9 @@ def test_math_verify_is_imported_for_expressions_alone() -> None:
         r"\prod_{i=1}^{999} i^{i^{i}}",
     ],
 )
-def test_an_answer_that_is_too_large_to_compute_is_not_computed(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_is_too_large_to_compute_is_not_computed(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One operation of large integers holds the whole process, past any time limit."""
     math_verify = pytest.importorskip("math_verify")
     computed: list[str] = []

@@ -18,7 +18,9 @@ def length(completions: list[str], **columns: Any) -> list[float]:
 async def matches(completions: list[str], answer: list[str]) -> list[float]:
     """Async, and without ``**columns``: it gets what it names."""
     await asyncio.sleep(0)
-    return [float(completion == right) for completion, right in zip(completions, answer, strict=True)]
+    return [
+        float(completion == right) for completion, right in zip(completions, answer, strict=True)
+    ]
 
 
 def only_sums(prompts: list[str], completions: list[str], **columns: Any) -> list[float | None]:
@@ -91,14 +93,19 @@ def score(
     **policy: Any,
 ) -> RewardScores:
     ids = [[1]] * len(completions)
-    functions = [(name if name in REWARDS else f"{__name__}:{name}", weight) for name, weight in functions]
+    functions = [
+        (name if name in REWARDS else f"{__name__}:{name}", weight) for name, weight in functions
+    ]
     rewards = RewardSet(functions, policy=ErrorPolicy(**policy))
     return asyncio.run(rewards.score(prompts, completions, ids, fields or [{}] * len(completions)))
 
 
 def test_several_functions_add_up_by_their_weights() -> None:
     rewards = score(
-        [("length", 0.5), ("matches", 2.0)], ["1+1", "1+2"], ["2", "three"], [{"answer": "2"}, {"answer": "3"}]
+        [("length", 0.5), ("matches", 2.0)],
+        ["1+1", "1+2"],
+        ["2", "three"],
+        [{"answer": "2"}, {"answer": "3"}],
     )
     assert rewards.scores.tolist() == [[1.0, 1.0], [5.0, 0.0]]
     assert rewards.total.tolist() == [2.5, 2.5]
@@ -121,7 +128,9 @@ def test_functions_get_what_trl_would_give_them() -> None:
 
 
 def test_plain_functions_leave_the_loop_free_and_may_return_tensors() -> None:
-    assert score([("thread_name", 1.0), ("tensor", 1.0)], ["a"], ["b"]).scores.tolist() == [[0.0, 0.5]]
+    assert score([("thread_name", 1.0), ("tensor", 1.0)], ["a"], ["b"]).scores.tolist() == [
+        [0.0, 0.5]
+    ]
 
 
 @pytest.mark.parametrize(
@@ -132,7 +141,11 @@ def test_plain_functions_leave_the_loop_free_and_may_return_tensors() -> None:
         ("not_finite", "not_finite' returned nan as a score"),
         ("too_large", "too_large' returned 1e[+]300 as a score"),
         ("not_a_list", "not_a_list' returned a float"),
-        ("breaks_on_bad", r"breaks_on_bad' raised ZeroDivisionError.* at prompt 'q', completion 'bad' .*, line \d+"),
+        (
+            "breaks_on_bad",
+            r"breaks_on_bad' raised ZeroDivisionError.* at prompt 'q', completion "
+            r"'bad' .*, line \d+",
+        ),
         ("never", r"never' took more than 0\.01 s for 1 rows"),
     ],
 )
@@ -144,7 +157,8 @@ def test_what_a_function_does_wrong_is_named_with_its_row(name: str, message: st
 
 
 def test_a_failure_costs_its_own_row_alone() -> None:
-    """In a call of three rows one fails: the others get their scores, whatever is done about the one."""
+    """In a call of three rows one fails: the others get their scores, whatever is done about the
+    one."""
     given: Any = [("length", 1.0), ("breaks_on_bad", 2.0)], ["p", "q", "r"], ["good", "bad", "fine"]
     dropped = score(*given, on_error="drop")
     assert dropped.failed.tolist() == [[False, False], [False, True], [False, False]]
@@ -166,7 +180,9 @@ def test_a_row_is_called_again_as_often_as_the_policy_says(monkeypatch: pytest.M
 
 
 def test_a_run_fails_when_too_many_of_the_recent_samples_fail() -> None:
-    rewards = RewardSet([(f"{__name__}:breaks_on_bad", 1.0)], policy=ErrorPolicy(retries=0, max_error_share=0.25))
+    rewards = RewardSet(
+        [(f"{__name__}:breaks_on_bad", 1.0)], policy=ErrorPolicy(retries=0, max_error_share=0.25)
+    )
 
     async def one(completion: str) -> bool:
         return bool((await rewards.score(["q"], [completion], [[1]], [{}])).failed)
@@ -174,8 +190,15 @@ def test_a_run_fails_when_too_many_of_the_recent_samples_fail() -> None:
     async def all_of(completions: list[str]) -> list[bool]:
         return [await one(completion) for completion in completions]
 
-    assert asyncio.run(all_of(["good", "good", "good", "bad"] * 100)) == [False, False, False, True] * 100
-    with pytest.raises(RewardError, match=r"breaks_on_bad' raised ZeroDiv.*'bad'.*65 of the last 256.*max_error_share"):
+    assert (
+        asyncio.run(all_of(["good", "good", "good", "bad"] * 100))
+        == [False, False, False, True] * 100
+    )
+    with pytest.raises(
+        RewardError,
+        match=r"breaks_on_bad' raised ZeroDiv.*'bad'.*65 of the last "
+        r"256.*max_error_share",
+    ):
         asyncio.run(one("bad"))
     fresh = RewardSet([(f"{__name__}:breaks_on_bad", 1.0)], policy=ErrorPolicy(retries=0))
     with pytest.raises(RewardError, match=f"{FIRST // 4 + 1} of the last {FIRST // 4 + 1} samples"):
@@ -193,7 +216,9 @@ def test_a_run_fails_when_too_many_of_the_recent_samples_fail() -> None:
         ([("math:pi", 1.0)], "not a function"),
     ],
 )
-def test_reward_sets_that_cannot_work_are_refused(functions: list[tuple[str, float]], message: str) -> None:
+def test_reward_sets_that_cannot_work_are_refused(
+    functions: list[tuple[str, float]], message: str
+) -> None:
     with pytest.raises(RewardError, match=message):
         RewardSet(functions)
 
@@ -214,7 +239,9 @@ def test_prompts_whose_columns_hide_the_runs_own_are_refused() -> None:
 
 def test_arithmetic_grades_from_talk_to_the_bare_number() -> None:
     ladder = ["I cannot say", "It is 8", "3 + 4 is, as one easily finds, 7", "3 + 4 = 7", "7"]
-    scores = score([("arithmetic", 1.0)], ["3 + 4"] * 5, ladder, [{"answer": "7"}] * 5).total.tolist()
+    scores = score(
+        [("arithmetic", 1.0)], ["3 + 4"] * 5, ladder, [{"answer": "7"}] * 5
+    ).total.tolist()
     assert scores == sorted(scores)
     assert len(set(scores)) == 5
     assert (scores[0], scores[-1]) == (0.0, 1.0)
@@ -228,7 +255,14 @@ def test_arithmetic_does_not_pay_for_listing_numbers() -> None:
 
 @pytest.mark.parametrize(
     ("response", "number"),
-    [("12", "12"), ("3-4=-1", "-1"), ("1,234.5 kg", "1234.5"), ("5 - 3", "3"), ("x2 none", None), ("it is 7.", "7")],
+    [
+        ("12", "12"),
+        ("3-4=-1", "-1"),
+        ("1,234.5 kg", "1234.5"),
+        ("5 - 3", "3"),
+        ("x2 none", None),
+        ("it is 7.", "7"),
+    ],
 )
 def test_the_last_number_is_read_as_a_person_would(response: str, number: str | None) -> None:
     assert last_number(response) == number
@@ -238,8 +272,15 @@ def test_reasoning_gym_scores_by_the_task_that_asked() -> None:
     gym = pytest.importorskip("reasoning_gym")
     entry = gym.create_dataset("chain_sum", seed=3, size=1)[0]
     answer = entry["answer"]
-    responses = [answer, f"thinking... <answer> {answer} </answer>", f"it is {answer}, I think", "no idea"]
-    scores = score([("reasoning_gym", 1.0)], [entry["question"]] * 4, responses, [entry] * 4).total.tolist()
+    responses = [
+        answer,
+        f"thinking... <answer> {answer} </answer>",
+        f"it is {answer}, I think",
+        "no idea",
+    ]
+    scores = score(
+        [("reasoning_gym", 1.0)], [entry["question"]] * 4, responses, [entry] * 4
+    ).total.tolist()
     assert scores[0] == scores[1] == 1.0
     assert 0.0 < scores[2] < 1.0
     assert scores[3] < scores[2]

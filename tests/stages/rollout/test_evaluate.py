@@ -33,7 +33,8 @@ class Repeating:
     """A source of ``different`` prompts, over and over."""
 
     def __init__(self, different: int) -> None:
-        self.different, self.size = different, None
+        self.different = different
+        self.size = None
 
     def prompt(self, seq: int) -> Prompt:
         text = f"{seq % self.different}="
@@ -55,7 +56,9 @@ def evaluator(engine: MockRolloutEngine) -> Evaluator:
 
 
 def mock() -> MockRolloutEngine:
-    return MockRolloutEngine(MockRolloutOptions(vocabulary=len(tiny_tokenizer()), time_scale=0.001), version=7)
+    return MockRolloutEngine(
+        MockRolloutOptions(vocabulary=len(tiny_tokenizer()), time_scale=0.001), version=7
+    )
 
 
 async def test_the_event_has_version_reward_and_samples() -> None:
@@ -69,7 +72,9 @@ async def test_the_event_has_version_reward_and_samples() -> None:
 
 def judges(completions: list[str], answer: list[str], **_: Any) -> list[float | None]:
     """Two judges that answer, of five; of the sixth prompt none applies."""
-    return [(1.0, math.nan, 1.0, math.nan, math.nan, None)[number] for number in range(len(completions))]
+    return [
+        (1.0, math.nan, 1.0, math.nan, math.nan, None)[number] for number in range(len(completions))
+    ]
 
 
 def lengths(completions: list[str], **_: Any) -> list[float | None]:
@@ -82,7 +87,9 @@ def failing(completions: list[str], **_: Any) -> list[float]:
 
 async def evaluated(functions: list[Any], count: int, **policy: Any) -> EvaluationEvent:
     engine = mock()
-    rewards = RewardSet([(f"{__name__}:{name}", weight) for name, weight in functions], policy=ErrorPolicy(**policy))
+    rewards = RewardSet(
+        [(f"{__name__}:{name}", weight) for name, weight in functions], policy=ErrorPolicy(**policy)
+    )
     asked = replace(evaluator(engine), rewards=rewards, samples=count)
     event = await replace(asked, prompts=asked.prompts[:count]).run(7)
     await engine.close()
@@ -91,7 +98,8 @@ async def evaluated(functions: list[Any], count: int, **policy: Any) -> Evaluati
 
 @pytest.mark.parametrize("on_error", ["drop", "zero"])
 async def test_an_answer_whose_reward_failed_is_in_no_mean(on_error: str) -> None:
-    """Of five judges three fail: 2 answers, 1.0 on average, whatever a failure costs in training."""
+    """Of five judges three fail: 2 answers, 1.0 on average, whatever a failure costs in
+    training."""
     event = await evaluated([("judges", 1.0)], 5, on_error=on_error)
     assert (event.count, event.failed, event.absent, event.reward_mean) == (2, 3, 0, 1.0)
     assert [answer.reward for answer in event.samples] == [1.0, None, 1.0, None, None]
@@ -99,7 +107,8 @@ async def test_an_answer_whose_reward_failed_is_in_no_mean(on_error: str) -> Non
 
 
 async def test_of_several_functions_the_others_count_where_one_does_not_apply() -> None:
-    """By hand: judges 1, -, 1, -, -, none; lengths none, .5 ×4, none: rewards 1, -, 1 + 0.25, -, -, none."""
+    """By hand: judges 1, -, 1, -, -, none; lengths none, .5 ×4, none: rewards 1, -, 1 + 0.25, -, -,
+    none."""
     event = await evaluated([("judges", 1.0), ("lengths", 0.5)], 6)
     assert (event.count, event.failed, event.absent, event.reward_mean) == (2, 3, 1, 1.125)
     names = [f"{__name__}:judges", f"{__name__}:lengths"]
@@ -114,7 +123,9 @@ async def test_an_evaluation_without_a_score_has_none(tmp_path: Path) -> None:
     progress = Progress("evaluated", 9, 0)
     line = Event("1-0", 1.0, "evaluation", data)
     progress.apply(line)
-    assert plain_line(progress, line).startswith("evaluation v7  reward – of 0 held-out prompts  (4 failed): reward '")
+    assert plain_line(progress, line).startswith(
+        "evaluation v7  reward – of 0 held-out prompts  (4 failed): reward '"
+    )
     assert summarize(progress, seconds=1.0, checkpoint=None)["held_out_last"] is None
     assert "Mean reward: – of 0 prompts with version 7  (4 failed)" in samples_markdown(progress)
     (point,) = Points().of(line)
@@ -123,10 +134,14 @@ async def test_an_evaluation_without_a_score_has_none(tmp_path: Path) -> None:
 
 
 async def test_it_takes_the_room_that_it_is_given_and_gives_way_between_answers() -> None:
-    """Two rows at a time; after the third answer newer weights wait, and the rest is answered by them."""
-    engine, most, counts = mock(), 0, list[int]()
+    """Two rows at a time; after the third answer newer weights wait, and the rest is answered by
+    them."""
+    engine = mock()
+    most = 0
+    counts = list[int]()
     running = replace(evaluator(engine), rows=8, share=0.25)
-    evaluation, changed = Evaluation(running, 7), asyncio.Event()
+    evaluation = Evaluation(running, 7)
+    changed = asyncio.Event()
 
     def room(in_flight: int) -> int:
         nonlocal most
@@ -151,9 +166,13 @@ async def test_it_takes_the_room_that_it_is_given_and_gives_way_between_answers(
 
 
 async def test_without_room_it_waits_until_something_changes() -> None:
-    engine, free, changed = mock(), 0, asyncio.Event()
+    engine = mock()
+    free = 0
+    changed = asyncio.Event()
     evaluation = Evaluation(evaluator(engine), 7)
-    going = asyncio.create_task(evaluation.go_on(7, lambda in_flight: free - in_flight, lambda: False, changed))
+    going = asyncio.create_task(
+        evaluation.go_on(7, lambda in_flight: free - in_flight, lambda: False, changed)
+    )
     await asyncio.sleep(0.1)
     assert not evaluation._answers
     free = 6

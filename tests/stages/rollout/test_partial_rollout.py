@@ -1,4 +1,5 @@
-"""A response that was cut and continued, here or elsewhere, is the response that would have been made in one piece."""
+"""A response that was cut and continued, here or elsewhere, is the response that would have been
+made in one piece."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ from tests.stages.engines.torch.test_rollout import (
 )
 
 Responses = dict[tuple[int, int], Completion]
-BUDGET, LONGEST = 7, 24
+BUDGET = 7
+LONGEST = 24
 
 
 def begun(done: Completion) -> Begun:
@@ -38,7 +40,9 @@ def next_visit(requests: Sequence[GroupRequest], done: Responses) -> list[GroupR
     left = []
     for asked in requests:
         cut = {
-            place: done[asked.group, place] for place in asked.places if done[asked.group, place].finish_reason == "cut"
+            place: done[asked.group, place]
+            for place in asked.places
+            if done[asked.group, place].finish_reason == "cut"
         }
         if cut:
             progress = {place: begun(so_far) for place, so_far in cut.items()}
@@ -51,7 +55,8 @@ async def in_visits(
 ) -> tuple[Responses, int]:
     """Responses in as many visits as they need, and how many that were."""
     ended: Responses = {}
-    left, visits = list(requests), 0
+    left = list(requests)
+    visits = 0
     while left:
         done = await visit(left)
         visits += 1
@@ -67,7 +72,10 @@ async def in_visits(
 
 def asks(**params: Any) -> list[GroupRequest]:
     """Three groups of three, prompts of different lengths."""
-    return [ask(group, places=3, length=5 + 4 * group, max_tokens=LONGEST, **params) for group in range(3)]
+    return [
+        ask(group, places=3, length=5 + 4 * group, max_tokens=LONGEST, **params)
+        for group in range(3)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -85,17 +93,25 @@ async def test_each_visit_at_another_engine_gives_the_same_tokens(sampling: dict
 
         pieces, visits = await in_visits(asks(**sampling, **stops, budget=BUDGET), visit)
     assert visits == -(-LONGEST // BUDGET)
-    assert {done.finish_reason for done in whole.values()} == {"stop", "length"}, "nothing is shown of either end"
+    assert {done.finish_reason for done in whole.values()} == {"stop", "length"}, (
+        "nothing is shown of either end"
+    )
     assert pieces.keys() == whole.keys()
     for key, done in pieces.items():
         assert torch.equal(done.token_ids, whole[key].token_ids)
         assert torch.allclose(done.logprobs, whole[key].logprobs, atol=1e-4)
-        assert (done.versions, done.finish_reason) == (whole[key].versions, whole[key].finish_reason)
+        assert (done.versions, done.finish_reason) == (
+            whole[key].versions,
+            whole[key].finish_reason,
+        )
 
 
 @pytest.mark.parametrize(("max_rows", "prefill_tokens"), [(8, 4096), (8, 20), (3, 4096)])
-async def test_rows_that_go_on_and_rows_that_begin_share_their_prompt(max_rows: int, prefill_tokens: int) -> None:
-    """Two places of each group were cut after different numbers of tokens, the third has not begun."""
+async def test_rows_that_go_on_and_rows_that_begin_share_their_prompt(
+    max_rows: int, prefill_tokens: int
+) -> None:
+    """Two places of each group were cut after different numbers of tokens, the third has not
+    begun."""
     async with running() as engine:
         whole = await collect(engine.generate(asks()))
         halves = []
@@ -103,13 +119,17 @@ async def test_rows_that_go_on_and_rows_that_begin_share_their_prompt(max_rows: 
             params = [dataclasses.replace(asked.params, budget=budget) for budget in (3, 9)]
             parts = [dataclasses.replace(asked, places=(i,), params=params[i]) for i in range(2)]
             done = await collect(engine.generate(parts))
-            halves.append(dataclasses.replace(asked, begun={i: begun(done[asked.group, i]) for i in range(2)}))
+            halves.append(
+                dataclasses.replace(asked, begun={i: begun(done[asked.group, i]) for i in range(2)})
+            )
     async with running(max_rows=max_rows, prefill_tokens=prefill_tokens) as other:
         brake = Brake(other, 2)
         stream = other.generate(halves)
         await brake.pause()
         decoding = {row.group.request.group for row in other._batch.rows}
-        assert len(other._batch.decoder.prompts) == len(decoding), "a prompt is kept once for all rows of its group"
+        assert len(other._batch.decoder.prompts) == len(decoding), (
+            "a prompt is kept once for all rows of its group"
+        )
         await other.resume()
         ended = await collect(stream)
         await other.pause()  # the last row has left
@@ -122,19 +142,28 @@ async def test_rows_that_go_on_and_rows_that_begin_share_their_prompt(max_rows: 
 
 async def test_a_stop_string_that_lies_across_a_cut_ends_the_response() -> None:
     async with running(tokenizer=Letters()) as engine:
-        free = (await collect(engine.generate([ask(3, places=1, max_tokens=40)])))[3, 0].token_ids.tolist()
+        free = (await collect(engine.generate([ask(3, places=1, max_tokens=40)])))[
+            3, 0
+        ].token_ids.tolist()
         stop = Letters().decode(free[20:24])[1:7]
         assert Letters().decode(free).find(stop) == 41
-        first = (await collect(engine.generate([ask(3, places=1, max_tokens=40, stop=(stop,), budget=22)])))[3, 0]
+        first = (
+            await collect(
+                engine.generate([ask(3, places=1, max_tokens=40, stop=(stop,), budget=22)])
+            )
+        )[3, 0]
         assert (len(first.token_ids), first.finish_reason) == (22, "cut")
-        again = next_visit([ask(3, places=1, max_tokens=40, stop=(stop,), budget=22)], {(3, 0): first})
+        again = next_visit(
+            [ask(3, places=1, max_tokens=40, stop=(stop,), budget=22)], {(3, 0): first}
+        )
         last = (await collect(engine.generate(again)))[3, 0]
     assert (last.token_ids.tolist(), last.finish_reason) == (free[:24], "stop")
 
 
 async def test_cut_at_a_swap_it_goes_on_as_if_the_new_weights_had_read_it_all() -> None:
     """And what waited for room is not touched: it begins with the new weights."""
-    old, new = llama(0), llama(1)
+    old = llama(0)
+    new = llama(1)
     asked = ask(0, places=3, max_tokens=60)
     async with running(max_rows=2, initial_version=3) as engine:
         brake = Brake(engine, 10)
@@ -160,23 +189,39 @@ async def test_cut_at_a_swap_it_goes_on_as_if_the_new_weights_had_read_it_all() 
 @pytest.mark.parametrize(
     ("tokens", "place", "logprobs", "complaint"),
     [
-        (9, 0, 9, "place 0 is begun with 9 tokens; give begun only places of .* with 1 to 8 tokens"),
+        (
+            9,
+            0,
+            9,
+            "place 0 is begun with 9 tokens; give begun only places of .* with 1 to 8 tokens",
+        ),
         (3, 5, 3, "place 5 is begun with 3 tokens"),
         (0, 0, 0, "place 0 is begun with 0 tokens"),
         (3, 0, 2, "begun with 3 tokens, 2 logprobs and versions of 3 tokens"),
     ],
 )
-def test_what_cannot_be_continued_is_refused(tokens: int, place: int, logprobs: int, complaint: str) -> None:
+def test_what_cannot_be_continued_is_refused(
+    tokens: int, place: int, logprobs: int, complaint: str
+) -> None:
     progress = Begun(torch.zeros(tokens, dtype=torch.int64), torch.zeros(logprobs), ((0, tokens),))
     with pytest.raises(ValueError, match=complaint):
-        GroupRequest(0, (0, 1), torch.ones(1, dtype=torch.int64), SamplingParams(max_tokens=9), 0, {place: progress})
+        GroupRequest(
+            0,
+            (0, 1),
+            torch.ones(1, dtype=torch.int64),
+            SamplingParams(max_tokens=9),
+            0,
+            {place: progress},
+        )
 
 
 # ── the mock engine ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_the_mock_engine_continues_too_and_its_time_is_that_of_the_tokens_made() -> None:
-    options = MockRolloutOptions(row_rate=10, median_tokens=20, sigma=0.6, prefill_rate=1e12, saturation_rows=1000)
+    options = MockRolloutOptions(
+        row_rate=10, median_tokens=20, sigma=0.6, prefill_rate=1e12, saturation_rows=1000
+    )
     clock = LoopClock()
 
     def asked(budget: int) -> list[GroupRequest]:
@@ -185,7 +230,8 @@ def test_the_mock_engine_continues_too_and_its_time_is_that_of_the_tokens_made()
 
     async def main() -> None:
         whole = await collect(MockRolloutEngine(options).generate(asked(0)))
-        spent, began = clock.now, clock.now
+        spent = clock.now
+        began = clock.now
 
         async def visit(requests: list[GroupRequest]) -> Responses:
             return await collect(MockRolloutEngine(options).generate(requests))
@@ -196,13 +242,18 @@ def test_the_mock_engine_continues_too_and_its_time_is_that_of_the_tokens_made()
         for key, one in whole.items():
             assert torch.equal(pieces[key].token_ids, one.token_ids)
             assert torch.equal(pieces[key].logprobs, one.logprobs)
-            assert (pieces[key].versions, pieces[key].finish_reason) == (one.versions, one.finish_reason)
+            assert (pieces[key].versions, pieces[key].finish_reason) == (
+                one.versions,
+                one.finish_reason,
+            )
 
     clock.run(main())
 
 
 def test_the_mock_engine_cuts_at_a_swap() -> None:
-    options = MockRolloutOptions(row_rate=10, median_tokens=100, sigma=0, prefill_rate=1e12, swap_seconds=1, max_rows=2)
+    options = MockRolloutOptions(
+        row_rate=10, median_tokens=100, sigma=0, prefill_rate=1e12, swap_seconds=1, max_rows=2
+    )
 
     async def main() -> None:
         engine = MockRolloutEngine(options, version=3)

@@ -1,4 +1,5 @@
-"""The text of a response as its tokens come: that of all its tokens at once, up to a stop string."""
+"""The text of a response as its tokens come: that of all its tokens at once, up to a stop
+string."""
 
 from __future__ import annotations
 
@@ -17,11 +18,15 @@ class Bytes:
 
 
 @given(
-    st.text(alphabet="abc é語🎉", max_size=30), st.lists(st.text(alphabet="abc 語", min_size=1, max_size=3), max_size=3)
+    st.text(alphabet="abc é語🎉", max_size=30),
+    st.lists(st.text(alphabet="abc 語", min_size=1, max_size=3), max_size=3),
 )
-def test_pieces_add_up_to_the_text_before_the_first_stop_string(whole: str, stops: list[str]) -> None:
+def test_pieces_add_up_to_the_text_before_the_first_stop_string(
+    whole: str, stops: list[str]
+) -> None:
     text = ResponseText(Bytes(), stops)
-    made, certain = "", min((at for stop in stops if (at := whole.find(stop)) >= 0), default=len(whole))
+    made = ""
+    certain = min((at for stop in stops if (at := whole.find(stop)) >= 0), default=len(whole))
     for token in whole.encode():
         made += text.add(token)
         assert whole[:certain].startswith(made), (
@@ -34,6 +39,12 @@ def test_pieces_add_up_to_the_text_before_the_first_stop_string(whole: str, stop
 
 
 def test_special_tokens_have_no_text() -> None:
-    tokenizer, text = tiny_tokenizer(), ResponseText(tiny_tokenizer())
-    assert "".join(text.add(token) for token in [*tokenizer("ab")["input_ids"], tokenizer.eos_token_id]) == "ab"
+    tokenizer = tiny_tokenizer()
+    text = ResponseText(tiny_tokenizer())
+    assert (
+        "".join(
+            text.add(token) for token in [*tokenizer("ab")["input_ids"], tokenizer.eos_token_id]
+        )
+        == "ab"
+    )
     assert (len(text), text.finish()) == (3, "")

@@ -22,14 +22,18 @@ class OneToken:
     async def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[Completion]:
         for request in requests:
             for place in request.places:
-                yield Completion(request.group, place, torch.tensor([1]), torch.tensor([0.0]), ((0, 1),), "stop")
+                yield Completion(
+                    request.group, place, torch.tensor([1]), torch.tensor([0.0]), ((0, 1),), "stop"
+                )
 
 
 async def test_the_first_claim_is_of_one_step_and_later_ones_fill_the_engine() -> None:
     async def begun(*_: Any) -> tuple[list[int], None]:
         return [], None
 
-    dock, engine, params = SimpleNamespace(schema=(), begun=begun), OneToken(), SamplingParams(max_tokens=1)
+    dock = SimpleNamespace(schema=(), begun=begun)
+    engine = OneToken()
+    params = SamplingParams(max_tokens=1)
     options: dict[str, Any] = {"seed": 0, "group_size": 2, "most_rows": 8}
     stage = Rollout(dock, engine, params, **options, first_rows=4)  # type: ignore[arg-type]
     assert [stage.room(held) for held in (0, 2, 4)] == [2, 1, 0]
@@ -47,7 +51,8 @@ async def test_the_first_claim_is_of_one_step_and_later_ones_fill_the_engine() -
 def test_a_response_is_as_old_as_the_oldest_of_its_tokens(
     versions: tuple[tuple[int, int], ...], end: FinishReason
 ) -> None:
-    """The staleness bound is judged by it, whatever newer weights have made the end of the response."""
+    """The staleness bound is judged by it, whatever newer weights have made the end of the
+    response."""
     done = Completion(4, 0, torch.tensor([7, 8, 9]), torch.zeros(3), versions, end)
     output = responses([0], [done], parked=end == "cut")
     assert output.generated == [(3, 3)]
@@ -56,10 +61,14 @@ def test_a_response_is_as_old_as_the_oldest_of_its_tokens(
 
 
 @pytest.mark.parametrize(
-    ("parks", "own", "limits"), [(True, 0, [0, 22, 15]), (True, 18, [18, 18, 15]), (False, 0, [0] * 3)]
+    ("parks", "own", "limits"),
+    [(True, 0, [0, 22, 15]), (True, 18, [18, 18, 15]), (False, 0, [0] * 3)],
 )
-async def test_a_visit_ends_after_four_times_the_mean_length(parks: bool, own: int, limits: list[int]) -> None:
-    """Of the responses that have ended here; one that was cut says nothing about how long responses are."""
+async def test_a_visit_ends_after_four_times_the_mean_length(
+    parks: bool, own: int, limits: list[int]
+) -> None:
+    """Of the responses that have ended here; one that was cut says nothing about how long responses
+    are."""
 
     class Ending(OneToken):
         lengths: tuple[int, ...] = ()
@@ -68,19 +77,26 @@ async def test_a_visit_ends_after_four_times_the_mean_length(parks: bool, own: i
             asked.append(requests[0].params.budget)
             for place, length in enumerate(self.lengths):
                 end: FinishReason = "cut" if length > 20 else "stop"
-                yield Completion(0, place, torch.ones(length).long(), torch.zeros(length), ((0, length),), end)
+                yield Completion(
+                    0, place, torch.ones(length).long(), torch.zeros(length), ((0, length),), end
+                )
 
     async def begun(*_: Any) -> tuple[list[int], None]:
         return [], None
 
     asked: list[int] = []
-    dock, engine, params = SimpleNamespace(schema=(), begun=begun), Ending(), SamplingParams(max_tokens=99, budget=own)
+    dock = SimpleNamespace(schema=(), begun=begun)
+    engine = Ending()
+    params = SamplingParams(max_tokens=99, budget=own)
     options: dict[str, Any] = {"seed": 0, "group_size": 4, "most_rows": 8}
     stage = Rollout(dock, engine, params, **options, parks_stragglers=parks)  # type: ignore[arg-type]
     rows = [SimpleNamespace(group=0, place=place) for place in range(4)]
     prompts = torch.nested.nested_tensor([torch.tensor([5, 6])] * 4, layout=torch.jagged)
-    claimed, made = SimpleNamespace(rows=rows), TensorDict({"prompt_ids": prompts}, batch_size=[4])
+    claimed = SimpleNamespace(rows=rows)
+    made = TensorDict({"prompt_ids": prompts}, batch_size=[4])
     for engine.lengths in ((9, 4, 3, 50), (2, 2, 2, 4), (1, 1, 1, 1)):
         outputs = [output async for output in stage.process(claimed, made)]  # type: ignore[arg-type]
-        assert [output.parked for output in outputs if output.parked] == [True] * (50 in engine.lengths)
+        assert [output.parked for output in outputs if output.parked] == [True] * (
+            50 in engine.lengths
+        )
     assert asked == limits

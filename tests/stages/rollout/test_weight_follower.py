@@ -1,4 +1,5 @@
-"""Taking new weights: exactly what was published, one replica after the other; else the old ones, and a word about it."""
+"""Taking new weights: exactly what was published, one replica after the other; else the old ones,
+and a word about it."""
 
 from __future__ import annotations
 
@@ -21,7 +22,14 @@ from pipeline.spans import Spans
 from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.engines.mock.engines import MockRolloutEngine, MockTrainEngine
 from stages.engines.mock.options import MockRolloutOptions, MockTrainOptions
-from stages.engines.protocols import Completion, GroupRequest, RolloutEngine, SamplingParams, SwapTimes, WeightMismatch
+from stages.engines.protocols import (
+    Completion,
+    GroupRequest,
+    RolloutEngine,
+    SamplingParams,
+    SwapTimes,
+    WeightMismatch,
+)
 from stages.engines.torch.rollout import TorchRolloutEngine
 from stages.engines.torch.train import TorchTrainEngine
 from stages.models import tiny_model, tiny_tokenizer
@@ -31,7 +39,15 @@ from stages.rollout.weight_follower import ATTEMPTS, SwapPolicy, SwapRefused, We
 from stages.training.ranks import RankGroup, RankWorker
 from stages.training.update import Update
 from stages.weights.documents import DAMAGED
-from stages.weights.store import Probe, ProbeRule, Published, WeightsDamaged, WeightStore, gap, probed
+from stages.weights.store import (
+    Probe,
+    ProbeRule,
+    Published,
+    WeightsDamaged,
+    WeightStore,
+    gap,
+    probed,
+)
 from tests.stages.engines.torch.test_rollout import DEADLINE, Brake
 from tests.stages.rollout.test_evaluate import evaluator
 
@@ -51,7 +67,9 @@ class Trainer:
         default_factory=lambda: MockTrainEngine(MockTrainOptions(step_seconds=0))
     )
 
-    async def publish(self, change: Callable[[Published], Published] = lambda p: p, probe: bool = True) -> None:
+    async def publish(
+        self, change: Callable[[Published], Published] = lambda p: p, probe: bool = True
+    ) -> None:
         self.version += 1
         random = torch.Generator().manual_seed(self.version)
         for _, tensor in self.engine.weights():
@@ -60,13 +78,15 @@ class Trainer:
             self.version, self.engine.weights(), probed(self.engine, PROBED) if probe else None
         )
         await self.index.wake(VERSION)
-        await self.index._redis.hset(f"{self.index.prefix}n", "trained", self.version)  # steps are not the matter here
+        # steps are not the matter here
+        await self.index._redis.hset(f"{self.index.prefix}n", "trained", self.version)
         await self.index.publish_weights(self.version, change(published).record())
 
 
 class Controls:
     def __init__(self, process: str = "process") -> None:
-        self.spans, self.dock = Spans(), SimpleNamespace(worker=process)
+        self.spans = Spans()
+        self.dock = SimpleNamespace(worker=process)
 
     def wake(self) -> None: ...
 
@@ -74,12 +94,24 @@ class Controls:
 
 
 def follower(
-    index: Index, store: WeightStore, engine: Any, policy: SwapPolicy, *, worker: str = "rollout-0", steps: int = 99
+    index: Index,
+    store: WeightStore,
+    engine: Any,
+    policy: SwapPolicy,
+    *,
+    worker: str = "rollout-0",
+    steps: int = 99,
 ) -> WeightFollower:
     nothing_claimed: Any = None  # a dock: what the follower does needs none
     stage = Rollout(nothing_claimed, engine, PARAMS, seed=0, group_size=1, most_rows=4)
     controls: Any = Controls(f"{worker}-process")
-    options: dict[str, Any] = {"worker": worker, "every": 0, "steps": steps, "overlap": True, "policy": policy}
+    options: dict[str, Any] = {
+        "worker": worker,
+        "every": 0,
+        "steps": steps,
+        "overlap": True,
+        "policy": policy,
+    }
     return WeightFollower(index, store, stage, controls, None, **options)
 
 
@@ -100,9 +132,13 @@ async def events(index: Index, kind: str) -> list[dict[str, Any]]:
     return [event.data for event in await index.events(timeout=0.05) if event.kind == kind]
 
 
-async def test_a_probed_swap_reports_the_gap(trainer: Trainer, engine: MockRolloutEngine, tmp_path: Path) -> None:
+async def test_a_probed_swap_reports_the_gap(
+    trainer: Trainer, engine: MockRolloutEngine, tmp_path: Path
+) -> None:
     await trainer.publish()
-    assert await follower(trainer.index, WeightStore(tmp_path), engine, SwapPolicy(probe=EXACT))._take()
+    assert await follower(
+        trainer.index, WeightStore(tmp_path), engine, SwapPolicy(probe=EXACT)
+    )._take()
     assert engine.version == 1
     assert not engine._paused, "it goes on after the probe"
     (sync,) = await events(trainer.index, "sync")
@@ -118,7 +154,9 @@ async def test_the_real_engines_agree_on_a_probe(index: Index, tmp_path: Path) -
         await index._redis.hset(f"{index.prefix}n", "trained", 1)
         published = store.publish(1, train.weights(), probed(train, PROBED))
         await index.publish_weights(1, published.record())
-        assert await follower(index, WeightStore(tmp_path), rollout, SwapPolicy(probe=EXACT))._take()
+        assert await follower(
+            index, WeightStore(tmp_path), rollout, SwapPolicy(probe=EXACT)
+        )._take()
         (sync,) = await events(index, "sync")
         assert 0 < sync["gap_max"] < 1e-4, "two engines never round alike, and hardly differ"
         assert 0 < sync["gap_mean"] <= sync["gap_max"]
@@ -132,7 +170,9 @@ async def test_an_engine_that_goes_past_due_versions_is_evaluated_at_the_one_tha
     restarted: bool, trainer: Trainer, tmp_path: Path
 ) -> None:
     """Each five versions are due. The engine gets 0, 7, 16 and 18."""
-    engine = MockRolloutEngine(MockRolloutOptions(vocabulary=len(tiny_tokenizer()), time_scale=0.001, swap_seconds=0))
+    engine = MockRolloutEngine(
+        MockRolloutOptions(vocabulary=len(tiny_tokenizer()), time_scale=0.001, swap_seconds=0)
+    )
     following = begun(trainer.index, WeightStore(tmp_path), engine)
     try:
         for number, version in enumerate([0, 7, 16, 18]):
@@ -151,7 +191,11 @@ async def test_an_engine_that_goes_past_due_versions_is_evaluated_at_the_one_tha
                 ):
                     assert not following.done(), await following
         assert [one["version"] for one in found] == [0, 7, 16]
-        assert [(one.get("due"), one.get("missed", 0)) for one in found] == [(None, 0), (5, 0), (15, 1)]
+        assert [(one.get("due"), one.get("missed", 0)) for one in found] == [
+            (None, 0),
+            (5, 0),
+            (15, 1),
+        ]
         assert all(one["tokens"] and one["seconds"] and one["count"] for one in found)
     finally:
         following.cancel()
@@ -161,9 +205,11 @@ async def test_an_engine_that_goes_past_due_versions_is_evaluated_at_the_one_tha
 
 def begun(index: Index, store: WeightStore, engine: MockRolloutEngine) -> asyncio.Task[None]:
     made = follower(index, store, engine, SwapPolicy())
-    made.evaluator, made.every = replace(evaluator(engine), rows=4), 5
+    made.evaluator = replace(evaluator(engine), rows=4)
+    made.every = 5
     idle: Any = made.controller
-    idle.is_idle, idle.held = True, 0
+    idle.is_idle = True
+    idle.held = 0
 
     async def work() -> None:
         await made.begin()
@@ -178,9 +224,14 @@ def begun(index: Index, store: WeightStore, engine: MockRolloutEngine) -> asynci
 class Faulty(WeightStore):
     """Reads with the ``fault`` while there are ``times`` left, from version ``since`` on."""
 
-    def __init__(self, directory: Path, fault: str, times: int, released: threading.Event, *, since: int = 0) -> None:
+    def __init__(
+        self, directory: Path, fault: str, times: int, released: threading.Event, *, since: int = 0
+    ) -> None:
         super().__init__(directory, bucket_bytes=4096)
-        self._fault, self.times, self._released, self._since = fault, times, released, since
+        self._fault = fault
+        self.times = times
+        self._released = released
+        self._since = since
 
     def read(self, published: Published) -> dict[str, torch.Tensor]:
         if self.times and published.version >= self._since:
@@ -189,7 +240,9 @@ class Faulty(WeightStore):
                 self._released.wait(30)
             else:
                 memory = self._open(published.slot, published.nbytes)
-                at, size = (100, 1) if self._fault == "corrupts a byte" else published.buckets[1][:2]
+                at, size = (
+                    (100, 1) if self._fault == ("corrupts a byte") else published.buckets[1][:2]
+                )
                 was = memory[at : at + size].copy()
                 memory[at : at + size] = 255 - was if size == 1 else 0
                 try:
@@ -207,11 +260,15 @@ def released() -> Iterator[threading.Event]:
 
 
 @pytest.fixture(params=["mock", "torch"])
-async def pair(request: pytest.FixtureRequest, trainer: Trainer) -> AsyncIterator[tuple[Trainer, RolloutEngine]]:
+async def pair(
+    request: pytest.FixtureRequest, trainer: Trainer
+) -> AsyncIterator[tuple[Trainer, RolloutEngine]]:
     """A trainer and a rollout engine that has its model."""
     engine: RolloutEngine = MockRolloutEngine(MockRolloutOptions(swap_seconds=0))
     if request.param == "torch":
-        trainer.engine = TorchTrainEngine(tiny_model(0), learning_rate=1e-4, total_steps=1, threads=1)
+        trainer.engine = TorchTrainEngine(
+            tiny_model(0), learning_rate=1e-4, total_steps=1, threads=1
+        )
         engine = TorchRolloutEngine(tiny_model(0), max_rows=2, threads=1)
     yield trainer, engine
     await engine.close()
@@ -246,7 +303,9 @@ async def test_a_failing_transport_leaves_the_old_version_and_is_tried_again(
     after = await response(engine)
     assert after.versions == before.versions
     assert torch.equal(after.token_ids, before.token_ids)
-    assert torch.equal(after.logprobs, before.logprobs), "nothing of it was loaded: these are the old weights' tokens"
+    assert torch.equal(after.logprobs, before.logprobs), (
+        "nothing of it was loaded: these are the old weights' tokens"
+    )
     (kept,) = await events(trainer.index, "worker")
     assert kept["change"] == "kept its weights"
     assert "version 2" in kept["reason"]
@@ -302,7 +361,8 @@ class Damaging(WeightStore):
 
     def __init__(self, directory: Path, times: int) -> None:
         super().__init__(directory)
-        self.times, self.published = times, 0
+        self.times = times
+        self.published = 0
 
     def publish(
         self,
@@ -319,13 +379,19 @@ class Damaging(WeightStore):
         return published
 
 
-def update(index: Index, store: WeightStore, engine: Any, steps: int, rank_group: RankGroup | None = None) -> Update:
+def update(
+    index: Index, store: WeightStore, engine: Any, steps: int, rank_group: RankGroup | None = None
+) -> Update:
     """An update stage that has made its first step."""
 
     async def nothing(step: int) -> None: ...
 
     dock: Any = SimpleNamespace(index=index, schema=())
-    options: dict[str, Any] = {"after_step": nothing, "after_last": lambda: None, "rank_group": rank_group}
+    options: dict[str, Any] = {
+        "after_step": nothing,
+        "after_last": lambda: None,
+        "rank_group": rank_group,
+    }
     return Update(dock, engine, GRPO(), store, steps=steps, staleness=0, version=1, **options)
 
 
@@ -355,7 +421,9 @@ async def test_damaged_weights_are_published_again_by_the_restarted_trainer(
     await stage.publish()
     engines = [MockRolloutEngine(MockRolloutOptions(swap_seconds=0)) for _ in range(replicas)]
     followers = [
-        follower(trained, WeightStore(tmp_path), engine, SwapPolicy(), worker=f"rollout-{i}", steps=1)
+        follower(
+            trained, WeightStore(tmp_path), engine, SwapPolicy(), worker=f"rollout-{i}", steps=1
+        )
         for i, engine in enumerate(engines)
     ]
     stage.over()  # the last step is done: it stays until its version has been taken
@@ -417,7 +485,9 @@ async def test_all_ranks_give_their_weights_again(trained: Index, tmp_path: Path
                 together.wait(20)
                 yield name, tensor
 
-    rank_groups = [RankGroup(trained, Layout.for_training(tp=2).coordinates(rank), "life") for rank in range(2)]
+    rank_groups = [
+        RankGroup(trained, Layout.for_training(tp=2).coordinates(rank), "life") for rank in range(2)
+    ]
     halves = [Half(MockTrainOptions(step_seconds=0)) for _ in rank_groups]
     dock: Any = SimpleNamespace(index=trained, schema=())
     rank_worker = RankWorker(
@@ -450,7 +520,14 @@ async def test_buckets_that_leave_bytes_out_are_refused(
 ) -> None:
     trainer.store.bucket_bytes = 4096
     following = follower(trainer.index, WeightStore(tmp_path), engine, SwapPolicy())
-    for gone, wrong in ((1, r"bytes 4096\.\.8192 are in no bucket"), (-1, r"bytes \d+\.\.\d+ are in no bucket")):
+    for gone, wrong in (
+        (
+            1,
+            r"bytes 4096\.\.8192 are in no "
+            r"bucket",
+        ),
+        (-1, r"bytes \d+\.\.\d+ are in no bucket"),
+    ):
 
         def without(p: Published, gone: int = gone) -> Published:
             kept = tuple(bucket for bucket in p.buckets if bucket is not p.buckets[gone])
@@ -484,11 +561,17 @@ class Failing(MockRolloutEngine):
         await super().resume()
 
     async def load_weights(
-        self, version: int, weights: Mapping[str, torch.Tensor], *, hold: bool = False, cut: bool = False
+        self,
+        version: int,
+        weights: Mapping[str, torch.Tensor],
+        *,
+        hold: bool = False,
+        cut: bool = False,
     ) -> SwapTimes:
         if self.fault in ("is not probed", "does not go on"):  # that comes later
             return await super().load_weights(version, weights, hold=hold, cut=cut)
-        fault, self.fault = self.fault, ""
+        fault = self.fault
+        self.fault = ""
         if fault == "says another version":
             return SwapTimes(0.0, 0.0)
         if fault == "cannot be stopped":
@@ -519,7 +602,8 @@ class Failing(MockRolloutEngine):
         ("is not probed", "not probed within sync.timeout = 0.5 s"),
         (
             "loads something else",
-            r"logprobs differ from the trainer's by [\d.]+ \(the largest of 21 tokens; sync.probe_tol",
+            r"logprobs differ from the trainer's by [\d.]+ \(the largest of 21 tokens; "
+            r"sync.probe_tol",
         ),
     ],
 )
@@ -528,7 +612,9 @@ async def test_an_engine_that_fails_to_load_keeps_its_old_weights(
 ) -> None:
     engine = Failing(MockRolloutOptions(swap_seconds=0))
     try:
-        following = follower(trainer.index, WeightStore(tmp_path), engine, SwapPolicy(probe=EXACT, timeout=0.5))
+        following = follower(
+            trainer.index, WeightStore(tmp_path), engine, SwapPolicy(probe=EXACT, timeout=0.5)
+        )
         await trainer.publish()
         assert await following._take()
         before = await engine.score(torch.arange(3), torch.arange(9))
@@ -536,7 +622,9 @@ async def test_an_engine_that_fails_to_load_keeps_its_old_weights(
         engine.fault = fault
         assert not await following._take()
         assert engine.version == 1
-        assert torch.equal(await engine.score(torch.arange(3), torch.arange(9)), before), "the old weights answer"
+        assert torch.equal(await engine.score(torch.arange(3), torch.arange(9)), before), (
+            "the old weights answer"
+        )
         assert not engine._paused
         with pytest.raises(SwapRefused, match=reason):
             raise SwapRefused((await events(trainer.index, "worker"))[-1]["reason"])
@@ -546,20 +634,32 @@ async def test_an_engine_that_fails_to_load_keeps_its_old_weights(
         await engine.close()
 
 
-async def test_wrong_weights_with_nothing_to_go_back_to_end_the_worker(trainer: Trainer, tmp_path: Path) -> None:
+async def test_wrong_weights_with_nothing_to_go_back_to_end_the_worker(
+    trainer: Trainer, tmp_path: Path
+) -> None:
     engine = Failing(MockRolloutOptions(swap_seconds=0))
     engine.fault = "loads something else"
     await trainer.publish()
     with pytest.raises(RuntimeError, match=r"version 1: .* never published; the worker restarts"):
-        await follower(trainer.index, WeightStore(tmp_path), engine, SwapPolicy(probe=EXACT))._take()
+        await follower(
+            trainer.index, WeightStore(tmp_path), engine, SwapPolicy(probe=EXACT)
+        )._take()
     await engine.close()
 
 
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [
-        ("cannot be stopped", r"version 1: not loaded within sync.timeout = 0.1 s, nor given up in as long again"),
-        ("does not go on", r"held at version 1, does not go on within sync.timeout = 0.1 s; the worker restarts"),
+        (
+            "cannot be stopped",
+            r"version 1: not loaded within sync.timeout = 0.1 s, nor given up in as long "
+            r"again",
+        ),
+        (
+            "does not go on",
+            r"held at version 1, does not go on within sync.timeout = 0.1 s; the worker "
+            r"restarts",
+        ),
     ],
 )
 async def test_an_engine_in_an_unknown_state_ends_the_worker(
@@ -570,7 +670,9 @@ async def test_an_engine_in_an_unknown_state_ends_the_worker(
     await trainer.publish()
     policy = SwapPolicy(probe=EXACT, timeout=0.1)
     with pytest.raises(RuntimeError, match=reason):
-        await asyncio.wait_for(follower(trainer.index, WeightStore(tmp_path), engine, policy)._take(), 20)
+        await asyncio.wait_for(
+            follower(trainer.index, WeightStore(tmp_path), engine, policy)._take(), 20
+        )
     await engine.close()
 
 
@@ -578,7 +680,8 @@ async def test_an_engine_in_an_unknown_state_ends_the_worker(
 async def test_weights_that_a_held_up_decode_keeps_out_are_not_taken_later_unsaid(
     index: Index, tmp_path: Path, probe: ProbeRule | None
 ) -> None:
-    """A load that was given up does not happen at the next token either: it would be neither probed nor reported."""
+    """A load that was given up does not happen at the next token either: it would be neither probed
+    nor reported."""
     await index.init(RunConfig(()), {})
     train = TorchTrainEngine(tiny_model(1), learning_rate=1e-4, total_steps=1, threads=1)
     engine = TorchRolloutEngine(tiny_model(0), max_rows=2, threads=1)
@@ -588,7 +691,9 @@ async def test_weights_that_a_held_up_decode_keeps_out_are_not_taken_later_unsai
         published = WeightStore(tmp_path).publish(1, train.weights(), probed(train, PROBED))
         await index.publish_weights(1, published.record())
         brake = Brake(engine, 2)
-        stream = engine.generate([GroupRequest(0, (0,), torch.arange(3, 9), SamplingParams(max_tokens=50), seed=0)])
+        stream = engine.generate(
+            [GroupRequest(0, (0,), torch.arange(3, 9), SamplingParams(max_tokens=50), seed=0)]
+        )
         await brake.reached()
         assert not await following._take()
         brake.let_go()
@@ -609,11 +714,17 @@ async def test_weights_that_a_held_up_decode_keeps_out_are_not_taken_later_unsai
         train.close()
 
 
-async def test_a_mock_swap_that_takes_too_long_is_not_taken_later_either(trainer: Trainer, tmp_path: Path) -> None:
+async def test_a_mock_swap_that_takes_too_long_is_not_taken_later_either(
+    trainer: Trainer, tmp_path: Path
+) -> None:
     engine = MockRolloutEngine(MockRolloutOptions(swap_seconds=60, median_tokens=8, sigma=0))
-    following = follower(trainer.index, WeightStore(tmp_path), engine, SwapPolicy(probe=EXACT, timeout=0.2))
+    following = follower(
+        trainer.index, WeightStore(tmp_path), engine, SwapPolicy(probe=EXACT, timeout=0.2)
+    )
     try:
-        stream = engine.generate([GroupRequest(0, (0,), torch.arange(3), SamplingParams(max_tokens=8), seed=0)])
+        stream = engine.generate(
+            [GroupRequest(0, (0,), torch.arange(3), SamplingParams(max_tokens=8), seed=0)]
+        )
         await trainer.publish()
         assert not await following._take()
         (whole,) = [completion async for completion in stream]
@@ -631,14 +742,19 @@ async def test_a_mock_swap_that_takes_too_long_is_not_taken_later_either(trainer
 async def replicas(
     trainer: Trainer, directory: Path, count: int, policy: SwapPolicy
 ) -> AsyncIterator[tuple[list[WeightFollower], list[int]]]:
-    """Followers with engines that are at their swap for as long as the others need to come to theirs; and how many were at
-    it at each entry."""
+    """Followers with engines that are at their swap for as long as the others need to come to
+    theirs; and how many were at it at each entry."""
     at_it: list[int] = []
     inside = 0
 
     class Watched(MockRolloutEngine):
         async def load_weights(
-            self, version: int, weights: Mapping[str, torch.Tensor], *, hold: bool = False, cut: bool = False
+            self,
+            version: int,
+            weights: Mapping[str, torch.Tensor],
+            *,
+            hold: bool = False,
+            cut: bool = False,
         ) -> SwapTimes:
             nonlocal inside
             inside += 1
@@ -661,7 +777,9 @@ async def replicas(
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 0])
-async def test_no_more_replicas_swap_at_the_same_time_than_may(trainer: Trainer, tmp_path: Path, at_once: int) -> None:
+async def test_no_more_replicas_swap_at_the_same_time_than_may(
+    trainer: Trainer, tmp_path: Path, at_once: int
+) -> None:
     async with replicas(trainer, tmp_path, 3, SwapPolicy(at_once=at_once)) as (following, at_it):
         await trainer.publish()
         async with asyncio.timeout(20):
@@ -708,13 +826,16 @@ def test_the_gap_of_two_engines() -> None:
     assert gap(torch.tensor([float("nan")]), torch.tensor([0.0])).max == float("inf")
 
 
-async def test_one_torch_replica_generates_while_the_other_is_at_its_swap(index: Index, tmp_path: Path) -> None:
+async def test_one_torch_replica_generates_while_the_other_is_at_its_swap(
+    index: Index, tmp_path: Path
+) -> None:
     await index.init(RunConfig(()), {})
     train = TorchTrainEngine(tiny_model(1), learning_rate=1e-4, total_steps=1, threads=1)
     await index._redis.hset(f"{index.prefix}n", "trained", 1)
     published = WeightStore(tmp_path).publish(1, train.weights(), probed(train, PROBED))
     await index.publish_weights(1, published.record())
-    reached, go_on = asyncio.Queue[int](), asyncio.Event()
+    reached = asyncio.Queue[int]()
+    go_on = asyncio.Event()
 
     class Held(TorchRolloutEngine):
         async def score(self, *arguments: Any, **options: Any) -> torch.Tensor:
@@ -726,7 +847,8 @@ async def test_one_torch_replica_generates_while_the_other_is_at_its_swap(index:
     engines = [Held(tiny_model(0), max_rows=2, threads=1) for _ in range(2)]
     policy = SwapPolicy(probe=EXACT, at_once=1)
     following = [
-        follower(index, WeightStore(tmp_path), e, policy, worker=f"rollout-{i}") for i, e in enumerate(engines)
+        follower(index, WeightStore(tmp_path), e, policy, worker=f"rollout-{i}")
+        for i, e in enumerate(engines)
     ]
 
     try:
@@ -734,9 +856,12 @@ async def test_one_torch_replica_generates_while_the_other_is_at_its_swap(index:
             for one in following:
                 tasks.create_task(one._take())
             first = await reached.get()
-            held, other = engines[first], engines[1 - first]
+            held = engines[first]
+            other = engines[1 - first]
             waiting = tasks.create_task(response(held))
-            assert (await response(other)).versions == ((0, 5),), "with the weights that it still has"
+            assert (await response(other)).versions == ((0, 5),), (
+                "with the weights that it still has"
+            )
             assert not waiting.done(), "no token is made by weights that were not probed"
             assert reached.empty()
             go_on.set()

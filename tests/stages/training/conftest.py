@@ -21,7 +21,9 @@ async def dock(index: Index, tmp_path: Path) -> AsyncIterator[Dock]:
     flow = resolve(GRPO(), catalogue())
     plan = StalenessPlan(0, len(GROUPS), 1)
     await index.init(flow.config(plan), {"published": 0, "trained": 0, "admitted": 0})
-    dock = Dock(index, flow.schema, worker="test", directory=tmp_path, lease=30.0, slab=2**16, secret=b"x")
+    dock = Dock(
+        index, flow.schema, worker="test", directory=tmp_path, lease=30.0, slab=2**16, secret=b"x"
+    )
     await dock.join(2**22)
     yield dock
     await dock.close()

@@ -21,12 +21,17 @@ from tests.stages.engines.torch.test_train import engine_of, tiny_llama, weights
 from tests.stages.sharded import masked_step, of_masked
 
 TOKENS = (3, 1, 2, 5)
-NO, YES = False, True
+NO = False
+YES = True
 
 
 def credit(algorithm: Any, rewards: list[float], truncated: list[bool], how: Truncated) -> Any:
-    rows = TensorDict({"reward": torch.tensor(rewards), "truncated": torch.tensor(truncated)}, [len(rewards)])
-    rows["values"] = torch.nested.nested_tensor([torch.zeros(n) for n in TOKENS], layout=torch.jagged)
+    rows = TensorDict(
+        {"reward": torch.tensor(rewards), "truncated": torch.tensor(truncated)}, [len(rewards)]
+    )
+    rows["values"] = torch.nested.nested_tensor(
+        [torch.zeros(n) for n in TOKENS], layout=torch.jagged
+    )
     (members,), (result,) = credits(algorithm, rows, [7] * 4, TOKENS, how)
     assert members == [0, 1, 2, 3]
     return result
@@ -38,7 +43,10 @@ def mask_of(result: Mapping[str, Any]) -> list[list[bool]]:
 
 def test_a_masked_response_counts_in_the_credit_and_not_in_the_loss() -> None:
     result = credit(GRPO(), [1.0, 0.0, 0.0, 1.0], [NO, YES, NO, NO], "mask")
-    assert torch.equal(result["advantage"], GRPO().credit({"reward": torch.tensor([1.0, 0.0, 0.0, 1.0])})["advantage"])
+    assert torch.equal(
+        result["advantage"],
+        GRPO().credit({"reward": torch.tensor([1.0, 0.0, 0.0, 1.0])})["advantage"],
+    )
     assert mask_of(result) == [[True] * 3, [False], [True] * 2, [True] * 5]
 
 
@@ -64,15 +72,22 @@ TOO_FEW: list[tuple[Truncated, list[bool], bool]] = [
 
 
 @pytest.mark.parametrize(("how", "truncated", "dropped"), TOO_FEW)
-def test_a_group_with_too_few_responses_left_is_dropped(how: Truncated, truncated: list[bool], dropped: bool) -> None:
+def test_a_group_with_too_few_responses_left_is_dropped(
+    how: Truncated, truncated: list[bool], dropped: bool
+) -> None:
     result = credit(GRPO(), [1.0, 0.0, 0.0, 1.0], truncated, how)
     assert (result == Drop(DROPPED)) == dropped
 
 
 def test_a_step_that_may_drop_no_more_trains_groups_with_zeros() -> None:
-    equal, differing = [1.0] * 4, [1.0, 0.0, 0.0, 1.0]
-    results = [credit(GRPO(drop_equal=True), rewards, [NO] * 4, "mask") for rewards in (equal, differing, equal)]
-    results.append(credit(GRPO(drop_equal=True), equal, [YES] * 4, "mask"))  # no token of it can be trained
+    equal = [1.0] * 4
+    differing = [1.0, 0.0, 0.0, 1.0]
+    results = [
+        credit(GRPO(drop_equal=True), rewards, [NO] * 4, "mask")
+        for rewards in (equal, differing, equal)
+    ]
+    # no token of it can be trained
+    results.append(credit(GRPO(drop_equal=True), equal, [YES] * 4, "mask"))
     dropped, kept, late, hopeless = spared([7, 9, 8, 11], results, below=8)
     assert (dropped, kept, hopeless) == (Drop("equal rewards"), results[1], Drop(DROPPED))
     assert not isinstance(late, Drop)
@@ -85,7 +100,9 @@ def test_a_loss_that_compares_whole_groups_gets_whole_groups() -> None:
         unit: ClassVar = "group"
 
     assert credit(Whole(), [1.0, 0.0, 0.0, 1.0], [NO, YES, NO, NO], "mask") == Drop(DROPPED)
-    assert mask_of(credit(Whole(), [1.0, 0.0, 0.0, 1.0], [NO] * 4, "mask")) == [[True] * n for n in TOKENS]
+    assert mask_of(credit(Whole(), [1.0, 0.0, 0.0, 1.0], [NO] * 4, "mask")) == [
+        [True] * n for n in TOKENS
+    ]
 
 
 def test_the_mask_is_a_declared_column_also_without_credit() -> None:
@@ -102,13 +119,17 @@ def test_the_mask_is_a_declared_column_also_without_credit() -> None:
     flow = resolve(Uncredited(), catalogue(), "drop")
     assert flow["advantage"].makes == {"loss_mask": "bool ragged"}
     assert {"loss_mask", "truncated"} <= flow["update"].needs.keys()
-    assert mask_of(credit(Uncredited(), [0.0] * 4, [NO, YES, YES, YES], "drop"))[:2] == [[True] * 3, [False]]
+    assert mask_of(credit(Uncredited(), [0.0] * 4, [NO, YES, YES, YES], "drop"))[:2] == [
+        [True] * 3,
+        [False],
+    ]
 
 
 @pytest.mark.parametrize("normalization", ["token", "sequence"])
 def test_training_with_masked_rows_is_training_without_them(normalization: Any) -> None:
     """They are not computed either: fewer tokens are fed to the model."""
-    weights, fed = [], []
+    weights = []
+    fed = []
     for left_out in (False, True):
         batch = make_batch()
         keep = torch.arange(len(batch)) % 3 != 0
@@ -116,7 +137,8 @@ def test_training_with_masked_rows_is_training_without_them(normalization: Any) 
             batch = batch[keep]
         else:
             rows = [
-                torch.full((len(row),), bool(k)) for row, k in zip(batch["response_ids"].unbind(), keep, strict=True)
+                torch.full((len(row),), bool(k))
+                for row, k in zip(batch["response_ids"].unbind(), keep, strict=True)
             ]
             batch["loss_mask"] = torch.nested.nested_tensor(rows, layout=torch.jagged)
         engine = engine_of(tiny_llama())

@@ -1,4 +1,5 @@
-"""Whose turn it is: decided for all ranks, with a real index and devices that only note what is asked of them."""
+"""Whose turn it is: decided for all ranks, with a real index and devices that only note what is
+asked of them."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ from stages.training.shared_device import SharedDevice
 from stages.weights.documents import EVALUATED
 from stages.weights.store import Probe
 
-P, STEPS = 2, 3
+P = 2
+STEPS = 3
 
 
 class Noted(SharedDevice):
@@ -36,7 +38,8 @@ class Noted(SharedDevice):
     state = State.TRAINING  # type: ignore[assignment]
 
     def __init__(self) -> None:
-        self.did, self.probes = list[str](), list[Probe | None]()
+        self.did = list[str]()
+        self.probes = list[Probe | None]()
         self.may_generate = False
         self.controller = SimpleNamespace(spans=Spans())
         self.changed = asyncio.Condition()
@@ -74,14 +77,16 @@ class Noted(SharedDevice):
 class Told:
     """What a turn needs to know of the update stage."""
 
-    trained, probe = 0, None
+    trained = 0
+    probe = None
 
 
 class Answers:
     """An evaluator that answers when the test lets it."""
 
     def __init__(self) -> None:
-        self.asked, self.go = asyncio.Event(), asyncio.Event()
+        self.asked = asyncio.Event()
+        self.go = asyncio.Event()
 
     async def run(self, version: int) -> EvaluationEvent:
         self.asked.set()
@@ -92,8 +97,12 @@ class Answers:
 @pytest.fixture
 async def dock(index: Index, tmp_path: Path) -> AsyncIterator[Dock]:
     flow = resolve(GRPO(), catalogue())
-    await index.init(flow.config(StalenessPlan(0, P, 1)), {"published": 0, "trained": 0, "admitted": 0})
-    dock = Dock(index, flow.schema, worker="test", directory=tmp_path, lease=30.0, slab=2**16, secret=b"x")
+    await index.init(
+        flow.config(StalenessPlan(0, P, 1)), {"published": 0, "trained": 0, "admitted": 0}
+    )
+    dock = Dock(
+        index, flow.schema, worker="test", directory=tmp_path, lease=30.0, slab=2**16, secret=b"x"
+    )
     await dock.join(2**22)
     yield dock
     await dock.close()
@@ -102,7 +111,9 @@ async def dock(index: Index, tmp_path: Path) -> AsyncIterator[Dock]:
 async def admitted(dock: Dock, groups: list[int]) -> None:
     texts = [""] * len(groups)
     prompts = [torch.tensor([3, 4])] * len(groups)
-    await dock.admit([(group, 1) for group in groups], {"prompt_ids": prompts, "given": texts, "fields": texts})
+    await dock.admit(
+        [(group, 1) for group in groups], {"prompt_ids": prompts, "given": texts, "fields": texts}
+    )
 
 
 async def claimed(dock: Dock, stage: str = "rollout") -> Claim:
@@ -126,8 +137,16 @@ class Table:
     """A turn that is being taken."""
 
     def __init__(self, dock: Dock, evaluator: Any = None, **options: Any) -> None:
-        self.device, self.update = Noted(), Told()
-        settings = {"steps": STEPS, "groups": STEPS * P, "every": 1, "ahead": True, "overlap": True, **options}
+        self.device = Noted()
+        self.update = Told()
+        settings = {
+            "steps": STEPS,
+            "groups": STEPS * P,
+            "every": 1,
+            "ahead": True,
+            "overlap": True,
+            **options,
+        }
         rank_group = RankGroup(dock.index, ALONE)
         self.turn = Turn(self.device, rank_group, dock.index, evaluator, **settings)  # type: ignore[arg-type]
         self.run = asyncio.create_task(self.turn.run(self.update))  # type: ignore[arg-type]
@@ -146,7 +165,8 @@ class Table:
 
 async def test_turns_of_a_whole_step(dock: Dock) -> None:
     table = Table(dock)
-    device, turn = table.device, table.turn
+    device = table.device
+    turn = table.turn
     turn.no_batch()  # the gate may admit: there will be something to generate
     await device.until(lambda: device.did == ["generate 0"])
     await admitted(dock, [0, 1])
@@ -190,9 +210,11 @@ async def test_without_looking_ahead_training_comes_back_only_for_a_batch(dock: 
     await table.over()
 
 
-async def test_what_must_be_generated_after_all_takes_the_device_back_without_a_step(dock: Dock) -> None:
-    """A group is filtered out while training comes back: another one is to be admitted in its place, or no step would ever
-    have its groups."""
+async def test_what_must_be_generated_after_all_takes_the_device_back_without_a_step(
+    dock: Dock,
+) -> None:
+    """A group is filtered out while training comes back: another one is to be admitted in its
+    place, or no step would ever have its groups."""
     table = Table(dock)
     table.turn.no_batch()
     await admitted(dock, [0, 1])
@@ -230,7 +252,9 @@ async def test_a_claim_that_is_given_up_while_it_waits_leaves_the_turn_sound(doc
     await table.over()
 
 
-async def test_an_evaluation_holds_the_turn_and_where_nothing_may_overlap_the_claims(dock: Dock) -> None:
+async def test_an_evaluation_holds_the_turn_and_where_nothing_may_overlap_the_claims(
+    dock: Dock,
+) -> None:
     answers = Answers()
     table = Table(dock, answers, overlap=False)
     table.turn.no_batch()
@@ -259,7 +283,9 @@ async def test_the_last_version_is_evaluated_once_before_the_end(known: bool, do
     assert await EVALUATED.get(dock.index) == STEPS
 
 
-async def test_a_run_that_stops_gives_up_its_evaluation_and_lets_what_is_held_end(dock: Dock) -> None:
+async def test_a_run_that_stops_gives_up_its_evaluation_and_lets_what_is_held_end(
+    dock: Dock,
+) -> None:
     answers = Answers()
     table = Table(dock, answers)
     table.turn.no_batch()
@@ -273,9 +299,14 @@ async def test_a_run_that_stops_gives_up_its_evaluation_and_lets_what_is_held_en
 
 
 async def test_a_rank_worker_follows_the_orders_of_rank_0(index: Index) -> None:
-    first, other = (RankGroup(index, Layout.for_training(dp=2).coordinates(rank), "one") for rank in (0, 1))
-    device, nothing = Noted(), object()
-    rank_worker = RankWorker(nothing, nothing, nothing, other, version=0, save=nothing, device=device)  # type: ignore[arg-type]
+    first, other = (
+        RankGroup(index, Layout.for_training(dp=2).coordinates(rank), "one") for rank in (0, 1)
+    )
+    device = Noted()
+    nothing = object()
+    rank_worker = RankWorker(
+        nothing, nothing, nothing, other, version=0, save=nothing, device=device
+    )  # type: ignore[arg-type]
     listening = asyncio.create_task(rank_worker.run())
     probe = {"sequences": [[1, 2]], "logprobs": [[-0.5]]}
     await first.broadcast("generate", version=4, probe=probe)

@@ -25,7 +25,9 @@ SCORES = {"scores": "float32 [2]"}
 
 def rows() -> TensorDict:
     """Three groups of two rows; function 1 failed on a row of the second."""
-    scores = torch.tensor([[1.0, 0.0], [0.0, math.nan], [1.0, 0.0], [0.0, math.inf], [0.0, 1.0], [1.0, 1.0]])
+    scores = torch.tensor(
+        [[1.0, 0.0], [0.0, math.nan], [1.0, 0.0], [0.0, math.inf], [0.0, 1.0], [1.0, 1.0]]
+    )
     total = scores.nan_to_num(nan=0.0, posinf=0.0).sum(dim=1)
     return TensorDict({"reward": total, "scores": scores}, batch_size=[6])
 
@@ -35,7 +37,9 @@ def test_a_group_with_a_failed_row_is_dropped_and_the_others_have_their_credit()
     assert members == [[0, 1], [2, 3], [4, 5]]
     assert results[1] == Drop("reward judge failed")
     assert [isinstance(result, Drop) for result in results] == [False, True, False]
-    assert credits(GRPO(), rows(), [3, 3, 4, 4, 5, 5])[1][1].keys() == {"advantage"}, "as long as nobody asks for it"  # type: ignore[union-attr]
+    assert credits(GRPO(), rows(), [3, 3, 4, 4, 5, 5])[1][1].keys() == {"advantage"}, (
+        "as long as nobody asks for it"
+    )  # type: ignore[union-attr]
 
 
 class RewardWeighted(GRPO):
@@ -55,30 +59,41 @@ def test_an_algorithm_without_credit_gets_a_stage_that_only_drops() -> None:
     assert dict(flow[CREDIT].needs) == SCORES
     assert set(flow[CREDIT].makes) <= set(flow[UPDATE].needs), "training waits for it"
     _, results = credits(RewardWeighted(), rows(), [3, 3, 4, 4, 5, 5], rewards=("exact", "judge"))
-    assert [isinstance(result, Drop) or set(result) == set(flow[CREDIT].makes) for result in results] == [True] * 3
+    assert [
+        isinstance(result, Drop) or set(result) == set(flow[CREDIT].makes) for result in results
+    ] == [True] * 3
     assert CREDIT not in resolve(RewardWeighted(), catalogue(rewards=2))
 
 
-NONE, ZERO = math.nan, -0.0  # no function applies; a function failed, and counts as 0
+# no function applies; a function failed, and counts as 0
+NONE = math.nan
+ZERO = -0.0
 
 
 def group_of(*scores: float) -> TensorDict:
     column = torch.tensor(scores)[:, None]
-    return TensorDict({"reward": column.nan_to_num(nan=0.0, posinf=0.0)[:, 0], "scores": column}, [len(scores)])
+    return TensorDict(
+        {"reward": column.nan_to_num(nan=0.0, posinf=0.0)[:, 0], "scores": column}, [len(scores)]
+    )
 
 
 def test_a_row_without_a_reward_is_not_in_the_baseline_and_has_no_advantage() -> None:
     """As TRL 1.16 computes it: nanmean and nanstd of the group, and NaN becomes 0."""
-    (members,), (result,) = credits(GRPO(), group_of(1.0, NONE, 0.0, 0.5), [7] * 4, rewards=("judge",))
+    (members,), (result,) = credits(
+        GRPO(), group_of(1.0, NONE, 0.0, 0.5), [7] * 4, rewards=("judge",)
+    )
     scored = np.array([1.0, 0.0, 0.5])
     expected = (scored - scored.mean()) / (scored.std(ddof=1) + 1e-4)
     assert not isinstance(result, Drop)
     assert members == [0, 1, 2, 3]
     np.testing.assert_allclose(result["advantage"][[0, 2, 3]], expected, rtol=1e-6)
     assert result["advantage"][1] == 0
-    (_,), (leave_one_out,) = credits(RLOO(), group_of(1.0, NONE, 0.0, 0.5), [7] * 4, rewards=("judge",))
+    (_,), (leave_one_out,) = credits(
+        RLOO(), group_of(1.0, NONE, 0.0, 0.5), [7] * 4, rewards=("judge",)
+    )
     assert not isinstance(leave_one_out, Drop)
-    assert leave_one_out["advantage"].tolist() == [0.75, 0.0, -0.75, 0.0]  # r - mean of the two others
+    # r - mean of the two others
+    assert leave_one_out["advantage"].tolist() == [0.75, 0.0, -0.75, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -90,7 +105,9 @@ def test_a_row_without_a_reward_is_not_in_the_baseline_and_has_no_advantage() ->
         (DPO(), (1.0, NONE, 0.0)),  # it would be the worst
     ],
 )
-def test_where_zeros_would_teach_something_the_group_is_dropped(algorithm: object, scores: tuple[float, ...]) -> None:
+def test_where_zeros_would_teach_something_the_group_is_dropped(
+    algorithm: object, scores: tuple[float, ...]
+) -> None:
     columns = group_of(*scores)
     (_,), (result,) = credits(algorithm, columns, [7] * 3, (1, 1, 1), rewards=("judge",))  # type: ignore[arg-type]
     assert isinstance(result, Drop)
@@ -129,5 +146,10 @@ def test_a_steps_mean_is_of_the_rows_with_a_reward() -> None:
     nothing = dict(group_of(ZERO, NONE).items())
     two: Any = Claimed([1, 1])
     event = step_event(0, two, nothing, [0] * 2, {}, ledger, (1.0, 1.0))
-    assert (event.reward_mean, event.reward_std, event.reward_failed, event.reward_absent) == (None, None, 1, 1)
+    assert (event.reward_mean, event.reward_std, event.reward_failed, event.reward_absent) == (
+        None,
+        None,
+        1,
+        1,
+    )
     assert "equal_groups" not in variety(two, group_of(ZERO, NONE))

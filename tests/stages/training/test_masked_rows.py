@@ -1,4 +1,5 @@
-"""Rows that are masked count nowhere: not in a mean over rows, not in the share of rows that teach something."""
+"""Rows that are masked count nowhere: not in a mean over rows, not in the share of rows that teach
+something."""
 
 from __future__ import annotations
 
@@ -27,14 +28,19 @@ class WholeGroups(GRPO):
 def masked(batch: TensorDict, rows: torch.Tensor) -> TensorDict:
     """``batch`` with a mask that leaves out ``rows``, bool [B]."""
     out = batch.copy()
-    mask = [torch.full((len(row),), not left_out) for row, left_out in zip(batch["response_ids"], rows, strict=True)]
+    mask = [
+        torch.full((len(row),), not left_out)
+        for row, left_out in zip(batch["response_ids"], rows, strict=True)
+    ]
     out["loss_mask"] = torch.nested.nested_tensor(mask, layout=torch.jagged)
     return out
 
 
 @pytest.mark.parametrize("algorithm", [GRPO, WholeGroups])
 @pytest.mark.parametrize("normalization", ["token", "sequence", "constant"])
-def test_a_step_with_masked_rows_is_the_step_without_them(algorithm: type[GRPO], normalization: Any) -> None:
+def test_a_step_with_masked_rows_is_the_step_without_them(
+    algorithm: type[GRPO], normalization: Any
+) -> None:
     batch = make_batch()
     left_out = torch.arange(len(batch)) % 4 == 1
     loss = algorithm(loss_normalization=normalization, response_tokens=8, scale_learning_rate=False)

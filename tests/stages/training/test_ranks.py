@@ -1,4 +1,5 @@
-"""What the ranks of a train engine agree on, over a real index and a real warehouse, with engines that only look."""
+"""What the ranks of a train engine agree on, over a real index and a real warehouse, with engines
+that only look."""
 
 from __future__ import annotations
 
@@ -24,7 +25,10 @@ from tests.stages.training.claims import GROUPS, filled
 
 
 class Looking:
-    """A train engine that keeps what it was given. Its calls end when all ranks have made them, as collective ones do."""
+    """A train engine that keeps what it was given.
+
+    Its calls end when all ranks have made them, as collective ones do.
+    """
 
     def __init__(self, together: threading.Barrier) -> None:
         self.together = together
@@ -61,7 +65,8 @@ async def test_each_replica_fetches_its_own_rows_and_all_rows_are_fetched(
     claim, rows = await filled(dock)
     algorithm = GRPO()
     rank_groups = [
-        RankGroup(dock.index, Layout.for_training(dp=dp, tp=tp).coordinates(rank), "life") for rank in range(dp * tp)
+        RankGroup(dock.index, Layout.for_training(dp=dp, tp=tp).coordinates(rank), "life")
+        for rank in range(dp * tp)
     ]
     together = threading.Barrier(len(rank_groups))
     engines = [Looking(together) for _ in rank_groups]
@@ -87,7 +92,8 @@ async def test_each_replica_fetches_its_own_rows_and_all_rows_are_fetched(
     await asyncio.to_thread(engines[0].train_batch, share, algorithm)
     await rank_groups[0].broadcast("publish", probe=[[5, 6, 7]], version=5)
     await asyncio.to_thread(probed, engines[0], [[5, 6, 7]])
-    store, part = WeightStore(tmp_path, bucket_bytes=4), (0, len(rank_groups))
+    store = WeightStore(tmp_path, bucket_bytes=4)
+    part = (0, len(rank_groups))
     own = await asyncio.to_thread(store.publish, 5, engines[0].weights(), None, part)
     published = await rank_groups[0].join_parts(own)
     assert all(digest for _, _, digest in published.buckets)
@@ -100,34 +106,49 @@ async def test_each_replica_fetches_its_own_rows_and_all_rows_are_fetched(
     assert [rank_worker.trained for rank_worker in rank_workers] == [5] * len(rank_workers)
     assert all(engine.saved == [Path("/somewhere")] for engine in engines)
     assert all(engine.given == ["a", "b"] for engine in engines)
-    assert all(engine.probes == [[6, 7]] for engine in engines), "scoring is a call of all ranks too"
+    assert all(engine.probes == [[6, 7]] for engine in engines), (
+        "scoring is a call of all ranks too"
+    )
     found: dict[tuple[int, int], int] = {}
     for rank, engine in enumerate(engines):
         [batch] = engine.batches
         for row in unstack(batch):
-            group, place = int(row["group"]), int(row["place"])
+            group = int(row["group"])
+            place = int(row["place"])
             for name in columns:
                 assert torch.equal(row[name], rows[2 * group + place][name]), (name, group, place)
             found[group, place] = found.get((group, place), 0) + 1
         assert len(batch) == len(shares[rank // tp])
-        assert sorted(batch["staleness"].tolist()) == sorted((4 - claim.oldest_version[shares[rank // tp]]).tolist())
+        assert sorted(batch["staleness"].tolist()) == sorted(
+            (4 - claim.oldest_version[shares[rank // tp]]).tolist()
+        )
     assert found == {(group, place): tp for group in range(len(GROUPS)) for place in range(2)}
 
 
-async def test_what_all_have_heard_is_forgotten_and_another_life_hears_nothing_of_it(index: Index) -> None:
-    first, other = (RankGroup(index, Layout.for_training(dp=2).coordinates(rank), "one") for rank in (0, 1))
+async def test_what_all_have_heard_is_forgotten_and_another_life_hears_nothing_of_it(
+    index: Index,
+) -> None:
+    first, other = (
+        RankGroup(index, Layout.for_training(dp=2).coordinates(rank), "one") for rank in (0, 1)
+    )
     for number in range(3):
         await first.broadcast("train", number=number)
         assert (await other.receive())["number"] == number
     with pytest.raises(IndexRefused, match="was removed"):
         await RankGroup(index, Layout.for_training(dp=2).coordinates(1), "one").receive()
-    again = [RankGroup(index, Layout.for_training(dp=2).coordinates(rank), "two") for rank in (0, 1)]
+    again = [
+        RankGroup(index, Layout.for_training(dp=2).coordinates(rank), "two") for rank in (0, 1)
+    ]
     await again[0].broadcast("end")
     assert await again[1].receive() == {"do": "end"}
 
 
-async def test_what_they_do_not_do_together_is_kept_until_everybody_has_surely_heard_it(index: Index) -> None:
-    first, other = (RankGroup(index, Layout.for_training(dp=2).coordinates(rank), "one") for rank in (0, 1))
+async def test_what_they_do_not_do_together_is_kept_until_everybody_has_surely_heard_it(
+    index: Index,
+) -> None:
+    first, other = (
+        RankGroup(index, Layout.for_training(dp=2).coordinates(rank), "one") for rank in (0, 1)
+    )
     await first.broadcast("generate")
     assert (await other.receive())["do"] == "generate"
     await first.broadcast("return", together=False)

@@ -1,4 +1,5 @@
-"""Ranks find each other in rank 0's store: on one machine over loopback, on two at their addresses; nobody else gets in."""
+"""Ranks find each other in rank 0's store: on one machine over loopback, on two at their addresses;
+nobody else gets in."""
 
 from __future__ import annotations
 
@@ -40,11 +41,14 @@ def test_all_calls_of_a_store_reach_rank_0(rendezvous: Rendezvous) -> None:
     assert not store.check(["none"])
     assert store.delete_key("a")
     assert not rendezvous.store.check(["a"])
-    assert store.own_address == rendezvous.store.own_address == "", "one node: gloo's ports stay on loopback"
+    assert store.own_address == rendezvous.store.own_address == "", (
+        "one node: gloo's ports stay on loopback"
+    )
 
 
 def test_a_thread_that_waits_for_a_key_does_not_hold_up_another_one(rendezvous: Rendezvous) -> None:
-    store, found = join_rendezvous(rendezvous.address, SECRET, timeout=20.0), []
+    store = join_rendezvous(rendezvous.address, SECRET, timeout=20.0)
+    found = []
     waiting = threading.Thread(target=lambda: found.append(bytes(store.get("late"))))
     waiting.start()
     store.set("early", b"1")  # on the same connection it would wait behind the other thread's call
@@ -89,7 +93,8 @@ def test_ranks_on_two_machines_join_at_their_addresses(tmp_path: Path) -> None:
 
 
 def rank(number: int, host: str, port: int = 0) -> None:
-    """Join the other rank from this machine, and print the sum of both ranks' numbers, and gloo's interface."""
+    """Join the other rank from this machine, and print the sum of both ranks' numbers, and gloo's
+    interface."""
     if number == 0:
         met = Rendezvous("0.0.0.0", SECRET, advertise=host, timeout=60.0)
         print(json.dumps(met.address), flush=True)
@@ -99,7 +104,9 @@ def rank(number: int, host: str, port: int = 0) -> None:
     join(Layout.for_training(dp=2).coordinates(number), store, torch.device("cpu"), 60.0)
     total = torch.tensor([1.0 + number])
     dist.all_reduce(total)
-    print(json.dumps({"sum": total.item(), "interface": os.environ["GLOO_SOCKET_IFNAME"]}), flush=True)
+    print(
+        json.dumps({"sum": total.item(), "interface": os.environ["GLOO_SOCKET_IFNAME"]}), flush=True
+    )
     if number == 0:
         sys.stdin.read()
     os._exit(0)

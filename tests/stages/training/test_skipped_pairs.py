@@ -1,5 +1,5 @@
-"""A policy and a critic of its own, over a real index and a real warehouse, with engines that only count: a batch that one
-of them skips the other one undoes."""
+"""A policy and a critic of its own, over a real index and a real warehouse, with engines that only
+count: a batch that one of them skips the other one undoes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ class Counting:
     """Learns by counting; skips a batch when told to."""
 
     def __init__(self, skips: bool) -> None:
-        self.skips, self.learned, self.undone = skips, 0, 0
+        self.skips = skips
+        self.learned = 0
+        self.undone = 0
 
     def train_batch(self, batch: Any, algorithm: Any) -> dict[str, float]:
         if self.skips:
@@ -41,9 +43,14 @@ class Counting:
 @asynccontextmanager
 async def pair(dock: Dock, policy_skips: bool, critic_skips: bool) -> Any:
     """The update stage, and the engines of two ranks of the policy and two of the critic."""
-    policies, critics = ([Counting(skips) for _ in range(2)] for skips in (policy_skips, critic_skips))
+    policies, critics = (
+        [Counting(skips) for _ in range(2)] for skips in (policy_skips, critic_skips)
+    )
     of_policy, of_critic = (
-        [RankGroup(dock.index, Layout.for_training(dp=2).coordinates(rank), name) for rank in range(2)]
+        [
+            RankGroup(dock.index, Layout.for_training(dp=2).coordinates(rank), name)
+            for rank in range(2)
+        ]
         for name in ("policy", "critic")
     )
 
@@ -89,7 +96,11 @@ async def pair(dock: Dock, policy_skips: bool, critic_skips: bool) -> Any:
 
 @pytest.mark.parametrize(
     ("policy_skips", "critic_skips", "message"),
-    [(True, False, "^gradient norm"), (False, True, "^critic: gradient norm"), (True, True, "^gradient norm")],
+    [
+        (True, False, "^gradient norm"),
+        (False, True, "^critic: gradient norm"),
+        (True, True, "^gradient norm"),
+    ],
 )
 async def test_what_one_skips_both_ranks_of_the_other_undo(
     dock: Dock,
@@ -117,7 +128,8 @@ async def test_what_both_train_on_stays(dock: Dock) -> None:
 async def test_rows_are_dealt_by_what_each_mini_batch_trains_of_them(
     dock: Dock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second group has the longest rows, and is masked: it is in no mini-batch, so the ranks share the three others."""
+    """The second group has the longest rows, and is masked: it is in no mini-batch, so the ranks
+    share the three others."""
     claim, _ = await filled(dock)
     rank_group = RankGroup(dock.index, Layout.for_training(dp=2).coordinates(0))
     plain = await rank_group.deal(dock, claim, GRPO(mini_batches=2))
@@ -138,4 +150,6 @@ async def test_rows_are_dealt_by_what_each_mini_batch_trains_of_them(
     assert sorted(at for share in shares for at in share) == list(range(len(claim)))
     for group in (0, 2, 3):
         owners = [share for share in shares if any(int(claim.group[at]) == group for at in share)]
-        assert len(owners) == 2, f"group {group} of {GROUPS} is a mini-batch of its own, of which each rank has a row"
+        assert len(owners) == 2, (
+            f"group {group} of {GROUPS} is a mini-batch of its own, of which each rank has a row"
+        )

@@ -1,4 +1,5 @@
-"""What a step measures of its rows beside the loss: gaps by age, distinct responses, groups with equal rewards."""
+"""What a step measures of its rows beside the loss: gaps by age, distinct responses, groups with
+equal rewards."""
 
 from __future__ import annotations
 
@@ -47,22 +48,36 @@ def test_a_batch_has_the_staleness_of_each_token_and_of_each_row() -> None:
 def test_gaps_are_means_over_the_tokens_of_each_age_however_they_are_batched() -> None:
     torch.manual_seed(0)
     count = 90
-    age, trained, recorded = torch.randint(len(AGES), (count,)), torch.randn(count), torch.randn(count)
+    age = torch.randint(len(AGES), (count,))
+    trained = torch.randn(count)
+    recorded = torch.randn(count)
     age[age == 3] = 2  # no token of age 3
     kept = (age == 4).nonzero()[:5, 0]
     age[age == 4], age[kept] = 0, 4  # too few of age 4
     sums: dict[str, float] = {}
     for part in torch.arange(count).split(35):
         tokens = TokenBatch(
-            trained[part], {"rollout_logprobs": recorded[part]}, part * 0, part[:1], count, 1, age=age[part]
+            trained[part],
+            {"rollout_logprobs": recorded[part]},
+            part * 0,
+            part[:1],
+            count,
+            1,
+            age=age[part],
         )
         for name, value in tokens.behaviour_gap().items():
-            sums[name] = max(sums.get(name, 0), float(value)) if "max" in name else sums.get(name, 0) + float(value)
+            sums[name] = (
+                max(sums.get(name, 0), float(value))
+                if "max" in name
+                else sums.get(name, 0) + float(value)
+            )
     gap, rest = split_gap({**sums, "other": 1.0})
     assert rest == {"other": 1.0}
     off = (trained - recorded).abs()
     expected = {f"gap_mean_{AGES[at]}": float(off[age == at].mean()) for at in (0, 1, 2, 5)}
-    assert {name: value for name, value in gap.items() if name.startswith("gap_mean_")} == pytest.approx(expected)
+    assert {
+        name: value for name, value in gap.items() if name.startswith("gap_mean_")
+    } == pytest.approx(expected)
     assert LEAST_TOKENS > 5
 
 
@@ -70,10 +85,14 @@ def test_the_engine_reports_gaps_by_age_and_learns_the_same() -> None:
     batch = make_batch()
     lengths = [len(row) for row in batch["response_ids"].unbind()]
     aged = batch.copy()
-    aged["age"] = torch.nested.nested_tensor([torch.zeros(n, dtype=torch.int64) for n in lengths], layout=torch.jagged)
-    one, other = engine_of(tiny_llama()), engine_of(tiny_llama())
+    aged["age"] = torch.nested.nested_tensor(
+        [torch.zeros(n, dtype=torch.int64) for n in lengths], layout=torch.jagged
+    )
+    one = engine_of(tiny_llama())
+    other = engine_of(tiny_llama())
     algorithm = build_algorithm("grpo", {})
-    plain, found = one.train_batch(batch, algorithm), other.train_batch(aged, algorithm)
+    plain = one.train_batch(batch, algorithm)
+    found = other.train_batch(aged, algorithm)
     assert sum(lengths) >= LEAST_TOKENS
     assert found["gap_mean_0"] == pytest.approx(plain["gap_mean"], rel=1e-5)
     assert {name: value for name, value in found.items() if name != "gap_mean_0"} == dict(plain)

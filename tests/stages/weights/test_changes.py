@@ -1,4 +1,5 @@
-"""Changes from one version to the next: exact for any bytes, short where little differs, refused where they fit nothing."""
+"""Changes from one version to the next: exact for any bytes, short where little differs, refused
+where they fit nothing."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ def test_a_step_in_bfloat16_takes_less_than_two_bytes_a_change(rate: float, shar
     old = master.bfloat16()
     new = (master + rate * torch.randn(2**18, generator=random).sign()).bfloat16()
     before, after = (one.view(torch.uint8).numpy() for one in (old, new))
-    packed, memory = changes(after, before), np.empty(2**19, np.uint8)
+    packed = changes(after, before)
+    memory = np.empty(2**19, np.uint8)
     assert packed is not None
     assert 0 < len(packed) < share * len(after)
     assert len(packed) < 2 * int((old != new).sum())
@@ -61,7 +63,12 @@ def test_a_step_in_bfloat16_takes_less_than_two_bytes_a_change(rate: float, shar
 
 @pytest.mark.parametrize(
     "packed",
-    [b"nothing", zlib.compress(b"\0" * 7), zlib.compress(b"\xff" * 6), zlib.compress(b"\0" * 10**7)],
+    [
+        b"nothing",
+        zlib.compress(b"\0" * 7),
+        zlib.compress(b"\xff" * 6),
+        zlib.compress(b"\0" * 10**7),
+    ],
     ids=["no zlib", "no changes", "beyond the end", "more than fits"],
 )
 def test_what_is_no_changes_of_these_bytes_is_refused(packed: bytes) -> None:

@@ -1,5 +1,5 @@
-"""A published version from the trainer to an engine: what was published, or a word about why not; nothing waits for the
-dead, and nothing is given to a stranger."""
+"""A published version from the trainer to an engine: what was published, or a word about why not;
+nothing waits for the dead, and nothing is given to a stranger."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ SECRET = b"the secret of this run"
 
 
 def weights(version: int) -> dict[str, torch.Tensor]:
-    """Of several dtypes, a scalar and an empty one among them; more than two of the buckets used here."""
+    """Of several dtypes, a scalar and an empty one among them; more than two of the buckets used
+    here."""
     made = torch.Generator().manual_seed(version)
     return {
         "embedding": torch.randn(300, 17, generator=made),
@@ -49,20 +50,24 @@ def weights(version: int) -> dict[str, torch.Tensor]:
 
 def same(found: dict[str, torch.Tensor], version: int) -> bool:
     expected = weights(version)
-    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+    return found.keys() == expected.keys() and all(
+        torch.equal(found[name], expected[name]) for name in expected
+    )
 
 
 @pytest.fixture
 def sender(tmp_path: Path) -> Iterator[WeightSender]:
-    sender = WeightSender(WeightStore(tmp_path, bucket_bytes=5000), host="127.0.0.1", secret=SECRET, timeout=TIMEOUT)
+    sender = WeightSender(
+        WeightStore(tmp_path, bucket_bytes=5000), host="127.0.0.1", secret=SECRET, timeout=TIMEOUT
+    )
     yield sender
     sender.close()
 
 
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[Callable[..., Depot]]:
-    """Makes depots of engines on nodes with other shared memory than the trainer's: each on a node of its own, unless
-    ``node`` names one."""
+    """Makes depots of engines on nodes with other shared memory than the trainer's: each on a node
+    of its own, unless ``node`` names one."""
     made: list[Depot] = []
 
     def make(node: str = "", **options: Any) -> Depot:
@@ -110,7 +115,11 @@ def test_several_engines_are_sent_to_at_once_and_the_older_version_is_still_ther
 def test_a_version_that_was_overwritten_is_refused(sender: WeightSender, receiver: Depot) -> None:
     first = sender.publish(1, weights(1).items())
     newest = [sender.publish(version, weights(version).items()) for version in (2, 3)][-1]
-    with pytest.raises(WeightsDamaged, match=r"version 1: the trainer has them no more; take the newest"):
+    with pytest.raises(
+        WeightsDamaged,
+        match=r"version 1: the trainer has them no more; take the "
+        r"newest",
+    ):
         receiver.read(first)
     assert same(receiver.read(newest), 3)
 
@@ -135,7 +144,11 @@ def test_a_bucket_that_is_left_out_is_found(sender: WeightSender, receiver: Depo
 
 def test_weights_without_a_sender_are_unreachable(tmp_path: Path, receiver: Depot) -> None:
     published = WeightStore(tmp_path).publish(1, weights(1).items())
-    with pytest.raises(WeightsUnreachable, match=r"published for one node alone; set sync.transport"):
+    with pytest.raises(
+        WeightsUnreachable,
+        match=r"published for one node alone; set "
+        r"sync.transport",
+    ):
         receiver.read(published)
 
 
@@ -158,11 +171,14 @@ def test_only_the_given_address_listens(sender: WeightSender) -> None:
 def test_a_slot_is_not_overwritten_while_it_is_sent(
     sender: WeightSender, receiver: Depot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Version 3 goes where version 1 lies, and waits until that has been sent. It is too large for the buffers between two
-    ends, so that it is not sent at once."""
+    """Version 3 goes where version 1 lies, and waits until that has been sent.
+
+    It is too large for the buffers between two ends, so that it is not sent at once.
+    """
     large = {"large": torch.full((2**26,), 1, dtype=torch.uint8)}
     first = sender.publish(1, large.items())
-    under_way, go_on = threading.Event(), threading.Event()
+    under_way = threading.Event()
+    go_on = threading.Event()
     verify = weight_link.verify
 
     def slowly(*arguments: Any) -> None:
@@ -190,8 +206,11 @@ def test_a_slot_is_not_overwritten_while_it_is_sent(
 
 
 def publishes(directory: Path, large: int, pipe: Connection) -> None:
-    """Version 1, and ``large`` bytes more that are too many to lie in the buffers between two processes."""
-    sender = WeightSender(WeightStore(directory, bucket_bytes=5000 + large // 8), host="127.0.0.1", secret=SECRET)
+    """Version 1, and ``large`` bytes more that are too many to lie in the buffers between two
+    processes."""
+    sender = WeightSender(
+        WeightStore(directory, bucket_bytes=5000 + large // 8), host="127.0.0.1", secret=SECRET
+    )
     tensors = weights(1) | ({"large": torch.zeros(large, dtype=torch.uint8)} if large else {})
     pipe.send(sender.publish(1, tensors.items()).record())
     signal.pause()
@@ -266,7 +285,10 @@ def test_a_trainer_that_dies_in_the_middle_is_noticed(
 
 
 def test_an_engine_that_dies_in_the_middle_costs_the_others_nothing(
-    sender: WeightSender, receiver: Depot, tmp_path: Path, start: Callable[..., tuple[Any, Connection]]
+    sender: WeightSender,
+    receiver: Depot,
+    tmp_path: Path,
+    start: Callable[..., tuple[Any, Connection]],
 ) -> None:
     published = sender.publish(1, weights(1).items())
     engine, pipe = start(asks, published.record(), tmp_path / "another node")
@@ -275,17 +297,28 @@ def test_an_engine_that_dies_in_the_middle_costs_the_others_nothing(
     engine.join()
     assert same(receiver.read(published), 1)
     with sender._turn:
-        assert sender._turn.wait_for(lambda: not sender._sending[published.slot], TIMEOUT), "it is waited for no longer"
+        assert sender._turn.wait_for(lambda: not sender._sending[published.slot], TIMEOUT), (
+            "it is waited for no longer"
+        )
 
 
-def test_an_engine_that_asks_nothing_or_nonsense_is_given_up(tmp_path: Path, nodes: Callable[..., Depot]) -> None:
+def test_an_engine_that_asks_nothing_or_nonsense_is_given_up(
+    tmp_path: Path, nodes: Callable[..., Depot]
+) -> None:
     """Its request ends, with the timeout at the latest; others are served."""
     sender = WeightSender(WeightStore(tmp_path), host="127.0.0.1", secret=SECRET, timeout=1.0)
     try:
         published = sender.publish(1, weights(1).items())
         nonsense = (
             {"key": published.key()},
-            {"key": published.key(), "source": 7, "first": 0, "base": "", "serves": None, "failed": []},
+            {
+                "key": published.key(),
+                "source": 7,
+                "first": 0,
+                "base": "",
+                "serves": None,
+                "failed": [],
+            },
             {"key": published.key(), "source": 0, "first": 0, "serves": "here", "failed": [None]},
             ["set", "a"],
             {"key": "99-0", "source": 0, "first": 0, "serves": None, "failed": []},
@@ -328,13 +361,18 @@ def test_an_engine_without_the_runs_secret_gets_nothing(
     assert same(receiver.read(published), 1)
 
 
-def test_a_trainer_that_does_not_know_the_secret_is_not_believed(receiver: Depot, tmp_path: Path) -> None:
-    """One that answers at the trainer's address, with a wrong proof or with the engine's own, sends it no weights."""
+def test_a_trainer_that_does_not_know_the_secret_is_not_believed(
+    receiver: Depot, tmp_path: Path
+) -> None:
+    """One that answers at the trainer's address, with a wrong proof or with the engine's own, sends
+    it no weights."""
     published = WeightStore(tmp_path).publish(1, weights(1).items())
     for answer in (b"\0" * 32, None, b"HTTP/1.1 200 OK"):
         with socket.create_server(("127.0.0.1", 0)) as listening:
 
-            def answer_one(listening: socket.socket = listening, answer: bytes | None = answer) -> None:
+            def answer_one(
+                listening: socket.socket = listening, answer: bytes | None = answer
+            ) -> None:
                 sock, _ = listening.accept()
                 with sock:
                     sock.sendall(secret_socket._HELLO.pack(b"ADKL", 1, b"\1" * 32))
@@ -354,10 +392,13 @@ def test_a_trainer_that_does_not_know_the_secret_is_not_believed(receiver: Depot
     [b"", b"\0", b"\x00" * 64, bytes(range(64)), b"\xff" * (1 << 20), b"GET / HTTP/1.1\r\n\r\n"],
     ids=range(6),
 )
-def test_no_message_of_a_stranger_stops_the_trainer(message: bytes, sender: WeightSender, receiver: Depot) -> None:
+def test_no_message_of_a_stranger_stops_the_trainer(
+    message: bytes, sender: WeightSender, receiver: Depot
+) -> None:
     """One message to the rendezvous ended the run: it was taken for the end of all requests."""
     published = sender.publish(1, weights(1).items())
-    with socket.create_connection(address(sender)) as stranger, suppress(OSError):  # it may have hung up before
+    # it may have hung up before
+    with socket.create_connection(address(sender)) as stranger, suppress(OSError):
         stranger.sendall(message)
         stranger.shutdown(socket.SHUT_WR)
         stranger.settimeout(TIMEOUT)
@@ -383,7 +424,9 @@ def test_a_proof_is_good_for_one_connection(sender: WeightSender) -> None:
 def test_unproven_connections_keep_no_engine_out(sender: WeightSender, receiver: Depot) -> None:
     """More of them than are kept: the oldest are dropped, at the latest when their time is over."""
     published = sender.publish(1, weights(1).items())
-    unproven = [socket.create_connection(address(sender)) for _ in range(3 * secret_socket.UNPROVEN)]
+    unproven = [
+        socket.create_connection(address(sender)) for _ in range(3 * secret_socket.UNPROVEN)
+    ]
     try:
         assert same(receiver.read(published), 1)
         with sender._server._turn:

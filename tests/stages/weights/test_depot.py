@@ -1,4 +1,5 @@
-"""One copy of a version on each node, sent from node to node; a node that fails costs the others a moment."""
+"""One copy of a version on each node, sent from node to node; a node that fails costs the others a
+moment."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,9 @@ from stages.weights.store import Published, WeightsDamaged, WeightStore, Weights
 from tests.stages.weights.test_collective import SECRET, TIMEOUT, nodes, same, start, weights
 
 __all__ = ["nodes", "start"]  # fixtures
-A, B, C = ("10.0.0.1", 1), ("10.0.0.2", 1), ("10.0.0.3", 1)
+A = ("10.0.0.1", 1)
+B = ("10.0.0.2", 1)
+C = ("10.0.0.3", 1)
 
 
 @pytest.fixture(autouse=True)
@@ -34,19 +38,25 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Trainer:
-    """A sender whose direct transfers are noted in ``sent`` as (first piece, last), and may be held at a piece."""
+    """A sender whose direct transfers are noted in ``sent`` as (first piece, last), and may be held
+    at a piece."""
 
     def __init__(self, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sender = WeightSender(
-            WeightStore(home / "trainer", bucket_bytes=5000), host="127.0.0.1", secret=SECRET, timeout=TIMEOUT
+            WeightStore(home / "trainer", bucket_bytes=5000),
+            host="127.0.0.1",
+            secret=SECRET,
+            timeout=TIMEOUT,
         )
         self.sent: list[tuple[int, int]] = []
-        self.hold_at, self.go_on = 10**9, threading.Event()
+        self.hold_at = 10**9
+        self.go_on = threading.Event()
         send = chain.send_pieces
 
         def noted(peer: Any, memory: Any, pieces: Any, first: int, **base: Any) -> None:
             self.sent.append((first, len(pieces)))
-            hold, self.hold_at = self.hold_at, 10**9
+            hold = self.hold_at
+            self.hold_at = 10**9
 
             def wait(number: int, seconds: float) -> bool:
                 return number < hold or self.go_on.wait(seconds)
@@ -93,19 +103,25 @@ def test_each_node_gets_the_node_before_it_and_after_two_failures_the_trainer() 
     assert order.sender_to(B, "v", []) == A, "it asks again"
     assert order.sender_to(C, "v", [B]) == A
     assert order.sender_to(C, "v", [B, A]) is None
-    assert [order.sender_to(node, "w", []) for node in (C, B)] == [None, C], "another version has a chain of its own"
+    assert [order.sender_to(node, "w", []) for node in (C, B)] == [None, C], (
+        "another version has a chain of its own"
+    )
     order.forget("v")
     assert order.sender_to(B, "v", []) is None
 
 
-def test_a_node_that_has_failed_sends_to_nobody_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_has_failed_sends_to_nobody_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = [1000.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     order = Chain()
     for node in (A, B):
         order.sender_to(node, "v", [])
     assert order.sender_to(C, "v", [B]) == A
-    assert [order.sender_to(node, "w", []) for node in (A, B, C)] == [None, A, A], "B is passed over"
+    assert [order.sender_to(node, "w", []) for node in (A, B, C)] == [None, A, A], (
+        "B is passed over"
+    )
     now[0] += chain.AVOIDED_SECONDS
     assert [order.sender_to(node, "x", []) for node in (A, B, C)] == [None, A, B]
 
@@ -119,7 +135,8 @@ def test_a_node_that_others_cannot_reach_sends_to_none() -> None:
 def test_the_pieces_of_all_sources_are_each_byte_once(sources: int, tmp_path: Path) -> None:
     published = WeightStore(tmp_path, bucket_bytes=2500).publish(1, weights(1).items())
     pieces = sorted(
-        (piece for source in range(sources) for piece in pieces_of(published, source, sources)), key=lambda p: p.offset
+        (piece for source in range(sources) for piece in pieces_of(published, source, sources)),
+        key=lambda p: p.offset,
     )
     at = 0
     for piece in pieces:
@@ -130,7 +147,9 @@ def test_the_pieces_of_all_sources_are_each_byte_once(sources: int, tmp_path: Pa
     assert sum(piece.is_last for piece in pieces) == len(published.buckets)
 
 
-def test_the_trainer_sends_a_version_once_and_nodes_send_it_on(trainer: Trainer, nodes: Callable[..., Depot]) -> None:
+def test_the_trainer_sends_a_version_once_and_nodes_send_it_on(
+    trainer: Trainer, nodes: Callable[..., Depot]
+) -> None:
     several = [nodes() for _ in range(4)]
     for version in (1, 2, 3):
         published = trainer.publish(version)
@@ -142,8 +161,10 @@ def test_the_trainer_sends_a_version_once_and_nodes_send_it_on(trainer: Trainer,
 def test_a_node_sends_on_what_has_arrived_while_the_rest_is_not_there_yet(
     trainer: Trainer, nodes: Callable[..., Depot]
 ) -> None:
-    trainer.hold_at, published = 20, trainer.publish(1)
-    first, second = nodes(), nodes()
+    trainer.hold_at = 20
+    published = trainer.publish(1)
+    first = nodes()
+    second = nodes()
     reading = [begun(lambda: same(first.read(published), 1))]
     until(lambda: pieces(first, published) == 20)
     reading.append(begun(lambda: same(second.read(published), 1)))
@@ -190,9 +211,13 @@ def test_a_node_that_fails_in_the_middle_is_passed_over(
     start: Callable[..., tuple[Any, Connection]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The trainer sends to it, and it to two more. They go on where they are; what they have is not sent again."""
+    """The trainer sends to it, and it to two more.
+
+    They go on where they are; what they have is not sent again.
+    """
     monkeypatch.setattr(depot, "SILENT_SECONDS", 2.0)
-    trainer.hold_at, published = 20, trainer.publish(1)
+    trainer.hold_at = 20
+    published = trainer.publish(1)
     process, pipe = start(receives, published.record(), tmp_path / "first")
     assert pipe.poll(120)
     assert pipe.recv() == "under way"
@@ -207,8 +232,11 @@ def test_a_node_that_fails_in_the_middle_is_passed_over(
     assert trainer.sent[1][0] >= 15, "what was verified is kept: all but a bucket"
 
 
-def test_engines_of_one_node_have_one_copy(trainer: Trainer, nodes: Callable[..., Depot], tmp_path: Path) -> None:
-    trainer.hold_at, published = 20, trainer.publish(1)
+def test_engines_of_one_node_have_one_copy(
+    trainer: Trainer, nodes: Callable[..., Depot], tmp_path: Path
+) -> None:
+    trainer.hold_at = 20
+    published = trainer.publish(1)
     engines = [nodes("node") for _ in range(3)]
     reading = [begun(lambda engine=engine: engine.read(published)) for engine in engines]  # type: ignore[misc]
     until(lambda: any(pieces(engine, published) == 20 for engine in engines))
@@ -217,15 +245,21 @@ def test_engines_of_one_node_have_one_copy(trainer: Trainer, nodes: Callable[...
     assert all(same(tensors, 1) for tensors in found)
     assert len(trainer.sent) == 1
     found[0]["embedding"][0] = 7.0
-    assert found[1]["embedding"][0, 0] == found[2]["embedding"][0, 0] == 7.0, "the memory is the same"
+    assert found[1]["embedding"][0, 0] == found[2]["embedding"][0, 0] == 7.0, (
+        "the memory is the same"
+    )
     folder = tmp_path / "nodes" / "node" / depot.FOLDER
     assert sorted(file.name for file in folder.iterdir()) == ["lock", f"weights-{published.key()}"]
 
 
 def test_an_engine_goes_on_with_what_a_dead_one_of_its_node_has_received(
-    tmp_path: Path, trainer: Trainer, nodes: Callable[..., Depot], start: Callable[..., tuple[Any, Connection]]
+    tmp_path: Path,
+    trainer: Trainer,
+    nodes: Callable[..., Depot],
+    start: Callable[..., tuple[Any, Connection]],
 ) -> None:
-    trainer.hold_at, published = 20, trainer.publish(1)
+    trainer.hold_at = 20
+    published = trainer.publish(1)
     process, pipe = start(receives, published.record(), tmp_path / "nodes" / "node")
     assert pipe.poll(120)
     waiting = begun(lambda: same(nodes("node").read(published), 1))
@@ -251,11 +285,16 @@ def test_a_node_keeps_two_versions_and_what_is_mapped_stays(
     node = nodes("node")
     found = {version: node.read(trainer.publish(version)) for version in range(1, 5)}
     assert all(same(tensors, version) for version, tensors in found.items())
-    left = {file.name.split("-")[1] for file in (tmp_path / "nodes" / "node" / depot.FOLDER).glob("weights-*")}
+    left = {
+        file.name.split("-")[1]
+        for file in (tmp_path / "nodes" / "node" / depot.FOLDER).glob("weights-*")
+    }
     assert left == {"3", "4"}
 
 
-def test_a_copy_that_is_damaged_is_received_again(trainer: Trainer, nodes: Callable[..., Depot]) -> None:
+def test_a_copy_that_is_damaged_is_received_again(
+    trainer: Trainer, nodes: Callable[..., Depot]
+) -> None:
     published = trainer.publish(1)
     found = nodes("node").read(published)
     found["embedding"][3] = 7.0
@@ -275,10 +314,17 @@ def test_engines_on_the_trainers_node_have_one_copy_of_what_lies_there(
         found = [engine.read(published) for engine in engines]
         assert all(same(tensors, version) for tensors in found)
         found[0]["embedding"][0] = 7.0
-        assert found[1]["embedding"][0, 0] == found[2]["embedding"][0, 0] == 7.0, "the memory is the same"
-        assert same(WeightStore(tmp_path / "trainer").read(published), version), "and not the trainer's"
+        assert found[1]["embedding"][0, 0] == found[2]["embedding"][0, 0] == 7.0, (
+            "the memory is the same"
+        )
+        assert same(WeightStore(tmp_path / "trainer").read(published), version), (
+            "and not the trainer's"
+        )
         folder = tmp_path / "trainer" / depot.FOLDER
-        assert sorted(file.name for file in folder.iterdir()) == ["lock", f"weights-{published.key()}"]
+        assert sorted(file.name for file in folder.iterdir()) == [
+            "lock",
+            f"weights-{published.key()}",
+        ]
     with pytest.raises(WeightsDamaged, match="does not match its checksum"):
         engines[0].read(published)
     memory = torch.zeros(published.nbytes, dtype=torch.uint8).numpy()
@@ -312,7 +358,10 @@ def ranks(tmp_path: Path) -> Iterator[list[WeightSender]]:
     """Three ranks on nodes of their own."""
     senders = [
         WeightSender(
-            WeightStore(tmp_path / f"rank-{rank}", bucket_bytes=5000), host="127.0.0.1", secret=SECRET, timeout=TIMEOUT
+            WeightStore(tmp_path / f"rank-{rank}", bucket_bytes=5000),
+            host="127.0.0.1",
+            secret=SECRET,
+            timeout=TIMEOUT,
         )
         for rank in range(3)
     ]
@@ -344,7 +393,9 @@ def test_each_rank_of_a_trainer_sends_the_buckets_that_it_has_published(
     monkeypatch.setattr(collective, "send_pieces", noted)
     several = [nodes(), nodes()]
     for version in (1, 2, 3):
-        published = Published.from_record(json.loads(json.dumps(published_by(ranks, version).record())))
+        published = Published.from_record(
+            json.loads(json.dumps(published_by(ranks, version).record()))
+        )
         assert len(json.loads(published.source)) == 3
         assert [same(node.read(published), version) for node in several] == [True, True]
         assert len(sent) == 3, "each rank once"
@@ -356,7 +407,8 @@ def test_each_rank_of_a_trainer_sends_the_buckets_that_it_has_published(
 def test_a_rank_that_has_ended_leaves_a_version_unreachable_and_its_successor_sends_the_rest(
     ranks: list[WeightSender], nodes: Callable[..., Depot]
 ) -> None:
-    published, node = published_by(ranks, 1), nodes()
+    published = published_by(ranks, 1)
+    node = nodes()
     ranks[1].close()
     with pytest.raises(WeightsUnreachable):
         node.read(published)
@@ -369,11 +421,13 @@ def test_ranks_of_one_node_write_one_slot(tmp_path: Path) -> None:
     stores = [WeightStore(tmp_path, bucket_bytes=5000) for _ in range(3)]
     for version in (1, 2, 3):
         parts: list[Any] = [
-            begun(lambda rank=rank, store=store: store.publish(version, weights(version).items(), None, (rank, 3)))  # type: ignore[misc]  # noqa: B023
+            begun(partial(store.publish, version, weights(version).items(), None, (rank, 3)))
             for rank, store in enumerate(stores)
         ]
         whole = joined([result(part) for part in parts])
-        assert whole == WeightStore(tmp_path / "alone", bucket_bytes=5000).publish(version, weights(version).items())
+        assert whole == WeightStore(tmp_path / "alone", bucket_bytes=5000).publish(
+            version, weights(version).items()
+        )
         assert same(WeightStore(tmp_path).read(whole), version)
 
 
@@ -415,13 +469,17 @@ def nbytes_of(carried: list[tuple[str, int]], kind: str) -> int:
 def test_between_nodes_that_have_the_version_before_only_changes_travel(
     trainer: Trainer, nodes: Callable[..., Depot], carried: list[tuple[str, int]]
 ) -> None:
-    """From the trainer and from node to node; a node that is new, or has missed a version, gets all bytes."""
+    """From the trainer and from node to node; a node that is new, or has missed a version, gets all
+    bytes."""
     several = [nodes(), nodes()]
     for version in (1, 2, 3):
         published = trainer.sender.publish(version, bfloat16(version).items())
         assert [equal(node.read(published), version) for node in several] == [True, True]
         if version == 1:
-            assert (nbytes_of(carried, "whole"), nbytes_of(carried, "changes")) == (2 * published.nbytes, 0)
+            assert (nbytes_of(carried, "whole"), nbytes_of(carried, "changes")) == (
+                2 * published.nbytes,
+                0,
+            )
         else:
             assert nbytes_of(carried, "whole") == 0
             assert 0 < nbytes_of(carried, "changes") < 0.1 * published.nbytes
@@ -446,7 +504,8 @@ def test_each_rank_sends_changes_of_its_own_part(
     for version in (1, 2):
         carried.clear()
         parts = [
-            sender.publish(version, bfloat16(version).items(), None, (rank, 3)) for rank, sender in enumerate(ranks)
+            sender.publish(version, bfloat16(version).items(), None, (rank, 3))
+            for rank, sender in enumerate(ranks)
         ]
         assert equal(node.read(joined(parts)), version)
     assert nbytes_of(carried, "whole") == 0
@@ -460,7 +519,8 @@ def test_an_older_version_that_is_overwritten_meanwhile_is_no_longer_sent_from(
     node = nodes()
     assert equal(node.read(trainer.sender.publish(1, bfloat16(1).items())), 1)
     carried.clear()
-    trainer.hold_at, published = 20, trainer.sender.publish(2, bfloat16(2).items())
+    trainer.hold_at = 20
+    published = trainer.sender.publish(2, bfloat16(2).items())
     reading = begun(lambda: equal(node.read(published), 2))
     until(lambda: pieces(node, published) == 20)
     trainer.sender.publish(3, bfloat16(3).items())
@@ -470,7 +530,9 @@ def test_an_older_version_that_is_overwritten_meanwhile_is_no_longer_sent_from(
     assert nbytes_of(carried, "whole") == sum(p.nbytes for p in pieces_of(published, 0, 1)[20:])
 
 
-def test_a_damaged_older_version_is_used_once(trainer: Trainer, nodes: Callable[..., Depot]) -> None:
+def test_a_damaged_older_version_is_used_once(
+    trainer: Trainer, nodes: Callable[..., Depot]
+) -> None:
     node = nodes()
     node.read(trainer.sender.publish(1, bfloat16(1).items()))["one"][7] = 7.0
     published = trainer.sender.publish(2, bfloat16(2).items())

@@ -27,7 +27,9 @@ class Scoring:
     """An engine that scores at ``times`` the temperature, or whatever ``score`` is."""
 
     def __init__(self, times: float = 1.0, change: float = 0.0, only: float = 0.0) -> None:
-        self.times, self.change, self.only = times, change, only
+        self.times = times
+        self.change = change
+        self.only = only
 
     async def score(self, prompt: Any, response: Any, *, temperature: float) -> torch.Tensor | None:
         if self.only and temperature != self.only:

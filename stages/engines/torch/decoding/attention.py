@@ -1,9 +1,11 @@
-"""Attention with a KV cache in two parts: one prompt's keys and values shared by its rows, and each row's own.
+"""Attention with a KV cache in two parts: one prompt's keys and values shared by its rows, and each
+row's own.
 
     prefill ─▶ prompt pool [slots, KV heads, P, D]  ──┐
     decode  ─▶ row pool    [slots, KV heads, L, D]  ──┴─▶ softmax over [prompt keys | own keys] of each row
 
-The prompt's part is one matmul for all rows of a prompt, so its keys are read once per group and never copied.
+The prompt's part is one matmul for all rows of a prompt, so its keys are read once per group and
+never copied.
 """
 
 from __future__ import annotations
@@ -53,14 +55,20 @@ class DecodeStep:
         return cls(sharing, torch.arange(len(own), device=own.device), own, longest)
 
     def bias(self, window: int | None) -> torch.Tensor:
-        """float32 [R, 1, 1, P + L]: 0, or -inf where a key is masked, also beyond ``window``. Computed on the device, once
-        a window, without a synchronisation."""
+        """float32 [R, 1, 1, P + L]: 0, or -inf where a key is masked, also beyond ``window``.
+
+        Computed on the device, once a window, without a synchronisation.
+        """
         if window not in self.biases:
-            sharing, own, device = self.sharing, self.own[:, None], self.own.device
+            sharing = self.sharing
+            own = self.own[:, None]
+            device = self.own.device
             lengths = sharing.prompt_lengths[:, None]
             columns = torch.arange(max(sharing.longest, self.longest), device=device)[None]
-            of_prompt, of_own = columns[:, : sharing.longest], columns[:, : self.longest]
-            prompt_part, own_part = of_prompt >= lengths, of_own > own
+            of_prompt = columns[:, : sharing.longest]
+            of_own = columns[:, : self.longest]
+            prompt_part = of_prompt >= lengths
+            own_part = of_own > own
             if window is not None:
                 prompt_part |= of_prompt <= lengths + own - window
                 own_part |= of_own <= own - window
@@ -71,10 +79,13 @@ class DecodeStep:
 
 
 class TwoPartAttention:
-    """KV cache of prompts and rows, and the attention over it. ``step`` is what :meth:`attend` computes next. ``layers``:
-    how each layer makes weights from queries and keys, and its sinks [H] if it has them.
+    """KV cache of prompts and rows, and the attention over it.
 
-    ``grown`` counts how often a pool was replaced by a larger one: recorded steps read the old one and are void then.
+    ``step`` is what :meth:`attend` computes next. ``layers``: how each layer makes weights from
+    queries and keys, and its sinks [H] if it has them.
+
+    ``grown`` counts how often a pool was replaced by a larger one: recorded steps read the old one
+    and are void then.
     """
 
     def __init__(self) -> None:
@@ -85,17 +96,23 @@ class TwoPartAttention:
         self.grown = 0
 
     def clear(self) -> None:
-        self.prompts, self.rows, self.step = {}, {}, None
+        self.prompts = {}
+        self.rows = {}
+        self.step = None
         self.grown += 1
 
     def nbytes(self) -> int:
         """Bytes of the keys and values that the pools have room for."""
         return sum(
-            kv.untyped_storage().nbytes() for pool in (self.prompts, self.rows) for pair in pool.values() for kv in pair
+            kv.untyped_storage().nbytes()
+            for pool in (self.prompts, self.rows)
+            for pair in pool.values()
+            for kv in pair
         )
 
     def move(self, pool: Pool, source: int, target: int, tokens: int) -> None:
-        """Copy the first ``tokens`` keys and values of slot ``source`` to slot ``target``, in every layer."""
+        """Copy the first ``tokens`` keys and values of slot ``source`` to slot ``target``, in every
+        layer."""
         for pair in pool.values() if tokens else ():  # a row without keys may have no room either
             for kv in pair:
                 kv[target, :, :tokens] = kv[source, :, :tokens]
@@ -114,9 +131,11 @@ class TwoPartAttention:
             keys, values = self._room(self.rows, layer, row + 1, count, k, v)
             keys[row, :, :count], values[row, :, :count] = k[0], v[0]
 
-    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Store the step's keys and values, and attend: ``query`` [T, H, D], ``key`` [T, KV heads, D] and ``value`` [T, KV
-        heads, E] of its packed tokens. Returns [T, H * E]."""
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """Store the step's keys and values, and attend: ``query`` [T, H, D], ``key`` [T, KV heads,
+        D] and ``value`` [T, KV heads, E] of its packed tokens. Returns [T, H * E]."""
         step = self.step
         if isinstance(step, DecodeStep):
             return self._attend_decode(step, layer, query, key, value)
@@ -131,7 +150,9 @@ class TwoPartAttention:
         inside = scores.window is None or longest <= scores.window
         if inside and scores.softcap is None and sinks is None and q.shape[-1] == v.shape[-1]:
             scale = scores.scaling
-            out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+            out = nn.functional.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=scale, enable_gqa=True
+            )
         else:
             out, total = attend(q, k, v, torch.arange(longest), scores)
             if sinks is not None:
@@ -139,18 +160,30 @@ class TwoPartAttention:
         return out.transpose(1, 2).flatten(0, 1)[step.packed].flatten(1)
 
     def _attend_decode(
-        self, step: DecodeStep, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        self,
+        step: DecodeStep,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
     ) -> torch.Tensor:
         scores, sinks = self.layers[layer]
         sharing = step.sharing
-        (g, n), shared, own, rows = sharing.members.shape, sharing.longest, step.longest, len(sharing.place)
-        heads, width = key.shape[1], query.shape[1] // key.shape[1]
+        (g, n), shared, own, rows = (
+            sharing.members.shape,
+            sharing.longest,
+            step.longest,
+            len(sharing.place),
+        )
+        heads = key.shape[1]
+        width = query.shape[1] // key.shape[1]
         keys, values = self._room(self.rows, layer, rows, own, key, value)
         prompt_keys, prompt_values = self._room(self.prompts, layer, g, shared, key, value)
         keys[step.rows, :, step.own] = key
         values[step.rows, :, step.own] = value
 
-        def by_prompt(x: torch.Tensor) -> torch.Tensor:  # [R, heads, width, X] -> [g * heads, n * width, X]
+        # [R, heads, width, X] -> [g * heads, n * width, X]
+        def by_prompt(x: torch.Tensor) -> torch.Tensor:
             x = x if sharing.straight else x.index_select(0, sharing.members.flatten())
             if n > 1:
                 x = x.view(g, n, heads, width, -1).transpose(1, 2)
@@ -162,10 +195,13 @@ class TwoPartAttention:
             x = x.reshape(g * n, heads, width, -1)
             return x if sharing.straight else x.index_select(0, sharing.place)
 
-        # bmm of [heads of all rows or prompts, …]: matmul would take as long as it before it calls it, with one row.
+        # bmm of [heads of all rows or prompts, …]: matmul would take as long as it before it calls
+        # it, with one row.
         q = (query * scores.scaling).view(rows, heads, width, -1)
         of_prompt = by_row(torch.bmm(by_prompt(q), _flat(prompt_keys, g, shared).transpose(1, 2)))
-        of_own = torch.bmm(q.flatten(0, 1), _flat(keys, rows, own).transpose(1, 2)).view(rows, heads, width, own)
+        of_own = torch.bmm(q.flatten(0, 1), _flat(keys, rows, own).transpose(1, 2)).view(
+            rows, heads, width, own
+        )
         weights = torch.cat([of_prompt, of_own], -1).float()
         if scores.softcap is not None:
             weights = weights.div_(scores.softcap).tanh_().mul_(scores.softcap)
@@ -182,13 +218,15 @@ class TwoPartAttention:
     def _room(
         self, pool: Pool, layer: int, slots: int, tokens: int, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The layer's keys and values with room for ``slots`` × ``tokens`` like ``k`` and ``v`` [any, KV heads, …, D], grown
-        by copying where needed. New room is zero: a masked value is multiplied by probability 0 and must be finite."""
+        """The layer's keys and values with room for ``slots`` × ``tokens`` like ``k`` and ``v``
+        [any, KV heads, …, D], grown by copying where needed. New room is zero: a masked value is
+        multiplied by probability 0 and must be finite."""
         have = pool.get(layer)
         if have is not None and have[0].shape[0] >= slots and have[0].shape[2] >= tokens:
             return have
         old_slots, old_tokens = (have[0].shape[0], have[0].shape[2]) if have else (0, 0)
-        slots, tokens = _grow(slots, old_slots, 8), _grow(tokens, old_tokens, 32)
+        slots = _grow(slots, old_slots, 8)
+        tokens = _grow(tokens, old_tokens, 32)
         grown = (
             k.new_zeros(slots, k.shape[1], tokens, k.shape[-1]),
             v.new_zeros(slots, v.shape[1], tokens, v.shape[-1]),
@@ -202,10 +240,12 @@ class TwoPartAttention:
 
 
 def _flat(pool: torch.Tensor, slots: int, tokens: int) -> torch.Tensor:
-    """The first ``tokens`` of the first ``slots`` as [slots * KV heads, tokens, D], without a copy."""
+    """The first ``tokens`` of the first ``slots`` as [slots * KV heads, tokens, D], without a
+    copy."""
     return pool.flatten(0, 1)[: slots * pool.shape[1], :tokens]
 
 
 def _grow(need: int, have: int, step: int) -> int:
-    """Room for ``need``, in multiples of ``step``: at least half more than ``have``, so that growth copies little."""
+    """Room for ``need``, in multiples of ``step``: at least half more than ``have``, so that growth
+    copies little."""
     return have if need <= have else max(-(-need // step) * step, have + have // 2)

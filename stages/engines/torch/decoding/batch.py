@@ -3,15 +3,16 @@
     waiting rows (first in, first out) ─▶ admit: prefill new prompts, draw the first token ─▶ rows
     rows ─▶ decode: one token of each ─▶ ended rows leave and are delivered
 
-Nothing here is thread-safe: one thread makes all calls. A turn depends on the queue and the rows alone, so the same
-submissions give the same batches and the same bits.
+Nothing here is thread-safe: one thread makes all calls. A turn depends on the queue and the rows
+alone, so the same submissions give the same batches and the same bits.
 
-On an accelerator the next token's decode is launched before the newest token is read: the host reads, checks for ends and
-delivers while the device computes. A token that was launched for a row that had ended is dropped. A call that changes the
-batch first reads what was launched.
+On an accelerator the next token's decode is launched before the newest token is read: the host
+reads, checks for ends and delivers while the device computes. A token that was launched for a row
+that had ended is dropped. A call that changes the batch first reads what was launched.
 
-What fails for several rows together is computed again for each alone. The rows that fail then are dropped, each with its
-request, and the others go on; where nothing can be computed any more, the engine has failed.
+What fails for several rows together is computed again for each alone. The rows that fail then are
+dropped, each with its request, and the others go on; where nothing can be computed any more, the
+engine has failed.
 """
 
 from __future__ import annotations
@@ -34,12 +35,16 @@ from stages.rollout.response_text import Decodes, ResponseText
 
 log = structlog.get_logger()
 
-Made = tuple[Sequence[int], Sequence[float]]  # a row's token and the alternatives to it, and their logprobs
+# a row's token and the alternatives to it, and their logprobs
+Made = tuple[Sequence[int], Sequence[float]]
 
 
 class ContinuousBatch:
-    """Rows that decode together, at most ``max_rows``, and rows that wait. One prefill has at most ``prefill_tokens``
-    padded tokens, or one prompt. ``launch_ahead``: launch a token before the previous one is read."""
+    """Rows that decode together, at most ``max_rows``, and rows that wait.
+
+    One prefill has at most ``prefill_tokens`` padded tokens, or one prompt. ``launch_ahead``:
+    launch a token before the previous one is read.
+    """
 
     def __init__(
         self,
@@ -51,10 +56,13 @@ class ContinuousBatch:
         version: int,
         launch_ahead: bool,
     ) -> None:
-        self.decoder, self.version = decoder, version
+        self.decoder = decoder
+        self.version = version
         self.waiting: deque[ResponseRow] = deque()
         self.rows: list[ResponseRow] = []  # in the order of the decoder's rows
-        self._tokenizer, self._max_rows, self._prefill_tokens = tokenizer, max_rows, prefill_tokens
+        self._tokenizer = tokenizer
+        self._max_rows = max_rows
+        self._prefill_tokens = prefill_tokens
         self._launch_ahead = launch_ahead
         self._launched: Drawn | None = None  # a token of every row that has not been read
 
@@ -85,7 +93,10 @@ class ContinuousBatch:
         self._deliver_ended()
 
     def sleep(self) -> None:
-        """Cut, and free the device's memory. Waiting rows stay; their prompts are prefilled again with the next weights."""
+        """Cut, and free the device's memory.
+
+        Waiting rows stay; their prompts are prefilled again with the next weights.
+        """
         self.cut()
         for row in self.waiting:
             row.group.prompt = row.group.logits = None
@@ -94,7 +105,9 @@ class ContinuousBatch:
 
     def fail(self, error: Callable[[], Exception]) -> None:
         """Deliver ``error()`` to every submission and remove all rows."""
-        for submission in {id(row.submission): row.submission for row in [*self.rows, *self.waiting]}.values():
+        for submission in {
+            id(row.submission): row.submission for row in [*self.rows, *self.waiting]
+        }.values():
             submission.deliver([error()])
         self.rows.clear()
         self.waiting.clear()
@@ -103,13 +116,17 @@ class ContinuousBatch:
 
     def read_launched(self) -> None:
         """Append the launched token to its rows and deliver those that end."""
-        launched, self._launched = self._launched, None
+        launched = self._launched
+        self._launched = None
         if launched is not None:
             self._append(0, _read(launched))
             self._deliver_ended()
 
     def _admit(self) -> bool:
-        """Start waiting rows in order, as far as rows and the tokens of one prefill allow. Returns whether any started."""
+        """Start waiting rows in order, as far as rows and the tokens of one prefill allow.
+
+        Returns whether any started.
+        """
         count = min(len(self.waiting), self._max_rows - len(self.rows))
         new: list[PendingGroup] = []
         longest = 0
@@ -117,7 +134,9 @@ class ContinuousBatch:
             needed = [
                 group
                 for group in (row.group, row.whole)
-                if group is not None and (group.prompt is None or group.version != self.version) and group not in new
+                if group is not None
+                and (group.prompt is None or group.version != self.version)
+                and group not in new
             ]
             if needed:
                 widest = max(longest, *(len(group.ids) for group in needed))
@@ -152,7 +171,10 @@ class ContinuousBatch:
         return True
 
     def _prefill_or_refuse(self, groups: list[PendingGroup]) -> bool:
-        """Prefill ``groups``, together or each alone. Those that fail leave the queue; returns whether none has."""
+        """Prefill ``groups``, together or each alone.
+
+        Those that fail leave the queue; returns whether none has.
+        """
         try:
             self._prefill(groups)
             return True
@@ -172,7 +194,8 @@ class ContinuousBatch:
         return not failures
 
     def _check_decoder(self, error: Exception) -> None:
-        """Raise ``error``, with which a row failed, where the decoder fails whatever it is given."""
+        """Raise ``error``, with which a row failed, where the decoder fails whatever it is
+        given."""
         try:
             self.decoder.check()
         except Exception:
@@ -188,8 +211,10 @@ class ContinuousBatch:
             return
         prompts, logits = self.decoder.prefill([group.ids for group in groups])
         for group, prompt, first in zip(groups, prompts, logits, strict=True):
-            older, group.prompt = group.prompt, prompt
-            group.logits, group.version = first, self.version
+            older = group.prompt
+            group.prompt = prompt
+            group.logits = first
+            group.version = self.version
             if older is not None:  # computed with older weights; rows in flight keep it
                 self.decoder.release(older)
         if self.decoder.routing is not None:
@@ -198,14 +223,16 @@ class ContinuousBatch:
                 group.routing = chosen
 
     def _leave_queue(self, group: PendingGroup) -> None:
-        """Count one row of ``group`` less in the queue; without any the group releases its prompt."""
+        """Count one row of ``group`` less in the queue; without any the group releases its
+        prompt."""
         group.waiting -= 1
         if not group.waiting and group.prompt is not None:
             self.decoder.release(group.prompt)
             group.prompt = group.logits = None
 
     def _decode(self) -> None:
-        """Launch one more token of every row, and read it unless the next one can be launched first."""
+        """Launch one more token of every row, and read it unless the next one can be launched
+        first."""
         before = self._launched
         fed = before.tokens if before else torch.tensor([row.tokens[-1] for row in self.rows])
         cached = [row.length for row in self.decoder.rows]
@@ -243,7 +270,8 @@ class ContinuousBatch:
         return self._draw_alone(row, logits[0])
 
     def _next_may_end(self) -> bool:
-        """Whether the launched token may be a row's last one; then nothing is launched beyond it."""
+        """Whether the launched token may be a row's last one; then nothing is launched beyond
+        it."""
         return any(len(row.tokens) + 1 >= row.request.params.max_tokens for row in self.rows)
 
     def _draw(self, rows: Sequence[ResponseRow], logits: torch.Tensor, unread: int = 0) -> Drawn:
@@ -253,7 +281,10 @@ class ContinuousBatch:
         return draw(logits, [row.request.params for row in rows], points, alternatives)
 
     def _draw_alone(self, row: ResponseRow, logits: torch.Tensor) -> Made | Exception:
-        """Draw the next token of ``row`` from ``logits`` [V]. Returns the error with which that fails."""
+        """Draw the next token of ``row`` from ``logits`` [V].
+
+        Returns the error with which that fails.
+        """
         try:
             (made,) = _read(self._draw([row], logits[None].clone()))
         except Exception as error:
@@ -261,8 +292,12 @@ class ContinuousBatch:
         return made
 
     def _append(self, first: int, made: Sequence[Made | Exception]) -> bool:
-        """Append the ``made`` tokens to the rows from number ``first`` on that have not ended. Returns whether any ends."""
-        ended, streamed = False, dict[int, tuple[Submission, list[Token]]]()
+        """Append the ``made`` tokens to the rows from number ``first`` on that have not ended.
+
+        Returns whether any ends.
+        """
+        ended = False
+        streamed = dict[int, tuple[Submission, list[Token]]]()
         for row, one in zip(self.rows[first:], made, strict=True):
             if row.done:
                 continue
@@ -279,7 +314,10 @@ class ContinuousBatch:
         return ended
 
     def _extend(self, row: ResponseRow, made: Made | Exception) -> Token:
-        """Append to ``row`` its token, and say in ``row.ended`` whether it is the last one. Raises where it cannot."""
+        """Append to ``row`` its token, and say in ``row.ended`` whether it is the last one.
+
+        Raises where it cannot.
+        """
         if isinstance(made, Exception):
             raise made
         (token, *others), (logprob, *logprobs) = made
@@ -288,7 +326,8 @@ class ContinuousBatch:
         row.append(token, logprob, self.version)
         row.ended = self._finish_reason(row)
         likeliest = list(zip(others, logprobs, strict=True))[: row.submission.alternatives or 0]
-        possible = tuple(one for one in likeliest if one[1] > -math.inf)  # tokens that pad the head have no probability
+        # tokens that pad the head have no probability
+        possible = tuple(one for one in likeliest if one[1] > -math.inf)
         return Token(row.request.group, row.place, token, logprob, self.version, possible)
 
     def _deliver_ended(self) -> None:
@@ -298,7 +337,9 @@ class ContinuousBatch:
         results: dict[int, tuple[Submission, list[Completion | Exception]]] = {}
         for row in self.rows:
             if row.ended is not None:
-                results.setdefault(id(row.submission), (row.submission, []))[1].append(row.completion(row.ended))
+                results.setdefault(id(row.submission), (row.submission, []))[1].append(
+                    row.completion(row.ended)
+                )
         for submission, completions in results.values():
             submission.deliver(completions)
         for row, error in failed:
@@ -325,7 +366,10 @@ class ContinuousBatch:
         return "cut" if params.budget and len(row.tokens) - row.begun >= params.budget else None
 
     def _has_stop_string(self, row: ResponseRow, *, whole: bool) -> bool:
-        """Whether the text of ``row`` has one of its stop strings. ``whole``: no more tokens follow."""
+        """Whether the text of ``row`` has one of its stop strings.
+
+        ``whole``: no more tokens follow.
+        """
         assert self._tokenizer is not None
         if row.text is None:
             row.text = ResponseText(self._tokenizer, row.request.params.stop, special_tokens=True)

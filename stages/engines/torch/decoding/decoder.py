@@ -5,13 +5,14 @@
     decode([token, …])   ─▶ logits of every row's next token               (all rows in one forward)
     leave(row)           ─▶ the last row takes its place; a prompt is freed with its last holder
 
-Attention is :class:`TwoPartAttention`. Everything else is computed by :class:`LlamaForward` for a Llama-like model, and by
-the model's own modules, through transformers' attention interface, for any other. The constructor compares a short
-sequence with the model's plain forward: a forward that does not agree is not used, and a model that agrees with neither
-is refused.
+Attention is :class:`TwoPartAttention`. Everything else is computed by :class:`LlamaForward` for a
+Llama-like model, and by the model's own modules, through transformers' attention interface, for any
+other. The constructor compares a short sequence with the model's plain forward: a forward that does
+not agree is not used, and a model that agrees with neither is refused.
 
-Static steps (on an accelerator): a decode step is padded to one of few sizes and its inputs are copied into fixed
-tensors, so that the device can replay a recording of it with a handful of calls from the host:
+Static steps (on an accelerator): a decode step is padded to one of few sizes and its inputs are
+copied into fixed tensors, so that the device can replay a recording of it with a handful of calls
+from the host:
 
     rows 13, prompts 3 of ≤ 5 rows, prompt ≤ 45, own ≤ 20 tokens ─▶ size (16, 4, 8, 64, 64) ─▶ its recording, or record
 """
@@ -29,8 +30,19 @@ from torch import nn
 from stages import device as devices
 from stages.adapters.options import AdapterOptions
 from stages.engines.torch.attention import Scores
-from stages.engines.torch.attention_interface import PROBE, check_logits, fix_rope, replace_attention, state_of
-from stages.engines.torch.decoding.attention import DecodeStep, PrefillStep, SharedPrompts, TwoPartAttention
+from stages.engines.torch.attention_interface import (
+    PROBE,
+    check_logits,
+    fix_rope,
+    replace_attention,
+    state_of,
+)
+from stages.engines.torch.decoding.attention import (
+    DecodeStep,
+    PrefillStep,
+    SharedPrompts,
+    TwoPartAttention,
+)
 from stages.engines.torch.decoding.llama_forward import LlamaForward, can_pack_in, is_llama
 from stages.engines.torch.decoding.weights import DecoderWeights
 from stages.engines.torch.experts.routing import RoutingRecorder
@@ -41,12 +53,15 @@ ATTENTION = "asyncdock_two_part"
 NOT_FINITE = "the model's logits are not finite; its weights or its inputs are broken"
 PREFILLED = PROBE - 7  # tokens of the comparison with the plain forward that are prefilled
 ROOM_TOKENS = 32  # the room of a row grows by multiples of it
-STATIC_ROWS, STATIC_TOKENS = 8, 64  # smallest sizes of a static step; larger ones are doubled from these
+# smallest sizes of a static step; larger ones are doubled from these
+STATIC_ROWS = 8
+STATIC_TOKENS = 64
 
 
 @dataclass(eq=False)
 class Prompt:
-    """A prefilled prompt: its slot in the pool, its length in tokens, and the number of its holders."""
+    """A prefilled prompt: its slot in the pool, its length in tokens, and the number of its
+    holders."""
 
     slot: int
     length: int
@@ -63,8 +78,8 @@ class Row:
 
 @dataclass(frozen=True)
 class _Recorded:
-    """A recorded static step: ``replay`` reads ``inputs`` (tokens, own lengths, sharing) and fills ``logits`` and
-    ``routing``."""
+    """A recorded static step: ``replay`` reads ``inputs`` (tokens, own lengths, sharing) and fills
+    ``logits`` and ``routing``."""
 
     inputs: tuple[torch.Tensor, ...]
     replay: Callable[[], None]
@@ -75,13 +90,14 @@ class _Recorded:
 class TorchDecoder:
     """Decodes a batch with ``model``, a transformers ``PreTrainedModel`` that it changes in place.
 
-    All calls but those of ``weights.check`` and ``weights.prepare`` come from one thread. ``static``: decode steps have few
-    sizes and are recorded where the device can. ``packed``: weights are copied into oneDNN's
-    layout (None: on a CPU that has it). ``context``: see :func:`~stages.engines.torch.attention_interface.fix_rope`.
-    ``adapters``: computed beside the linear layers, and zero at first. ``routed_experts``: record in ``routing`` the experts
-    of each token of the last forward, uint8 or int16 [T, layers * top-k]. ``sampled``: tokens from this number on, which pad
-    the head, have no probability. Raises ``ValueError`` for a model that keeps its
-    own attention, or cannot have the adapters.
+    All calls but those of ``weights.check`` and ``weights.prepare`` come from one thread.
+    ``static``: decode steps have few sizes and are recorded where the device can. ``packed``:
+    weights are copied into oneDNN's layout (None: on a CPU that has it). ``context``: see
+    :func:`~stages.engines.torch.attention_interface.fix_rope`.
+    ``adapters``: computed beside the linear layers, and zero at first. ``routed_experts``: record
+    in ``routing`` the experts of each token of the last forward, uint8 or int16 [T, layers *
+    top-k]. ``sampled``: tokens from this number on, which pad the head, have no probability. Raises
+    ``ValueError`` for a model that keeps its own attention, or cannot have the adapters.
     """
 
     def __init__(
@@ -99,7 +115,8 @@ class TorchDecoder:
         self.device = device
         self.dtype: torch.dtype = model.dtype
         self.vocabulary: int = model.get_input_embeddings().weight.shape[0]
-        # Where rope changes its angles with a sequence's length, a row's cached keys would have the others.
+        # Where rope changes its angles with a sequence's length, a row's cached keys would have the
+        # others.
         self.max_context: int = min(
             getattr(model.config, "max_position_embeddings", 2**31), fix_rope(self.model, context)
         )
@@ -121,11 +138,15 @@ class TorchDecoder:
             self._take_over(probe, expected)
         self._sampled = sampled
 
-    # -- the batch -------------------------------------------------------------------------------------------------
+    # -- the batch
+    # ----------------------------------------------------------------------------------------------
 
     def prefill(self, prompts: Sequence[torch.Tensor]) -> tuple[list[Prompt], torch.Tensor]:
-        """Compute the keys and values of ``prompts`` (each int64 [P]) in one forward. Returns their handles, each with the
-        caller as its one holder, and the float32 [g, V] logits of the first response token."""
+        """Compute the keys and values of ``prompts`` (each int64 [P]) in one forward.
+
+        Returns their handles, each with the caller as its one holder, and the float32 [g, V] logits
+        of the first response token.
+        """
         lengths = torch.tensor([len(ids) for ids in prompts])
         ends = lengths.cumsum(0)
         longest = int(lengths.max())
@@ -133,35 +154,48 @@ class TorchDecoder:
         padded = (ends - lengths)[:, None] + torch.minimum(columns[None], lengths[:, None] - 1)
         packed = (columns[None] < lengths[:, None]).flatten().nonzero()[:, 0]
         positions = columns.expand(len(prompts), -1).flatten()[packed]
-        self.attention.step = PrefillStep(self._put(padded), self._put(packed), first=len(self.prompts))
-        logits = self._forward(torch.cat([ids.cpu() for ids in prompts]), positions, self._put(ends - 1))
+        self.attention.step = PrefillStep(
+            self._put(padded), self._put(packed), first=len(self.prompts)
+        )
+        logits = self._forward(
+            torch.cat([ids.cpu() for ids in prompts]), positions, self._put(ends - 1)
+        )
         handles = [Prompt(len(self.prompts) + i, int(length)) for i, length in enumerate(lengths)]
         self.prompts += handles
         self._sharing = None
         return handles, logits
 
     def score(self, prompt_ids: torch.Tensor, response_ids: torch.Tensor) -> torch.Tensor:
-        """Returns float32 [T, V] logits that predict each of ``response_ids`` [T] after ``prompt_ids``."""
+        """Returns float32 [T, V] logits that predict each of ``response_ids`` [T] after
+        ``prompt_ids``."""
         ids = torch.cat([prompt_ids, response_ids[:-1]]).cpu()
         positions = torch.arange(len(ids))
-        self.attention.step = PrefillStep(self._put(positions[None]), self._put(positions), first=len(self.prompts))
+        self.attention.step = PrefillStep(
+            self._put(positions[None]), self._put(positions), first=len(self.prompts)
+        )
         return self._forward(ids, positions, self._put(positions[len(prompt_ids) - 1 :]))
 
     def join(self, prompt: Prompt, begun: Prompt | None = None) -> None:
-        """Append a row that continues ``prompt``. ``begun`` was prefilled with the prompt and the tokens that the row has
-        already: their keys and values become the row's own, and ``begun`` is released."""
+        """Append a row that continues ``prompt``.
+
+        ``begun`` was prefilled with the prompt and the tokens that the row has already: their keys
+        and values become the row's own, and ``begun`` is released.
+        """
         prompt.holders += 1
         self.rows.append(Row(prompt))
         self._sharing = None
         if begun is None:
             return
         self.rows[-1].length = begun.length - prompt.length
-        self.attention.continue_row(len(self.rows) - 1, begun.slot, slice(prompt.length, begun.length))
+        self.attention.continue_row(
+            len(self.rows) - 1, begun.slot, slice(prompt.length, begun.length)
+        )
         self.release(begun)
 
     def leave(self, row: int) -> None:
         """Drop row number ``row``; the last row takes its number."""
-        gone, last = self.rows[row], self.rows.pop()
+        gone = self.rows[row]
+        last = self.rows.pop()
         if gone is not last:
             self.rows[row] = last
             self.attention.move(self.attention.rows, len(self.rows), row, last.length)
@@ -169,7 +203,10 @@ class TorchDecoder:
         self.release(gone.prompt)
 
     def release(self, prompt: Prompt) -> None:
-        """Remove one holder of ``prompt``. Without holders its slot is freed, and the last prompt moves to it."""
+        """Remove one holder of ``prompt``.
+
+        Without holders its slot is freed, and the last prompt moves to it.
+        """
         prompt.holders -= 1
         if prompt.holders:
             return
@@ -181,13 +218,19 @@ class TorchDecoder:
         self._sharing = None
 
     def decode(self, tokens: Sequence[int] | torch.Tensor) -> torch.Tensor:
-        """Feed each row its newest token (int64 [R], may be on the device). Returns float32 [R, V] logits of the next one,
-        which the next call may overwrite."""
+        """Feed each row its newest token (int64 [R], may be on the device).
+
+        Returns float32 [R, V] logits of the next one, which the next call may overwrite.
+        """
         count = len(self.rows)
-        rows, longest = count, max(row.length for row in self.rows) + 1
+        rows = count
+        longest = max(row.length for row in self.rows) + 1
         if self._static:
-            rows, longest = _size(rows, STATIC_ROWS), _size(longest, STATIC_TOKENS)
-        elif self.dtype != torch.float32:  # oneDNN compiles and keeps a kernel for each size that it meets
+            rows = _size(rows, STATIC_ROWS)
+            longest = _size(longest, STATIC_TOKENS)
+        elif (
+            self.dtype != torch.float32
+        ):  # oneDNN compiles and keeps a kernel for each size that it meets
             longest = -(-longest // ROOM_TOKENS) * ROOM_TOKENS
         if self._sharing is None or len(self._sharing.place) != rows:
             self._sharing = self._share(rows)
@@ -214,13 +257,15 @@ class TorchDecoder:
         inputs = (tokens, own, sharing.members, sharing.place, sharing.prompt_lengths)
         size = (*tokens.shape, *sharing.members.shape, sharing.longest, longest)
         if self._recorded_at != self.attention.grown:
-            self._recorded, self._recorded_at = {}, self.attention.grown
+            self._recorded = {}
+            self._recorded_at = self.attention.grown
         recorded = self._recorded.get(size)
         if recorded is None:
             fixed = tuple(tensor.clone() for tensor in inputs)
             tokens, own, members, place, lengths = fixed
             sharing = SharedPrompts(members, place, lengths, sharing.longest, straight=False)
-            self._decode_step(tokens, own, sharing, longest)  # makes room and chooses kernels, which no recording may
+            # makes room and chooses kernels, which no recording may
+            self._decode_step(tokens, own, sharing, longest)
             routing = None if self.routing is None else self.routing.clone()
 
             def act() -> torch.Tensor:
@@ -230,8 +275,10 @@ class TorchDecoder:
                 return logits
 
             replay, logits = devices.record(self.device, act)
-            if self._recorded_at != self.attention.grown:  # grown for this size: older recordings read the old pools
-                self._recorded, self._recorded_at = {}, self.attention.grown
+            # grown for this size: older recordings read the old pools
+            if self._recorded_at != self.attention.grown:
+                self._recorded = {}
+                self._recorded_at = self.attention.grown
             recorded = self._recorded[size] = _Recorded(fixed, replay, logits, routing)
         for fixed_tensor, tensor in zip(recorded.inputs, inputs, strict=True):
             fixed_tensor.copy_(tensor)
@@ -241,18 +288,29 @@ class TorchDecoder:
 
     @contextmanager
     def alone(self, row: int) -> Iterator[None]:
-        """Within it the batch is row number ``row`` alone. No static step: its padding would overwrite other rows."""
-        rows, static = self.rows, self._static
+        """Within it the batch is row number ``row`` alone.
+
+        No static step: its padding would overwrite other rows.
+        """
+        rows = self.rows
+        static = self._static
         self.attention.exchange(row)
-        self.rows, self._sharing, self._static = [rows[row]], None, False
+        self.rows = [rows[row]]
+        self._sharing = None
+        self._static = False
         try:
             yield
         finally:
-            self.rows, self._sharing, self._static = rows, None, static
+            self.rows = rows
+            self._sharing = None
+            self._static = static
             self.attention.exchange(row)
 
     def check(self) -> None:
-        """Compute two tokens beside the batch. Raises where the model or the device fails, whatever it is given."""
+        """Compute two tokens beside the batch.
+
+        Raises where the model or the device fails, whatever it is given.
+        """
         (prompt,), first = self.prefill([torch.zeros(1, dtype=torch.int64)])
         self.join(prompt)
         last = len(self.rows) - 1
@@ -265,7 +323,10 @@ class TorchDecoder:
 
     def clear(self) -> None:
         """Remove every row and prompt and free their keys and values."""
-        self.rows, self.prompts, self._sharing, self._recorded = [], [], None, {}
+        self.rows = []
+        self.prompts = []
+        self._sharing = None
+        self._recorded = {}
         self.attention.clear()
 
     @property
@@ -273,16 +334,21 @@ class TorchDecoder:
         """Whether q, k and v are one tensor, and gate and up another."""
         return self._llama is not None
 
-    # -- inside ----------------------------------------------------------------------------------------------------
+    # -- inside
+    # ----------------------------------------------------------------------------------------------
 
     def _put(self, tensor: torch.Tensor) -> torch.Tensor:
         return devices.put(tensor, self.device)
 
-    def _forward(self, ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | None) -> torch.Tensor:
+    def _forward(
+        self, ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | None
+    ) -> torch.Tensor:
         """Returns float32 [K, V] logits of the tokens ``keep`` of ``ids`` [T] (None: of all)."""
         if self._llama is not None:
             attend = self.attention.attend
-            return self._masked(self._llama(self._put(ids), self._put(positions), keep, attend).float())
+            return self._masked(
+                self._llama(self._put(ids), self._put(positions), keep, attend).float()
+            )
         out = self.model(
             input_ids=self._put(ids)[None],
             position_ids=self._put(positions)[None],
@@ -303,10 +369,13 @@ class TorchDecoder:
         members: list[list[int]] = [[] for _ in self.prompts]
         for number, row in enumerate(self.rows):
             members[row.prompt.slot].append(number)
-        prompts, most = len(members), max(len(rows) for rows in members)
+        prompts = len(members)
+        most = max(len(rows) for rows in members)
         longest = max(prompt.length for prompt in self.prompts)
         if self._static:
-            prompts, most, longest = _size(prompts, 1), _size(most, 1), _size(longest, STATIC_TOKENS)
+            prompts = _size(prompts, 1)
+            most = _size(most, 1)
+            longest = _size(longest, STATIC_TOKENS)
         padded = torch.zeros(prompts, most, dtype=torch.int64)
         place = torch.zeros(count, dtype=torch.int64)
         lengths = torch.zeros(count, dtype=torch.int64)
@@ -315,10 +384,13 @@ class TorchDecoder:
             place[rows] = torch.arange(len(rows)) + slot * most
             lengths[rows] = self.prompts[slot].length
         straight = padded.numel() == count and torch.equal(padded.flatten(), torch.arange(count))
-        return SharedPrompts(self._put(padded), self._put(place), self._put(lengths), longest, straight)
+        return SharedPrompts(
+            self._put(padded), self._put(place), self._put(lengths), longest, straight
+        )
 
     def _take_over(self, probe: torch.Tensor, expected: torch.Tensor) -> None:
-        """Replace the model's attention, then use the fastest forward that agrees with ``expected``."""
+        """Replace the model's attention, then use the fastest forward that agrees with
+        ``expected``."""
         replace_attention(self.model, ATTENTION, _two_part_attention, self.attention)
         head = self.model.get_output_embeddings()
         if type(head) is nn.Linear and self.dtype != torch.float32:
@@ -326,13 +398,23 @@ class TorchDecoder:
 
         def check(tokens: int = PROBE) -> None:
             wanted = torch.cat(
-                [expected[PREFILLED - 1 : PREFILLED], expected[PREFILLED:tokens].repeat_interleave(2, 0)]
+                [
+                    expected[PREFILLED - 1 : PREFILLED],
+                    expected[PREFILLED:tokens].repeat_interleave(2, 0),
+                ]
             )
-            check_logits(self.model, "two-part attention", lambda: self._probed(probe[:tokens]), wanted, self.dtype)
+            check_logits(
+                self.model,
+                "two-part attention",
+                lambda: self._probed(probe[:tokens]),
+                wanted,
+                self.dtype,
+            )
 
         self._llama: LlamaForward | None = None
         quick = is_llama(self.model)
-        # The model's own modules show how each layer's scores are computed; to decode with them too takes six times as long.
+        # The model's own modules show how each layer's scores are computed; to decode with them too
+        # takes six times as long.
         check(PREFILLED if quick else PROBE)
         if quick:
             self._llama = LlamaForward(self.model, self.weights.packed)
@@ -350,18 +432,24 @@ class TorchDecoder:
             check()
 
     def _probed(self, probe: torch.Tensor) -> torch.Tensor:
-        """Prefill part of ``probe`` [T] and decode the rest in two rows. Returns the logits [1 + 2 (T - PREFILLED), V]."""
+        """Prefill part of ``probe`` [T] and decode the rest in two rows.
+
+        Returns the logits [1 + 2 (T - PREFILLED), V].
+        """
         try:
             (prompt,), first = self.prefill([probe[:PREFILLED]])
             self.join(prompt)
             self.join(prompt)
-            return torch.cat([first, *(self.decode([int(token)] * 2).clone() for token in probe[PREFILLED:])])
+            return torch.cat(
+                [first, *(self.decode([int(token)] * 2).clone() for token in probe[PREFILLED:])]
+            )
         finally:
             self.clear()
 
 
 def _size(need: int, least: int) -> int:
-    """Returns the size of a static step for ``need``: ``least`` times the smallest sufficient power of two."""
+    """Returns the size of a static step for ``need``: ``least`` times the smallest sufficient power
+    of two."""
     while least < need:
         least *= 2
     return least
@@ -379,6 +467,7 @@ def _two_part_attention(
     attention: TwoPartAttention = state_of(module)
     layer: int = module.layer_idx  # type: ignore[assignment]
     attention.layers[layer] = Scores.of(query, options), options.get("s_aux")
-    packed_query, packed_key, packed_value = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, D]
+    # [T, heads, D]
+    packed_query, packed_key, packed_value = (x[0].transpose(0, 1) for x in (query, key, value))
     out = attention.attend(layer, packed_query, packed_key, packed_value)
     return out.view(1, len(out), query.shape[1], -1), None

@@ -1,4 +1,5 @@
-"""Rows of the torch rollout engine: responses in progress, their prompts, and the delivery of completions."""
+"""Rows of the torch rollout engine: responses in progress, their prompts, and the delivery of
+completions."""
 
 from __future__ import annotations
 
@@ -16,20 +17,23 @@ from stages.rollout.response_text import ResponseText
 
 @dataclass(eq=False)
 class PendingGroup:
-    """A request of which some rows have not started: its prefilled prompt, and the logits of the first token."""
+    """A request of which some rows have not started: its prefilled prompt, and the logits of the
+    first token."""
 
     request: GroupRequest
     ids: torch.Tensor  # int64 [P]
     waiting: int
     prompt: Prompt | None = None
     logits: torch.Tensor | None = None  # float32 [V]
-    routing: torch.Tensor | None = None  # [P, layers * top-k]: the experts of its tokens, where they are recorded
+    # [P, layers * top-k]: the experts of its tokens, where they are recorded
+    routing: torch.Tensor | None = None
     version: int = -1
 
 
 @dataclass(eq=False)
 class Submission:
-    """One call of ``generate`` or ``stream``: the loop, and the queue for its completions and, of a stream, tokens.
+    """One call of ``generate`` or ``stream``: the loop, and the queue for its completions and, of a
+    stream, tokens.
     ``alternatives``: to each token; None: it is no stream."""
 
     loop: asyncio.AbstractEventLoop
@@ -37,7 +41,8 @@ class Submission:
     alternatives: int | None = None
 
     def deliver(self, items: Sequence[Token | Completion | Exception]) -> None:
-        """Put ``items`` into the queue, from another thread. Does nothing when the loop is closed."""
+        """Put ``items`` into the queue, from another thread. Does nothing when the loop is
+        closed."""
 
         def put() -> None:
             for item in items:
@@ -51,13 +56,17 @@ class Submission:
 
 
 class ResponseRow(ResponseInProgress):
-    """One response in the batch or waiting for it. One prefill computes the keys and values of the tokens that it has from
-    earlier requests."""
+    """One response in the batch or waiting for it.
+
+    One prefill computes the keys and values of the tokens that it has from earlier requests.
+    """
 
     def __init__(self, submission: Submission, group: PendingGroup, place: int) -> None:
         super().__init__(group.request, place)
-        self.submission, self.group = submission, group
-        self.whole: PendingGroup | None = None  # the prompt with those tokens appended, until the row starts
+        self.submission = submission
+        self.group = group
+        # the prompt with those tokens appended, until the row starts
+        self.whole: PendingGroup | None = None
         self.ended: FinishReason | None = None
         self.failure: Exception | None = None
         self.text: ResponseText | None = None  # in which stop strings are looked for
@@ -72,7 +81,9 @@ class ResponseRow(ResponseInProgress):
     def start(self, source: PendingGroup) -> None:
         """Take over from the prefilled ``source`` the experts of tokens that have none yet."""
         if source.routing is not None:
-            self.routing = [source.routing[0 if self.begun_routing is None else len(self.begun_routing) :]]
+            self.routing = [
+                source.routing[0 if self.begun_routing is None else len(self.begun_routing) :]
+            ]
 
     def append(self, token: int, logprob: float, version: int) -> None:
         self.tokens.append(token)

@@ -1,4 +1,5 @@
-"""Sampling: from logits on a device to tokens and logprobs, without a synchronisation with the device in between.
+"""Sampling: from logits on a device to tokens and logprobs, without a synchronisation with the
+device in between.
 
 logits [R, V] ─▶ temperature ─▶ weights = softmax ─▶ top-k, top-p ─▶ inverse of the cumulative sum at
 each row's own number in [0, 1) ─▶ Drawn: tokens on the device, copied to the host by read()
@@ -19,35 +20,46 @@ BLOCK = 256  # columns that one level of a search looks at
 
 
 class Drawn:
-    """One token per row: ``tokens`` int64 [R] on the logits' device, and more candidates with their ``logprobs``.
-    :meth:`read` copies them to the host. ``candidates`` int64 and ``logprobs`` float32 [R, 1 + alternatives]: the token
-    itself, then the likeliest ones."""
+    """One token per row: ``tokens`` int64 [R] on the logits' device, and more candidates with their
+    ``logprobs``. :meth:`read` copies them to the host. ``candidates`` int64 and ``logprobs``
+    float32 [R, 1 + alternatives]: the token itself, then the likeliest ones."""
 
-    def __init__(self, tokens: torch.Tensor, candidates: torch.Tensor, logprobs: torch.Tensor) -> None:
+    def __init__(
+        self, tokens: torch.Tensor, candidates: torch.Tensor, logprobs: torch.Tensor
+    ) -> None:
         self.tokens = tokens
         # One copy for both: float32 holds a token's number bit by bit.
-        self._arrive = devices.fetch(torch.stack([candidates.int(), logprobs.float().view(torch.int32)]))
+        self._arrive = devices.fetch(
+            torch.stack([candidates.int(), logprobs.float().view(torch.int32)])
+        )
 
     def read(self) -> tuple[list[list[int]], list[list[float]]]:
-        """Returns of each row its token and the alternatives, and their logprobs. Those of a row with logits that were not
-        finite are NaN, since an earlier check would wait for the device."""
+        """Returns of each row its token and the alternatives, and their logprobs.
+
+        Those of a row with logits that were not finite are NaN, since an earlier check would wait
+        for the device.
+        """
         tokens, bits = self._arrive()
         return tokens.tolist(), bits.view(torch.float32).tolist()
 
 
 def uniform(seed: int, place: int, index: int) -> float:
-    """Returns the number in [0, 1) that token ``index`` of response ``place`` is drawn with: a hash of the arguments alone.
-    It has 52 bits, so that scaling never rounds it up to the end of a range."""
+    """Returns the number in [0, 1) that token ``index`` of response ``place`` is drawn with: a hash
+    of the arguments alone. It has 52 bits, so that scaling never rounds it up to the end of a
+    range."""
     digest = hashlib.blake2b(f"{seed} {place} {index}".encode(), digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 12) * 2.0**-52
 
 
 def draw(
-    logits: torch.Tensor, params: Sequence[SamplingParams], points: Sequence[float], alternatives: int = 0
+    logits: torch.Tensor,
+    params: Sequence[SamplingParams],
+    points: Sequence[float],
+    alternatives: int = 0,
 ) -> Drawn:
-    """Draw one token per row of ``logits`` float32 [R, V] (overwritten), by inverting the cumulative distribution at
-    ``points`` in [0, 1). Its logprob, and those of the ``alternatives`` likeliest tokens, are those after temperature and
-    before top-k and top-p."""
+    """Draw one token per row of ``logits`` float32 [R, V] (overwritten), by inverting the
+    cumulative distribution at ``points`` in [0, 1). Its logprob, and those of the ``alternatives``
+    likeliest tokens, are those after temperature and before top-k and top-p."""
     device = logits.device
     if any(p.temperature not in (0.0, 1.0) for p in params):
         logits /= devices.put(torch.tensor([p.temperature or 1.0 for p in params]), device)[:, None]
@@ -55,19 +67,24 @@ def draw(
     likeliest = _likeliest(logits) if any(greedy) else None
     # Of tokens so unlikely that their weight below is 0; the sampled token is none of them.
     exact = logits.log_softmax(-1) if alternatives else None
-    # On a CPU in place, and with softmax's exponentials: a fresh tensor of this size, or exp_, takes longer than all else.
+    # On a CPU in place, and with softmax's exponentials: a fresh tensor of this size, or exp_,
+    # takes longer than all else.
     weights = torch.softmax(logits, -1, out=logits if device.type == "cpu" else None)
     chosen = weights
     filtered = [i for i, p in enumerate(params) if p.temperature and (p.top_k or p.top_p < 1.0)]
     if filtered:
         rows = devices.put(torch.tensor(filtered), device)
         some = weights[rows]
-        threshold = keep_from(some, [params[i].top_k for i in filtered], [params[i].top_p for i in filtered])
+        threshold = keep_from(
+            some, [params[i].top_k for i in filtered], [params[i].top_p for i in filtered]
+        )
         chosen = weights.index_copy(0, rows, some.masked_fill_(some < threshold[:, None], 0.0))
     if likeliest is not None and all(greedy):
         tokens = likeliest
     else:
-        tokens = invert(chosen, devices.put(torch.tensor(points, dtype=devices.widest_float(device)), device))
+        tokens = invert(
+            chosen, devices.put(torch.tensor(points, dtype=devices.widest_float(device)), device)
+        )
         if likeliest is not None:
             tokens = torch.where(devices.put(torch.tensor(greedy), device), likeliest, tokens)
     # Softmax makes NaN of a row with a logit that is NaN or infinite.
@@ -75,15 +92,18 @@ def draw(
     if exact is None:
         return Drawn(tokens, own, weights.gather(-1, own).log())
     top = exact.topk(min(alternatives, exact.shape[1]))
-    return Drawn(tokens, torch.cat([own, top.indices], 1), torch.cat([exact.gather(-1, own), top.values], 1))
+    return Drawn(
+        tokens, torch.cat([own, top.indices], 1), torch.cat([exact.gather(-1, own), top.values], 1)
+    )
 
 
 def keep_from(weights: torch.Tensor, top_k: Sequence[int], top_p: Sequence[float]) -> torch.Tensor:
-    """Returns the least weight [R] that top-k and then top-p keep of ``weights`` [R, V] >= 0 (0 and 1.0: off; ties are
-    kept).
+    """Returns the least weight [R] that top-k and then top-p keep of ``weights`` [R, V] >= 0 (0 and
+    1.0: off; ties are kept).
 
-    On CPU only the largest weights are sorted: 64, or the largest k, and eight times more while top-p needs more. On an
-    accelerator all are sorted, because a check whether those were enough would wait for the device.
+    On CPU only the largest weights are sorted: 64, or the largest k, and eight times more while
+    top-p needs more. On an accelerator all are sorted, because a check whether those were enough
+    would wait for the device.
     """
     vocabulary = weights.shape[1]
     k = devices.put(torch.tensor([min(k, vocabulary) or vocabulary for k in top_k]), weights.device)
@@ -96,21 +116,24 @@ def keep_from(weights: torch.Tensor, top_k: Sequence[int], top_p: Sequence[float
         mass = torch.where(k <= width, (top * ranked).sum(-1), weights.sum(-1))
         kept = ranked & (top.cumsum(-1) - top < (p * mass)[:, None])
         if width == vocabulary or not bool((kept[:, -1] & (k > width)).any()):
-            last = (kept.sum(-1, keepdim=True) - 1).clamp_(min=0)  # the likeliest is kept, also of weights that are NaN
+            # the likeliest is kept, also of weights that are NaN
+            last = (kept.sum(-1, keepdim=True) - 1).clamp_(min=0)
             return top.gather(-1, last)[:, 0]
         width *= 8
 
 
 def invert(weights: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
-    """For each row of ``weights`` [R, V] >= 0: the index at which its cumulative sum exceeds ``points`` [R] of the total.
-    Works in two levels, blocks and then the members of one block, so that weights are read once. Never returns an index of
-    weight 0. Sums have the dtype of ``points``."""
+    """For each row of ``weights`` [R, V] >= 0: the index at which its cumulative sum exceeds
+    ``points`` [R] of the total. Works in two levels, blocks and then the members of one block, so
+    that weights are read once. Never returns an index of weight 0. Sums have the dtype of
+    ``points``."""
     blocks = _in_blocks(weights, 0.0)
     dtype = points.dtype
     below_one = 1.0 - torch.finfo(dtype).eps  # this part of a sum is not rounded up to the sum
 
     def pass_point(masses: torch.Tensor, points: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the index at which the sum exceeds the point, and how far inside it the point is, in [0, 1)."""
+        """Returns the index at which the sum exceeds the point, and how far inside it the point is,
+        in [0, 1)."""
         ends = masses.to(dtype).cumsum(-1)
         target = (points * ends[:, -1])[:, None]
         index = torch.searchsorted(ends, target, right=True).clamp_(max=masses.shape[1] - 1)
@@ -118,7 +141,8 @@ def invert(weights: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
         inside = (target - ends.gather(-1, index) + mass) / mass
         return index[:, 0], inside[:, 0].clamp(0.0, below_one)
 
-    # Weights that are not finite pass no point: their row is refused when it is read, and must not fail before (clamps).
+    # Weights that are not finite pass no point: their row is refused when it is read, and must not
+    # fail before (clamps).
     block, inside = pass_point(blocks.sum(-1), points.clamp(max=below_one))
     member, _ = pass_point(_one_block(blocks, block), inside)
     return (block * blocks.shape[-1] + member).clamp_(max=weights.shape[1] - 1)

@@ -2,13 +2,15 @@
 
     new weights ─▶ check: names, shapes, dtypes ─▶ prepare: a second set on the device ─▶ install: at a token boundary
 
-On CPU the weights of linear layers are kept in oneDNN's blocked layout: in float32, a step of 64 rows of a model with
-135M parameters takes 92 ms instead of 140 in linear layers (2 cores). Elsewhere they are the modules' own parameters, and
-new ones are copied in place, where recorded steps read them.
+On CPU the weights of linear layers are kept in oneDNN's blocked layout: in float32, a step of 64
+rows of a model with 135M parameters takes 92 ms instead of 140 in linear layers (2 cores).
+Elsewhere they are the modules' own parameters, and new ones are copied in place, where recorded
+steps read them.
 
-Adapters stand beside linear layers, which keep the weights W of the base: x·Wᵀ + (x·Aᵀ)·Bᵀ, not merged. Merged weights would
-need no further product in a decode step, but a second copy of W to return from, and in bfloat16 most small changes of W
-would be rounded away. docs/measurements/lora.md has both, measured.
+Adapters stand beside linear layers, which keep the weights W of the base: x·Wᵀ + (x·Aᵀ)·Bᵀ, not
+merged. Merged weights would need no further product in a decode step, but a second copy of W to
+return from, and in bfloat16 most small changes of W would be rounded away.
+docs/measurements/lora.md has both, measured.
 """
 
 from __future__ import annotations
@@ -24,31 +26,46 @@ from torch import nn
 from stages.adapters.names import adapter_shapes, down_of, up_of
 from stages.adapters.options import AdapterOptions
 from stages.engines.checks import Layout, check_weights, layout_of
-from stages.engines.torch.decoding.llama_forward import LlamaForward, PackedLinear, Place, own_places
+from stages.engines.torch.decoding.llama_forward import (
+    LlamaForward,
+    PackedLinear,
+    Place,
+    own_places,
+)
 from stages.resharding.swap import separate
 
 WeightSet = list[tuple[Any, str, torch.Tensor]]  # holder, attribute, its new tensor
 
 
 class DecoderWeights:
-    """The parameters of ``model``. ``packed``: linear layers are copied into oneDNN's layout. ``adapters``: new weights are
-    those of adapters, and the model's own stay. Raises ValueError for adapters that the model cannot have."""
+    """The parameters of ``model``.
+
+    ``packed``: linear layers are copied into oneDNN's layout. ``adapters``: new weights are those
+    of adapters, and the model's own stay. Raises ValueError for adapters that the model cannot
+    have.
+    """
 
     def __init__(self, model: Any, packed: bool, adapters: AdapterOptions | None = None) -> None:
-        self.model, self.packed = model, packed
+        self.model = model
+        self.packed = packed
         self._adapters = None if adapters is None else DecoderAdapters(model, adapters)
-        self._layout = self._adapters.layout if self._adapters else layout_of(dict(model.named_parameters()))
+        self._layout = (
+            self._adapters.layout if self._adapters else layout_of(dict(model.named_parameters()))
+        )
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._llama: LlamaForward | None = None
 
     def lay_out(self, llama: LlamaForward | None) -> None:
-        """Decide where each parameter is kept: for ``llama``, or for the model's own modules when it is None."""
+        """Decide where each parameter is kept: for ``llama``, or for the model's own modules when
+        it is None."""
         self._llama = llama
         linears: list[Any] = []
         if self.packed:
             linears = llama.linears() if llama is not None else self._pack_modules()
         layers = [layer for linear in linears for layer in linear.layers]
-        own = own_places([module for module in self.model.modules() if module not in layers], self._names)
+        own = own_places(
+            [module for module in self.model.modules() if module not in layers], self._names
+        )
         self._places = [place for linear in linears for place in linear.places(self._names)] + own
         if self.packed:  # the file that they were mapped from would stay in memory with them
             separate(getattr(place.holder, place.attribute) for place in own)
@@ -57,37 +74,59 @@ class DecoderWeights:
             self._places = self._adapters.put_beside(joined, self.model, self._names)
 
     def check(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Raise ``WeightMismatch`` unless ``weights`` have names, shapes and dtypes of the parameters, or the adapters."""
+        """Raise ``WeightMismatch`` unless ``weights`` have names, shapes and dtypes of the
+        parameters, or the adapters."""
         check_weights(weights, self._layout)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors that the decoder computes with, which the caller may write between two calls. Their names are those of
-        Hugging Face, and of vLLM where several parameters are one tensor. Raises ValueError when they are packed."""
+        """The tensors that the decoder computes with, which the caller may write between two calls.
+
+        Their names are those of Hugging Face, and of vLLM where several parameters are one tensor.
+        Raises ValueError when they are packed.
+        """
         if self.packed:
-            raise ValueError("packed: the weights are copies in oneDNN's layout; make the decoder with packed=False")
-        found, parts = dict[str, torch.Tensor](), set[str]()
+            raise ValueError(
+                "packed: the weights are copies in oneDNN's layout; make the decoder "
+                "with packed=False"
+            )
+        found = dict[str, torch.Tensor]()
+        parts = set[str]()
         for linear in self._llama.linears() if self._llama else ():
             for kind, whole in (("weight", linear.weight), ("bias", linear.bias)):
                 if whole is not None:
                     of = [self._names[id(getattr(layer, kind))] for layer in linear.layers]
-                    found[of[0].replace(".q_proj.", ".qkv_proj.").replace(".gate_proj.", ".gate_up_proj.")] = whole
+                    found[
+                        of[0]
+                        .replace(".q_proj.", ".qkv_proj.")
+                        .replace(".gate_proj.", ".gate_up_proj.")
+                    ] = whole
                     parts.update(of)
         if self._adapters is not None:
-            found |= {place.names[0]: getattr(place.holder, place.attribute) for place in self._places}
+            found |= {
+                place.names[0]: getattr(place.holder, place.attribute) for place in self._places
+            }
         return found | {n: p.detach() for n, p in self.model.named_parameters() if n not in parts}
 
     @torch.no_grad()
     def prepare(self, weights: Mapping[str, torch.Tensor]) -> WeightSet:
-        """Copy ``weights`` to the device, in the layout that is computed with, while the present ones are in use."""
+        """Copy ``weights`` to the device, in the layout that is computed with, while the present
+        ones are in use."""
         device = self.model.device
         return [
-            (place.holder, place.attribute, place.build([weights[n].detach().to(device) for n in place.names]))
+            (
+                place.holder,
+                place.attribute,
+                place.build([weights[n].detach().to(device) for n in place.names]),
+            )
             for place in self._places
         ]
 
     def install(self, prepared: WeightSet) -> list[torch.Tensor]:
-        """Use ``prepared`` from the next forward on; computed keys and values stay. Returns the replaced tensors: freeing
-        them takes longer than the exchange, so the caller does it in another thread."""
+        """Use ``prepared`` from the next forward on; computed keys and values stay.
+
+        Returns the replaced tensors: freeing them takes longer than the exchange, so the caller
+        does it in another thread.
+        """
         replaced = []
         for holder, attribute, tensor in prepared:
             current = getattr(holder, attribute)
@@ -105,7 +144,9 @@ class DecoderWeights:
     def _pack_modules(self) -> list[PackedLinear]:
         """Replace the model's linear layers."""
         head = None if self.model.dtype == torch.float32 else self.model.get_output_embeddings()
-        uses = Counter(id(parameter) for _, parameter in self.model.named_parameters(remove_duplicate=False))
+        uses = Counter(
+            id(parameter) for _, parameter in self.model.named_parameters(remove_duplicate=False)
+        )
         packed = []
         for name, module in list(self.model.named_modules()):
             if type(module) is nn.Linear and module is not head:
@@ -116,14 +157,23 @@ class DecoderWeights:
 
 
 class JoinedAdapter:
-    """The adapters of linear layers with the same input, as two matrices: ``down`` [R, in], and ``up`` [out, R] in which
-    each layer with an adapter has its own columns, times the adapters' scale."""
+    """The adapters of linear layers with the same input, as two matrices: ``down`` [R, in], and
+    ``up`` [out, R] in which each layer with an adapter has its own columns, times the adapters'
+    scale."""
 
-    def __init__(self, layers: Sequence[nn.Linear], has: Sequence[bool], rank: int, scale: float) -> None:
+    def __init__(
+        self, layers: Sequence[nn.Linear], has: Sequence[bool], rank: int, scale: float
+    ) -> None:
         self._rows = [layer.out_features for layer in layers]
-        self._has, self._rank, self._scale = has, rank, scale
-        like, width = layers[0].weight, rank * sum(has)
-        self.down, self.up = like.new_zeros(width, layers[0].in_features), like.new_zeros(sum(self._rows), width)
+        self._has = has
+        self._rank = rank
+        self._scale = scale
+        like = layers[0].weight
+        width = rank * sum(has)
+        self.down, self.up = (
+            like.new_zeros(width, layers[0].in_features),
+            like.new_zeros(sum(self._rows), width),
+        )
 
     def add_to(self, out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """``out`` [T, out] with the adapters' outputs for ``x`` [T, in] added."""
@@ -135,7 +185,9 @@ class JoinedAdapter:
         yield Place(tuple(ups), self, "up", self._diagonal)
 
     def _diagonal(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        up, row, rest = torch.zeros_like(self.up), 0, list(parts)
+        up = torch.zeros_like(self.up)
+        row = 0
+        rest = list(parts)
         for at, (rows, has) in enumerate(zip(self._rows, self._has, strict=True)):
             if has:
                 column = self._rank * sum(self._has[:at])
@@ -145,15 +197,23 @@ class JoinedAdapter:
 
 
 class DecoderAdapters:
-    """The adapters of ``options`` on ``model``, whose linear layers are not replaced yet. Raises ValueError."""
+    """The adapters of ``options`` on ``model``, whose linear layers are not replaced yet.
+
+    Raises ValueError.
+    """
 
     def __init__(self, model: Any, options: AdapterOptions) -> None:
         self._options = options
-        self.layout: Layout = {name: (shape, model.dtype) for name, shape in adapter_shapes(model, options).items()}
+        self.layout: Layout = {
+            name: (shape, model.dtype) for name, shape in adapter_shapes(model, options).items()
+        }
 
-    def put_beside(self, linears: Sequence[Any], model: Any, names: Mapping[int, str]) -> list[Place]:
-        """Give each of ``linears``, layers that are computed together, an adapter where one of them has it, and each linear
-        layer of ``model`` that is in none of them. ``names``: of parameters, by id. Returns where the matrices are kept."""
+    def put_beside(
+        self, linears: Sequence[Any], model: Any, names: Mapping[int, str]
+    ) -> list[Place]:
+        """Give each of ``linears``, layers that are computed together, an adapter where one of them
+        has it, and each linear layer of ``model`` that is in none of them. ``names``: of
+        parameters, by id. Returns where the matrices are kept."""
         joined = {id(layer) for linear in linears for layer in linear.layers}
         places: list[Place] = []
         for linear in linears:

@@ -1,7 +1,9 @@
-"""The output layers of a model in float32, whatever dtype its weights have: logits, and the values of a critic.
+"""The output layers of a model in float32, whatever dtype its weights have: logits, and the values
+of a critic.
 
-Between 16 and 32, bfloat16 numbers are 0.125 apart: a difference in the last bit of a hidden state would change a logprob by
-as much. The product of two bfloat16 numbers is exact in float32, so only the sum is rounded here.
+Between 16 and 32, bfloat16 numbers are 0.125 apart: a difference in the last bit of a hidden state
+would change a logprob by as much. The product of two bfloat16 numbers is exact in float32, so only
+the sum is rounded here.
 """
 
 from __future__ import annotations
@@ -16,20 +18,27 @@ from transformers import PreTrainedModel
 from stages import device
 from stages.engines.torch.layers import linear
 
-PIECE = 2**20  # weights that are held in float32 at once where the device has no matmul with float32 output: 4 MiB
+# weights that are held in float32 at once where the device has no matmul with float32 output: 4 MiB
+PIECE = 2**20
 
 
 def logit_scale(config: Any) -> tuple[float, float | None]:
-    """What a model of ``config`` divides the products of hidden states and head by, and its softcap of them, or None."""
+    """What a model of ``config`` divides the products of hidden states and head by, and its softcap
+    of them, or None."""
     text = config.get_text_config()
-    divisor = float(getattr(text, "logits_scaling", None) or 1.0) / float(getattr(text, "logit_scale", None) or 1.0)
+    divisor = float(getattr(text, "logits_scaling", None) or 1.0) / float(
+        getattr(text, "logit_scale", None) or 1.0
+    )
     return divisor, getattr(text, "final_logit_softcapping", None)
 
 
 @torch.no_grad()
-def float32_logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Logits float32 [..., V] of ``hidden`` [..., d] by ``weight`` [V, d] and ``bias`` [V], without a gradient. In float32
-    they are those of :func:`~stages.engines.torch.layers.linear`, bit for bit."""
+def float32_logits(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Logits float32 [..., V] of ``hidden`` [..., d] by ``weight`` [V, d] and ``bias`` [V], without
+    a gradient. In float32 they are those of :func:`~stages.engines.torch.layers.linear`, bit for
+    bit."""
     if weight.dtype == torch.float32:
         return linear(hidden, weight, bias)
     rows = hidden.reshape(-1, hidden.shape[-1])
@@ -58,12 +67,18 @@ def use_float32(head: nn.Linear) -> None:
 
 def value_head(model: PreTrainedModel, device: torch.device) -> dict[str, nn.Parameter]:
     """Weight [1, d] and bias [1] of zeros, float32: every value is 0 until it is trained."""
-    shapes = {"value_head.weight": (1, model.get_output_embeddings().weight.shape[1]), "value_head.bias": (1,)}
+    shapes = {
+        "value_head.weight": (1, model.get_output_embeddings().weight.shape[1]),
+        "value_head.bias": (1,),
+    }
     return {name: nn.Parameter(torch.zeros(shape, device=device)) for name, shape in shapes.items()}
 
 
-def values_of(hidden: torch.Tensor, head: Mapping[str, nn.Parameter], source: torch.Tensor) -> torch.Tensor:
-    """Values float32 [T] of the hidden states [U, d] at ``source`` int64 [T]; empty without a ``head``."""
+def values_of(
+    hidden: torch.Tensor, head: Mapping[str, nn.Parameter], source: torch.Tensor
+) -> torch.Tensor:
+    """Values float32 [T] of the hidden states [U, d] at ``source`` int64 [T]; empty without a
+    ``head``."""
     if not head:
         return hidden.new_empty(0)
     return nn.functional.linear(hidden.float(), *head.values())[:, 0].index_select(0, source)

@@ -1,4 +1,5 @@
-"""Logprobs of given tokens from hidden states, in bounded memory, with a gradient; and the entropy beside them."""
+"""Logprobs of given tokens from hidden states, in bounded memory, with a gradient; and the entropy
+beside them."""
 
 from __future__ import annotations
 
@@ -11,15 +12,17 @@ from stages.engines.torch.head.logits import float32_logits
 from stages.engines.torch.layers import product
 
 LOGITS_BYTES = 256 * 2**20  # most that float32 logits may take at once
-PIECE_BYTES = {"cpu": 4 * 2**20}  # of logits that several operations in turn work on; a CPU's caches hold them
+# of logits that several operations in turn work on; a CPU's caches hold them
+PIECE_BYTES = {"cpu": 4 * 2**20}
 TINY = torch.finfo(torch.float32).tiny  # a smaller probability adds nothing to an entropy
 
 
 class TokenLogprobs(torch.autograd.Function):
-    """Logprobs of ``targets`` [T] from the hidden states [U, d] that predict them, with at most ``LOGITS_BYTES`` of logits.
-    If all logits fit they are kept for the backward; otherwise each chunk is computed again. Also returns, without a
-    gradient, the entropy [T] (nats) of the distribution that each target is of; empty without ``with_entropy``. With
-    ``vocabulary`` only so many of the first tokens have a probability: the other rows of the head, which pad it, are not
+    """Logprobs of ``targets`` [T] from the hidden states [U, d] that predict them, with at most
+    ``LOGITS_BYTES`` of logits. If all logits fit they are kept for the backward; otherwise each
+    chunk is computed again. Also returns, without a gradient, the entropy [T] (nats) of the
+    distribution that each target is of; empty without ``with_entropy``. With ``vocabulary`` only so
+    many of the first tokens have a probability: the other rows of the head, which pad it, are not
     read, and get a gradient of zero."""
 
     @staticmethod
@@ -36,21 +39,28 @@ class TokenLogprobs(torch.autograd.Function):
         vocabulary: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.rows = len(weight)
-        weight, bias = weight[:vocabulary], None if bias is None else bias[:vocabulary]
+        weight = weight[:vocabulary]
+        bias = None if bias is None else bias[:vocabulary]
         size = max(1, LOGITS_BYTES // (4 * weight.shape[0]))
         chosen = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
-        entropies = torch.empty(len(hidden) if with_entropy else 0, dtype=torch.float32, device=hidden.device)
+        entropies = torch.empty(
+            len(hidden) if with_entropy else 0, dtype=torch.float32, device=hidden.device
+        )
         kept = None
         for start in range(0, len(hidden), size):
             logits = scaled_logits(hidden[start : start + size], weight, bias, temperature, softcap)
             own = (source >= start) & (source < start + size)
             at = source[own] - start
             wanted = logits[at, targets[own]]
-            peak, log_total = _softmax_in_place(logits, entropies[start : start + size] if with_entropy else None)
+            peak, log_total = _softmax_in_place(
+                logits, entropies[start : start + size] if with_entropy else None
+            )
             chosen[own] = wanted - peak[at] - log_total[at]
             kept = logits if size >= len(hidden) and softcap is None else None
         ctx.save_for_backward(hidden, weight, bias, source, targets, kept)
-        ctx.temperature, ctx.size, ctx.softcap = temperature, size, softcap
+        ctx.temperature = temperature
+        ctx.size = size
+        ctx.softcap = softcap
         entropy = entropies[source] if with_entropy else entropies
         ctx.mark_non_differentiable(entropy)
         return chosen, entropy
@@ -70,7 +80,8 @@ class TokenLogprobs(torch.autograd.Function):
             if (probabilities := kept) is None:
                 probabilities = scaled_logits(part, weight, bias, ctx.temperature, ctx.softcap)
                 if ctx.softcap is not None:
-                    slope = 1 - (probabilities * (ctx.temperature / ctx.softcap)).square_()  # of the cap
+                    # of the cap
+                    slope = 1 - (probabilities * (ctx.temperature / ctx.softcap)).square_()
                 _softmax_in_place(probabilities, None)
             own = (source >= start) & (source < start + ctx.size)
             for words in _pieces(len(weight), len(part), weight.device):
@@ -107,11 +118,16 @@ def scaled_logits(
     return logits if temperature == 1 else logits.div_(temperature)
 
 
-def _softmax_in_place(logits: torch.Tensor, entropy: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Turn ``logits`` [U, V] into probabilities, and write the entropy of each row to ``entropy`` [U]. Returns each row's
-    largest logit, and the log of the sum of the exponentials of logits minus it; their sum is the row's logsumexp."""
-    peak, total = logits.new_empty(len(logits), 1), logits.new_empty(len(logits), 1)
-    logs: torch.Tensor | None = None  # memory that is new for each piece costs more than all that is computed in it
+def _softmax_in_place(
+    logits: torch.Tensor, entropy: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Turn ``logits`` [U, V] into probabilities, and write the entropy of each row to ``entropy``
+    [U]. Returns each row's largest logit, and the log of the sum of the exponentials of logits
+    minus it; their sum is the row's logsumexp."""
+    peak = logits.new_empty(len(logits), 1)
+    total = logits.new_empty(len(logits), 1)
+    # memory that is new for each piece costs more than all that is computed in it
+    logs: torch.Tensor | None = None
     for rows in _pieces(len(logits), logits.shape[1], logits.device):
         part = logits[rows]
         torch.amax(part, -1, keepdim=True, out=peak[rows])

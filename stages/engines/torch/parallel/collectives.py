@@ -1,4 +1,5 @@
-"""Collective calls through which gradients flow back: what ranks have slices of, and rows that go to other ranks."""
+"""Collective calls through which gradients flow back: what ranks have slices of, and rows that go
+to other ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def _joined(part: torch.Tensor, count: int, group: dist.ProcessGroup) -> torch.T
 
 
 class Join(torch.autograd.Function):
-    """The whole of all ranks' slices. Each rank has the same gradient of it, and takes its slice."""
+    """The whole of all ranks' slices. Each rank has the same gradient of it, and takes its
+    slice."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, count: int, group: dist.ProcessGroup) -> torch.Tensor:
@@ -38,13 +40,18 @@ class Join(torch.autograd.Function):
 
 
 class AllToAll(torch.autograd.Function):
-    """Rows to the ranks of ``group``: so many to each, in order, and so many from each. Gradients go back."""
+    """Rows to the ranks of ``group``: so many to each, in order, and so many from each.
+
+    Gradients go back.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
     ) -> torch.Tensor:
-        ctx.sent, ctx.received, ctx.group = sent, received, group
+        ctx.sent = sent
+        ctx.received = received
+        ctx.group = group
         return _exchanged(rows, sent, received, group)
 
     @staticmethod
@@ -52,7 +59,9 @@ class AllToAll(torch.autograd.Function):
         return _exchanged(gradients[0], ctx.received, ctx.sent, ctx.group), None, None, None
 
 
-def _exchanged(rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+def _exchanged(
+    rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+) -> torch.Tensor:
     out = rows.new_empty(sum(received), *rows.shape[1:])
     dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group)
     return out

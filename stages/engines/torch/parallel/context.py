@@ -1,12 +1,13 @@
-"""Context parallelism: the tokens of a packed micro-batch divided over the ``cp`` ranks of a replica.
+"""Context parallelism: the tokens of a packed micro-batch divided over the ``cp`` ranks of a
+replica.
 
     the same micro-batch of S tokens on each rank ─▶ about S / cp of them through embeddings, layers and head;
                                                      in attention the ranks exchange what it needs (ulysses.py, ring.py)
     logprobs of own tokens ─▶ gathered: [T] on each rank, so that algorithms see whole rows;
                               backward: each rank follows the gradient of its own part
 
-The loss is the same on each rank, and its gradient reaches the weights through the tokens of each rank alone, so gradients
-add up over the ranks as those of data-parallel ones do.
+The loss is the same on each rank, and its gradient reaches the weights through the tokens of each
+rank alone, so gradients add up over the ranks as those of data-parallel ones do.
 """
 
 from __future__ import annotations
@@ -28,17 +29,26 @@ from stages.parallel.options import ContextParallel
 
 
 def divide(packed: PackedBatch, group: dist.ProcessGroup, method: ContextParallel) -> Share:
-    """Returns the share of this rank of ``group`` in ``packed``, which is the same on all of them. Ranks have equally many
-    tokens: some feed the first one again, where nothing reads it."""
-    size, rank, device, count = group.size(), group.rank(), packed.ids.device, packed.ids.shape[1]
+    """Returns the share of this rank of ``group`` in ``packed``, which is the same on all of them.
+
+    Ranks have equally many tokens: some feed the first one again, where nothing reads it.
+    """
+    size = group.size()
+    rank = group.rank()
+    device = packed.ids.device
+    count = packed.ids.shape[1]
     attend: Callable[..., torch.Tensor]
     if method == "ring":
         ring = Ring(packed, group)
-        parts, attend = ring.tokens, ring.attention
+        parts = ring.tokens
+        attend = ring.attention
     else:
-        parts = pad_sequence(list(torch.arange(count).tensor_split(size)), batch_first=True, padding_value=-1)
+        parts = pad_sequence(
+            list(torch.arange(count).tensor_split(size)), batch_first=True, padding_value=-1
+        )
         attend = partial(attention_by_heads, group, inverse(parts, count).to(device))
-    predicts = inverse(parts, count)[packed.places[packed.source].cpu()]  # [T]: places among the tokens of all ranks
+    # [T]: places among the tokens of all ranks
+    predicts = inverse(parts, count)[packed.places[packed.source].cpu()]
     of_ranks = [(predicts // parts.shape[1] == at).nonzero()[:, 0] for at in range(size)]
     targets = pad_sequence(of_ranks, batch_first=True, padding_value=-1)
     places, source = (predicts[targets[rank]] % parts.shape[1]).unique(return_inverse=True)

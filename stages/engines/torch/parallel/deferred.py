@@ -1,4 +1,5 @@
-"""Gradients of the matrices of linear layers that are computed after the backward pass: "W" of zero-bubble schedules.
+"""Gradients of the matrices of linear layers that are computed after the backward pass: "W" of
+zero-bubble schedules.
 
     backward ("B"): gradient of the input, at once; (input, gradient of the output) is kept
     later ("W"):    gradient of the matrix from them ─▶ FSDP, which scatters a layer's gradients then
@@ -43,8 +44,8 @@ class DeferredGradients:
 
     @torch.no_grad()
     def compute(self, action: Action, units: Sequence[Any]) -> None:
-        """Compute what :meth:`keep` has kept of the pass before ``action``, and add up the gradients of ``units``, the
-        modules that FSDP gathers, over their ranks."""
+        """Compute what :meth:`keep` has kept of the pass before ``action``, and add up the
+        gradients of ``units``, the modules that FSDP gathers, over their ranks."""
         for weight, bias, x, gradient in self._kept.pop(action.needs):
             rows = gradient.flatten(0, -2)
             _add(weight, product(rows.t(), x.flatten(0, -2)))
@@ -53,7 +54,8 @@ class DeferredGradients:
         for unit in reversed(units):  # as torch's own pipeline stages do it
             unit.set_requires_gradient_sync(True, recurse=False)
             for group in unit._get_fsdp_state()._fsdp_param_groups:
-                for parameter in group.fsdp_params:  # others' gradients are kept in the dtype that is scattered
+                # others' gradients are kept in the dtype that is scattered
+                for parameter in group.fsdp_params:
                     parameter.accumulate_unsharded_grad_if_needed()
                     parameter.to_accumulated_grad_if_needed()
                 group.post_backward()
@@ -75,7 +77,8 @@ class _Linear(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, kept: list[Kept]
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight, bias)
-        ctx.kept, ctx.parameters = kept, (weight, bias)  # activations computed again come with copies of parameters
+        ctx.kept = kept
+        ctx.parameters = (weight, bias)  # activations computed again come with copies of parameters
         return linear(x, weight, bias)
 
     @staticmethod

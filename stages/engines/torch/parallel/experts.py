@@ -1,9 +1,11 @@
-"""Expert parallelism: each rank holds whole experts, and tokens go to them and come back by all-to-all. None is dropped.
+"""Expert parallelism: each rank holds whole experts, and tokens go to them and come back by
+all-to-all. None is dropped.
 
     router ─▶ (token, expert) pairs, by expert ─▶ all-to-all ─▶ own experts ─▶ all-to-all ─▶ weighted sum of each token
 
-A layer's experts are dealt out to ``ep`` neighbours among all ranks of a pipeline stage; ranks with the same experts shard
-them (FSDP2), in a unit of their own. Tensor parallelism does not cut an expert.
+A layer's experts are dealt out to ``ep`` neighbours among all ranks of a pipeline stage; ranks with
+the same experts shard them (FSDP2), in a unit of their own. Tensor parallelism does not cut an
+expert.
 """
 
 from __future__ import annotations
@@ -23,9 +25,10 @@ from stages.engines.torch.parallel.mesh import Meshes
 
 
 def deal_experts(model: nn.Module, meshes: Meshes) -> list[nn.Module]:
-    """Deal the experts of ``model`` out to the ranks of ``meshes``. Returns the modules to be sharded over
-    ``meshes.experts``: none where ranks share neither experts nor tokens. Raises ValueError for a number of experts that
-    the ranks cannot share evenly."""
+    """Deal the experts of ``model`` out to the ranks of ``meshes``. Returns the modules to be
+    sharded over
+    ``meshes.experts``: none where ranks share neither experts nor tokens. Raises ValueError for a
+    number of experts that the ranks cannot share evenly."""
     if meshes.ep is None and meshes.tp is None:
         return []
     ep = 1 if meshes.ep is None else meshes.ep.size()
@@ -33,14 +36,21 @@ def deal_experts(model: nn.Module, meshes: Meshes) -> list[nn.Module]:
     if ep > 1 and not modules and not meshes.pipes:  # a pipeline stage may have other layers alone
         raise ValueError(f"ep: {type(model).__name__} has no experts; use ep = 1")
     for module in modules:
-        plain, parameters = module.forward, module._parameters
+        plain = module.forward
+        parameters = module._parameters
         if module.num_experts % ep:
-            raise ValueError(f"ep: {module.num_experts} experts, which {ep} ranks cannot share evenly; use a divisor")
+            raise ValueError(
+                f"ep: {module.num_experts} experts, which {ep} ranks cannot share "
+                f"evenly; use a divisor"
+            )
         for name, whole in parameters.items() if ep > 1 else ():
-            own = distribute_tensor(whole.detach(), meshes.ep, [Shard(0)], src_data_rank=None)  # every rank has all
+            # every rank has all
+            own = distribute_tensor(whole.detach(), meshes.ep, [Shard(0)], src_data_rank=None)
             parameters[name] = nn.Parameter(own, requires_grad=whole.requires_grad)
         module.num_experts //= ep
-        module.forward = partial(_dispatched, module, plain, None if meshes.ep is None else meshes.ep.get_group())
+        module.forward = partial(
+            _dispatched, module, plain, None if meshes.ep is None else meshes.ep.get_group()
+        )
     return modules
 
 
@@ -55,27 +65,40 @@ def _dispatched(
     """What ``plain``, the module's own forward, returns with all experts."""
     chosen = experts.shape[-1]
     pairs, order = experts.flatten().sort(stable=True)
-    rows, sent, received = tokens[order // chosen], [len(pairs)], [len(pairs)]
+    rows = tokens[order // chosen]
+    sent = [len(pairs)]
+    received = [len(pairs)]
     if ep is not None:
         going = torch.bincount(pairs, minlength=ep.size() * module.num_experts)
         coming = torch.empty_like(going)
         dist.all_to_all_single(coming, going, group=ep)
         sent, received = torch.stack([going, coming]).view(2, ep.size(), -1).sum(-1).tolist()
         rows = AllToAll.apply(rows, sent, received, ep)  # type: ignore[no-untyped-call]
-        pairs = torch.arange(module.num_experts, device=going.device).repeat(ep.size()).repeat_interleave(coming)
+        pairs = (
+            torch.arange(module.num_experts, device=going.device)
+            .repeat(ep.size())
+            .repeat_interleave(coming)
+        )
     rows = _computed(module, plain, rows, pairs[:, None])
     if ep is not None:
         rows = AllToAll.apply(rows, received, sent, ep)  # type: ignore[no-untyped-call]
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)
-    return (rows[back].view(len(tokens), chosen, tokens.shape[-1]) * weights[..., None]).sum(1).to(tokens.dtype)
+    return (
+        (rows[back].view(len(tokens), chosen, tokens.shape[-1]) * weights[..., None])
+        .sum(1)
+        .to(tokens.dtype)
+    )
 
 
 def _computed(
     module: Any, plain: Callable[..., torch.Tensor], rows: torch.Tensor, experts: torch.Tensor
 ) -> torch.Tensor:
-    """The outputs of this rank's ``experts`` for ``rows`` [N, H]. Without rows they compute a row of zeros: their gradients
-    are waited for by the ranks that shard them."""
+    """The outputs of this rank's ``experts`` for ``rows`` [N, H].
+
+    Without rows they compute a row of zeros: their gradients are waited for by the ranks that shard
+    them.
+    """
     given = rows if len(rows) else rows.sum(0, keepdim=True)
     experts = experts if len(rows) else experts.new_zeros(1, 1)
     parameters = dict(module._parameters)

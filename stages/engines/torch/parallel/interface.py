@@ -106,7 +106,8 @@ class Parallel:
 
     def save_pretrained(self, path: Path, state: Mapping[str, Any] | None) -> None:
         """See :class:`stages.engines.protocols.TrainEngine`."""
-        packed_model, model = self.packed_model, self.packed_model.model
+        packed_model = self.packed_model
+        model = self.packed_model.model
         # A quantised checkpoint's config says so, which is untrue of what is written.
         model.config.__dict__.pop("quantization_config", None)
         named = state["model"] if state else {}

@@ -23,10 +23,15 @@ from stages.parallel.layout import Layout, RankCoordinates
 SECRET = "asyncdock-secret"  # key of the store in which the ranks meet
 
 
-def join(coordinates: RankCoordinates, store: dist.Store, device: torch.device, timeout: float) -> None:
-    """Join torch.distributed's default group. Every rank calls this; it returns when all have. A collective call that a rank
-    does not join within ``timeout`` seconds raises on the others. Ranks of several nodes meet in a store that has
-    ``own_address``, by which this rank reaches the others."""
+def join(
+    coordinates: RankCoordinates, store: dist.Store, device: torch.device, timeout: float
+) -> None:
+    """Join torch.distributed's default group.
+
+    Every rank calls this; it returns when all have. A collective call that a rank does not join
+    within ``timeout`` seconds raises on the others. Ranks of several nodes meet in a store that has
+    ``own_address``, by which this rank reaches the others.
+    """
     devices.use(device)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", _interface(coordinates, store))
     dist.init_process_group(
@@ -43,22 +48,29 @@ def join(coordinates: RankCoordinates, store: dist.Store, device: torch.device, 
 
 
 def _interface(coordinates: RankCoordinates, store: dist.Store) -> str:
-    """Returns the network interface for gloo's ports. They ask for no credentials, so where all ranks are on one node they
-    are opened on loopback."""
+    """Returns the network interface for gloo's ports.
+
+    They ask for no credentials, so where all ranks are on one node they are opened on loopback.
+    """
     if address := getattr(store, "own_address", ""):
         store.set(f"node {coordinates.rank}", node_id(shared_memory_directory()))
         if len({bytes(store.get(f"node {rank}")) for rank in range(coordinates.world)}) > 1:
             found = psutil.net_if_addrs().items()
-            return next(name for name, addresses in found if address in [each.address for each in addresses])
+            return next(
+                name for name, addresses in found if address in [each.address for each in addresses]
+            )
     return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
 
 
 def prove(secret: bytes, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
-    """Each rank of ``group`` proves to the others that it knows ``secret``, which it read from the store in which the ranks
-    met. A process of another user that has connected to a rank's port cannot. Raises ``PermissionError``."""
+    """Each rank of ``group`` proves to the others that it knows ``secret``, which it read from the
+    store in which the ranks met. A process of another user that has connected to a rank's port
+    cannot. Raises ``PermissionError``."""
 
     def proof(rank: int) -> bytes:
-        return hmac.digest(secret, f"{dist.get_process_group_ranks(group)} {rank}".encode(), "sha256")
+        return hmac.digest(
+            secret, f"{dist.get_process_group_ranks(group)} {rank}".encode(), "sha256"
+        )
 
     own = torch.frombuffer(bytearray(proof(dist.get_rank(group))), dtype=torch.uint8).to(device)
     proofs = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
@@ -66,20 +78,26 @@ def prove(secret: bytes, device: torch.device, group: dist.ProcessGroup | None =
     for rank, found in enumerate(proofs):
         if not hmac.compare_digest(bytes(found.cpu().numpy()), proof(rank)):
             raise PermissionError(
-                f"rank {rank} of a train engine's group is a process that did not meet the others; start again"
+                f"rank {rank} of a train engine's group is a process that did not meet the others; "
+                f"start again"
             )
 
 
 class Meshes:
-    """Meshes of the ranks of ``layout``, whose neighbours in a mesh are a process group. Every rank makes them
-    together; ``checked`` is called with each group. Attributes are this rank's part of each.
+    """Meshes of the ranks of ``layout``, whose neighbours in a mesh are a process group.
 
-    ``layers``, ``outside``, ``experts``: see :attr:`~stages.parallel.layout.Layout.meshes`; dimensions ``("dp",)``, or
-    with copies ``("dp_replicate", "dp")``. ``tp``, ``ep``, ``cp``: None for one rank. ``replicas``: one rank of each
-    share of the batch. ``pipes``: two groups of the same ranks, one of each pipeline stage; none for one stage.
+    Every rank makes them together; ``checked`` is called with each group. Attributes are this
+    rank's part of each.
+
+    ``layers``, ``outside``, ``experts``: see :attr:`~stages.parallel.layout.Layout.meshes`;
+    dimensions ``("dp",)``, or with copies ``("dp_replicate", "dp")``. ``tp``, ``ep``, ``cp``: None
+    for one rank. ``replicas``: one rank of each share of the batch. ``pipes``: two groups of the
+    same ranks, one of each pipeline stage; none for one stage.
     """
 
-    def __init__(self, layout: Layout, kind: str, checked: Callable[[dist.ProcessGroup], None]) -> None:
+    def __init__(
+        self, layout: Layout, kind: str, checked: Callable[[dist.ProcessGroup], None]
+    ) -> None:
         self.layout = layout
         self._kind = kind
         self._checked = checked
@@ -95,11 +113,18 @@ class Meshes:
         self.replicas = self._mesh("replicas")["dp"] if shared else layers["dp"]
         self.cp = self._mesh("context")["cp"] if context else None
         stages = layout.meshes["stages"]["pp"]
-        self.pipes = [self._mesh("stages")["pp"].get_group() for _ in range(2)] if stages > 1 else []
+        self.pipes = (
+            [self._mesh("stages")["pp"].get_group() for _ in range(2)] if stages > 1 else []
+        )
 
     def _mesh(self, use: str) -> DeviceMesh:
-        """The mesh for ``use`` over all ranks, with dimensions of one rank left out but for ``dp`` and ``tp``."""
-        sizes = {name: size for name, size in self.layout.meshes[use].items() if size > 1 or name in ("dp", "tp")}
+        """The mesh for ``use`` over all ranks, with dimensions of one rank left out but for ``dp``
+        and ``tp``."""
+        sizes = {
+            name: size
+            for name, size in self.layout.meshes[use].items()
+            if size > 1 or name in ("dp", "tp")
+        }
         mesh = init_device_mesh(self._kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         for group in mesh.get_all_groups():
             self._checked(group)

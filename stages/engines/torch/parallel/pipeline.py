@@ -1,11 +1,13 @@
-"""Pipeline parallelism: each rank has some of the layers, and hidden states go from rank to rank (1F1B, interleaved, ZBV).
+"""Pipeline parallelism: each rank has some of the layers, and hidden states go from rank to rank
+(1F1B, interleaved, ZBV).
 
     embeddings ▸ layers ─ hidden states [1, S, H] ─▶ layers ─▶ … ─▶ layers ▸ norm ▸ head ▸ loss
                         ◀───── their gradients ────
 
-Every rank of a replica knows the tokens S of each micro-batch and the order of all ranks (stages/parallel/schedules.py), so
-hidden states are sent as they are, without padding and without their shapes, and received in the order in which they are
-sent. A virtual stage is the model's own decoder with other modules in the places of those that other ranks have.
+Every rank of a replica knows the tokens S of each micro-batch and the order of all ranks
+(stages/parallel/schedules.py), so hidden states are sent as they are, without padding and without
+their shapes, and received in the order in which they are sent. A virtual stage is the model's own
+decoder with other modules in the places of those that other ranks have.
 """
 
 from __future__ import annotations
@@ -45,8 +47,11 @@ SHARED_BYTES = 64 * 2**10  # of what the last stage tells the others, as JSON
 
 
 class Placeholder(nn.Module):
-    """In the place of a module that another rank has. Returns what it is called with, or ``given``; for the numbers of words
-    zeros [1, S, H], of which decoders read the shape."""
+    """In the place of a module that another rank has.
+
+    Returns what it is called with, or ``given``; for the numbers of words zeros [1, S, H], of which
+    decoders read the shape.
+    """
 
     def __init__(self, like: nn.Module | None = None) -> None:
         super().__init__()
@@ -57,7 +62,11 @@ class Placeholder(nn.Module):
         if self.given is None:
             return hidden_states
         words = not hidden_states.is_floating_point()
-        return self.given.new_zeros(1).expand(*hidden_states.shape, self.given.shape[-1]) if words else self.given
+        return (
+            self.given.new_zeros(1).expand(*hidden_states.shape, self.given.shape[-1])
+            if words
+            else self.given
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,33 +85,49 @@ class PipelineStage:
 
 
 def planned(model: PreTrainedModel) -> list[str]:
-    """The names of embeddings, layers and norm in the decoder of ``model``, by its plan in transformers. Raises ValueError
-    for a model without one."""
+    """The names of embeddings, layers and norm in the decoder of ``model``, by its plan in
+    transformers. Raises ValueError for a model without one."""
     names = list(getattr(model.config.get_text_config(), "base_model_pp_plan", None) or ())
     children = model.base_model.named_children()
-    others = [name for name, child in children if name not in names and any(True for _ in child.parameters())]
+    others = [
+        name
+        for name, child in children
+        if name not in names and any(True for _ in child.parameters())
+    ]
     if len(names) != 3 or others:
         wrong = f"{type(model).__name__} comes without a plan for pipeline stages"
         raise ModelRefused("pp", wrong, "use pp = 1")
     return names
 
 
-def keep_own(model: PreTrainedModel, at: RankCoordinates) -> tuple[list[PipelineStage], dict[str, int]]:
-    """Take the modules out of ``model`` that other pipeline stages than that of the rank ``at`` have.
+def keep_own(
+    model: PreTrainedModel, at: RankCoordinates
+) -> tuple[list[PipelineStage], dict[str, int]]:
+    """Take the modules out of ``model`` that other pipeline stages than that of the rank ``at``
+    have.
 
-    Returns this rank's virtual stages, and the virtual stage of each parameter and buffer of the whole model (of tied
-    embeddings the first one). Raises ValueError for a model that cannot be cut, or not into as many."""
-    decoder, names, layout = model.base_model, planned(model), at.layout
+    Returns this rank's virtual stages, and the virtual stage of each parameter and buffer of the
+    whole model (of tied embeddings the first one). Raises ValueError for a model that cannot be
+    cut, or not into as many."""
+    decoder = model.base_model
+    names = planned(model)
+    layout = at.layout
     count = layout.virtual_stages
     state = model_state(model.config)
     check_stages(state, layout)
     dealt = stage_layers(state.costs, count)
-    (embedding, words), (stack, layers), (norm, last_norm) = ((name, decoder.get_submodule(name)) for name in names)
+    (embedding, words), (stack, layers), (norm, last_norm) = (
+        (name, decoder.get_submodule(name)) for name in names
+    )
     of: dict[str, int] = {}
-    for name in chain(*(dict(found).keys() for found in (model.named_parameters(), model.named_buffers()))):
+    for name in chain(
+        *(dict(found).keys() for found in (model.named_parameters(), model.named_buffers()))
+    ):
         _, _, inside = name.partition(f"{model.base_model_prefix}.{stack}.")
         layer = int(inside.partition(".")[0]) if inside else -1
-        of[name] = next((stage for stage, layers_of in enumerate(dealt) if layer in layers_of), count - 1)
+        of[name] = next(
+            (stage for stage, layers_of in enumerate(dealt) if layer in layers_of), count - 1
+        )
         if name.startswith(f"{model.base_model_prefix}.{embedding}."):
             of[name] = 0
     whole: list[Any] = list(layers)  # type: ignore[call-overload]
@@ -110,7 +135,9 @@ def keep_own(model: PreTrainedModel, at: RankCoordinates) -> tuple[list[Pipeline
     for number in at.virtual_stages:
         mine = dealt[number]
         entry = Placeholder(whole[mine[0] - 1])
-        placed = [layer if place in mine else Placeholder(layer) for place, layer in enumerate(whole)]
+        placed = [
+            layer if place in mine else Placeholder(layer) for place, layer in enumerate(whole)
+        ]
         if number:
             placed[mine[0] - 1] = entry  # the decoder may change what comes from its embeddings
         modules = {
@@ -187,7 +214,8 @@ class Pipeline(MicroBatchRunner):
         shares = [self._share(each) for each in packed]
         kinds = 2 if self._packed_model.value_head else 1
         scores = [
-            torch.zeros(kinds, len(each.targets), device=self._packed_model.device) for each in packed[: len(batches)]
+            torch.zeros(kinds, len(each.targets), device=self._packed_model.device)
+            for each in packed[: len(batches)]
         ]
 
         def compute(number: int, is_last: bool) -> Any:
@@ -229,8 +257,11 @@ class Pipeline(MicroBatchRunner):
         *,
         learn: Callable[[int], None] | None = None,
     ) -> None:
-        """Run micro-batches of so many ``tokens``. ``compute(number, is_last)`` returns the hidden states [1, S, H] of one,
-        or after the last stage its loss. ``learn``: is called before each backward pass; None: there is none."""
+        """Run micro-batches of so many ``tokens``.
+
+        ``compute(number, is_last)`` returns the hidden states [1, S, H] of one, or after the last
+        stage its loss. ``learn``: is called before each backward pass; None: there is none.
+        """
         if self._tp is not None:
             group = self._tp.get_group()
             tokens = [len(own_slice(torch.arange(count), group)) for count in tokens]
@@ -251,7 +282,9 @@ class Pipeline(MicroBatchRunner):
                 if learn is not None:
                     under_way[virtual_stage, number] = given, out
             elif action.kind == "W" and self._deferred is not None:
-                self._deferred.compute(action, [unit for layer in stage.layers for unit in _units(layer)])
+                self._deferred.compute(
+                    action, [unit for layer in stage.layers for unit in _units(layer)]
+                )
             elif learn is not None:
                 given, out = under_way.pop((virtual_stage, number))
                 gradient = mail.receive(action.needs) if virtual_stage < self.last else None
@@ -288,7 +321,8 @@ class Pipeline(MicroBatchRunner):
         return self._up if source < target else self._down
 
     def broadcast(self, value: torch.Tensor, stage: int | None = None) -> torch.Tensor:
-        """``value`` as stage ``stage`` (default: the last) has it; it is overwritten on the others."""
+        """``value`` as stage ``stage`` (default: the last) has it; it is overwritten on the
+        others."""
         source = self.rank_of(self.last if stage is None else stage)
         dist.broadcast(value, source, group=self._up)
         return value
@@ -307,10 +341,12 @@ class Pipeline(MicroBatchRunner):
         return summed.cpu()
 
     def join_tied(self, gradient: torch.Tensor) -> None:
-        """Add to the ``gradient`` of embeddings that are the output head too what the other end of the pipeline has."""
+        """Add to the ``gradient`` of embeddings that are the output head too what the other end of
+        the pipeline has."""
         if self._own.stage not in (0, self._layout.last_stage):
             return
-        me, other = self._own.rank, self.rank_of(self.last if self._own.stage == 0 else 0)
+        me = self._own.rank
+        other = self.rank_of(self.last if self._own.stage == 0 else 0)
         given = torch.empty_like(gradient)
         sending: Any = dist.isend(gradient.clone(), other, group=self.group(me, other))
         dist.recv(given, other, group=self.group(other, me))
@@ -319,8 +355,11 @@ class Pipeline(MicroBatchRunner):
 
 
 class _Mail:
-    """What this rank sends and receives while a pipeline runs. From each other rank it receives what comes next in that
-    rank's order; one of them is always asked for ahead."""
+    """What this rank sends and receives while a pipeline runs.
+
+    From each other rank it receives what comes next in that rank's order; one of them is always
+    asked for ahead.
+    """
 
     def __init__(
         self,
@@ -339,7 +378,9 @@ class _Mail:
         self._coming: dict[int, deque[Action]] = {}
         for stage, order in enumerate(ordered):
             rank = pipeline.rank_of(stage)
-            self._coming[rank] = deque(a for a in order if self._to(a) == self._me and rank != self._me)
+            self._coming[rank] = deque(
+                a for a in order if self._to(a) == self._me and rank != self._me
+            )
         self._asked: dict[int, tuple[Action, Any, torch.Tensor]] = {}
         for rank in self._coming:
             self._ask(rank)
@@ -353,7 +394,8 @@ class _Mail:
 
     def _ask(self, rank: int) -> None:
         if self._coming[rank]:
-            action, model = self._coming[rank].popleft(), self._packed_model
+            action = self._coming[rank].popleft()
+            model = self._packed_model
             shape = 1, self._tokens[action.number], model.hidden_size
             buffer = torch.empty(shape, dtype=model.dtype, device=model.device)
             asked = dist.irecv(buffer, rank, group=self._pipeline.group(rank, self._me))
@@ -365,9 +407,12 @@ class _Mail:
         if to == self._me:
             self._held[action] = hidden
             return
-        if self._packed_model.device.type != "cpu":  # gloo's sends say that they are complete only to those who wait
+        # gloo's sends say that they are complete only to those who wait
+        if self._packed_model.device.type != "cpu":
             self._sent = [one for one in self._sent if not one[0].is_completed()]
-        self._sent.append((dist.isend(hidden, to, group=self._pipeline.group(self._me, to)), hidden))
+        self._sent.append(
+            (dist.isend(hidden, to, group=self._pipeline.group(self._me, to)), hidden)
+        )
 
     def receive(self, action: Action) -> torch.Tensor:
         rank = self._pipeline.rank_of(action.stage)
@@ -384,6 +429,11 @@ class _Mail:
 
 
 def _units(layer: Any) -> list[Any]:
-    """The modules of ``layer`` that FSDP gathers, in the order in which their forward passes end."""
-    inside = [each for each in layer.modules() if each is not layer and hasattr(each, "set_requires_gradient_sync")]
+    """The modules of ``layer`` that FSDP gathers, in the order in which their forward passes
+    end."""
+    inside = [
+        each
+        for each in layer.modules()
+        if each is not layer and hasattr(each, "set_requires_gradient_sync")
+    ]
     return [*inside, layer]

@@ -1,11 +1,12 @@
-"""Ring attention (arXiv 2310.01889) with shared prompts: each rank computes the attention of its own tokens, all heads.
+"""Ring attention (arXiv 2310.01889) with shared prompts: each rank computes the attention of its
+own tokens, all heads.
 
     keys and values of prompts   ─ all-gather ─▶ read by all their rows
     of responses                 ─ from rank to rank ─▶ a part of the attention at each stop, merged by log-sum-exps
 
-Each sequence is cut into 2 · ranks parts, of which a rank has the r-th and the r-th from the end, so that causal attention
-is as much work for each (zigzag). Nothing that was received is kept for the backward pass: it is sent again, and gradients
-of keys and values travel with it.
+Each sequence is cut into 2 · ranks parts, of which a rank has the r-th and the r-th from the end,
+so that causal attention is as much work for each (zigzag). Nothing that was received is kept for
+the backward pass: it is sent again, and gradients of keys and values travel with it.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ from stages.engines.torch.packing import PackedBatch, as_batch, put
 
 @dataclass(frozen=True, order=True)
 class Segment:
-    """Neighbouring tokens of a sequence, the prompt (``row`` -1) or a response of ``piece``. ``first``: position of the
-    first of them; ``start``: its place among the packed tokens."""
+    """Neighbouring tokens of a sequence, the prompt (``row`` -1) or a response of ``piece``.
+
+    ``first``: position of the first of them; ``start``: its place among the packed tokens.
+    """
 
     piece: int
     row: int
@@ -39,8 +42,10 @@ class Segment:
 
 @dataclass(frozen=True)
 class Tile:
-    """Own ``queries`` and the ``keys`` of a buffer that they may see. ``at`` int64, on the CPU: positions of the queries,
-    counted from the first key."""
+    """Own ``queries`` and the ``keys`` of a buffer that they may see.
+
+    ``at`` int64, on the CPU: positions of the queries, counted from the first key.
+    """
 
     queries: slice
     keys: slice
@@ -48,28 +53,44 @@ class Tile:
 
 
 def _tile(own: Segment, at: int, first: int, keys: slice) -> Tile:
-    """Of ``own``, which is at ``at``, over ``keys``, of which the first one has position ``first``."""
-    return Tile(slice(at, at + own.length), keys, torch.arange(own.first - first, own.first - first + own.length))
+    """Of ``own``, which is at ``at``, over ``keys``, of which the first one has position
+    ``first``."""
+    return Tile(
+        slice(at, at + own.length),
+        keys,
+        torch.arange(own.first - first, own.first - first + own.length),
+    )
 
 
 class Ring:
-    """How the ranks of ``group`` compute the attention of ``packed`` together. ``tokens`` int64 [ranks, n]: which of them
-    each has, its parts of ``prompts`` first, then those of responses; -1: none. ``of_prompts``: this rank's tiles over the
-    keys of all prompts; ``steps``: over the responses' keys of each rank in turn, from its own to those of the next one."""
+    """How the ranks of ``group`` compute the attention of ``packed`` together.
+
+    ``tokens`` int64 [ranks, n]: which of them each has, its parts of ``prompts`` first, then those
+    of responses; -1: none. ``of_prompts``: this rank's tiles over the keys of all prompts;
+    ``steps``: over the responses' keys of each rank in turn, from its own to those of the next one.
+    """
 
     def __init__(self, packed: PackedBatch, group: dist.ProcessGroup) -> None:
-        self.group, self.size, rank = group, group.size(), group.rank()
+        self.group = group
+        self.size = group.size()
+        rank = group.rank()
         held = [list(_zigzag(packed, self.size, at)) for at in range(self.size)]
-        prompts, rows = ([[s for s in some if (s.row < 0) is wanted] for some in held] for wanted in (True, False))
+        prompts, rows = (
+            [[s for s in some if (s.row < 0) is wanted] for some in held]
+            for wanted in (True, False)
+        )
         of_prompts = _places(prompts)
-        self.tokens, self.prompts = torch.cat([of_prompts, _places(rows)], 1), of_prompts.shape[1]
+        self.tokens = torch.cat([of_prompts, _places(rows)], 1)
+        self.prompts = of_prompts.shape[1]
         order = inverse(of_prompts, packed.ids.shape[1])
-        self.order = order[order >= 0].to(packed.ids.device)  # of the gathered keys, those of each prompt in turn
+        # of the gathered keys, those of each prompt in turn
+        self.order = order[order >= 0].to(packed.ids.device)
         lengths = [piece.prompt.stop - piece.prompt.start for piece in packed.pieces]
         begins = list(accumulate(lengths, initial=0))
         self.of_prompts = []
         for own, at in _offsets(prompts[rank]):
-            for first, length in ((own.first, own.length), (0, own.first)):  # its own keys, and all before them
+            # its own keys, and all before them
+            for first, length in ((own.first, own.length), (0, own.first)):
                 keys = slice(begins[own.piece] + first, begins[own.piece] + first + length)
                 self.of_prompts += [_tile(own, at, first, keys)] if length else []
         mine = list(_offsets(rows[rank], self.prompts))
@@ -83,12 +104,26 @@ class Ring:
             theirs: dict[tuple[int, int], list[tuple[Segment, int]]] = {}
             for other, at in _offsets(rows[(rank - step) % self.size]):
                 theirs.setdefault((other.piece, other.row), []).append((other, at))
-            pairs = [(*own, *other) for own in mine for other in theirs.get((own[0].piece, own[0].row), ())]
-            tiles = (_tile(own, at, key.first, slice(to, to + key.length)) for own, at, key, to in pairs if key <= own)
+            pairs = [
+                (*own, *other)
+                for own in mine
+                for other in theirs.get((own[0].piece, own[0].row), ())
+            ]
+            tiles = (
+                _tile(own, at, key.first, slice(to, to + key.length))
+                for own, at, key, to in pairs
+                if key <= own
+            )
             self.steps.append(list(tiles))
 
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, packed: PackedBatch, scores: Scores
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        packed: PackedBatch,
+        scores: Scores,
     ) -> Tensor:
         """As :func:`~stages.engines.torch.packing.attention`, of this rank's tokens."""
         return _RingAttention.apply(q, torch.cat([k, v], -1), sinks, self, scores)  # type: ignore[no-any-return, no-untyped-call]
@@ -100,16 +135,25 @@ class Ring:
         return torch.cat(ranks).index_select(0, self.order)
 
     def sum_prompts(self, gradient: Tensor) -> Tensor:
-        """The gradient of this rank's tokens of prompts, summed over the ranks, from that of all prompts."""
-        ranks = gradient.new_zeros(self.size * self.prompts, *gradient.shape[1:]).index_copy_(0, self.order, gradient)
+        """The gradient of this rank's tokens of prompts, summed over the ranks, from that of all
+        prompts."""
+        ranks = gradient.new_zeros(self.size * self.prompts, *gradient.shape[1:]).index_copy_(
+            0, self.order, gradient
+        )
         own = torch.empty_like(ranks[: self.prompts])
         dist.reduce_scatter(own, list(ranks.chunk(self.size)), group=self.group)
         return own
 
     def pass_on(self, sent: Tensor, tag: int = 0) -> tuple[Tensor, list[dist.Work]]:
-        """Begin to send ``sent`` to the next rank. Returns what the rank before sends, when the work is done."""
-        found, rank = torch.empty_like(sent), self.group.rank()
-        after, before = (dist.get_global_rank(self.group, (rank + by) % self.size) for by in (1, -1))
+        """Begin to send ``sent`` to the next rank.
+
+        Returns what the rank before sends, when the work is done.
+        """
+        found = torch.empty_like(sent)
+        rank = self.group.rank()
+        after, before = (
+            dist.get_global_rank(self.group, (rank + by) % self.size) for by in (1, -1)
+        )
         calls = [
             dist.P2POp(dist.isend, sent, after, self.group, tag),
             dist.P2POp(dist.irecv, found, before, self.group, tag),
@@ -121,8 +165,11 @@ class _RingAttention(torch.autograd.Function):
     """Of ``q`` [n, H, D] over ``kv`` [n, KV heads, D + E], keys beside values."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, kv: Tensor, sinks: Tensor | None, ring: Ring, scores: Scores) -> Tensor:
-        dtype, width = wide(q), q.shape[2]
+    def forward(
+        ctx: Any, q: Tensor, kv: Tensor, sinks: Tensor | None, ring: Ring, scores: Scores
+    ) -> Tensor:
+        dtype = wide(q)
+        width = q.shape[2]
         out = q.new_zeros(*q.shape[:2], kv.shape[2] - width, dtype=dtype)
         total = q.new_full(
             q.shape[:2], torch.finfo(dtype).min, dtype=dtype
@@ -131,7 +178,9 @@ class _RingAttention(torch.autograd.Function):
         def add(tiles: Iterable[Tile], buffer: Tensor) -> None:
             for tile in tiles:
                 keys = as_batch(buffer, tile.keys)
-                found, sums = attend(as_batch(q, tile.queries), keys[..., :width], keys[..., width:], tile.at, scores)
+                found, sums = attend(
+                    as_batch(q, tile.queries), keys[..., :width], keys[..., width:], tile.at, scores
+                )
                 before = as_batch(out, tile.queries), as_batch(total, tile.queries)
                 put(out, total, tile.queries, *merge(*before, found.to(dtype), sums))
 
@@ -148,14 +197,17 @@ class _RingAttention(torch.autograd.Function):
             out, total = merge(out, total, None, sinks.to(dtype))
         out = out.to(q.dtype)
         ctx.save_for_backward(q, kv, sinks, out, total)
-        ctx.ring, ctx.scores = ring, scores
+        ctx.ring = ring
+        ctx.scores = scores
         return out
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         q, kv, sinks, out, total = ctx.saved_tensors
-        ring, dtype, width = ctx.ring, wide(q), q.shape[2]
+        ring = ctx.ring
+        dtype = wide(q)
+        width = q.shape[2]
         to_q = torch.zeros_like(q, dtype=dtype)
 
         def add(tiles: Iterable[Tile], buffer: Tensor, to_buffer: Tensor) -> Tensor:
@@ -178,7 +230,9 @@ class _RingAttention(torch.autograd.Function):
                 call.wait()
             held = coming
         prompts = ring.all_prompts(kv)
-        to_prompts = ring.sum_prompts(add(ring.of_prompts, prompts, torch.zeros_like(prompts, dtype=dtype)))
+        to_prompts = ring.sum_prompts(
+            add(ring.of_prompts, prompts, torch.zeros_like(prompts, dtype=dtype))
+        )
         to_sinks = None
         if sinks is not None:
             weight = (sinks.to(dtype) - total).exp()
@@ -187,11 +241,15 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _zigzag(packed: PackedBatch, ranks: int, rank: int) -> Iterator[Segment]:
-    """The parts that ``rank`` has of each prompt and response. With each sequence ranks change places: where one is shorter
-    than the parts are many, some get none."""
+    """The parts that ``rank`` has of each prompt and response.
+
+    With each sequence ranks change places: where one is shorter than the parts are many, some get
+    none.
+    """
     sequences = []
     for piece, of in enumerate(packed.pieces):
-        length, start = of.prompt.stop - of.prompt.start, of.prompt.stop
+        length = of.prompt.stop - of.prompt.start
+        start = of.prompt.stop
         sequences.append(Segment(piece, -1, 0, of.prompt.start, length))
         for row, tokens in enumerate(of.rows):
             sequences.append(Segment(piece, row, length, start, tokens))
@@ -201,18 +259,26 @@ def _zigzag(packed: PackedBatch, ranks: int, rank: int) -> Iterator[Segment]:
         for part in (at, 2 * ranks - 1 - at):
             begin, end = (whole.length * edge // (2 * ranks) for edge in (part, part + 1))
             if begin < end:
-                yield replace(whole, first=whole.first + begin, start=whole.start + begin, length=end - begin)
+                yield replace(
+                    whole, first=whole.first + begin, start=whole.start + begin, length=end - begin
+                )
 
 
 def _places(segments: Sequence[Sequence[Segment]]) -> Tensor:
-    """int64 [ranks, n]: places of the tokens of each rank's ``segments``; -1 where it has fewer than others."""
-    parts = [[torch.arange(s.start, s.start + s.length) for s in (*some, Segment(0, 0, 0, 0, 0))] for some in segments]
+    """int64 [ranks, n]: places of the tokens of each rank's ``segments``; -1 where it has fewer
+    than others."""
+    parts = [
+        [torch.arange(s.start, s.start + s.length) for s in (*some, Segment(0, 0, 0, 0, 0))]
+        for some in segments
+    ]
     return pad_sequence([torch.cat(of) for of in parts], batch_first=True, padding_value=-1)
 
 
 def inverse(parts: Tensor, count: int) -> Tensor:
-    """int64 [count]: where each of ``count`` tokens is in ``parts`` [ranks, n], flat; -1 of one that is in none."""
-    flat, where = parts.flatten(), torch.full((count,), -1)
+    """int64 [count]: where each of ``count`` tokens is in ``parts`` [ranks, n], flat; -1 of one
+    that is in none."""
+    flat = parts.flatten()
+    where = torch.full((count,), -1)
     where[flat[flat >= 0]] = (flat >= 0).nonzero()[:, 0]
     return where
 

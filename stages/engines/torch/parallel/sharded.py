@@ -95,11 +95,13 @@ class Sharded(Parallel):
         return device
 
     def place(self, packed_model: PackedModel, compute: torch.dtype) -> dict[str, nn.Parameter]:
-        own, layout = self.coordinates, self.coordinates.layout
+        own = self.coordinates
+        layout = self.coordinates.layout
         _check(packed_model, layout)
         self.packed_model = packed_model
         self._device = packed_model.device
-        model, adapters = packed_model.model, packed_model.adapters
+        model = packed_model.model
+        adapters = packed_model.adapters
         kind = self._device.type
         self.meshes = Meshes(layout, kind, partial(prove, self._secret, self._device))
         self.checkpoint_group = dist.new_group(backend="gloo")
@@ -112,7 +114,8 @@ class Sharded(Parallel):
             self._base = {name: value.clone() for name, value in base_weights(model).items()}
         # Of the whole model, also where pipeline stages have parts of it: what is learned, and
         # what else it saves.
-        saved, buffers = model.state_dict(), dict(model.named_buffers())
+        saved = model.state_dict()
+        buffers = dict(model.named_buffers())
         self._learned = {n: _like(p) for n, p in model.named_parameters()}
         self._fixed = {n: _like(saved[n]) for n in buffers.keys() & saved.keys()}
         stages, self._stage_of = keep_own(model, own) if self.meshes.pipes else ([], {})
@@ -173,7 +176,8 @@ class Sharded(Parallel):
 
     def _share(self, packed: PackedBatch) -> Share:
         """This rank's tokens of ``packed``, with the experts of those that its routers see."""
-        cp, tp = self.meshes.cp, self.meshes.tp
+        cp = self.meshes.cp
+        tp = self.meshes.tp
         share = Share(packed)
         if cp is not None:
             share = divide(packed, cp.get_group(), self.coordinates.layout.context_parallel)
@@ -218,7 +222,8 @@ class Sharded(Parallel):
         neutral = {name: -math.inf if name.startswith("max_") else 0.0 for name in names}
         own = list((neutral | metrics).values())
         values = self._gathered(torch.tensor(own, dtype=torch.float32)).double()
-        totals, peaks = values.sum(0).tolist(), values.amax(0).tolist()
+        totals = values.sum(0).tolist()
+        peaks = values.amax(0).tolist()
         reduced = {
             name: peak if name.startswith("max_") else total
             for name, total, peak in zip(names, totals, peaks, strict=True)
@@ -270,7 +275,8 @@ class Sharded(Parallel):
             dist.destroy_process_group()
 
     def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
-        own, dtype = dict(self.packed_model.model.named_parameters()), self.packed_model.dtype
+        own = dict(self.packed_model.model.named_parameters())
+        dtype = self.packed_model.dtype
         for name, like in self._learned.items():
             if like.requires_grad:
                 value = whole(own[name].detach().to(dtype)) if name in own else None
@@ -281,7 +287,9 @@ class Sharded(Parallel):
         for name, like in self._fixed.items():
             yield name, self._broadcast_from_stage(name, own.get(name), like)
 
-    def _broadcast_from_stage(self, name: str, value: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    def _broadcast_from_stage(
+        self, name: str, value: torch.Tensor | None, like: torch.Tensor
+    ) -> torch.Tensor:
         """Return ``value``, which the pipeline stage of ``name`` has."""
         if self._pipeline is None:
             return value  # type: ignore[return-value]
@@ -306,7 +314,8 @@ class Sharded(Parallel):
         """Every rank calls this, unless ``state`` is given. Rank 0 writes files of at most
         ``FILE_BYTES``, or of one tensor."""
         packed_model = self.packed_model
-        model, dtype = packed_model.model, packed_model.dtype
+        model = packed_model.model
+        dtype = packed_model.dtype
         if packed_model.adapters is not None:
             names = [name for name, like in self._learned.items() if like.requires_grad]
             matrices = {n: state["model"][n] for n in names} if state else dict(self.weights())
@@ -338,9 +347,14 @@ def _check(packed_model: PackedModel, layout: Layout) -> None:
     config = packed_model.model.config.get_text_config()
     heads = config.num_attention_heads if layout.cp > 1 else layout.tp
     if layout.context_parallel == "ulysses" and not fits_ulysses(heads, layout.tp, layout.cp):
-        raise ValueError(f"cp: {layout.cp} ranks cannot share {heads} heads evenly; use context_parallel = 'ring'")
+        raise ValueError(
+            f"cp: {layout.cp} ranks cannot share {heads} heads evenly; use "
+            f"context_parallel = 'ring'"
+        )
     if layout.defers_gradients and packed_model.adapters is not None:
-        raise ValueError("pipeline: 'zbv' defers gradients of matrices, which adapters freeze; use 'auto'")
+        raise ValueError(
+            "pipeline: 'zbv' defers gradients of matrices, which adapters freeze; use 'auto'"
+        )
 
 
 def _add_up(parameters: Iterable[DTensor], group: dist.ProcessGroup) -> None:
@@ -374,9 +388,12 @@ def _like(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(tensor, device="meta", requires_grad=tensor.requires_grad)
 
 
-def _shard(module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, divisor: float) -> None:
+def _shard(
+    module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, divisor: float
+) -> None:
     sharded: FSDPModule = fully_shard(module, mesh=mesh, mp_policy=policy)  # type: ignore[assignment]
-    # Each rank's loss is its share of the whole, so gradients add up. gloo has no premultiplied sum.
+    # Each rank's loss is its share of the whole, so gradients add up. gloo has no premultiplied
+    # sum.
     sharded.set_gradient_divide_factor(divisor)
     sharded.set_force_sum_reduction_for_comms(True)
 
@@ -387,8 +404,8 @@ def _layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def whole(parameter: torch.Tensor) -> torch.Tensor:
-    """The full tensor, gathered over dp first: torch warns about a gather over both dimensions, which it does in this order
-    too."""
+    """The full tensor, gathered over dp first: torch warns about a gather over both dimensions,
+    which it does in this order too."""
     if not isinstance(parameter, DTensor):
         return parameter
     placements = parameter.placements

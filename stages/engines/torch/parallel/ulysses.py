@@ -28,17 +28,31 @@ def attention_by_heads(
     packed: PackedBatch,
     scores: Scores,
 ) -> Tensor:
-    """:func:`~stages.engines.torch.packing.attention` of this rank's n tokens: ``q`` [n, H, D], ``k`` [n, KV heads, D],
-    ``v`` [n, KV heads, E]. ``where`` int64 [S]: place of each packed token among those of all ranks, [ranks · n]."""
-    size, even = group.size(), [len(q)] * group.size()
+    """:func:`~stages.engines.torch.packing.attention` of this rank's n tokens: ``q`` [n, H, D],
+    ``k`` [n, KV heads, D], ``v`` [n, KV heads, E]. ``where`` int64 [S]: place of each packed token
+    among those of all ranks, [ranks · n]."""
+    size = group.size()
+    even = [len(q)] * group.size()
     copies = math.lcm(k.shape[1], size) // k.shape[1]
     # [ranks, n, heads of a rank, …]: for each rank its heads
-    given = [x.unflatten(1, (size, -1)).transpose(0, 1) for x in (q, *(x.repeat_interleave(copies, 1) for x in (k, v)))]
+    given = [
+        x.unflatten(1, (size, -1)).transpose(0, 1)
+        for x in (q, *(x.repeat_interleave(copies, 1) for x in (k, v)))
+    ]
     sent = torch.cat([x.flatten(2) for x in given], -1).flatten(0, 1)
     found = AllToAll.apply(sent, even, even, group).index_select(0, where)  # type: ignore[no-untyped-call]
     parts = found.split([x.shape[2] * x.shape[3] for x in given], 1)
-    own_q, own_k, own_v = [part.unflatten(1, x.shape[2:]) for part, x in zip(parts, given, strict=True)]
-    out = attention(own_q, own_k, own_v, None if sinks is None else sinks.chunk(size)[group.rank()], packed, scores)
+    own_q, own_k, own_v = [
+        part.unflatten(1, x.shape[2:]) for part, x in zip(parts, given, strict=True)
+    ]
+    out = attention(
+        own_q,
+        own_k,
+        own_v,
+        None if sinks is None else sinks.chunk(size)[group.rank()],
+        packed,
+        scores,
+    )
     back = out.new_zeros(size * len(q), out[0].numel()).index_copy(0, where, out.flatten(1))
     heads = AllToAll.apply(back, even, even, group)  # type: ignore[no-untyped-call]
     return heads.unflatten(0, (size, -1)).transpose(0, 1).reshape(len(q), q.shape[1], -1)  # type: ignore[no-any-return]

@@ -1,10 +1,12 @@
-"""A torch_npu for tests: a device ``npu`` on the CPU with the names, operators and schemas of the real library.
+"""A torch_npu for tests: a device ``npu`` on the CPU with the names, operators and schemas of the
+real library.
 
     EMULATED_NPU=2.10           its allocator is none that torch.accelerator can ask, as up to torch_npu 2.12
     EMULATED_NPU_LIBRARY=FILE   device.cpp, compiled
     EMULATED_NPU_CALLS=FOLDER   at its end each process writes there how often it called which operator
 
-It says whether code asks the right device in the right order. It says nothing about a real NPU's numbers or speed.
+It says whether code asks the right device in the right order. It says nothing about a real NPU's
+numbers or speed.
 """
 
 from __future__ import annotations
@@ -62,12 +64,18 @@ def _module() -> types.ModuleType:
     npu.device_count = lambda: 2
     npu.current_device = _C.current
     npu.set_device = lambda device: _C.set_current(_index(device))
-    npu.get_device_properties = lambda device=None: types.SimpleNamespace(name="emulated", total_memory=8 << 30)
+    npu.get_device_properties = lambda device=None: types.SimpleNamespace(
+        name="emulated", total_memory=8 << 30
+    )
     npu.synchronize = lambda device=None: torch.accelerator.synchronize(_index(device))
     npu.memory_allocated = lambda device=None: _C.allocated(_index(device))
     npu.empty_cache = lambda: emptied.append(_C.current())
-    npu.Event, npu.Stream, npu.stream = torch.Event, Stream, stream
-    npu.current_stream = npu.default_stream = lambda device=None: torch.accelerator.current_stream(_index(device))
+    npu.Event = torch.Event
+    npu.Stream = Stream
+    npu.stream = stream
+    npu.current_stream = npu.default_stream = lambda device=None: torch.accelerator.current_stream(
+        _index(device)
+    )
     npu.set_stream = torch.accelerator.set_stream
     npu.manual_seed = npu.manual_seed_all = lambda seed: None
     npu.get_rng_state = lambda device=None: torch.get_rng_state()
@@ -94,7 +102,13 @@ from torch_npu.operators import (  # noqa: E402
     npu_swiglu,
 )
 
-__all__ = ["calls", "npu_fusion_attention", "npu_fusion_attention_grad", "npu_rms_norm", "npu_swiglu"]
+__all__ = [
+    "calls",
+    "npu_fusion_attention",
+    "npu_fusion_attention_grad",
+    "npu_rms_norm",
+    "npu_swiglu",
+]
 
 
 @atexit.register

@@ -1,4 +1,5 @@
-"""The fused operators of torch_npu that this project calls: their schemas in the real library, and their maths by torch."""
+"""The fused operators of torch_npu that this project calls: their schemas in the real library, and
+their maths by torch."""
 
 from __future__ import annotations
 
@@ -24,17 +25,25 @@ for schema in SCHEMAS:
 
 
 def counted(function: Any) -> Any:
-    """Register ``function`` for the device as the operator of its name, which is returned. It takes arguments by their names
-    in the schema; those that it does not take must be as the schema has them by default."""
+    """Register ``function`` for the device as the operator of its name, which is returned.
+
+    It takes arguments by their names in the schema; those that it does not take must be as the
+    schema has them by default.
+    """
     schema = getattr(torch.ops.npu, function.__name__).default._schema
     taken = inspect.signature(function).parameters
 
     def run(*arguments: Any, **options: Any) -> Any:
         calls[function.__name__] += 1
-        given = dict(zip((argument.name for argument in schema.arguments), arguments, strict=False)) | options
+        given = (
+            dict(zip((argument.name for argument in schema.arguments), arguments, strict=False))
+            | options
+        )
         for argument in schema.arguments:
             if argument.name in given and argument.name not in taken:
-                assert given[argument.name] == argument.default_value, f"{argument.name} is not emulated"
+                assert given[argument.name] == argument.default_value, (
+                    f"{argument.name} is not emulated"
+                )
         return function(**{name: value for name, value in given.items() if name in taken})
 
     library.impl(function.__name__, run, "PrivateUse1")
@@ -42,15 +51,26 @@ def counted(function: Any) -> Any:
 
 
 def scores(
-    q: torch.Tensor, k: torch.Tensor, heads: int, layout: str, scale: float, mask: torch.Tensor | None, mode: int
+    q: torch.Tensor,
+    k: torch.Tensor,
+    heads: int,
+    layout: str,
+    scale: float,
+    mask: torch.Tensor | None,
+    mode: int,
 ) -> torch.Tensor:
-    """Scores float32 [B, H, n, m] of contiguous q [B, H, n, D] and k [B, KV heads, m, D]. ``mask``: True where a query does
-    not see; [n, m] in mode 0, and in mode 2 the compressed one of causal attention."""
+    """Scores float32 [B, H, n, m] of contiguous q [B, H, n, D] and k [B, KV heads, m, D].
+
+    ``mask``: True where a query does not see; [n, m] in mode 0, and in mode 2 the compressed one of
+    causal attention.
+    """
     assert (layout, heads) == ("BNSD", q.shape[1])
     assert q.is_contiguous()
     assert k.is_contiguous()
     assert q.dtype in (torch.float16, torch.bfloat16, torch.float32)
-    found = q.float() @ k.float().repeat_interleave(heads // k.shape[1], 1).transpose(-1, -2) * scale
+    found = (
+        q.float() @ k.float().repeat_interleave(heads // k.shape[1], 1).transpose(-1, -2) * scale
+    )
     if mask is None:
         assert mode == 0
         return found
@@ -83,7 +103,15 @@ def npu_fusion_attention(
     out = weights / total @ value.float().repeat_interleave(head_num // value.shape[1], 1)
     eight = (*peak.shape[:-1], 8)  # the same number eight times
     nothing = torch.empty(0, device=query.device)
-    return out.to(query.dtype), peak.expand(eight).contiguous(), total.expand(eight).contiguous(), nothing, 0, 0, 0
+    return (
+        out.to(query.dtype),
+        peak.expand(eight).contiguous(),
+        total.expand(eight).contiguous(),
+        nothing,
+        0,
+        0,
+        0,
+    )
 
 
 @counted
@@ -109,16 +137,23 @@ def npu_fusion_attention_grad(
     weights = (of_scores - softmax_max[..., :1]).exp() / softmax_sum[..., :1]
     gradient = dy.float()
     to_weights = gradient @ value.float().repeat_interleave(groups, 1).transpose(-1, -2)
-    to_scores = weights * (to_weights - (gradient * attention_in.float()).sum(-1, keepdim=True)) * scale_value
+    to_scores = (
+        weights
+        * (to_weights - (gradient * attention_in.float()).sum(-1, keepdim=True))
+        * scale_value
+    )
     to_query = to_scores @ key.float().repeat_interleave(groups, 1)
-    to_key, to_value = to_scores.transpose(-1, -2) @ query.float(), weights.transpose(-1, -2) @ gradient
+    to_key = to_scores.transpose(-1, -2) @ query.float()
+    to_value = weights.transpose(-1, -2) @ gradient
     to_key, to_value = (x.view(len(x), -1, groups, *x.shape[2:]).sum(2) for x in (to_key, to_value))
     nothing = torch.empty(0, device=query.device)
     return *(x.to(query.dtype) for x in (to_query, to_key, to_value)), nothing, nothing
 
 
 @counted
-def npu_rms_norm(input: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6) -> tuple[torch.Tensor, torch.Tensor]:
+def npu_rms_norm(
+    input: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6
+) -> tuple[torch.Tensor, torch.Tensor]:
     assert gamma.shape == input.shape[-1:]
     scale = (input.float().square().mean(-1, keepdim=True) + epsilon).rsqrt()
     return (input.float() * scale * gamma.float()).to(input.dtype), scale
@@ -128,7 +163,8 @@ def npu_rms_norm(input: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6
 def npu_rms_norm_backward(
     dy: torch.Tensor, input: torch.Tensor, gamma: torch.Tensor, rstd: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    unit, gradient = input.float() * rstd, dy.float()
+    unit = input.float() * rstd
+    gradient = dy.float()
     to_unit = gradient * gamma.float()
     to_input = rstd * (to_unit - unit * (to_unit * unit).mean(-1, keepdim=True))
     return to_input.to(input.dtype), (gradient * unit).flatten(0, -2).sum(0)
@@ -141,7 +177,9 @@ def npu_swiglu(input: torch.Tensor, dim: int = -1) -> torch.Tensor:
 
 
 @counted
-def npu_swiglu_backward(grad_output: torch.Tensor, input: torch.Tensor, dim: int = -1) -> torch.Tensor:
+def npu_swiglu_backward(
+    grad_output: torch.Tensor, input: torch.Tensor, dim: int = -1
+) -> torch.Tensor:
     gate, up = input.chunk(2, dim)
     sigmoid = torch.sigmoid(gate)
     to_gate = grad_output * up * (sigmoid + gate * sigmoid * (1 - sigmoid))
@@ -177,7 +215,11 @@ class Swiglu(torch.autograd.Function):
         return npu_swiglu_backward(gradient, *ctx.saved_tensors, ctx.dim), None
 
 
-library.impl("npu_rms_norm", lambda x, gamma, epsilon=1e-6: Norm.apply(x, gamma, epsilon), "AutogradPrivateUse1")
+library.impl(
+    "npu_rms_norm",
+    lambda x, gamma, epsilon=1e-6: Norm.apply(x, gamma, epsilon),
+    "AutogradPrivateUse1",
+)
 library.impl("npu_swiglu", lambda x, dim=-1: Swiglu.apply(x, dim), "AutogradPrivateUse1")
 
 

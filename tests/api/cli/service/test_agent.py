@@ -1,4 +1,5 @@
-"""The command ``asyncdock agent`` where several agents share a folder, as replicas of a container do."""
+"""The command ``asyncdock agent`` where several agents share a folder, as replicas of a container
+do."""
 
 from __future__ import annotations
 
@@ -58,28 +59,38 @@ async def shown(client: TestClient, run: str) -> None:  # type: ignore[type-arg]
     assert logs.status == 200
 
 
-async def test_agents_that_share_a_folder_have_a_part_each_and_another_one_finds_it_again(tmp_path: Path) -> None:
+async def test_agents_that_share_a_folder_have_a_part_each_and_another_one_finds_it_again(
+    tmp_path: Path,
+) -> None:
     data = tmp_path / "data"
     data.mkdir()
-    async with serving(tmp_path) as service, answering(service.url, tmp_path / "server", runs=0) as client:
+    async with (
+        serving(tmp_path) as service,
+        answering(service.url, tmp_path / "server", runs=0) as client,
+    ):
         first, _ = (agent(service, data) for _ in range(2))
         runs = [await service.submit(recipe(MOCK, train__steps=5000)) for _ in range(2)]
         for run in runs:
             await service.steps(run, 2)
             await shown(client, run)
-        records = {place(record): record for record in [await service.registry.get(run) for run in runs]}
+        records = {
+            place(record): record for record in [await service.registry.get(run) for run in runs]
+        }
         assert set(records) == {"agent-1", "agent-2"}
         assert records["agent-1"].agent != records["agent-2"].agent
         assert free(data) == []
 
-        # A container that ends takes all of its processes with it; the one that follows has the same name and folder.
+        # A container that ends takes all of its processes with it; the one that follows has the
+        # same name and folder.
         first.kill()
         first.wait()
         [lost] = free(data)
         before = records[lost]
         (await service.held(before.id))[1].end()
         agent(service, data)
-        after = await service.until(before.id, lambda record: (record.state, record.attempts) == ("running", 2))
+        after = await service.until(
+            before.id, lambda record: (record.state, record.attempts) == ("running", 2)
+        )
         assert (after.agent, after.folder) == (before.agent, before.folder)
         assert free(data) == []
         assert len(list(data.glob("agent-*"))) == 2
@@ -93,7 +104,8 @@ async def test_agents_that_share_a_folder_have_a_part_each_and_another_one_finds
 async def test_the_runs_of_an_unclaimed_folder_are_taken_over_by_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As with fewer containers than before: the run goes on where its folder is, by an agent that works in another one."""
+    """As with fewer containers than before: the run goes on where its folder is, by an agent that
+    works in another one."""
     monkeypatch.setattr(agents, "ABANDONED_SECONDS", 0.0)
     data = tmp_path / "data"
     data.mkdir()
@@ -106,9 +118,12 @@ async def test_the_runs_of_an_unclaimed_folder_are_taken_over_by_the_others(
         gone.wait()
         (await service.held(run))[1].end()
         await service.lapse(run)
-        other, stop = agents.Agent(service.url, data / "agent-2", 1, forks=forks()), asyncio.Event()
+        other = agents.Agent(service.url, data / "agent-2", 1, forks=forks())
+        stop = asyncio.Event()
         working = asyncio.create_task(other.run(stop))
-        after = await service.until(run, lambda record: (record.state, record.attempts) == ("running", 2))
+        after = await service.until(
+            run, lambda record: (record.state, record.attempts) == ("running", 2)
+        )
         assert (after.agent, after.folder) == (other.name, before.folder)
         assert other.name != before.agent
         await service.registry.ask(run, "stop")
@@ -118,7 +133,9 @@ async def test_the_runs_of_an_unclaimed_folder_are_taken_over_by_the_others(
 
 
 def test_agents_share_a_folder_only_with_an_index_that_they_share_too(tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["agent", "--data", str(tmp_path), "--shared"], env={INDEX_VARIABLE: ""})
+    done = CliRunner().invoke(
+        app, ["agent", "--data", str(tmp_path), "--shared"], env={INDEX_VARIABLE: ""}
+    )
     assert done.exit_code == BAD_INPUT
     assert "--index" in done.stderr
     assert list(tmp_path.iterdir()) == []

@@ -63,11 +63,14 @@ def asyncdock(*arguments: str, input: str | None = None) -> tuple[int, str, str]
     return result.exit_code, result.stdout, result.stderr
 
 
-# --- what goes well ---------------------------------------------------------------------------------------------------
+# --- what goes well
+# --------------------------------------------------------------------------------------------------
 
 
 def test_runs_are_listed(service: Service) -> None:
-    service.runs += [run_view("waiting-1", state="created", position=2, started=None, reward=None, steps_done=0)]
+    service.runs += [
+        run_view("waiting-1", state="created", position=2, started=None, reward=None, steps_done=0)
+    ]
     code, out, err = asyncdock("runs", "list")
     assert (code, err) == (FINISHED, "")
     lines = out.splitlines()
@@ -95,7 +98,14 @@ def test_one_run_is_shown(service: Service) -> None:
 
 
 def test_a_recipe_of_the_service_is_started_with_overrides(service: Service) -> None:
-    sets = ["--set", "train.steps=5", "--set", "name=mine", "--set", "rollout.mock={time_scale=0.5}"]
+    sets = [
+        "--set",
+        "train.steps=5",
+        "--set",
+        "name=mine",
+        "--set",
+        "rollout.mock={time_scale=0.5}",
+    ]
     code, out, err = asyncdock("runs", "start", "mock", *sets)
     assert (code, out) == (FINISHED, "scripted-0\n")
     assert "number 1 in the queue" in err
@@ -106,7 +116,9 @@ def test_a_recipe_of_the_service_is_started_with_overrides(service: Service) -> 
     assert json.loads(asyncdock("runs", "start", "mock", "--key", "k", "--json")[1]) == submitted
 
 
-def test_a_container_advises_what_its_host_has(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_container_advises_what_its_host_has(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("ASYNCDOCK_COMMAND", "docker compose run --rm demo asyncdock")
     err = asyncdock("runs", "start", "mock")[2]
     assert err.endswith("Watch it: docker compose run --rm demo asyncdock runs watch scripted-0\n")
@@ -118,7 +130,9 @@ def test_a_recipe_here_is_sent_whole(service: Service, tmp_path: Path) -> None:
     path = tmp_path / "own.toml"
     path.write_text('[model]\nsource = "mock"\n')
     assert asyncdock("runs", "start", str(path), "--set", "train.steps=5")[0] == FINISHED
-    assert service.bodies == [{"recipe": {"name": "own", "model": {"source": "mock"}, "train": {"steps": 5}}}]
+    assert service.bodies == [
+        {"recipe": {"name": "own", "model": {"source": "mock"}, "train": {"steps": 5}}}
+    ]
 
 
 @pytest.mark.parametrize(
@@ -151,18 +165,40 @@ def test_stop_can_wait_for_the_end(service: Service) -> None:
 
 def test_logs_and_samples(service: Service) -> None:
     assert asyncdock("runs", "logs", RUN) == (FINISHED, "one\ntwo\n", "")
-    assert json.loads(asyncdock("runs", "logs", RUN, "--json", "--worker", "rollout-0")[1])["lines"] == ["one", "two"]
+    assert json.loads(asyncdock("runs", "logs", RUN, "--json", "--worker", "rollout-0")[1])[
+        "lines"
+    ] == ["one", "two"]
     assert service.requests[-1].query == {"worker": "rollout-0", "lines": "200"}
     assert asyncdock("runs", "samples", RUN)[2] == "No trained samples fit.\n"
-    sample = {"group": 12, "place": 3, "step": 5, "prompt": "[b]=", "response": "[bbb]", "reward": 0.75, "rewards": {}}
-    sample |= {"advantage": -1.5, "tokens": 6, "versions": [[4, 2], [5, 4]], "staleness": 1, "truncated": True}
+    sample = {
+        "group": 12,
+        "place": 3,
+        "step": 5,
+        "prompt": "[b]=",
+        "response": "[bbb]",
+        "reward": 0.75,
+        "rewards": {},
+    }
+    sample |= {
+        "advantage": -1.5,
+        "tokens": 6,
+        "versions": [[4, 2], [5, 4]],
+        "staleness": 1,
+        "truncated": True,
+    }
     service.samples = [sample | {"place": place} for place in range(12)]
-    code, out, _ = asyncdock("runs", "samples", RUN, "--step", "5", "--reward-min", "0.5", "--limit", "11")
+    code, out, _ = asyncdock(
+        "runs", "samples", RUN, "--step", "5", "--reward-min", "0.5", "--limit", "11"
+    )
     assert code == FINISHED
     assert out.count("reward 0.750") == 11
     for text in ("group 12 #3", "staleness 1", "v4×2 v5×4", "[b]=", "[bbb] …"):
         assert text in out
-    assert dict(service.requests[-1].query) | {"limit": ""} == {"step": "5", "reward_min": "0.5", "limit": ""}
+    assert dict(service.requests[-1].query) | {"limit": ""} == {
+        "step": "5",
+        "reward_min": "0.5",
+        "limit": "",
+    }
     assert len(json.loads(asyncdock("runs", "samples", RUN, "--json")[1])) == 10
 
 
@@ -174,11 +210,16 @@ def test_a_run_is_deleted_when_that_is_meant(service: Service) -> None:
     assert service.runs == []
 
 
-# --- watching ---------------------------------------------------------------------------------------------------------
+# --- watching
+# --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("state", "expected"), [("finished", FINISHED), ("failed", FAILED), ("stopped", INTERRUPTED)])
-def test_the_exit_code_says_how_the_watched_run_ended(service: Service, state: str, expected: int) -> None:
+@pytest.mark.parametrize(
+    ("state", "expected"), [("finished", FINISHED), ("failed", FAILED), ("stopped", INTERRUPTED)]
+)
+def test_the_exit_code_says_how_the_watched_run_ended(
+    service: Service, state: str, expected: int
+) -> None:
     service.ended = state
     code, out, err = asyncdock("runs", "watch", RUN)
     assert code == expected
@@ -186,9 +227,17 @@ def test_the_exit_code_says_how_the_watched_run_ended(service: Service, state: s
     assert ("asyncdock runs logs" in err) == (state == "failed")
 
 
-def test_a_run_looks_as_it_does_where_it_runs(service: Service, tmp_path: Path, capsys: Any) -> None:
-    local_run.show_run(scripted.ScriptedRun(tmp_path / "out", scripted.events()), json=False, plain=True)
-    here = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("step", "run", "eval", "worker"))]
+def test_a_run_looks_as_it_does_where_it_runs(
+    service: Service, tmp_path: Path, capsys: Any
+) -> None:
+    local_run.show_run(
+        scripted.ScriptedRun(tmp_path / "out", scripted.events()), json=False, plain=True
+    )
+    here = [
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith(("step", "run", "eval", "worker"))
+    ]
     assert len(here) > 10
     there = asyncdock("runs", "watch", RUN)[1].splitlines()
     assert there[: len(here)] == here
@@ -199,7 +248,9 @@ def test_watch_prints_events_as_json_alone(service: Service) -> None:
     code, out, _ = asyncdock("runs", "watch", RUN, "--json")
     assert code == FINISHED
     lines = [json.loads(line) for line in out.splitlines()]
-    assert [(line["id"], line["kind"]) for line in lines] == [(event.id, event.kind) for event in SCRIPT]
+    assert [(line["id"], line["kind"]) for line in lines] == [
+        (event.id, event.kind) for event in SCRIPT
+    ]
 
 
 async def test_the_live_view_shows_it_all_and_what_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,9 +288,13 @@ def command(*arguments: str) -> list[str]:
 def test_ctrl_c_leaves_the_run_alone_and_says_so(service: Service, tmp_path: Path) -> None:
     service.hold = asyncio.Event()
     process = subprocess.Popen(
-        command("runs", "watch", RUN), env=os.environ | {"PYTHONPATH": str(ROOT)}, cwd=tmp_path,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        command("runs", "watch", RUN),
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("step 8/8"):
@@ -247,37 +302,68 @@ def test_ctrl_c_leaves_the_run_alone_and_says_so(service: Service, tmp_path: Pat
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)
     assert process.returncode == INTERRUPTED
-    assert err.splitlines()[-1].startswith(f"The run goes on. Watch it again: asyncdock runs watch {RUN} ")
+    assert err.splitlines()[-1].startswith(
+        f"The run goes on. Watch it again: asyncdock runs watch {RUN} "
+    )
     assert "Traceback" not in err
     assert {request.method for request in service.requests} == {"GET"}
 
 
-# --- what goes wrong --------------------------------------------------------------------------------------------------
+# --- what goes wrong
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("status", "expected"),
-    [(400, BAD_INPUT), (401, NO_SERVICE), (403, NO_SERVICE), (404, BAD_INPUT), (409, FAILED), (413, BAD_INPUT),
-     (422, BAD_INPUT), (429, NO_SERVICE), (500, NO_SERVICE), (503, NO_SERVICE)],
-)  # fmt: skip
+    [
+        (400, BAD_INPUT),
+        (401, NO_SERVICE),
+        (403, NO_SERVICE),
+        (404, BAD_INPUT),
+        (409, FAILED),
+        (413, BAD_INPUT),
+        (422, BAD_INPUT),
+        (429, NO_SERVICE),
+        (500, NO_SERVICE),
+        (503, NO_SERVICE),
+    ],
+)
 def test_each_refusal_has_its_exit_code(service: Service, status: int, expected: int) -> None:
-    wrong = [{"field": "train.steps", "value": 0, "wrong": "is out of range", "fix": "use a value >= 1"}]
+    wrong = [
+        {"field": "train.steps", "value": 0, "wrong": "is out of range", "fix": "use a value >= 1"}
+    ]
     service.faults = deque([lambda request: problem(status, "refused", errors=wrong)] * 99)
     code, out, err = asyncdock("runs", "start", "mock")
     assert (code, out) == (expected, "")
     assert "error: " in err
-    assert ("needs a token" if status == 401 else "train.steps = 0: is out of range; use a value >= 1") in err
+    assert (
+        "needs a token" if status == 401 else "train.steps = 0: is out of range; use a value >= 1"
+    ) in err
 
 
 @pytest.mark.parametrize(
     "arguments",
-    [["list"], ["show", "x"], ["start", "mock"], ["stop", "x"], ["pause", "x"], ["resume", "x"], ["checkpoint", "x"],
-     ["watch", "x"], ["logs", "x"], ["samples", "x"], ["delete", "x", "--yes"]],
-)  # fmt: skip
+    [
+        ["list"],
+        ["show", "x"],
+        ["start", "mock"],
+        ["stop", "x"],
+        ["pause", "x"],
+        ["resume", "x"],
+        ["checkpoint", "x"],
+        ["watch", "x"],
+        ["logs", "x"],
+        ["samples", "x"],
+        ["delete", "x", "--yes"],
+    ],
+)
 def test_an_unreachable_service_is_reported_with_a_fix(arguments: list[str]) -> None:
     code, out, err = asyncdock("runs", *arguments, "--server", NOWHERE)
     assert (code, out) == (NO_SERVICE, "")
-    assert f"error: {NOWHERE} cannot be reached: Connection refused; start a service with `asyncdock serve`" in err
+    assert (
+        f"error: {NOWHERE} cannot be reached: Connection refused; start a service with `asyncdock "
+        f"serve`" in err
+    )
     assert "Traceback" not in err
 
 
@@ -291,7 +377,10 @@ def test_a_name_that_does_not_resolve_is_reported() -> None:
 def test_an_invalid_address_is_reported() -> None:
     code, _, err = asyncdock("runs", "list", "--server", "localhost:8765")
     assert code == BAD_INPUT
-    assert "server = 'localhost:8765': is not the address of a service; write it as http://HOST:PORT" in err
+    assert (
+        "server = 'localhost:8765': is not the address of a service; write it as http://HOST:PORT"
+        in err
+    )
 
 
 @pytest.mark.parametrize("name", ["show", "stop", "watch", "logs", "delete"])
@@ -322,9 +411,16 @@ def test_a_recipe_that_is_wrong_here_is_not_sent(service: Service, tmp_path: Pat
 
 @pytest.mark.parametrize(
     "arguments",
-    [["runs"], ["runs", "lst"], ["runs", "list", "--wat"], ["runs", "list", "--limit", "0"], ["runs", "show"],
-     ["runs", "logs", "x", "--lines", "many"], ["runs", "start"]],
-)  # fmt: skip
+    [
+        ["runs"],
+        ["runs", "lst"],
+        ["runs", "list", "--wat"],
+        ["runs", "list", "--limit", "0"],
+        ["runs", "show"],
+        ["runs", "logs", "x", "--lines", "many"],
+        ["runs", "start"],
+    ],
+)
 def test_wrong_usage_exits_with_two(arguments: list[str]) -> None:
     code, out, err = asyncdock(*arguments)
     assert code == BAD_INPUT
@@ -332,7 +428,10 @@ def test_wrong_usage_exits_with_two(arguments: list[str]) -> None:
 
 
 def test_each_command_says_what_it_does() -> None:
-    for name in [command.name or command.callback.__name__ for command in runs_cli.runs_app.registered_commands]:  # type: ignore[union-attr]
+    for name in [
+        command.name or command.callback.__name__
+        for command in runs_cli.runs_app.registered_commands
+    ]:  # type: ignore[union-attr]
         code, out, _ = asyncdock("runs", name, "--help")
         assert code == FINISHED
         assert "--server" in out
@@ -340,7 +439,8 @@ def test_each_command_says_what_it_does() -> None:
         assert "--json" in out
 
 
-# --- tokens -----------------------------------------------------------------------------------------------------------
+# --- tokens
+# --------------------------------------------------------------------------------------------------
 
 
 def test_login_keeps_a_token_that_works(service: Service) -> None:
@@ -364,15 +464,20 @@ def test_login_keeps_a_token_that_works(service: Service) -> None:
 
 def test_each_service_gets_its_own_token(service: Service) -> None:
     with served(Service(SCRIPT)) as other:
-        service.token, other.token = "adock_one", "adock_two"
+        service.token = "adock_one"
+        other.token = "adock_two"
         for each in (service, other):
             assert asyncdock("login", "--server", each.url, input=each.token + "\n")[0] == FINISHED
         for each in (service, other):
             assert asyncdock("runs", "list", "--server", each.url + "/")[0] == FINISHED
-            assert {request.headers["Authorization"] for request in each.requests} == {f"Bearer {each.token}"}
+            assert {request.headers["Authorization"] for request in each.requests} == {
+                f"Bearer {each.token}"
+            }
 
 
-def test_a_refused_token_is_reported_with_its_source(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_token_is_reported_with_its_source(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
     service.token = "adock_good"
     remember(service.url, "adock_old")
     code, _, err = asyncdock("runs", "list")
@@ -421,18 +526,25 @@ def test_addresses_of_one_service_are_one_key() -> None:
     assert not forget("https://dock.example")
 
 
-# --- completion -------------------------------------------------------------------------------------------------------
+# --- completion
+# --------------------------------------------------------------------------------------------------
 
 
 def completed(words: str) -> list[str]:
     """What bash offers after ``words``."""
-    asked = {"_ASYNCDOCK_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    asked = {
+        "_ASYNCDOCK_COMPLETE": "complete_bash",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(words.count(" ")),
+    }
     result = runner.invoke(cli.app, [], env=asked, prog_name="asyncdock")
     assert result.stderr == ""
     return sorted(result.stdout.split())
 
 
-def test_runs_recipes_and_commands_are_completed(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_recipes_and_commands_are_completed(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(ROOT)
     service.runs.append(run_view("other-1"))
     assert completed("asyncdock runs show ") == ["other-1", RUN]
@@ -449,17 +561,23 @@ def test_runs_recipes_and_commands_are_completed(service: Service, monkeypatch: 
 def test_completion_is_installed_by_the_command_itself() -> None:
     asked = {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
     done = subprocess.run(
-        command("--show-completion", "bash"), env=os.environ | asked | {"PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+        command("--show-completion", "bash"),
+        env=os.environ | asked | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 0
     assert "_ASYNCDOCK_COMPLETE=complete_bash" in done.stdout
 
 
-# --- start-up ---------------------------------------------------------------------------------------------------------
+# --- start-up
+# --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["runs", "list"], ["runs", "watch", RUN], ["runs", "start", "mock"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["runs", "list"], ["runs", "watch", RUN], ["runs", "start", "mock"]]
+)
 def test_no_command_that_only_asks_imports_torch(service: Service, arguments: list[str]) -> None:
     code = f"""
 import atexit, sys

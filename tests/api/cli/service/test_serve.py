@@ -1,4 +1,5 @@
-"""The whole service as processes: started by its command, driven over REST, and killed where it hurts."""
+"""The whole service as processes: started by its command, driven over REST, and killed where it
+hurts."""
 
 from __future__ import annotations
 
@@ -24,9 +25,14 @@ from tests import forked
 from tests.api.served import ROOT, SECONDS, Served, environment
 from tests.orchestration.runs import MOCK
 
-RECIPE = {**MOCK, "name": "served", "launch": {"launcher": "process", "max_restarts": 3, "stop_timeout": 20.0}}
+RECIPE = {
+    **MOCK,
+    "name": "served",
+    "launch": {"launcher": "process", "max_restarts": 3, "stop_timeout": 20.0},
+}
 LONG = {"train.steps": 100_000}
-SHORT = {"train.steps": 2, "launch.launcher": "inline"}  # what waits for its turn needs no workers of its own
+# what waits for its turn needs no workers of its own
+SHORT = {"train.steps": 2, "launch.launcher": "inline"}
 
 
 def asyncdock(*arguments: str | Path) -> tuple[int, str, str]:
@@ -41,7 +47,13 @@ async def process(*arguments: str | Path) -> tuple[int, str, str]:
     """The same in a process of its own."""
     command = [*forked.asyncdock(), *map(str, arguments)]
     done = await asyncio.to_thread(
-        subprocess.run, command, capture_output=True, text=True, cwd=ROOT, timeout=SECONDS, env=environment()
+        subprocess.run,
+        command,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=SECONDS,
+        env=environment(),
     )
     return done.returncode, done.stdout, done.stderr
 
@@ -117,7 +129,11 @@ async def calling(server: Served) -> AsyncIterator[Call]:
         async def call(method: str, path: str, status: int = 200, **more: Any) -> Any:
             async with session.request(method, path, **more) as response:
                 assert response.status == status, await response.text()
-                return await response.json() if response.content_type == "application/json" else await response.text()
+                return (
+                    await response.json()
+                    if response.content_type == "application/json"
+                    else await response.text()
+                )
 
         yield call
 
@@ -130,14 +146,19 @@ async def until(call: Call, run: str, true: Callable[[dict[str, Any]], Any]) -> 
         if true(view):
             return view
         assert time.monotonic() < deadline, view
-        await asyncio.sleep(0.1)  # the REST API of a single run has nothing to wait on but its stream
+        # the REST API of a single run has nothing to wait on but its stream
+        await asyncio.sleep(0.1)
 
 
 async def until_rollouts(call: Call, run: str, there: bool) -> None:
     """Look at the pipeline until rollout-1 works, or has left."""
     deadline = time.monotonic() + SECONDS
     while True:
-        stage = next(s for s in (await call("GET", f"/v1/runs/{run}/stages"))["stages"] if s["name"] == "rollout")
+        stage = next(
+            s
+            for s in (await call("GET", f"/v1/runs/{run}/stages"))["stages"]
+            if s["name"] == "rollout"
+        )
         state = {worker["worker"]: worker["state"] for worker in stage["workers"]}.get("rollout-1")
         if state == ("ready" if there else "left"):
             return
@@ -147,19 +168,31 @@ async def until_rollouts(call: Call, run: str, there: bool) -> None:
 
 async def test_a_run_is_driven_from_its_submission_to_its_deletion(server: Served) -> None:
     async with calling(server) as call:
-        run = (await call("POST", "/v1/runs", 201, json={"recipe": RECIPE, "overrides": LONG}))["id"]
+        run = (await call("POST", "/v1/runs", 201, json={"recipe": RECIPE, "overrides": LONG}))[
+            "id"
+        ]
         second = await call("POST", "/v1/runs", 201, json={"recipe": RECIPE, "overrides": SHORT})
         await until(call, run, lambda view: view["steps_done"] >= 2)
         queued = await call("GET", f"/v1/runs/{second['id']}")
-        assert (queued["state"], queued["position"]) == ("created", 1)  # one at a time; the other one says so
+        # one at a time; the other one says so
+        assert (queued["state"], queued["position"]) == ("created", 1)
 
         deadline = time.monotonic() + SECONDS
         while not (stages := await call("GET", f"/v1/runs/{run}/stages"))["stages"][0]["workers"]:
             assert time.monotonic() < deadline  # a worker reports once a second
             await asyncio.sleep(0.1)
-        assert [stage["name"] for stage in stages["stages"]] == ["rollout", "reward", "advantage", "update"]
+        assert [stage["name"] for stage in stages["stages"]] == [
+            "rollout",
+            "reward",
+            "advantage",
+            "update",
+        ]
         rollout = stages["stages"][0]["workers"][0]
-        assert (rollout["worker"], rollout["process"], rollout["state"]) == ("rollout-0", "rollout-0", "ready")
+        assert (rollout["worker"], rollout["process"], rollout["state"]) == (
+            "rollout-0",
+            "rollout-0",
+            "ready",
+        )
         assert psutil.pid_exists(rollout["pid"])
         shares = sum(rollout[share] for share in ("busy", "waiting_input", "waiting_room", "other"))
         assert shares == pytest.approx(rollout["wall"], rel=0.02)
@@ -172,10 +205,15 @@ async def test_a_run_is_driven_from_its_submission_to_its_deletion(server: Serve
         paused = (await call("GET", f"/v1/runs/{run}/waiting"))["chain"]
         assert [(wait["who"], wait["on"]) for wait in paused] == [("the run", "`resume`")]
         assert (await call("POST", f"/v1/runs/{run}/resume", 202))["state"] == "running"
-        before = {step["version"] for step in (await call("GET", f"/v1/runs/{run}/checkpoints"))["checkpoints"]}
+        before = {
+            step["version"]
+            for step in (await call("GET", f"/v1/runs/{run}/checkpoints"))["checkpoints"]
+        }
         await call("POST", f"/v1/runs/{run}/checkpoint", 202)
         deadline = time.monotonic() + SECONDS
-        while {s["version"] for s in (await call("GET", f"/v1/runs/{run}/checkpoints"))["checkpoints"]} <= before:
+        while {
+            s["version"] for s in (await call("GET", f"/v1/runs/{run}/checkpoints"))["checkpoints"]
+        } <= before:
             assert time.monotonic() < deadline
             await asyncio.sleep(0.1)
         assert '"ready"' in await call("GET", f"/v1/runs/{run}/logs?worker=rollout-0")
@@ -183,13 +221,19 @@ async def test_a_run_is_driven_from_its_submission_to_its_deletion(server: Serve
         for rollouts, there in ((2, True), (1, False)):
             await call("POST", f"/v1/runs/{run}/scale", 202, json={"rollout": rollouts})
             await until_rollouts(call, run, there)
-        refused = json.loads(await call("POST", f"/v1/runs/{run}/scale", 422, json={"rollout": 5000}))
+        refused = json.loads(
+            await call("POST", f"/v1/runs/{run}/scale", 422, json={"rollout": 5000})
+        )
         assert (refused["field"], refused["value"]) == ("rollout.workers", 5000)
 
         assert (await call("POST", f"/v1/runs/{run}/stop", 202))["state"] in ("stopping", "stopped")
         assert (await until(call, run, lambda view: view["ended"]))["state"] == "stopped"
         finished = await until(call, second["id"], lambda view: view["ended"])
-        assert (finished["state"], finished["steps_done"], finished["reason"]) == ("finished", 2, "")
+        assert (finished["state"], finished["steps_done"], finished["reason"]) == (
+            "finished",
+            2,
+            "",
+        )
         folder = Path(finished["folder"])
         assert names(folder) >= {"recipe.json", "metrics.jsonl", "checkpoints", "logs"}
         await call("DELETE", f"/v1/runs/{second['id']}", 204)
@@ -202,14 +246,22 @@ async def test_a_run_is_driven_from_its_submission_to_its_deletion(server: Serve
 
 async def test_a_killed_server_changes_no_run_and_the_next_one_shows_it_all(mortal: Served) -> None:
     async with calling(mortal) as call:
-        run = (await call("POST", "/v1/runs", 201, json={"recipe": RECIPE, "overrides": LONG}))["id"]
-        waiting = (await call("POST", "/v1/runs", 201, json={"recipe": RECIPE, "overrides": SHORT}))["id"]
+        run = (await call("POST", "/v1/runs", 201, json={"recipe": RECIPE, "overrides": LONG}))[
+            "id"
+        ]
+        waiting = (
+            await call("POST", "/v1/runs", 201, json={"recipe": RECIPE, "overrides": SHORT})
+        )["id"]
         before = await until(call, run, lambda view: view["steps_done"] >= 2)
     await asyncio.to_thread(mortal.kill)
     await asyncio.to_thread(mortal.start)
     async with calling(mortal) as call:
         after = await call("GET", f"/v1/runs/{run}")
-        assert (after["state"], after["attempts"], after["reason"]) == ("running", before["attempts"], "")
+        assert (after["state"], after["attempts"], after["reason"]) == (
+            "running",
+            before["attempts"],
+            "",
+        )
         assert after["steps_done"] >= before["steps_done"]
         assert {view["id"] for view in (await call("GET", "/v1/runs"))["runs"]} == {run, waiting}
         await until(call, run, lambda view: view["steps_done"] > after["steps_done"])  # it goes on
@@ -220,7 +272,9 @@ async def test_a_killed_server_changes_no_run_and_the_next_one_shows_it_all(mort
 
 async def test_ctrl_c_closes_the_server_and_not_its_runs(mortal: Served) -> None:
     async with calling(mortal) as call:
-        run = (await call("POST", "/v1/runs", 201, json={"recipe": RECIPE, "overrides": LONG}))["id"]
+        run = (await call("POST", "/v1/runs", 201, json={"recipe": RECIPE, "overrides": LONG}))[
+            "id"
+        ]
         before = await until(call, run, lambda view: view["steps_done"] >= 1)
         stream = asyncio.create_task(call("GET", f"/v1/runs/{run}/metrics/stream"))
         await until(call, run, lambda view: view["steps_done"] > before["steps_done"])
@@ -237,7 +291,8 @@ async def test_ctrl_c_closes_the_server_and_not_its_runs(mortal: Served) -> None
         await call("POST", f"/v1/runs/{run}/stop", 202)
         await until(call, run, lambda view: view["ended"])
     assert await asyncio.to_thread(mortal.stop) == 0
-    assert await asyncio.to_thread(stays_behind, mortal.data) == []  # with no run there is nothing to keep up
+    # with no run there is nothing to keep up
+    assert await asyncio.to_thread(stays_behind, mortal.data) == []
     await asyncio.to_thread(mortal.start)
     async with calling(mortal) as call:
         assert (await call("GET", f"/v1/runs/{run}"))["state"] == "stopped"
@@ -246,7 +301,8 @@ async def test_ctrl_c_closes_the_server_and_not_its_runs(mortal: Served) -> None
 def test_a_folder_others_could_read_and_a_lock_that_is_held_are_no_secret(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The folder is closed to others first; then the server says what it waits for, and for how long it has."""
+    """The folder is closed to others first; then the server says what it waits for, and for how
+    long it has."""
     monkeypatch.setattr(service_index, "LOCK_SECONDS", 0.3)
     (tmp_path / "data").mkdir(mode=0o755)
     holding = ["flock", str(tmp_path / "data" / "service.lock"), "sh", "-c", "echo held; read line"]
@@ -276,7 +332,9 @@ async def test_two_servers_on_one_folder_and_a_port_that_is_taken_are_distinguis
     assert f"is served by another server (process {server.process.pid})" in err
     assert "Traceback" not in err
     other = tmp_path / "other"
-    code, out, err = await process("serve", "--data", other, "--listen", f"127.0.0.1:{server.port}", "--runs", "0")
+    code, out, err = await process(
+        "serve", "--data", other, "--listen", f"127.0.0.1:{server.port}", "--runs", "0"
+    )
     assert (code, out) == (2, "")
     assert f"127.0.0.1:{server.port} is taken" in err
     assert "Traceback" not in err
@@ -304,7 +362,9 @@ def test_invalid_settings_are_reported(options: list[str], expected: str, tmp_pa
 
 async def test_tokens_are_made_listed_and_revoked_with_and_without_a_server(tmp_path: Path) -> None:
     data = tmp_path / "service"
-    code, out, _ = await process("token", "create", "ann", "--scope", "run", "--data", data, "--json")
+    code, out, _ = await process(
+        "token", "create", "ann", "--scope", "run", "--data", data, "--json"
+    )
     ann = json.loads(out)
     assert (code, ann["name"], ann["scope"]) == (0, "ann", "run")
     assert left_behind(data) == []
@@ -318,9 +378,13 @@ async def test_tokens_are_made_listed_and_revoked_with_and_without_a_server(tmp_
             _, listed, _ = await asyncio.to_thread(asyncdock, "token", "list", "--data", data)
             assert ann["id"] in listed
             assert ann["token"][-43:] not in listed
-            assert (await asyncio.to_thread(asyncdock, "token", "revoke", ann["id"], "--data", data))[0] == 0
+            assert (
+                await asyncio.to_thread(asyncdock, "token", "revoke", ann["id"], "--data", data)
+            )[0] == 0
             await call("GET", "/v1/runs", 401, headers={"Authorization": f"Bearer {ann['token']}"})
-            code, _, err = await asyncio.to_thread(asyncdock, "token", "revoke", ann["id"], "--data", data)
+            code, _, err = await asyncio.to_thread(
+                asyncdock, "token", "revoke", ann["id"], "--data", data
+            )
             assert (code, ann["id"] in err) == (2, True)
     finally:
         assert await asyncio.to_thread(server.stop) == 0
@@ -334,8 +398,12 @@ def test_a_token_command_without_an_index_says_so(tmp_path: Path) -> None:
     assert "no answer" in err
 
 
-@pytest.mark.parametrize("arguments", [["create", "x", "--scope", "root"], ["create", "", "--scope", "run"], ["list"]])
-def test_a_token_command_that_makes_no_sense_is_refused(arguments: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "arguments", [["create", "x", "--scope", "root"], ["create", "", "--scope", "run"], ["list"]]
+)
+def test_a_token_command_that_makes_no_sense_is_refused(
+    arguments: list[str], tmp_path: Path
+) -> None:
     where = [] if arguments == ["list"] else ["--data", str(tmp_path)]
     code, out, err = asyncdock("token", *arguments, *where)
     assert (code, out) == (2, "")

@@ -55,11 +55,14 @@ MODULE.__dict__.update(look=look, act=act, delete_all=delete_all)
 CALLS = {"read": ("GET", "/look"), "run": ("POST", "/act"), "admin": ("DELETE", "/all")}
 
 
-# --- tokens -------------------------------------------------------------------------------------------------------------
+# --- tokens
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scope", SCOPES)
-async def test_a_token_opens_what_its_scope_says_and_no_more(index_url: str, tmp_path: Path, scope: Scope) -> None:
+async def test_a_token_opens_what_its_scope_says_and_no_more(
+    index_url: str, tmp_path: Path, scope: Scope
+) -> None:
     tokens = Tokens(index_url)
     _, text = await tokens.create("someone", scope)
     await tokens.close()
@@ -78,11 +81,20 @@ async def test_without_a_valid_token_nothing_is_done(index_url: str, tmp_path: P
     assert not await tokens.revoke(revoked_token.id)
     await tokens.close()
     forged = f"adock_{token.id}_{'A' * 43}"
-    attempts = ["", "Bearer", f"Bearer {forged}", f"Bearer {expired}", f"Bearer {revoked}", f"Basic {text}"]
+    attempts = [
+        "",
+        "Bearer",
+        f"Bearer {forged}",
+        f"Bearer {expired}",
+        f"Bearer {revoked}",
+        f"Basic {text}",
+    ]
     attempts += [f"Bearer {text[:-1]}", f"Bearer {text}x", "Bearer adock_*_" + "A" * 43]
     async with serving(index_url, tmp_path, modules=(MODULE,), no_token=False) as client:
         for attempt in attempts:
-            response = await client.post("/act", headers={"Authorization": attempt} if attempt else {})
+            response = await client.post(
+                "/act", headers={"Authorization": attempt} if attempt else {}
+            )
             assert response.status == 401, attempt
             assert response.headers["WWW-Authenticate"].startswith("Bearer")
             assert text[20:] not in await response.text()
@@ -91,7 +103,9 @@ async def test_without_a_valid_token_nothing_is_done(index_url: str, tmp_path: P
         assert (await client.get("/healthz")).status == 200  # what is open stays open
 
 
-async def test_a_wrong_token_is_refused_where_none_is_needed(index_url: str, tmp_path: Path) -> None:
+async def test_a_wrong_token_is_refused_where_none_is_needed(
+    index_url: str, tmp_path: Path
+) -> None:
     async with serving(index_url, tmp_path, modules=(MODULE,)) as client:
         assert (await client.post("/act")).status == 200
         assert (await client.post("/act", headers=bearer("wrong"))).status == 401
@@ -108,7 +122,9 @@ async def test_a_wrong_token_is_refused_where_none_is_needed(index_url: str, tmp
         ({"hosts": ("dock.example.org",)}, True),
     ],
 )
-def test_a_token_is_needed_unless_the_operator_wants_none(settings: dict[str, Any], needed: bool) -> None:
+def test_a_token_is_needed_unless_the_operator_wants_none(
+    settings: dict[str, Any], needed: bool
+) -> None:
     assert Settings(data=Path(), **settings).tokens_needed is needed
 
 
@@ -123,12 +139,17 @@ def test_a_token_is_needed_unless_the_operator_wants_none(settings: dict[str, An
     ],
 )
 def test_a_server_that_others_can_reach_never_goes_without(settings: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"no_token: .*runs code as its user; leave --no-token out"):
+    with pytest.raises(
+        ValueError,
+        match=r"no_token: .*runs code as its user; leave --no-token "
+        r"out",
+    ):
         Settings(data=Path(), no_token=True, **settings)
 
 
 async def test_the_index_holds_nothing_that_a_token_could_be_made_of(index_url: str) -> None:
-    tokens, raw = Tokens(index_url), redis.from_url(index_url)
+    tokens = Tokens(index_url)
+    raw = redis.from_url(index_url)
     token, text = await tokens.create("at rest", "run")
     kept = await raw.hget(KEY, token.id)
     secret = text.rpartition(f"{token.id}_")[2]
@@ -161,9 +182,13 @@ async def test_a_token_that_was_made_elsewhere_opens_what_it_is_adopted_for(inde
     await tokens.close()
 
 
-def test_a_deployment_adopts_its_token_each_time_it_begins_until_it_is_revoked(index_url: str, tmp_path: Path) -> None:
-    """The command that the compose stack runs before its API, with the exit code that lets the API begin or not."""
-    file, identity = tmp_path / "token", secrets.token_hex(6)
+def test_a_deployment_adopts_its_token_each_time_it_begins_until_it_is_revoked(
+    index_url: str, tmp_path: Path
+) -> None:
+    """The command that the compose stack runs before its API, with the exit code that lets the API
+    begin or not."""
+    file = tmp_path / "token"
+    identity = secrets.token_hex(6)
     text = f"adock_{identity}_{secrets.token_urlsafe(32)}"
 
     def token(*arguments: str) -> tuple[int, str]:
@@ -172,7 +197,11 @@ def test_a_deployment_adopts_its_token_each_time_it_begins_until_it_is_revoked(i
         return done.exit_code, done.stdout + done.stderr
 
     def known() -> list[str]:
-        return [each["name"] for each in json.loads(token("list", "--json")[1]) if each["id"] == identity]
+        return [
+            each["name"]
+            for each in json.loads(token("list", "--json")[1])
+            if each["id"] == identity
+        ]
 
     adopt = ("adopt", "stack", "--scope", "admin", "--file", str(file))
     assert token(*adopt)[0] == BAD_INPUT  # no such file
@@ -181,14 +210,22 @@ def test_a_deployment_adopts_its_token_each_time_it_begins_until_it_is_revoked(i
     file.chmod(0o600)
     file.write_text("opensesame\n")
     code, output = token(*adopt)
-    assert (code, "opensesame" in output, "is not one; it is adock_" in output) == (BAD_INPUT, False, True)
+    assert (code, "opensesame" in output, "is not one; it is adock_" in output) == (
+        BAD_INPUT,
+        False,
+        True,
+    )
     file.write_text(f"{text}\n")
     for _ in range(2):
         assert token(*adopt) == (0, f"id {identity}, scope admin\n")
         assert known() == ["stack"]
     assert token("revoke", identity)[0] == 0
     code, output = token(*adopt)
-    assert (code, f"{identity} was revoked" in output, f"make another one, and put it into {file}" in output) == (
+    assert (
+        code,
+        f"{identity} was revoked" in output,
+        f"make another one, and put it into {file}" in output,
+    ) == (
         1,
         True,
         True,
@@ -196,7 +233,9 @@ def test_a_deployment_adopts_its_token_each_time_it_begins_until_it_is_revoked(i
     assert known() == []
 
 
-@pytest.mark.parametrize("wrong", [{"name": ""}, {"name": "a\nb"}, {"scope": "root"}, {"seconds": 0.0}])
+@pytest.mark.parametrize(
+    "wrong", [{"name": ""}, {"name": "a\nb"}, {"scope": "root"}, {"seconds": 0.0}]
+)
 async def test_a_token_is_made_of_sound_things(index_url: str, wrong: dict[str, Any]) -> None:
     tokens = Tokens(index_url)
     with pytest.raises(ValueError, match=next(iter(wrong)).replace("seconds", "expires")):
@@ -218,11 +257,16 @@ async def test_an_index_that_is_not_there_is_said_without_its_password(tmp_path:
         assert (await client.get("/healthz")).status == 200
 
 
-# --- from where -----------------------------------------------------------------------------------------------------------
+# --- from where
+# --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "", "[", "10.0.0.1"])
-async def test_a_page_that_rebinds_its_name_to_loopback_is_refused(index_url: str, tmp_path: Path, host: str) -> None:
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "", "[", "10.0.0.1"]
+)
+async def test_a_page_that_rebinds_its_name_to_loopback_is_refused(
+    index_url: str, tmp_path: Path, host: str
+) -> None:
     async with serving(index_url, tmp_path, modules=(MODULE,)) as client:
         for path in ("/look", "/healthz", "/"):
             assert (await client.get(path, headers={"Host": host})).status in (400, 403)
@@ -242,7 +286,9 @@ async def test_a_request_that_another_site_sends_is_refused(index_url: str, tmp_
             assert (await client.post("/act", headers={"Origin": origin})).status == 403, origin
         assert (await client.post("/act", headers={"Sec-Fetch-Site": "cross-site"})).status == 403
         assert (await client.get("/look", headers={"Sec-Fetch-Site": "same-site"})).status == 403
-        assert (await client.post("/act", headers={"Origin": own, "Sec-Fetch-Site": "same-origin"})).status == 200
+        assert (
+            await client.post("/act", headers={"Origin": own, "Sec-Fetch-Site": "same-origin"})
+        ).status == 200
         followed = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}
         assert (await client.get("/healthz", headers=followed)).status == 200
         assert (await client.post("/act", headers=followed)).status == 403
@@ -263,11 +309,15 @@ async def test_every_answer_keeps_browsers_strict(index_url: str, tmp_path: Path
             assert "frame-ancestors 'none'" in headers["Content-Security-Policy"]
             assert "default-src 'self'" in headers["Content-Security-Policy"]
             assert "unsafe" not in headers["Content-Security-Policy"]
-            assert (headers["X-Content-Type-Options"], headers["Referrer-Policy"]) == ("nosniff", "no-referrer")
+            assert (headers["X-Content-Type-Options"], headers["Referrer-Policy"]) == (
+                "nosniff",
+                "no-referrer",
+            )
             assert "Server" not in headers
 
 
-# --- how much -------------------------------------------------------------------------------------------------------------
+# --- how much
+# --------------------------------------------------------------------------------------------------
 
 
 async def test_too_many_requests_are_put_off(index_url: str, tmp_path: Path) -> None:
@@ -277,7 +327,9 @@ async def test_too_many_requests_are_put_off(index_url: str, tmp_path: Path) -> 
         assert answers[-1].headers["Retry-After"] == "2"
 
 
-async def test_a_client_that_never_ends_its_headers_is_cut_off(index_url: str, tmp_path: Path) -> None:
+async def test_a_client_that_never_ends_its_headers_is_cut_off(
+    index_url: str, tmp_path: Path
+) -> None:
     settings = Settings(data=tmp_path, port=0, idle_seconds=0.3)
     registry = Registry(index_url)
     runner, url = await listen(build_app(settings, registry), settings)
@@ -291,7 +343,10 @@ async def test_a_client_that_never_ends_its_headers_is_cut_off(index_url: str, t
 
 
 async def test_a_request_that_is_no_http_is_not_logged_with_its_token(
-    index_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+    index_url: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     settings = Settings(data=tmp_path, port=0)
     registry = Registry(index_url)
@@ -319,7 +374,9 @@ async def test_a_request_that_is_no_http_is_not_logged_with_its_token(
 def test_no_client_gets_more_than_its_rate_and_who_waits_as_told_gets_through(
     rate: float, burst: int, gaps: list[float]
 ) -> None:
-    rates, now, passed = Rates(rate, burst), 0.0, 0
+    rates = Rates(rate, burst)
+    now = 0.0
+    passed = 0
     for gap in gaps:
         now += gap
         wait = rates.wait("a", now)
@@ -339,8 +396,11 @@ def test_the_rates_of_many_clients_take_bounded_room() -> None:
     assert len(rates._buckets) <= 10_000
 
 
-def test_a_full_table_of_rates_forgets_who_was_silent_for_longest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A crowd of addresses gives no client more than its rate: the one that asks now stays known."""
+def test_a_full_table_of_rates_forgets_who_was_silent_for_longest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A crowd of addresses gives no client more than its rate: the one that asks now stays
+    known."""
     monkeypatch.setattr(limits, "CLIENTS", 2)
     rates = Rates(1.0, 1)
     assert [rates.wait(client, 0.0) for client in ("a", "b", "a", "c")] == [0.0, 0.0, 1.0, 0.0]
@@ -348,8 +408,13 @@ def test_a_full_table_of_rates_forgets_who_was_silent_for_longest(monkeypatch: p
     assert rates.wait("b", 0.0) == 0.0, "it was silent for longest"
 
 
-@given(network=st.integers(0, 2**64 - 1), hosts=st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1)))
-def test_all_addresses_of_one_ipv6_network_are_one_client(network: int, hosts: tuple[int, int]) -> None:
+@given(
+    network=st.integers(0, 2**64 - 1),
+    hosts=st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1)),
+)
+def test_all_addresses_of_one_ipv6_network_are_one_client(
+    network: int, hosts: tuple[int, int]
+) -> None:
     """A customer gets 2**64 of them, and would have as many rates."""
     network |= 0x2000 << 48  # public addresses
     first, second = [str(ipaddress.IPv6Address(network << 64 | host)) for host in hosts]

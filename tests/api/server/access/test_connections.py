@@ -1,4 +1,5 @@
-"""Attacks on the connections of `asyncdock serve`, in a process with few file descriptors: what they cost others."""
+"""Attacks on the connections of `asyncdock serve`, in a process with few file descriptors: what
+they cost others."""
 
 from __future__ import annotations
 
@@ -32,8 +33,9 @@ from tests.api.served import SECONDS, Served
 from tests.api.serving import bearer
 from tests.orchestration.runs import MOCK
 
-# Seconds of any other request under an attack: 0.03 on a quiet machine. One that has to wait until half-open connections
-# end by themselves, after `header_seconds` of 10 s, takes longer, however busy the machine is.
+# Seconds of any other request under an attack: 0.03 on a quiet machine. One that has to wait until
+# half-open connections end by themselves, after `header_seconds` of 10 s, takes longer, however
+# busy the machine is.
 LATENCY = 8.0
 HALF = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nX-Slow: "
 RUN = {**MOCK, "name": "watched", "train": {**MOCK["train"], "steps": 100_000}}
@@ -104,7 +106,9 @@ async def latencies(server: Served, count: int, **headers: str) -> list[float]:
             async with contextlib.AsyncExitStack() as stack:
                 session = kept
                 if number % 2:
-                    session = await stack.enter_async_context(aiohttp.ClientSession(server.url, headers=headers))
+                    session = await stack.enter_async_context(
+                        aiohttp.ClientSession(server.url, headers=headers)
+                    )
                 began = time.perf_counter()
                 async with session.get("/v1/runs") as response:
                     assert response.status == 200, await response.text()
@@ -114,7 +118,8 @@ async def latencies(server: Served, count: int, **headers: str) -> list[float]:
 
 
 def nine_in_ten(*found: list[float]) -> float:
-    """What nine of ten requests stay below; the last one is at the mercy of whatever else the machine does."""
+    """What nine of ten requests stay below; the last one is at the mercy of whatever else the
+    machine does."""
     ordered = sorted(itertools.chain(*found))
     return ordered[int(0.9 * (len(ordered) - 1))]
 
@@ -123,8 +128,14 @@ async def answer(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], byt
     """One answer: its status, headers and body."""
     async with asyncio.timeout(connections.WRITE_SECONDS / 2):
         head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
-        headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in head[1:-2])}
-        return int(head[0].split()[1]), headers, await reader.readexactly(int(headers.get("content-length", 0)))
+        headers = {
+            name.lower(): value for name, _, value in (line.partition(": ") for line in head[1:-2])
+        }
+        return (
+            int(head[0].split()[1]),
+            headers,
+            await reader.readexactly(int(headers.get("content-length", 0))),
+        )
 
 
 # ── half-open ones ──
@@ -145,7 +156,8 @@ async def test_hundreds_of_half_open_requests_delay_nobody_and_fill_no_log(few: 
 
 
 async def test_a_flood_of_connections_delays_nobody(few: Served) -> None:
-    """They are opened as fast as they can be: none is kept for long enough to crowd out one that sends a request."""
+    """They are opened as fast as they can be: none is kept for long enough to crowd out one that
+    sends a request."""
     async with attacking(few) as attack:
 
         async def flood() -> None:
@@ -187,8 +199,11 @@ async def test_bodies_that_do_not_come_delay_nobody(few: Served) -> None:
 
 
 @contextlib.asynccontextmanager
-async def listening(url: str, data: Path, **settings: Any) -> AsyncGenerator[tuple[Connections, int], None]:
-    made, registry = Settings(data=data, port=0, no_token=True, **settings), Registry(url)
+async def listening(
+    url: str, data: Path, **settings: Any
+) -> AsyncGenerator[tuple[Connections, int], None]:
+    made = Settings(data=data, port=0, no_token=True, **settings)
+    registry = Registry(url)
     runner, where = await listen(build_app(made, registry), made)
     try:
         site = next(iter(runner.sites))
@@ -207,7 +222,8 @@ async def until(condition: Callable[[], Any]) -> None:
 
 async def test_headers_have_a_deadline_however_they_come(index_url: str, tmp_path: Path) -> None:
     async with listening(index_url, tmp_path, header_seconds=0.4) as (site, port):
-        for first in (b"", b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"):  # a second request has one, too
+        # a second request has one, too
+        for first in (b"", b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             if first:
                 writer.write(first)
@@ -234,10 +250,18 @@ async def _trickle(writer: asyncio.StreamWriter) -> None:
         await asyncio.sleep(0.05)
 
 
-async def test_a_connection_at_work_is_not_closed_to_make_room(index_url: str, tmp_path: Path) -> None:
-    """Of four connections three follow a run. The fourth is left to those who come next, which are answered or refused."""
+async def test_a_connection_at_work_is_not_closed_to_make_room(
+    index_url: str, tmp_path: Path
+) -> None:
+    """Of four connections three follow a run.
+
+    The fourth is left to those who come next, which are answered or refused.
+    """
     registry = Registry(index_url)
-    async with listening(index_url, tmp_path, max_connections=4, max_connections_per_address=4) as (site, port):
+    async with listening(index_url, tmp_path, max_connections=4, max_connections_per_address=4) as (
+        site,
+        port,
+    ):
         app = site._app
         app[SERVICE].most_held = 3
         record, _ = await registry.submit(_recipe())
@@ -250,7 +274,10 @@ async def test_a_connection_at_work_is_not_closed_to_make_room(index_url: str, t
                 writer.write(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
                 assert (await answer(reader))[0] == 200
             refused = await session.get(path)
-            assert (refused.status, (await refused.json(content_type=None))["type"]) == (503, "urn:asyncdock:readers")
+            assert (refused.status, (await refused.json(content_type=None))["type"]) == (
+                503,
+                "urn:asyncdock:readers",
+            )
             assert [reader.status for reader in readers] == [200] * 3
             app[SERVICE].most_held = 4
             await until(lambda: len(site) <= 4)
@@ -258,7 +285,10 @@ async def test_a_connection_at_work_is_not_closed_to_make_room(index_url: str, t
             beyond = await session.get("/healthz")
             found = await beyond.json(content_type=None)
             assert (beyond.status, beyond.headers["Retry-After"]) == (503, "1")
-            assert (found["type"], beyond.headers["Connection"]) == ("urn:asyncdock:connections", "close")
+            assert (found["type"], beyond.headers["Connection"]) == (
+                "urn:asyncdock:connections",
+                "close",
+            )
             assert not any(reader.content.at_eof() for reader in readers)
             for reader in readers:
                 reader.close()
@@ -280,16 +310,16 @@ async def test_answers_that_are_not_read_hold_no_connection(
     async def much(request: web.Request) -> web.StreamResponse:
         return web.Response(body=bytes(16 << 20))
 
-    made, registry = (
-        Settings(data=tmp_path, port=0, max_connections=4, max_connections_per_address=4),
-        Registry(index_url),
-    )
+    made = Settings(data=tmp_path, port=0, max_connections=4, max_connections_per_address=4)
+    registry = Registry(index_url)
     app = build_app(made, registry)
     app.router.add_get("/much", much)
     runner, url = await listen(app, made)
     (site,) = runner.sites
     assert isinstance(site, Connections)
-    stalled = [await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2])) for _ in range(4)]
+    stalled = [
+        await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2])) for _ in range(4)
+    ]
     for _, writer in stalled:
         writer.transport.pause_reading()  # type: ignore[attr-defined]
         writer.write(b"GET /much HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -310,7 +340,10 @@ async def test_answers_that_are_not_read_hold_no_connection(
 
 
 async def test_one_address_leaves_room_for_others(index_url: str, tmp_path: Path) -> None:
-    async with listening(index_url, tmp_path, max_connections=8, max_connections_per_address=5) as (site, port):
+    async with listening(index_url, tmp_path, max_connections=8, max_connections_per_address=5) as (
+        site,
+        port,
+    ):
         opened = [await asyncio.open_connection("127.0.0.1", port) for _ in range(12)]
         await until(lambda: sum(reader.at_eof() for reader, _ in opened) == 7)
         assert len(site) == 5
@@ -328,7 +361,8 @@ async def test_without_a_descriptor_the_server_goes_on_as_soon_as_there_is_one(
         aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session,
     ):
         assert (await session.get("/healthz")).status == 200
-        _, writer = await asyncio.open_connection("127.0.0.1", port)  # has a descriptor before there is none
+        # has a descriptor before there is none
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         open_now = max(map(int, os.listdir("/proc/self/fd")))
         taken = []
@@ -341,7 +375,8 @@ async def test_without_a_descriptor_the_server_goes_on_as_soon_as_there_is_one(
             late = asyncio.create_task(asyncio.open_connection("127.0.0.1", port))
             later = await late
             later[1].write(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
-            await asyncio.sleep(3 * connections.PAUSE_SECONDS)  # the server meets the error several times
+            # the server meets the error several times
+            await asyncio.sleep(3 * connections.PAUSE_SECONDS)
         finally:
             for descriptor in taken:
                 os.close(descriptor)
@@ -353,14 +388,21 @@ async def test_without_a_descriptor_the_server_goes_on_as_soon_as_there_is_one(
 
 
 @pytest.mark.parametrize(
-    ("descriptors", "asked", "room"), [(256, 0, (192, 168)), (1024, 0, (768, 672)), (1024, 100, (100, 88))]
+    ("descriptors", "asked", "room"),
+    [(256, 0, (192, 168)), (1024, 0, (768, 672)), (1024, 100, (100, 88))],
 )
-def test_limits_follow_from_the_descriptors(descriptors: int, asked: int, room: tuple[int, int]) -> None:
+def test_limits_follow_from_the_descriptors(
+    descriptors: int, asked: int, room: tuple[int, int]
+) -> None:
     assert most_connections(Settings(data=Path(), max_connections=asked), descriptors) == room
 
 
 def test_more_connections_than_descriptors_are_refused_with_the_number() -> None:
-    with pytest.raises(ValueError, match=r"max_connections: 1000 need 1334 file descriptors.*`ulimit -n 1334`.* 768"):
+    with pytest.raises(
+        ValueError,
+        match=r"max_connections: 1000 need 1334 file "
+        r"descriptors.*`ulimit -n 1334`.* 768",
+    ):
         most_connections(Settings(data=Path(), max_connections=1000), 1024)
     with pytest.raises(ValueError, match="ulimit"):
         most_connections(Settings(data=Path()), 60)
@@ -385,7 +427,9 @@ def test_repeated_lines_are_written_only_so_often() -> None:
 async def test_hundreds_of_requests_at_once_are_all_answered(usual: Served, token: str) -> None:
     """Each has its token looked up in the index: they wait for each other, and none is refused."""
     connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(usual.url, headers=bearer(token), connector=connector) as session:
+    async with aiohttp.ClientSession(
+        usual.url, headers=bearer(token), connector=connector
+    ) as session:
 
         async def one() -> int:
             async with session.get("/v1/runs") as response:
@@ -400,14 +444,19 @@ async def test_five_hundred_readers_at_once_are_all_admitted(usual: Served, toke
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=SECONDS)
     headers = bearer(token)
-    async with aiohttp.ClientSession(usual.url, headers=headers, connector=connector, timeout=timeout) as session:
+    async with aiohttp.ClientSession(
+        usual.url, headers=headers, connector=connector, timeout=timeout
+    ) as session:
         async with session.post("/v1/runs", json={"recipe": RUN}) as response:
             run = (await response.json())["id"]
-        readers = await asyncio.gather(*(session.get(f"/v1/runs/{run}/metrics/stream") for _ in range(500)))
+        readers = await asyncio.gather(
+            *(session.get(f"/v1/runs/{run}/metrics/stream") for _ in range(500))
+        )
         assert {reader.status for reader in readers} == {200}
         began = await asyncio.gather(*(reader.content.readuntil(b"\n\n") for reader in readers))
         assert set(began) == {b"retry: 2000\n\n"}
-        assert nine_in_ten(await latencies(usual, 60, **headers)) < LATENCY  # and there is room for others
+        # and there is room for others
+        assert nine_in_ten(await latencies(usual, 60, **headers)) < LATENCY
         async with session.post(f"/v1/runs/{run}/stop") as response:
             assert response.status == 202
         ends = await asyncio.gather(*(reader.content.read() for reader in readers))
@@ -420,7 +469,9 @@ async def test_five_hundred_readers_at_once_are_all_admitted(usual: Served, toke
 async def test_a_revoked_tokens_stream_ends_within_a_second(usual: Served, token: str) -> None:
     async with tokens_of(usual) as tokens, aiohttp.ClientSession(usual.url) as session:
         known, presented = await tokens.create("bob", "read")
-        async with session.post("/v1/runs", json={"recipe": RUN}, headers=bearer(token)) as response:
+        async with session.post(
+            "/v1/runs", json={"recipe": RUN}, headers=bearer(token)
+        ) as response:
             run = (await response.json())["id"]
         path = f"/v1/runs/{run}/metrics/stream"
         revoked = await session.get(path, headers=bearer(presented))
@@ -443,13 +494,17 @@ async def test_a_revoked_tokens_stream_ends_within_a_second(usual: Served, token
 async def test_a_token_that_may_less_now_ends_what_needed_more(usual: Served) -> None:
     async with tokens_of(usual) as tokens, aiohttp.ClientSession(usual.url) as session:
         _, token = await tokens.create("bob", "run")
-        async with session.post("/v1/runs", json={"recipe": RUN}, headers=bearer(token)) as response:
+        async with session.post(
+            "/v1/runs", json={"recipe": RUN}, headers=bearer(token)
+        ) as response:
             run = (await response.json())["id"]
         stream = await session.get(f"/v1/runs/{run}/metrics/stream", headers=bearer(token))
         await stream.content.readuntil(b"\n\n")
         async with attacking(usual) as attack:  # an upload, which needs the scope `run` as well
             head = f"POST /v1/runs HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {token}\r\n"
-            reader, _ = await attack(f"{head}Content-Type: application/json\r\nContent-Length: 99\r\n\r\n{{".encode())
+            reader, _ = await attack(
+                f"{head}Content-Type: application/json\r\nContent-Length: 99\r\n\r\n{{".encode()
+            )
             await latencies(usual, 1, **bearer(token))
             await tokens.adopt(token, "bob", "read")
             assert (await answer(reader))[0] == 401
@@ -463,7 +518,9 @@ async def test_a_token_that_may_less_now_ends_what_needed_more(usual: Served) ->
 async def test_an_expired_tokens_stream_ends_at_that_time(usual: Served, token: str) -> None:
     async with tokens_of(usual) as tokens, aiohttp.ClientSession(usual.url) as session:
         record, made = await tokens.create("bob", "read", seconds=2.0)
-        async with session.post("/v1/runs", json={"recipe": RUN}, headers=bearer(token)) as response:
+        async with session.post(
+            "/v1/runs", json={"recipe": RUN}, headers=bearer(token)
+        ) as response:
             run = (await response.json())["id"]
         stream = await session.get(f"/v1/runs/{run}/metrics/stream", headers=bearer(made))
         assert stream.status == 200
@@ -479,7 +536,8 @@ async def test_a_revoked_tokens_upload_ends_within_a_second(usual: Served) -> No
     async with tokens_of(usual) as tokens, attacking(usual) as attack:
         known, token = await tokens.create("bob", "run")
         head = (
-            f"POST /v1/recipes/check HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {token}\r\n"
+            f"POST /v1/recipes/check HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer "
+            f"{token}\r\n"
             "Content-Type: application/json\r\nContent-Length: 100000\r\n\r\n"
         )
         reader, writer = await attack(head.encode() + b"{")
@@ -510,18 +568,26 @@ MALFORMED = {
     "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
     "HTTP/2 as a version": b"GET /healthz HTTP/2.0\r\nHost: localhost\r\n\r\n",
     "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
-    "a long header": b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nX: " + b"hunter2" * 20_000 + b"\r\n\r\n",
+    "a long header": b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nX: "
+    + b"hunter2" * 20_000
+    + b"\r\n\r\n",
     "a long path": b"GET /" + b"hunter2" * 5_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
     "many headers": b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n" + b"X: 1\r\n" * 500 + b"\r\n",
-    "a header without a colon": b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nAuthorization hunter2\r\n\r\n",
+    "a header without a "
+    "colon": b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nAuthorization hunter2\r\n\r\n",
     "a null byte": b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nAuthorization: hunter2\x00\r\n\r\n",
     "two hosts": b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n\r\n",
     "no host": b"GET /healthz HTTP/1.1\r\n\r\n",
-    "a bad chunk": b"POST /v1/runs HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    b"Transfer-Encoding: chunked\r\n\r\nhunter2\r\n",
-    "a bad chunk later": b"POST /v1/runs HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\nhunter2\r\n",
-    "a bad chunk that is not read": b"GET /nothing HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n-1\r\n",
+    "a bad chunk": (
+        b"POST /v1/runs HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        b"Transfer-Encoding: chunked\r\n\r\nhunter2\r\n"
+    ),
+    "a bad chunk later": (
+        b"POST /v1/runs HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\nhunter2\r\n"
+    ),
+    "a bad chunk that is not "
+    "read": b"GET /nothing HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n-1\r\n",
     "two lengths": b"POST /v1/runs HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\nContent-Length: 4\r\n\r\n",
     "a negative length": b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nContent-Length: -4\r\n\r\n",
     "a huge length": b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999999999999999999\r\n\r\n",
@@ -538,7 +604,9 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize("what", MALFORMED)
-async def test_what_is_no_http_is_answered_by_a_problem_that_names_no_library(few: Served, what: str) -> None:
+async def test_what_is_no_http_is_answered_by_a_problem_that_names_no_library(
+    few: Served, what: str
+) -> None:
     before = few.log.stat().st_size
     async with attacking(few) as attack:
         reader, _ = await attack(MALFORMED[what])
@@ -551,13 +619,16 @@ async def test_what_is_no_http_is_answered_by_a_problem_that_names_no_library(fe
         whole = f"{headers} {body!r}".lower()
         assert not [name for name in ("aiohttp", "python", "hunter2", "traceback") if name in whole]
         assert headers["x-content-type-options"] == "nosniff"
-    assert few.log.stat().st_size == before  # what a client gets wrong is not logged, as it could be without end
+    # what a client gets wrong is not logged, as it could be without end
+    assert few.log.stat().st_size == before
 
 
 async def test_an_upgrade_is_left_and_the_request_answered(few: Served) -> None:
     async with attacking(few) as attack:
         for protocol in (b"websocket", b"h2c"):
-            upgrade = b"Host: localhost\r\nConnection: upgrade\r\nUpgrade: " + protocol + b"\r\n\r\n"
+            upgrade = (
+                b"Host: localhost\r\nConnection: upgrade\r\nUpgrade: " + protocol + b"\r\n\r\n"
+            )
             reader, _ = await attack(b"GET /healthz HTTP/1.1\r\n" + upgrade)
             assert (await answer(reader))[0] == 200
 
@@ -565,7 +636,8 @@ async def test_an_upgrade_is_left_and_the_request_answered(few: Served) -> None:
 async def test_an_answer_that_breaks_off_closes_the_connection(
     index_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A handler that fails when the headers are out: there is no second answer in the first one's place."""
+    """A handler that fails when the headers are out: there is no second answer in the first one's
+    place."""
 
     async def broken(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()
@@ -574,7 +646,8 @@ async def test_an_answer_that_breaks_off_closes_the_connection(
         await response.write(b"begun")
         raise RuntimeError("it broke")
 
-    made, registry = Settings(data=tmp_path, port=0), Registry(index_url)
+    made = Settings(data=tmp_path, port=0)
+    registry = Registry(index_url)
     app = build_app(made, registry)
     app.router.add_get("/broken", broken)
     runner, url = await listen(app, made)
@@ -586,11 +659,28 @@ async def test_an_answer_that_breaks_off_closes_the_connection(
 
 
 async def test_a_tls_handshake_that_never_ends_is_cut_off(index_url: str, tmp_path: Path) -> None:
-    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost", "-days", "1"]
-    await asyncio.to_thread(subprocess.run, [*command, "-keyout", key, "-out", certificate], check=True)
+    certificate = tmp_path / "cert.pem"
+    key = tmp_path / "key.pem"
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-subj",
+        "/CN=localhost",
+        "-days",
+        "1",
+    ]
+    await asyncio.to_thread(
+        subprocess.run, [*command, "-keyout", key, "-out", certificate], check=True
+    )
     tls = {"tls_certificate": certificate, "tls_key": key}
-    async with listening(index_url, tmp_path, header_seconds=0.5, max_connections=8, **tls) as (site, port):
+    async with listening(index_url, tmp_path, header_seconds=0.5, max_connections=8, **tls) as (
+        site,
+        port,
+    ):
         opened = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]
         async with asyncio.timeout(10):
             await asyncio.gather(*(reader.read() for reader, _ in opened))

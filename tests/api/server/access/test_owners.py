@@ -1,4 +1,5 @@
-"""A run belongs to the name of the token that submitted it: each test is what another one's token tries."""
+"""A run belongs to the name of the token that submitted it: each test is what another one's token
+tries."""
 
 from __future__ import annotations
 
@@ -17,7 +18,13 @@ from orchestration.service.registry import Registry
 from tests.api.serving import Client, bearer, problem, serving
 from tests.orchestration.runs import MOCK
 
-PEOPLE: list[tuple[str, Scope]] = [("ann", "run"), ("ann", "run"), ("bob", "run"), ("root", "admin"), ("eve", "read")]
+PEOPLE: list[tuple[str, Scope]] = [
+    ("ann", "run"),
+    ("ann", "run"),
+    ("bob", "run"),
+    ("root", "admin"),
+    ("eve", "read"),
+]
 # Of a run, with a scope beyond reading, and for everybody who has it.
 FOR_ALL = {"get_published", "get_weights"}
 BODIES: dict[str, Any] = {
@@ -46,9 +53,19 @@ async def people(index_url: str) -> list[dict[str, str]]:
 
 def test_whatever_changes_a_run_is_for_its_owner() -> None:
     """Also what will be added: everything below a run that takes more than reading."""
-    of_runs = [o for o in operations_of(ROUTES) if o.path.startswith("/v1/runs/{run}") and o.scope != "read"]
+    of_runs = [
+        o
+        for o in operations_of(ROUTES)
+        if o.path.startswith("/v1/runs/{run}") and o.scope != "read"
+    ]
     assert {o.handler.__name__ for o in of_runs} - {o.handler.__name__ for o in OWNED} == FOR_ALL
-    assert {o.handler.__name__ for o in OWNED} >= {"stop_run", "delete_run", "resume_run", "scale_run", "put_prompts"}
+    assert {o.handler.__name__ for o in OWNED} >= {
+        "stop_run",
+        "delete_run",
+        "resume_run",
+        "scale_run",
+        "put_prompts",
+    }
     assert {o.scope for o in OWNED} == {"run"}
 
 
@@ -59,13 +76,23 @@ async def test_a_token_of_another_name_changes_nothing(
     ann, again, bob, root, eve = people
     response = await client.post("/v1/runs", json={"recipe": MOCK}, headers=ann)
     run = (await response.json())["id"]
-    path = o.path.replace("{run}", run).replace("{token}", "0" * 32).replace("{version:[0-9]+}", "0")
-    body: dict[str, Any] = {"json": BODIES[o.handler.__name__]} if o.handler.__name__ in BODIES else {}
+    path = (
+        o.path.replace("{run}", run).replace("{token}", "0" * 32).replace("{version:[0-9]+}", "0")
+    )
+    body: dict[str, Any] = (
+        {"json": BODIES[o.handler.__name__]} if o.handler.__name__ in BODIES else {}
+    )
     refused = await problem(await client.request(o.method, path, headers=bob, **body), 403)
-    assert (refused["type"], refused["field"], refused["value"]) == ("urn:asyncdock:owner", "path.run", run)
+    assert (refused["type"], refused["field"], refused["value"]) == (
+        "urn:asyncdock:owner",
+        "path.run",
+        run,
+    )
     assert refused["detail"] == f"Run {run!r} belongs to 'ann'; the token that came is 'bob''s."
     assert refused["fix"] == "ask ann to do it, or use a token of scope admin"
-    assert (await problem(await client.request(o.method, path, headers=eve, **body), 403))["type"].endswith("scope")
+    assert (await problem(await client.request(o.method, path, headers=eve, **body), 403))[
+        "type"
+    ].endswith("scope")
     view = await (await client.get(f"/v1/runs/{run}", headers=eve)).json()
     assert (view["state"], view["owner"]) == ("created", "ann")
     for allowed in (again, root):
@@ -89,16 +116,23 @@ async def test_a_run_without_an_owner_is_for_admin(
     assert (await client.post(f"/v1/runs/{record.id}/stop", headers=root)).status == 202
 
 
-async def test_an_idempotency_key_of_another_owner_is_another_key(client: Client, people: list[dict[str, str]]) -> None:
+async def test_an_idempotency_key_of_another_owner_is_another_key(
+    client: Client, people: list[dict[str, str]]
+) -> None:
     ann, _, bob, _, _ = people
     key = {"Idempotency-Key": uuid.uuid4().hex}
-    made = [await client.post("/v1/runs", json={"recipe": MOCK}, headers={**of, **key}) for of in (ann, bob)]
+    made = [
+        await client.post("/v1/runs", json={"recipe": MOCK}, headers={**of, **key})
+        for of in (ann, bob)
+    ]
     first, second = [await response.json() for response in made]
     assert (first["owner"], second["owner"]) == ("ann", "bob")
     assert first["id"] != second["id"]
 
 
-async def test_the_owner_is_in_the_list_and_can_be_asked_for(client: Client, people: list[dict[str, str]]) -> None:
+async def test_the_owner_is_in_the_list_and_can_be_asked_for(
+    client: Client, people: list[dict[str, str]]
+) -> None:
     ann, _, bob, _, eve = people
     name = f"of-{uuid.uuid4().hex[:8]}"
     for of in (ann, bob, bob):

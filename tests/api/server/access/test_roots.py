@@ -50,12 +50,16 @@ def inside_of_linked(model: Path) -> None:
 
 
 OUT: dict[str, Callable[[Path], None]] = {
-    "a file": lambda model: link(model / "chat_template.jinja", model.parents[1] / "outside" / "secret"),
+    "a file": lambda model: link(
+        model / "chat_template.jinja", model.parents[1] / "outside" / "secret"
+    ),
     "a file in a subfolder": lambda model: link(model / "a" / "b" / "c", "/etc/passwd"),
     "a link to a link": link_to_link,
     "a folder": folder_link,
     "a link in a linked folder": inside_of_linked,
-    "out and back": lambda model: link(model / "x", "../../outside/../../../../../../../../../../../etc/passwd"),
+    "out and back": lambda model: link(
+        model / "x", "../../outside/../../../../../../../../../../../etc/passwd"
+    ),
     "a relative one by the root's name": lambda model: link(model / "x", "../../root-twin"),
     "nothing, elsewhere": lambda model: link(model / "x", "/nothing/is/here"),
     "a device": lambda model: link(model / "model.safetensors.index.json", "/dev/zero"),
@@ -95,13 +99,16 @@ def test_links_that_stay_below_the_root_are_followed(model: Path) -> None:
 def test_a_folder_of_very_many_files_is_not_walked_for_long(tmp_path: Path) -> None:
     for number in range(MOST_ENTRIES + 1):
         (tmp_path / str(number)).touch()
-    assert leads_out((tmp_path,), tmp_path, tmp_path / "data") == f"it has more than {MOST_ENTRIES} files"
+    assert leads_out((tmp_path,), tmp_path, tmp_path / "data") == (
+        f"it has more than {MOST_ENTRIES} files"
+    )
 
 
 def test_what_is_the_services_own_is_read_by_no_run(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The operator's root may hold the service's folder, with its token and the passwords of indexes."""
+    """The operator's root may hold the service's folder, with its token and the passwords of
+    indexes."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     data = tmp_path / "service"
     own = (
@@ -119,7 +126,9 @@ def test_what_is_the_services_own_is_read_by_no_run(
         source = {"source": "jsonl", "path": str(path), "max_prompt_tokens": 16}
         with pytest.raises(RecipeError) as refused:
             accept(settings, {**TINY, "prompts": source}, {})
-        (problem,) = [problem for problem in refused.value.problems if problem.key == "prompts.path"]
+        (problem,) = [
+            problem for problem in refused.value.problems if problem.key == "prompts.path"
+        ]
         assert problem.wrong.startswith("holds what this server does not read: "), path
         assert "the service's own" in problem.wrong, path
     assert leads_out(settings.roots, data / "runs" / "one" / "checkpoints", data) == ""

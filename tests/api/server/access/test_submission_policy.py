@@ -1,4 +1,7 @@
-"""Recipes in requests: the attacks that they could carry. What is refused is never imported and never looked at."""
+"""Recipes in requests: the attacks that they could carry.
+
+What is refused is never imported and never looked at.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,11 @@ CANARY = "asyncdock_canary"
 def canary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A module that anybody could name, and that leaves a file when it is imported."""
     trace = tmp_path / "imported"
-    code = f"open({str(trace)!r}, 'w').close()\ndef reward(completions, **_): return [0.0 for _ in completions]\n"
+    code = (
+        f"open({str(trace)!r}, 'w').close()\ndef reward(completions, **_): return [0.0 for _ "
+        f"in "
+        f"completions]\n"
+    )
     (tmp_path / f"{CANARY}.py").write_text(code + "class Algorithm: ...\n")
     monkeypatch.syspath_prepend(tmp_path)
     importlib.invalidate_caches()
@@ -43,7 +50,9 @@ def recipe(**changes: Any) -> dict[str, Any]:
     return data
 
 
-def refused(data: dict[str, Any], *, overrides: dict[str, Any] | None = None, **given: Any) -> dict[str, Any]:
+def refused(
+    data: dict[str, Any], *, overrides: dict[str, Any] | None = None, **given: Any
+) -> dict[str, Any]:
     """The problems of a recipe, by their keys."""
     with pytest.raises(RecipeError) as raised:
         accept(Settings(data=Path(), **given), data, overrides or {})
@@ -51,7 +60,9 @@ def refused(data: dict[str, Any], *, overrides: dict[str, Any] | None = None, **
 
 
 def test_a_sound_recipe_is_what_it_says() -> None:
-    accepted = accept(Settings(data=Path()), recipe(), {"train.steps": 3, "reward.functions.0.weight": 0.5})
+    accepted = accept(
+        Settings(data=Path()), recipe(), {"train.steps": 3, "reward.functions.0.weight": 0.5}
+    )
     assert (accepted.train.steps, accepted.reward.functions[0].weight) == (3, 0.5)
 
 
@@ -60,37 +71,59 @@ def test_arguments_of_vllm_are_not_taken_from_a_request() -> None:
     vllm = {"trust_remote_code": True, "block_size": 32}
     found = refused(recipe(rollout__vllm=vllm), overrides={"rollout.vllm.tokenizer": "/etc"})
     for name in ("trust_remote_code", "tokenizer"):
-        assert "is passed to vLLM as it is, which a request may not" in str(found[f"rollout.vllm.{name}"])
+        assert "is passed to vLLM as it is, which a request may not" in str(
+            found[f"rollout.vllm.{name}"]
+        )
     assert "rollout.vllm.block_size" not in found
 
 
-# --- code ---------------------------------------------------------------------------------------------------------------
+# --- code
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("data", "key"),
     [
         (recipe(reward={"functions": [{"name": f"{CANARY}:reward"}]}), "reward.functions.0.name"),
-        (recipe(reward={"functions": [{"name": "spelling"}, {"name": f"{CANARY}:x"}]}), "reward.functions.1.name"),
-        (recipe(reward={"functions": [{"name": f"{CANARY}:reward"}, 7]}), "reward.functions.0.name"),
+        (
+            recipe(reward={"functions": [{"name": "spelling"}, {"name": f"{CANARY}:x"}]}),
+            "reward.functions.1.name",
+        ),
+        (
+            recipe(reward={"functions": [{"name": f"{CANARY}:reward"}, 7]}),
+            "reward.functions.0.name",
+        ),
         (recipe(algorithm={"name": f"{CANARY}:Algorithm", "group_size": 4}), "algorithm.name"),
         (recipe(prompts={"source": "datasets", "path": f"{CANARY}:rows"}), "prompts.path"),
         (recipe(prompts={"source": "jsonl", "path": f"{CANARY}:rows"}), "prompts.path"),
         (recipe(reward={"functions": [{"name": "os:system"}]}), "reward.functions.0.name"),
         (recipe(rollout__engine=f"{CANARY}:engine"), "rollout.engine"),
-        (recipe(train__engine=f"{CANARY}:engine", train__options={"command": "id"}), "train.engine"),
-        (recipe(reward={"functions": [{"name": f"{CANARY}:reward", "weight": "x"}]}), "reward.functions.0.name"),
+        (
+            recipe(train__engine=f"{CANARY}:engine", train__options={"command": "id"}),
+            "train.engine",
+        ),
+        (
+            recipe(reward={"functions": [{"name": f"{CANARY}:reward", "weight": "x"}]}),
+            "reward.functions.0.name",
+        ),
     ],
 )
-def test_code_that_is_not_allowed_is_refused_and_never_imported(data: dict[str, Any], key: str, canary: Path) -> None:
+def test_code_that_is_not_allowed_is_refused_and_never_imported(
+    data: dict[str, Any], key: str, canary: Path
+) -> None:
     problem = refused(data)[key]
     assert "does not run" in problem.wrong
     assert not canary.exists()
 
 
 def test_code_is_refused_in_overrides_too(canary: Path) -> None:
-    overrides = {"reward.functions.0.name": f"{CANARY}:reward", "algorithm.name": f"{CANARY}:Algorithm"}
-    assert {"reward.functions.0.name", "algorithm.name"} <= set(refused(recipe(), overrides=overrides))
+    overrides = {
+        "reward.functions.0.name": f"{CANARY}:reward",
+        "algorithm.name": f"{CANARY}:Algorithm",
+    }
+    assert {"reward.functions.0.name", "algorithm.name"} <= set(
+        refused(recipe(), overrides=overrides)
+    )
     functions = {"reward.functions": [{"name": f"{CANARY}:reward"}]}
     assert "reward.functions.0.name" in refused(recipe(), overrides=functions)
     assert "reward.functions.0.name" in refused(
@@ -110,35 +143,56 @@ def test_code_that_the_operator_allows_is_taken_and_only_that(canary: Path) -> N
     assert "algorithm.name" in refused(recipe(algorithm__name=name), allow_rewards={name})
     stages = {**data, "stages": [{"use": "tests.orchestration.run.test_flow:Judge"}, {"use": name}]}
     assert {"stages.0.use", "stages.1.use"} <= set(refused(stages, allow_rewards={name}))
-    assert "rollout.engine" in refused(recipe(rollout__engine=name), allow_rewards={name}, allow_algorithms={name})
+    assert "rollout.engine" in refused(
+        recipe(rollout__engine=name), allow_rewards={name}, allow_algorithms={name}
+    )
 
 
 def test_an_engine_that_the_operator_allows_is_taken() -> None:
     name = "tests.stages.engines.echo:engine"
     data = recipe(rollout={"engine": name, "max_rows": 32, "max_tokens": 4})
-    assert accept(Settings(data=Path(), allow_engines=frozenset([name])), data, {}).rollout.engine == name
+    assert (
+        accept(Settings(data=Path(), allow_engines=frozenset([name])), data, {}).rollout.engine
+        == name
+    )
     assert "rollout.engine" in refused(data, allow_engines={"tests.stages.engines.counting:engine"})
 
 
 @pytest.mark.parametrize(
-    "template", ["{prompt.__class__}", "{prompt[0]}", "{prompt:>1000000000}", "{prompt!r:>{answer}}", "{0}", "{", "{}"]
+    "template",
+    [
+        "{prompt.__class__}",
+        "{prompt[0]}",
+        "{prompt:>1000000000}",
+        "{prompt!r:>{answer}}",
+        "{0}",
+        "{",
+        "{}",
+    ],
 )
 def test_a_template_that_reaches_into_its_columns_is_refused(template: str) -> None:
     assert "prompts.template" in refused(recipe(prompts__template=template))
 
 
-@pytest.mark.parametrize("template", ["{prompt}", "Q: {prompt} {{literally}} A:", "{question} {prompt}"])
+@pytest.mark.parametrize(
+    "template", ["{prompt}", "Q: {prompt} {{literally}} A:", "{question} {prompt}"]
+)
 def test_a_template_that_names_columns_is_taken(template: str) -> None:
-    assert accept(Settings(data=Path()), recipe(prompts__template=template), {}).prompts.template == template
+    assert (
+        accept(Settings(data=Path()), recipe(prompts__template=template), {}).prompts.template
+        == template
+    )
 
 
-# --- paths --------------------------------------------------------------------------------------------------------------
+# --- paths
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def roots(tmp_path: Path) -> tuple[Path, Path]:
     """A root with a file in it, and one outside of it that links lead to."""
-    root, outside = tmp_path / "root", tmp_path / "outside"
+    root = tmp_path / "root"
+    outside = tmp_path / "outside"
     for folder in (root / "inner", outside):
         folder.mkdir(parents=True)
         (folder / "rows.jsonl").write_text('{"prompt": "say a", "answer": "a"}\n')
@@ -172,16 +226,25 @@ def prompts(path: str, **more: Any) -> dict[str, Any]:
 )
 def test_a_path_that_leads_out_of_the_roots_is_refused(path: str, roots: tuple[Path, Path]) -> None:
     root, outside = roots
-    problem = refused(prompts(path.format(root=root, outside=outside)), roots=(root,))["prompts.path"]
+    problem = refused(prompts(path.format(root=root, outside=outside)), roots=(root,))[
+        "prompts.path"
+    ]
     assert "exist" not in problem.wrong  # the message must not reveal whether a path outside exists
 
 
 def test_a_home_directory_is_nobodys(roots: tuple[Path, Path]) -> None:
-    assert "does not exist" in refused(prompts("~/rows.jsonl"), roots=(roots[0],))["prompts.path"].wrong
+    assert (
+        "does not exist"
+        in refused(prompts("~/rows.jsonl"), roots=(roots[0],))["prompts.path"].wrong
+    )
 
 
-@pytest.mark.parametrize("path", ["{root}/inner/rows.jsonl", "inner/rows.jsonl", "{root}/inner/../inner/rows.jsonl"])
-def test_a_path_below_a_root_is_taken_as_what_it_really_is(path: str, roots: tuple[Path, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "path", ["{root}/inner/rows.jsonl", "inner/rows.jsonl", "{root}/inner/../inner/rows.jsonl"]
+)
+def test_a_path_below_a_root_is_taken_as_what_it_really_is(
+    path: str, roots: tuple[Path, Path], tmp_path: Path
+) -> None:
     root, _ = roots
     given = {"data": tmp_path, "roots": (tmp_path / "root-twin" / "none", root)}
     taken = accept(Settings(**given), prompts(path.format(root=root), held_out=0.0), {})
@@ -195,7 +258,9 @@ def test_without_roots_no_file_is_read(roots: tuple[Path, Path]) -> None:
 def test_models_and_certificates_lie_below_the_roots_too(roots: tuple[Path, Path]) -> None:
     root, outside = roots
     engines = {"rollout": {"engine": "torch"}, "train": {"engine": "torch", "steps": 1}}
-    assert "model.source" in refused(recipe(model={"source": str(outside)}, **engines), roots=(root,))
+    assert "model.source" in refused(
+        recipe(model={"source": str(outside)}, **engines), roots=(root,)
+    )
     for section, name in (("model", "reference"), ("critic", "source")):
         data = recipe(**engines)
         data[section] = {**data.get(section, {}), name: str(outside)}
@@ -204,7 +269,8 @@ def test_models_and_certificates_lie_below_the_roots_too(roots: tuple[Path, Path
     assert "lies outside" in problems["pipeline.tls_key"].wrong
 
 
-# --- addresses, amounts, names ------------------------------------------------------------------------------------------
+# --- addresses, amounts, names
+# ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -229,7 +295,9 @@ def test_models_and_certificates_lie_below_the_roots_too(roots: tuple[Path, Path
         ({"rollout__mock": {"row_rate": float("inf")}}, "rollout.mock.row_rate"),
     ],
 )
-def test_what_reaches_past_the_service_or_takes_too_much_is_refused(changes: dict[str, Any], key: str) -> None:
+def test_what_reaches_past_the_service_or_takes_too_much_is_refused(
+    changes: dict[str, Any], key: str
+) -> None:
     assert key in refused(recipe(**changes))
 
 
@@ -244,14 +312,19 @@ def test_a_run_may_take_all_that_the_operator_gives_to_one_and_no_more() -> None
 
 
 def test_only_the_addresses_that_the_operator_allows_are_listened_on() -> None:
-    """`sync.transport = "collective"` in a request opened a port on every address of the machine."""
+    """`sync.transport = "collective"` in a request opened a port on every address of the
+    machine."""
     collective = {"sync.transport": "collective", "sync.serve": "127.0.0.7"}
     assert "sync.serve" in refused(recipe(), overrides=collective)
-    assert "sync.serve" in refused(recipe(), overrides=collective, allow_listen={"127.0.0.1", "127.0.0.70"})
+    assert "sync.serve" in refused(
+        recipe(), overrides=collective, allow_listen={"127.0.0.1", "127.0.0.70"}
+    )
     given = Settings(data=Path(), allow_listen=frozenset(["127.0.0.7"]))
     assert accept(given, recipe(), collective).sync.serve == "127.0.0.7"
     assert accept(given, recipe(), {"pipeline.serve": "127.0.0.7"}).pipeline.serve == "127.0.0.7"
-    assert "sync.transport" in refused(recipe(sync__transport="collective"), allow_listen={"127.0.0.7"})
+    assert "sync.transport" in refused(
+        recipe(sync__transport="collective"), allow_listen={"127.0.0.7"}
+    )
 
 
 def test_only_listed_servers_are_asked_as_teachers() -> None:
@@ -268,14 +341,19 @@ def test_checkpoints_are_copied_only_to_listed_places(tmp_path: Path) -> None:
             recipe(), overrides={"checkpoint.url": other}, allow_checkpoints={f"file://{place}"}
         )
     given = Settings(data=Path(), allow_checkpoints=frozenset([f"file://{place}"]))
-    assert accept(given, recipe(), {"checkpoint.url": f"file://{place}"}).checkpoint.url == f"file://{place}"
+    assert (
+        accept(given, recipe(), {"checkpoint.url": f"file://{place}"}).checkpoint.url
+        == f"file://{place}"
+    )
 
 
 def test_workers_are_placed_on_listed_clusters_alone() -> None:
     wanted = {"pipeline.serve": "0.0.0.0", "sync.transport": "collective", "sync.serve": "0.0.0.0"}
     wanted |= {"launch.launcher": "ray", "launch.address": "ray://10.0.0.2:10001"}
     settings: dict[str, Any] = {"allow_listen": {"0.0.0.0"}, "index": "redis://:secret@10.0.0.1"}
-    assert "launch.address" in refused(recipe(), overrides=wanted, **settings, allow_clusters={"auto"})
+    assert "launch.address" in refused(
+        recipe(), overrides=wanted, **settings, allow_clusters={"auto"}
+    )
     given = Settings(data=Path(), **settings, allow_clusters=frozenset(["ray://10.0.0.2:10001"]))
     assert accept(given, recipe(), wanted).launch.address == "ray://10.0.0.2:10001"
 
@@ -285,24 +363,34 @@ def test_hosts_may_run_workers_where_the_services_index_is_reached_from_other_ma
     wanted |= {"launch.remote_rollouts": 1, "launch.launcher": "process"}
     found = refused(recipe(), overrides=wanted, allow_listen={"0.0.0.0"})
     assert "needs an index that other machines reach" in found["launch.remote_rollouts"].wrong
-    given = Settings(data=Path(), allow_listen=frozenset(["0.0.0.0"]), index="redis://:secret@10.0.0.1")
+    given = Settings(
+        data=Path(), allow_listen=frozenset(["0.0.0.0"]), index="redis://:secret@10.0.0.1"
+    )
     accepted = accept(given, recipe(), wanted)
     assert accepted.pipeline.index == "embedded", "no recipe shows the service's index"
     assert accepted.launch.remote_rollouts == 1
 
 
 @pytest.mark.parametrize("key", [{"launch.remote_rollouts": 1}, {"launch.launcher": "ray"}])
-def test_one_key_for_other_machines_opens_ports_only_where_that_is_allowed(key: dict[str, Any]) -> None:
+def test_one_key_for_other_machines_opens_ports_only_where_that_is_allowed(
+    key: dict[str, Any],
+) -> None:
     """Addresses follow from it, and may be any of the machine."""
     [name] = key
     wanted = {"launch.launcher": "process", "launch.address": "ray://10.0.0.2:10001", **key}
     if name != "launch.launcher":
         del wanted["launch.address"]
-    settings: dict[str, Any] = {"index": "redis://10.0.0.1", "allow_clusters": {"ray://10.0.0.2:10001"}}
+    settings: dict[str, Any] = {
+        "index": "redis://10.0.0.1",
+        "allow_clusters": {"ray://10.0.0.2:10001"},
+    }
     assert "has the run listen" in refused(recipe(), overrides=wanted, **settings)[name].wrong
     for served in ("sync.serve", "pipeline.serve"):
         assert name in refused(
-            recipe(), overrides={**wanted, served: "127.0.0.7"}, **settings, allow_listen={"127.0.0.7"}
+            recipe(),
+            overrides={**wanted, served: "127.0.0.7"},
+            **settings,
+            allow_listen={"127.0.0.7"},
         )
     given = Settings(
         data=Path(),
@@ -318,14 +406,30 @@ def test_a_deep_recipe_is_refused() -> None:
     deep: dict[str, Any] = {}
     for _ in range(100):
         deep = {"a": deep}
-    assert any("deep" in problem.wrong for problem in refused(recipe(algorithm__options=deep)).values())
+    assert any(
+        "deep" in problem.wrong for problem in refused(recipe(algorithm__options=deep)).values()
+    )
     assert "overrides" in refused(recipe(), overrides={".".join("a" * 100_000): 1})
 
 
 def test_all_problems_are_told_at_once() -> None:
-    data = recipe(pipeline__index="redis://x", algorithm__name="os:x", train__steps=0, rollout__temprature=1, name=5)
+    data = recipe(
+        pipeline__index="redis://x",
+        algorithm__name="os:x",
+        train__steps=0,
+        rollout__temprature=1,
+        name=5,
+    )
     problems = refused(data, overrides={"train.steps.x": 1, "nothing": 1, "a..b": 2})
-    expected = {"pipeline.index", "algorithm.name", "train.steps", "rollout.temprature", "name", "nothing", "overrides"}
+    expected = {
+        "pipeline.index",
+        "algorithm.name",
+        "train.steps",
+        "rollout.temprature",
+        "name",
+        "nothing",
+        "overrides",
+    }
     assert expected <= set(problems)
 
 
@@ -348,7 +452,9 @@ TABLES = st.recursive(
     | st.floats()
     | st.text(max_size=8)
     | st.sampled_from(["mock", "a:b", "/x"]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 KEYS = st.sampled_from(
@@ -358,13 +464,20 @@ KEYS = st.sampled_from(
         for field in getattr(info.annotation, "model_fields", ())
     ]
     + list(Recipe.model_fields)
-    + ["reward.functions.0.name", "algorithm.options.clip_low", "rollout.mock.row_rate", "train.mock.x"]
+    + [
+        "reward.functions.0.name",
+        "algorithm.options.clip_low",
+        "rollout.mock.row_rate",
+        "train.mock.x",
+    ]
 )
 
 
 @settings(max_examples=150, deadline=None)
 @given(changes=st.dictionaries(KEYS, TABLES, max_size=4))
-def test_whatever_a_recipe_says_it_is_taken_or_its_problems_are_told(changes: dict[str, Any]) -> None:
+def test_whatever_a_recipe_says_it_is_taken_or_its_problems_are_told(
+    changes: dict[str, Any],
+) -> None:
     try:
         accepted = accept(Settings(data=Path()), MOCK, changes)
     except RecipeError as error:
@@ -381,7 +494,8 @@ def test_recipes_of_the_package_may_be_submitted_as_they_are(name: str) -> None:
     assert accept(given, stored_recipe(given, name), {}).name == name
 
 
-# --- sandboxes ----------------------------------------------------------------------------------------------------------
+# --- sandboxes
+# --------------------------------------------------------------------------------------------------
 
 SCORES = "tests.orchestration.scores:early_letters"
 
@@ -404,7 +518,11 @@ def test_functions_of_requests_run_in_a_sandbox_and_see_no_environment() -> None
 def test_what_a_sandbox_lets_through_is_allowed_by_name(tmp_path: Path) -> None:
     wants = {"name": SCORES, "sandbox": False, "network": True, "read": ["/etc/passwd"]}
     data = confined([wants], environment=["HOME", "MY_JUDGE_KEY"], processes=0)
-    given = {"allow_rewards": frozenset({SCORES}), "allow_environment": frozenset({"HOME"}), "roots": (tmp_path,)}
+    given = {
+        "allow_rewards": frozenset({SCORES}),
+        "allow_environment": frozenset({"HOME"}),
+        "roots": (tmp_path,),
+    }
     found = refused(data, **given)
     fixes = {
         "reward.functions.0.sandbox": "--unsandboxed-code",
@@ -416,20 +534,33 @@ def test_what_a_sandbox_lets_through_is_allowed_by_name(tmp_path: Path) -> None:
     assert {key: fix in found[key].fix for key, fix in fixes.items()} == dict.fromkeys(fixes, True)
     assert "reward.environment.0" not in found
     (tmp_path / "words.txt").write_text("")
-    data = confined([{"name": SCORES, "network": True, "read": ["words.txt"]}], environment=["HOME"])
-    accepted = accept(Settings(data=Path(), allow_networks=frozenset({SCORES}), **given), data, {}).reward
-    assert (accepted.functions[0].network, accepted.functions[0].read) == (True, [str(tmp_path / "words.txt")])
+    data = confined(
+        [{"name": SCORES, "network": True, "read": ["words.txt"]}], environment=["HOME"]
+    )
+    accepted = accept(
+        Settings(data=Path(), allow_networks=frozenset({SCORES}), **given), data, {}
+    ).reward
+    assert (accepted.functions[0].network, accepted.functions[0].read) == (
+        True,
+        [str(tmp_path / "words.txt")],
+    )
 
 
 def test_overrides_do_not_undo_a_sandbox() -> None:
-    data, given = confined([{"name": SCORES}]), {"allow_rewards": frozenset({SCORES})}
-    found = refused(data, overrides={"reward.functions.0.sandbox": False, "reward.environment": ["X"]}, **given)
+    data = confined([{"name": SCORES}])
+    given = {"allow_rewards": frozenset({SCORES})}
+    found = refused(
+        data, overrides={"reward.functions.0.sandbox": False, "reward.environment": ["X"]}, **given
+    )
     assert {"reward.functions.0.sandbox", "reward.environment.0"} <= found.keys()
 
 
 MARKS = "tests.orchestration.run.hostile_stages:Marks"
 READS_MARKS = "tests.orchestration.run.hostile_stages:bare_mark"
-ALLOWED: dict[str, Any] = {"allow_stages": frozenset({MARKS}), "allow_rewards": frozenset({READS_MARKS})}
+ALLOWED: dict[str, Any] = {
+    "allow_stages": frozenset({MARKS}),
+    "allow_rewards": frozenset({READS_MARKS}),
+}
 
 
 def staged(**stage: Any) -> dict[str, Any]:
@@ -446,7 +577,9 @@ def test_stages_of_requests_run_in_a_sandbox() -> None:
 
 
 def test_what_the_sandbox_of_a_stage_lets_through_is_allowed_by_name(tmp_path: Path) -> None:
-    wants = staged(sandbox=False, network=True, read=["/etc/passwd"]) | {"launch": {"launcher": "inline"}}
+    wants = staged(sandbox=False, network=True, read=["/etc/passwd"]) | {
+        "launch": {"launcher": "inline"}
+    }
     given = {**ALLOWED, "roots": (tmp_path,)}
     found = refused(wants, **given)
     fixes = {

@@ -11,7 +11,8 @@ from pipeline.events import Event
 
 
 def test_hosts_are_shown_with_their_workers_of_now() -> None:
-    status, number = RunStatus(), 0
+    status = RunStatus()
+    number = 0
 
     def change(worker: str, change: str, **where: Any) -> None:
         nonlocal number

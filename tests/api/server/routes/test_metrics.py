@@ -1,4 +1,5 @@
-"""What people and programs read of a run over HTTP: its stream, its history, its trace, and Prometheus's page."""
+"""What people and programs read of a run over HTTP: its stream, its history, its trace, and
+Prometheus's page."""
 
 from __future__ import annotations
 
@@ -32,19 +33,38 @@ from tests.any_event import AnyEvent
 from tests.api.serving import Client, bearer, problem, serving
 from tests.orchestration.runs import MOCK
 
-STAGE = {"busy": 1.0, "waiting_input": 2.0, "waiting_room": 0.5, "other": 0.5, "wall": 4.0, "parked": 0}
+STAGE = {
+    "busy": 1.0,
+    "waiting_input": 2.0,
+    "waiting_room": 0.5,
+    "other": 0.5,
+    "wall": 4.0,
+    "parked": 0,
+}
 
 
 def stage(worker: str, *, wall: float = 4.0, rows: int = 8, depth: int = 3) -> dict[str, Any]:
-    times = {name: STAGE[name] * wall / 4 for name in ("busy", "waiting_input", "waiting_room", "other")}
+    times = {
+        name: STAGE[name] * wall / 4 for name in ("busy", "waiting_input", "waiting_room", "other")
+    }
     counts = {"rows": rows, "tokens": 10 * rows, "parked": 0, "queue_depth": depth, "in_flight": 2}
     return {"stage": worker.partition("-")[0], "worker": worker, **times, "wall": wall, **counts}
 
 
 def step(number: int, **changes: Any) -> dict[str, Any]:
-    tokens = {"tokens_generated": 100 * number + 150, "tokens_trained": 100 * number + 100, "tokens_filtered": 7}
+    tokens = {
+        "tokens_generated": 100 * number + 150,
+        "tokens_trained": 100 * number + 100,
+        "tokens_filtered": 7,
+    }
     staleness = {"staleness_mean": 0.5, "staleness_p95": 1.0, "staleness_max": 1.0}
-    numbers = {"loss": -0.25, "kl_behaviour": 0.01, "reward_mean": 0.1 * number, "reward_std": 0.2, "seconds": 1.5}
+    numbers = {
+        "loss": -0.25,
+        "kl_behaviour": 0.01,
+        "reward_mean": 0.1 * number,
+        "reward_std": 0.2,
+        "seconds": 1.5,
+    }
     return {
         "step": number,
         "version": number + 1,
@@ -61,7 +81,9 @@ class EventfulRun:
     """A run without workers: the test emits its events."""
 
     def __init__(self, record: RunRecord, index: Index, registry: Registry) -> None:
-        self.record, self.index, self.registry = record, index, registry
+        self.record = record
+        self.index = index
+        self.registry = registry
         self.path = f"/v1/runs/{record.id}"
 
     async def emit(self, kind: Kind, data: dict[str, Any]) -> None:
@@ -98,7 +120,8 @@ Begin = Callable[[], Awaitable[EventfulRun]]
 @pytest.fixture
 async def begin(index_url: str) -> AsyncGenerator[Begin, None]:
     """Begins a run that ends with the test."""
-    registry, runs = Registry(index_url), list[EventfulRun]()
+    registry = Registry(index_url)
+    runs = list[EventfulRun]()
 
     async def begun() -> EventfulRun:
         name = f"events-{uuid.uuid4().hex[:6]}"
@@ -134,7 +157,9 @@ async def events(response: ClientResponse) -> list[tuple[str, str, dict[str, Any
 # ── the stream ──
 
 
-async def test_a_run_is_streamed_to_its_end_and_from_any_event_on(client: Client, run: EventfulRun) -> None:
+async def test_a_run_is_streamed_to_its_end_and_from_any_event_on(
+    client: Client, run: EventfulRun
+) -> None:
     async def whole() -> list[tuple[str, str, dict[str, Any]]]:
         async with client.get(f"{run.path}/metrics/stream") as response:
             assert response.status == 200
@@ -147,11 +172,16 @@ async def test_a_run_is_streamed_to_its_end_and_from_any_event_on(client: Client
     await run.finish()
     answer = await asyncio.wait_for(reading, 20)
     assert [kind for _, kind, _ in answer if kind != "state"] == [*["step"] * 5, "end"]
-    assert [data["state"] for _, kind, data in answer if kind == "state"][-2:] == ["running", "finished"]
+    assert [data["state"] for _, kind, data in answer if kind == "state"][-2:] == [
+        "running",
+        "finished",
+    ]
     assert answer[-1][2] == {"state": "finished", "reason": ""}
     assert [data["step"] for _, kind, data in answer if kind == "step"] == list(range(5))
     at = next(i for i, (_, kind, data) in enumerate(answer) if kind == "step" and data["step"] == 1)
-    async with client.get(f"{run.path}/metrics/stream", headers={"Last-Event-ID": answer[at][0]}) as response:
+    async with client.get(
+        f"{run.path}/metrics/stream", headers={"Last-Event-ID": answer[at][0]}
+    ) as response:
         assert await events(response) == answer[at + 1 :]
     query = {"last_event_id": answer[at][0], "kinds": "step"}
     async with client.get(f"{run.path}/metrics/stream", params=query) as response:
@@ -160,7 +190,9 @@ async def test_a_run_is_streamed_to_its_end_and_from_any_event_on(client: Client
 
 async def test_a_stream_is_refused_before_it_begins(client: Client, run: EventfulRun) -> None:
     await problem(await client.get("/v1/runs/unknown/metrics/stream"), 404)
-    wrong = await problem(await client.get(f"{run.path}/metrics/stream", headers={"Last-Event-ID": "17; DROP"}), 400)
+    wrong = await problem(
+        await client.get(f"{run.path}/metrics/stream", headers={"Last-Event-ID": "17; DROP"}), 400
+    )
     assert wrong["field"] == "header.Last-Event-ID"
     await problem(await client.get(f"{run.path}/metrics/stream", params={"kinds": "Step"}), 400)
     await problem(await client.get(f"{run.path}/metrics/stream", params={"kind": "step"}), 400)
@@ -170,7 +202,10 @@ async def test_streams_and_metrics_need_a_token_where_one_is_needed(
     index_url: str, tmp_path: Path, run: EventfulRun
 ) -> None:
     async with serving(index_url, tmp_path, no_token=False) as client:
-        for path in ("/metrics", *(f"{run.path}/{what}" for what in ("metrics", "metrics/stream", "trace"))):
+        for path in (
+            "/metrics",
+            *(f"{run.path}/{what}" for what in ("metrics", "metrics/stream", "trace")),
+        ):
             await problem(await client.get(path), 401)
             await problem(await client.get(path, headers=bearer("made-up")), 401)
 
@@ -182,7 +217,9 @@ async def test_history_is_columns_by_series(client: Client, run: EventfulRun) ->
     for number in range(3):
         await run.emit("step", step(number, loss=float("nan") if number == 1 else 0.5))
         await run.emit("stage", stage("reward-0", wall=4.0 * (number + 1)))
-    await run.emit("sync", {"worker": "update-0", "version": 1, "bytes": 10, "publish_seconds": 0.1})
+    await run.emit(
+        "sync", {"worker": "update-0", "version": 1, "bytes": 10, "publish_seconds": 0.1}
+    )
     answer = await (await client.get(f"{run.path}/metrics")).json()
     assert answer["every"] == 0
     assert set(answer["series"]) == {"step", "stage/reward-0", "sync/update-0"}
@@ -191,12 +228,16 @@ async def test_history_is_columns_by_series(client: Client, run: EventfulRun) ->
     assert "groups" not in answer["series"]["step"]
     assert answer["series"]["stage/reward-0"]["wall"] == [4, 8, 12]
     assert all(len(values) == 3 for values in answer["series"]["step"].values())
-    some = await (await client.get(f"{run.path}/metrics", params={"names": "step.reward_mean,sync"})).json()
+    some = await (
+        await client.get(f"{run.path}/metrics", params={"names": "step.reward_mean,sync"})
+    ).json()
     assert set(some["series"]) == {"step", "sync/update-0"}
     assert set(some["series"]["step"]) == {"time", "reward_mean"}
 
 
-async def test_history_of_a_time_and_by_the_hour(client: Client, run: EventfulRun, tmp_path: Path) -> None:
+async def test_history_of_a_time_and_by_the_hour(
+    client: Client, run: EventfulRun, tmp_path: Path
+) -> None:
     """From the run's file, as the index has nothing of it."""
     await run.index._redis.delete(f"{run.index.prefix}events")
     start = 3600.0 * 400_000
@@ -214,7 +255,9 @@ async def test_history_of_a_time_and_by_the_hour(client: Client, run: EventfulRu
     assert numbers["step"] == [119, 179]  # the last of it
     assert numbers["rows"] == [32 * 60] * 2  # of all together
     assert numbers["reward_mean"] == pytest.approx([0.1 * (60 + 119) / 2, 0.1 * (120 + 179) / 2])
-    chosen = await (await client.get(f"{run.path}/metrics", params={"from": start, "to": start + 86400})).json()
+    chosen = await (
+        await client.get(f"{run.path}/metrics", params={"from": start, "to": start + 86400})
+    ).json()
     assert chosen["every"] == 120
 
 
@@ -226,17 +269,29 @@ async def test_when_the_index_has_given_the_events_up_every_answer_is_as_before(
     for number in range(5):
         await run.emit("step", step(number, reward_mean=number / 4))
         await run.emit("stage", stage("rollout-0", wall=4.0 * (number + 1)))
-    await run.emit("worker", {"stage": "rollout", "worker": "rollout-0", "change": "restarted", "reason": "", "pid": 7})
+    await run.emit(
+        "worker",
+        {"stage": "rollout", "worker": "rollout-0", "change": "restarted", "reason": "", "pid": 7},
+    )
     await run.finish()
     await record_rest(run.index, tmp_path / METRICS)
 
     async def answers() -> dict[str, Any]:
         query = {"names": "step", "every": 0}
-        found = {name: await (await client.get(f"{run.path}{name}")).json() for name in ("", "/stages")}
-        found["history"] = (await (await client.get(f"{run.path}/metrics", params=query)).json())["series"]
-        async with client.get(f"{run.path}/metrics/stream", params={"kinds": "step,state,worker"}) as response:
+        found = {
+            name: await (await client.get(f"{run.path}{name}")).json() for name in ("", "/stages")
+        }
+        found["history"] = (await (await client.get(f"{run.path}/metrics", params=query)).json())[
+            "series"
+        ]
+        async with client.get(
+            f"{run.path}/metrics/stream", params={"kinds": "step,state,worker"}
+        ) as response:
             stream = await events(response)
-        found["stream"] = [(at, kind, {**data, "time": round(data.get("time", 0.0), 3)}) for at, kind, data in stream]
+        found["stream"] = [
+            (at, kind, {**data, "time": round(data.get("time", 0.0), 3)})
+            for at, kind, data in stream
+        ]
         return found
 
     before = await answers()
@@ -255,7 +310,8 @@ async def test_when_the_index_has_given_the_events_up_every_answer_is_as_before(
 async def test_a_run_with_damaged_totals_keeps_its_events_and_no_other_run_waits_for_it(
     client: Client, begin: Begin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    damaged, sound = await begin(), await begin()
+    damaged = await begin()
+    sound = await begin()
     for run in (damaged, sound):
         (tmp_path / run.record.id).mkdir()
         key = f"{run.registry._index.prefix}run:{run.record.id}"
@@ -272,10 +328,16 @@ async def test_a_run_with_damaged_totals_keeps_its_events_and_no_other_run_waits
     assert await damaged.index.past_events()
 
 
-async def test_what_cannot_be_answered_says_what_to_ask_instead(client: Client, run: EventfulRun) -> None:
-    backwards = await problem(await client.get(f"{run.path}/metrics", params={"from": 9, "to": 3}), 422)
+async def test_what_cannot_be_answered_says_what_to_ask_instead(
+    client: Client, run: EventfulRun
+) -> None:
+    backwards = await problem(
+        await client.get(f"{run.path}/metrics", params={"from": 9, "to": 3}), 422
+    )
     assert backwards["field"] == "query.to"
-    assert (await problem(await client.get(f"{run.path}/metrics", params={"every": -1}), 400))["field"] == "query.every"
+    assert (await problem(await client.get(f"{run.path}/metrics", params={"every": -1}), 400))[
+        "field"
+    ] == "query.every"
     await problem(await client.get(f"{run.path}/metrics", params={"from": "yesterday"}), 400)
     await problem(await client.get("/v1/runs/unknown/metrics"), 404)
 
@@ -283,14 +345,29 @@ async def test_what_cannot_be_answered_says_what_to_ask_instead(client: Client, 
 # ── samples ──
 
 
-async def test_samples_are_found_by_step_reward_and_staleness(client: Client, run: EventfulRun, tmp_path: Path) -> None:
+async def test_samples_are_found_by_step_reward_and_staleness(
+    client: Client, run: EventfulRun, tmp_path: Path
+) -> None:
     key = f"{run.registry._index.prefix}run:{run.record.id}"
     await run.registry._index._redis.hset(key, "folder", str(tmp_path))
     book = SampleLog(tmp_path / FOLDER, 1 << 20)
     for number in range(3):
-        texts = {"prompt": "2 + 2?", "response": "4", "rewards": {"arithmetic": 1.0, "brevity": None}, "tokens": 2}
-        rest = {"advantage": -0.5, "versions": [[number, 2]], "staleness": number, "truncated": False}
-        places = [{"step": number, "group": number, "place": place, "reward": place / 4} for place in range(4)]
+        texts = {
+            "prompt": "2 + 2?",
+            "response": "4",
+            "rewards": {"arithmetic": 1.0, "brevity": None},
+            "tokens": 2,
+        }
+        rest = {
+            "advantage": -0.5,
+            "versions": [[number, 2]],
+            "staleness": number,
+            "truncated": False,
+        }
+        places = [
+            {"step": number, "group": number, "place": place, "reward": place / 4}
+            for place in range(4)
+        ]
         book.add([place | texts | rest for place in places])
 
     async def found(**query: Any) -> list[tuple[int, int]]:
@@ -304,12 +381,32 @@ async def test_samples_are_found_by_step_reward_and_staleness(client: Client, ru
     assert await found(reward_max=0.1, step=0) == [(0, 0)]
     first = await (await client.get(f"{run.path}/samples", params={"limit": 5})).json()
     assert first["samples"][0] == {
-        **{"step": 2, "group": 2, "place": 0, "prompt": "2 + 2?", "response": "4", "reward": 0.0, "advantage": -0.5},
-        **{"rewards": {"arithmetic": 1.0, "brevity": None}, "tokens": 2, "versions": [[2, 2]], "staleness": 2},
+        **{
+            "step": 2,
+            "group": 2,
+            "place": 0,
+            "prompt": "2 + 2?",
+            "response": "4",
+            "reward": 0.0,
+            "advantage": -0.5,
+        },
+        **{
+            "rewards": {"arithmetic": 1.0, "brevity": None},
+            "tokens": 2,
+            "versions": [[2, 2]],
+            "staleness": 2,
+        },
         **{"truncated": False, "failed": []},
     }
-    assert await found(after=first["next"]) == [(1, 1), (1, 2), (1, 3), *((0, place) for place in range(4))]
-    assert (await problem(await client.get(f"{run.path}/samples", params={"after": "x:y"}), 400))["fix"]
+    assert await found(after=first["next"]) == [
+        (1, 1),
+        (1, 2),
+        (1, 3),
+        *((0, place) for place in range(4)),
+    ]
+    assert (await problem(await client.get(f"{run.path}/samples", params={"after": "x:y"}), 400))[
+        "fix"
+    ]
     without = {
         "step": 3,
         "group": 3,
@@ -328,14 +425,22 @@ async def test_samples_are_found_by_step_reward_and_staleness(client: Client, ru
 async def test_a_trace_is_what_perfetto_documents(client: Client, run: EventfulRun) -> None:
     now = time.time() - 3
     overlapping = [
-        {"name": "rollout", "start": now + at, "seconds": 0.5, "rows": 8, "version": 1} for at in (0, 0.25, 1)
+        {"name": "rollout", "start": now + at, "seconds": 0.5, "rows": 8, "version": 1}
+        for at in (0, 0.25, 1)
     ]
-    await run.emit("span", {"stage": "rollout", "worker": "rollout-0", "spans": overlapping, "left_out": 0})
+    await run.emit(
+        "span", {"stage": "rollout", "worker": "rollout-0", "spans": overlapping, "left_out": 0}
+    )
     train = {"name": "train", "start": now, "seconds": 0.3, "version": 2}
-    await run.emit("span", {"stage": "update", "worker": "update-0", "spans": [train], "left_out": 4})
+    await run.emit(
+        "span", {"stage": "update", "worker": "update-0", "spans": [train], "left_out": 4}
+    )
     await run.emit("stage", stage("rollout-0", depth=5))
     await run.emit("step", step(2, reward_mean=float("nan")))
-    await run.emit("worker", {"stage": "reward", "worker": "reward-0", "change": "died", "pid": 1, "reason": "killed"})
+    await run.emit(
+        "worker",
+        {"stage": "reward", "worker": "reward-0", "change": "died", "pid": 1, "reason": "killed"},
+    )
     response = await client.get(f"{run.path}/trace", params={"from": now - 5, "to": now + 5})
     assert response.headers["Content-Disposition"].startswith("attachment")
     trace = await response.json()
@@ -349,13 +454,21 @@ async def test_a_trace_is_what_perfetto_documents(client: Client, run: EventfulR
     assert slices[0]["args"] == {"rows": 8, "version": 1}
     assert slices[0]["ts"] == pytest.approx(now * 1e6, abs=1)
     assert slices[0]["dur"] == 500_000
-    names = {(e["pid"], e["args"]["name"]) for e in trace["traceEvents"] if e["name"] == "process_name"}
+    names = {
+        (e["pid"], e["args"]["name"]) for e in trace["traceEvents"] if e["name"] == "process_name"
+    }
     assert {name for _, name in names} == {"run", "rollout-0", "update-0", "reward-0"}
     counters = {(e["name"], *e["args"].items()) for e in trace["traceEvents"] if e["ph"] == "C"}
     assert ("queue depth", ("waiting", 5)) in counters
     assert ("staleness", ("mean", 0.5), ("max", 1.0)) in counters
-    assert {e["name"] for e in trace["traceEvents"] if e["ph"] == "i"} == {"created", "running", "died"}
-    only = await (await client.get(f"{run.path}/trace", params={"from": now + 0.9, "to": now + 2})).json()
+    assert {e["name"] for e in trace["traceEvents"] if e["ph"] == "i"} == {
+        "created",
+        "running",
+        "died",
+    }
+    only = await (
+        await client.get(f"{run.path}/trace", params={"from": now + 0.9, "to": now + 2})
+    ).json()
     assert len([event for event in only["traceEvents"] if event["ph"] == "X"]) == 1
 
 
@@ -373,19 +486,28 @@ def check_trace(found: list[dict[str, Any]]) -> None:
             assert isinstance(event["ts"], int)
             assert (event["pid"], 0) in named, "a process without a name"
         if event["ph"] == "M":
-            assert event["name"] in ("process_name", "process_sort_index", "thread_name", "thread_sort_index")
+            assert event["name"] in (
+                "process_name",
+                "process_sort_index",
+                "thread_name",
+                "thread_sort_index",
+            )
             named |= {(event["pid"], event["tid"])} if event["name"].endswith("_name") else set()
         elif event["ph"] == "X":
             assert event["dur"] >= 0
             assert (event["pid"], event["tid"]) in named, "a track without a name"
-            lanes.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
+            lanes.setdefault((event["pid"], event["tid"]), []).append(
+                (event["ts"], event["ts"] + event["dur"])
+            )
         elif event["ph"] == "C":
             assert event["args"]
             assert all(isinstance(value, int | float) for value in event["args"].values())
         elif event["ph"] == "i":
             assert event["s"] in "gpt"
     for lane in lanes.values():
-        assert all(a[1] <= b[0] for a, b in itertools.pairwise(sorted(lane))), "slices of a track overlap"
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(sorted(lane))), (
+            "slices of a track overlap"
+        )
 
 
 # ── Prometheus ──
@@ -418,7 +540,10 @@ async def scraped(client: Client) -> dict[tuple[str, ...], float]:
     for family in text_string_to_metric_families(text):
         assert family.documentation
         for sample in family.samples:
-            key = (sample.name, *(sample.labels[label] for label in LABELS if label in sample.labels))
+            key = (
+                sample.name,
+                *(sample.labels[label] for label in LABELS if label in sample.labels),
+            )
             assert sample.labels.keys() <= set(LABELS)
             assert key not in found, f"{key} appears twice"
             found[key] = sample.value
@@ -431,10 +556,27 @@ async def test_prometheus_reads_what_active_runs_do(client: Client, run: Eventfu
     await run.emit("stage", stage("rollout-0", rows=8))
     counts = {name: 0 for name in ("generated", "trained", "filtered", "remade", "in_flight")}
     counts |= {f"{name}_tokens": 0 for name in counts} | {"redelivered": 0, "skipped_steps": 2}
-    await run.emit("prompt", {"change": "epoch", "reason": "epoch 2 of prompts", "epochs": {"prompts": 2}})
-    await run.emit("ledger", {**counts, "dropped": {"equal rewards": 3}, "dropped_tokens": {"equal rewards": 1200}})
-    await run.emit("sync", {"worker": "update-0", "version": 1, "bytes": 64, "publish_seconds": 0.5, **hidden(0, 0)})
-    await run.emit("sync", {"worker": "rollout-0", "version": 1, "bytes": 64, "publish_seconds": 0.0, **hidden(0.1, 2)})
+    await run.emit(
+        "prompt", {"change": "epoch", "reason": "epoch 2 of prompts", "epochs": {"prompts": 2}}
+    )
+    await run.emit(
+        "ledger",
+        {**counts, "dropped": {"equal rewards": 3}, "dropped_tokens": {"equal rewards": 1200}},
+    )
+    await run.emit(
+        "sync",
+        {"worker": "update-0", "version": 1, "bytes": 64, "publish_seconds": 0.5, **hidden(0, 0)},
+    )
+    await run.emit(
+        "sync",
+        {
+            "worker": "rollout-0",
+            "version": 1,
+            "bytes": 64,
+            "publish_seconds": 0.0,
+            **hidden(0.1, 2),
+        },
+    )
     found = await scraped(client)
     assert found["asyncdock_runs", "running"] >= 1
     assert found["asyncdock_run_info", name, run.record.name, "running"] == 1
@@ -450,7 +592,8 @@ async def test_prometheus_reads_what_active_runs_do(client: Client, run: Eventfu
     assert found["asyncdock_run_prompt_epoch", name, "prompts"] == 2
     assert found["asyncdock_run_skipped_steps_total", name] == 2
     shares = [
-        found["asyncdock_stage_seconds_total", name, "rollout", "rollout-0", state] for state in ("busy", "other")
+        found["asyncdock_stage_seconds_total", name, "rollout", "rollout-0", state]
+        for state in ("busy", "other")
     ]
     assert shares == [1.0, 0.5]
     assert found["asyncdock_stage_queue_depth", name, "rollout"] == 3
@@ -493,7 +636,9 @@ async def test_runs_that_have_ended_leave_prometheus_s_page(
     names = {run.record.id: run.record.name for run in runs}
     for run in runs:
         await run.emit("step", step(6))
-    assert {key[1] for key in await scraped(client) if key[0] == "asyncdock_run_steps_total"} >= names.keys()
+    assert {
+        key[1] for key in await scraped(client) if key[0] == "asyncdock_run_steps_total"
+    } >= names.keys()
     for run in runs[1:]:
         await run.finish()
     pages = dict.fromkeys(names, 0)
@@ -502,7 +647,9 @@ async def test_runs_that_have_ended_leave_prometheus_s_page(
         while exposed != {runs[0].record.id}:
             found = await scraped(client)
             exposed = {run for run in names if ("asyncdock_run_steps_total", run) in found}
-            infos = {run: ("asyncdock_run_info", run, name, "finished") for run, name in names.items()}
+            infos = {
+                run: ("asyncdock_run_info", run, name, "finished") for run, name in names.items()
+            }
             ended = [run for run, info in infos.items() if info in found]
             assert len(ended) <= 3
             for run in ended:
@@ -522,7 +669,9 @@ async def test_prometheus_reads_what_the_server_does(client: Client, run: Eventf
         found = await scraped(client)
     assert found["asyncdock_http_requests_total", "GET", "/healthz", "200"] == 1
     assert found["asyncdock_http_requests_total", "GET", "/v1/runs/{run}/metrics", "404"] == 1
-    assert found["asyncdock_http_requests_total", "GET", "none", "404"] == 1, "a label holds a made-up path"
+    assert found["asyncdock_http_requests_total", "GET", "none", "404"] == 1, (
+        "a label holds a made-up path"
+    )
     assert found["asyncdock_http_request_duration_seconds_count", "GET", "/healthz"] == 1
     assert found["asyncdock_stream_readers",] == 1
     assert found["asyncdock_stream_readers_dropped_total", "slow"] == 0

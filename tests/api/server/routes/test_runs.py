@@ -1,4 +1,5 @@
-"""Runs and recipes over REST, as far as no run has to go on for it: see test_serve.py for those that do."""
+"""Runs and recipes over REST, as far as no run has to go on for it: see test_serve.py for those
+that do."""
 
 from __future__ import annotations
 
@@ -51,14 +52,22 @@ async def submitted(client: Client, **more: Any) -> dict[str, Any]:
     return await response.json()
 
 
-# --- submitting ---------------------------------------------------------------------------------------------------------
+# --- submitting
+# --------------------------------------------------------------------------------------------------
 
 
 async def test_a_submitted_run_waits_and_is_all_there(client: Client) -> None:
-    response = await client.post("/v1/runs", json={"recipe": recipe("first"), "overrides": {"train.steps": 3}})
+    response = await client.post(
+        "/v1/runs", json={"recipe": recipe("first"), "overrides": {"train.steps": 3}}
+    )
     run = await response.json()
     assert (response.status, response.headers["Location"]) == (201, f"/v1/runs/{run['id']}")
-    assert (run["name"], run["state"], run["owner"], run["steps"]) == ("first", "created", "local", 3)
+    assert (run["name"], run["state"], run["owner"], run["steps"]) == (
+        "first",
+        "created",
+        "local",
+        3,
+    )
     assert (run["steps_done"], run["reward"], run["started"], run["ended"]) == (0, None, None, None)
     assert run["position"] >= 1
     assert run["recipe"]["train"]["steps"] == 3
@@ -67,12 +76,16 @@ async def test_a_submitted_run_waits_and_is_all_there(client: Client) -> None:
     stages = await (await client.get(f"/v1/runs/{run['id']}/stages")).json()
     assert (stages["stages"], stages["gate"]["admitted"]) == ([], 0)
     assert await (await client.get(f"/v1/runs/{run['id']}/waiting")).json() == {"chain": []}
-    assert await (await client.get(f"/v1/runs/{run['id']}/checkpoints")).json() == {"checkpoints": []}
+    assert await (await client.get(f"/v1/runs/{run['id']}/checkpoints")).json() == {
+        "checkpoints": []
+    }
     assert await (await client.get(f"/v1/runs/{run['id']}/logs")).text() == ""
 
 
 async def test_a_stored_recipe_is_submitted_by_its_name(client: Client) -> None:
-    response = await client.post("/v1/runs", json={"recipe_name": "mock", "overrides": {"train.steps": 7}})
+    response = await client.post(
+        "/v1/runs", json={"recipe_name": "mock", "overrides": {"train.steps": 7}}
+    )
     assert (response.status, (await response.json())["steps"]) == (201, 7)
     details = await problem(await client.post("/v1/runs", json={"recipe_name": "../mock"}), 422)
     assert (details["field"], details["type"]) == ("recipe_name", "urn:asyncdock:unknown-recipe")
@@ -80,18 +93,30 @@ async def test_a_stored_recipe_is_submitted_by_its_name(client: Client) -> None:
 
 
 async def test_a_repeat_under_one_key_makes_no_second_run(client: Client) -> None:
-    headers, body = {"Idempotency-Key": uuid.uuid4().hex}, {"recipe": recipe()}
+    headers = {"Idempotency-Key": uuid.uuid4().hex}
+    body = {"recipe": recipe()}
     first = await client.post("/v1/runs", json=body, headers=headers)
     again = await client.post("/v1/runs", json=body, headers=headers)
     assert (first.status, again.status) == (201, 200)
     assert (await first.json())["id"] == (await again.json())["id"]
-    details = await problem(await client.post("/v1/runs", json={"recipe": recipe()}, headers=headers), 422)
-    assert (details["type"], details["field"]) == ("urn:asyncdock:key-reused", "header.Idempotency-Key")
+    details = await problem(
+        await client.post("/v1/runs", json={"recipe": recipe()}, headers=headers), 422
+    )
+    assert (details["type"], details["field"]) == (
+        "urn:asyncdock:key-reused",
+        "header.Idempotency-Key",
+    )
 
 
 async def test_everything_wrong_with_a_recipe_is_told_with_its_fix(client: Client) -> None:
-    wrong = {"train.stepz": 3, "rollout.temperature": 0, "pipeline.index": "redis://u:opensesame@host"}
-    details = await problem(await client.post("/v1/runs", json={"recipe": recipe(), "overrides": wrong}), 422)
+    wrong = {
+        "train.stepz": 3,
+        "rollout.temperature": 0,
+        "pipeline.index": "redis://u:opensesame@host",
+    }
+    details = await problem(
+        await client.post("/v1/runs", json={"recipe": recipe(), "overrides": wrong}), 422
+    )
     errors = {error["field"]: error for error in details["errors"]}
     assert set(errors) == {"train.stepz", "rollout.temperature", "pipeline.index"}
     assert errors["train.stepz"]["fix"] == "did you mean 'steps'?"
@@ -101,9 +126,17 @@ async def test_everything_wrong_with_a_recipe_is_told_with_its_fix(client: Clien
 
 @pytest.mark.parametrize(
     "body",
-    [{}, {"recipe": {}, "recipe_name": "mock"}, {"recipe": None}, {"recipe_name": "mock", "recipe": None}, {"x": 1}],
+    [
+        {},
+        {"recipe": {}, "recipe_name": "mock"},
+        {"recipe": None},
+        {"recipe_name": "mock", "recipe": None},
+        {"x": 1},
+    ],
 )
-async def test_either_a_recipe_or_the_name_of_one_is_given(client: Client, body: dict[str, Any]) -> None:
+async def test_either_a_recipe_or_the_name_of_one_is_given(
+    client: Client, body: dict[str, Any]
+) -> None:
     await problem(await client.post("/v1/runs", json=body), 422)
 
 
@@ -116,15 +149,19 @@ async def test_a_full_queue_takes_no_more(index_url: str, tmp_path: Path) -> Non
         assert int(response.headers["Retry-After"]) > 0
 
 
-# --- the list -----------------------------------------------------------------------------------------------------------
+# --- the list
+# --------------------------------------------------------------------------------------------------
 
 
 async def test_the_list_is_filtered_and_paged(client: Client) -> None:
     name = f"paged-{uuid.uuid4().hex[:6]}"
     made = [await submitted(client, recipe=recipe(name)) for _ in range(5)]
-    seen, after = [], ""
+    seen = []
+    after = ""
     while True:
-        page = await (await client.get("/v1/runs", params={"name": name, "limit": 2, "after": after})).json()
+        page = await (
+            await client.get("/v1/runs", params={"name": name, "limit": 2, "after": after})
+        ).json()
         seen += [run["id"] for run in page["runs"]]
         after = page["next"]
         if not after:
@@ -132,8 +169,12 @@ async def test_the_list_is_filtered_and_paged(client: Client) -> None:
     assert seen == [run["id"] for run in reversed(made)]
     waiting = await (await client.get("/v1/runs", params={"name": name, "state": "created"})).json()
     assert len(waiting["runs"]) == 5
-    assert (await (await client.get("/v1/runs", params={"name": name, "state": "failed"})).json())["runs"] == []
-    assert (await (await client.get("/v1/runs", params={"name": name, "owner": "unknown"})).json())["runs"] == []
+    assert (await (await client.get("/v1/runs", params={"name": name, "state": "failed"})).json())[
+        "runs"
+    ] == []
+    assert (await (await client.get("/v1/runs", params={"name": name, "owner": "unknown"})).json())[
+        "runs"
+    ] == []
 
 
 @pytest.mark.parametrize(
@@ -151,7 +192,8 @@ async def test_a_run_that_is_not_there(client: Client, what: str) -> None:
         assert (await client.get(f"/v1/runs/{path}{what}")).status in (400, 404)
 
 
-# --- asking -------------------------------------------------------------------------------------------------------------
+# --- asking
+# --------------------------------------------------------------------------------------------------
 
 
 async def test_what_makes_no_sense_now_is_a_conflict(client: Client) -> None:
@@ -160,10 +202,13 @@ async def test_what_makes_no_sense_now_is_a_conflict(client: Client) -> None:
         details = await problem(await client.post(f"/v1/runs/{run}/{what}"), 409)
         assert (details["type"], details["value"]) == ("urn:asyncdock:wrong-state", "created")
     assert (await client.post(f"/v1/runs/{run}/resume")).status == 202, "it will run"
-    details = await problem(await client.post(f"/v1/runs/{run}/resume", json={"overrides": {"train.steps": 9}}), 409)
+    details = await problem(
+        await client.post(f"/v1/runs/{run}/resume", json={"overrides": {"train.steps": 9}}), 409
+    )
     assert (details["type"], details["fix"]) == (
-        "urn:asyncdock:wrong-state", "stop it first; it goes on from its last step",
-    )  # fmt: skip
+        "urn:asyncdock:wrong-state",
+        "stop it first; it goes on from its last step",
+    )
     await problem(await client.delete(f"/v1/runs/{run}"), 409)
 
 
@@ -177,10 +222,19 @@ async def test_a_waiting_run_is_stopped_and_deleted(client: Client) -> None:
     await problem(await client.delete(f"/v1/runs/{run}"), 404)
 
 
-async def test_an_ended_run_waits_again_with_the_changes_of_its_recipe(client: Client, index_url: str) -> None:
+async def test_an_ended_run_waits_again_with_the_changes_of_its_recipe(
+    client: Client, index_url: str
+) -> None:
     run = (await submitted(client))["id"]
     stopped = await (await client.post(f"/v1/runs/{run}/stop")).json()
-    body = {"overrides": {"seed": 5, "model.dtype": "bfloat16", "train.stepz": 5, "algorithm.name": "my:Code"}}
+    body = {
+        "overrides": {
+            "seed": 5,
+            "model.dtype": "bfloat16",
+            "train.stepz": 5,
+            "algorithm.name": "my:Code",
+        }
+    }
     details = await problem(await client.post(f"/v1/runs/{run}/resume", json=body), 422)
     found = {error["field"]: error["wrong"] for error in details["errors"]}
     assert found["seed"] == f"cannot change in a resumed run: {FIXED['seed']}"
@@ -192,10 +246,19 @@ async def test_an_ended_run_waits_again_with_the_changes_of_its_recipe(client: C
     for _ in range(2):  # a client that has lost the answer asks again
         response = await client.post(f"/v1/runs/{run}/resume", json=again)
         view = await response.json()
-        assert (response.status, view["state"], view["steps"], view["ended"]) == (202, "created", 9, None), view
+        assert (response.status, view["state"], view["steps"], view["ended"]) == (
+            202,
+            "created",
+            9,
+            None,
+        ), view
     assert view["position"] >= 1
     assert view["recipe"]["train"]["learning_rate"] == 1e-5
-    states = [event.data["state"] for event in await Index(index_url, run).past_events() if event.kind == "state"]
+    states = [
+        event.data["state"]
+        for event in await Index(index_url, run).past_events()
+        if event.kind == "state"
+    ]
     assert states == ["created", "stopped", "created"]
     await client.post(f"/v1/runs/{run}/stop")
     for wrong in ({"overrides": 3}, {"set": {}}, []):
@@ -211,7 +274,11 @@ async def test_the_base_model_of_an_ended_run_may_move_and_its_bytes_may_not_cha
     for part in load_model("tiny", dtype=torch.float32, seed=0):
         part.save_pretrained(base)
     async with serving(index_url, tmp_path, roots=[tmp_path / "models"]) as client:
-        run = (await submitted(client, recipe={**TINY, "name": "moved", "model": {"source": str(base)}}))["id"]
+        run = (
+            await submitted(
+                client, recipe={**TINY, "name": "moved", "model": {"source": str(base)}}
+            )
+        )["id"]
         await client.post(f"/v1/runs/{run}/stop")
         folder = tmp_path / "runs" / run
         folder.mkdir(parents=True, exist_ok=True)
@@ -241,7 +308,9 @@ async def test_a_run_goes_on_from_an_older_checkpoint_where_the_newest_is_damage
     client: Client, index_url: str, tmp_path: Path
 ) -> None:
     run = (await submitted(client))["id"]
-    early = await problem(await client.post(f"/v1/runs/{run}/resume", json={"start_version": 1}), 409)
+    early = await problem(
+        await client.post(f"/v1/runs/{run}/resume", json={"start_version": 1}), 409
+    )
     assert (early["field"], early["fix"]) == ("start_version", "stop it first")
     await client.post(f"/v1/runs/{run}/stop")
     folder = tmp_path / "runs" / run / "checkpoints"
@@ -252,20 +321,34 @@ async def test_a_run_goes_on_from_an_older_checkpoint_where_the_newest_is_damage
     assert [each["version"] for each in listed["checkpoints"]] == [2]
     damaged = await problem(await client.post(f"/v1/runs/{run}/resume"), 409)
     assert str(folder / "step-00000004" / "run.json") in damaged["detail"]
-    unknown = await problem(await client.post(f"/v1/runs/{run}/resume", json={"start_version": 3}), 409)
+    unknown = await problem(
+        await client.post(f"/v1/runs/{run}/resume", json={"start_version": 3}), 409
+    )
     assert (unknown["type"], unknown["value"]) == ("urn:asyncdock:no-checkpoint", 3)
     await problem(await client.post(f"/v1/runs/{run}/resume", json={"start_version": -1}), 422)
     assert sorted(path.name for path in folder.iterdir()) == ["step-00000002", "step-00000004"]
     response = await client.post(f"/v1/runs/{run}/resume", json={"start_version": 2})
     assert (response.status, (await response.json())["state"]) == (202, "created")
-    assert sorted(path.name for path in folder.iterdir()) == ["aside-step-00000004", "step-00000002"]
-    assert await CHECKPOINT_REPORTED.get(Index(index_url, run)) == 2, "the runner does not look for a newer one"
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "aside-step-00000004",
+        "step-00000002",
+    ]
+    assert await CHECKPOINT_REPORTED.get(Index(index_url, run)) == 2, (
+        "the runner does not look for a newer one"
+    )
     await client.post(f"/v1/runs/{run}/stop")
 
 
-async def test_a_run_is_deleted_by_its_owner_or_an_admin_only(index_url: str, tmp_path: Path) -> None:
+async def test_a_run_is_deleted_by_its_owner_or_an_admin_only(
+    index_url: str, tmp_path: Path
+) -> None:
     tokens = Tokens(index_url)
-    people: list[tuple[str, Scope]] = [("ann", "run"), ("bob", "run"), ("root", "admin"), ("eve", "read")]
+    people: list[tuple[str, Scope]] = [
+        ("ann", "run"),
+        ("bob", "run"),
+        ("root", "admin"),
+        ("eve", "read"),
+    ]
     ann, bob, root, eve = [bearer((await tokens.create(*person))[1]) for person in people]
     await tokens.close()
     async with serving(index_url, tmp_path, no_token=False) as client:
@@ -278,25 +361,31 @@ async def test_a_run_is_deleted_by_its_owner_or_an_admin_only(index_url: str, tm
             assert (await client.post(f"{runs[-1]}/stop", headers=eve)).status == 403
             assert (await client.post(f"{runs[-1]}/stop", headers=ann)).status == 202
         assert (await client.delete(runs[0], headers=eve)).status == 403
-        assert (await problem(await client.delete(runs[0], headers=bob), 403))["type"] == "urn:asyncdock:owner"
+        assert (await problem(await client.delete(runs[0], headers=bob), 403))[
+            "type"
+        ] == "urn:asyncdock:owner"
         assert (await client.delete(runs[0], headers=ann)).status == 204
         assert (await client.delete(runs[1], headers=root)).status == 204
         assert (await client.post("/v1/runs", json={"recipe": recipe()}, headers=eve)).status == 403
 
 
-# --- files --------------------------------------------------------------------------------------------------------------
+# --- files
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 async def run_with_files(client: Client, registry: Registry, tmp_path: Path) -> str:
-    """A run that has logs and a link among them, and a file that must not be read beside its folder."""
+    """A run that has logs and a link among them, and a file that must not be read beside its
+    folder."""
     run = (await submitted(client))["id"]
     folder = tmp_path / "runs" / run / "logs"
     folder.mkdir(parents=True)
     for worker, offset in (("flow-0", 0), ("rollout-0", 1)):
         stamps = [f"2026-01-01T00:00:{2 * second + offset:02}Z" for second in range(20)]
         lines = [json.dumps({"timestamp": stamp, "worker": worker}) for stamp in stamps]
-        (folder / f"{worker}.log").write_text("\n".join(lines) + "\nTraceback redis://u:opensesame@host\n")
+        (folder / f"{worker}.log").write_text(
+            "\n".join(lines) + "\nTraceback redis://u:opensesame@host\n"
+        )
     (tmp_path / "secret.log").write_text("secret\n")
     (folder / "link.log").symlink_to(tmp_path / "secret.log")
     return run
@@ -312,13 +401,28 @@ async def test_logs_are_one_workers_or_all_by_time(client: Client, run_with_file
     both = await (await client.get(logs, params={"lines": 6})).text()
     stamps = [json.loads(line)["timestamp"] for line in both.splitlines() if line.startswith("{")]
     assert stamps == sorted(stamps)
-    assert {json.loads(line)["worker"] for line in both.splitlines() if line.startswith("{")} == {"flow-0", "rollout-0"}
+    assert {json.loads(line)["worker"] for line in both.splitlines() if line.startswith("{")} == {
+        "flow-0",
+        "rollout-0",
+    }
 
 
 @pytest.mark.parametrize(
-    "worker", ["../../../secret", "..%2f..%2f..%2fsecret", "/etc/passwd", "link", "secret", "flow-0.log", "*", "%00"]
+    "worker",
+    [
+        "../../../secret",
+        "..%2f..%2f..%2fsecret",
+        "/etc/passwd",
+        "link",
+        "secret",
+        "flow-0.log",
+        "*",
+        "%00",
+    ],
 )
-async def test_only_logs_of_workers_are_read(client: Client, run_with_files: str, worker: str) -> None:
+async def test_only_logs_of_workers_are_read(
+    client: Client, run_with_files: str, worker: str
+) -> None:
     response = await client.get(f"/v1/runs/{run_with_files}/logs?worker={worker}")
     assert "flow-0" in (await problem(response, 404))["fix"]
     assert "secret\n" not in await (await client.get(f"/v1/runs/{run_with_files}/logs")).text()
@@ -329,17 +433,23 @@ async def test_the_end_of_a_long_log_is_read_without_the_rest(
 ) -> None:
     path = tmp_path / "runs" / run_with_files / "logs" / "update-0.log"
     path.write_text("".join(f"{number:0200}\n" for number in range(20_000)))
-    text = await (await client.get(f"/v1/runs/{run_with_files}/logs?worker=update-0&lines=5000")).text()
+    text = await (
+        await client.get(f"/v1/runs/{run_with_files}/logs?worker=update-0&lines=5000")
+    ).text()
     assert [int(line) for line in text.splitlines()] == list(range(15_000, 20_000))
 
 
-async def test_whole_checkpoints_are_listed(client: Client, run_with_files: str, tmp_path: Path) -> None:
+async def test_whole_checkpoints_are_listed(
+    client: Client, run_with_files: str, tmp_path: Path
+) -> None:
     folder = tmp_path / "runs" / run_with_files / "checkpoints"
     for version in (3, 6):
         step = folder / f"step-{version:08d}"
         (step / "model").mkdir(parents=True)
         (step / "model" / "weights").write_bytes(b"x" * 100)
-        (step / "run.json").write_text(json.dumps({"version": version, "counters": {}, "remake": []}))
+        (step / "run.json").write_text(
+            json.dumps({"version": version, "counters": {}, "remake": []})
+        )
     (folder / "step-00000009").mkdir()  # not whole yet
     answer = await (await client.get(f"/v1/runs/{run_with_files}/checkpoints")).json()
     assert [step["version"] for step in answer["checkpoints"]] == [3, 6]
@@ -350,7 +460,9 @@ async def test_the_newest_step_is_told_of_a_run(
     client: Client, registry: Registry, index_url: str, tmp_path: Path
 ) -> None:
     run = (await submitted(client))["id"]
-    while (held := await registry.take("test", str(tmp_path), uuid.uuid4().hex, 60.0)) and held.record.id != run:
+    while (
+        held := await registry.take("test", str(tmp_path), uuid.uuid4().hex, 60.0)
+    ) and held.record.id != run:
         await registry.end(held.record.id, held.token, "stopped", "in the way")
     index = Index(index_url, run)
     for step in range(3):
@@ -362,7 +474,8 @@ async def test_the_newest_step_is_told_of_a_run(
     await index.close()
 
 
-# --- recipes ------------------------------------------------------------------------------------------------------------
+# --- recipes
+# --------------------------------------------------------------------------------------------------
 
 
 async def test_stored_recipes_are_listed_and_shown(client: Client) -> None:

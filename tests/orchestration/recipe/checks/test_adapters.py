@@ -24,16 +24,23 @@ def path(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["train.engine=mock"], "train.engine = \"mock\": trains no adapters; use 'torch', or model.lora.rank = 0"),
+        (
+            ["train.engine=mock"],
+            "train.engine = \"mock\": trains no adapters; use 'torch', or model.lora.rank = 0",
+        ),
         (["rollout.engine=mock"], 'rollout.engine = "mock": takes no adapters'),
-        (['external.stages=["rollout"]'], "leaves 'rollout' to a program that exchanges all weights"),
+        (
+            ['external.stages=["rollout"]'],
+            "leaves 'rollout' to a program that exchanges all weights",
+        ),
         (
             ['model.lora.targets=["query"]'],
             "'query' is no linear layer of LlamaForCausalLM before its head; it has do",
         ),
         (
             ["model.lora.rank=33"],
-            "is more than the narrowest side of model.layers.0.self_attn.k_proj, which has 32 numbers",
+            "is more than the narrowest side of model.layers.0.self_attn.k_proj, which has 32 "
+            "numbers",
         ),
     ],
 )
@@ -49,14 +56,17 @@ def test_keys_without_a_rank_are_refused(path: Path) -> None:
 
 
 def test_the_plan_counts_adapters_alone_where_they_are_trained(path: Path) -> None:
-    full, of = load_recipe(path), load_recipe(path, [LORA])
-    whole, adapters = plan(full), plan(of)
+    full = load_recipe(path)
+    of = load_recipe(path, [LORA])
+    whole = plan(full)
+    adapters = plan(of)
     share = 4 * 2 * (128 + 2 * 96 + 128 + 3 * 192) / 77_184
     assert adapters.trained_parameters == round(share * 77_184)
     assert adapters.slot_bytes == pytest.approx(share * whole.slot_bytes)
     assert adapters.copy_bytes == pytest.approx(share * whole.copy_bytes)
     assert adapters.train_bytes == pytest.approx((1 + 4 * share) / 4 * whole.train_bytes)
-    parts, before = memory_of(of), memory_of(full)
+    parts = memory_of(of)
+    before = memory_of(full)
     assert parts["train"]["optimizer"] == pytest.approx(share * before["train"]["optimizer"])
     assert parts["rollout"]["new weights"] < before["rollout"]["new weights"] / 4
     assert sum(parts["train"].values()) < sum(before["train"].values())
@@ -71,4 +81,6 @@ def test_the_base_is_the_reference_unless_another_stage_reads_it(path: Path) -> 
     assert "reference" not in kinds(kl, LORA)
     assert "reference" in kinds(kl, LORA, "model.reference=tiny")
     assert "reference" not in kinds("algorithm.name=ppo", "algorithm.options={kl_reward=0.1}", LORA)
-    assert "reference" in kinds("algorithm.name=distillation", LORA), "credit reads it before training"
+    assert "reference" in kinds("algorithm.name=distillation", LORA), (
+        "credit reads it before training"
+    )

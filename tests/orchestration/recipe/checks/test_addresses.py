@@ -36,13 +36,26 @@ def with_keys(changes: dict[str, Any]) -> Recipe:
         (RAY, ("collective", "auto", "auto", "auto")),
         ({**RAY, "pipeline.index": "redis://10.0.0.9"}, ("collective", "auto", "auto", "")),
         ({"sync.transport": "collective"}, ("collective", "127.0.0.1", "", "")),
-        ({**HOSTS, "pipeline.serve": "0.0.0.0", "sync.serve": "0.0.0.0"}, ("collective", "0.0.0.0", "0.0.0.0", "auto")),
-        ({**RAY, "pipeline.index_serve": "127.0.0.1:7"}, ("collective", "auto", "auto", "127.0.0.1:7")),
+        (
+            {**HOSTS, "pipeline.serve": "0.0.0.0", "sync.serve": "0.0.0.0"},
+            ("collective", "0.0.0.0", "0.0.0.0", "auto"),
+        ),
+        (
+            {**RAY, "pipeline.index_serve": "127.0.0.1:7"},
+            ("collective", "auto", "auto", "127.0.0.1:7"),
+        ),
     ],
 )
-def test_one_key_says_all_and_those_that_are_given_win(changes: dict[str, Any], expected: tuple[str, ...]) -> None:
+def test_one_key_says_all_and_those_that_are_given_win(
+    changes: dict[str, Any], expected: tuple[str, ...]
+) -> None:
     recipe = with_keys(changes)
-    derived = (recipe.weight_transport, recipe.sync_address, recipe.warehouse_address, recipe.index_address)
+    derived = (
+        recipe.weight_transport,
+        recipe.sync_address,
+        recipe.warehouse_address,
+        recipe.index_address,
+    )
     assert derived == expected
     again = Recipe.from_json(recipe.to_json())
     assert again.sync_address == expected[1], "a resumed run may have another launcher"
@@ -52,12 +65,24 @@ def test_one_key_says_all_and_those_that_are_given_win(changes: dict[str, Any], 
 @pytest.mark.parametrize(
     ("changes", "wrong"),
     [
-        ({"pipeline.index_serve": ""}, r'pipeline\.index_serve = "": leaves the index on this machine alone'),
+        (
+            {"pipeline.index_serve": ""},
+            r'pipeline\.index_serve = "": leaves the index on this '
+            r"machine alone",
+        ),
         ({"pipeline.index": "unix:///run/x.sock"}, r"pipeline\.index = .*is on this machine alone"),
         ({"pipeline.index": "redis://0.0.0.0"}, r"pipeline\.index = .*stands for all addresses"),
         ({"pipeline.serve": ""}, r"pipeline\.serve = .*is empty, but other machines start workers"),
-        ({"pipeline.serve": "127.0.0.1"}, r"pipeline\.serve = .*is reached from this machine alone"),
-        ({"pipeline.serve": "localhost"}, r"pipeline\.serve = .*is reached from this machine alone"),
+        (
+            {"pipeline.serve": "127.0.0.1"},
+            r"pipeline\.serve = .*is reached from this machine "
+            r"alone",
+        ),
+        (
+            {"pipeline.serve": "localhost"},
+            r"pipeline\.serve = .*is reached from this machine "
+            r"alone",
+        ),
         ({"sync.transport": "shared_memory"}, r"sync\.transport = .*is the memory of one machine"),
         ({"sync.serve": "127.0.0.1"}, r"sync\.serve = .*is reached from this machine alone"),
         ({"sync.serve": "127.0.0.7"}, r"sync\.serve = .*is reached from this machine alone"),
@@ -74,8 +99,16 @@ def test_one_key_says_all_and_those_that_are_given_win(changes: dict[str, Any], 
             {"sync.serve": "0.0.0.0", "pipeline.index": "redis://[fd00::9]"},
             r"sync\.serve = .*IPv4 alone, and .* by IPv6",
         ),
-        ({"pipeline.index_serve": "0.0.0.0"}, r"pipeline\.index_serve = .*stands for all addresses of this machine"),
-        ({"pipeline.index_serve": "10.99.99.99"}, r"pipeline\.index_serve = .*cannot be listened on"),
+        (
+            {"pipeline.index_serve": "0.0.0.0"},
+            r"pipeline\.index_serve = .*stands for all addresses "
+            r"of this machine",
+        ),
+        (
+            {"pipeline.index_serve": "10.99.99.99"},
+            r"pipeline\.index_serve = .*cannot be listened "
+            r"on",
+        ),
         (
             {"pipeline.index_serve": "10.0.0.1", "pipeline.index": "redis://x"},
             r"pipeline\.index_serve = .*take one of the two out",
@@ -95,30 +128,59 @@ def test_addresses_that_other_machines_cannot_reach_are_refused(
     [
         {},
         {"pipeline.index": "redis://a.server"},
-        {"pipeline.index": "redis://127.0.0.1", "pipeline.serve": "0.0.0.0", "sync.serve": "0.0.0.0"},
+        {
+            "pipeline.index": "redis://127.0.0.1",
+            "pipeline.serve": "0.0.0.0",
+            "sync.serve": "0.0.0.0",
+        },
         {"pipeline.index_serve": "127.0.0.1", "pipeline.serve": "0.0.0.0"},
-        {"pipeline.index_serve": "127.0.0.1", "pipeline.serve": "127.0.0.1", "sync.serve": "127.0.0.1"},
-        {"pipeline.index_serve": own_address(), "pipeline.serve": own_address(), "sync.serve": own_address()},
+        {
+            "pipeline.index_serve": "127.0.0.1",
+            "pipeline.serve": "127.0.0.1",
+            "sync.serve": "127.0.0.1",
+        },
+        {
+            "pipeline.index_serve": own_address(),
+            "pipeline.serve": own_address(),
+            "sync.serve": own_address(),
+        },
     ],
 )
-def test_addresses_that_a_run_works_with_are_accepted(others: dict[str, Any], changes: dict[str, Any]) -> None:
+def test_addresses_that_a_run_works_with_are_accepted(
+    others: dict[str, Any], changes: dict[str, Any]
+) -> None:
     assert with_keys({**others, **changes}).spans_machines
 
 
-def test_without_other_machines_the_weights_stay_here_and_a_warehouse_is_for_whom_the_index_is_for() -> None:
+def test_without_other_machines_the_weights_stay_here_and_a_warehouse_is_for_whom_the_index_is_for() -> (
+    None
+):
     elsewhere = {"pipeline.index": "redis://a.server"}
     assert (
-        with_keys({**elsewhere, "sync.transport": "collective", "sync.serve": "127.0.0.1"}).sync_address == "127.0.0.1"
+        with_keys(
+            {**elsewhere, "sync.transport": "collective", "sync.serve": "127.0.0.1"}
+        ).sync_address
+        == "127.0.0.1"
     )
-    with pytest.raises(RecipeError, match=r"pipeline\.serve = .*is reached from this machine alone"):
+    with pytest.raises(
+        RecipeError,
+        match=r"pipeline\.serve = .*is reached from this machine "
+        r"alone",
+    ):
         with_keys({**elsewhere, "pipeline.serve": "127.0.0.1"})
     with pytest.raises(RecipeError, match=r"sync\.serve = .*cannot be listened on"):
         with_keys({"sync.transport": "collective", "sync.serve": "10.99.99.99"})
 
 
-@pytest.mark.parametrize("address", ["10.0.0.1", "http://10.0.0.1:8265", "ray://10.0.0.1", "10.0.0.1:x", "a b:1"])
+@pytest.mark.parametrize(
+    "address", ["10.0.0.1", "http://10.0.0.1:8265", "ray://10.0.0.1", "10.0.0.1:x", "a b:1"]
+)
 def test_what_is_no_address_of_a_cluster_is_refused(address: str) -> None:
-    with pytest.raises(RecipeError, match=r"launch\.address = .*is no address of a Ray cluster; write HOST:6379"):
+    with pytest.raises(
+        RecipeError,
+        match=r"launch\.address = .*is no address of a Ray cluster; "
+        r"write HOST:6379",
+    ):
         with_keys({**RAY, "launch.address": address})
 
 
@@ -133,7 +195,9 @@ def test_a_certificate_is_of_the_address_that_others_use(tmp_path: Path) -> None
     right = tls(tmp_path / "right")
     assert with_keys({**HOSTS, **right}).pipeline.tls_certificate
     with pytest.raises(
-        RecipeError, match=rf"tls_certificate = .*is not accepted for '{own_address()}', pipeline.index_serve"
+        RecipeError,
+        match=rf"tls_certificate = .*is not accepted for '{own_address()}', "
+        rf"pipeline.index_serve",
     ):
         with_keys({**HOSTS, **tls(tmp_path / "wrong")})
     assert with_keys({**tls(tmp_path / "wrong"), "pipeline.serve": "127.0.0.1"}), "which is in it"

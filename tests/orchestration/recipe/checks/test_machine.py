@@ -1,4 +1,5 @@
-"""A check reports at once what is wrong with the prompts, the model's files, the devices and the room, and loads nothing."""
+"""A check reports at once what is wrong with the prompts, the model's files, the devices and the
+room, and loads nothing."""
 
 from __future__ import annotations
 
@@ -42,7 +43,10 @@ def of(base: dict[str, Any] = TINY, **sections: Any) -> dict[str, Any]:
 def of_rows(path: Path | str, **more: Any) -> dict[str, Any]:
     """A recipe of the prompts in a file, with a reward that needs no other column."""
     reward = {"functions": [{"name": "tests.orchestration.scores:early_letters"}]}
-    return {**of(reward=reward), "prompts": {"source": "jsonl", "path": str(path), "max_prompt_tokens": 16, **more}}
+    return {
+        **of(reward=reward),
+        "prompts": {"source": "jsonl", "path": str(path), "max_prompt_tokens": 16, **more},
+    }
 
 
 def problems(data: dict[str, Any], **options: Any) -> list[Problem]:
@@ -58,7 +62,8 @@ def messages(data: dict[str, Any], **options: Any) -> dict[str, str]:
 
 
 def test_everything_wrong_is_said_in_one_round(tmp_path: Path) -> None:
-    """What pydantic finds, what does not fit together, and what only the files and the machine show."""
+    """What pydantic finds, what does not fit together, and what only the files and the machine
+    show."""
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n{"question": "b"}\n\n{"prompt": \n')
     (tmp_path / "model").mkdir()
     data = of(
@@ -69,7 +74,12 @@ def test_everything_wrong_is_said_in_one_round(tmp_path: Path) -> None:
         train={"device": "cuda:99", "stepz": 3},
         pipeline={"keep_samples": "100TiB", "arena": "90TiB"},
     )
-    data["prompts"] = {"source": "jsonl", "path": str(tmp_path / "rows.jsonl"), "template": "ask", "held_out": "0.1"}
+    data["prompts"] = {
+        "source": "jsonl",
+        "path": str(tmp_path / "rows.jsonl"),
+        "template": "ask",
+        "held_out": "0.1",
+    }
     found = problems(data, folder=tmp_path)
     assert {problem.key for problem in found} >= {
         "model.source",
@@ -97,7 +107,11 @@ def test_everything_wrong_is_said_in_one_round(tmp_path: Path) -> None:
 
 
 def test_one_wrong_key_of_the_prompts_hides_no_other(tmp_path: Path) -> None:
-    found = messages(of_rows(tmp_path / "none.jsonl", template="x", chat=False, system="be short", too_long="drop"))
+    found = messages(
+        of_rows(
+            tmp_path / "none.jsonl", template="x", chat=False, system="be short", too_long="drop"
+        )
+    )
     assert set(found) == {"prompts.template", "prompts.system", "prompts.too_long", "prompts.path"}
     assert found["prompts.path"].startswith("does not exist, seen from")
     assert "'skip'" in found["prompts.too_long"]
@@ -106,15 +120,30 @@ def test_one_wrong_key_of_the_prompts_hides_no_other(tmp_path: Path) -> None:
 # Common mistakes: how the file of prompts is made, and the text of the problem.
 HABITS: dict[str, tuple[Callable[[Path], object], str]] = {
     "UTF-16": (lambda path: path.write_text('{"prompt": "a"}\n', encoding="utf-16"), "is UTF-16"),
-    "Latin-1": (lambda path: path.write_text('{"prompt": "é"}\n', encoding="latin1"), "line 1 is not UTF-8"),
-    "a lone surrogate": (lambda path: path.write_text('{"prompt": "\\udc00"}'), "line 1 has half of a surrogate pair"),
-    "zero bytes": (lambda path: path.write_bytes(b'{"prompt": "a"}\n\0\0\0'), "line 2 has a zero byte at column 1"),
+    "Latin-1": (
+        lambda path: path.write_text('{"prompt": "é"}\n', encoding="latin1"),
+        "line 1 is not UTF-8",
+    ),
+    "a lone surrogate": (
+        lambda path: path.write_text('{"prompt": "\\udc00"}'),
+        "line 1 has half of a surrogate pair",
+    ),
+    "zero bytes": (
+        lambda path: path.write_bytes(b'{"prompt": "a"}\n\0\0\0'),
+        "line 2 has a zero byte at column 1",
+    ),
     "a folder": (lambda path: path.mkdir(), "is a folder without *.jsonl; give a file"),
     "an empty file": (lambda path: path.touch(), "is empty"),
     "a pipe": (lambda path: os.mkfifo(path), "is a pipe; give a file"),
     "a device": (lambda path: path.symlink_to("/dev/zero"), "is a device; give a file"),
-    "one array": (lambda path: path.write_text('[{"prompt": "a"},\n{"prompt": "b"}]'), "as `jq -c '.[]'` makes"),
-    "no prompts": (lambda path: path.write_text('{"prompt": ""}'), "line 1 has '' in column 'prompt'"),
+    "one array": (
+        lambda path: path.write_text('[{"prompt": "a"},\n{"prompt": "b"}]'),
+        "as `jq -c '.[]'` makes",
+    ),
+    "no prompts": (
+        lambda path: path.write_text('{"prompt": ""}'),
+        "line 1 has '' in column 'prompt'",
+    ),
     "a conversation": (
         lambda path: path.write_text('{"prompt": [{"role": "user", "content": "a"}]}'),
         "line 1), which needs a chat template, but the tokenizer of model.source = 'tiny' has none",
@@ -123,7 +152,9 @@ HABITS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("habit", HABITS)
-def test_a_prompts_file_that_is_none_is_one_sentence_and_no_traceback(habit: str, tmp_path: Path) -> None:
+def test_a_prompts_file_that_is_none_is_one_sentence_and_no_traceback(
+    habit: str, tmp_path: Path
+) -> None:
     make, sentence = HABITS[habit]
     make(tmp_path / "rows.jsonl")
     began = time.monotonic()
@@ -145,32 +176,44 @@ def test_rewards_and_the_columns_of_the_prompts_are_compared(tmp_path: Path) -> 
     """A run would only find out when the first response is scored."""
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "a", "about": "b"}\n')
-    data = of_rows(path) | {"reward": {"functions": [{"name": "spelling"}, {"name": f"{__name__}:needs_the_question"}]}}
+    data = of_rows(path) | {
+        "reward": {"functions": [{"name": "spelling"}, {"name": f"{__name__}:needs_the_question"}]}
+    }
     found = messages(data)
-    assert found["reward.functions.0.name"].startswith(f"needs the column 'answer', which no row of {path} has")
+    assert found["reward.functions.0.name"].startswith(
+        f"needs the column 'answer', which no row of {path} has"
+    )
     assert "needs the column 'question'" in found["reward.functions.1.name"]
     path.write_text('{"prompt": "a", "answer": "b"}\n{"prompt": "a", "question": "b"}\n')
     assert messages(data) == {}
     path.write_text('{"prompt": "a", "answer": "b", "question": "c", "completions": "d"}\n')
     assert messages(data) == {
-        "prompts.path": "has columns ['completions'], which reward functions get from the run; rename them"
+        "prompts.path": "has columns ['completions'], which reward functions get from the run; "
+        "rename them"
     }
     assert messages({**data, "external": {"stages": ["reward"]}}) == {}
-    assert "needs the column 'question'" in messages(of(reward=data["reward"]))["reward.functions.1.name"]
+    assert (
+        "needs the column 'question'"
+        in messages(of(reward=data["reward"]))["reward.functions.1.name"]
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Model files
 
 
 def model_folder(folder: Path, shards: int = 2) -> Path:
     """A model's folder with two tensors in as many shards as asked; its weights are nothing."""
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "max_position_embeddings": 64}))
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": "llama", "max_position_embeddings": 64})
+    )
     (folder / "tokenizer.json").write_text("{}")
     names = [f"model-{at + 1:05d}-of-{shards:05d}.safetensors" for at in range(shards)]
     for at, name in enumerate(names):
-        header = json.dumps({f"w{at}": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}}).encode()
+        header = json.dumps(
+            {f"w{at}": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}}
+        ).encode()
         (folder / name).write_bytes(struct.pack("<Q", len(header)) + header + bytes(16))
     index = {"weight_map": {f"w{at}": name for at, name in enumerate(names)}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -190,16 +233,40 @@ BROKEN_MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda at: (at / "config.json").write_text('{"model_type'),
         "has a config.json that is no JSON",
     ),
-    "config is a list": (lambda at: (at / "config.json").write_text("[]"), "has a config.json that is no JSON object"),
-    "config is deep": (lambda at: (at / "config.json").write_text("[" * 10**5), "has a config.json that is no JSON"),
+    "config is a list": (
+        lambda at: (at / "config.json").write_text("[]"),
+        "has a config.json that is no JSON object",
+    ),
+    "config is deep": (
+        lambda at: (at / "config.json").write_text("[" * 10**5),
+        "has a config.json that is no JSON",
+    ),
     "no tokenizer": (lambda at: (at / "tokenizer.json").unlink(), "has no tokenizer.json"),
     "tokenizer cut short": (lambda at: (at / "tokenizer.json").write_text('{"a": "'), "cut short"),
-    "a shard is missing": (lambda at: (at / FIRST).unlink(), f"lacks {FIRST} of the 2 files that {INDEX} names"),
-    "a shard is cut short": (lambda at: rewritten(at / FIRST, lambda b: b[:-4]), "bytes, where its header says"),
-    "a header is damaged": (lambda at: rewritten(at / FIRST, lambda b: b[:9] + b"\xff" + b[10:]), "damaged header"),
-    "a header is endless": (lambda at: rewritten(at / FIRST, lambda b: b"\xff" * 8 + b[8:]), "no safetensors file"),
-    "a shard is a pipe": (lambda at: ((at / FIRST).unlink(), os.mkfifo(at / FIRST)), f"lacks {FIRST}"),
-    "a shard is a pointer": (lambda at: (at / FIRST).write_bytes(LFS), "only a pointer of Git LFS; fetch it"),
+    "a shard is missing": (
+        lambda at: (at / FIRST).unlink(),
+        f"lacks {FIRST} of the 2 files that {INDEX} names",
+    ),
+    "a shard is cut short": (
+        lambda at: rewritten(at / FIRST, lambda b: b[:-4]),
+        "bytes, where its header says",
+    ),
+    "a header is damaged": (
+        lambda at: rewritten(at / FIRST, lambda b: b[:9] + b"\xff" + b[10:]),
+        "damaged header",
+    ),
+    "a header is endless": (
+        lambda at: rewritten(at / FIRST, lambda b: b"\xff" * 8 + b[8:]),
+        "no safetensors file",
+    ),
+    "a shard is a pipe": (
+        lambda at: ((at / FIRST).unlink(), os.mkfifo(at / FIRST)),
+        f"lacks {FIRST}",
+    ),
+    "a shard is a pointer": (
+        lambda at: (at / FIRST).write_bytes(LFS),
+        "only a pointer of Git LFS; fetch it",
+    ),
     "the index lies": (
         lambda at: rewritten(at / INDEX, lambda b: b.replace(b'"w0"', b'"w9"')),
         f"has a {FIRST} without the tensor 'w9'",
@@ -221,10 +288,15 @@ def test_a_model_that_is_not_whole_is_said(damage: str, tmp_path: Path) -> None:
     assert sentence in messages(of(model={"source": str(folder)}))["model.source"]
 
 
-@pytest.mark.parametrize("path", ["x" * 5000, "~nobody-at-all/x", "/dev/null", "\u202e", "a" + "/a" * 3000])
+@pytest.mark.parametrize(
+    "path", ["x" * 5000, "~nobody-at-all/x", "/dev/null", "\u202e", "a" + "/a" * 3000]
+)
 def test_odd_paths_are_problems_and_no_tracebacks(path: str) -> None:
     found = messages(
-        of(model={"source": path}, pipeline={"tls_certificate": path, "tls_key": path, "tls_authority": path})
+        of(
+            model={"source": path},
+            pipeline={"tls_certificate": path, "tls_key": path, "tls_authority": path},
+        )
     )
     assert found["model.source"].startswith("is neither a known model nor a directory")
     assert found["pipeline.tls_certificate"].startswith("is no file")
@@ -240,8 +312,11 @@ def test_a_folder_of_parquet_is_not_looked_through_without_end(tmp_path: Path) -
     assert messages(of_rows(tmp_path, source="parquet"), reading=Reading(rows=100)) == {}
 
 
-def test_a_tokenizer_with_more_tokens_than_the_embedding_has_rows_is_refused(tmp_path: Path) -> None:
-    folder, tokenizer = model_folder(tmp_path / "model"), tiny_tokenizer()
+def test_a_tokenizer_with_more_tokens_than_the_embedding_has_rows_is_refused(
+    tmp_path: Path,
+) -> None:
+    folder = model_folder(tmp_path / "model")
+    tokenizer = tiny_tokenizer()
     config = {"model_type": "llama", "max_position_embeddings": 64}
     recipe = of(model={"source": str(folder)}, external={"stages": ["rollout", "update"]})
 
@@ -251,7 +326,9 @@ def test_a_tokenizer_with_more_tokens_than_the_embedding_has_rows_is_refused(tmp
 
     tokenizer.save_pretrained(folder)
     assert found(len(tokenizer)) == found(len(tokenizer) + 8) == ""
-    assert "'?' has the id 48, and the embedding has 48 rows; save the model after" in found(len(tokenizer) - 1)
+    assert "'?' has the id 48, and the embedding has 48 rows; save the model after" in found(
+        len(tokenizer) - 1
+    )
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
     tokenizer.save_pretrained(folder)
     assert found(len(tokenizer) - 1) == "", "no text becomes it"
@@ -270,23 +347,28 @@ def test_a_model_of_others_needs_no_weights_of_ours(tmp_path: Path) -> None:
 def test_a_recipe_of_real_files_is_checked_without_torch(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "model")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
-    external = {"stages": ["rollout", "update"]}  # our own torch engines would be asked about the model
-    data = of_rows(tmp_path / "rows.jsonl") | {"model": {"source": str(folder)}, "external": external}
+    # our own torch engines would be asked about the model
+    external = {"stages": ["rollout", "update"]}
+    data = of_rows(tmp_path / "rows.jsonl") | {
+        "model": {"source": str(folder)},
+        "external": external,
+    }
     script = (
-        "import json, sys\n"
-        "from orchestration.recipe.load import parse_recipe\n"
-        "from orchestration.recipe.planner import plan\n"
-        "assert plan(parse_recipe(json.loads(sys.argv[1]))).parameters == 8\n"
-        "assert not {'torch', 'transformers'} & set(sys.modules)\n"
+        "import json, sys\nfrom orchestration.recipe.load import parse_recipe\nfrom "
+        "orchestration.recipe.planner import plan\nassert "
+        "plan(parse_recipe(json.loads(sys.argv[1]))).parameters == 8\nassert not {'torch', "
+        "'transformers'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", script, json.dumps(data)], check=True, timeout=120)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Devices and room
 
 
-def test_devices_are_looked_for_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_are_looked_for_without_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "platform", "linux")
     for variable in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
         monkeypatch.delenv(variable, raising=False)
@@ -309,25 +391,43 @@ def test_devices_are_looked_for_without_torch(tmp_path: Path, monkeypatch: pytes
     assert "a build for CPUs" in fault("cuda")
 
 
-def test_only_devices_that_this_machine_will_use_must_be_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "device_fault", lambda name: None if name == "auto" else ("is not here", ""))
-    assert set(messages(of(rollout={"device": "npu"}, train={"device": "npu"}))) == {"rollout.device", "train.device"}
+def test_only_devices_that_this_machine_will_use_must_be_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        machine, "device_fault", lambda name: None if name == "auto" else ("is not here", "")
+    )
+    assert set(messages(of(rollout={"device": "npu"}, train={"device": "npu"}))) == {
+        "rollout.device",
+        "train.device",
+    }
     assert messages(of(rollout={"device": "npu"}, train={"device": "npu"}), devices=False) == {}
     assert messages(of(MOCK, rollout={"device": "npu"}, train={"device": "npu"})) == {}
-    external = of(rollout={"device": "npu"}, external={"stages": ["rollout"]}, evaluate={"every": 0})
+    external = of(
+        rollout={"device": "npu"}, external={"stages": ["rollout"]}, evaluate={"every": 0}
+    )
     assert messages(external) == {}
 
 
-def test_what_a_run_writes_must_have_room_on_its_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_run_writes_must_have_room_on_its_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kept = {"keep_samples": "1GiB"}
     assert messages(of(pipeline=kept), folder=tmp_path / "not" / "there" / "yet") == {}
-    assert "100 TiB, and" in messages(of(pipeline={"keep_samples": "100TiB"}), folder=tmp_path)["pipeline.keep_samples"]
+    assert (
+        "100 TiB, and"
+        in messages(of(pipeline={"keep_samples": "100TiB"}), folder=tmp_path)[
+            "pipeline.keep_samples"
+        ]
+    )
     monkeypatch.setattr(machine, "free_bytes", lambda folder: 500 * 2**20)
     found = messages(of(pipeline=kept), folder=tmp_path)
     assert "500 MiB are free" in found["pipeline.keep_samples"]
     assert "use at most '24" in found["pipeline.keep_samples"]
     monkeypatch.setattr(machine, "free_bytes", lambda folder: 20 * 2**20)
-    assert messages(of(), folder=tmp_path) == {}, "what is kept by default is kept as far as there is room"
+    assert messages(of(), folder=tmp_path) == {}, (
+        "what is kept by default is kept as far as there is room"
+    )
     found = messages(of(train={"steps": 10**6}), folder=tmp_path)
     assert "metrics and logs in 694.4 days of a minute a step" in found["train.steps"]
     monkeypatch.setattr(machine, "free_bytes", lambda folder: machine.STEP_BYTES * 10**5 + 2**20)
@@ -346,7 +446,7 @@ def test_an_arena_must_have_room_in_shared_memory() -> None:
     assert "of shared memory are free" in found["pipeline.arena"]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # In a service
 
 
@@ -376,10 +476,13 @@ def test_a_request_has_no_file_read_that_the_operator_does_not_allow(tmp_path: P
 def test_a_check_of_a_request_can_be_ended_from_another_thread(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n' * 3_000_000)
     code = frozenset({"tests.orchestration.scores:early_letters"})
-    settings, stop = Settings(data=tmp_path, roots=(tmp_path,), allow_rewards=code), threading.Event()
+    settings = Settings(data=tmp_path, roots=(tmp_path,), allow_rewards=code)
+    stop = threading.Event()
     reading = Reading(rows=10**9, nbytes=10**12, seconds=600, stop=stop)
     done: list[Recipe] = []
-    checking = threading.Thread(target=lambda: done.append(accept(settings, of_rows("rows.jsonl"), {}, reading)))
+    checking = threading.Thread(
+        target=lambda: done.append(accept(settings, of_rows("rows.jsonl"), {}, reading))
+    )
     checking.start()
     deadline = time.monotonic() + 60
     while reading.rows == 10**9:  # it has not begun to read
@@ -402,7 +505,7 @@ def test_a_check_by_default_reads_a_bounded_part(tmp_path: Path) -> None:
     assert time.monotonic() - began < 30
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Code that a recipe names
 
 
@@ -421,7 +524,9 @@ def test_code_that_cannot_be_imported_is_a_problem_with_its_line(
     (tmp_path / f"mine_{kind}.py").write_text(CODE[kind])
     monkeypatch.syspath_prepend(tmp_path)
     name = f"mine_{kind}:f"
-    data = of(reward={"functions": [{"name": name}]}, algorithm={"name": name}, rollout={"engine": name})
+    data = of(
+        reward={"functions": [{"name": name}]}, algorithm={"name": name}, rollout={"engine": name}
+    )
     data |= {"external": {"stages": ["reference"]}}
     found = messages(data)
     assert {"reward.functions.0.name", "algorithm.name", "rollout.engine"} <= set(found)
@@ -429,16 +534,21 @@ def test_code_that_cannot_be_imported_is_a_problem_with_its_line(
     assert f"mine_{kind}.py, line " in found["algorithm.name"]
 
 
-@pytest.mark.parametrize("name", [":", ":f", "..x:f", "json:", "json:loads.x", "a b:c", "\u202e:f", "é" * 300 + ":f"])
+@pytest.mark.parametrize(
+    "name", [":", ":f", "..x:f", "json:", "json:loads.x", "a b:c", "\u202e:f", "é" * 300 + ":f"]
+)
 def test_odd_names_are_problems(name: str) -> None:
-    data = of(reward={"functions": [{"name": name}]}, algorithm={"name": name}, rollout={"engine": name})
+    data = of(
+        reward={"functions": [{"name": name}]}, algorithm={"name": name}, rollout={"engine": name}
+    )
     assert {"reward.functions.0.name", "algorithm.name", "rollout.engine"} <= set(messages(data))
 
 
 def test_the_recipe_of_a_folder_that_was_checked_can_be_loaded(tmp_path: Path) -> None:
     """The command reads what lies beside the recipe as the run will."""
     (tmp_path / "own.toml").write_text(
-        '[model]\nsource = "tiny"\n[prompts]\nsource = "jsonl"\npath = "%s"\n[reward]\nfunctions = [{ name = "spelling" }]\n'
+        '[model]\nsource = "tiny"\n[prompts]\nsource = "jsonl"\npath = "%s"\n[reward]\nfunctions = '
+        '[{ name = "spelling" }]\n'
         "[train]\nsteps = 1\n" % (tmp_path / "rows.jsonl")
     )
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
@@ -447,9 +557,15 @@ def test_the_recipe_of_a_folder_that_was_checked_can_be_loaded(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("address", ["192.0.2.1", "127.0.0.1:8000", "no such name"])
-def test_an_address_that_cannot_be_listened_on_is_refused_where_the_run_will_be(address: str) -> None:
+def test_an_address_that_cannot_be_listened_on_is_refused_where_the_run_will_be(
+    address: str,
+) -> None:
     recipe = of(MOCK, pipeline={"serve": address})
-    with pytest.raises(RecipeError, match=r"pipeline\.serve = .*: cannot be listened on .* without a port"):
+    with pytest.raises(
+        RecipeError,
+        match=r"pipeline\.serve = .*: cannot be listened on .* without "
+        r"a port",
+    ):
         parse_recipe(recipe)
     assert parse_recipe(recipe, devices=False).pipeline.serve == address
     assert parse_recipe(of(MOCK, pipeline={"serve": "127.0.0.1"})).pipeline.serve == "127.0.0.1"
@@ -464,11 +580,15 @@ def test_ranks_that_cut_fused_matrices_are_refused_where_devices_are_shared(
 
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     for family, refused in (("Phi-3", True), ("OLMo 2", False)):
-        data = of(model={"source": str(write(family, tmp_path / family, torch.float32))}, train={"tp": 2})
+        data = of(
+            model={"source": str(write(family, tmp_path / family, torch.float32))}, train={"tp": 2}
+        )
         data["launch"] = {"launcher": "process"}
         assert "train.tp" not in messages(data), family
         data["launch"]["placement"] = "colocated"
-        assert ("qkv_proj.weight is several matrices in one" in messages(data).get("train.tp", "")) == refused, family
+        assert (
+            "qkv_proj.weight is several matrices in one" in messages(data).get("train.tp", "")
+        ) == refused, family
 
 
 def three_of_a_function() -> list[dict[str, str]]:
@@ -481,20 +601,31 @@ def test_columns_of_rows_that_cannot_be_read_are_not_missed(tmp_path: Path) -> N
     lines = {"source": "jsonl", "path": str(tmp_path / "rows.jsonl")}
     function = {"source": "datasets", "path": f"{__name__}:three_of_a_function"}
     reward = {"functions": [{"name": f"{__name__}:needs_the_question"}]}
-    mixed: dict[str, Any] = {**of(reward=reward, evaluate={"every": 0}), "prompts": {"sources": [lines, function]}}
+    mixed: dict[str, Any] = {
+        **of(reward=reward, evaluate={"every": 0}),
+        "prompts": {"sources": [lines, function]},
+    }
     assert messages(mixed) == {}
-    assert list(messages({**mixed, "prompts": {"sources": [lines, lines]}})) == ["reward.functions.0.name"]
+    assert list(messages({**mixed, "prompts": {"sources": [lines, lines]}})) == [
+        "reward.functions.0.name"
+    ]
 
 
-def test_check_says_which_files_and_rows_are_taken_and_what_becomes_of_their_values(tmp_path: Path) -> None:
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    table = pyarrow.Table.from_pylist([{"prompt": "a", "answer": "a", "when": date(2026, 1, 2)}] * 3)
+def test_check_says_which_files_and_rows_are_taken_and_what_becomes_of_their_values(
+    tmp_path: Path,
+) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = pyarrow.Table.from_pylist(
+        [{"prompt": "a", "answer": "a", "when": date(2026, 1, 2)}] * 3
+    )
     for name in ("train-00000-of-00001", "test-00000-of-00001"):
         parquet.write_table(table, tmp_path / f"{name}.parquet")
     prompts = {"source": "parquet", "path": str(tmp_path)}
     data = {**of(evaluate={"every": 0}), "prompts": prompts}
     assert prompt_sources(parse_recipe(data)) == [
-        "prompts: split 'train': 3 rows of train-00000-of-00001.parquet; left out: split 'test' (1 file)",
+        "prompts: split 'train': 3 rows of train-00000-of-00001.parquet; left out: split 'test' (1 "
+        "file)",
         "prompts: column 'when': a value of type date becomes an ISO 8601 text",
     ]
     assert messages({**data, "prompts": {**prompts, "split": "dev"}}) == {

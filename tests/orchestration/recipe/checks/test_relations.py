@@ -15,8 +15,16 @@ from tests.orchestration.recipe.minimal import problems
 
 # Keys that do not fit a colocated run.
 TURN_FAULTS = [
-    (("rollout.engine=vllm",), "rollout.engine", "set rollout.engine = 'torch', or launch.placement = 'separate'"),
-    (("rollout.workers=3",), "rollout.workers", "leave it out: it follows from train.dp, train.tp and train.pp"),
+    (
+        ("rollout.engine=vllm",),
+        "rollout.engine",
+        "set rollout.engine = 'torch', or launch.placement = 'separate'",
+    ),
+    (
+        ("rollout.workers=3",),
+        "rollout.workers",
+        "leave it out: it follows from train.dp, train.tp and train.pp",
+    ),
     (("train.dp=2", "rollout.workers=3"), "rollout.workers", "is not the 2 ranks that train"),
     (("rollout.device=cpu",), "rollout.device", "set rollout.device = 'auto'"),
     (('external.stages=["rollout"]',), "external.stages", "set launch.placement = 'separate'"),
@@ -35,17 +43,33 @@ def test_keys_that_do_not_fit_a_colocated_run_are_reported(
 
 # The same for settings of the vLLM engine.
 VLLM_FAULTS = [
-    (("rollout.vllm.max_model_len=64", "rollout.max_tokens=64"), "rollout.vllm.max_model_len", ">= "),
-    (("rollout.vllm.max_model_length=64",), "rollout.vllm.max_model_length", "did you mean 'max_model_len'?"),
+    (
+        ("rollout.vllm.max_model_len=64", "rollout.max_tokens=64"),
+        "rollout.vllm.max_model_len",
+        ">= ",
+    ),
+    (
+        ("rollout.vllm.max_model_length=64",),
+        "rollout.vllm.max_model_length",
+        "did you mean 'max_model_len'?",
+    ),
     (("rollout.vllm.kv_cache_bytes=1GigaB",), "rollout.vllm.kv_cache_bytes", "'64MiB'"),
     (("rollout.vllm.gpu_memory_utilization=1.5",), "rollout.vllm.gpu_memory_utilization", "<= 1"),
     (("rollout.vllm.pause=wait",), "rollout.vllm.pause", "'keep'"),
-    (("rollout.vllm.pause=abort", "rollout.vllm.kv_cache=keep"), "rollout.vllm.kv_cache", "remove it"),
+    (
+        ("rollout.vllm.pause=abort", "rollout.vllm.kv_cache=keep"),
+        "rollout.vllm.kv_cache",
+        "remove it",
+    ),
     (("rollout.vllm.pause=abort", 'rollout.stop=["."]'), "rollout.vllm.pause", "'keep'"),
     (("rollout.vllm.dtype=half",), "rollout.vllm.dtype", "set model.dtype"),
     (("rollout.vllm.max_num_seqs=3",), "rollout.vllm.max_num_seqs", "set rollout.max_rows"),
     (("rollout.vllm.worker_extension_cls=x",), "rollout.vllm.worker_extension_cls", "take it out"),
-    (("rollout.top_k=5", "rollout.temperature=0.7"), "rollout.temperature", "rollout.temperature = 1.0"),
+    (
+        ("rollout.top_k=5", "rollout.temperature=0.7"),
+        "rollout.temperature",
+        "rollout.temperature = 1.0",
+    ),
 ]
 
 
@@ -60,7 +84,9 @@ def test_problems_of_the_vllm_engine_are_reported_without_vllm(
 
 
 @pytest.mark.parametrize("override", ["rollout.top_k=5", "rollout.top_p=0.9"])
-def test_filtered_samples_are_refused_where_something_reads_their_logprobs(minimal: Path, override: str) -> None:
+def test_filtered_samples_are_refused_where_something_reads_their_logprobs(
+    minimal: Path, override: str
+) -> None:
     key = override.partition("=")[0]
     [blamed] = problems(minimal, override)
     assert blamed.key == key
@@ -84,7 +110,9 @@ class Likely(Algorithm):
         return LossOutput(tokens.mean(-tokens.logprobs * tokens["advantage"]))
 
 
-def test_an_arena_that_is_refused_is_accepted_with_the_size_that_the_fix_names(minimal: Path) -> None:
+def test_an_arena_that_is_refused_is_accepted_with_the_size_that_the_fix_names(
+    minimal: Path,
+) -> None:
     sets = ["checkpoint.every=10", "rollout.max_tokens=500"]
     fix = problems(minimal, *sets, "pipeline.arena=1MiB")[0].fix
     size = fix.split("'")[1]
@@ -93,7 +121,8 @@ def test_an_arena_that_is_refused_is_accepted_with_the_size_that_the_fix_names(m
 
 
 def test_tls_files_are_checked_together(minimal: Path, tmp_path: Path) -> None:
-    here, nowhere = str(minimal), str(tmp_path / "nowhere.pem")
+    here = str(minimal)
+    nowhere = str(tmp_path / "nowhere.pem")
     found = problems(minimal, f"pipeline.tls_certificate={here}", f"pipeline.tls_key={nowhere}")
     assert [(problem.key, problem.wrong) for problem in found] == [
         ("pipeline.tls_key", "is no file"),
@@ -108,24 +137,37 @@ def test_tls_files_are_checked_together(minimal: Path, tmp_path: Path) -> None:
 
 def test_ranks_are_processes(minimal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    recipe = load_recipe(minimal, ["train.dp=2", "train.tp=2", "train.precision=mixed", "model.dtype=bfloat16"])
+    recipe = load_recipe(
+        minimal, ["train.dp=2", "train.tp=2", "train.precision=mixed", "model.dtype=bfloat16"]
+    )
     assert recipe.train.ranks == 4
     [inline] = problems(minimal, "train.dp=2", "train.tp=2", "launch.launcher=inline")
     assert inline.key == "launch.launcher"
     assert "train.dp = 2 times train.tp = 2 is 4 ranks" in inline.wrong
     one_device, *_ = problems(minimal, "train.dp=2", "train.device=cuda:0")
-    assert (one_device.key, one_device.fix) == ("train.device", "write 'cuda': each rank takes one of them")
+    assert (one_device.key, one_device.fix) == (
+        "train.device",
+        "write 'cuda': each rank takes one of them",
+    )
     mock = ["model.source=mock", "rollout.engine=mock", "train.engine=mock", "train.tp=2"]
     assert [(p.key, p.fix) for p in problems(minimal, *mock)] == [("train.tp", "set train.tp = 1")]
 
 
-def test_heads_are_read_from_a_checkpoint(minimal: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_are_read_from_a_checkpoint(
+    minimal: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     (tmp_path / "config.json").write_text('{"num_attention_heads": 12, "num_key_value_heads": 4}')
     sets = [f"model.source={tmp_path}"]
-    assert not [problem for problem in problems(minimal, *sets, "train.tp=4") if problem.key == "train.tp"]
-    [uneven] = [problem for problem in problems(minimal, *sets, "train.tp=8") if problem.key == "train.tp"]
-    assert uneven.wrong == "cannot share the model's num_attention_heads = 12 and num_key_value_heads = 4 evenly"
+    assert not [
+        problem for problem in problems(minimal, *sets, "train.tp=4") if problem.key == "train.tp"
+    ]
+    [uneven] = [
+        problem for problem in problems(minimal, *sets, "train.tp=8") if problem.key == "train.tp"
+    ]
+    assert uneven.wrong == (
+        "cannot share the model's num_attention_heads = 12 and num_key_value_heads = 4 evenly"
+    )
     assert uneven.fix == "use one of: 1, 2, 4"
 
 
@@ -147,11 +189,15 @@ def test_difficulty_that_cannot_be_measured_is_refused(
     load_recipe(minimal, ["prompts.sampling=difficulty"])
 
 
-def test_long_rows_are_divided_over_context_parallel_ranks(minimal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_rows_are_divided_over_context_parallel_ranks(
+    minimal: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     longer = ["rollout.max_tokens=400", "train.token_budget=150", "launch.launcher=process"]
     [fault] = [p for p in problems(minimal, *longer) if p.key == "train.token_budget"]
-    [shared] = [p for p in problems(minimal, *longer, "train.cp=2") if p.key == "train.token_budget"]
+    [shared] = [
+        p for p in problems(minimal, *longer, "train.cp=2") if p.key == "train.token_budget"
+    ]
     assert "divided over 2 context-parallel ranks" in shared.wrong
     tokens = [int(found.fix.removeprefix("use a value >= ")) for found in (fault, shared)]
     assert tokens[1] == -(-tokens[0] // 2)
@@ -163,8 +209,16 @@ def test_long_rows_are_divided_over_context_parallel_ranks(minimal: Path, monkey
 @pytest.mark.parametrize(
     ("overrides", "key", "fix"),
     [
-        (("algorithm.options.mini_batches=5",), "algorithm.options.mini_batches", "use at most 4, or set"),
-        (("train.dp=5", "algorithm.name=dpo"), "train.dp", "use at most 4, or set train.groups_per_step = 5 or more"),
+        (
+            ("algorithm.options.mini_batches=5",),
+            "algorithm.options.mini_batches",
+            "use at most 4, or set",
+        ),
+        (
+            ("train.dp=5", "algorithm.name=dpo"),
+            "train.dp",
+            "use at most 4, or set train.groups_per_step = 5 or more",
+        ),
         (("train.dp=9",), "train.dp", "use a value <= 8"),
     ],
 )

@@ -1,4 +1,5 @@
-"""Sandboxes in recipes: what has no effect, what a machine does not give, and what is said of a weaker one."""
+"""Sandboxes in recipes: what has no effect, what a machine does not give, and what is said of a
+weaker one."""
 
 from __future__ import annotations
 
@@ -13,8 +14,12 @@ from orchestration.sandbox.sandbox import Available
 from tests.orchestration.recipe.minimal import problems
 
 OWN = "tests.orchestration.scores:early_letters"
-GYM = '[model]\nsource = "tiny"\n[prompts]\nsource = "reasoning_gym"\ntask = "n_queens"\n[train]\nsteps = 10\n'
-NONE, WEAKER = Available("refused here", "not there"), Available("refused here", "")
+GYM = (
+    '[model]\nsource = "tiny"\n[prompts]\nsource = "reasoning_gym"\ntask = '
+    '"n_queens"\n[train]\nsteps = 10\n'
+)
+NONE = Available("refused here", "not there")
+WEAKER = Available("refused here", "")
 
 
 def functions(*entries: str) -> str:
@@ -36,14 +41,22 @@ def keys(path: Path, *overrides: str) -> dict[str, str]:
 def test_what_needs_a_sandbox_without_one_is_named(minimal: Path) -> None:
     own = f'{{name="{OWN}", network=true, read=["/etc/hosts"]}}'
     found = keys(minimal, functions(own, '{name="spelling", network=true}'))
-    assert found.keys() == {f"reward.functions.{key}" for key in ("0.network", "0.read", "1.network")}
+    assert found.keys() == {
+        f"reward.functions.{key}" for key in ("0.network", "0.read", "1.network")
+    }
     assert "set reward.functions.0.sandbox = true" in found["reward.functions.0.network"]
-    found = keys(minimal, functions(f'{{name="{OWN}", sandbox=true, read=["/no/such"]}}'), "reward.processes=0")
+    found = keys(
+        minimal,
+        functions(f'{{name="{OWN}", sandbox=true, read=["/no/such"]}}'),
+        "reward.processes=0",
+    )
     assert found.keys() == {"reward.processes", "reward.functions.0.read.0"}
 
 
 def test_what_a_model_wrote_is_scored_by_installed_code_in_a_sandbox_alone(gym: Path) -> None:
-    assert keys(gym, functions('{name="reasoning_gym", sandbox=false}')).keys() == {"reward.functions.0.sandbox"}
+    assert keys(gym, functions('{name="reasoning_gym", sandbox=false}')).keys() == {
+        "reward.functions.0.sandbox"
+    }
     assert keys(gym, "reward.processes=0").keys() == {"reward.processes"}
 
 
@@ -54,10 +67,18 @@ def test_a_machine_without_a_sandbox_is_told_at_the_task_and_at_the_function(
     monkeypatch.setattr(notices, "available", lambda: NONE)
     found = keys(gym)
     assert found.keys() == {"prompts.task"}
-    assert "namespaces are refused (refused here), and so is Landlock (not there)" in found["prompts.task"]
+    assert (
+        "namespaces are refused (refused here), and so is Landlock (not there)"
+        in found["prompts.task"]
+    )
     assert "user.max_user_namespaces" in found["prompts.task"]
-    assert keys(minimal, functions(f'{{name="{OWN}", sandbox=true}}')).keys() == {"reward.functions.0.sandbox"}
-    assert load_recipe(minimal, [functions(f'{{name="{OWN}"}}')]).reward.functions[0].is_sandboxed is False
+    assert keys(minimal, functions(f'{{name="{OWN}", sandbox=true}}')).keys() == {
+        "reward.functions.0.sandbox"
+    }
+    assert (
+        load_recipe(minimal, [functions(f'{{name="{OWN}"}}')]).reward.functions[0].is_sandboxed
+        is False
+    )
     recipe = load_recipe(gym, ['prompts.task="chain_sum"'])  # evaluates nothing
     assert "no sandbox: namespaces are refused" in str(notices_of(recipe)[0])
 
@@ -65,5 +86,7 @@ def test_a_machine_without_a_sandbox_is_told_at_the_task_and_at_the_function(
 def test_a_weaker_sandbox_is_a_notice(gym: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(code, "available", lambda: WEAKER)
     monkeypatch.setattr(notices, "available", lambda: WEAKER)
-    (notice,) = [str(notice) for notice in notices_of(load_recipe(gym)) if "reasoning_gym" in str(notice)]
+    (notice,) = [
+        str(notice) for notice in notices_of(load_recipe(gym)) if "reasoning_gym" in str(notice)
+    ]
     assert "Landlock's sandbox alone (names of files can be seen" in notice

@@ -51,14 +51,22 @@ def put(arena: Arena, rows: PackedRows, offset: int, block: int) -> BlockView:
     return BlockView(SCHEMA, arena.slice(offset, rows.nbytes), block)
 
 
-def remote(server: WarehouseServer | tuple[str, int], schema: Schema = SCHEMA, **options: Any) -> RemoteWarehouse:
+def remote(
+    server: WarehouseServer | tuple[str, int], schema: Schema = SCHEMA, **options: Any
+) -> RemoteWarehouse:
     host, port = server.address if isinstance(server, WarehouseServer) else server
     return RemoteWarehouse(host, port, schema, **{"secret": SECRET, "timeout": 20.0, **options})
 
 
-def places(block: int, offset: int, slots: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def places(
+    block: int, offset: int, slots: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     count = len(slots)
-    return np.full(count, block, np.int64), np.full(count, offset, np.int64), np.array(slots, np.int64)
+    return (
+        np.full(count, block, np.int64),
+        np.full(count, offset, np.int64),
+        np.array(slots, np.int64),
+    )
 
 
 async def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
@@ -68,22 +76,37 @@ async def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+    return (
+        tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+    )
 
 
-def random_values(dtype: torch.dtype, shape: Sequence[int], rng: np.random.Generator) -> torch.Tensor:
+def random_values(
+    dtype: torch.dtype, shape: Sequence[int], rng: np.random.Generator
+) -> torch.Tensor:
     """Every bit pattern may occur, NaNs with payloads included."""
-    raw = rng.integers(0, 2 if dtype == torch.bool else 256, math.prod(shape) * dtype.itemsize, dtype=np.uint8)
-    return torch.frombuffer(bytearray(raw), dtype=dtype).view(*shape) if len(raw) else torch.empty(*shape, dtype=dtype)
+    raw = rng.integers(
+        0, 2 if dtype == torch.bool else 256, math.prod(shape) * dtype.itemsize, dtype=np.uint8
+    )
+    return (
+        torch.frombuffer(bytearray(raw), dtype=dtype).view(*shape)
+        if len(raw)
+        else torch.empty(*shape, dtype=dtype)
+    )
 
 
 def assert_rows(
-    found: dict[str, Packed], schema: Schema, columns: Sequence[str], rows: Sequence[tuple[BlockView, int]]
+    found: dict[str, Packed],
+    schema: Schema,
+    columns: Sequence[str],
+    rows: Sequence[tuple[BlockView, int]],
 ) -> None:
-    """``found`` holds to the bit what a reader on the rows' own node sees, in the order of ``rows``."""
+    """``found`` holds to the bit what a reader on the rows' own node sees, in the order of
+    ``rows``."""
     assert list(found) == list(columns)
     for name in columns:
-        column, packed = schema[name], found[name]
+        column = schema[name]
+        packed = found[name]
         assert packed.values.dtype == (torch.uint8 if column.dtype == "utf8" else column.dtype)
         assert packed.values.dim() == 1
         parts = [view.row(name, slot) for view, slot in rows]
@@ -98,14 +121,16 @@ def assert_rows(
 
 @contextmanager
 def certificate(directory: Path) -> Iterator[tuple[ssl.SSLContext, ssl.SSLContext]]:
-    """TLS contexts of a server with a new certificate for 127.0.0.1, and of a client that trusts it."""
+    """TLS contexts of a server with a new certificate for 127.0.0.1, and of a client that trusts
+    it."""
     openssl = shutil.which("openssl")
     if openssl is None:
         pytest.skip("the openssl command makes the certificate, and is not installed")
-    key, cert = directory / "key.pem", directory / "cert.pem"
+    key = directory / "key.pem"
+    cert = directory / "cert.pem"
     subprocess.run(
-        f"{openssl} req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=warehouse "
-        f"-addext subjectAltName=IP:127.0.0.1 -keyout '{key}' -out '{cert}'",
+        f"{openssl} req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj "
+        f"/CN=warehouse -addext subjectAltName=IP:127.0.0.1 -keyout '{key}' -out '{cert}'",
         shell=True,
         check=True,
         capture_output=True,
@@ -140,7 +165,9 @@ asyncio.run(main(*sys.argv[1:]))
 def process(arena: Arena, port: int = 0) -> Iterator[tuple[subprocess.Popen[str], tuple[str, int]]]:
     """A server of ``arena`` in a process of its own, and its address."""
     command = [sys.executable, "-c", PROCESS, str(arena.path), SECRET.decode(), str(port)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[4]) as child:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[4]
+    ) as child:
         try:
             assert child.stdout is not None
             yield child, ("127.0.0.1", int(child.stdout.readline()))

@@ -65,8 +65,13 @@ async def test_a_server_killed_in_the_middle_of_a_reply_and_its_successor(tmp_pa
                 child.send_signal(signal.SIGKILL)
 
         async with proxy(address, on_reply=kill) as through:
-            warehouse, started = remote(through, timeout=3.0), asyncio.get_running_loop().time()
-            with pytest.raises(WarehouseUnreachable, match=r"was not reached within 3 s \(Connection"):
+            warehouse = remote(through, timeout=3.0)
+            started = asyncio.get_running_loop().time()
+            with pytest.raises(
+                WarehouseUnreachable,
+                match=r"was not reached within 3 s "
+                r"\(Connection",
+            ):
                 await warehouse.read(*ask)
             assert asyncio.get_running_loop().time() - started < 10.0
             assert child.wait(10) == -signal.SIGKILL
@@ -81,7 +86,9 @@ async def test_a_server_killed_in_the_middle_of_a_reply_and_its_successor(tmp_pa
             await warehouse.close()
 
 
-async def test_a_server_that_stands_still_is_an_error_in_time_and_a_late_write_never_lands(arena: Arena) -> None:
+async def test_a_server_that_stands_still_is_an_error_in_time_and_a_late_write_never_lands(
+    arena: Arena,
+) -> None:
     with process(arena) as (child, address):
         warehouse = remote(address, timeout=2.0)
         await warehouse.copy_in(0, EIGHT)
@@ -108,12 +115,17 @@ async def test_nobody_listening_is_an_error_in_time() -> None:
 
 
 async def test_a_listener_that_never_answers_is_an_error_in_time() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(WarehouseUnreachable, match="did not answer"):
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        pytest.raises(WarehouseUnreachable, match="did not answer"),
+    ):
         await remote(silent.getsockname(), timeout=0.3).copy_in(0, EIGHT)
 
 
 async def test_a_connection_that_the_server_closed_for_idleness_is_replaced(arena: Arena) -> None:
-    async with WarehouseServer(arena, SCHEMA, secret=SECRET, limits=Limits(idle_seconds=0.05)) as server:
+    async with WarehouseServer(
+        arena, SCHEMA, secret=SECRET, limits=Limits(idle_seconds=0.05)
+    ) as server:
         warehouse = remote(server)
         for _ in range(3):
             await warehouse.copy_in(0, EIGHT)
@@ -124,7 +136,10 @@ async def test_a_connection_that_the_server_closed_for_idleness_is_replaced(aren
 async def test_a_cancelled_call_leaves_the_next_one_its_own_answer(arena: Arena) -> None:
     put(
         arena,
-        pack(SCHEMA, {"wide": torch.ones(14_000, 256, dtype=torch.uint8), "reward": torch.arange(14_000.0)}),
+        pack(
+            SCHEMA,
+            {"wide": torch.ones(14_000, 256, dtype=torch.uint8), "reward": torch.arange(14_000.0)},
+        ),
         0,
         1,
     )
@@ -136,16 +151,23 @@ async def test_a_cancelled_call_leaves_the_next_one_its_own_answer(arena: Arena)
                 await asyncio.sleep(0)
             large.cancel()
             await asyncio.gather(large, return_exceptions=True)
-            assert (await warehouse.read(*places(1, 0, [turn]), ["reward"]))["reward"].values.tolist() == [turn]
+            assert (await warehouse.read(*places(1, 0, [turn]), ["reward"]))[
+                "reward"
+            ].values.tolist() == [turn]
         await warehouse.close()
         await until(lambda: server.connections == 0)
 
 
-async def test_clients_that_stop_reading_cost_the_server_little_and_not_for_long(tmp_path: Path) -> None:
+async def test_clients_that_stop_reading_cost_the_server_little_and_not_for_long(
+    tmp_path: Path,
+) -> None:
     arena = Arena.create(tmp_path / "arena", 1 << 25)
-    count, peers = 1 << 16, 4
+    count = 1 << 16
+    peers = 4
     put(arena, pack(SCHEMA, {"wide": torch.zeros(count, 256, dtype=torch.uint8)}), 0, 1)
-    control = struct.pack("<II", 16, count) + np.stack(places(1, 0, range(count - 1, -1, -1))).tobytes()
+    control = (
+        struct.pack("<II", 16, count) + np.stack(places(1, 0, range(count - 1, -1, -1))).tobytes()
+    )
     frame = struct.pack("<B3xIQ", 1, len(control), 0) + control
     limits = Limits(frame_seconds=2.0, slowest=1e12)
     async with WarehouseServer(arena, SCHEMA, secret=SECRET, limits=limits) as server:
@@ -161,7 +183,9 @@ async def test_clients_that_stop_reading_cost_the_server_little_and_not_for_long
         held, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert 0 < sent < peers * count * 256, "they would have had more"
-        assert held < peers * (8 << 20), "a request, where its rows lie, and one piece of them, for each"
+        assert held < peers * (8 << 20), (
+            "a request, where its rows lie, and one piece of them, for each"
+        )
         assert peak < peers * (12 << 20)
         await until(lambda: server.connections == 0)
         for peer in stalled:
@@ -172,7 +196,10 @@ async def test_clients_that_stop_reading_cost_the_server_little_and_not_for_long
 async def test_a_client_that_stops_in_the_middle_of_a_frame_is_dropped(arena: Arena) -> None:
     limits = Limits(frame_seconds=0.1, idle_seconds=60.0)
     async with WarehouseServer(arena, SCHEMA, secret=SECRET, limits=limits) as server:
-        for part in (struct.pack("<B3xIQ", 1, 32, 0), struct.pack("<B3xIQqqd", 4, 24, 64, 0, 64, 1e18) + b"half"):
+        for part in (
+            struct.pack("<B3xIQ", 1, 32, 0),
+            struct.pack("<B3xIQqqd", 4, 24, 64, 0, 64, 1e18) + b"half",
+        ):
             peer = await remote(server)._connect()
             await peer.stream.send(part)
             await until(lambda: server.connections == 0)

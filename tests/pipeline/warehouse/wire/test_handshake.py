@@ -43,7 +43,9 @@ async def test_a_wrong_secret_raises_an_error_that_names_what_to_set(arena: Aren
 
 
 @pytest.mark.parametrize("secret", [b"", b"short", "a string, no bytes", None])
-async def test_no_secret_or_a_weak_one_is_refused_before_anything_listens(secret: Any, arena: Arena) -> None:
+async def test_no_secret_or_a_weak_one_is_refused_before_anything_listens(
+    secret: Any, arena: Arena
+) -> None:
     with pytest.raises(ValueError, match=r"secret: .* must be 16 bytes or more"):
         WarehouseServer(arena, SCHEMA, secret=secret)
     with pytest.raises(ValueError, match=r"secret: .* must be 16 bytes or more"):
@@ -112,7 +114,9 @@ async def test_a_recorded_handshake_opens_nothing(arena: Arena) -> None:
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\n\r\n", bytes(72), os.urandom(300)])
 async def test_a_stranger_learns_nothing_and_is_gone_in_time(sent: bytes, arena: Arena) -> None:
-    async with WarehouseServer(arena, SCHEMA, secret=SECRET, limits=Limits(hello_seconds=0.2)) as server:
+    async with WarehouseServer(
+        arena, SCHEMA, secret=SECRET, limits=Limits(hello_seconds=0.2)
+    ) as server:
         reader, writer = await asyncio.open_connection(*server.address)
         writer.write(sent)
         async with asyncio.timeout(10):
@@ -123,7 +127,9 @@ async def test_a_stranger_learns_nothing_and_is_gone_in_time(sent: bytes, arena:
 
 
 async def test_connections_are_limited(arena: Arena) -> None:
-    async with WarehouseServer(arena, SCHEMA, secret=SECRET, limits=Limits(connections=1)) as server:
+    async with WarehouseServer(
+        arena, SCHEMA, secret=SECRET, limits=Limits(connections=1)
+    ) as server:
         first = remote(server)
         await first.copy_in(0, EIGHT)
         with pytest.raises(WarehouseUnreachable, match="closed the connection"):
@@ -155,18 +161,24 @@ async def test_everything_travels_under_tls(arena: Arena, tmp_path: Path) -> Non
     with certificate(tmp_path) as (at_server, at_client):
         async with WarehouseServer(arena, SCHEMA, secret=SECRET, ssl=at_server) as server:
             heard = bytearray()
-            async with proxy(server.address, on_request=heard.extend, on_reply=heard.extend) as address:
+            async with proxy(
+                server.address, on_request=heard.extend, on_reply=heard.extend
+            ) as address:
                 warehouse = remote(address, ssl=at_client)
                 await warehouse.write(0, 1, rows)
                 for slots in (range(5000), range(4999, -1, -1)):
                     found = await warehouse.read(*places(1, 0, slots), ["wide"])
-                    assert (found["wide"].values.view(5000, 256) == torch.arange(256, dtype=torch.uint8)).all()
+                    assert (
+                        found["wide"].values.view(5000, 256) == torch.arange(256, dtype=torch.uint8)
+                    ).all()
                 await warehouse.close()
             assert len(heard) > 2 * rows.nbytes
             assert bytes(range(256)) not in heard
 
 
-async def test_tls_on_one_end_only_or_an_unknown_certificate_is_refused(arena: Arena, tmp_path: Path) -> None:
+async def test_tls_on_one_end_only_or_an_unknown_certificate_is_refused(
+    arena: Arena, tmp_path: Path
+) -> None:
     with certificate(tmp_path) as (at_server, at_client):
         async with WarehouseServer(arena, SCHEMA, secret=SECRET, ssl=at_server) as server:
             with pytest.raises(TransferError, match="trusts its certificate"):

@@ -33,16 +33,25 @@ from tests.pipeline.warehouse.wire.served import (
     until,
 )
 
-column_kinds = st.tuples(st.sampled_from(["scalar", "fixed", "ragged", "text"]), st.sampled_from(DTYPES))
+column_kinds = st.tuples(
+    st.sampled_from(["scalar", "fixed", "ragged", "text"]), st.sampled_from(DTYPES)
+)
 
 
 @settings(max_examples=60, deadline=None)
-@given(kinds=st.lists(column_kinds, min_size=1, max_size=5), seed=st.integers(0, 2**32), data=st.data())
+@given(
+    kinds=st.lists(column_kinds, min_size=1, max_size=5), seed=st.integers(0, 2**32), data=st.data()
+)
 async def test_a_read_equals_the_rows_on_their_own_node(
-    kinds: list[tuple[str, torch.dtype]], seed: int, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+    kinds: list[tuple[str, torch.dtype]],
+    seed: int,
+    data: st.DataObject,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """Any schema, blocks written there or sent there, rows in any order with repeats, columns in any order."""
-    rng, columns = np.random.default_rng(seed), []
+    """Any schema, blocks written there or sent there, rows in any order with repeats, columns in
+    any order."""
+    rng = np.random.default_rng(seed)
+    columns = []
     for i, (kind, dtype) in enumerate(kinds):
         columns.append(
             {
@@ -56,14 +65,17 @@ async def test_a_read_equals_the_rows_on_their_own_node(
     arena = Arena.create(tmp_path_factory.mktemp("arena") / "a", 1 << 20)
     views: dict[int, tuple[int, BlockView]] = {}
     async with WarehouseServer(arena, schema, secret=SECRET) as server:
-        warehouse, at = remote(server, schema), 64 * int(rng.integers(0, 4))
+        warehouse = remote(server, schema)
+        at = 64 * int(rng.integers(0, 4))
         for block in range(1, int(rng.integers(2, 5))):
             count = int(rng.integers(1, 9))
             rows: dict[str, Any] = {}
             for column in columns:
                 lengths = rng.integers(0, data.draw(st.sampled_from([1, 4, 300])), count)
                 if column.dtype == "utf8":
-                    rows[column.name] = ["".join(map(chr, rng.integers(32, 0xD7FF, n))) for n in lengths]
+                    rows[column.name] = [
+                        "".join(map(chr, rng.integers(32, 0xD7FF, n))) for n in lengths
+                    ]
                 elif column.shape is None:
                     rows[column.name] = [random_values(column.dtype, [n], rng) for n in lengths]
                 else:
@@ -82,23 +94,37 @@ async def test_a_read_equals_the_rows_on_their_own_node(
                 asked = [asked[0]] * views[asked[0]][1].rows
                 slots = list(range(len(asked)))[int(rng.integers(len(asked))) :]
                 asked = asked[: len(slots)]
-            names = [str(name) for name in rng.permutation([c.name for c in columns])[: int(rng.integers(1, 6))]]
+            names = [
+                str(name)
+                for name in rng.permutation([c.name for c in columns])[: int(rng.integers(1, 6))]
+            ]
             found = await warehouse.read(
                 np.array(asked, np.int64),
                 np.array([views[b][0] for b in asked], np.int64),
                 np.array(slots, np.int64),
                 names,
             )
-            assert_rows(found, schema, names, [(views[b][1], slot) for b, slot in zip(asked, slots, strict=True)])
+            assert_rows(
+                found,
+                schema,
+                names,
+                [(views[b][1], slot) for b, slot in zip(asked, slots, strict=True)],
+            )
         await warehouse.close()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 async def test_every_dtype_comes_back_bit_for_bit(dtype: torch.dtype, arena: Arena) -> None:
     rng = np.random.default_rng(3)
-    schema = Schema([Column.scalar("s", dtype), Column.fixed("f", dtype, [5]), Column.ragged("r", dtype)])
+    schema = Schema(
+        [Column.scalar("s", dtype), Column.fixed("f", dtype, [5]), Column.ragged("r", dtype)]
+    )
     ragged = [random_values(dtype, [n], rng) for n in (3, 0, 700)]
-    rows = {"s": random_values(dtype, [3], rng), "f": random_values(dtype, [3, 5], rng), "r": ragged}
+    rows = {
+        "s": random_values(dtype, [3], rng),
+        "f": random_values(dtype, [3, 5], rng),
+        "r": ragged,
+    }
     async with WarehouseServer(arena, schema, secret=SECRET) as server:
         warehouse = remote(server, schema)
         await warehouse.write(64, 9, pack(schema, rows))
@@ -112,8 +138,12 @@ async def test_every_dtype_comes_back_bit_for_bit(dtype: torch.dtype, arena: Are
 
 
 @pytest.mark.parametrize("count", [31, 32, 60])
-async def test_a_schema_may_have_more_columns_than_a_word_has_bits(count: int, arena: Arena) -> None:
-    schema = Schema([Column.scalar(f"c{number}", torch.int64) for number in range(count)], most=count)
+async def test_a_schema_may_have_more_columns_than_a_word_has_bits(
+    count: int, arena: Arena
+) -> None:
+    schema = Schema(
+        [Column.scalar(f"c{number}", torch.int64) for number in range(count)], most=count
+    )
     rows = {f"c{number}": torch.tensor([number, -number]) for number in range(count)}
     async with WarehouseServer(arena, schema, secret=SECRET) as server:
         warehouse = remote(server, schema)
@@ -137,8 +167,11 @@ async def test_no_rows_and_no_columns_are_answered_without_the_network() -> None
         await warehouse.read(*places(1, 0, [0]), ["nope"])
 
 
-async def test_raw_bytes_move_a_block_from_one_warehouse_to_another(arena: Arena, tmp_path: Path) -> None:
-    other, rows = Arena.create(tmp_path / "other", 1 << 16), pack(SCHEMA, ROWS)
+async def test_raw_bytes_move_a_block_from_one_warehouse_to_another(
+    arena: Arena, tmp_path: Path
+) -> None:
+    other = Arena.create(tmp_path / "other", 1 << 16)
+    rows = pack(SCHEMA, ROWS)
     view = put(arena, rows, 128, 5)
     async with WarehouseServer(other, SCHEMA, secret=SECRET) as server:
         target = remote(server)
@@ -150,7 +183,10 @@ async def test_raw_bytes_move_a_block_from_one_warehouse_to_another(arena: Arena
 
 async def test_calls_at_the_same_time_do_not_mix(arena: Arena) -> None:
     count = 200
-    rows = {"ids": [torch.full((i,), i) for i in range(count)], "reward": torch.arange(count, dtype=torch.float32)}
+    rows = {
+        "ids": [torch.full((i,), i) for i in range(count)],
+        "reward": torch.arange(count, dtype=torch.float32),
+    }
     put(arena, pack(SCHEMA, rows), 0, 1)
     async with WarehouseServer(arena, SCHEMA, secret=SECRET) as server:
         warehouse = remote(server, connections=3)
@@ -158,7 +194,9 @@ async def test_calls_at_the_same_time_do_not_mix(arena: Arena) -> None:
         async def one(slot: int) -> None:
             found = await warehouse.read(*places(1, 0, [slot, count - 1 - slot]), ["reward", "ids"])
             assert found["reward"].values.tolist() == [slot, count - 1 - slot]
-            assert found["ids"].values.tolist() == [slot] * slot + [count - 1 - slot] * (count - 1 - slot)
+            assert found["ids"].values.tolist() == [slot] * slot + [count - 1 - slot] * (
+                count - 1 - slot
+            )
 
         async with asyncio.TaskGroup() as tasks:
             for slot in range(count):
@@ -170,13 +208,23 @@ async def test_calls_at_the_same_time_do_not_mix(arena: Arena) -> None:
 
 async def test_memory_is_used_again_only_when_its_reader_let_it_go(arena: Arena) -> None:
     count = 12_000
-    put(arena, pack(SCHEMA, {"wide": torch.arange(count).remainder(251).to(torch.uint8)[:, None].repeat(1, 256)}), 0, 1)
+    put(
+        arena,
+        pack(
+            SCHEMA,
+            {"wide": torch.arange(count).remainder(251).to(torch.uint8)[:, None].repeat(1, 256)},
+        ),
+        0,
+        1,
+    )
 
     def right(values: torch.Tensor, slots: Sequence[int]) -> bool:
         return bool((values.view(-1, 256) == torch.tensor(slots).remainder(251)[:, None]).all())
 
     async with WarehouseServer(arena, SCHEMA, secret=SECRET) as server:
-        warehouse, rng, held = remote(server), np.random.default_rng(4), list[tuple[torch.Tensor, list[int]]]()
+        warehouse = remote(server)
+        rng = np.random.default_rng(4)
+        held = list[tuple[torch.Tensor, list[int]]]()
         addresses = set[int]()
         for _ in range(200):
             first, last = sorted(rng.integers(0, count, 2).tolist())
@@ -184,7 +232,11 @@ async def test_memory_is_used_again_only_when_its_reader_let_it_go(arena: Arena)
             values = (await warehouse.read(*places(1, 0, slots), ["wide"]))["wide"].values
             addresses.add(values.data_ptr())
             part = int(rng.integers(len(slots)))
-            held.append((values[256 * part :].view(torch.int16), slots[part:]) if rng.integers(2) else (values, slots))
+            held.append(
+                (values[256 * part :].view(torch.int16), slots[part:])
+                if rng.integers(2)
+                else (values, slots)
+            )
             del values
             while len(held) > 4:
                 del held[int(rng.integers(len(held)))]
@@ -206,8 +258,11 @@ async def test_bytes_are_counted(arena: Arena) -> None:
         assert rows.nbytes < server.bytes_received < rows.nbytes + 400
         await warehouse.read(*places(1, 0, [0, 1, 2]), ["ids", "reward"])
         assert server.payload_sent == 8 * 5 + 8 * 4 + 4 * 3
-        sent, received = server.bytes_sent, server.bytes_received
+        sent = server.bytes_sent
+        received = server.bytes_received
         assert sent > server.payload_sent
         await warehouse.close()
         await until(lambda: server.connections == 0)
-        assert (server.bytes_sent, server.bytes_received) == (sent, received), "closed connections stay in the count"
+        assert (server.bytes_sent, server.bytes_received) == (sent, received), (
+            "closed connections stay in the count"
+        )

@@ -45,7 +45,10 @@ from tests.pipeline.warehouse.wire.served import (
     ],
 )
 async def test_a_wrong_handle_is_refused(
-    ask: tuple[np.ndarray, np.ndarray, np.ndarray], error: type[Exception], message: str, arena: Arena
+    ask: tuple[np.ndarray, np.ndarray, np.ndarray],
+    error: type[Exception],
+    message: str,
+    arena: Arena,
 ) -> None:
     put(arena, pack(SCHEMA, ROWS), 64, 1)
     before = bytes(arena.slice(0, arena.nbytes))
@@ -53,7 +56,9 @@ async def test_a_wrong_handle_is_refused(
         warehouse = remote(server)
         with pytest.raises(error, match=message):
             await warehouse.read(*ask, ["reward"])
-        assert (await warehouse.read(*places(1, 64, [2]), ["reward"]))["reward"].values.tolist() == [2.0]
+        assert (await warehouse.read(*places(1, 64, [2]), ["reward"]))[
+            "reward"
+        ].values.tolist() == [2.0]
         assert server.connections == 1, "the refusal cost no connection"
         await warehouse.close()
     assert bytes(arena.slice(0, arena.nbytes)) == before
@@ -62,14 +67,18 @@ async def test_a_wrong_handle_is_refused(
 async def test_a_column_that_a_block_does_not_have_is_named(arena: Arena) -> None:
     put(arena, pack(SCHEMA, {"reward": torch.zeros(2)}), 0, 4)
     async with WarehouseServer(arena, SCHEMA, secret=SECRET) as server:
-        with pytest.raises(TransferError, match="column 'ids': row 0 of this claim does not have it"):
+        with pytest.raises(
+            TransferError, match="column 'ids': row 0 of this claim does not have it"
+        ):
             await remote(server).read(*places(4, 0, [0]), ["ids"])
 
 
 async def test_more_bytes_than_the_limits_are_refused_on_either_end(arena: Arena) -> None:
     put(arena, pack(SCHEMA, {"wide": torch.zeros(100, 256, dtype=torch.uint8)}), 0, 1)
     ask = (*places(1, 0, range(100)), ["wide"])
-    async with WarehouseServer(arena, SCHEMA, secret=SECRET, limits=Limits(nbytes=20_000)) as server:
+    async with WarehouseServer(
+        arena, SCHEMA, secret=SECRET, limits=Limits(nbytes=20_000)
+    ) as server:
         with pytest.raises(TransferError, match="25600 bytes, at most 20000 are sent at a time"):
             await remote(server).read(*ask)
         with pytest.raises(TransferError, match="the warehouse takes 20000 at a time"):
@@ -91,8 +100,11 @@ async def test_a_write_outside_the_arena_is_refused(offset: int, arena: Arena) -
     assert not any(arena.slice(0, arena.nbytes))
 
 
-MAGIC_WORD, BLOCK, COUNT, COLUMN_COUNT = range(4)  # of a block's header; then four words for each column
-IDS_BIT, IDS_OFFSETS, IDS_VALUES, IDS_BYTES, REWARD_BIT, REWARD_OFFSETS, _, REWARD_BYTES = range(4, 12)
+# of a block's header; then four words for each column
+MAGIC_WORD, BLOCK, COUNT, COLUMN_COUNT = range(4)
+IDS_BIT, IDS_OFFSETS, IDS_VALUES, IDS_BYTES, REWARD_BIT, REWARD_OFFSETS, _, REWARD_BYTES = range(
+    4, 12
+)
 MISPLACED = "column 'ids' lies at .* sections follow one another inside the block's"
 
 
@@ -117,7 +129,9 @@ MISPLACED = "column 'ids' lies at .* sections follow one another inside the bloc
         (REWARD_BYTES, 4, "column 'reward' has 16 bytes, must be 3 times 4 and no offsets"),
     ],
 )
-def test_a_header_that_does_not_describe_its_block_is_refused(word: int, added: int, message: str) -> None:
+def test_a_header_that_does_not_describe_its_block_is_refused(
+    word: int, added: int, message: str
+) -> None:
     rows = pack(SCHEMA, ROWS)
     memory = bytearray(rows.nbytes)
     rows.write_into(memoryview(memory), 3)
@@ -125,7 +139,9 @@ def test_a_header_that_does_not_describe_its_block_is_refused(word: int, added: 
 
     def parsed() -> Request:
         control = struct.pack("<qqqd", 64, 3, rows.nbytes, 0.0) + header.tobytes()
-        return parse_request(WRITE, control, rows.nbytes - header.nbytes, SCHEMA, 4096, Limits(rows=100))
+        return parse_request(
+            WRITE, control, rows.nbytes - header.nbytes, SCHEMA, 4096, Limits(rows=100)
+        )
 
     request = parsed()
     assert isinstance(request, WriteRequest)
@@ -161,7 +177,9 @@ async def test_a_block_whose_offsets_lie_never_becomes_readable(arena: Arena) ->
     rows.__class__ = Lying
     async with WarehouseServer(arena, SCHEMA, secret=SECRET) as server:
         warehouse = remote(server)
-        with pytest.raises(TransferError, match="offsets of column 'ids' do not divide its 40 bytes"):
+        with pytest.raises(
+            TransferError, match="offsets of column 'ids' do not divide its 40 bytes"
+        ):
             await warehouse.write(0, 1, rows)
         with pytest.raises(StaleHandle):
             await warehouse.read(*places(1, 0, [0]), ["ids"])
@@ -185,5 +203,7 @@ async def test_a_write_cut_off_leaves_no_block_and_the_former_one_is_gone(arena:
             with pytest.raises(StaleHandle):
                 await warehouse.read(*places(block, 0, [0]), ["wide"])
         await warehouse.write(0, 2, rows)
-        assert (await warehouse.read(*places(2, 0, [3999]), ["wide"]))["wide"].values.tolist() == [1] * 256
+        assert (await warehouse.read(*places(2, 0, [3999]), ["wide"]))["wide"].values.tolist() == [
+            1
+        ] * 256
         await warehouse.close()

@@ -1,5 +1,7 @@
-"""The mock engines' own: the latency model, and training that learns nothing. What every rollout engine holds is in
-tests/stages/engines."""
+"""The mock engines' own: the latency model, and training that learns nothing.
+
+What every rollout engine holds is in tests/stages/engines.
+"""
 
 import asyncio
 import contextlib
@@ -23,7 +25,8 @@ FAST = 0.001  # a second of the model in a millisecond
 
 
 class LoopClock:
-    """Runs a coroutine on a loop whose time jumps to the next timer: the latency model, exact and without waiting."""
+    """Runs a coroutine on a loop whose time jumps to the next timer: the latency model, exact and
+    without waiting."""
 
     def run(self, main: Any) -> Any:
         loop = asyncio.new_event_loop()
@@ -44,7 +47,9 @@ class LoopClock:
             loop.close()
 
 
-def request(group: int, places: Sequence[int] = (0,), *, max_tokens: int = 10_000, prompt: int = 1) -> GroupRequest:
+def request(
+    group: int, places: Sequence[int] = (0,), *, max_tokens: int = 10_000, prompt: int = 1
+) -> GroupRequest:
     return GroupRequest(
         group=group,
         places=tuple(places),
@@ -54,7 +59,9 @@ def request(group: int, places: Sequence[int] = (0,), *, max_tokens: int = 10_00
     )
 
 
-async def collect(engine: MockRolloutEngine, requests: list[GroupRequest]) -> dict[tuple[int, int], Completion]:
+async def collect(
+    engine: MockRolloutEngine, requests: list[GroupRequest]
+) -> dict[tuple[int, int], Completion]:
     return {(done.group, done.place): done async for done in engine.generate(requests)}
 
 
@@ -93,7 +100,13 @@ def test_lengths_are_log_normal_and_cut_at_max_tokens() -> None:
 )
 def test_time_follows_the_latency_model(rows: int, max_rows: int, seconds: float) -> None:
     options = MockRolloutOptions(
-        max_rows=max_rows, row_rate=10, saturation_rows=4, median_tokens=100, sigma=0, prefill_rate=1e12, time_scale=0.5
+        max_rows=max_rows,
+        row_rate=10,
+        saturation_rows=4,
+        median_tokens=100,
+        sigma=0,
+        prefill_rate=1e12,
+        time_scale=0.5,
     )
     clock = LoopClock()
     done = clock.run(collect(MockRolloutEngine(options), [request(0, range(rows))]))
@@ -119,13 +132,22 @@ def test_the_prompt_of_a_group_costs_its_prefill_once() -> None:
 def test_rows_end_when_a_simulation_in_small_steps_says(
     seed: int, rows: int, max_rows: int, saturation: int, late: float
 ) -> None:
-    """Against the plainest possible model: slots filled in order, every row moved on by its rate until one ends."""
+    """Against the plainest possible model: slots filled in order, every row moved on by its rate
+    until one ends."""
     options = MockRolloutOptions(
-        max_rows=max_rows, row_rate=10, saturation_rows=saturation, median_tokens=20, sigma=1.0, prefill_rate=1e12
+        max_rows=max_rows,
+        row_rate=10,
+        saturation_rows=saturation,
+        median_tokens=20,
+        sigma=1.0,
+        prefill_rate=1e12,
     )
     prompt = torch.ones(1, dtype=torch.int64)
-    requests = [GroupRequest(g, (0,), prompt, SamplingParams(max_tokens=100), seed + g) for g in range(rows)]
-    first, second = requests[: rows // 2], requests[rows // 2 :]
+    requests = [
+        GroupRequest(g, (0,), prompt, SamplingParams(max_tokens=100), seed + g) for g in range(rows)
+    ]
+    first = requests[: rows // 2]
+    second = requests[rows // 2 :]
     clock = LoopClock()
     ends: dict[int, float] = {}
     lengths: dict[int, int] = {}
@@ -153,7 +175,9 @@ def test_rows_end_when_a_simulation_in_small_steps_says(
             running[group] = lengths[group]
         rate = 10 * min(1.0, saturation / max(1, len(running)))
         until_end = min(running.values(), default=float("inf")) / rate
-        until_arrival = arrivals[0][0] - now if arrivals and arrivals[0][0] > now + 1e-9 else float("inf")
+        until_arrival = (
+            arrivals[0][0] - now if arrivals and arrivals[0][0] > now + 1e-9 else float("inf")
+        )
         step = min(until_end, until_arrival)
         now += step
         running = {group: left - rate * step for group, left in running.items()}
@@ -205,7 +229,9 @@ def test_pause_holds_the_rows_where_they_are() -> None:
 
 
 def test_a_closed_iterator_gives_its_slots_to_those_who_wait() -> None:
-    options = MockRolloutOptions(max_rows=2, row_rate=10, median_tokens=100, sigma=0, prefill_rate=1e12)
+    options = MockRolloutOptions(
+        max_rows=2, row_rate=10, median_tokens=100, sigma=0, prefill_rate=1e12
+    )
     clock = LoopClock()
 
     async def main() -> None:
@@ -257,21 +283,28 @@ def test_thousands_of_rows_need_one_timer_each_and_keep_the_models_time() -> Non
     assert timers <= 2000 + 2
 
 
-@pytest.mark.parametrize("wrong", [{"max_rows": 0}, {"row_rate": -1.0}, {"sigma": -0.1}, {"vocabulary": 1}])
+@pytest.mark.parametrize(
+    "wrong", [{"max_rows": 0}, {"row_rate": -1.0}, {"sigma": -0.1}, {"vocabulary": 1}]
+)
 def test_options_out_of_range_are_named(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         MockRolloutOptions(**wrong)
 
 
-# --- train --------------------------------------------------------------------------------------------------------
+# --- train
+# --------------------------------------------------------------------------------------------------
 
 
 def train_batch(seed: int = 0) -> TensorDict:
     """Two groups of two rows."""
     generator = torch.Generator().manual_seed(seed)
-    prompts = torch.nested.nested_tensor_from_jagged(torch.arange(10), torch.tensor([0, 3, 6, 8, 10]))
+    prompts = torch.nested.nested_tensor_from_jagged(
+        torch.arange(10), torch.tensor([0, 3, 6, 8, 10])
+    )
     offsets = torch.tensor([0, 4, 5, 8, 12])
-    responses = torch.nested.nested_tensor_from_jagged(torch.randint(100, (12,), generator=generator), offsets)
+    responses = torch.nested.nested_tensor_from_jagged(
+        torch.randint(100, (12,), generator=generator), offsets
+    )
     logprobs = torch.nested.nested_tensor_from_jagged(-torch.rand(12, generator=generator), offsets)
     return TensorDict(
         {
@@ -294,7 +327,14 @@ def test_a_step_reports_what_a_real_one_does_and_moves_the_weights() -> None:
     engine = MockTrainEngine(INSTANT, seed=1)
     before = {name: tensor.clone() for name, tensor in engine.weights()}
     metrics = engine.train_batch(train_batch(), build_algorithm("grpo", {"kl_coef": 0.1}))
-    assert {"loss", "grad_norm", "learning_rate", "clip_fraction", "kl_reference", "ess"} <= metrics.keys()
+    assert {
+        "loss",
+        "grad_norm",
+        "learning_rate",
+        "clip_fraction",
+        "kl_reference",
+        "ess",
+    } <= metrics.keys()
     assert all(isinstance(value, float) for value in metrics.values())
     after = dict(engine.weights())
     assert before.keys() == after.keys()
@@ -317,7 +357,8 @@ def test_weights_are_the_same_exactly_when_the_data_was() -> None:
 
 def test_state_round_trips() -> None:
     algorithm = build_algorithm("grpo", {})
-    engine, other = MockTrainEngine(INSTANT, seed=1), MockTrainEngine(INSTANT, seed=2)
+    engine = MockTrainEngine(INSTANT, seed=1)
+    other = MockTrainEngine(INSTANT, seed=2)
     engine.train_batch(train_batch(1), algorithm)
     state = engine.state_dict()
     engine.train_batch(train_batch(2), algorithm)
@@ -335,7 +376,9 @@ def test_calls_take_the_time_of_the_model(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr("time.sleep", sleep)
     monkeypatch.setattr("time.perf_counter", lambda: now)
-    options = MockTrainOptions(step_seconds=2, token_seconds=0.5, logprob_token_seconds=0.25, time_scale=0.1)
+    options = MockTrainOptions(
+        step_seconds=2, token_seconds=0.5, logprob_token_seconds=0.25, time_scale=0.1
+    )
     engine = MockTrainEngine(options)
     engine.train_batch(train_batch(), build_algorithm("grpo", {}))
     engine.logprobs(train_batch())
@@ -357,7 +400,8 @@ def test_weights_go_from_trainer_to_rollout_and_to_disk(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     async def main() -> None:
-        trainer, rollout = MockTrainEngine(INSTANT), MockRolloutEngine(MockRolloutOptions(time_scale=FAST))
+        trainer = MockTrainEngine(INSTANT)
+        rollout = MockRolloutEngine(MockRolloutOptions(time_scale=FAST))
         await rollout.load_weights(1, dict(trainer.weights()))
         trainer.train_batch(train_batch(), build_algorithm("grpo", {}))
         await rollout.load_weights(2, dict(trainer.weights()))
@@ -365,8 +409,11 @@ def test_weights_go_from_trainer_to_rollout_and_to_disk(tmp_path: Path) -> None:
         trainer.save_pretrained(tmp_path / "model")
         saved = load_file(tmp_path / "model" / "model.safetensors")
         assert all(torch.equal(saved[name], tensor) for name, tensor in trainer.weights())
-        begun = MockRolloutEngine(MockRolloutOptions(time_scale=FAST), version=2, weights=tmp_path / "model")
-        first, second = await collect(rollout, [request(0)]), await collect(begun, [request(0)])
+        begun = MockRolloutEngine(
+            MockRolloutOptions(time_scale=FAST), version=2, weights=tmp_path / "model"
+        )
+        first = await collect(rollout, [request(0)])
+        second = await collect(begun, [request(0)])
         assert torch.equal(first[0, 0].token_ids, second[0, 0].token_ids), (
             "the tokens of a version, wherever it is from"
         )

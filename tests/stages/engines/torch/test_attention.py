@@ -38,12 +38,15 @@ def plain(
     return scores.softmax(-1)[..., : k.shape[1]] @ v
 
 
-def by_rows(packed: PackedBatch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+def by_rows(
+    packed: PackedBatch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
+) -> torch.Tensor:
     """``plain`` for each row with its prompt. Returns [S, H, E]."""
     out = torch.empty(q.shape[2], q.shape[1], v.shape[-1], dtype=q.dtype)
     at = 0
     for prompt, responses in zip(PROMPTS, ROWS, strict=True):
-        first, at = torch.arange(at, at + prompt), at + prompt
+        first = torch.arange(at, at + prompt)
+        at = at + prompt
         for response in responses:
             ids = torch.cat([first, torch.arange(at, at := at + response - 1)])
             out[ids] = plain(*(x[0][:, ids] for x in (q, k, v)), **options).transpose(0, 1)
@@ -55,12 +58,23 @@ def by_rows(packed: PackedBatch, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "case",
-    [{}, {"window": 8}, {"window": 25}, {"softcap": 2.0}, {"sinks": True}, {"window": 8, "softcap": 2.0, "sinks": True},
-     {"values": 8}],
+    [
+        {},
+        {"window": 8},
+        {"window": 25},
+        {"softcap": 2.0},
+        {"sinks": True},
+        {"window": 8, "softcap": 2.0, "sinks": True},
+        {"values": 8},
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_outputs_and_gradients_are_those_of_each_row_alone(
-    case: dict[str, Any], dtype: torch.dtype, few_keys: int, chunk: int, monkeypatch: pytest.MonkeyPatch
+    case: dict[str, Any],
+    dtype: torch.dtype,
+    few_keys: int,
+    chunk: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(attention, "CHUNK", chunk)
     for module in ("attention", "packing"):
@@ -68,15 +82,20 @@ def test_outputs_and_gradients_are_those_of_each_row_alone(
     torch.manual_seed(0)
     ids = [[torch.zeros(n, dtype=torch.int64) for n in rows] for rows in ROWS]
     packed = pack([torch.zeros(n, dtype=torch.int64) for n in PROMPTS], ids, torch.device("cpu"))
-    tokens, window, softcap = packed.ids.shape[1], case.get("window"), case.get("softcap")
+    tokens = packed.ids.shape[1]
+    window = case.get("window")
+    softcap = case.get("softcap")
     sizes = [(1, tokens, 4, 16), (1, tokens, 2, 16), (1, tokens, 2, case.get("values", 16))]
     given = [torch.randn(size).to(dtype).transpose(1, 2) for size in sizes]
     given += [torch.randn(4).to(dtype)] if case.get("sinks") else []
     inputs = [x.clone().requires_grad_() for x in given]
     exact = [x.double().requires_grad_() for x in given]
-    module, options = nn.Module(), dict(scaling=0.3, sliding_window=window, softcap=softcap)
+    module = nn.Module()
+    options = dict(scaling=0.3, sliding_window=window, softcap=softcap)
     module._attention_state = Feeding(10**6, packed=packed)  # type: ignore[assignment]
-    found, _ = shared_prompt_attention(module, *inputs[:3], None, s_aux=[*inputs, None][3], **options)  # type: ignore[arg-type]
+    found, _ = shared_prompt_attention(
+        module, *inputs[:3], None, s_aux=[*inputs, None][3], **options
+    )  # type: ignore[arg-type]
     expected = by_rows(packed, *exact[:3], sinks=[*exact, None][3], window=window, softcap=softcap)  # type: ignore[arg-type]
     gradient = torch.randn_like(expected)
     found[0].backward(gradient.to(dtype))
@@ -84,27 +103,49 @@ def test_outputs_and_gradients_are_those_of_each_row_alone(
     limit = 2e-6 if dtype == torch.float32 else 0.02
     for name, got, want in [
         ("out", found[0], expected),
-        *((name, x.grad, y.grad) for name, x, y in zip(("q", "k", "v", "sinks"), inputs, exact, strict=False)),
+        *(
+            (name, x.grad, y.grad)
+            for name, x, y in zip(("q", "k", "v", "sinks"), inputs, exact, strict=False)
+        ),
     ]:
         assert got is not None
         assert want is not None
         assert got.dtype == dtype
-        assert float((got.double() - want).detach().abs().max() / want.detach().abs().max()) < limit, name
+        assert (
+            float((got.double() - want).detach().abs().max() / want.detach().abs().max()) < limit
+        ), name
 
 
 class Documented:
-    """torch_npu's fused attention by its documentation, with matmuls: BNSD, masks that are True where a query does not see,
-    mode 2 for causal ones, and a softmax given by its maximum and sum."""
+    """torch_npu's fused attention by its documentation, with matmuls: BNSD, masks that are True
+    where a query does not see, mode 2 for causal ones, and a softmax given by its maximum and sum.
+    """
 
     def __init__(self) -> None:
         self.calls = list[str]()
 
     def _weights(
-        self, q: torch.Tensor, k: torch.Tensor, heads: int, layout: str, scale: float, **options: Any
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        heads: int,
+        layout: str,
+        scale: float,
+        **options: Any,
     ) -> torch.Tensor:
-        assert (heads, layout, q.is_contiguous(), k.is_contiguous()) == (q.shape[1], "BNSD", True, True)
-        mask, mode = options.get("atten_mask"), options.get("sparse_mode", 0)
-        scores = q.float() @ k.float().repeat_interleave(heads // k.shape[1], 1).transpose(-1, -2) * scale
+        assert (heads, layout, q.is_contiguous(), k.is_contiguous()) == (
+            q.shape[1],
+            "BNSD",
+            True,
+            True,
+        )
+        mask = options.get("atten_mask")
+        mode = options.get("sparse_mode", 0)
+        scores = (
+            q.float()
+            @ k.float().repeat_interleave(heads // k.shape[1], 1).transpose(-1, -2)
+            * scale
+        )
         if mask is None:
             return scores
         assert mask.dtype == torch.bool
@@ -127,7 +168,15 @@ class Documented:
         peak = scores.amax(-1, keepdim=True)
         total = (scores - peak).exp().sum(-1, keepdim=True)
         out = (scores - peak).exp() / total @ v.float().repeat_interleave(heads // v.shape[1], 1)
-        return out.to(q.dtype), peak.expand(*peak.shape[:-1], 8), total.expand(*total.shape[:-1], 8), None, 0, 0, 0
+        return (
+            out.to(q.dtype),
+            peak.expand(*peak.shape[:-1], 8),
+            total.expand(*total.shape[:-1], 8),
+            None,
+            0,
+            0,
+            0,
+        )
 
     def npu_fusion_attention_grad(
         self,
@@ -151,22 +200,33 @@ class Documented:
         weights = (scores - softmax_max[..., :1]).exp() / softmax_sum[..., :1]
         of_weights = gradient.float() @ v.float().repeat_interleave(many, 1).transpose(-1, -2)
         of_scores = (
-            weights * (of_weights - (gradient.float() * attention_in.float()).sum(-1, keepdim=True)) * scale_value
+            weights
+            * (of_weights - (gradient.float() * attention_in.float()).sum(-1, keepdim=True))
+            * scale_value
         )
-        to_k, to_v = of_scores.transpose(-1, -2) @ q.float(), weights.transpose(-1, -2) @ gradient.float()
+        to_k = of_scores.transpose(-1, -2) @ q.float()
+        to_v = weights.transpose(-1, -2) @ gradient.float()
         to_k, to_v = (x.view(x.shape[0], -1, many, *x.shape[2:]).sum(2) for x in (to_k, to_v))
         to_q = of_scores @ k.float().repeat_interleave(many, 1)
         return to_q.to(q.dtype), to_k.to(q.dtype), to_v.to(q.dtype), None
 
 
 @pytest.mark.parametrize("case", [{}, {"window": 8}, {"sinks": True}], ids=str)
-def test_a_plugins_kernel_computes_the_same(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plugins_kernel_computes_the_same(
+    case: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     library = Documented()
     monkeypatch.setitem(sys.modules, "torch_npu", library)
-    on_npu: Any = SimpleNamespace(device=SimpleNamespace(type="npu"), dtype=torch.bfloat16, shape=(1, 4, 9, 16))
+    on_npu: Any = SimpleNamespace(
+        device=SimpleNamespace(type="npu"), dtype=torch.bfloat16, shape=(1, 4, 9, 16)
+    )
     kernel, masks = attention._fused(on_npu, on_npu, on_npu, torch.arange(9), attention.Scores(0.3))
     assert kernel is not None
     assert masks
-    monkeypatch.setattr(attention, "_fused", lambda q, k, v, at, scores: (kernel, int(at.max()) < k.shape[2]))
-    test_outputs_and_gradients_are_those_of_each_row_alone(case, torch.bfloat16, 128, 2**20, monkeypatch)
+    monkeypatch.setattr(
+        attention, "_fused", lambda q, k, v, at, scores: (kernel, int(at.max()) < k.shape[2])
+    )
+    test_outputs_and_gradients_are_those_of_each_row_alone(
+        case, torch.bfloat16, 128, 2**20, monkeypatch
+    )
     assert set(library.calls) == {"forward", "backward"}

@@ -24,8 +24,12 @@ def gap(found: Any, expected: Any) -> float:
 
 
 @both
-def test_ranks_divide_tokens_with_the_same_bits_each_time_and_compute_them_again(method: str) -> None:
-    found = of_product({"cp": 2, "context_parallel": method}, of_context, "grouped", {"token_budget": 40})
+def test_ranks_divide_tokens_with_the_same_bits_each_time_and_compute_them_again(
+    method: str,
+) -> None:
+    found = of_product(
+        {"cp": 2, "context_parallel": method}, of_context, "grouped", {"token_budget": 40}
+    )
     for result in found:
         for name, gradient in result["first"].items():
             np.testing.assert_array_equal(result["second"][name], gradient, err_msg=name)
@@ -61,5 +65,11 @@ def test_choices_of_experts_are_divided_with_the_tokens(method: str) -> None:
 
 
 def test_heads_that_ranks_cannot_share_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"cp: 4 ranks cannot share 6 heads evenly; use context_parallel = 'ring'"):
-        TorchTrainEngine(model_of("llama"), parallel=Sharded(Layout.for_training(cp=4).coordinates(0)), **OPTIONS)
+    with pytest.raises(
+        ValueError,
+        match=r"cp: 4 ranks cannot share 6 heads evenly; use "
+        r"context_parallel = 'ring'",
+    ):
+        TorchTrainEngine(
+            model_of("llama"), parallel=Sharded(Layout.for_training(cp=4).coordinates(0)), **OPTIONS
+        )

@@ -1,4 +1,5 @@
-"""A fault in one row of the torch rollout engine, anywhere: its request alone fails, and no other token changes."""
+"""A fault in one row of the torch rollout engine, anywhere: its request alone fails, and no other
+token changes."""
 
 from __future__ import annotations
 
@@ -10,7 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from stages.engines.protocols import Completion, EngineFailed, GroupRequest, ResponseFailed, SamplingParams, Token
+from stages.engines.protocols import (
+    Completion,
+    EngineFailed,
+    GroupRequest,
+    ResponseFailed,
+    SamplingParams,
+    Token,
+)
 from stages.engines.torch.decoding import batch as batches
 from stages.engines.torch.decoding.batch import ContinuousBatch
 from stages.engines.torch.decoding.decoder import TorchDecoder
@@ -18,7 +26,8 @@ from stages.engines.torch.decoding.rows import ResponseRow
 from stages.engines.torch.rollout import TorchRolloutEngine
 from stages.models import tiny_model, tiny_tokenizer
 
-STREAMS, TOKENS = 20, 16
+STREAMS = 20
+TOKENS = 16
 BAD = 99  # the group whose row fails
 PLACES = ["sampling", "logits", "stop strings", "forward", "uniform", "append"]
 
@@ -36,9 +45,16 @@ def request(group: int) -> GroupRequest:
 
 
 @asynccontextmanager
-async def engine_of(accelerated: bool, max_rows: int = STREAMS + 1) -> AsyncIterator[TorchRolloutEngine]:
+async def engine_of(
+    accelerated: bool, max_rows: int = STREAMS + 1
+) -> AsyncIterator[TorchRolloutEngine]:
     engine = TorchRolloutEngine(
-        tiny_model(3), tiny_tokenizer(), max_rows=max_rows, threads=1, device="cpu", accelerated=accelerated
+        tiny_model(3),
+        tiny_tokenizer(),
+        max_rows=max_rows,
+        threads=1,
+        device="cpu",
+        accelerated=accelerated,
     )
     try:
         yield engine
@@ -60,7 +76,9 @@ async def tokens_of(engine: TorchRolloutEngine, asked: GroupRequest) -> list[int
     return made
 
 
-async def streams(engine: TorchRolloutEngine, groups: Sequence[int]) -> dict[int, list[int] | ResponseFailed]:
+async def streams(
+    engine: TorchRolloutEngine, groups: Sequence[int]
+) -> dict[int, list[int] | ResponseFailed]:
     await engine.pause()  # so that all begin together
     tasks = {group: asyncio.create_task(tokens_of(engine, request(group))) for group in groups}
     await asyncio.sleep(0)
@@ -74,7 +92,9 @@ def inject(monkeypatch: pytest.MonkeyPatch, place: str, step: int) -> None:
     def is_due(row: ResponseRow, unread: int = 0) -> bool:
         return row.request.group == BAD and len(row.tokens) + unread >= step
 
-    def failing(function: Callable[..., Any], rows_of: Callable[..., Sequence[ResponseRow]]) -> Callable[..., Any]:
+    def failing(
+        function: Callable[..., Any], rows_of: Callable[..., Sequence[ResponseRow]]
+    ) -> Callable[..., Any]:
         def act(*arguments: Any, **options: Any) -> Any:
             if any(map(is_due, rows_of(*arguments))):
                 raise Fault(place)
@@ -87,30 +107,44 @@ def inject(monkeypatch: pytest.MonkeyPatch, place: str, step: int) -> None:
             draw = ContinuousBatch._draw
 
             def broken(
-                self: ContinuousBatch, rows: Sequence[ResponseRow], logits: torch.Tensor, unread: int = 0
+                self: ContinuousBatch,
+                rows: Sequence[ResponseRow],
+                logits: torch.Tensor,
+                unread: int = 0,
             ) -> Any:
                 due = [is_due(row, unread) for row in rows]
                 if place == "sampling" and any(due):
                     raise Fault(place)
-                return draw(self, rows, logits.index_fill(0, torch.tensor(due).nonzero()[:, 0], torch.nan), unread)
+                return draw(
+                    self,
+                    rows,
+                    logits.index_fill(0, torch.tensor(due).nonzero()[:, 0], torch.nan),
+                    unread,
+                )
 
             monkeypatch.setattr(ContinuousBatch, "_draw", broken)
         case "stop strings":
             act = failing(ContinuousBatch._has_stop_string, lambda batch, row: [row])
             monkeypatch.setattr(ContinuousBatch, "_has_stop_string", act)
         case "append":
-            monkeypatch.setattr(ResponseRow, "append", failing(ResponseRow.append, lambda row, *_: [row]))
+            monkeypatch.setattr(
+                ResponseRow, "append", failing(ResponseRow.append, lambda row, *_: [row])
+            )
         case "uniform":
 
-            def uniform(seed: int, place: int, index: int, own: Callable[..., float] = batches.uniform) -> float:
+            def uniform(
+                seed: int, place: int, index: int, own: Callable[..., float] = batches.uniform
+            ) -> float:
                 if seed == BAD and index >= step:
                     raise Fault("uniform")
                 return own(seed, place, index)
 
             monkeypatch.setattr(batches, "uniform", uniform)
         case "forward":
-            # The prompt of BAD is the only one that begins with this token: at its row's own length the forward fails.
-            prefill, decode = TorchDecoder.prefill, TorchDecoder.decode
+            # The prompt of BAD is the only one that begins with this token: at its row's own length
+            # the forward fails.
+            prefill = TorchDecoder.prefill
+            decode = TorchDecoder.decode
             bad: list[Any] = []
 
             def begins(self: TorchDecoder, prompts: Sequence[torch.Tensor]) -> Any:
@@ -136,7 +170,9 @@ def inject(monkeypatch: pytest.MonkeyPatch, place: str, step: int) -> None:
 async def test_twenty_streams_go_on_token_by_token(
     place: str, step: int, accelerated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    groups = [group for group in range(50) if request(group).prompt_ids[0] != 3 + BAD % 40][:STREAMS]
+    groups = [group for group in range(50) if request(group).prompt_ids[0] != 3 + BAD % 40][
+        :STREAMS
+    ]
     async with engine_of(accelerated) as engine:
         undisturbed = await streams(engine, [*groups, BAD])
         assert all(isinstance(made, list) for made in undisturbed.values())
@@ -160,14 +196,18 @@ async def test_a_request_fails_with_all_of_its_rows_and_others_that_wait_are_ser
         alone = await streams(engine, [1, 2])
         with pytest.MonkeyPatch.context() as patch:
             inject(patch, "sampling", 2)
-            several = GroupRequest(BAD, tuple(range(6)), *[request(BAD).prompt_ids, request(BAD).params], seed=BAD)
+            several = GroupRequest(
+                BAD, tuple(range(6)), *[request(BAD).prompt_ids, request(BAD).params], seed=BAD
+            )
             failing = asyncio.create_task(tokens_of(engine, several))
             await asyncio.sleep(0)
             assert await streams(engine, [1, 2]) == alone
             assert isinstance(await failing, ResponseFailed)
 
 
-async def test_where_nothing_can_be_computed_the_engine_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_where_nothing_can_be_computed_the_engine_has_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with engine_of(False) as engine:
         await streams(engine, [1, 2])
 

@@ -1,4 +1,5 @@
-"""Both torch engines against transformers' plain eager forward, for every family: past its window, in float32."""
+"""Both torch engines against transformers' plain eager forward, for every family: past its window,
+in float32."""
 
 from __future__ import annotations
 
@@ -7,7 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.families import CONTEXT, FAMILIES, ROPE_CHANGE, VOCABULARY, WINDOW, config_of, model_of
+from benchmarks.families import (
+    CONTEXT,
+    FAMILIES,
+    ROPE_CHANGE,
+    VOCABULARY,
+    WINDOW,
+    config_of,
+    model_of,
+)
 from benchmarks.models import batch_of
 from stages.engines.plans import Piece
 from stages.engines.torch.decoding.decoder import TorchDecoder
@@ -30,10 +39,14 @@ LONGEST = 3 * WINDOW + 13  # tokens past every window, and past the length at wh
 
 
 def plain_of(family: str) -> Any:
-    """transformers' model; one with longrope uses its long factors for sequences of any length, as a run does whose rows
-    may be longer than their change."""
+    """transformers' model; one with longrope uses its long factors for sequences of any length, as
+    a run does whose rows may be longer than their change."""
     rope = dict(getattr(config_of(family).get_text_config(), "rope_parameters", None) or {})
-    long = {"rope_parameters": rope | {"short_factor": rope["long_factor"]}} if "long_factor" in rope else {}
+    long = (
+        {"rope_parameters": rope | {"short_factor": rope["long_factor"]}}
+        if "long_factor" in rope
+        else {}
+    )
     model = model_of(family, **long)
     model.set_attn_implementation("eager")
     return model
@@ -63,7 +76,9 @@ def test_the_decoder_has_the_plain_logprobs_past_windows(family: str, static: bo
             fed = [*ids[:, at].tolist(), int(ids[0, at - 18])]
             found.append(decoder.decode(fed)[:2].log_softmax(-1).clone())
         decoded = torch.stack(found, 1).gather(2, ids[:, 21:, None])[..., 0]
-        scored = decoder.score(ids[0, :5], ids[0, 5:]).log_softmax(-1).gather(1, ids[0, 5:, None])[:, 0]
+        scored = (
+            decoder.score(ids[0, :5], ids[0, 5:]).log_softmax(-1).gather(1, ids[0, 5:, None])[:, 0]
+        )
         for row in range(2):
             assert float((decoded[row] - plain_logprobs(plain, ids[row], 21)).abs().max()) < LIMIT
         assert float((scored - plain_logprobs(plain, ids[0], 5)).abs().max()) < LIMIT
@@ -75,11 +90,22 @@ def test_the_trainer_has_the_plain_logprobs_and_gradients_past_windows(family: s
     length = LONGEST
     batch = make_batch([(19, (length - 19, length - 25, 4)), (5, (length - 5,))], seed=3)
     for name in ("prompt_ids", "response_ids"):
-        batch[name] = torch.nested.nested_tensor([x % VOCABULARY for x in batch[name].unbind()], layout=torch.jagged)
+        batch[name] = torch.nested.nested_tensor(
+            [x % VOCABULARY for x in batch[name].unbind()], layout=torch.jagged
+        )
     engine = TorchTrainEngine(
-        model_of(family), learning_rate=1e-5, total_steps=1, threads=1, device="cpu", context=LONGEST
+        model_of(family),
+        learning_rate=1e-5,
+        total_steps=1,
+        threads=1,
+        device="cpu",
+        context=LONGEST,
     )
-    columns = batch["prompt_ids"].unbind(), batch["response_ids"].unbind(), engine.logprobs(batch).unbind()
+    columns = (
+        batch["prompt_ids"].unbind(),
+        batch["response_ids"].unbind(),
+        engine.logprobs(batch).unbind(),
+    )
     total = torch.zeros(())
     for prompt, response, found in zip(*columns, strict=True):
         expected = plain_logprobs(plain, torch.cat([prompt, response]), len(prompt))
@@ -88,7 +114,9 @@ def test_the_trainer_has_the_plain_logprobs_and_gradients_past_windows(family: s
     total.backward()
     groups, responses = groups_of(batch)
     pieces = [Piece(number, tuple(range(len(group.rows)))) for number, group in enumerate(groups)]
-    engine.packed_model.outputs(pack_pieces(pieces, engine.device, groups, responses, []))[0].sum().backward()
+    engine.packed_model.outputs(pack_pieces(pieces, engine.device, groups, responses, []))[
+        0
+    ].sum().backward()
     expected_by_name = dict(plain.named_parameters())
     for name, parameter in engine.model.named_parameters():
         want = expected_by_name[name].grad
@@ -101,15 +129,18 @@ def test_the_trainer_has_the_plain_logprobs_and_gradients_past_windows(family: s
 
 @pytest.mark.parametrize("context", [None, ROPE_CHANGE, ROPE_CHANGE + 1])
 def test_longrope_is_chosen_by_the_longest_sequence_not_by_each(context: int | None) -> None:
-    """A short sequence has the same logprobs alone and beside a long one, by either engine, where long ones are possible;
-    where they are not, those of transformers, and a long one is refused."""
-    prompt, tokens = torch.arange(1, 6), torch.arange(7, 15)
-    short, long = ([(prompt, tokens)], [(prompt, tokens), (prompt, torch.arange(LONGEST) % VOCABULARY)])
+    """A short sequence has the same logprobs alone and beside a long one, by either engine, where
+    long ones are possible; where they are not, those of transformers, and a long one is refused."""
+    prompt = torch.arange(1, 6)
+    tokens = torch.arange(7, 15)
+    short = [(prompt, tokens)]
+    long = [(prompt, tokens), (prompt, torch.arange(LONGEST) % VOCABULARY)]
     is_long = context is not None and context > ROPE_CHANGE
     plain = plain_of("Phi-3 longrope") if is_long else model_of("Phi-3 longrope")
     with torch.no_grad():
         expected = plain_logprobs(plain, torch.cat([prompt, tokens]), len(prompt))
-    model, options = model_of("Phi-3 longrope"), {"learning_rate": 1e-5, "total_steps": 1, "device": "cpu"}
+    model = model_of("Phi-3 longrope")
+    options = {"learning_rate": 1e-5, "total_steps": 1, "device": "cpu"}
     engine = TorchTrainEngine(model, **options, context=context)
     alone = engine.logprobs(batch_of(short, torch.zeros(len(tokens)))).unbind()[0]
     assert float((alone - expected).abs().max()) < LIMIT

@@ -13,7 +13,14 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from stages import device as devices
-from stages.engines.torch.layers import linear, product, rms_norm, use_fast_layers, use_fast_norms, use_fused_layers
+from stages.engines.torch.layers import (
+    linear,
+    product,
+    rms_norm,
+    use_fast_layers,
+    use_fast_norms,
+    use_fused_layers,
+)
 from stages.engines.torch.train import TorchTrainEngine
 from tests.batches import make_batch
 from tests.stages.sharded import OPTIONS, algorithm, gradients_of_step, model_of
@@ -26,7 +33,9 @@ class Decoder(nn.Module):
 
     def __init__(self, body: nn.Module) -> None:
         super().__init__()
-        self.words, self.body, self.head = nn.Embedding(11, 4), body, nn.Linear(4, 11, bias=False)
+        self.words = nn.Embedding(11, 4)
+        self.body = body
+        self.head = nn.Linear(4, 11, bias=False)
         self.head.weight = self.words.weight
 
     def get_input_embeddings(self) -> nn.Module:
@@ -41,11 +50,16 @@ class Decoder(nn.Module):
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("trained", [("x", "weight"), ("x",), ("weight",)])
-def test_linear_layers_and_their_gradients_are_those_of_float64(bias: bool, trained: tuple[str, ...]) -> None:
+def test_linear_layers_and_their_gradients_are_those_of_float64(
+    bias: bool, trained: tuple[str, ...]
+) -> None:
     torch.manual_seed(0)
-    x, layer, gradient = torch.randn(2, 37, 24), nn.Linear(24, 56, bias=bias), torch.randn(2, 37, 56)
+    x = torch.randn(2, 37, 24)
+    layer = nn.Linear(24, 56, bias=bias)
+    gradient = torch.randn(2, 37, 56)
     layer.weight.requires_grad_("weight" in trained)
-    found, expected = [], []
+    found = []
+    expected = []
     for wide, into in ((copy.deepcopy(layer), found), (copy.deepcopy(layer).double(), expected)):
         given = x.clone().to(wide.weight.dtype).requires_grad_("x" in trained)
         if into is found:
@@ -62,7 +76,8 @@ def test_linear_layers_and_their_gradients_are_those_of_float64(bias: bool, trai
 
 def test_the_same_input_gives_the_same_bits() -> None:
     torch.manual_seed(0)
-    x, weight = torch.randn(61, 80), torch.randn(96, 80)
+    x = torch.randn(61, 80)
+    weight = torch.randn(96, 80)
     assert torch.equal(linear(x, weight, None), linear(x.clone(), weight.clone(), None))
     assert torch.equal(product(x.t(), x), product(x.clone().t(), x.clone()))
     assert torch.equal(rms_norm(x, weight[0], 1e-5), rms_norm(x.clone(), weight[0].clone(), 1e-5))
@@ -70,8 +85,13 @@ def test_the_same_input_gives_the_same_bits() -> None:
 
 def test_other_dtypes_and_empty_inputs_are_left_to_torch() -> None:
     torch.manual_seed(0)
-    x, weight = torch.randn(5, 8), torch.randn(3, 8)
-    for one, other in ((x.double(), weight.double()), (x.bfloat16(), weight.bfloat16()), (x[:0], weight)):
+    x = torch.randn(5, 8)
+    weight = torch.randn(3, 8)
+    for one, other in (
+        (x.double(), weight.double()),
+        (x.bfloat16(), weight.bfloat16()),
+        (x[:0], weight),
+    ):
         assert torch.equal(linear(one, other, None), nn.functional.linear(one, other))
 
 
@@ -87,8 +107,10 @@ def test_a_copy_of_a_model_computes_with_its_own_weights() -> None:
 
 def test_rms_norms_and_their_gradients_are_those_of_float64() -> None:
     torch.manual_seed(0)
-    x, gradient = 3 * torch.randn(2, 7, 5, 24), torch.randn(2, 7, 5, 24)
-    weight, wide = torch.randn(24).requires_grad_(), x.double().requires_grad_()
+    x = 3 * torch.randn(2, 7, 5, 24)
+    gradient = torch.randn(2, 7, 5, 24)
+    weight = torch.randn(24).requires_grad_()
+    wide = x.double().requires_grad_()
     x.requires_grad_()
     rms_norm(x, weight, 1e-3).backward(gradient)
     exact = weight.detach().double().requires_grad_()
@@ -99,7 +121,8 @@ def test_rms_norms_and_their_gradients_are_those_of_float64() -> None:
 
 def test_modules_are_replaced_where_they_compute_the_same() -> None:
     torch.manual_seed(0)
-    norm, other = LlamaRMSNorm(12, eps=1e-2), GemmaRMSNorm(12)
+    norm = LlamaRMSNorm(12, eps=1e-2)
+    other = GemmaRMSNorm(12)
     for module in (norm, other):
         nn.init.uniform_(module.weight, 0.5, 2.0)
     model = nn.ModuleList([norm, other])
@@ -126,7 +149,12 @@ def test_fused_functions_replace_norms_and_mlps_that_compute_the_same() -> None:
         return nn.functional.silu(gate) * up
 
     sizes: dict[str, Any] = dict(
-        vocab_size=50, hidden_size=24, intermediate_size=40, num_hidden_layers=1, num_attention_heads=2, head_dim=12
+        vocab_size=50,
+        hidden_size=24,
+        intermediate_size=40,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        head_dim=12,
     )
     for config, expected in (
         (LlamaConfig(**sizes), ["rms_norm", "rms_norm", "swiglu", "rms_norm"]),
@@ -148,7 +176,9 @@ def test_fused_functions_replace_norms_and_mlps_that_compute_the_same() -> None:
             assert gap < 0.05, f"{name}: {gap}"
 
 
-def test_plain_kernels_compute_the_same_without_faster_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_kernels_compute_the_same_without_faster_functions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     gradients = []
     for kernels in ("auto", "plain"):
         if kernels == "plain":
@@ -169,7 +199,8 @@ def test_a_cpu_has_no_fused_layers_of_a_device() -> None:
 @pytest.mark.parametrize("tied", [True, False])
 def test_gradients_of_embeddings_are_dense_and_those_of_float64(tied: bool) -> None:
     torch.manual_seed(0)
-    model, ids = Decoder(nn.Linear(4, 4)), torch.tensor([[3, 3, 7, 0, 3, 7]])
+    model = Decoder(nn.Linear(4, 4))
+    ids = torch.tensor([[3, 3, 7, 0, 3, 7]])
     if not tied:
         model.head.weight = nn.Parameter(torch.randn(11, 4))
     exact = copy.deepcopy(model).double()

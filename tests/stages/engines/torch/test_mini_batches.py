@@ -1,4 +1,5 @@
-"""What each optimizer step trains on, and what comes of it, is the same on every layout of ranks."""
+"""What each optimizer step trains on, and what comes of it, is the same on every layout of
+ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +29,11 @@ def _one_thread() -> None:
 def cases_for(dp: int) -> list[dict[str, Any]]:
     """Those with a row, or a whole group, for each of ``dp`` replicas."""
     cases = [drawn_case(seed) for seed in SEEDS]
-    return [case for case in cases if len(case["groups"] if case["kind"] == "dpo" else batch_of_case(case)) >= dp]
+    return [
+        case
+        for case in cases
+        if len(case["groups"] if case["kind"] == "dpo" else batch_of_case(case)) >= dp
+    ]
 
 
 @cache
@@ -41,7 +46,9 @@ def test_the_drawn_cases_are_of_every_kind() -> None:
     assert {case["kind"] for case in cases} == {"grpo", "dpo", "ppo"}
     assert {case["epochs"] for case in cases} == {1, 2}
     assert {case["mini_batches"] for case in cases} >= {1, 2, 3, 4}
-    assert any(all(map(all, case["masked"])) is False and any(map(any, case["masked"])) for case in cases)
+    assert any(
+        all(map(all, case["masked"])) is False and any(map(any, case["masked"])) for case in cases
+    )
     assert any(len(case["groups"]) < case["mini_batches"] for case in cases)
 
 
@@ -62,16 +69,21 @@ def test_each_optimizer_step_is_that_of_one_process(chosen: dict[str, int], how:
     """However rows are dealt: also where a replica has no row of a mini-batch."""
     dp = chosen.get("dp", 1)
     cases = [case for case in cases_for(dp) if how == "dealt" or case["kind"] != "dpo"]
-    wanted = [result for case, result in zip(cases_for(dp), alone(dp), strict=True) if case in cases]
+    wanted = [
+        result for case, result in zip(cases_for(dp), alone(dp), strict=True) if case in cases
+    ]
     every = of_product({**chosen, "context_parallel": "ring"}, optimizer_steps, cases, how, CLIPPED)
     for case, expected, *found in zip(cases, wanted, *every, strict=True):
         for result in found:
             assert result["norms"] == pytest.approx(expected["norms"], rel=1e-5), case
-            # A prompt is computed once for each part of its group, which ranks and micro-batches decide.
+            # A prompt is computed once for each part of its group, which ranks and micro-batches
+            # decide.
             got, own = (of["metrics"] | {"fed_tokens": 0} for of in (result, expected))
             assert got == pytest.approx(own, rel=1e-4, abs=1e-7), case
             for name, value in result["weights"].items():  # a step moves a weight by up to 1e-2
-                np.testing.assert_allclose(value, expected["weights"][name], rtol=0, atol=1e-4, err_msg=name)
+                np.testing.assert_allclose(
+                    value, expected["weights"][name], rtol=0, atol=1e-4, err_msg=name
+                )
 
 
 def steps_of(rows: list[dict[str, torch.Tensor]], **options: Any) -> tuple[int, dict[str, float]]:
@@ -82,7 +94,10 @@ def steps_of(rows: list[dict[str, torch.Tensor]], **options: Any) -> tuple[int, 
 
 
 def masked(rows: list[dict[str, torch.Tensor]], out: set[int]) -> list[dict[str, torch.Tensor]]:
-    return [{**row, "loss_mask": torch.full(row["response_ids"].shape, at not in out)} for at, row in enumerate(rows)]
+    return [
+        {**row, "loss_mask": torch.full(row["response_ids"].shape, at not in out)}
+        for at, row in enumerate(rows)
+    ]
 
 
 def test_fewer_rows_than_mini_batches_make_as_many_steps_as_there_are_rows() -> None:
@@ -91,7 +106,9 @@ def test_fewer_rows_than_mini_batches_make_as_many_steps_as_there_are_rows() -> 
     assert steps_of(rows, mini_batches=5, epochs=2)[0] == 6
     taken, metrics = steps_of(masked(rows, {0, 2}), mini_batches=2)
     assert taken == 1
-    assert metrics == steps_of(rows[1:2], mini_batches=1)[1], "a masked row is as one that is not there"
+    assert metrics == steps_of(rows[1:2], mini_batches=1)[1], (
+        "a masked row is as one that is not there"
+    )
 
 
 def test_a_batch_with_no_token_to_train_on_is_skipped() -> None:
@@ -101,4 +118,6 @@ def test_a_batch_with_no_token_to_train_on_is_skipped() -> None:
     with pytest.raises(FloatingPointError, match="loss_mask leaves no token of the batch"):
         engine.train_batch(stack(masked(rows, set(range(len(rows))))), GRPO())
     assert all(torch.equal(value, before[name]) for name, value in engine.weights())
-    assert engine.train_batch(stack(rows), GRPO())["learning_rate"] == pytest.approx(OPTIONS["learning_rate"] / 2)
+    assert engine.train_batch(stack(rows), GRPO())["learning_rate"] == pytest.approx(
+        OPTIONS["learning_rate"] / 2
+    )

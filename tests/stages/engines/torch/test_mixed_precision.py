@@ -1,4 +1,5 @@
-"""Mixed precision on one rank: bfloat16 arithmetic, float32 master weights, gradient sums and moments."""
+"""Mixed precision on one rank: bfloat16 arithmetic, float32 master weights, gradient sums and
+moments."""
 
 from __future__ import annotations
 
@@ -48,7 +49,9 @@ def masters(engine: TorchTrainEngine) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in engine.state_dict()["model"].items()}
 
 
-@pytest.mark.parametrize(("compute", "least", "most"), [(None, 0.0, 0.1), (torch.bfloat16, 0.98, 1.0)])
+@pytest.mark.parametrize(
+    ("compute", "least", "most"), [(None, 0.0, 0.1), (torch.bfloat16, 0.98, 1.0)]
+)
 def test_small_updates_move_master_weights_and_are_rounded_away_without(
     compute: torch.dtype | None, least: float, most: float
 ) -> None:
@@ -58,7 +61,8 @@ def test_small_updates_move_master_weights_and_are_rounded_away_without(
     before = masters(engine)
     for seed in range(30):
         engine.train_batch(make_batch(seed=seed), algorithm())
-    # Rows of the embedding whose token never occurs have a gradient from the softmax alone, which may be 0 in bfloat16.
+    # Rows of the embedding whose token never occurs have a gradient from the softmax alone, which
+    # may be 0 in bfloat16.
     trained = {name: value for name, value in masters(engine).items() if "embed" not in name}
     moved = sum(int((value != before[name]).sum()) for name, value in trained.items())
     share = moved / sum(value.numel() for value in trained.values())
@@ -66,25 +70,29 @@ def test_small_updates_move_master_weights_and_are_rounded_away_without(
 
 
 def test_it_computes_as_the_bfloat16_model_and_publishes_its_weights() -> None:
-    engine, half = engine_of(), TorchTrainEngine(model_of("qwen3", dtype=torch.bfloat16), **OPTIONS)
+    engine = engine_of()
+    half = TorchTrainEngine(model_of("qwen3", dtype=torch.bfloat16), **OPTIONS)
     assert [row.tolist() for row in engine.logprobs(make_batch()).unbind()] == [
         row.tolist() for row in half.logprobs(make_batch()).unbind()
     ]
     for seed in range(3):
         engine.train_batch(make_batch(seed=seed), algorithm())
     state = engine.state_dict()
-    assert {value.dtype for part in ("model", "exp_avg", "exp_avg_sq") for value in state[part].values()} == {
-        torch.float32
-    }
+    assert {
+        value.dtype for part in ("model", "exp_avg", "exp_avg_sq") for value in state[part].values()
+    } == {torch.float32}
     published = weights_of(engine)
     assert published.keys() == state["model"].keys()
     for name, master in state["model"].items():
         assert torch.equal(published[name], master.bfloat16()), name
-        assert not torch.equal(master, master.bfloat16().float()), f"{name}: no more than bfloat16 holds"
+        assert not torch.equal(master, master.bfloat16().float()), (
+            f"{name}: no more than bfloat16 holds"
+        )
 
 
 def test_micro_batches_are_added_up_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gradient is the float32 sum of those that the micro-batches give in bfloat16 arithmetic."""
+    """The gradient is the float32 sum of those that the micro-batches give in bfloat16
+    arithmetic."""
     parts: dict[int, list[torch.Tensor]] = {}
     pass_on = optimizer._pass_gradient_on
 
@@ -103,7 +111,9 @@ def test_micro_batches_are_added_up_in_float32(monkeypatch: pytest.MonkeyPatch) 
         for part in others:
             first = first + part
         assert torch.equal(gradient, first), name
-        assert not torch.equal(gradient, gradient.bfloat16().float()), f"{name}: no more than bfloat16 holds"
+        assert not torch.equal(gradient, gradient.bfloat16().float()), (
+            f"{name}: no more than bfloat16 holds"
+        )
     assert not any(copy.grad is not None for copy in engine.parallel.copies.values())
 
 
@@ -114,7 +124,9 @@ def test_a_checkpoint_of_one_rank_resumes_on_two_and_back(tmp_path: Path) -> Non
     writer = Writer(one)
     writer.copy()
     writer.write(tmp_path / "one")
-    assert {v.dtype for v in load_file(tmp_path / "one" / "model" / "model.safetensors").values()} == {torch.bfloat16}
+    assert {
+        v.dtype for v in load_file(tmp_path / "one" / "model" / "model.safetensors").values()
+    } == {torch.bfloat16}
     before, _ = on_ranks(2, 1, resumed, "qwen3", str(tmp_path / "one"), options)[0]
     assert_same_state(before, whole_state(one))
     expected = on_ranks(2, 1, saved, "qwen3", str(tmp_path / "two"), options)[0]
@@ -123,7 +135,8 @@ def test_a_checkpoint_of_one_rank_resumes_on_two_and_back(tmp_path: Path) -> Non
     assert_same_state(whole_state(back), expected)
     for name, weight in back.weights():
         np.testing.assert_array_equal(
-            weight.float().numpy(), torch.from_numpy(expected[f"model/{name}"]).bfloat16().float().numpy()
+            weight.float().numpy(),
+            torch.from_numpy(expected[f"model/{name}"]).bfloat16().float().numpy(),
         )
 
 
@@ -131,27 +144,35 @@ def test_it_saves_a_model_in_the_dtype_in_which_it_computes(tmp_path: Path) -> N
     engine = engine_of("llama")
     engine.train_batch(make_batch(), algorithm())
     engine.save_pretrained(tmp_path)
-    assert {value.dtype for value in load_file(tmp_path / "model.safetensors").values()} == {torch.bfloat16}
+    assert {value.dtype for value in load_file(tmp_path / "model.safetensors").values()} == {
+        torch.bfloat16
+    }
     assert '"dtype": "bfloat16"' in (tmp_path / "config.json").read_text()
 
 
 def test_a_colocated_swap_takes_master_weights_and_copies_off_the_device() -> None:
-    """Two steps with and without swaps end at the same weights, and the rollout's tensors are those that are published."""
+    """Two steps with and without swaps end at the same weights, and the rollout's tensors are those
+    that are published."""
     ended = []
     state = model_state(model_of("llama").config, torch.float32)
     for swapping in (False, True):
         engine = engine_of("llama")
-        decoder = TorchDecoder(model_of("llama", dtype=torch.bfloat16), torch.device("cpu"), packed=False)
+        decoder = TorchDecoder(
+            model_of("llama", dtype=torch.bfloat16), torch.device("cpu"), packed=False
+        )
         names = "vllm" if decoder.fused else "hf"
         plan = plan_reshard(
-            place(state, Layout()), place(state, Layout(), names=names, dtype=torch.bfloat16), bucket_bytes=4096
+            place(state, Layout()),
+            place(state, Layout(), names=names, dtype=torch.bfloat16),
+            bucket_bytes=4096,
         )
         tensors = decoder.weights.tensors()
         swap = Swap(plan, 0, engine.shards(), engine.held, device=engine.device, rollout=tensors)
         for seed in range(2):
             engine.train_batch(make_batch(seed=seed), algorithm())
             if swapping:
-                weights, own = weights_of(engine), [*engine.shards().values(), *engine.held()]
+                weights = weights_of(engine)
+                own = [*engine.shards().values(), *engine.held()]
                 swap.to_rollout()
                 assert live_bytes(own) == swap.training_bytes() == 0
                 for name, parameter in decoder.model.named_parameters():

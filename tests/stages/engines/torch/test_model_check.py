@@ -43,14 +43,21 @@ def test_every_family_passes(family: str, side: Side, tmp_path: Path) -> None:
     ],
 )
 def test_a_feature_that_is_left_out_is_refused(
-    family: str, left_out: str, changes: dict[str, Any], side: Side, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str,
+    left_out: str,
+    changes: dict[str, Any],
+    side: Side,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Wrong(Scores):
         @classmethod
         def of(cls, query: Any, options: Any, fused: bool = True) -> Scores:
             found = Scores.of(query, options, fused)
             window = None if left_out == "window" else found.window
-            return Scores(found.scaling, window, None if left_out == "softcap" else found.softcap, fused)
+            return Scores(
+                found.scaling, window, None if left_out == "softcap" else found.softcap, fused
+            )
 
     for module in (packing, decoder):
         monkeypatch.setattr(module, "Scores", Wrong)
@@ -70,6 +77,8 @@ def test_left_out_sinks_and_caps_of_logits_are_refused(
     name = "shared_prompt_attention" if side == "train" else "_two_part_attention"
     module = train if side == "train" else decoder
     attention = getattr(module, name)
-    monkeypatch.setattr(module, name, lambda *given, s_aux=None, **options: attention(*given, **options))
+    monkeypatch.setattr(
+        module, name, lambda *given, s_aux=None, **options: attention(*given, **options)
+    )
     config_of("gpt-oss").save_pretrained(tmp_path)
     assert "logits that are off" in model_check.refusal(tmp_path, side)

@@ -1,5 +1,6 @@
-"""Embeddings that are larger than their tokenizer: the tokens that pad them have no probability, in sampling and in
-training alike. The right values are transformers' logits in float64, their softmax taken over the tokenizer's tokens."""
+"""Embeddings that are larger than their tokenizer: the tokens that pad them have no probability, in
+sampling and in training alike. The right values are transformers' logits in float64, their softmax
+taken over the tokenizer's tokens."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ def batch_of_known() -> TensorDict:
 
 
 def expected(model: LlamaForCausalLM, batch: TensorDict, temperature: float) -> list[torch.Tensor]:
-    """Of each row the log-softmax [T, KNOWN] that its response's tokens are of, float64, with a gradient."""
+    """Of each row the log-softmax [T, KNOWN] that its response's tokens are of, float64, with a
+    gradient."""
     pairs = zip(batch["prompt_ids"].unbind(), batch["response_ids"].unbind(), strict=True)
     rows = []
     for prompt, response in pairs:
@@ -60,7 +62,10 @@ def expected(model: LlamaForCausalLM, batch: TensorDict, temperature: float) -> 
 
 
 def chosen(rows: list[torch.Tensor], batch: TensorDict) -> list[torch.Tensor]:
-    return [row.gather(1, ids[:, None])[:, 0] for row, ids in zip(rows, batch["response_ids"].unbind(), strict=True)]
+    return [
+        row.gather(1, ids[:, None])[:, 0]
+        for row, ids in zip(rows, batch["response_ids"].unbind(), strict=True)
+    ]
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -69,28 +74,40 @@ def test_logprobs_entropy_and_gradients_are_those_of_the_known_tokens(
     tied: bool, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(token_logprobs, "LOGITS_BYTES", chunk * 4 * KNOWN)
-    batch, algorithm, model = batch_of_known(), Observing(), tiny_llama(tied=tied)
+    batch = batch_of_known()
+    algorithm = Observing()
+    model = tiny_llama(tied=tied)
     right = copy.deepcopy(model).double()
     engine = engine_of(model, temperature=0.7, vocabulary=KNOWN)
     rows = expected(right, batch, 0.7)
     found = torch.cat(list(engine.logprobs(batch).unbind()))
-    torch.testing.assert_close(found.double(), torch.cat(chosen(rows, batch)).detach(), atol=2e-5, rtol=0)
+    torch.testing.assert_close(
+        found.double(), torch.cat(chosen(rows, batch)).detach(), atol=2e-5, rtol=0
+    )
     gradients, metrics = gradients_of_step(engine, batch, algorithm)
     flat = torch.cat([row.detach() for row in rows])
     entropy = -(flat.exp() * flat).sum(-1)
     assert metrics["entropy"] == pytest.approx(float(entropy.mean()), rel=1e-5)
-    weighted = [-row.sum() * advantage for row, advantage in zip(chosen(rows, batch), batch["advantage"], strict=True)]
+    weighted = [
+        -row.sum() * advantage
+        for row, advantage in zip(chosen(rows, batch), batch["advantage"], strict=True)
+    ]
     (sum(weighted) / len(flat)).backward()  # type: ignore[union-attr]
     for name, parameter in right.named_parameters():
-        torch.testing.assert_close(gradients[name].double(), parameter.grad, atol=1e-5, rtol=1e-4, msg=name)
+        torch.testing.assert_close(
+            gradients[name].double(), parameter.grad, atol=1e-5, rtol=1e-4, msg=name
+        )
     if not tied:
         assert not gradients["lm_head.weight"][KNOWN:].any()
 
 
 def test_no_copy_of_the_head_and_no_change_without_padding() -> None:
     torch.manual_seed(0)
-    hidden, weight, bias = torch.randn(5, 16), torch.randn(11, 16), torch.randn(11)
-    source, targets = torch.tensor([0, 1, 2, 3, 4]), torch.tensor([5, 1, 0, 2, 7])
+    hidden = torch.randn(5, 16)
+    weight = torch.randn(11, 16)
+    bias = torch.randn(11)
+    source = torch.tensor([0, 1, 2, 3, 4])
+    targets = torch.tensor([5, 1, 0, 2, 7])
     results = []
     for vocabulary in (None, 11, 8):
         leaves = [one.clone().requires_grad_() for one in (hidden, weight, bias)]
@@ -102,7 +119,9 @@ def test_no_copy_of_the_head_and_no_change_without_padding() -> None:
     logits = torch.nn.functional.linear(wide[0], wide[1], wide[2])[:, :8] / 0.7
     right = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
     right.square().sum().backward()
-    for found, value in zip(results[2], [right.detach(), *(leaf.grad for leaf in wide)], strict=True):
+    for found, value in zip(
+        results[2], [right.detach(), *(leaf.grad for leaf in wide)], strict=True
+    ):
         torch.testing.assert_close(found.double(), value, atol=1e-5, rtol=1e-5)
 
 
@@ -111,7 +130,9 @@ def logprobs_of(ranks: Any) -> torch.Tensor:
     from stages.engines.torch.train import TorchTrainEngine
     from tests.stages.sharded import OPTIONS
 
-    engine = TorchTrainEngine(tiny_llama(), parallel=Sharded(ranks), **{**OPTIONS, "vocabulary": KNOWN})
+    engine = TorchTrainEngine(
+        tiny_llama(), parallel=Sharded(ranks), **{**OPTIONS, "vocabulary": KNOWN}
+    )
     return torch.cat(list(engine.logprobs(batch_of_known()).unbind()))
 
 
@@ -132,14 +153,19 @@ async def test_no_token_that_pads_the_head_is_sampled(params: dict[str, Any]) ->
     engine = TorchRolloutEngine(model, max_rows=16, device="cpu", sampled=KNOWN)
     asked = SamplingParams(12, **{"temperature": 0.7, **params})
     prompt = torch.arange(3, 9)
-    completions = [done async for done in engine.generate([GroupRequest(1, tuple(range(16)), prompt, asked, 5)])]
+    completions = [
+        done
+        async for done in engine.generate([GroupRequest(1, tuple(range(16)), prompt, asked, 5)])
+    ]
     scored = await engine.score(prompt, completions[0].token_ids, temperature=0.7)
     await engine.close()
     assert len(completions) == 16
     for done in completions:
         assert int(done.token_ids.max()) < KNOWN
         with torch.no_grad():
-            logits = right(torch.cat([prompt, done.token_ids])[None]).logits[0, len(prompt) - 1 : -1]
+            logits = right(torch.cat([prompt, done.token_ids])[None]).logits[
+                0, len(prompt) - 1 : -1
+            ]
         of_known = (logits[:, :KNOWN] / (asked.temperature or 1.0)).log_softmax(-1)
         wanted = of_known.gather(1, done.token_ids[:, None])[:, 0]
         torch.testing.assert_close(done.logprobs.double(), wanted.detach(), atol=5e-5, rtol=0)
@@ -149,7 +175,8 @@ async def test_no_token_that_pads_the_head_is_sampled(params: dict[str, Any]) ->
 
 @pytest.fixture
 def padded(tmp_path: Path) -> Path:
-    """The tiny model with 64 rows for the 49 tokens of its tokenizer, as checkpoints that are padded have them."""
+    """The tiny model with 64 rows for the 49 tokens of its tokenizer, as checkpoints that are
+    padded have them."""
     model, tokenizer = load_model("tiny", dtype=torch.float32, seed=0)
     torch.manual_seed(1)
     model.resize_token_embeddings(64, mean_resizing=False)
@@ -171,7 +198,9 @@ async def test_the_engines_of_a_recipe_agree(vocabulary: str, padded: Path) -> N
     recipe = recipe_of(padded, vocabulary=vocabulary)
     tokenizer = tokenizer_of(recipe)
     assert unpadded_vocabulary(recipe) == len(tokenizer) == 49
-    rollout, trainer, reference = rollout_engine(recipe, version=0), train_engine(recipe), reference_engine(recipe)
+    rollout = rollout_engine(recipe, version=0)
+    trainer = train_engine(recipe)
+    reference = reference_engine(recipe)
     params = SamplingParams(6, temperature=recipe.rollout.temperature)
     request = GroupRequest(0, tuple(range(32)), torch.tensor([4, 5, 6]), params, 7)
     completions = [done async for done in rollout.generate([request])]
@@ -196,12 +225,17 @@ async def test_the_engines_of_a_recipe_agree(vocabulary: str, padded: Path) -> N
 def test_what_an_engine_cannot_leave_out_is_said(padded: Path) -> None:
     def by_vllm(**model: Any) -> Any:  # as a recipe where vLLM is installed
         recipe = recipe_of(padded, **model)
-        return recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"engine": "vllm"})})
+        return recipe.model_copy(
+            update={"rollout": recipe.rollout.model_copy(update={"engine": "vllm"})}
+        )
 
     recipe = by_vllm()
     assert not recipe.masks_padding
     notices = [str(notice) for notice in notices_of(recipe)]
-    assert any("samples of all 64 tokens of the model, 15 of which its tokenizer does not have" in n for n in notices)
+    assert any(
+        "samples of all 64 tokens of the model, 15 of which its tokenizer does not have" in n
+        for n in notices
+    )
     masked = by_vllm(vocabulary="tokenizer")
     assert not list(padding_can_be_masked(masked, None))  # type: ignore[arg-type]
     filtered = masked.model_copy(update={"rollout": masked.rollout.model_copy(update={"top_k": 5})})
@@ -209,7 +243,9 @@ def test_what_an_engine_cannot_leave_out_is_said(padded: Path) -> None:
     assert "leaves out 15 tokens, which rollout.engine = 'vllm' samples" in str(found)
     own = recipe_of(padded)
     assert own.masks_padding
-    given = own.model_copy(update={"prompts": own.prompts.model_copy(update={"responses": ["answer"]})})
+    given = own.model_copy(
+        update={"prompts": own.prompts.model_copy(update={"responses": ["answer"]})}
+    )
     assert not given.masks_padding, "nothing is sampled: a loss as others have it"
 
 
@@ -232,7 +268,8 @@ def test_vllm_is_told_which_tokens_it_never_samples() -> None:
     sampling_params(Vllm, VllmRow(request, 0, responses, 3))
     assert asked["logit_bias"] is None
     logprobs = {
-        token: SimpleNamespace(rank=rank, logprob=-float(rank)) for rank, token in enumerate([7, 2, 5], start=1)
+        token: SimpleNamespace(rank=rank, logprob=-float(rank))
+        for rank, token in enumerate([7, 2, 5], start=1)
     }
     row.add(SimpleNamespace(token_ids=[2], logprobs=[logprobs], weight_versions=[]), 0, 0, True)
     assert row.responses.queue.get_nowait().alternatives == ((2, -2.0), (5, -3.0))  # type: ignore[union-attr]

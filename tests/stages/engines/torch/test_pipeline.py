@@ -1,4 +1,5 @@
-"""What holds with pipeline stages beside the products of tests/stages/engines/torch/test_products.py."""
+"""What holds with pipeline stages beside the products of
+tests/stages/engines/torch/test_products.py."""
 
 from __future__ import annotations
 
@@ -30,9 +31,12 @@ def _one_thread() -> None:
 
 
 def slots(ordered: list[list[Action]], *, backward: int = 2) -> tuple[int, int]:
-    """The slots that ranks take for ``ordered`` together from first to last, when a pass takes one and a backward pass
-    ``backward``, and those in which one of them is idle. Raises ValueError where ranks would wait for each other."""
-    last, at, free = max(a.stage for order in ordered for a in order), [0] * len(ordered), [0] * len(ordered)
+    """The slots that ranks take for ``ordered`` together from first to last, when a pass takes one
+    and a backward pass ``backward``, and those in which one of them is idle. Raises ValueError
+    where ranks would wait for each other."""
+    last = max(a.stage for order in ordered for a in order)
+    at = [0] * len(ordered)
+    free = [0] * len(ordered)
     done: dict[Action, int] = {}
     while any(at[rank] < len(order) for rank, order in enumerate(ordered)):
         before = len(done)
@@ -41,29 +45,39 @@ def slots(ordered: list[list[Action]], *, backward: int = 2) -> tuple[int, int]:
                 action = order[at[rank]]
                 if 0 <= action.needs.stage <= last and action.needs not in done:
                     break
-                free[rank] = max(free[rank], done.get(action.needs, 0)) + (backward if action.kind == "B" else 1)
+                free[rank] = max(free[rank], done.get(action.needs, 0)) + (
+                    backward if action.kind == "B" else 1
+                )
                 done[action] = free[rank]
                 at[rank] += 1
         if len(done) == before:
-            raise ValueError(f"ranks wait for each other after {before} of {sum(map(len, ordered))} passes")
+            raise ValueError(
+                f"ranks wait for each other after {before} of {sum(map(len, ordered))} passes"
+            )
     work = max(sum(backward if a.kind == "B" else 1 for a in order) for order in ordered)
     return max(free), max(free) - work
 
 
 @pytest.mark.parametrize(("pp", "vpp"), [(2, 1), (4, 1), (2, 2), (4, 2), (3, 3)])
 def test_stages_idle_as_long_as_the_formula_says(pp: int, vpp: int) -> None:
-    """(pp - 1) / (m · vpp) of the work of m micro-batches, whose number vpp rounds up to a multiple of pp."""
+    """(pp - 1) / (m · vpp) of the work of m micro-batches, whose number vpp rounds up to a multiple
+    of pp."""
     for given in (1, 2, 5, 8):
         count = filled(pp, vpp, given)
         total, idle = slots(orders(pp, vpp, count))
         assert idle / (total - idle) == pytest.approx((pp - 1) / (count * vpp))
         forward = [action for order in orders(pp, vpp, given, backward=False) for action in order]
-        assert sorted(forward) == sorted({("F", stage, number) for stage in range(pp * vpp) for number in range(given)})
+        assert sorted(forward) == sorted(
+            {("F", stage, number) for stage in range(pp * vpp) for number in range(given)}
+        )
 
 
 @pytest.mark.parametrize("pp", [2, 3, 4, 8])
 def test_zero_bubbles_leave_a_third_of_what_interleaved_stages_wait(pp: int) -> None:
-    """Passes of one slot: forward, gradients of inputs, gradients of matrices. Each is made once, where it belongs."""
+    """Passes of one slot: forward, gradients of inputs, gradients of matrices.
+
+    Each is made once, where it belongs.
+    """
     for count in (1, 2, 2 * pp - 1, 4 * pp):
         order = orders(pp, 2, count, kind="zbv")
         total, idle = slots(order, backward=1)
@@ -74,7 +88,9 @@ def test_zero_bubbles_leave_a_third_of_what_interleaved_stages_wait(pp: int) -> 
             assert total < interleaved[0]
         for rank, own in enumerate(order):
             stages = (rank, 2 * pp - 1 - rank)
-            assert sorted(own) == sorted((kind, s, n) for kind in "FBW" for s in stages for n in range(count))
+            assert sorted(own) == sorted(
+                (kind, s, n) for kind in "FBW" for s in stages for n in range(count)
+            )
 
 
 def test_deferred_gradients_are_refused_where_they_cannot_be() -> None:
@@ -96,11 +112,16 @@ def test_gradients_repeat_and_activations_are_computed_again_and_in_bfloat16(
     """And what is written is what is published, by the names and in the shapes of one process."""
     model_of("biased-5").save_pretrained(tmp_path / "given")
     results = of_product(stages, of_stages, "biased-5", str(tmp_path))
-    found = {name: ChainMap(*(result[name] for result in results)) for name in results[0].keys() - {"published"}}
+    found = {
+        name: ChainMap(*(result[name] for result in results))
+        for name in results[0].keys() - {"published"}
+    }
     assert ("adapters" in found) == (stages is STAGES)
     for name, gradient in found["first"].items():
         np.testing.assert_array_equal(gradient, found["second"][name], err_msg=name)
-        assert np.linalg.norm(found["again"][name] - gradient) < 1e-5 * np.linalg.norm(gradient), name
+        assert np.linalg.norm(found["again"][name] - gradient) < 1e-5 * np.linalg.norm(gradient), (
+            name
+        )
         assert np.linalg.norm(found["half"][name] - gradient) < 0.2 * np.linalg.norm(gradient), name
     for name, gradient in found.get("adapters", {}).items():
         assert "lora_B" not in name or np.abs(gradient).sum()
@@ -118,7 +139,8 @@ def test_gradients_repeat_and_activations_are_computed_again_and_in_bfloat16(
 
 
 def test_choices_of_experts_are_followed_by_each_stage() -> None:
-    expected, found = replayed(None, {}), of_product({"dp": 2, "pp": 2}, replayed, {})
+    expected = replayed(None, {})
+    found = of_product({"dp": 2, "pp": 2}, replayed, {})
     gradients = ChainMap(*(result["gradients"] for result in found))
     assert gradients.keys() == expected["gradients"].keys()
     for name, gradient in expected["gradients"].items():
@@ -132,16 +154,25 @@ def test_values_and_a_critic_are_those_of_one_process(tmp_path: Path) -> None:
     steps = [(value_steps, ("", {}, of_ppo)) for of_ppo in ({}, warm_up)]
     for work, arguments in (*steps, (critic_steps, ("llama", str(tmp_path), {}))):
         expected: dict[str, Any] = work(None, *arguments)
-        for result in of_product({"dp": 2, "pp": 2} if work is value_steps else {"pp": 2}, work, *arguments):
+        for result in of_product(
+            {"dp": 2, "pp": 2} if work is value_steps else {"pp": 2}, work, *arguments
+        ):
             for got, wanted in zip(result["metrics"], expected["metrics"], strict=True):
-                assert {**got, "fed_tokens": 0} == pytest.approx({**wanted, "fed_tokens": 0}, rel=1e-4, abs=1e-6)
+                assert {**got, "fed_tokens": 0} == pytest.approx(
+                    {**wanted, "fed_tokens": 0}, rel=1e-4, abs=1e-6
+                )
             for name, value in expected.get("weights", {}).items():
-                assert np.linalg.norm(result["weights"][name] - value) < 1e-3 * np.linalg.norm(value), name
-            for got, wanted in zip(result.get("values", ()), expected.get("values", ()), strict=True):
+                assert np.linalg.norm(result["weights"][name] - value) < 1e-3 * np.linalg.norm(
+                    value
+                ), name
+            for got, wanted in zip(
+                result.get("values", ()), expected.get("values", ()), strict=True
+            ):
                 assert got == pytest.approx(wanted, rel=1e-3, abs=1e-5)
 
 
 def test_stages_take_turns_with_a_rollout_layout() -> None:
-    """Weights that stages hold, uneven and in two parts each, are the rollout's after a swap, and training goes on."""
+    """Weights that stages hold, uneven and in two parts each, are the rollout's after a swap, and
+    training goes on."""
     assert len(of_product({"dp": 2, **STAGES}, swapped_stages, "llama-5")) == 4
     assert len(of_product(ZBV, swapped_stages, "llama-5")) == 2

@@ -1,4 +1,5 @@
-"""bfloat16: float32 logits in both engines, and a probe that separates roundings from wrong weights."""
+"""bfloat16: float32 logits in both engines, and a probe that separates roundings from wrong
+weights."""
 
 from __future__ import annotations
 
@@ -35,13 +36,29 @@ from stages.engines.torch.rollout import TorchRolloutEngine
 from stages.engines.torch.train import TorchTrainEngine
 from stages.rollout.weight_follower import SwapPolicy
 from stages.training.update import PROBE_ROWS, probe_rows
-from stages.weights.store import Gap, Probe, ProbeFailed, ProbeJudge, ProbeLimits, ProbeRule, WeightStore, gap, probed
+from stages.weights.store import (
+    Gap,
+    Probe,
+    ProbeFailed,
+    ProbeJudge,
+    ProbeLimits,
+    ProbeRule,
+    WeightStore,
+    gap,
+    probed,
+)
 from tests.stages.rollout.test_weight_follower import events, follower
 
 SHAPE: dict[str, Any] = dict(
-    vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=6, num_attention_heads=4,
-    num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.1,
-)  # fmt: skip
+    vocab_size=97,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=6,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+    initializer_range=0.1,
+)
 Weights = Mapping[str, torch.Tensor]
 
 
@@ -59,7 +76,11 @@ def made(kind: str, seed: int = 0) -> PreTrainedModel:
     model: PreTrainedModel
     if kind == "experts":
         experts = dict(
-            num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, head_dim=8, decoder_sparse_step=1
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            head_dim=8,
+            decoder_sparse_step=1,
         )
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, **experts))
     elif kind == "biased":
@@ -82,15 +103,21 @@ def parameters(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("shape", [(5, 12), (2, 3, 12), (1, 12)])
 @pytest.mark.parametrize("biased", [False, True])
-def test_in_float32_the_logits_are_those_of_a_linear_layer(shape: tuple[int, ...], biased: bool) -> None:
-    layer, hidden = nn.Linear(12, 97, bias=biased), torch.randn(shape)
+def test_in_float32_the_logits_are_those_of_a_linear_layer(
+    shape: tuple[int, ...], biased: bool
+) -> None:
+    layer = nn.Linear(12, 97, bias=biased)
+    hidden = torch.randn(shape)
     found = float32_logits(hidden, layer.weight, layer.bias)
     torch.testing.assert_close(found, layer(hidden), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("vocabulary", [97, PIECE // 64, PIECE // 64 + 1, 3 * PIECE // 64 - 5])
-def test_a_bfloat16_head_gives_float32_logits_and_not_those_of_its_own_grid(vocabulary: int) -> None:
-    layer, hidden = nn.Linear(64, vocabulary).bfloat16(), 60 * torch.randn(3, 2, 64).bfloat16()
+def test_a_bfloat16_head_gives_float32_logits_and_not_those_of_its_own_grid(
+    vocabulary: int,
+) -> None:
+    layer = nn.Linear(64, vocabulary).bfloat16()
+    hidden = 60 * torch.randn(3, 2, 64).bfloat16()
     exact = nn.functional.linear(hidden.double(), layer.weight.double(), layer.bias.double())
     found = float32_logits(hidden, layer.weight, layer.bias)
     assert (found.dtype, found.shape) == (torch.float32, (3, 2, vocabulary))
@@ -103,11 +130,14 @@ def test_a_bfloat16_head_gives_float32_logits_and_not_those_of_its_own_grid(voca
 def test_the_decoder_has_float32_logits_also_after_a_swap(kind: str, packed: bool) -> None:
     if packed and not can_pack_in(torch.bfloat16):
         pytest.skip("oneDNN packs no bfloat16 on this CPU")
-    prompt, response = torch.arange(3, 9), torch.arange(9, 20)
+    prompt = torch.arange(3, 9)
+    response = torch.arange(9, 20)
     decoder = TorchDecoder(made(kind), torch.device("cpu"), packed=packed)
     with torch.inference_mode():
         before = decoder.score(prompt, response).clone()
-    assert float((before.bfloat16().float() == before).float().mean()) < 0.05, "not of bfloat16's grid"
+    assert float((before.bfloat16().float() == before).float().mean()) < 0.05, (
+        "not of bfloat16's grid"
+    )
     other = made(kind, seed=1)
     weights = parameters(other)
     decoder.weights.check(weights)
@@ -139,16 +169,24 @@ def test_a_cpu_whose_onednn_packs_no_bfloat16_decodes_in_it() -> None:
     """As one without AVX-512: oneDNN is told so."""
     environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
     made = subprocess.run(
-        [sys.executable, "-c", OLD_CPU], env=environment, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", OLD_CPU],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert made.stdout.split() == ["False", "True", "True", "True"], made.stderr
 
 
 def test_the_trainers_logprobs_rest_on_float32_logits() -> None:
     engine = TorchTrainEngine(made("untied"), learning_rate=1e-4, total_steps=1, threads=1)
-    head, ids = engine.model.get_output_embeddings(), torch.arange(3, 30)
+    head = engine.model.get_output_embeddings()
+    ids = torch.arange(3, 30)
     kept: list[torch.Tensor] = []
-    engine.model.base_model.register_forward_hook(lambda *call: kept.append(call[-1].last_hidden_state[0]))
+    engine.model.base_model.register_forward_hook(
+        lambda *call: kept.append(call[-1].last_hidden_state[0])
+    )
     (found,) = probed(engine, [ids.tolist()]).logprobs
     (hidden,) = kept
     logits = hidden.double() @ head.weight.double().t()  # type: ignore[union-attr, operator]
@@ -170,7 +208,9 @@ def test_limits_follow_from_dtype_layers_and_spread_and_a_recipe_may_replace_the
         assert ProbeRule(torch.float32, 30).limits(probe) == ProbeLimits(0.0002, 0.001, 0.001)
         assert ProbeRule(torch.float32, 30, q95=0.1).limits(probe) == ProbeLimits(0.02, 0.1, 0.1)
         assert ProbeRule(torch.bfloat16, 4, q95=0.6).limits(probe) == ProbeLimits(0.12, 0.6)
-        assert ProbeRule(torch.bfloat16, 4, q95=0.6, mean=0.01).limits(probe) == ProbeLimits(0.01, 0.6)
+        assert ProbeRule(torch.bfloat16, 4, q95=0.6, mean=0.01).limits(probe) == ProbeLimits(
+            0.01, 0.6
+        )
     few, many, routed = (ProbeRule(torch.bfloat16, *of) for of in ((4,), (64,), (16, True)))
     assert few.limits(spread(0.1)) == few.limits(spread(1)) == ProbeLimits(6 / 256, 30 / 256)
     assert ProbeRule(torch.bfloat16, 16).limits(spread(1)) == few.limits(spread(1))
@@ -185,16 +225,27 @@ def of(*differences: float) -> Gap:
 
 
 def test_one_token_may_round_far_off_in_bfloat16_and_none_in_float32() -> None:
-    exact, low = (ProbeRule(dtype, 30).limits(spread(3.3)) for dtype in (torch.float32, torch.bfloat16))
+    exact, low = (
+        ProbeRule(dtype, 30).limits(spread(3.3)) for dtype in (torch.float32, torch.bfloat16)
+    )
     one_off = of(*[0.0] * 99, 0.5)
     assert low.exceeded(one_off) is None
-    assert exact.exceeded(one_off) == "by 0.5 (the largest of 100 tokens; sync.probe_tolerance is 0.001)"
-    six_off, all_a_little, two_far_off = of(*[0.0] * 94, *[0.6] * 6), of(*[0.11] * 100), of(*[0.0] * 98, 2.5, 2.5)
-    assert low.exceeded(six_off) == "by 0.6 (95th percentile of 100 tokens; sync.probe_tolerance is 0.53)"
-    assert low.exceeded(two_far_off) == (
-        "by 0.0316 (k3 of 100 tokens; sync.probe_tolerance * sync.probe_mean_tolerance / 2 is 0.028)"
+    assert exact.exceeded(one_off) == (
+        "by 0.5 (the largest of 100 tokens; sync.probe_tolerance is 0.001)"
     )
-    assert low.exceeded(all_a_little) == "by 0.11 (mean of 100 tokens; sync.probe_mean_tolerance is 0.106)"
+    six_off = of(*[0.0] * 94, *[0.6] * 6)
+    all_a_little = of(*[0.11] * 100)
+    two_far_off = of(*[0.0] * 98, 2.5, 2.5)
+    assert low.exceeded(six_off) == (
+        "by 0.6 (95th percentile of 100 tokens; sync.probe_tolerance is 0.53)"
+    )
+    assert low.exceeded(two_far_off) == (
+        "by 0.0316 (k3 of 100 tokens; sync.probe_tolerance * sync.probe_mean_tolerance / 2 is "
+        "0.028)"
+    )
+    assert low.exceeded(all_a_little) == (
+        "by 0.11 (mean of 100 tokens; sync.probe_mean_tolerance is 0.106)"
+    )
     for broken in (math.nan, math.inf):
         assert low.exceeded(of(*[0.0] * 99, broken)) is not None
 
@@ -236,15 +287,20 @@ def test_probes_of_successive_versions_share_rows_and_stay_small() -> None:
         before = rows
         ids = batch(*((group, 40, 9) for group in range(4)))
         for name in ("prompt_ids", "response_ids"):
-            ids[name] = torch.nested.nested_tensor([x + 10_000 * step for x in ids[name].unbind()], layout=torch.jagged)
+            ids[name] = torch.nested.nested_tensor(
+                [x + 10_000 * step for x in ids[name].unbind()], layout=torch.jagged
+            )
         rows = probe_rows(before, ids, 128)
         assert tokens(rows) < 2 * 128
         assert rows != before, "renewed"
         assert not before or [row for row in rows if row in before], "and not all at once"
-        assert len({tuple(row) for row in probe_rows(rows, ids, 128)}) == len(probe_rows(rows, ids, 128)), "none twice"
+        assert len({tuple(row) for row in probe_rows(rows, ids, 128)}) == len(
+            probe_rows(rows, ids, 128)
+        ), "none twice"
     short: list[list[int]] = []
     for step in range(3):
-        before, ids = short, batch(*((group, 3, 2) for group in range(32)))
+        before = short
+        ids = batch(*((group, 3, 2) for group in range(32)))
         ids["prompt_ids"] = torch.nested.nested_tensor(
             [x + step for x in ids["prompt_ids"].unbind()], layout=torch.jagged
         )
@@ -261,29 +317,46 @@ class Wrong(TorchRolloutEngine):
 
     fault: Callable[[Weights], Weights] | None = None
 
-    async def load_weights(self, version: int, weights: Weights, *, hold: bool = False, cut: bool = False) -> SwapTimes:
-        fault, self.fault = self.fault, None
+    async def load_weights(
+        self, version: int, weights: Weights, *, hold: bool = False, cut: bool = False
+    ) -> SwapTimes:
+        fault = self.fault
+        self.fault = None
         weights = fault(weights) if fault else weights
         return await super().load_weights(version, weights, hold=hold, cut=cut)
 
 
 class Trainer:
-    """Trains in mixed precision on what ``rollout`` generates, and publishes, as an update stage does."""
+    """Trains in mixed precision on what ``rollout`` generates, and publishes, as an update stage
+    does."""
 
-    def __init__(self, index: Index, store: WeightStore, rollout: TorchRolloutEngine, **options: Any) -> None:
+    def __init__(
+        self, index: Index, store: WeightStore, rollout: TorchRolloutEngine, **options: Any
+    ) -> None:
         self.rollout = rollout
         options = {"learning_rate": 1e-3, "total_steps": 9, "threads": 1, **options}
-        self.index, self.store, self.version = index, store, 0
+        self.index = index
+        self.store = store
+        self.version = 0
         self.engine = TorchTrainEngine(made("untied").float(), compute=torch.bfloat16, **options)
         self.rows: list[list[int]] = []
 
     async def step(self) -> None:
         random = torch.Generator().manual_seed(self.version)
         asked = [
-            GroupRequest(group, (0, 1), torch.randint(97, (4,), generator=random), SamplingParams(max_tokens=16), 0)
+            GroupRequest(
+                group,
+                (0, 1),
+                torch.randint(97, (4,), generator=random),
+                SamplingParams(max_tokens=16),
+                0,
+            )
             for group in range(8)
         ]
-        made = sorted([one async for one in self.rollout.generate(asked)], key=lambda one: (one.group, one.place))
+        made = sorted(
+            [one async for one in self.rollout.generate(asked)],
+            key=lambda one: (one.group, one.place),
+        )
         columns = {
             "prompt_ids": [asked[one.group].prompt_ids for one in made],
             "response_ids": [one.token_ids for one in made],
@@ -296,7 +369,9 @@ class Trainer:
         self.engine.train_batch(rows, GRPO())
         self.version += 1
         self.rows = probe_rows(self.rows, rows, 128)
-        published = self.store.publish(self.version, self.engine.weights(), probed(self.engine, self.rows))
+        published = self.store.publish(
+            self.version, self.engine.weights(), probed(self.engine, self.rows)
+        )
         await self.index.wake(VERSION)
         await self.index._redis.hset(f"{self.index.prefix}n", "trained", self.version)
         await self.index.publish_weights(self.version, published.record())
@@ -346,7 +421,10 @@ def one_bit(name: str) -> Callable[[Weights], Weights]:
 
 def exchanged(one: int, other: int) -> Callable[[Weights], Weights]:
     def layer(name: str, number: int) -> str:
-        return name.replace(f"layers.{one}." if f"layers.{one}." in name else f"layers.{other}.", f"layers.{number}.")
+        return name.replace(
+            f"layers.{one}." if f"layers.{one}." in name else f"layers.{other}.",
+            f"layers.{number}.",
+        )
 
     def exchange(weights: Weights) -> Weights:
         return {
@@ -429,4 +507,5 @@ def test_weights_that_did_not_change_are_not_taken_for_an_undelivered_update() -
     judge.judge(first, found)
     with pytest.raises(ProbeFailed, match="of 3 tokens are bit for bit"):
         judge.judge(other, found)
-    judge.judge(Probe(((5, 6, 7, 9),), other.logprobs), found)  # another sequence: nothing to compare with
+    # another sequence: nothing to compare with
+    judge.judge(Probe(((5, 6, 7, 9),), other.logprobs), found)

@@ -1,4 +1,5 @@
-"""Products of parallel strategies on real ranks against one process: each parameter's gradient, three steps, checkpoints."""
+"""Products of parallel strategies on real ranks against one process: each parameter's gradient,
+three steps, checkpoints."""
 
 from __future__ import annotations
 
@@ -63,7 +64,11 @@ PRODUCTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 ]
 # A checkpoint of one product, resumed at the next: of models with experts, and of others.
 OF_EXPERTS = [product for product in PRODUCTS if product[0] in ("experts", "moe")]
-OF_STAGES = [product for product in PRODUCTS if "-" in product[0] and product[0] not in ("experts-4", "llama-8")]
+OF_STAGES = [
+    product
+    for product in PRODUCTS
+    if "-" in product[0] and product[0] not in ("experts-4", "llama-8")
+]
 OTHERS = [product for product in PRODUCTS if "-" not in product[0] and product not in OF_EXPERTS]
 PAIRS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("experts-4", {"dp": 2, "ep": 2, **ZBV}, {"dp": 2, "pp": 2, "vpp": 2, "ep": 2}),
@@ -78,7 +83,9 @@ PAIRS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ),
 ]
 each = pytest.mark.parametrize(
-    ("kind", "chosen", "options"), PRODUCTS, ids=[f"{kind}-{name_of(*of)}" for kind, *of in PRODUCTS]
+    ("kind", "chosen", "options"),
+    PRODUCTS,
+    ids=[f"{kind}-{name_of(*of)}" for kind, *of in PRODUCTS],
 )
 
 
@@ -92,24 +99,37 @@ def alone(kind: str) -> dict[str, Any]:
     engine = TorchTrainEngine(model_of(kind), **OPTIONS)
     logprobs = [row.tolist() for row in engine.logprobs(make_batch()).unbind()]
     gradients, metrics = gradients_of_step(engine, make_batch(), grpo())
-    return {"metrics": metrics, "logprobs": logprobs, "gradients": gradients, "steps": after_steps(None, kind, {})}
+    return {
+        "metrics": metrics,
+        "logprobs": logprobs,
+        "gradients": gradients,
+        "steps": after_steps(None, kind, {}),
+    }
 
 
 @each
 def test_gradients_and_three_steps_are_those_of_one_process(
     kind: str, chosen: dict[str, Any], options: dict[str, Any]
 ) -> None:
-    """Gradients within 1e-5 in float32; weights after three steps within 1e-4 in float64, where rounding grows less."""
-    expected, found = alone(kind), of_product(chosen, first_step, kind, options)
+    """Gradients within 1e-5 in float32; weights after three steps within 1e-4 in float64, where
+    rounding grows less."""
+    expected = alone(kind)
+    found = of_product(chosen, first_step, kind, options)
     shares = positions(chosen.get("dp", 1))
     for rank, result in enumerate(found):
-        got, wanted = dict(result["metrics"]), dict(expected["metrics"])
-        assert got.pop("fed_tokens") >= wanted.pop("fed_tokens")  # a split group's prompt is computed again
-        assert got.pop("max_expert_load", 1.0) == pytest.approx(wanted.pop("max_expert_load", 1.0), rel=0.2)
+        got = dict(result["metrics"])
+        wanted = dict(expected["metrics"])
+        # a split group's prompt is computed again
+        assert got.pop("fed_tokens") >= wanted.pop("fed_tokens")
+        assert got.pop("max_expert_load", 1.0) == pytest.approx(
+            wanted.pop("max_expert_load", 1.0), rel=0.2
+        )
         assert got == pytest.approx(wanted, rel=1e-5, abs=1e-7)
         assert result["metrics"] == found[0]["metrics"], "every rank returns the same"
         for at, row in zip(
-            shares[Layout.for_training(**chosen).coordinates(rank).replica], result["logprobs"], strict=True
+            shares[Layout.for_training(**chosen).coordinates(rank).replica],
+            result["logprobs"],
+            strict=True,
         ):
             assert row == pytest.approx(expected["logprobs"][at], rel=1e-5, abs=1e-5)
     gradients = ChainMap(*(result["gradients"] for result in found))  # a pipeline stage has its own
@@ -118,24 +138,30 @@ def test_gradients_and_three_steps_are_those_of_one_process(
         gap = np.linalg.norm(gradients[name] - gradient.numpy()) / float(gradient.norm())
         assert gap < 1e-5, f"{name}: relative error {gap}"
     for name, value in found[0]["steps"].items():
-        gap = np.linalg.norm(value - expected["steps"][name]) / np.linalg.norm(expected["steps"][name])
+        gap = np.linalg.norm(value - expected["steps"][name]) / np.linalg.norm(
+            expected["steps"][name]
+        )
         assert gap < 1e-4, f"{name}: relative error {gap} after three steps"
 
 
 @pytest.mark.parametrize(("kind", "tp"), [("qwen3", 2), ("moe", 4)])
 def test_tensor_parallel_ranks_divide_the_tokens_between_blocks(kind: str, tp: int) -> None:
-    """Each norm of a rank sees its part alone, also of tokens that do not divide; activations that are computed again give
-    the same bits."""
+    """Each norm of a rank sees its part alone, also of tokens that do not divide; activations that
+    are computed again give the same bits."""
     found = of_product({"tp": tp}, of_tokens, kind)
     fed = found[0]["fed"]
     assert any(tokens % tp for tokens in fed)
     for rank, result in enumerate(found):
         parts = (torch.arange(tokens).chunk(tp)[rank:] for tokens in fed)
         own = [len(part[0]) if part else 0 for part in parts]
-        assert result["norms"] == [tokens for tokens in own for _ in range(4)], "two norms of each of two layers"
+        assert result["norms"] == [tokens for tokens in own for _ in range(4)], (
+            "two norms of each of two layers"
+        )
         for name, gradient in result["first"].items():
             np.testing.assert_array_equal(result["again"][name], gradient, err_msg=name)
-            gap = np.linalg.norm(gradient - alone(kind)["gradients"][name].numpy()) / np.linalg.norm(gradient)
+            gap = np.linalg.norm(
+                gradient - alone(kind)["gradients"][name].numpy()
+            ) / np.linalg.norm(gradient)
             assert gap < 1e-5, f"{name}: relative error {gap}"
 
 
@@ -149,7 +175,9 @@ def test_a_checkpoint_of_one_product_resumes_at_another_bit_for_bit(
 ) -> None:
     before = ChainMap(*of_product(first, saved, kind, str(tmp_path), {}))
     found = ChainMap(*(state for state, _ in of_product(then, resumed, kind, str(tmp_path), {})))
-    assert any(np.abs(value).max() > 0 for name, value in before.items() if name.startswith("exp_avg/"))
+    assert any(
+        np.abs(value).max() > 0 for name, value in before.items() if name.startswith("exp_avg/")
+    )
     assert found.keys() == before.keys()
     for name, value in before.items():
         np.testing.assert_array_equal(found[name], value, err_msg=name)

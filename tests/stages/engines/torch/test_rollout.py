@@ -1,5 +1,6 @@
-"""What a user relies on in the torch RolloutEngine beyond the contract of tests/stages/engines: the numbers of a plain
-transformers forward, the same bits in equal runs, nothing kept of what was dropped."""
+"""What a user relies on in the torch RolloutEngine beyond the contract of tests/stages/engines: the
+numbers of a plain transformers forward, the same bits in equal runs, nothing kept of what was
+dropped."""
 
 from __future__ import annotations
 
@@ -42,9 +43,15 @@ from tests.allocations import Allocations
 VOCABULARY = 97
 DEADLINE = 60.0
 SHAPE: dict[str, Any] = dict(
-    vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.3,
-)  # fmt: skip
+    vocab_size=VOCABULARY,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+    initializer_range=0.3,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +72,9 @@ def parameters(model: Any) -> dict[str, torch.Tensor]:
 
 
 @contextlib.asynccontextmanager
-async def running(model: Any = None, tokenizer: Any = None, **options: Any) -> AsyncIterator[TorchRolloutEngine]:
+async def running(
+    model: Any = None, tokenizer: Any = None, **options: Any
+) -> AsyncIterator[TorchRolloutEngine]:
     engine = TorchRolloutEngine(model or llama(), tokenizer, **{"max_rows": 8, **options})
     try:
         async with asyncio.timeout(DEADLINE):
@@ -74,10 +83,14 @@ async def running(model: Any = None, tokenizer: Any = None, **options: Any) -> A
         await engine.close()
 
 
-def ask(group: int, places: int = 2, length: int = 7, seed: int | None = None, **params: Any) -> GroupRequest:
+def ask(
+    group: int, places: int = 2, length: int = 7, seed: int | None = None, **params: Any
+) -> GroupRequest:
     ids = torch.randint(0, VOCABULARY, (length,), generator=torch.Generator().manual_seed(group))
     params = {"max_tokens": 9, **params}
-    return GroupRequest(group, tuple(range(places)), ids, SamplingParams(**params), group if seed is None else seed)
+    return GroupRequest(
+        group, tuple(range(places)), ids, SamplingParams(**params), group if seed is None else seed
+    )
 
 
 def rows_of(engine: TorchRolloutEngine) -> int:
@@ -86,11 +99,15 @@ def rows_of(engine: TorchRolloutEngine) -> int:
 
 
 class Brake:
-    """Holds the compute thread inside its ``step``-th decode until let go, so that a test acts at a known token."""
+    """Holds the compute thread inside its ``step``-th decode until let go, so that a test acts at a
+    known token."""
 
     def __init__(self, engine: TorchRolloutEngine, step: int) -> None:
-        self._engine, self._left, self._decode = engine, step, engine._decoder.decode
-        self._reached, self._free = threading.Event(), threading.Event()
+        self._engine = engine
+        self._left = step
+        self._decode = engine._decoder.decode
+        self._reached = threading.Event()
+        self._free = threading.Event()
         engine._decoder.decode = self._braked  # type: ignore[method-assign]
 
     def _braked(self, tokens: Sequence[int]) -> torch.Tensor:
@@ -126,7 +143,8 @@ def same(one: Completion, other: Completion, exact: bool = False) -> bool:
 
 
 def teacher_forced(model: Any, request: GroupRequest, done: Completion) -> torch.Tensor:
-    """The logprobs that transformers' plain forward gives the response's tokens at the request's temperature."""
+    """The logprobs that transformers' plain forward gives the response's tokens at the request's
+    temperature."""
     with torch.no_grad():
         logits = model(input_ids=torch.cat([request.prompt_ids, done.token_ids])[None]).logits[0]
     logits = logits[len(request.prompt_ids) - 1 : -1] / (request.params.temperature or 1.0)
@@ -147,32 +165,50 @@ async def test_greedy_is_what_transformers_generates(build: Callable[[], Any]) -
     reference = build()
     model = build()
     model.load_state_dict(reference.state_dict())
-    requests = [ask(group, places=2, length=3 + 4 * group, temperature=0.0, max_tokens=40) for group in range(3)]
+    requests = [
+        ask(group, places=2, length=3 + 4 * group, temperature=0.0, max_tokens=40)
+        for group in range(3)
+    ]
     async with running(model) as engine:
         found = await collect(engine.generate(requests))
     assert len(found) == 6
     for (group, _), done in found.items():
         ids = requests[group].prompt_ids
         expected = reference.generate(
-            ids[None], attention_mask=torch.ones(1, len(ids)), do_sample=False, max_new_tokens=40, eos_token_id=None
+            ids[None],
+            attention_mask=torch.ones(1, len(ids)),
+            do_sample=False,
+            max_new_tokens=40,
+            eos_token_id=None,
         )[0, len(ids) :]
         assert torch.equal(done.token_ids, expected)
-        assert torch.allclose(done.logprobs, teacher_forced(reference, requests[group], done), atol=1e-4)
+        assert torch.allclose(
+            done.logprobs, teacher_forced(reference, requests[group], done), atol=1e-4
+        )
         assert done.finish_reason == "length"
         assert done.versions == ((0, 40),)
 
 
 async def test_responses_do_not_depend_on_the_company() -> None:
-    """Alone, in a crowd that joins and leaves around it, and through a narrow batch: the same responses."""
+    """Alone, in a crowd that joins and leaves around it, and through a narrow batch: the same
+    responses."""
     requests = [
-        ask(group, places=3, length=2 + 5 * group, max_tokens=6 + 7 * group, temperature=0.9) for group in range(4)
+        ask(group, places=3, length=2 + 5 * group, max_tokens=6 + 7 * group, temperature=0.9)
+        for group in range(4)
     ]
     alone = {}
     async with running(max_rows=32) as engine:
         for request in requests:
             alone |= await collect(engine.generate([request]))
-        crowd = [engine.generate([request]) for request in [*requests, *(ask(50 + i, places=2) for i in range(3))]]
-        together = {key: done for found in await asyncio.gather(*map(collect, crowd)) for key, done in found.items()}
+        crowd = [
+            engine.generate([request])
+            for request in [*requests, *(ask(50 + i, places=2) for i in range(3))]
+        ]
+        together = {
+            key: done
+            for found in await asyncio.gather(*map(collect, crowd))
+            for key, done in found.items()
+        }
     async with running(max_rows=3, prefill_tokens=4) as engine:
         narrow = await collect(engine.generate(requests))
     assert len(alone) == 12
@@ -182,7 +218,9 @@ async def test_responses_do_not_depend_on_the_company() -> None:
 
 
 async def test_equal_runs_are_equal_bit_for_bit() -> None:
-    requests = [ask(group, places=4, length=3 + group, max_tokens=5 + 3 * group) for group in range(6)]
+    requests = [
+        ask(group, places=4, length=3 + group, max_tokens=5 + 3 * group) for group in range(6)
+    ]
     runs = []
     for _ in range(2):
         async with running(max_rows=7) as engine:
@@ -193,15 +231,24 @@ async def test_equal_runs_are_equal_bit_for_bit() -> None:
 
 
 async def test_the_accelerators_way_of_decoding_gives_the_same_responses() -> None:
-    """Static steps, and a token launched before the last one is read: here without a recording, on the CPU."""
+    """Static steps, and a token launched before the last one is read: here without a recording, on
+    the CPU."""
     stops = tuple(
         range(0, VOCABULARY, 25)
     )  # some responses end before their length, where a token was launched in vain
     requests = [
-        ask(group, places=3, length=3 + 9 * group, max_tokens=8 + 40 * group, temperature=0.9, stop_token_ids=stops)
+        ask(
+            group,
+            places=3,
+            length=3 + 9 * group,
+            max_tokens=8 + 40 * group,
+            temperature=0.9,
+            stop_token_ids=stops,
+        )
         for group in range(5)
     ]
-    plain, ahead = {}, {}
+    plain = {}
+    ahead = {}
     async with running(max_rows=7) as engine:
         plain = await collect(engine.generate(requests))
     async with running(max_rows=7, accelerated=True) as engine:
@@ -216,8 +263,10 @@ async def test_the_accelerators_way_of_decoding_gives_the_same_responses() -> No
 
 
 async def test_ahead_of_the_host_every_act_finds_the_rows_up_to_date() -> None:
-    """Abort, pause and a swap while a token is launched: nothing is lost, versions count what each weights made."""
-    old, new = llama(0), llama(1)
+    """Abort, pause and a swap while a token is launched: nothing is lost, versions count what each
+    weights made."""
+    old = llama(0)
+    new = llama(1)
     request = ask(0, places=2, max_tokens=150, temperature=0.8)
     async with running(initial_version=3, accelerated=True) as engine:
         brake = Brake(engine, 60)
@@ -239,15 +288,25 @@ def test_llama_like_models_are_computed_by_the_quick_forward(build: Callable[[],
     assert TorchDecoder(build(), torch.device("cpu"))._llama is not None
 
 
-def test_a_llama_with_another_activation_is_computed_by_its_own_modules_with_weights_of_their_own() -> None:
-    decoder = TorchDecoder(LlamaForCausalLM(LlamaConfig(**SHAPE, hidden_act="gelu")), torch.device("cpu"), packed=False)
+def test_a_llama_with_another_activation_is_computed_by_its_own_modules_with_weights_of_their_own() -> (
+    None
+):
+    decoder = TorchDecoder(
+        LlamaForCausalLM(LlamaConfig(**SHAPE, hidden_act="gelu")), torch.device("cpu"), packed=False
+    )
     assert decoder._llama is None
     assert all(p.untyped_storage().nbytes() == p.nbytes for p in decoder.model.parameters())
 
 
 async def test_another_kind_of_model_is_served_by_its_own_modules() -> None:
     """Gated experts instead of a gated product: not a Llama, but two-part attention serves it."""
-    shape = {**SHAPE, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
+    shape = {
+        **SHAPE,
+        "moe_intermediate_size": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "head_dim": 8,
+    }
     torch.manual_seed(0)
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape)).eval()
     reference = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape)).eval()
@@ -274,7 +333,8 @@ async def test_rows_that_end_with_their_first_token_leave_before_they_have_room(
 
 
 async def test_weights_swapped_mid_response_are_used_from_the_next_token_on() -> None:
-    old, new = llama(0), llama(1)
+    old = llama(0)
+    new = llama(1)
     request = ask(0, places=2, max_tokens=150, temperature=0.8)
     async with running(initial_version=3, max_rows=3) as engine:
         brake = Brake(engine, 60)
@@ -294,21 +354,28 @@ async def test_weights_swapped_mid_response_are_used_from_the_next_token_on() ->
         assert torch.allclose(done.logprobs, piecewise(old, new, request, done, 61), atol=1e-4)
 
 
-def piecewise(old: Any, new: Any, request: GroupRequest, done: Completion, before: int) -> torch.Tensor:
+def piecewise(
+    old: Any, new: Any, request: GroupRequest, done: Completion, before: int
+) -> torch.Tensor:
     """Logprobs with ``before`` tokens from ``old`` and the rest from ``new`` over ``old``'s KV."""
     ids = torch.cat([request.prompt_ids, done.token_ids])
-    seen = len(request.prompt_ids) + before - 1  # the newest token of the old weights is fed to the new ones
+    # the newest token of the old weights is fed to the new ones
+    seen = len(request.prompt_ids) + before - 1
     with torch.no_grad():
         first = old(input_ids=ids[None, :seen], use_cache=True)
         second = new(input_ids=ids[None, seen:-1], past_key_values=first.past_key_values)
-    logits = torch.cat([first.logits[0, len(request.prompt_ids) - 1 :], second.logits[0]]) / request.params.temperature
+    logits = (
+        torch.cat([first.logits[0, len(request.prompt_ids) - 1 :], second.logits[0]])
+        / request.params.temperature
+    )
     return logits.log_softmax(-1).gather(-1, done.token_ids[:, None])[:, 0]
 
 
 async def test_a_cancelled_swap_never_happens_or_has_happened() -> None:
     request = ask(0, places=1, max_tokens=100)
     async with running() as engine:
-        brake, stream = Brake(engine, 5), engine.generate([request])
+        brake = Brake(engine, 5)
+        stream = engine.generate([request])
         await brake.reached()
         waiting = asyncio.create_task(engine.load_weights(1, parameters(llama(1)), hold=True))
         with pytest.raises(TimeoutError):  # its turn has not come
@@ -318,7 +385,9 @@ async def test_a_cancelled_swap_never_happens_or_has_happened() -> None:
         assert engine.version == 0
         assert not engine._paused
 
-        begun, go_on, install = threading.Event(), threading.Event(), engine._decoder.weights.install
+        begun = threading.Event()
+        go_on = threading.Event()
+        install = engine._decoder.weights.install
 
         def slow(prepared: Any) -> Any:
             begun.set()
@@ -337,7 +406,9 @@ async def test_a_cancelled_swap_never_happens_or_has_happened() -> None:
         assert engine.version == 1
 
 
-async def test_an_engine_whose_step_never_ends_can_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_whose_step_never_ends_can_be_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch_rollout, "BOUNDARY_SECONDS", 0.1)
     engine = TorchRolloutEngine(llama(), max_rows=2)
     brake = Brake(engine, 2)
@@ -351,7 +422,8 @@ async def test_an_engine_whose_step_never_ends_can_be_closed(monkeypatch: pytest
 
 
 async def test_rows_that_begin_after_a_swap_have_a_fresh_prompt() -> None:
-    """A group that had begun when the weights changed: its later rows read the prompt with the new weights."""
+    """A group that had begun when the weights changed: its later rows read the prompt with the new
+    weights."""
     new = llama(1)
     request = ask(0, places=4, max_tokens=120)
     async with running(max_rows=2) as engine:
@@ -388,14 +460,20 @@ async def test_closing_the_iterator_or_cancelling_its_consumer_frees_the_rows() 
         assert rows_of(engine) == 0
         assert engine._decoder.prompts == []
         assert engine._decoder.rows == []
-    assert all(torch.allclose(d.logprobs, teacher_forced(llama(), ask(2), d), atol=1e-4) for d in found.values())
+    assert all(
+        torch.allclose(d.logprobs, teacher_forced(llama(), ask(2), d), atol=1e-4)
+        for d in found.values()
+    )
 
 
 @pytest.mark.parametrize(
     ("request_", "complaint"),
     [
         (ask(7, length=0), "group 7: prompt_ids"),
-        (GroupRequest(7, (0,), torch.tensor([3, VOCABULARY]), SamplingParams(4), 0), "the model knows 0..96"),
+        (
+            GroupRequest(7, (0,), torch.tensor([3, VOCABULARY]), SamplingParams(4), 0),
+            "the model knows 0..96",
+        ),
         (GroupRequest(7, (1, 1), torch.tensor([3]), SamplingParams(4), 0), "places"),
         (ask(7, max_tokens=0), "max_tokens"),
         (ask(7, top_p=0.0), "top_p"),
@@ -403,7 +481,9 @@ async def test_closing_the_iterator_or_cancelling_its_consumer_frees_the_rows() 
         (ask(7, length=200, max_tokens=57), "context 256"),
     ],
 )
-async def test_requests_that_cannot_be_served_are_refused_at_once(request_: GroupRequest, complaint: str) -> None:
+async def test_requests_that_cannot_be_served_are_refused_at_once(
+    request_: GroupRequest, complaint: str
+) -> None:
     async with running() as engine:
         with pytest.raises(ValueError, match=complaint):
             engine.generate([ask(0), request_])
@@ -413,20 +493,27 @@ async def test_requests_that_cannot_be_served_are_refused_at_once(request_: Grou
 async def test_a_model_that_two_part_attention_cannot_serve_is_refused() -> None:
     from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
-    config = GPTNeoConfig(vocab_size=97, hidden_size=32, num_layers=2, num_heads=2, attention_types=[[["global"], 2]])
+    config = GPTNeoConfig(
+        vocab_size=97, hidden_size=32, num_layers=2, num_heads=2, attention_types=[[["global"], 2]]
+    )
     with pytest.raises(ValueError, match="GPTNeoForCausalLM"):
         TorchRolloutEngine(GPTNeoForCausalLM(config), max_rows=2)
 
 
-# -- drawing -----------------------------------------------------------------------------------------------------------
+# -- drawing
+# --------------------------------------------------------------------------------------------------
 
 
 def allowed(logits: torch.Tensor, params: SamplingParams) -> list[bool]:
-    """Top-k and then top-p as the papers define it, one token at a time. A token whose mass ahead equals top-p but for
-    rounding may be drawn or not; it counts as allowed."""
+    """Top-k and then top-p as the papers define it, one token at a time.
+
+    A token whose mass ahead equals top-p but for rounding may be drawn or not; it counts as
+    allowed.
+    """
     probabilities = (logits.double() / params.temperature).softmax(-1)
     order = probabilities.argsort(descending=True).tolist()[: params.top_k or None]
-    mass, kept = 0.0, []
+    mass = 0.0
+    kept = []
     for token in order:
         if mass >= params.top_p * probabilities[order].sum() + 1e-6:
             break
@@ -466,10 +553,13 @@ def test_tokens_outside_top_k_and_top_p_are_never_drawn(
 
 @pytest.mark.parametrize("broken", [torch.nan, torch.inf])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_row_with_a_logit_that_is_not_finite_has_no_logprob(broken: float, temperature: float) -> None:
+def test_a_row_with_a_logit_that_is_not_finite_has_no_logprob(
+    broken: float, temperature: float
+) -> None:
     logits = torch.randn(2, 300, generator=torch.Generator().manual_seed(0))
     logits[0, 7] = -torch.inf  # a token that cannot be drawn
-    params, points = [SamplingParams(1, temperature=temperature)] * 2, [0.5, 0.5]
+    params = [SamplingParams(1, temperature=temperature)] * 2
+    points = [0.5, 0.5]
     tokens, logprobs = first(draw(logits.clone(), params, points))
     assert logprobs == pytest.approx(
         [float(logits[i].log_softmax(-1)[token]) for i, token in enumerate(tokens)], abs=1e-5
@@ -483,7 +573,8 @@ def test_a_row_with_a_logit_that_is_not_finite_has_no_logprob(broken: float, tem
 
 
 def test_draws_follow_the_distribution() -> None:
-    """Chi-square of 20,000 draws against the filtered distribution; seeds are fixed, so it passes always or never."""
+    """Chi-square of 20,000 draws against the filtered distribution; seeds are fixed, so it passes
+    always or never."""
     logits = torch.randn(300, generator=torch.Generator().manual_seed(0)) * 2
     params = SamplingParams(1, temperature=1.3, top_k=40, top_p=0.9)
     count = 20_000
@@ -520,7 +611,9 @@ def test_no_point_of_the_range_draws_a_token_of_weight_zero() -> None:
 
 
 def test_uniform_numbers_differ_by_seed_place_and_index() -> None:
-    points = [uniform(seed, place, index) for seed in (1, 11) for place in (1, 11) for index in (0, 1, 11)]
+    points = [
+        uniform(seed, place, index) for seed in (1, 11) for place in (1, 11) for index in (0, 1, 11)
+    ]
     assert len(set(points)) == len(points)
     assert all(0 <= point < 1 for point in points)
     many = torch.tensor([uniform(0, 0, index) for index in range(4000)])
@@ -555,10 +648,15 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts the system's threads, as Linux lists them")
+@pytest.mark.skipif(
+    not Path("/proc/self/task").exists(), reason="counts the system's threads, as Linux lists them"
+)
 def test_one_thread_alone_computes_in_parallel() -> None:
-    """The engine's own thread, later with a helper for the second core; the thread that made the engine has none."""
-    output = subprocess.run([sys.executable, "-c", ONE_POOL], capture_output=True, text=True, check=True, timeout=120)
+    """The engine's own thread, later with a helper for the second core; the thread that made the
+    engine has none."""
+    output = subprocess.run(
+        [sys.executable, "-c", ONE_POOL], capture_output=True, text=True, check=True, timeout=120
+    )
     assert output.stdout.split() == ["1", "2"]
 
 
@@ -582,4 +680,6 @@ def test_packed_weights_are_given_back_bit_for_bit(dtype: torch.dtype) -> None:
     linear = PackedLinear(*layers, dtype=torch.float32)
     assert all(not layer.weight.numel() for layer in layers)
     linear.unpack()
-    assert all(torch.equal(layer.weight, weight) for layer, weight in zip(layers, before, strict=True))
+    assert all(
+        torch.equal(layer.weight, weight) for layer, weight in zip(layers, before, strict=True)
+    )

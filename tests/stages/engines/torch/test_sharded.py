@@ -1,4 +1,5 @@
-"""The sharded train engine on real ranks against one process: every parameter's gradient, not only the loss."""
+"""The sharded train engine on real ranks against one process: every parameter's gradient, not only
+the loss."""
 
 from __future__ import annotations
 
@@ -62,7 +63,13 @@ def alone(kind: str, normalization: str = "token", **options: Any) -> dict[str, 
     gradients, metrics = gradients_of_step(engine, make_batch(), algorithm(normalization))
     again = dict(engine.train_batch(make_batch(), algorithm(normalization)))
     weights = {name: value.numpy() for name, value in weights_of(engine).items()}
-    return {"metrics": metrics, "again": again, "logprobs": logprobs, "gradients": gradients, "weights": weights}
+    return {
+        "metrics": metrics,
+        "again": again,
+        "logprobs": logprobs,
+        "gradients": gradients,
+        "weights": weights,
+    }
 
 
 @cache
@@ -78,14 +85,19 @@ def assert_gradients(got: dict[str, Any], expected: dict[str, torch.Tensor]) -> 
         assert gap < 1e-5, f"{name}: relative error {gap}"
 
 
-def assert_step(found: list[dict[str, Any]], expected: dict[str, Any], shares: list[list[int]], tp: int) -> None:
+def assert_step(
+    found: list[dict[str, Any]], expected: dict[str, Any], shares: list[list[int]], tp: int
+) -> None:
     for rank, result in enumerate(found):
         assert result["metrics"] == found[0]["metrics"], "every rank returns the same"
         for step in ("metrics", "again"):
-            got, wanted = dict(result[step]), dict(expected[step])
-            assert got.pop("fed_tokens") >= wanted.pop("fed_tokens")  # a split group's prompt is computed again
-            # A second step repeats rounding many times over: test_what_rounding_does_to_a_second_step. tp adds up halves of
-            # products, and its gradients are within 5e-6 of one process's, with torch's own layers too.
+            got = dict(result[step])
+            wanted = dict(expected[step])
+            # a split group's prompt is computed again
+            assert got.pop("fed_tokens") >= wanted.pop("fed_tokens")
+            # A second step repeats rounding many times over:
+            # test_what_rounding_does_to_a_second_step. tp adds up halves of products, and its
+            # gradients are within 5e-6 of one process's, with torch's own layers too.
             tolerance = 1e-5 if step == "metrics" else 5e-3
             assert got == pytest.approx(wanted, rel=tolerance, abs=1e-7)
         for at, row in zip(shares[rank // tp], result["logprobs"], strict=True):
@@ -93,9 +105,13 @@ def assert_step(found: list[dict[str, Any]], expected: dict[str, Any], shares: l
         assert result["weights"].keys() == expected["weights"].keys()
         for name, value in result["weights"].items():
             assert value.shape == expected["weights"][name].shape
-            np.testing.assert_array_equal(value, found[0]["weights"][name], err_msg=f"rank {rank}: {name}")
+            np.testing.assert_array_equal(
+                value, found[0]["weights"][name], err_msg=f"rank {rank}: {name}"
+            )
         for name, copy in result["copies"].items():
-            np.testing.assert_array_equal(copy, found[rank - rank % tp]["copies"][name], err_msg=name)
+            np.testing.assert_array_equal(
+                copy, found[rank - rank % tp]["copies"][name], err_msg=name
+            )
     assert_gradients(found[0]["gradients"], expected["gradients"])
 
 
@@ -107,11 +123,10 @@ def test_loss_and_every_gradient_are_those_of_one_process(kind: str, dp: int, tp
 
 
 def test_what_rounding_does_to_a_second_step() -> None:
-    """Noise of a millionth of each gradient, in one process: AdamW's first step makes signs of gradients, tiny ones too."""
-    engine, made = (
-        TorchTrainEngine(model_of("biased"), **{**OPTIONS, "grad_clip": None}),
-        torch.Generator().manual_seed(1),
-    )
+    """Noise of a millionth of each gradient, in one process: AdamW's first step makes signs of
+    gradients, tiny ones too."""
+    engine = TorchTrainEngine(model_of("biased"), **{**OPTIONS, "grad_clip": None})
+    made = torch.Generator().manual_seed(1)
 
     def add_noise(*_: Any) -> None:
         for parameter in engine.trained.values():
@@ -119,7 +134,8 @@ def test_what_rounding_does_to_a_second_step() -> None:
             parameter.grad += 1e-6 * parameter.grad.norm() * noise
 
     handle = engine._optimizer.register_step_pre_hook(add_noise)
-    expected, first = alone("biased", grad_clip=None), engine.train_batch(make_batch(), algorithm())
+    expected = alone("biased", grad_clip=None)
+    first = engine.train_batch(make_batch(), algorithm())
     handle.remove()
     again = engine.train_batch(make_batch(), algorithm())
     assert first["loss"] == pytest.approx(expected["metrics"]["loss"], rel=1e-6)
@@ -137,7 +153,8 @@ def test_ranks_on_a_cpu_compute_every_norm_in_few_passes(kind: str, dp: int, tp:
 
 @pytest.mark.parametrize("chosen", [{"dp": 2}, {"dp": 2, "tp": 2}, {"dp": 2, "cp": 2}], ids=name_of)
 def test_ranks_with_far_less_work_keep_step_and_change_nothing(chosen: dict[str, int]) -> None:
-    """One replica has a single row, so it makes idle passes; gradients are clipped by the norm over all ranks."""
+    """One replica has a single row, so it makes idle passes; gradients are clipped by the norm over
+    all ranks."""
     options: dict[str, Any] = {"grad_clip": 0.5, "activation_checkpointing": True}
     expected = alone("qwen3", "sequence", **options)
     assert expected["metrics"]["grad_norm"] > 1
@@ -148,19 +165,26 @@ def test_ranks_with_far_less_work_keep_step_and_change_nothing(chosen: dict[str,
 
 
 @pytest.mark.parametrize("chosen", [{"dp": 2}, {"dp": 2, "tp": 2}, {"dp": 2, "cp": 2}], ids=name_of)
-@pytest.mark.parametrize("of_ppo", [{}, {"critic_warmup_steps": 1, "value_learning_rate": 3e-2}], ids=["", "warm-up"])
+@pytest.mark.parametrize(
+    "of_ppo", [{}, {"critic_warmup_steps": 1, "value_learning_rate": 3e-2}], ids=["", "warm-up"]
+)
 def test_a_value_head_on_ranks_is_that_of_one_process(
     chosen: dict[str, int], of_ppo: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Its gradient, the gradient's norm with it, its moments; and what the ranks save, one process resumes."""
+    """Its gradient, the gradient's norm with it, its moments; and what the ranks save, one process
+    resumes."""
     options: dict[str, Any] = {"grad_clip": 0.5}
     expected = value_steps(None, "", options, of_ppo)
-    found = of_product({**chosen, "context_parallel": "ring"}, value_steps, str(tmp_path), options, of_ppo)
+    found = of_product(
+        {**chosen, "context_parallel": "ring"}, value_steps, str(tmp_path), options, of_ppo
+    )
     for result in found:
         for got, wanted in zip(result["metrics"], expected["metrics"], strict=True):
             shared = got.keys() & wanted.keys() - {"fed_tokens"}
             assert {"value_loss", "grad_norm", "explained_variance"} <= shared
-            assert {n: got[n] for n in shared} == pytest.approx({n: wanted[n] for n in shared}, rel=3e-4, abs=1e-6)
+            assert {n: got[n] for n in shared} == pytest.approx(
+                {n: wanted[n] for n in shared}, rel=3e-4, abs=1e-6
+            )
         for name, value in result["head"].items():
             np.testing.assert_array_equal(value, found[0]["head"][name])
             np.testing.assert_allclose(value, expected["head"][name], rtol=1e-3, atol=1e-6)
@@ -175,20 +199,27 @@ def test_a_value_head_on_ranks_is_that_of_one_process(
 
 @pytest.mark.parametrize(
     ("kind", "chosen"),
-    [("llama", {"dp": 2}), ("biased", {"tp": 2}), ("biased", {"dp": 2, "tp": 2}), ("llama", {"cp": 2})],
+    [
+        ("llama", {"dp": 2}),
+        ("biased", {"tp": 2}),
+        ("biased", {"dp": 2, "tp": 2}),
+        ("llama", {"cp": 2}),
+    ],
 )
 def test_a_critic_on_ranks_has_the_values_and_learns_the_weights_of_one_process(
     kind: str, chosen: dict[str, int], tmp_path: Path
 ) -> None:
-    """With tied output embeddings, and with some of its own, which a critic does not train; values of more groups than
-    replicas, and of fewer; and what the ranks save, one process resumes."""
+    """With tied output embeddings, and with some of its own, which a critic does not train; values
+    of more groups than replicas, and of fewer; and what the ranks save, one process resumes."""
     expected = critic_steps(None, kind, "", {})
     found = of_product(chosen, critic_steps, kind, str(tmp_path), {})
     for result in found:
         assert result["values"] == found[0]["values"], "all ranks have all values"
         for got, wanted in zip(result["metrics"], expected["metrics"], strict=True):
             assert got == pytest.approx(wanted, rel=3e-4)
-        for got, wanted in zip(result["values"] + result["alone"], expected["values"] + expected["alone"], strict=True):
+        for got, wanted in zip(
+            result["values"] + result["alone"], expected["values"] + expected["alone"], strict=True
+        ):
             assert got == pytest.approx(wanted, rel=1e-3, abs=1e-4)
     assert max(abs(value) for row in expected["alone"] for value in row) > 1e-3
     resumed_alone = TorchCriticEngine(model_of(kind, seed=9), **OPTIONS)
@@ -206,7 +237,8 @@ def test_a_rank_holds_its_share_of_weights_and_moments() -> None:
     whole = sum(value.nbytes for value in alone("llama")["weights"].values())
     for result in found:
         assert result["held"] < 0.27 * whole  # a quarter, the norms inside layers twice
-        assert sum(4 * int(np.prod(shape)) for shape in result["shards"].values()) <= result["held"]  # FSDP pads
+        # FSDP pads
+        assert sum(4 * int(np.prod(shape)) for shape in result["shards"].values()) <= result["held"]
 
 
 def test_a_step_on_ranks_has_the_same_bits_each_time() -> None:
@@ -217,20 +249,25 @@ def test_a_step_on_ranks_has_the_same_bits_each_time() -> None:
 
 
 def test_a_rank_that_does_not_come_is_not_waited_for_for_ever() -> None:
-    """Beside the supervisor, who sees processes end: one that hangs ends the others when the group's time is over."""
+    """Beside the supervisor, who sees processes end: one that hangs ends the others when the
+    group's time is over."""
     [message, _] = on_ranks(2, 1, left_alone, timeout=8.0)
     assert "timeout" in message.lower() or "timed out" in message.lower(), message
 
 
-# --- checkpoints -----------------------------------------------------------------------------------------------------
+# --- checkpoints
+# --------------------------------------------------------------------------------------------------
 
 
 def test_what_any_layout_has_saved_any_other_resumes_bit_for_bit(tmp_path: Path) -> None:
-    """dp2 saves beside a step; tp2, dp2 · tp2 and one process without torch.distributed resume it."""
+    """dp2 saves beside a step; tp2, dp2 · tp2 and one process without torch.distributed resume
+    it."""
     options: dict[str, Any] = {"grad_clip": 0.5, "weight_decay": 0.1}
     first = tmp_path / "first"
     state = on_ranks(2, 1, saved, "qwen3", str(first), options)[0]
-    assert any(np.abs(value).max() > 0 for name, value in state.items() if name.startswith("exp_avg/"))
+    assert any(
+        np.abs(value).max() > 0 for name, value in state.items() if name.startswith("exp_avg/")
+    )
     alone = TorchTrainEngine(model_of("qwen3", seed=9), **{**OPTIONS, **options})
     Checkpoint(first, 1, {}, []).load_into(alone)
     model = load_file(first / "model" / "model.safetensors")
@@ -295,7 +332,8 @@ def test_a_hugging_face_checkpoint_of_any_layout_opens_with_transformers(
     model = model_of(kind, dtype=torch.bfloat16)
     assert type(opened) is type(model)
     assert opened.dtype == torch.bfloat16
-    expected, got = dict(model.named_parameters()), dict(opened.named_parameters())
+    expected = dict(model.named_parameters())
+    got = dict(opened.named_parameters())
     assert got.keys() == expected.keys() == set(held)
     assert (opened.lm_head.weight is opened.model.embed_tokens.weight) == (kind != "biased")
     for name, weight in expected.items():
@@ -303,13 +341,16 @@ def test_a_hugging_face_checkpoint_of_any_layout_opens_with_transformers(
 
 
 def test_ranks_save_what_transformers_saves_of_a_model_with_experts(tmp_path: Path) -> None:
-    """By expert, as vLLM and other readers of checkpoints expect them, and with the buffers that routing needs."""
-    ranks, one = tmp_path / "ranks", tmp_path / "one"
+    """By expert, as vLLM and other readers of checkpoints expect them, and with the buffers that
+    routing needs."""
+    ranks = tmp_path / "ranks"
+    one = tmp_path / "one"
     on_ranks(2, 1, written, "moe", str(ranks), 400_000)
     model_of("moe", dtype=torch.bfloat16).save_pretrained(one)
     assert len(list(ranks.glob("*.safetensors"))) > 1
     found, expected = (
-        {n: t for path in at.glob("*.safetensors") for n, t in load_file(path).items()} for at in (ranks, one)
+        {n: t for path in at.glob("*.safetensors") for n, t in load_file(path).items()}
+        for at in (ranks, one)
     )
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
@@ -318,7 +359,9 @@ def test_ranks_save_what_transformers_saves_of_a_model_with_experts(tmp_path: Pa
 
 
 @pytest.mark.parametrize("kind", ["biased", "qwen3"])
-def test_ranks_begin_with_the_weights_of_a_hugging_face_checkpoint_in_several_files(kind: str, tmp_path: Path) -> None:
+def test_ranks_begin_with_the_weights_of_a_hugging_face_checkpoint_in_several_files(
+    kind: str, tmp_path: Path
+) -> None:
     model = model_of(kind, seed=5)
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     tiny_tokenizer().save_pretrained(tmp_path)
@@ -330,7 +373,8 @@ def test_ranks_begin_with_the_weights_of_a_hugging_face_checkpoint_in_several_fi
             np.testing.assert_array_equal(found[name], weight.detach().numpy(), err_msg=name)
 
 
-# --- precision -------------------------------------------------------------------------------------------------------
+# --- precision
+# --------------------------------------------------------------------------------------------------
 
 
 @cache
@@ -340,9 +384,15 @@ def mixed(dp: int, tp: int) -> list[dict[str, Any]]:
 
 def test_mixed_precision_computes_in_bfloat16_over_float32_masters() -> None:
     [one] = mixed(1, 1)
-    assert (one["computed"], one["kept"], one["published"]) == ("torch.bfloat16", {"torch.float32"}, {"torch.bfloat16"})
+    assert (one["computed"], one["kept"], one["published"]) == (
+        "torch.bfloat16",
+        {"torch.float32"},
+        {"torch.bfloat16"},
+    )
     half = TorchTrainEngine(model_of("qwen3", dtype=torch.bfloat16), **OPTIONS)
-    assert one["logprobs"] == [row.tolist() for row in half.logprobs(make_batch()).unbind()], "the bfloat16 model's own"
+    assert one["logprobs"] == [row.tolist() for row in half.logprobs(make_batch()).unbind()], (
+        "the bfloat16 model's own"
+    )
     for name, master in one["masters"].items():
         published = torch.from_numpy(master).bfloat16().float().numpy()
         np.testing.assert_array_equal(one["weights"][name], published, err_msg=name)
@@ -353,7 +403,8 @@ def test_mixed_precision_computes_in_bfloat16_over_float32_masters() -> None:
 
 @pytest.mark.parametrize(("dp", "tp"), LAYOUTS)
 def test_ranks_in_mixed_precision_are_as_near_to_float32_as_one(dp: int, tp: int) -> None:
-    """Ranks that cut matrices round the parts of a sum: they compute other bfloat16 numbers than one, and no worse ones."""
+    """Ranks that cut matrices round the parts of a sum: they compute other bfloat16 numbers than
+    one, and no worse ones."""
     [one], found, exact = mixed(1, 1), mixed(dp, tp), alone("qwen3")["gradients"]
     before = {name: value.detach().numpy() for name, value in model_of("qwen3").named_parameters()}
     for result in found:
@@ -361,25 +412,43 @@ def test_ranks_in_mixed_precision_are_as_near_to_float32_as_one(dp: int, tp: int
             assert result[key] == one[key]
         assert result["loss"] == found[0]["loss"] == pytest.approx(one["loss"], rel=0.02)
         for name, master in one["masters"].items():
-            np.testing.assert_array_equal(result["masters"][name], found[0]["masters"][name], err_msg=name)
-            gap, usual = (np.linalg.norm(r["gradients"][name] - exact[name].numpy()) for r in (result, one))
+            np.testing.assert_array_equal(
+                result["masters"][name], found[0]["masters"][name], err_msg=name
+            )
+            gap, usual = (
+                np.linalg.norm(r["gradients"][name] - exact[name].numpy()) for r in (result, one)
+            )
             assert gap < 2 * usual < 0.12 * exact[name].norm(), f"{name}: {gap} beside {usual}"
             if tp == 1:  # AdamW makes signs of what is nearly zero
-                way = np.linalg.norm(result["masters"][name] - master) / np.linalg.norm(master - before[name])
+                way = np.linalg.norm(result["masters"][name] - master) / np.linalg.norm(
+                    master - before[name]
+                )
                 assert way < 0.1, f"{name}: {dp} ranks went another way than one ({way})"
 
 
-# --- shares ----------------------------------------------------------------------------------------------------------
+# --- shares
+# --------------------------------------------------------------------------------------------------
 
 
 def test_ranks_are_distinguished() -> None:
-    assert [Layout.for_training(dp=2, tp=3).coordinates(rank).replica for rank in range(6)] == [0, 0, 0, 1, 1, 1]
+    assert [Layout.for_training(dp=2, tp=3).coordinates(rank).replica for rank in range(6)] == [
+        0,
+        0,
+        0,
+        1,
+        1,
+        1,
+    ]
     with pytest.raises(ValueError, match="4 of 4"):
         Layout.for_training(dp=2, tp=2).coordinates(4)
 
 
 shapes = st.lists(
-    st.builds(GroupShape, st.integers(1, 60), st.lists(st.integers(1, 60), min_size=1, max_size=8).map(tuple)),
+    st.builds(
+        GroupShape,
+        st.integers(1, 60),
+        st.lists(st.integers(1, 60), min_size=1, max_size=8).map(tuple),
+    ),
     min_size=1,
     max_size=8,
 )
@@ -388,7 +457,9 @@ shapes = st.lists(
 @settings(max_examples=200, deadline=None)
 @given(groups=shapes, parts=st.integers(1, 8))
 def test_shares_cover_each_row_once_and_none_is_empty(groups: list[GroupShape], parts: int) -> None:
-    rows = [(number, row) for number, group in enumerate(groups) for row in range(len(group.responses))]
+    rows = [
+        (number, row) for number, group in enumerate(groups) for row in range(len(group.responses))
+    ]
     if len(rows) < parts:
         with pytest.raises(ValueError, match=f"{len(rows)} rows cannot be dealt to {parts}"):
             deal(groups, parts)
@@ -396,14 +467,20 @@ def test_shares_cover_each_row_once_and_none_is_empty(groups: list[GroupShape], 
     shares = deal(groups, parts)
     assert len(shares) == parts
     assert all(shares)
-    assert sorted((piece.group, row) for share in shares for piece in share for row in piece.rows) == rows
+    assert (
+        sorted((piece.group, row) for share in shares for piece in share for row in piece.rows)
+        == rows
+    )
     for share in shares:
-        assert len({piece.group for piece in share}) == len(share), "a prompt is computed twice by one rank"
+        assert len({piece.group for piece in share}) == len(share), (
+            "a prompt is computed twice by one rank"
+        )
 
 
 @settings(max_examples=100, deadline=None)
 @given(
-    sizes=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 60)), min_size=1, max_size=8), parts=st.integers(2, 4)
+    sizes=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 60)), min_size=1, max_size=8),
+    parts=st.integers(2, 4),
 )
 def test_shares_are_balanced_by_tokens(sizes: list[tuple[int, int]], parts: int) -> None:
     """With rows and prompts much shorter than a share, the largest is near the fair one."""
@@ -418,7 +495,8 @@ def test_groups_stay_whole_where_that_balances() -> None:
     assert [[piece.rows for piece in share] for share in shares] == [[tuple(range(8))] * 2] * 2
 
 
-# --- what cannot be cut ------------------------------------------------------------------------------------------------
+# --- what cannot be cut
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -427,10 +505,17 @@ def test_groups_stay_whole_where_that_balances() -> None:
         (4, {}, "num_attention_heads = 6, which 4 ranks cannot share evenly"),
         (3, {}, "num_key_value_heads = 2, which 3 ranks cannot share evenly"),
         (2, None, "Qwen3ForCausalLM comes without a tensor-parallel plan; use tp = 1"),
-        (2, {"layers.*.mlp": "mla_kv_a_proj"}, r"wants layers\.0\.mlp 'mla_kv_a_proj'; this engine knows colwise"),
+        (
+            2,
+            {"layers.*.mlp": "mla_kv_a_proj"},
+            r"wants layers\.0\.mlp 'mla_kv_a_proj'; this engine "
+            r"knows colwise",
+        ),
     ],
 )
-def test_a_model_that_cannot_be_cut_is_refused_by_name(tp: int, plan: dict[str, str] | None, message: str) -> None:
+def test_a_model_that_cannot_be_cut_is_refused_by_name(
+    tp: int, plan: dict[str, str] | None, message: str
+) -> None:
     model = model_of("qwen3")
     model.config.base_model_tp_plan = plan if plan != {} else model.config.base_model_tp_plan
     with pytest.raises(ValueError, match=message):
@@ -438,7 +523,9 @@ def test_a_model_that_cannot_be_cut_is_refused_by_name(tp: int, plan: dict[str, 
 
 
 def test_fused_matrices_are_found() -> None:
-    assert fused(model_state(model_of("fused").config)) == "model.layers.0.self_attn.qkv_proj.weight"
+    assert (
+        fused(model_state(model_of("fused").config)) == "model.layers.0.self_attn.qkv_proj.weight"
+    )
     assert fused(model_state(model_of("gathered").config)) == ""
 
 
@@ -457,5 +544,7 @@ def test_a_rollout_engine_on_the_same_devices_gets_the_weights_bit_for_bit(
 ) -> None:
     result = of_product(chosen, taking_turns, kind, compute)
     assert result == [result[0]] * len(result)
-    assert ("model.layers.0.self_attn.qkv_proj.weight" in result[0]) == (kind != "gathered"), "vLLM's names where fused"
+    assert ("model.layers.0.self_attn.qkv_proj.weight" in result[0]) == (kind != "gathered"), (
+        "vLLM's names where fused"
+    )
     assert ("model.layers.1.mlp.gate_up_proj.bias" in result[0]) == (kind == "biased")

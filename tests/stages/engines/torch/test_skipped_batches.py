@@ -1,5 +1,8 @@
-"""A train batch is atomic: all of its optimizer steps are made, or none. What is left is compared bit for bit with the state
-before, and what follows with an engine that never saw the batch."""
+"""A train batch is atomic: all of its optimizer steps are made, or none.
+
+What is left is compared bit for bit with the state before, and what follows with an engine that
+never saw the batch.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,10 @@ def plain(**options: Any) -> TorchTrainEngine:
 ENGINES: dict[str, tuple[Callable[[], Any], Any]] = {
     "float32": (plain, GRPO(**SEVERAL)),
     "master weights": (lambda: plain(compute=torch.bfloat16), GRPO(**SEVERAL)),
-    "bfloat16": (lambda: TorchTrainEngine(model_of("biased", dtype=torch.bfloat16), **SCHEDULED), GRPO(**SEVERAL)),
+    "bfloat16": (
+        lambda: TorchTrainEngine(model_of("biased", dtype=torch.bfloat16), **SCHEDULED),
+        GRPO(**SEVERAL),
+    ),
     "adapters": (lambda: plain(adapters=AdapterOptions(rank=2, alpha=4)), GRPO(**SEVERAL)),
     "value head": (lambda: plain(value_head=True), PPO(**SEVERAL)),
     "critic": (
@@ -59,21 +65,29 @@ def batch_for(engine: Any, seed: int) -> TensorDict:
 def flat(value: Any, name: str = "") -> dict[str, Any]:
     if not isinstance(value, dict):
         return {name: value}
-    return {key: each for part, of in value.items() for key, each in flat(of, f"{name}/{part}").items()}
+    return {
+        key: each for part, of in value.items() for key, each in flat(of, f"{name}/{part}").items()
+    }
 
 
 def assert_same(state: dict[str, Any], expected: dict[str, Any]) -> None:
-    got, wanted = flat(state), flat(expected)
+    got = flat(state)
+    wanted = flat(expected)
     assert got.keys() == wanted.keys()
     for name, value in wanted.items():
-        assert torch.equal(got[name], value) if isinstance(value, torch.Tensor) else got[name] == value, name
+        assert (
+            torch.equal(got[name], value) if isinstance(value, torch.Tensor) else got[name] == value
+        ), name
 
 
 @pytest.mark.parametrize("at", [2, 4])
 @pytest.mark.parametrize("kind", ENGINES)
-def test_a_batch_leaves_nothing_where_a_later_optimizer_step_is_not_finite(kind: str, at: int) -> None:
+def test_a_batch_leaves_nothing_where_a_later_optimizer_step_is_not_finite(
+    kind: str, at: int
+) -> None:
     make, algorithm = ENGINES[kind]
-    engine, twin = make(), make()
+    engine = make()
+    twin = make()
     engine.train_batch(batch_for(engine, 0), algorithm)
     before = copy.deepcopy(engine.state_dict())
     published = {name: value.clone() for name, value in engine.weights()}
@@ -87,7 +101,9 @@ def test_a_batch_leaves_nothing_where_a_later_optimizer_step_is_not_finite(kind:
     twin.load_state_dict(before | {"version": 2})
     metrics = engine.train_batch(batch_for(engine, 2), algorithm)
     assert metrics == twin.train_batch(batch_for(twin, 2), algorithm)
-    assert metrics["learning_rate"] == pytest.approx(OPTIONS["learning_rate"] * 3 / 8), "of the third version"
+    assert metrics["learning_rate"] == pytest.approx(OPTIONS["learning_rate"] * 3 / 8), (
+        "of the third version"
+    )
     assert_same(engine.state_dict(), twin.state_dict())
 
 
@@ -101,7 +117,9 @@ def test_a_value_that_is_no_number_in_the_second_mini_batch_leaves_the_first_out
     assert_same(engine.state_dict(), before | {"version": 1})
 
 
-@pytest.mark.parametrize("options", [{}, {"compute": torch.bfloat16}, {"weight_decay": 1e41, "learning_rate": 0.1}])
+@pytest.mark.parametrize(
+    "options", [{}, {"compute": torch.bfloat16}, {"weight_decay": 1e41, "learning_rate": 0.1}]
+)
 @pytest.mark.parametrize("epochs", [1, 3])
 def test_weights_that_would_overflow_are_taken_back(options: dict[str, Any], epochs: int) -> None:
     engine = plain(**{"learning_rate": 1e39, "warmup_steps": 0, **options})
@@ -164,8 +182,8 @@ def test_a_batch_that_was_trained_can_be_taken_back_where_the_engine_is_to_keep_
 @pytest.mark.parametrize("where", ["rows", "gradient", "loss"])
 @pytest.mark.parametrize("chosen", [{"dp": 2}, {"tp": 2}, {"dp": 2, "pp": 2}], ids=name_of)
 def test_what_shows_on_one_rank_alone_is_undone_on_all(chosen: dict[str, int], where: str) -> None:
-    """``rows`` of one replica, in its second mini-batch; a gradient, or the sum of losses, that is wrong in the memory of
-    one rank alone."""
+    """``rows`` of one replica, in its second mini-batch; a gradient, or the sum of losses, that is
+    wrong in the memory of one rank alone."""
     found = of_product(chosen, skipped_on_ranks, where)
     for result in found:
         assert "no step was taken and the 1 before it in the batch are undone" in result["error"]
@@ -178,7 +196,11 @@ def test_what_shows_on_one_rank_alone_is_undone_on_all(chosen: dict[str, int], w
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_value_that_is_not_finite_is_found_among_many(dtype: torch.dtype) -> None:
-    tensors = [torch.randn(3, 5, dtype=dtype), torch.empty(0, dtype=dtype), torch.randn(7, dtype=dtype)]
+    tensors = [
+        torch.randn(3, 5, dtype=dtype),
+        torch.empty(0, dtype=dtype),
+        torch.randn(7, dtype=dtype),
+    ]
     assert all_finite(tensors)
     assert all_finite([])
     for value in (float("nan"), float("inf"), float("-inf")):
@@ -189,7 +211,12 @@ def test_one_value_that_is_not_finite_is_found_among_many(dtype: torch.dtype) ->
 
 
 def test_what_is_put_back_has_the_same_bits_whatever_its_form() -> None:
-    tensors = [torch.randn(3, 2).t(), torch.tensor(3.0), torch.randn(5, dtype=torch.bfloat16), torch.empty(0, 4)]
+    tensors = [
+        torch.randn(3, 2).t(),
+        torch.tensor(3.0),
+        torch.randn(5, dtype=torch.bfloat16),
+        torch.empty(0, 4),
+    ]
     before = [tensor.clone() for tensor in tensors]
     undo = Undo(torch.device("cpu"))
     undo.keep(tensors)

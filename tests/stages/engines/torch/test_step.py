@@ -13,7 +13,16 @@ from stages.engines.torch.train import TorchTrainEngine
 from tests.batches import make_batch
 from tests.stages.sharded import OPTIONS, model_of, weights_of
 
-SEVERAL_RANKS = ("collectives", "context", "experts", "mesh", "pipeline", "ring", "sharded", "tensor")
+SEVERAL_RANKS = (
+    "collectives",
+    "context",
+    "experts",
+    "mesh",
+    "pipeline",
+    "ring",
+    "sharded",
+    "tensor",
+)
 
 
 def test_the_two_calls_make_the_step_of_a_train_batch_bit_for_bit() -> None:
@@ -32,7 +41,9 @@ def test_the_two_calls_make_the_step_of_a_train_batch_bit_for_bit() -> None:
 
 
 def test_gradients_of_several_passes_add_up_until_the_step() -> None:
-    once, twice = (TorchTrainEngine(model_of("llama"), **{**OPTIONS, "grad_clip": None}) for _ in range(2))
+    once, twice = (
+        TorchTrainEngine(model_of("llama"), **{**OPTIONS, "grad_clip": None}) for _ in range(2)
+    )
     norms = []
     for engine, passes in ((once, 1), (twice, 2)):
         _, (mini_batch,) = engine.prepare(make_batch(), GRPO(kl_coef=0.1))

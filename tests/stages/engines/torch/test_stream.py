@@ -13,7 +13,8 @@ async def test_the_tokens_before_a_completion_are_its_own(accelerated: bool) -> 
     async with running(accelerated=accelerated, max_rows=3) as engine:
         assert isinstance(engine, StreamingEngine)
         requests = [ask(0), ask(1, places=3, stop_token_ids=(5,)), ask(2, max_tokens=1)]
-        tokens, completions = dict[tuple[int, int], list[Token]](), dict[tuple[int, int], Completion]()
+        tokens = dict[tuple[int, int], list[Token]]()
+        completions = dict[tuple[int, int], Completion]()
         async for item in engine.stream(requests):
             key = (item.group, item.place)
             assert key not in completions, "nothing follows the completion"
@@ -24,7 +25,9 @@ async def test_the_tokens_before_a_completion_are_its_own(accelerated: bool) -> 
         for key, done in completions.items():
             assert [token.token_id for token in tokens[key]] == done.token_ids.tolist()
             assert [token.logprob for token in tokens[key]] == pytest.approx(done.logprobs.tolist())
-            assert {token.version for token in tokens[key]} == {version for version, _ in done.versions}
+            assert {token.version for token in tokens[key]} == {
+                version for version, _ in done.versions
+            }
         whole = await collect(engine.generate(requests))
         assert {key: done.token_ids.tolist() for key, done in whole.items()} == {
             key: done.token_ids.tolist() for key, done in completions.items()

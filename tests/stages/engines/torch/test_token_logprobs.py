@@ -1,4 +1,5 @@
-"""The entropy beside logprobs: right, without a gradient, and without an effect on the bits of what is trained."""
+"""The entropy beside logprobs: right, without a gradient, and without an effect on the bits of what
+is trained."""
 
 from __future__ import annotations
 
@@ -43,23 +44,31 @@ def test_the_entropy_is_that_of_each_distribution_and_changes_no_bit(
 
 def test_a_probability_of_zero_adds_nothing() -> None:
     weight = torch.tensor([[200.0], [-200.0], [-200.0]])
-    _, entropy = TokenLogprobs.apply(torch.ones(1, 1), weight, None, torch.tensor([0]), torch.tensor([0]), 1.0, True)
+    _, entropy = TokenLogprobs.apply(
+        torch.ones(1, 1), weight, None, torch.tensor([0]), torch.tensor([0]), 1.0, True
+    )
     assert entropy.tolist() == [pytest.approx(0.0, abs=1e-30)]
 
 
 def test_a_step_reports_the_mean_over_trained_tokens() -> None:
-    batch, algorithm = make_batch(), Observing()
+    batch = make_batch()
+    algorithm = Observing()
     rows = [torch.arange(len(row)) % 2 == 0 for row in batch["response_ids"].unbind()]
     batch["loss_mask"] = torch.nested.nested_tensor(rows, layout=torch.jagged)
     metrics = engine_of(tiny_llama(), token_budget=20).train_batch(batch, algorithm)
     entropies = torch.cat([tokens.entropy for tokens in algorithm.batches])
     assert len(entropies) == sum(int(row.sum()) for row in rows)
     assert metrics["entropy"] == pytest.approx(float(entropies.mean()))
-    model, wanted = tiny_llama(), []
+    model = tiny_llama()
+    wanted = []
     columns = (batch[name].unbind() for name in ("prompt_ids", "response_ids"))
     for prompt, response, kept in zip(*columns, rows, strict=True):
         with torch.no_grad():
-            own = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+            own = (
+                model(torch.cat([prompt, response])[None])
+                .logits[0, len(prompt) - 1 : -1]
+                .log_softmax(-1)
+            )
         wanted.append(-(own.exp() * own).sum(-1)[kept])
     assert metrics["entropy"] == pytest.approx(float(torch.cat(wanted).mean()), rel=1e-5)
 
@@ -67,7 +76,8 @@ def test_a_step_reports_the_mean_over_trained_tokens() -> None:
 def test_gaps_beyond_any_ratio_do_not_overflow() -> None:
     batch = make_batch()
     batch["rollout_logprobs"] = torch.nested.nested_tensor(
-        [torch.full_like(row, -1e4) for row in batch["rollout_logprobs"].unbind()], layout=torch.jagged
+        [torch.full_like(row, -1e4) for row in batch["rollout_logprobs"].unbind()],
+        layout=torch.jagged,
     )
     metrics = engine_of(tiny_llama()).train_batch(batch, GRPO())
     assert all(torch.tensor(value).isfinite() for value in metrics.values()), metrics

@@ -47,8 +47,11 @@ def tiny_llama(*, tied: bool = True, seed: int = 0, **options: Any) -> LlamaForC
     ).eval()
 
 
-def plain_logprobs(model: LlamaForCausalLM, batch: TensorDict, temperature: float = 1.0) -> list[torch.Tensor]:
-    """Row by row, right-padded, with an attention mask: what any user of transformers would write."""
+def plain_logprobs(
+    model: LlamaForCausalLM, batch: TensorDict, temperature: float = 1.0
+) -> list[torch.Tensor]:
+    """Row by row, right-padded, with an attention mask: what any user of transformers would
+    write."""
     rows = unstack(batch)
     longest = max(len(row["prompt_ids"]) + len(row["response_ids"]) for row in rows)
     result = []
@@ -57,14 +60,19 @@ def plain_logprobs(model: LlamaForCausalLM, batch: TensorDict, temperature: floa
         mask = torch.zeros(1, longest, dtype=torch.int64)
         mask[0, : len(ids)] = 1
         padded = torch.nn.functional.pad(ids, (0, longest - len(ids)))[None]
-        logits = model(input_ids=padded, attention_mask=mask).logits[0, len(row["prompt_ids"]) - 1 : len(ids) - 1]
+        logits = model(input_ids=padded, attention_mask=mask).logits[
+            0, len(row["prompt_ids"]) - 1 : len(ids) - 1
+        ]
         logprobs = (logits / temperature).log_softmax(-1)
         result.append(logprobs.gather(-1, row["response_ids"][:, None])[:, 0])
     return result
 
 
-def plain_tokens(model: LlamaForCausalLM, batch: TensorDict, temperature: float = 1.0) -> TokenBatch:
-    rows, logprobs = unstack(batch), plain_logprobs(model, batch, temperature)
+def plain_tokens(
+    model: LlamaForCausalLM, batch: TensorDict, temperature: float = 1.0
+) -> TokenBatch:
+    rows = unstack(batch)
+    logprobs = plain_logprobs(model, batch, temperature)
     lengths = torch.tensor([len(p) for p in logprobs])
     row = torch.arange(len(rows)).repeat_interleave(lengths)
     return TokenBatch(
@@ -83,16 +91,25 @@ def plain_tokens(model: LlamaForCausalLM, batch: TensorDict, temperature: float 
 
 def engine_of(model: LlamaForCausalLM, **options: Any) -> TorchTrainEngine:
     return TorchTrainEngine(
-        model, **{"learning_rate": 1e-2, "total_steps": 10, "grad_clip": None, "device": "cpu", **options}
+        model,
+        **{"learning_rate": 1e-2, "total_steps": 10, "grad_clip": None, "device": "cpu", **options},
     )
 
 
-def gradients_of_step(engine: TorchTrainEngine, batch: TensorDict, algorithm: Any) -> tuple[dict[str, Any], Any]:
+def gradients_of_step(
+    engine: TorchTrainEngine, batch: TensorDict, algorithm: Any
+) -> tuple[dict[str, Any], Any]:
     """What reaches the optimizer in one train step, by parameter name."""
     seen: dict[str, torch.Tensor] = {}
 
     def record(*_: Any) -> None:
-        seen.update({name: p.grad.clone() for name, p in engine.model.named_parameters() if p.grad is not None})
+        seen.update(
+            {
+                name: p.grad.clone()
+                for name, p in engine.model.named_parameters()
+                if p.grad is not None
+            }
+        )
 
     handle = engine._optimizer.register_step_pre_hook(record)
     metrics = engine.train_batch(batch, algorithm)
@@ -107,7 +124,8 @@ def assert_same_gradients(got: dict[str, torch.Tensor], expected: dict[str, torc
         assert gap < 1e-5, f"{name}: relative error {gap}"
 
 
-# --- the computation -------------------------------------------------------------------------------------------------
+# --- the computation
+# -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -116,7 +134,8 @@ def assert_same_gradients(got: dict[str, torch.Tensor], expected: dict[str, torc
 def test_loss_and_every_gradient_are_those_of_the_plain_forward(
     tied: bool, temperature: float, normalization: Any
 ) -> None:
-    batch, algorithm = make_batch(), GRPO(kl_coef=0.1, loss_normalization=normalization)
+    batch = make_batch()
+    algorithm = GRPO(kl_coef=0.1, loss_normalization=normalization)
     plain = tiny_llama(tied=tied)
     engine = engine_of(copy.deepcopy(plain), temperature=temperature)
     expected = algorithm.loss(plain_tokens(plain, batch, temperature))
@@ -124,7 +143,9 @@ def test_loss_and_every_gradient_are_those_of_the_plain_forward(
     got, metrics = gradients_of_step(engine, batch, algorithm)
 
     assert metrics["loss"] == pytest.approx(expected.loss.item(), rel=1e-5)
-    assert metrics["kl_reference"] == pytest.approx(expected.metrics["kl_reference"].item(), rel=1e-5)
+    assert metrics["kl_reference"] == pytest.approx(
+        expected.metrics["kl_reference"].item(), rel=1e-5
+    )
     assert 0 < metrics["ess"] <= 1
     expected_gradients = {name: p.grad for name, p in plain.named_parameters()}
     assert_same_gradients(got, expected_gradients)  # type: ignore[arg-type]
@@ -136,7 +157,8 @@ def test_loss_and_every_gradient_are_those_of_the_plain_forward(
 def test_logprobs_are_those_of_the_plain_forward_in_the_order_of_the_rows() -> None:
     rows = unstack(make_batch())
     random.Random(1).shuffle(rows)
-    batch, plain = stack(rows), tiny_llama()
+    batch = stack(rows)
+    plain = tiny_llama()
     engine = engine_of(copy.deepcopy(plain), temperature=0.7)
     got = engine.logprobs(batch)
     assert got.dtype == torch.float32
@@ -146,19 +168,26 @@ def test_logprobs_are_those_of_the_plain_forward_in_the_order_of_the_rows() -> N
 
 @pytest.mark.parametrize("budget", [1, 8, 16, 25, 60, 10_000])
 def test_a_token_budget_changes_only_the_rounding(budget: int) -> None:
-    batch, algorithm = make_batch(), GRPO()
+    batch = make_batch()
+    algorithm = GRPO()
     whole, metrics = gradients_of_step(engine_of(tiny_llama()), batch, algorithm)
-    split, split_metrics = gradients_of_step(engine_of(tiny_llama(), token_budget=budget), batch, algorithm)
+    split, split_metrics = gradients_of_step(
+        engine_of(tiny_llama(), token_budget=budget), batch, algorithm
+    )
     assert_same_gradients(split, whole)
-    metrics, split_metrics = dict(metrics), dict(split_metrics)
-    assert split_metrics.pop("fed_tokens") >= metrics.pop("fed_tokens")  # a split group's prompt is computed again
+    metrics = dict(metrics)
+    split_metrics = dict(split_metrics)
+    # a split group's prompt is computed again
+    assert split_metrics.pop("fed_tokens") >= metrics.pop("fed_tokens")
     assert split_metrics == pytest.approx(metrics, rel=1e-5, abs=1e-7)
 
 
 def test_activation_checkpointing_changes_no_gradient() -> None:
-    batch, algorithm = make_batch(), GRPO()
+    batch = make_batch()
+    algorithm = GRPO()
     plain, _ = gradients_of_step(engine_of(tiny_llama()), batch, algorithm)
-    engine, calls = engine_of(tiny_llama(), activation_checkpointing=True), []
+    engine = engine_of(tiny_llama(), activation_checkpointing=True)
+    calls = []
     engine.model.model.layers[1].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     checkpointed, _ = gradients_of_step(engine, batch, algorithm)
     assert_same_gradients(checkpointed, plain)
@@ -166,8 +195,11 @@ def test_activation_checkpointing_changes_no_gradient() -> None:
 
 
 @pytest.mark.parametrize("rows_at_once", [1, 7])
-def test_logits_in_bounded_chunks_change_nothing(rows_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    batch, algorithm = make_batch(), GRPO()
+def test_logits_in_bounded_chunks_change_nothing(
+    rows_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = make_batch()
+    algorithm = GRPO()
     whole, metrics = gradients_of_step(engine_of(tiny_llama()), batch, algorithm)
     sizes: list[int] = []
     logits = token_logprobs.scaled_logits
@@ -203,7 +235,8 @@ def test_other_decoder_families_are_computed_as_by_transformers(family: str) -> 
     )
     torch.manual_seed(0)
     plain = AutoModelForCausalLM.from_config(config).eval()
-    batch, algorithm = make_batch(RAGGED[:3]), GRPO()
+    batch = make_batch(RAGGED[:3])
+    algorithm = GRPO()
     engine = engine_of(copy.deepcopy(plain))
     expected = algorithm.loss(plain_tokens(plain, batch))
     expected.loss.backward()
@@ -214,13 +247,21 @@ def test_other_decoder_families_are_computed_as_by_transformers(family: str) -> 
 def test_a_model_that_cannot_be_packed_is_refused_by_name() -> None:
     from transformers import AutoConfig
 
-    config = AutoConfig.for_model("gpt_neo", vocab_size=97, hidden_size=32, num_layers=2, num_heads=2,
-                                  attention_types=[[["global"], 2]], max_position_embeddings=64)  # fmt: skip
+    config = AutoConfig.for_model(
+        "gpt_neo",
+        vocab_size=97,
+        hidden_size=32,
+        num_layers=2,
+        num_heads=2,
+        attention_types=[[["global"], 2]],
+        max_position_embeddings=64,
+    )
     with pytest.raises(ValueError, match="GPTNeoForCausalLM"):
         engine_of(AutoModelForCausalLM.from_config(config))  # type: ignore[arg-type]
 
 
-# --- exactness -------------------------------------------------------------------------------------------------------
+# --- exactness
+# --------------------------------------------------------------------------------------------------
 
 
 def weights_of(engine: TorchTrainEngine) -> dict[str, torch.Tensor]:
@@ -246,7 +287,8 @@ def test_a_step_has_the_same_bits_whatever_the_order_of_the_rows() -> None:
 
 
 def test_logprobs_of_a_group_have_the_same_bits_alone_and_in_company() -> None:
-    rows, engine = unstack(make_batch()), engine_of(tiny_llama(), token_budget=20)
+    rows = unstack(make_batch())
+    engine = engine_of(tiny_llama(), token_budget=20)
     together = engine.logprobs(stack(rows)).unbind()
     for group in {int(row["group"]) for row in rows}:
         members = [i for i, row in enumerate(rows) if row["group"] == group]
@@ -255,7 +297,12 @@ def test_logprobs_of_a_group_have_the_same_bits_alone_and_in_company() -> None:
 
 
 def test_a_run_resumed_from_its_saved_state_continues_bit_for_bit() -> None:
-    options: dict[str, Any] = {"schedule": "cosine", "warmup_steps": 2, "weight_decay": 0.1, "grad_clip": 0.5}
+    options: dict[str, Any] = {
+        "schedule": "cosine",
+        "warmup_steps": 2,
+        "weight_decay": 0.1,
+        "grad_clip": 0.5,
+    }
     batches = [make_batch(seed=seed) for seed in range(4)]
     straight = engine_of(tiny_llama(), **options)
     saved = io.BytesIO()
@@ -273,20 +320,24 @@ def test_a_run_resumed_from_its_saved_state_continues_bit_for_bit() -> None:
     assert_same_bits(weights_of(resumed), weights_of(straight))
 
 
-# --- the optimizer ---------------------------------------------------------------------------------------------------
+# --- the optimizer
+# --------------------------------------------------------------------------------------------------
 
 
 def test_clipping_bounds_the_gradient_and_reports_the_norm_before_it() -> None:
     free, metrics = gradients_of_step(engine_of(tiny_llama()), make_batch(), GRPO())
     bound = metrics["grad_norm"] / 3
-    clipped, clipped_metrics = gradients_of_step(engine_of(tiny_llama(), grad_clip=bound), make_batch(), GRPO())
+    clipped, clipped_metrics = gradients_of_step(
+        engine_of(tiny_llama(), grad_clip=bound), make_batch(), GRPO()
+    )
     assert clipped_metrics["grad_norm"] == metrics["grad_norm"]
     for name, gradient in free.items():
         torch.testing.assert_close(clipped[name], gradient / 3, rtol=1e-4, atol=1e-9)
 
 
 def test_a_gradient_that_is_not_finite_takes_no_step() -> None:
-    engine, batch = engine_of(tiny_llama()), make_batch()
+    engine = engine_of(tiny_llama())
+    batch = make_batch()
     before = weights_of(engine)
     poisoned = batch.clone()
     poisoned["advantage"][3] = float("nan")
@@ -299,10 +350,13 @@ def test_a_gradient_that_is_not_finite_takes_no_step() -> None:
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.1])
 @pytest.mark.parametrize("logprob", [0.01, -104.0, -1e4, -1e38])
-def test_no_finite_logprob_makes_a_gradient_that_is_not_finite(logprob: float, kl_coef: float) -> None:
-    """The importance ratio of a token whose recorded logprob is absurd overflows float32, and the derivative of what is
-    clipped away would be 0 · inf: one such value in one row ended a run."""
-    engine, batch = engine_of(tiny_llama()), make_batch()
+def test_no_finite_logprob_makes_a_gradient_that_is_not_finite(
+    logprob: float, kl_coef: float
+) -> None:
+    """The importance ratio of a token whose recorded logprob is absurd overflows float32, and the
+    derivative of what is clipped away would be 0 · inf: one such value in one row ended a run."""
+    engine = engine_of(tiny_llama())
+    batch = make_batch()
     for name in ("rollout_logprobs", *(["ref_logprobs"] if kl_coef else [])):
         rows = [row.clone() for row in batch[name].unbind()]
         for row in rows[:2]:
@@ -317,7 +371,9 @@ def test_no_finite_logprob_makes_a_gradient_that_is_not_finite(logprob: float, k
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
 def test_the_learning_rate_warms_up_and_follows_its_schedule(schedule: Any) -> None:
-    engine = engine_of(tiny_llama(), learning_rate=0.5, total_steps=6, warmup_steps=2, schedule=schedule)
+    engine = engine_of(
+        tiny_llama(), learning_rate=0.5, total_steps=6, warmup_steps=2, schedule=schedule
+    )
     seen = [engine.train_batch(make_batch(RAGGED[:1]), GRPO())["learning_rate"] for _ in range(7)]
     tail = {
         "constant": [0.5] * 5,
@@ -329,8 +385,9 @@ def test_the_learning_rate_warms_up_and_follows_its_schedule(schedule: Any) -> N
 
 
 def test_the_learning_rate_is_multiplied_by_the_share_of_rows_with_a_signal() -> None:
-    """AdamW's first step moves every weight by the learning rate, whatever the size of the gradient. The scaled one moves it
-    by as much less as there are fewer rows to learn from, and not at all without any."""
+    """AdamW's first step moves every weight by the learning rate, whatever the size of the
+    gradient. The scaled one moves it by as much less as there are fewer rows to learn from, and not
+    at all without any."""
     batch = make_batch()
     rows = len(batch["advantage"])
     for kept in (rows, 1, 0):
@@ -339,15 +396,20 @@ def test_the_learning_rate_is_multiplied_by_the_share_of_rows_with_a_signal() ->
         assert int(part["advantage"].count_nonzero()) == kept
         engine = engine_of(tiny_llama(), learning_rate=1e-3)
         before = weights_of(engine)
-        assert engine.train_batch(part, GRPO())["learning_rate"] == pytest.approx(1e-3 * kept / rows)
+        assert engine.train_batch(part, GRPO())["learning_rate"] == pytest.approx(
+            1e-3 * kept / rows
+        )
         moved = (weights_of(engine)["model.norm.weight"] - before["model.norm.weight"]).abs()
-        torch.testing.assert_close(moved, torch.full_like(moved, 1e-3 * kept / rows), rtol=2e-2, atol=0)
+        torch.testing.assert_close(
+            moved, torch.full_like(moved, 1e-3 * kept / rows), rtol=2e-2, atol=0
+        )
     kept_by_kl = GRPO(kl_coef=0.1).signal
     assert kept_by_kl(None) == 1.0  # type: ignore[arg-type]  # the KL term learns from every row
 
 
 def test_the_rate_and_decay_really_act_on_the_weights() -> None:
-    """AdamW's first step moves every weight with a gradient by the learning rate; decay shrinks matrices, not norms."""
+    """AdamW's first step moves every weight with a gradient by the learning rate; decay shrinks
+    matrices, not norms."""
     engine = engine_of(tiny_llama(), learning_rate=1e-3)
     before = weights_of(engine)
     engine.train_batch(make_batch(), GRPO())
@@ -367,8 +429,11 @@ def test_the_rate_and_decay_really_act_on_the_weights() -> None:
 
 def test_a_bandit_is_learned() -> None:
     """Reward for emitting token 7: its probability rises from chance to near certainty."""
-    engine, algorithm, rng = engine_of(tiny_llama(), learning_rate=5e-3), GRPO(), torch.Generator().manual_seed(0)
-    prompt, chances = torch.tensor([3, 1, 4]), []
+    engine = engine_of(tiny_llama(), learning_rate=5e-3)
+    algorithm = GRPO()
+    rng = torch.Generator().manual_seed(0)
+    prompt = torch.tensor([3, 1, 4])
+    chances = []
     for _ in range(40):
         every = stack(
             [
@@ -403,7 +468,8 @@ def test_a_bandit_is_learned() -> None:
     assert chances[-1] > 0.9
 
 
-# --- what a user hands in and takes out ------------------------------------------------------------------------------
+# --- what a user hands in and takes out
+# ------------------------------------------------------------------------------
 
 
 def test_save_pretrained_opens_and_gives_the_same_logits(tmp_path: Path) -> None:
@@ -427,18 +493,23 @@ def test_weights_are_the_parameters_with_tied_ones_once(tied: bool) -> None:
     assert not any(weight.requires_grad for weight in weights.values())
     other = tiny_llama(tied=tied, seed=5)
     other.load_state_dict(weights, strict=False)
-    assert torch.equal(other(torch.tensor([[5, 6]])).logits, tiny_llama(tied=tied)(torch.tensor([[5, 6]])).logits)
+    assert torch.equal(
+        other(torch.tensor([[5, 6]])).logits, tiny_llama(tied=tied)(torch.tensor([[5, 6]])).logits
+    )
 
 
 def test_faulty_batches_are_refused_by_column_and_row() -> None:
-    engine, rows = engine_of(tiny_llama()), unstack(make_batch())
+    engine = engine_of(tiny_llama())
+    rows = unstack(make_batch())
     with pytest.raises(ValueError, match="column rollout_logprobs is missing"):
         engine.train_batch(make_batch().exclude("rollout_logprobs"), GRPO())
     with pytest.raises(ValueError, match="column ref_logprobs is missing"):
         engine.train_batch(make_batch().exclude("ref_logprobs"), GRPO(kl_coef=0.1))
     short = [dict(row) for row in rows]
     short[2]["rollout_logprobs"] = short[2]["rollout_logprobs"][:-1]
-    with pytest.raises(ValueError, match="rollout_logprobs: row 2 has 8 values for a response of 9 tokens"):
+    with pytest.raises(
+        ValueError, match="rollout_logprobs: row 2 has 8 values for a response of 9 tokens"
+    ):
         engine.train_batch(stack(short), GRPO())
     mixed = [dict(row) for row in rows]
     mixed[1]["prompt_ids"] = mixed[1]["prompt_ids"] + 1
@@ -465,7 +536,9 @@ class SumOfLogprobs(Algorithm):
     """The smallest algorithm: shows that the engine takes any, not only GRPO."""
 
     def loss(self, tokens: TokenBatch) -> LossOutput:
-        return LossOutput(-(tokens.logprobs * tokens["advantage"]).sum(), {"max_row": tokens.row_tokens.max()})
+        return LossOutput(
+            -(tokens.logprobs * tokens["advantage"]).sum(), {"max_row": tokens.row_tokens.max()}
+        )
 
 
 def test_an_algorithm_of_ones_own_is_enough() -> None:
@@ -473,26 +546,39 @@ def test_an_algorithm_of_ones_own_is_enough() -> None:
     assert metrics["max_row"] == 12
     batch = make_batch()
     logprobs = engine_of(tiny_llama()).logprobs(batch).unbind()
-    expected = -sum(float(a) * float(p.sum()) for a, p in zip(batch["advantage"], logprobs, strict=True))
+    expected = -sum(
+        float(a) * float(p.sum()) for a, p in zip(batch["advantage"], logprobs, strict=True)
+    )
     assert metrics["loss"] == pytest.approx(expected, rel=1e-4)
 
 
-# --- plans -----------------------------------------------------------------------------------------------------------
+# --- plans
+# --------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=200, deadline=None)
 @given(
     groups=st.lists(
-        st.builds(GroupShape, st.integers(1, 30), st.lists(st.integers(1, 30), min_size=1, max_size=6).map(tuple)),
+        st.builds(
+            GroupShape,
+            st.integers(1, 30),
+            st.lists(st.integers(1, 30), min_size=1, max_size=6).map(tuple),
+        ),
         min_size=1,
         max_size=6,
     ),
     budget=st.none() | st.integers(1, 120),
 )
-def test_plans_cover_each_row_once_within_the_budget(groups: list[GroupShape], budget: int | None) -> None:
+def test_plans_cover_each_row_once_within_the_budget(
+    groups: list[GroupShape], budget: int | None
+) -> None:
     plan = plan_micro_batches(groups, budget)
-    rows = [(piece.group, row) for micro_batch in plan for piece in micro_batch for row in piece.rows]
-    assert sorted(rows) == [(g, row) for g, group in enumerate(groups) for row in range(len(group.responses))]
+    rows = [
+        (piece.group, row) for micro_batch in plan for piece in micro_batch for row in piece.rows
+    ]
+    assert sorted(rows) == [
+        (g, row) for g, group in enumerate(groups) for row in range(len(group.responses))
+    ]
     limit = math.inf if budget is None else budget
     for micro_batch in plan:
         tokens = sum(groups[piece.group].tokens(piece.rows) for piece in micro_batch)

@@ -1,4 +1,5 @@
-"""What weight decay reaches: decided by what a parameter is, for every family of models, by the modules that hold them."""
+"""What weight decay reaches: decided by what a parameter is, for every family of models, by the
+modules that hold them."""
 
 from __future__ import annotations
 
@@ -20,18 +21,35 @@ from stages.engines.torch.optimizer import is_decayed
 from stages.engines.torch.train import TorchTrainEngine
 from tests.batches import make_batch
 
-RATE, DECAY = 0.1, 0.5
-OPTIONS: dict[str, Any] = {"learning_rate": RATE, "weight_decay": DECAY, "total_steps": 4, "device": "cpu"}
+RATE = 0.1
+DECAY = 0.5
+OPTIONS: dict[str, Any] = {
+    "learning_rate": RATE,
+    "weight_decay": DECAY,
+    "total_steps": 4,
+    "device": "cpu",
+}
 
 
 def matrices_of(model: nn.Module) -> set[str]:
-    """The names of the parameters of ``model`` that are multiplied with hidden states or looked up, by their modules."""
-    found, experts = set(), expert_modules(model)
+    """The names of the parameters of ``model`` that are multiplied with hidden states or looked up,
+    by their modules."""
+    found = set()
+    experts = expert_modules(model)
     for path, module in model.named_modules():
-        if isinstance(module, nn.Linear | nn.Embedding | Conv1D) or "router" in type(module).__name__.lower():
+        if (
+            isinstance(module, nn.Linear | nn.Embedding | Conv1D)
+            or "router" in type(module).__name__.lower()
+        ):
             found.add(f"{path}.weight")
-        elif module in experts:  # [experts, features, features]; their biases are [experts, features]
-            found |= {f"{path}.{name}" for name, value in module.named_parameters(recurse=False) if value.ndim == 3}
+        elif (
+            module in experts
+        ):  # [experts, features, features]; their biases are [experts, features]
+            found |= {
+                f"{path}.{name}"
+                for name, value in module.named_parameters(recurse=False)
+                if value.ndim == 3
+            }
     return found & {name for name, _ in model.named_parameters()}
 
 
@@ -42,17 +60,32 @@ def test_matrices_decay_and_nothing_else(family: str) -> None:
     assert decayed == matrices_of(model)
     left_out = {name for name, _ in model.named_parameters()} - decayed
     assert left_out, "norms, at least"
-    assert all(name.endswith(("bias", "sinks")) or "norm" in name or "ln_" in name for name in left_out)
+    assert all(
+        name.endswith(("bias", "sinks")) or "norm" in name or "ln_" in name for name in left_out
+    )
 
 
 def test_biases_of_stacked_experts_and_norms_of_single_heads_are_left_out() -> None:
     stacked = dict(model_of("gpt-oss").named_parameters())
-    biases = [name for name, value in stacked.items() if name.endswith("_proj_bias") and value.ndim == 2]
+    biases = [
+        name for name, value in stacked.items() if name.endswith("_proj_bias") and value.ndim == 2
+    ]
     assert len(biases) == 2 * 4
     assert not any(is_decayed(name, stacked[name]) for name in biases)
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
-    cohere = CohereForCausalLM(CohereConfig(vocab_size=16, use_qk_norm=True, pad_token_id=0, **sizes))
-    norms = {name: value for name, value in cohere.named_parameters() if "q_norm" in name or "k_norm" in name}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+    }
+    cohere = CohereForCausalLM(
+        CohereConfig(vocab_size=16, use_qk_norm=True, pad_token_id=0, **sizes)
+    )
+    norms = {
+        name: value
+        for name, value in cohere.named_parameters()
+        if "q_norm" in name or "k_norm" in name
+    }
     assert {value.ndim for value in norms.values()} == {2}
     assert not any(is_decayed(name, value) for name, value in norms.items())
 
@@ -70,7 +103,9 @@ def test_adapters_and_the_matrix_of_a_value_head_decay() -> None:
 
 @pytest.mark.parametrize("family", ["gpt-oss", "GPT-2", "Qwen3-MoE"])
 @pytest.mark.parametrize("compute", [None, torch.bfloat16])
-def test_a_step_without_a_gradient_shrinks_the_matrices_alone(family: str, compute: torch.dtype | None) -> None:
+def test_a_step_without_a_gradient_shrinks_the_matrices_alone(
+    family: str, compute: torch.dtype | None
+) -> None:
     model: PreTrainedModel = model_of(family)
     engine = TorchTrainEngine(model, **OPTIONS, compute=compute)
     before = {name: value.clone() for name, value in engine.state_dict()["model"].items()}

@@ -1,4 +1,5 @@
-"""These tests need vLLM, and are collected only where it is: in the environment that `make test-vllm` builds."""
+"""These tests need vLLM, and are collected only where it is: in the environment that `make
+test-vllm` builds."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model with heads as wide as vLLM's attention on the CPU takes them."""
     folder = tmp_path_factory.mktemp("model")
     config: LlamaConfig = tiny_model(0).config
-    config.num_attention_heads, config.num_key_value_heads, config.head_dim = 2, 1, 32
+    config.num_attention_heads = 2
+    config.num_key_value_heads = 1
+    config.head_dim = 32
     torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)

@@ -39,7 +39,10 @@ def model_of(adapters: dict[str, torch.Tensor] | None = None) -> LlamaForCausalL
 def adapters_of(seed: int) -> dict[str, torch.Tensor]:
     random = torch.Generator().manual_seed(seed)
     shapes = adapter_shapes(model_of(), LORA)
-    return {name: torch.empty(shape).normal_(std=0.2, generator=random) for name, shape in shapes.items()}
+    return {
+        name: torch.empty(shape).normal_(std=0.2, generator=random)
+        for name, shape in shapes.items()
+    }
 
 
 def logprobs_of(model: LlamaForCausalLM) -> torch.Tensor:

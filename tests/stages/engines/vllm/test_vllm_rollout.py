@@ -19,7 +19,13 @@ import torch
 from transformers import PreTrainedModel
 
 from pipeline.warehouse.arena import shared_memory_directory
-from stages.engines.protocols import Completion, EngineFailed, GroupRequest, RolloutEngine, SamplingParams
+from stages.engines.protocols import (
+    Completion,
+    EngineFailed,
+    GroupRequest,
+    RolloutEngine,
+    SamplingParams,
+)
 from stages.engines.vllm import rollout as vllm_rollout
 from stages.engines.vllm.rollout import VllmCollectiveEngine, VllmRolloutEngine
 from stages.models import load_model, load_tokenizer, model_folder
@@ -55,20 +61,33 @@ class OnSmolLM2(ModelContract):
         self, version: int, kind: type[VllmRolloutEngine] = VllmRolloutEngine, **options: Any
     ) -> VllmRolloutEngine:
         before = set(psutil.Process().children(recursive=True))
-        settings: dict[str, Any] = {"max_rows": 16, "max_model_len": 512, "block_size": 32, "kv_cache_bytes": 2**28}
+        settings: dict[str, Any] = {
+            "max_rows": 16,
+            "max_model_len": 512,
+            "block_size": 32,
+            "kv_cache_bytes": 2**28,
+        }
         settings |= {"enforce_eager": True, "threads": 2} | options
         shared = shared_memory_directory() / f"asyncdock-test-{time.monotonic_ns()}"
         engine = await asyncio.to_thread(
             lambda: kind(
-                model_folder("smollm2"), shared=shared, dtype=torch.float32, initial_version=version, **settings
+                model_folder("smollm2"),
+                shared=shared,
+                dtype=torch.float32,
+                initial_version=version,
+                **settings,
             )
         )
         self.processes[engine] = new_processes(before)
         return engine
 
     def prompt(self, group: int) -> torch.Tensor:
-        question = [{"role": "user", "content": f"What is {group} + 4? Answer with just the number."}]
-        return torch.tensor(TOKENIZER.apply_chat_template(question, add_generation_prompt=True, return_dict=False))
+        question = [
+            {"role": "user", "content": f"What is {group} + 4? Answer with just the number."}
+        ]
+        return torch.tensor(
+            TOKENIZER.apply_chat_template(question, add_generation_prompt=True, return_dict=False)
+        )
 
     def weights(self, number: int) -> dict[str, torch.Tensor]:
         return {name: parameter.detach() for name, parameter in smollm2(number).named_parameters()}
@@ -78,12 +97,16 @@ class OnSmolLM2(ModelContract):
 
     def teacher_forced(self, number: int, request: GroupRequest, done: Completion) -> torch.Tensor:
         with torch.no_grad():
-            logits = smollm2(number)(input_ids=torch.cat([request.prompt_ids, done.token_ids])[None]).logits[0]
+            logits = smollm2(number)(
+                input_ids=torch.cat([request.prompt_ids, done.token_ids])[None]
+            ).logits[0]
         logits = logits[len(request.prompt_ids) - 1 : -1] / (request.params.temperature or 1.0)
         return logits.log_softmax(-1).gather(-1, done.token_ids[:, None])[:, 0]
 
     async def harm(self, engine: RolloutEngine) -> None:
-        next(child for child in self.processes[engine] if "EngineCore" in " ".join(child.cmdline())).kill()
+        next(
+            child for child in self.processes[engine] if "EngineCore" in " ".join(child.cmdline())
+        ).kill()
 
 
 @pytest.mark.asyncio(loop_scope="class")
@@ -98,8 +121,10 @@ class TestVllm(OnSmolLM2):
     async def test_weights_damaged_on_the_way_are_not_loaded_and_what_is_in_flight_goes_on(
         self, engine: VllmRolloutEngine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """One bit of a published bucket is flipped: the worker's checksum finds it before the model is touched."""
-        undisturbed, version = await self.made(engine, self.ask(1, max_tokens=60)), engine.version
+        """One bit of a published bucket is flipped: the worker's checksum finds it before the model
+        is touched."""
+        undisturbed = await self.made(engine, self.ask(1, max_tokens=60))
+        version = engine.version
         publish = engine._weights.store.publish
 
         def damaged(*arguments: Any) -> Any:
@@ -122,7 +147,9 @@ class TestVllm(OnSmolLM2):
     async def test_a_bucket_that_is_dropped_is_found_before_the_model_is_touched(
         self, engine: VllmRolloutEngine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        before, version, publish = await self.made(engine, self.ask(1)), engine.version, engine._weights.store.publish
+        before = await self.made(engine, self.ask(1))
+        version = engine.version
+        publish = engine._weights.store.publish
 
         def dropping(*arguments: Any) -> Published:
             published = publish(*arguments)
@@ -138,7 +165,8 @@ class TestVllm(OnSmolLM2):
         await self.load(engine, 0)
 
     async def test_the_rows_of_a_group_share_their_prompt(self, engine: VllmRolloutEngine) -> None:
-        """Not asked of vLLM by us, but counted by it: only one row computes the prompt's full blocks."""
+        """Not asked of vLLM by us, but counted by it: only one row computes the prompt's full
+        blocks."""
         request = GroupRequest(0, tuple(range(4)), self.prompt(0).repeat(4), SamplingParams(1), 5)
         cached: list[int] = []
         generate = engine._llm.generate
@@ -172,9 +200,14 @@ class TestVllm(OnSmolLM2):
             engine.generate([self.ask(0, **params)])
 
 
-@pytest.mark.parametrize("options", [{"pause": "abort"}, {"kv_cache": "rebuild"}], ids=["abort", "rebuild"])
-async def test_a_swap_that_computes_again_leaves_nothing_of_the_old_weights(options: dict[str, str]) -> None:
-    """Tokens after the swap have the logprobs that the new weights alone give the whole response; with filters too."""
+@pytest.mark.parametrize(
+    "options", [{"pause": "abort"}, {"kv_cache": "rebuild"}], ids=["abort", "rebuild"]
+)
+async def test_a_swap_that_computes_again_leaves_nothing_of_the_old_weights(
+    options: dict[str, str],
+) -> None:
+    """Tokens after the swap have the logprobs that the new weights alone give the whole response;
+    with filters too."""
     contract = TestVllm()
     engine = await contract.build(0, filters=True, **options)
     try:
@@ -200,7 +233,9 @@ async def test_a_swap_that_computes_again_leaves_nothing_of_the_old_weights(opti
         await engine.close()
 
 
-async def test_the_first_worker_receives_what_a_trainer_on_other_devices_sends(tmp_path: Path) -> None:
+async def test_the_first_worker_receives_what_a_trainer_on_other_devices_sends(
+    tmp_path: Path,
+) -> None:
     """While vLLM goes on generating; what goes wrong on the way leaves it at its version."""
     contract = OnSmolLM2()
     engine = await contract.build(0, VllmCollectiveEngine)
@@ -233,20 +268,29 @@ async def test_the_first_worker_receives_what_a_trainer_on_other_devices_sends(t
         expected = contract.teacher_forced(1, request, fresh)
         assert torch.allclose(fresh.logprobs, expected, atol=contract.atol)
 
-        same = await engine.receive(sender.publish(2, contract.weights(1).items()))  # as changes: there are none
+        # as changes: there are none
+        same = await engine.receive(sender.publish(2, contract.weights(1).items()))
         assert same.keys() == landed.keys()
         never = sender.publish(3, contract.weights(1).items())
         sender.close()
-        with pytest.raises(WeightsUnreachable, match=r"keeps version 1: .*not received from the trainer"):
+        with pytest.raises(
+            WeightsUnreachable,
+            match=r"keeps version 1: .*not received from the "
+            r"trainer",
+        ):
             await engine.receive(never)
         await engine.load_weights(2, contract.weights(0))  # tensors, as any engine takes them
         (again,) = (await contract.made(engine, request)).values()
-        assert torch.allclose(again.logprobs, contract.teacher_forced(0, request, again), atol=contract.atol)
+        assert torch.allclose(
+            again.logprobs, contract.teacher_forced(0, request, again), atol=contract.atol
+        )
     finally:
         await engine.close()
 
 
-async def test_an_update_that_vllm_never_ends_fails_the_engine_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_update_that_vllm_never_ends_fails_the_engine_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Its worker stops in the middle, as one that waits for a device would; its iterators raise."""
     monkeypatch.setattr(vllm_rollout, "SHUTDOWN_SECONDS", 2.0)
     contract = OnSmolLM2()

@@ -1,4 +1,5 @@
-"""Whole runs with real vLLM engines: several replicas follow a trainer of several ranks, by either transport."""
+"""Whole runs with real vLLM engines: several replicas follow a trainer of several ranks, by either
+transport."""
 
 from __future__ import annotations
 
@@ -30,7 +31,12 @@ async def test_two_replicas_follow_a_trainer_of_two_ranks_and_one_may_be_killed(
         model__source=str(model),
         rollout__engine="vllm",
         rollout__workers=2,
-        rollout__vllm={"max_model_len": 64, "block_size": 32, "kv_cache_bytes": "64MiB", "enforce_eager": True},
+        rollout__vllm={
+            "max_model_len": 64,
+            "block_size": 32,
+            "kv_cache_bytes": "64MiB",
+            "enforce_eager": True,
+        },
         train__dp=2,
         train__steps=8,
         sync__transport=transport,
@@ -48,5 +54,9 @@ async def test_two_replicas_follow_a_trainer_of_two_ranks_and_one_may_be_killed(
     assert_nothing_left(watched.run)
     swaps = [sync for sync in watched.of("sync") if sync["worker"].startswith("rollout")]
     assert {sync["worker"] for sync in swaps} == {"rollout-0", "rollout-1"}
-    assert all(sync["gap_max"] <= sync["gap_max_limit"] for sync in swaps), "each was probed, and is the trainer's"
-    assert [sync["version"] for sync in swaps if sync["worker"] == "rollout-0"][-1] == of.train.steps
+    assert all(sync["gap_max"] <= sync["gap_max_limit"] for sync in swaps), (
+        "each was probed, and is the trainer's"
+    )
+    assert [sync["version"] for sync in swaps if sync["worker"] == "rollout-0"][
+        -1
+    ] == of.train.steps

@@ -1,4 +1,5 @@
-"""A teacher behind vLLM's own OpenAI-compatible server: its logprobs of given responses, and its tokenizer."""
+"""A teacher behind vLLM's own OpenAI-compatible server: its logprobs of given responses, and its
+tokenizer."""
 
 from __future__ import annotations
 
@@ -30,16 +31,41 @@ def url(model: Path) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
-    command += ["--host", "127.0.0.1", "--dtype", "float32", "--max-model-len", "64", "--block-size", "32"]
-    command += ["--enforce-eager", "--api-key", "secret-1234", "--kv-cache-memory-bytes", str(64 << 20)]
+    command = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(model),
+        "--port",
+        str(port),
+    ]
+    command += [
+        "--host",
+        "127.0.0.1",
+        "--dtype",
+        "float32",
+        "--max-model-len",
+        "64",
+        "--block-size",
+        "32",
+    ]
+    command += [
+        "--enforce-eager",
+        "--api-key",
+        "secret-1234",
+        "--kv-cache-memory-bytes",
+        str(64 << 20),
+    ]
     parent = os.getpid()
     server = subprocess.Popen(command, preexec_fn=lambda: die_with_parent(parent))
     deadline = time.monotonic() + START_SECONDS
     try:
         while True:
             assert server.poll() is None, "vLLM's server has ended"
-            assert time.monotonic() < deadline, f"vLLM's server has not started within {START_SECONDS:.0f} s"
+            assert time.monotonic() < deadline, (
+                f"vLLM's server has not started within {START_SECONDS:.0f} s"
+            )
             try:
                 urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
                 break
@@ -68,7 +94,11 @@ async def test_its_logprobs_are_those_of_the_reference_stage(url: str, model: Pa
 async def test_a_wrong_key_is_refused_without_being_shown(url: str) -> None:
     server = TeacherServer(TeacherOptions(url, key="wrong-key-9", retries=0), tiny_tokenizer())
     try:
-        with pytest.raises(TeacherRefused, match=r"wants another key; teacher\.api_key_variable") as refused:
+        with pytest.raises(
+            TeacherRefused,
+            match=r"wants another key; "
+            r"teacher\.api_key_variable",
+        ) as refused:
             await server.open()
         assert "wrong-key-9" not in str(refused.value)
     finally:

@@ -19,13 +19,15 @@ from stages.models import load_config, tiny_tokenizer
 
 pytestmark = pytest.mark.timeout(900)
 IDS = (torch.arange(20) * 7 + 3) % 46
-ROWS, TOKENS = 6, 300
+ROWS = 6
+TOKENS = 300
 
 
 def model_of(version: int) -> LlamaForCausalLM:
     """Weights that have nothing in common with those of another version."""
     config = load_config("tiny")
-    config.head_dim, config.initializer_range = 32, 0.3
+    config.head_dim = 32
+    config.initializer_range = 0.3
     torch.manual_seed(version)
     return LlamaForCausalLM(config).eval()
 
@@ -42,7 +44,8 @@ def gaps(done: Completion, version: int) -> torch.Tensor:
 async def test_tokens_before_and_after_each_swap_are_those_of_their_version(
     pause: Literal["keep", "abort"], tmp_path: Path
 ) -> None:
-    """Rows in flight are computed again at a swap: a token's logprob is that of a forward with the weights that made it."""
+    """Rows in flight are computed again at a swap: a token's logprob is that of a forward with the
+    weights that made it."""
     model_of(0).save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
     shared = shared_memory_directory() / f"asyncdock-test-{time.monotonic_ns()}"
@@ -67,7 +70,9 @@ async def test_tokens_before_and_after_each_swap_are_those_of_their_version(
         assert (
             engine._llm.vllm_config.scheduler_config.max_num_batched_tokens == 3072
         )  # no row is computed in pieces: vLLM on a CPU fails then
-        request = GroupRequest(0, tuple(range(ROWS)), IDS, SamplingParams(max_tokens=TOKENS, temperature=1.0), 0)
+        request = GroupRequest(
+            0, tuple(range(ROWS)), IDS, SamplingParams(max_tokens=TOKENS, temperature=1.0), 0
+        )
         swaps = iter([1, 2, 3])
         async with aclosing(engine.stream([request])) as pieces:  # type: ignore[type-var]
             count = 0
