@@ -258,7 +258,7 @@ def a_run_is_on_the_two_hosts(stack: Stack) -> None:
     assert (view["state"], view["steps_done"]) == ("finished", 20), view["reason"]
     read = ["sh", "-c", f"cat /data/*/runs/{view['id']}/metrics.jsonl"]
     lines = stack.container("agent").execute(*read).stdout.splitlines()
-    events = [json.loads(line)["data"] for line in lines if '"kind": "worker"' in line]
+    events = [event["data"] for event in map(json.loads, lines) if event["kind"] == "worker"]
     ready = {
         event["worker"]: event["node"]
         for event in events
