@@ -8,7 +8,8 @@ from pathlib import Path
 from orchestration.events_file import METRICS, MetricsFile
 from orchestration.processes.forkserver import ForkServer
 from orchestration.recipe.schema import Recipe
-from orchestration.run.run import Run
+from orchestration.run.execution import Execution
+from orchestration.run.folder import RunFolder
 from pipeline.events import Event
 
 
@@ -20,7 +21,7 @@ async def executed(
     They are also written to ``metrics.jsonl`` in ``out``. ``forks``: the fork server that starts
     the workers. Raises RuntimeError if ``must_finish`` is set and the run does not finish.
     """
-    run = Run.create(recipe, out)
+    run = Execution(RunFolder.create(recipe, out))
     events = list[Event]()
     run.forks = forks
 

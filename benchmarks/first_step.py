@@ -36,8 +36,10 @@ FILE = "ASYNCDOCK_FIRST_STEP_FILE"
 BEGAN = "ASYNCDOCK_FIRST_STEP_BEGAN"
 PHASES = {
     "orchestration.recipe.load": ("load_recipe",),
-    "orchestration.run.run": ("Run.create", "_start_index", "Run._prepare"),
-    "orchestration.run.launchers": ("ProcessLauncher.launch",),
+    "orchestration.run.folder": ("RunFolder.create",),
+    "orchestration.run.run_index": ("_start",),
+    "orchestration.run.execution": ("Execution._prepare",),
+    "orchestration.launch.launchers": ("ProcessLauncher.launch",),
     "orchestration.run.worker": ("Worker._build",),
     "pipeline.warehouse.dock": ("Dock.join",),
     "orchestration.run.builders.job": ("tokenizer_of",),

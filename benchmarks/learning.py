@@ -34,7 +34,8 @@ from rich.table import Table
 
 from orchestration.logs import configure
 from orchestration.recipe.load import load_recipe
-from orchestration.run.run import Run
+from orchestration.run.execution import Execution
+from orchestration.run.folder import RunFolder
 
 SMOOTHED = 5  # steps over which the plot's thick line is a mean
 COLOURS = (
@@ -102,16 +103,18 @@ async def trial(
         json.loads(parts.read_text()) if parts.exists() else []
     )
     if events:
-        run = Run.resume(folder)
+        run = Execution(RunFolder.resume(folder))
     else:
         shutil.rmtree(folder, ignore_errors=True)
-        run = Run.create(
-            load_recipe(path, [*overrides, f"pipeline.staleness={staleness}", f"seed={seed}"]),
-            folder,
+        run = Execution(
+            RunFolder.create(
+                load_recipe(path, [*overrides, f"pipeline.staleness={staleness}", f"seed={seed}"]),
+                folder,
+            )
         )
     before = max((at for at, _, _ in events), default=0.0)
     began = None
-    events = [of for of in events if of[1] != "step" or of[2]["step"] < run.begins]
+    events = [of for of in events if of[1] != "step" or of[2]["step"] < run.folder.begins]
 
     async def follow() -> None:
         nonlocal began
@@ -135,7 +138,7 @@ async def trial(
     held_out = scores()
     if result.state == "stopped" and not enough(held_out):
         parts.write_text(json.dumps(events))
-        raise Unfinished(f"{folder.name}: stopped after step {run.begins}")
+        raise Unfinished(f"{folder.name}: stopped after step {run.folder.begins}")
     if result.state not in ("finished", "stopped"):
         raise RuntimeError(f"seed {seed}, staleness {staleness}: {result.state}: {result.reason}")
     steps = [(at, data) for at, kind, data in events if kind == "step"]

@@ -36,7 +36,8 @@ from orchestration.recipe.load import load_recipe
 from orchestration.recipe.planner import prompt_limits
 from orchestration.recipe.schema import Recipe
 from orchestration.run.engines import rollout_engine, sampling_of, tokenizer_of, train_engine
-from orchestration.run.run import Run
+from orchestration.run.execution import Execution
+from orchestration.run.folder import RunFolder
 from pipeline.blocks import pack
 from stages.engines.protocols import Completion, GroupRequest, RolloutEngine
 from stages.flow.catalogue import ROUTED
@@ -177,7 +178,7 @@ async def one_run(
     steps = []
     held_out = dict[int, float]()
     with tempfile.TemporaryDirectory() as folder:
-        run = Run.create(recipe, Path(folder) / "run")
+        run = Execution(RunFolder.create(recipe, Path(folder) / "run"))
 
         async def follow() -> None:
             async for event in run.events():

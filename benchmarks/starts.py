@@ -34,7 +34,8 @@ import psutil
 from orchestration.processes.forkserver import ForkServer
 from orchestration.recipe.load import parse_recipe
 from orchestration.recipe.schema import Recipe
-from orchestration.run.run import Run
+from orchestration.run.execution import Execution
+from orchestration.run.folder import RunFolder
 
 try:
     from ray_cluster import on_ray, raylets
@@ -70,7 +71,7 @@ async def measure(
     """Seconds until all are ready, seconds from a kill to its successor's readiness, private bytes
     of the workers."""
     with tempfile.TemporaryDirectory(prefix="asyncdock-starts-") as folder:
-        run = Run.create(recipe_of(method, workers, address), Path(folder) / "run")
+        run = Execution(RunFolder.create(recipe_of(method, workers, address), Path(folder) / "run"))
         stop = asyncio.Event()
         run.forks = forks
         began = time.perf_counter()

@@ -36,7 +36,8 @@ from orchestration.recipe.load import load_recipe, parse_recipe
 from orchestration.recipe.planner import prompt_limits
 from orchestration.recipe.schema import Recipe
 from orchestration.run.engines import tokenizer_of
-from orchestration.run.run import Run
+from orchestration.run.execution import Execution
+from orchestration.run.folder import RunFolder
 from stages.prompts.sources import load_prompts
 from stages.rollout.evaluate import distinct_prompts
 
@@ -63,7 +64,7 @@ async def base(folder: Path, seed: int) -> Path:
     """A model that solves part of what can be learned, as a model before RL does: ``tiny`` after
     WARM_STEPS of ``sft`` on the prompts that are not held out. From random weights the runs differ
     by when they first find a letter, not by what they sample."""
-    result = await Run.create(warm_recipe(seed), folder).execute()
+    result = await Execution(RunFolder.create(warm_recipe(seed), folder)).execute()
     if result.checkpoint is None:
         raise RuntimeError(f"seed {seed}: the model to begin with was not trained: {result.reason}")
     return result.checkpoint.model

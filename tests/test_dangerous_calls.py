@@ -176,7 +176,7 @@ ALLOWED: dict[tuple[str, str], tuple[int, str]] = {
         1,
         "of a text whose tokens are numbers, operators, symbols and known functions",
     ),
-    ("orchestration/run/run.py", "importlib.import_module"): (1, OWN_NAME),
+    ("orchestration/run/execution.py", "importlib.import_module"): (1, OWN_NAME),
     ("api/client/__init__.py", "importlib.import_module"): (1, OWN_NAME),
     ("api/telemetry/trackers.py", "importlib.import_module"): (1, OWN_NAME),
 }

@@ -1,6 +1,6 @@
 """Executes a run in this process and shows it in the terminal.
 
-Run.execute ─▶ events ─▶ metrics.jsonl and the view ── at the end ─▶ summary, plot, samples
+Execution ─▶ events ─▶ metrics.jsonl and the view ── at the end ─▶ summary, plot, samples
     ▲
     └ first Ctrl-C: stop with a checkpoint; second one: cancel
 """
@@ -31,24 +31,26 @@ if TYPE_CHECKING:
 
     from orchestration.processes.forkserver import ForkServer
     from orchestration.recipe.schema import Recipe
-    from orchestration.run.run import Run, RunResult
+    from orchestration.run.execution import Execution, RunResult
+    from orchestration.run.folder import RunFolder
 
 LAST_EVENTS_SECONDS = 5.0  # how long the view waits for the last events after the run has ended
 
 
 def create_and_show(
-    create: Callable[[], Run], forks: ForkServer | None, *, json: bool, plain: bool
+    create: Callable[[], RunFolder], forks: ForkServer | None, *, json: bool, plain: bool
 ) -> int:
-    """Execute the run that ``create`` returns.
+    """Execute the run in the folder that ``create`` returns.
 
     Returns the exit code; ends the command when the run cannot be created.
     """
     from orchestration.private_files import keep_from_others
-    from orchestration.run.run import RunError, RunLocked
+    from orchestration.run.execution import Execution
+    from orchestration.run.lock import RunError, RunLocked
 
     keep_from_others()
     try:
-        run = create()
+        folder = create()
     except RunLocked as locked:
         refuse(locked, FAILED)
     except OSError as error:
@@ -58,11 +60,10 @@ def create_and_show(
         )
     except (RunError, ValueError) as error:
         refuse(error)
-    keep_from_others(run.recipe.launch.readers)
-    run.forks = forks
+    keep_from_others(folder.recipe.launch.readers)
     gc.freeze()
     gc.enable()
-    return show_run(run, json=json, plain=plain)
+    return show_run(Execution(folder, forks=forks), json=json, plain=plain)
 
 
 def new_folder(runs: Path, recipe: Recipe) -> Path:
@@ -92,7 +93,7 @@ def original_folder(run_dir: Path) -> Iterator[None]:
     """Change to the folder in which the run in ``run_dir`` was started, so that its modules and
     files are found. Stays in the current folder when there is no such run, or its folder does not
     exist."""
-    from orchestration.run.run import BEGUN_IN
+    from orchestration.run.folder import BEGUN_IN
 
     recorded = run_dir / BEGUN_IN
     folder = Path(recorded.read_text()) if recorded.is_file() else None
@@ -125,28 +126,29 @@ def fork_server() -> Iterator[ForkServer | None]:
             gc.enable()
 
 
-def show_run(run: Run, *, json: bool, plain: bool) -> int:
+def show_run(run: Execution, *, json: bool, plain: bool) -> int:
     """Execute ``run``, show it, print its report. Returns the exit code."""
     screen = safe_console(stderr=json)
     outcome = asyncio.run(watch_run(run, screen, json=json, plain=plain))
     if outcome is None:
         from api.terminal.report import resume_text
-        from orchestration.run.checkpoint import latest
 
-        newest = latest(run.out_dir / "checkpoints")
+        newest = run.folder.newest()
         begins = resume_text(newest.version if newest else 0, run.recipe.train.steps)
         screen.print(
             f"[bold yellow]Ended at once.[/] Go on {begins} with:", markup=True, highlight=False
         )
         screen.print(
-            f"  asyncdock resume {run.out_dir}", highlight=False, markup=False, soft_wrap=True
+            f"  asyncdock resume {run.folder.path}", highlight=False, markup=False, soft_wrap=True
         )
         return INTERRUPTED
     _report(run, outcome, screen)
     return OF_STATE[outcome.state]
 
 
-async def watch_run(run: Run, console: Console, *, json: bool, plain: bool) -> RunResult | None:
+async def watch_run(
+    run: Execution, console: Console, *, json: bool, plain: bool
+) -> RunResult | None:
     """Execute ``run`` while a view follows its events, which are also written to ``metrics.jsonl``.
 
     Returns None when it was cancelled by a second interrupt.
@@ -157,17 +159,17 @@ async def watch_run(run: Run, console: Console, *, json: bool, plain: bool) -> R
     from pipeline.events import Event, next_id
 
     recipe = run.recipe
-    log_file = run.out_dir / "logs" / RUN_LOG
+    log_file = run.folder.path / "logs" / RUN_LOG
     keep_errors_in(log_file)
     progress = Progress(recipe.name, recipe.train.steps, recipe.pipeline.staleness, recipe.devices)
     with contextlib.ExitStack() as stack:
         show, say = stack.enter_context(viewing(progress, console, json=json, plain=plain))
         # After the view has begun: a live view prints standard error above itself.
-        logs.configure(errors=run.out_dir / "logs" / ERRORS)
-        metrics = stack.enter_context(MetricsFile(run.out_dir / METRICS))
+        logs.configure(errors=run.folder.path / "logs" / ERRORS)
+        metrics = stack.enter_context(MetricsFile(run.folder.path / METRICS))
         # also of events that are removed: who has seen them goes on after their ids
         run.last_event = metrics.last
-        run.evaluated = metrics.rewind(run.begins)
+        run.evaluated = metrics.rewind(run.folder.begins)
         reader = Reader(log_file)
 
         def show_event(event: Event) -> None:
@@ -175,7 +177,9 @@ async def watch_run(run: Run, console: Console, *, json: bool, plain: bool) -> R
             show(event)
             reader.look()
             if event.kind == "state" and event.data["state"] == "paused":
-                say(f"Paused. Go on, from another terminal: asyncdock runs resume {run.out_dir}")
+                say(
+                    f"Paused. Go on, from another terminal: asyncdock runs resume {run.folder.path}"
+                )
 
         async def follow() -> None:
             is_first = True
@@ -216,7 +220,7 @@ class Reader:
 
 
 async def execute(
-    run: Run, follow: Callable[[], Any], say: Callable[[str], None]
+    run: Execution, follow: Callable[[], Any], say: Callable[[str], None]
 ) -> RunResult | None:
     """Execute ``run`` while ``follow`` shows it.
 
@@ -269,7 +273,7 @@ async def execute(
             say(f"The view of the run failed: {type(failed).__name__}: {failed}")
 
 
-def _report(run: Run, outcome: RunResult, console: Console) -> None:
+def _report(run: Execution, outcome: RunResult, console: Console) -> None:
     from api.terminal.report import log_of, summary_table, write_report
 
     def line(text: str, style: str | None = None) -> None:
@@ -278,7 +282,7 @@ def _report(run: Run, outcome: RunResult, console: Console) -> None:
     model = outcome.checkpoint.model if outcome.checkpoint else None
     saved = outcome.checkpoint.version if outcome.checkpoint else 0
     report = write_report(
-        run.out_dir, run.recipe, seconds=outcome.seconds, checkpoint=model, saved=saved
+        run.folder.path, run.recipe, seconds=outcome.seconds, checkpoint=model, saved=saved
     )
     # the view on standard output has shown the reason
     shown_before = {} if console.stderr else {"reason": ""}
@@ -286,7 +290,7 @@ def _report(run: Run, outcome: RunResult, console: Console) -> None:
     console.print(summary_table(report.summary | shown_before), markup=False)
     for note in report.notes:
         line(f"  {note}", "yellow")
-    log = log_of(run.out_dir, outcome.worker)
+    log = log_of(run.folder.path, outcome.worker)
     if outcome.state == "failed" and log is not None:
         line(f"  log: {log}")
     if model is not None:
@@ -296,4 +300,4 @@ def _report(run: Run, outcome: RunResult, console: Console) -> None:
     for missing in report.missing:
         line(f"  {missing}", "yellow")
     if outcome.state != "finished" and saved < run.recipe.train.steps:
-        line(f"Go on with: asyncdock resume {run.out_dir}")
+        line(f"Go on with: asyncdock resume {run.folder.path}")

@@ -102,11 +102,13 @@ def run(
     here = Path.cwd()
     with original_folder(path.parent), fork_server() as forks:
         loaded = load(path, set_, here / (out or "runs"))
-        from orchestration.run.run import Run
+        from orchestration.run.folder import RunFolder
 
         folder = (lambda: here / out) if out else (lambda: new_folder(here / "runs", loaded))
         raise typer.Exit(
-            create_and_show(lambda: Run.create(loaded, folder()), forks, json=as_json, plain=plain)
+            create_and_show(
+                lambda: RunFolder.create(loaded, folder()), forks, json=as_json, plain=plain
+            )
         )
 
 
@@ -134,9 +136,9 @@ def resume(
     run_dir = run_dir.parent if run_dir.name == "recipe.json" else run_dir
     refuse_anothers(run_dir, trust)
     with original_folder(run_dir), fork_server() as forks:
-        from orchestration.run.run import Run
+        from orchestration.run.folder import RunFolder
 
-        create = partial(Run.resume, run_dir, set_ or [], start_version)
+        create = partial(RunFolder.resume, run_dir, set_ or [], start_version)
         raise typer.Exit(create_and_show(create, forks, json=as_json, plain=plain))
 
 

@@ -184,10 +184,10 @@ def plan_profile(
     ]
     with original_folder(path.parent), fork_server() as forks:
         loaded = load(path, [*short, *(set_ or [])], here / out)
-        from orchestration.run.run import Run
+        from orchestration.run.folder import RunFolder
 
         code = create_and_show(
-            lambda: Run.create(loaded, here / out), forks, json=False, plain=plain
+            lambda: RunFolder.create(loaded, here / out), forks, json=False, plain=plain
         )
         if code == 0 and loaded.runs_stage("rollout") and not loaded.prompts.responses:
             from orchestration.simulation.engine_profile import profile_engine
@@ -196,7 +196,7 @@ def plan_profile(
             profile_engine(loaded).write(here / out)
             if smaller := with_smaller_steps(loaded):
                 code = create_and_show(
-                    lambda: Run.create(smaller, here / out / SMALLER),
+                    lambda: RunFolder.create(smaller, here / out / SMALLER),
                     forks,
                     json=False,
                     plain=plain,

@@ -18,7 +18,7 @@ from orchestration.processes.starter import Starter
 from pipeline.index.client import INDEX_VARIABLE
 from pipeline.node import owned_prefix
 
-HOST = "orchestration.run.hosts"
+HOST = "orchestration.launch.hosts"
 PACKAGES = ("pipeline", "stages", "orchestration", "api")
 
 

@@ -24,12 +24,12 @@ from urllib.parse import urlsplit
 import structlog
 
 from orchestration.cluster.placement import Node, bundles, describe_lack, needs, place
+from orchestration.launch.launchers import Unplaceable
 from orchestration.processes.environment import importable
 from orchestration.recipe.devices import Worker
 from orchestration.recipe.schema import Recipe
 from orchestration.run.documents import HOSTS
 from orchestration.run.kinds import remote_workers
-from orchestration.run.launchers import Unplaceable
 from pipeline.index.client import Index
 from pipeline.index.embedded import die_with_parent
 from pipeline.node import LOOPBACK, is_loopback, is_own
@@ -45,7 +45,7 @@ END_SECONDS = 15.0  # for the driver to end the hosts
 
 
 class RayHosts:
-    """Places the workers of one run; see :class:`orchestration.run.launchers.Hosts`.
+    """Places the workers of one run; see :class:`orchestration.launch.launchers.Hosts`.
 
     Connect, then :meth:`begin`.
     """

@@ -12,8 +12,8 @@ from dataclasses import replace
 
 from orchestration.elastic.group import Worker, WorkerGroup, shown
 from orchestration.guard.liveness import Liveness
+from orchestration.launch.launchers import Launcher, Life
 from orchestration.run.documents import ENDING, PROCESS, RANKS, Ending
-from orchestration.run.launchers import Launcher, Life
 from pipeline.events import WorkerEvent
 from pipeline.first_of import cancel_all
 from pipeline.index.client import Index, worker_name

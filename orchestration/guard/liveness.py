@@ -16,8 +16,8 @@ from collections.abc import Awaitable, Callable
 import structlog
 
 from orchestration.guard.waiting import waiting_chain
+from orchestration.launch.launchers import Life
 from orchestration.recipe.sections import LaunchSection
-from orchestration.run.launchers import Life
 from pipeline.index.client import Index
 
 log = structlog.get_logger()

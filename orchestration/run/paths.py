@@ -39,7 +39,7 @@ class RunPaths:
 
     def at_host(self) -> tuple[RunPaths, str]:
         """Returns the folders as a worker in this process finds them, and the warehouse that it
-        writes to: those of its host, where one has started it (:mod:`orchestration.run.hosts`)."""
+        writes to: those of its host, where one has started it (:mod:`orchestration.launch.hosts`)."""
         if not (given := os.environ.get(HOST_VARIABLE)):
             return self, "local"
         own = json.loads(given)

@@ -56,6 +56,7 @@ from orchestration.elastic.scale import scaled
 from orchestration.guard.guard import Guard
 from orchestration.guard.liveness import Liveness
 from orchestration.guard.watch import GuardFailed, GuardWatch, options_of
+from orchestration.launch.launchers import Launcher, Life, Unplaceable
 from orchestration.recipe.schema import Recipe
 from orchestration.run.documents import (
     LEAVE,
@@ -66,7 +67,6 @@ from orchestration.run.documents import (
     EndKind,
 )
 from orchestration.run.kinds import kind_of, remote_workers, workers_of
-from orchestration.run.launchers import Launcher, Life, Unplaceable
 from orchestration.service.registry import LIVE
 from orchestration.simulation.live import follow_costs
 from pipeline.documents.flow import STATE, VERSION

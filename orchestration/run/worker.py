@@ -37,17 +37,18 @@ from orchestration.run.documents import (
     Ending,
     EndKind,
 )
-from orchestration.run.dropped import explained
 from orchestration.run.kinds import KINDS, kind_of
 from orchestration.run.paths import RunPaths
 from orchestration.streams import open_outputs
 from pipeline.documents.flow import SECRET, STATE
-from pipeline.events import WorkerEvent
+from pipeline.events import WorkerEvent, by_count
 from pipeline.first_of import cancel_all
 from pipeline.index.client import INDEX_VARIABLE, Index
 from pipeline.index.errors import IndexRefused, IndexUnreachable, TooManyDropped
 from pipeline.problems import Fatal, Passing, ProblemError
 from pipeline.warehouse.dock import Dock
+from stages.prompts.given_responses import EMPTY
+from stages.training.advantage import ABSENT, DROPPED
 from stages.training.update import SamplesGone
 
 log = structlog.get_logger()
@@ -86,6 +87,16 @@ PASSING = (Passing, ConnectionError, TimeoutError, BlockingIOError, InterruptedE
 # A restart would not help: training is replayed with the same rows and weights, and gives the same
 # loss.
 FATAL = (Fatal, FloatingPointError, NotImplementedError)
+
+# What to change when a run loses too many groups, by the reason of most of them.
+FIXES = {
+    DROPPED: "raise rollout.max_tokens, or set rollout.truncated = 'mask' or 'train'",
+    ABSENT: "let a reward function return a number for these responses",
+    EMPTY: "look at prompts.responses: no token of them is trained",
+}
+REWARD_FAILED = "reward "  # how the reason of a group begins on which a reward function failed
+FIX_REWARD = "correct the function (logs/ have each failure), or set reward.on_error = 'zero'"
+FIX_OTHER = "correct what drops them: a stage of the recipe, or the algorithm's credit"
 
 
 class Worker:
@@ -288,9 +299,16 @@ def _causes(error: BaseException) -> list[BaseException]:
     return causes
 
 
+def _dropped_in_words(error: TooManyDropped) -> str:
+    """``error`` with the recipe's key that bounds it, and a fix of the most frequent reason."""
+    reason = by_count(error.reasons)[0][0] if error.reasons else ""
+    fallback = FIX_REWARD if reason.startswith(REWARD_FAILED) else FIX_OTHER
+    return f"{error} (algorithm.max_dropped); {FIXES.get(reason, fallback)}"
+
+
 def _in_words(error: BaseException) -> str:
     if isinstance(error, TooManyDropped):
-        return explained(error)
+        return _dropped_in_words(error)
     return (
         str(error)
         if isinstance(error, CannotStart | NotStarted)

@@ -1,7 +1,7 @@
 """The runner: the process that executes one run of a service. The run's workers are its children.
 
-    lease: renewed ─┬─▶ Run.host ─▶ outcome ─▶ conclude: the run has ended
-                    │     └─ events ─▶ metrics.jsonl; each change of state wakes the readers of the list of runs
+    lease: renewed ─┬─▶ Execution ─▶ result ─▶ conclude: the run has ended
+                    │      └─ events ─▶ metrics.jsonl; each change of state wakes the readers of the list of runs
                     └─ lost: another runner has the run; this process ends at once and records nothing
 
 It gets the run's id, the index and its lease, and reads the rest from the registry. It does not
@@ -27,7 +27,9 @@ from orchestration.processes.environment import take
 from orchestration.processes.forkserver import ForkServer
 from orchestration.processes.handles import Process
 from orchestration.recipe.schema import Recipe
-from orchestration.run.run import READERS_SECONDS, Run
+from orchestration.run.execution import READERS_SECONDS, Execution
+from orchestration.run.folder import RunFolder
+from orchestration.run.run_index import GivenIndex
 from orchestration.service.lifecycle import LEASE_VARIABLE, conclude
 from orchestration.service.recording import Recording
 from orchestration.service.registry import LEASE_SECONDS, Registry
@@ -79,11 +81,13 @@ class Runner:
             record = await self.registry.get(self.run)
             recipe = Recipe.model_validate(record.recipe)
             keep_from_others(recipe.launch.readers)
-            run = await asyncio.to_thread(Run.hosted, recipe, Path(record.folder), self.run)
-            run.forks = self._forks
-            following = asyncio.create_task(self._follow(run))
+            folder = await asyncio.to_thread(
+                RunFolder.of_service, recipe, Path(record.folder), self.run
+            )
+            execution = Execution(folder, GivenIndex(self.registry.url), self._forks)
+            following = asyncio.create_task(self._follow(execution))
             try:
-                outcome = await run.host(self.registry.url)
+                outcome = await execution.execute()
                 await asyncio.wait([following], timeout=READERS_SECONDS)
             finally:
                 following.cancel()
@@ -101,13 +105,13 @@ class Runner:
             reason = f"{type(error).__name__}: {error}"
         await conclude(self.registry, self.run, self.token, state, reason)
 
-    async def _follow(self, run: Run) -> None:
+    async def _follow(self, execution: Execution) -> None:
         """Record the run's events, after those of earlier runners, and report changes of its
         state."""
         async with Index(self.registry.link, self.run) as index:
-            recording = await Recording.begin(index, run.out_dir / METRICS)
+            recording = await Recording.begin(index, execution.folder.path / METRICS)
             try:
-                async for event in run.events(recording.after):
+                async for event in execution.events(recording.after):
                     await recording.take(event)
                     if event.kind == "state":
                         await self.registry.touch()

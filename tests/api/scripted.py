@@ -9,7 +9,7 @@ from typing import Any
 
 from orchestration.recipe.load import parse_recipe
 from orchestration.recipe.schema import Recipe
-from orchestration.run.run import RunResult
+from orchestration.run.execution import RunResult
 from pipeline.events import Event
 
 STEPS = 8

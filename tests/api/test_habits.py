@@ -22,7 +22,8 @@ from api.cli import main as cli
 from api.telemetry.progress import Progress
 from api.terminal import live as terminal
 from orchestration.recipe.load import load_recipe
-from orchestration.run.run import Run
+from orchestration.run.execution import Execution
+from orchestration.run.folder import RunFolder
 from tests.api import scripted
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -350,7 +351,7 @@ def test_a_run_can_be_begun_again_and_resumed_from_any_folder(
 
 
 def test_the_folder_of_a_run_is_no_recipe(person: Path) -> None:
-    Run.create(load_recipe("mine.toml"), Path("out"))
+    Execution(RunFolder.create(load_recipe("mine.toml"), Path("out")))
     code, _, err = asyncdock("run", "out")
     assert code == 2
     assert (

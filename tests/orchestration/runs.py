@@ -15,7 +15,7 @@ from orchestration.history.lines import finite
 from orchestration.processes.forkserver import ForkServer
 from orchestration.recipe.load import parse_recipe
 from orchestration.recipe.schema import Recipe
-from orchestration.run.run import Run, RunResult
+from orchestration.run.execution import Execution, RunResult
 from pipeline.events import Event
 from tests.forked import fork_server, listen
 
@@ -52,7 +52,7 @@ def recipe(base: dict[str, Any], **changes: Any) -> Recipe:
 class Watched:
     """A run being executed, with all of its events so far."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Execution) -> None:
         self.run = run
         self.events = list[Event]()
         self.stop = asyncio.Event()
@@ -99,7 +99,9 @@ def forks() -> ForkServer | None:
 
 
 @asynccontextmanager
-async def executing(run: Run) -> AsyncGenerator[tuple[Watched, asyncio.Task[RunResult]], None]:
+async def executing(
+    run: Execution,
+) -> AsyncGenerator[tuple[Watched, asyncio.Task[RunResult]], None]:
     watched = Watched(run)
     if run.recipe.launch.launcher == "process":
         run.forks = run.forks or forks()
@@ -116,7 +118,7 @@ async def executing(run: Run) -> AsyncGenerator[tuple[Watched, asyncio.Task[RunR
         await asyncio.gather(work, following, return_exceptions=True)
 
 
-async def complete(run: Run) -> tuple[Watched, RunResult]:
+async def complete(run: Execution) -> tuple[Watched, RunResult]:
     """Execute ``run`` to its end."""
     async with executing(run) as (watched, work):
         result = await work

@@ -16,7 +16,8 @@ import pytest
 from orchestration import private_files as private
 from orchestration.private_files import NotPrivate, private_folder, read_by_others, write_private
 from orchestration.recipe.load import parse_recipe
-from orchestration.run.run import Run
+from orchestration.run.execution import Execution
+from orchestration.run.folder import RunFolder
 from orchestration.service import index_server as service_index
 from orchestration.service.index_server import ServiceIndex
 from pipeline import locks
@@ -143,7 +144,7 @@ def test_any_command_that_creates_a_services_folder_makes_it_private(tmp_path: P
 def test_a_runs_recipe_which_may_hold_a_password_is_private(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
-        Run.create(parse_recipe(MOCK), tmp_path / "out")
+        Execution(RunFolder.create(parse_recipe(MOCK), tmp_path / "out"))
     finally:
         os.umask(before)
     assert mode(tmp_path / "out" / "recipe.json") == 0o600

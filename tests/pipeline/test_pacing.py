@@ -9,7 +9,8 @@ from statistics import median
 
 import pytest
 
-from orchestration.run.run import Run
+from orchestration.run.execution import Execution
+from orchestration.run.folder import RunFolder
 from orchestration.simulation.costs import Costs, DrawnLengths
 from orchestration.simulation.forecast import Forecast, forecast
 from orchestration.simulation.simulator import Setup
@@ -136,7 +137,7 @@ async def test_a_run_whose_trainer_is_the_busiest_trains_fresh_samples(tmp_path:
         rollout__mock=quick,
         checkpoint__every=14,
     )
-    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    watched, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     assert result.state == "finished"
     steps = watched.of("step")
     assert len(steps) == 14

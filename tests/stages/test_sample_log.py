@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestration.run.run import Run
+from orchestration.run.execution import Execution
+from orchestration.run.folder import RunFolder
 from stages import sample_log as sample_log
 from stages.sample_log import FILES, FOLDER, SampleLog, read
 from tests.orchestration.runs import MOCK, complete, recipe
@@ -163,7 +164,7 @@ def test_looking_ends_where_nothing_more_can_be(
 
 
 async def test_a_run_records_what_it_was_trained_on(tmp_path: Path) -> None:
-    made = Run.create(recipe(MOCK, checkpoint__every=1), tmp_path / "run")
+    made = Execution(RunFolder.create(recipe(MOCK, checkpoint__every=1), tmp_path / "run"))
     watched, result = await complete(made)
     assert result.state == "finished"
     found = all_of(tmp_path / "run" / FOLDER, limit=200)
@@ -186,9 +187,9 @@ async def test_a_run_records_what_it_was_trained_on(tmp_path: Path) -> None:
 async def test_a_run_that_keeps_none_writes_none_and_one_without_a_disk_goes_on(
     tmp_path: Path,
 ) -> None:
-    made = Run.create(recipe(MOCK, pipeline__keep_samples=0), tmp_path / "none")
+    made = Execution(RunFolder.create(recipe(MOCK, pipeline__keep_samples=0), tmp_path / "none"))
     assert (await complete(made))[1].state == "finished"
     assert not (tmp_path / "none" / FOLDER).exists()
-    made = Run.create(recipe(MOCK), tmp_path / "full")
+    made = Execution(RunFolder.create(recipe(MOCK), tmp_path / "full"))
     (tmp_path / "full" / FOLDER).write_text("a file where the folder should be")
     assert (await complete(made))[1].state == "finished"

@@ -40,7 +40,8 @@ def run_folder(run: Named) -> Named:
 
 def refuse_anothers(run_dir: Path, trusted: bool) -> None:
     """End the command unless the run in ``run_dir`` is this user's, root's, or ``trusted``."""
-    from orchestration.run.run import BEGUN_IN, RECIPE
+    from orchestration.run.folder import BEGUN_IN
+    from orchestration.run.paths import RECIPE
 
     for path in (run_dir, run_dir / RECIPE, run_dir / BEGUN_IN):
         try:

@@ -131,7 +131,7 @@ def host_command(
 
 
 async def _host(url: str, run: str, folder: Path, workers: int, serve: str) -> None:
-    from orchestration.run.hosts import Host
+    from orchestration.launch.hosts import Host
 
     await Host(url, run, folder, workers=workers, serve=serve).run(_stop_by_signal())
 

@@ -15,7 +15,9 @@ from typer.testing import CliRunner
 
 from api.cli.dock import group_view, status_view
 from api.cli.main import app
-from orchestration.run.run import WHERE, Run
+from orchestration.run.execution import Execution
+from orchestration.run.folder import RunFolder
+from orchestration.service.lifecycle import WHERE
 from pipeline.columns import Column, Schema
 from pipeline.index.client import Index, StageSpec
 from pipeline.warehouse.dock import Dock
@@ -75,7 +77,7 @@ async def test_what_lies_where_is_shown(index: Index, tmp_path: Path) -> None:
 
 
 async def test_a_live_run_is_looked_into_by_its_folder(tmp_path: Path) -> None:
-    run = Run.create(recipe(MOCK, train__steps=5000), tmp_path / "run")
+    run = Execution(RunFolder.create(recipe(MOCK, train__steps=5000), tmp_path / "run"))
     async with executing(run) as (watched, _):
         await watched.until(lambda: len(watched.of("step")) >= 1)
         assert (tmp_path / "run" / WHERE).stat().st_mode & 0o777 == 0o600

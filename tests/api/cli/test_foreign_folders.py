@@ -24,7 +24,8 @@ from api.server.problems import HTTPProblem
 from orchestration.policy.served import Policies
 from orchestration.processes.forkserver import ForkServer
 from orchestration.run import checkpoint
-from orchestration.run.run import Run
+from orchestration.run.execution import Execution
+from orchestration.run.folder import RunFolder
 from stages.weights import manifest
 from tests.forked import fork_server
 from tests.orchestration.runs import TINY, complete, recipe
@@ -144,7 +145,7 @@ OF_THE_STATE = ("a pickle as .metadata", "a pickle as a shard")  # no policy rea
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ended") / "run"
     small = recipe(TINY, train__steps=2, checkpoint__every=2, pipeline__staleness=0)
-    asyncio.run(complete(Run.create(small, folder)))
+    asyncio.run(complete(Execution(RunFolder.create(small, folder))))
     return folder
 
 

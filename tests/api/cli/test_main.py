@@ -24,7 +24,8 @@ from api.cli import main as cli
 from api.schemas.runs import CheckedRecipe
 from orchestration.recipe.load import parse_recipe
 from orchestration.recipe.planner import plan
-from orchestration.run.run import Run
+from orchestration.run.execution import Execution
+from orchestration.run.folder import RunFolder
 from tests.api import scripted
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -376,6 +377,6 @@ def test_a_real_run_interrupted_stops_cleanly_and_can_be_resumed(tmp_path: Path)
                 left.kill()
         process.kill()
         process.wait()
-    resumed = Run.resume(out)
-    assert resumed.start is not None
-    assert 1 <= resumed.start.version < 6
+    resumed = Execution(RunFolder.resume(out))
+    assert resumed.folder.start is not None
+    assert 1 <= resumed.folder.start.version < 6

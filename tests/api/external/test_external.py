@@ -30,7 +30,8 @@ from api.server.access.tokens import Tokens
 from orchestration.external.errors import NotExternal, WeightsTooOld
 from orchestration.recipe.schema import Recipe
 from orchestration.run.engines import train_engine
-from orchestration.run.run import Run, RunResult
+from orchestration.run.execution import Execution, RunResult
+from orchestration.run.folder import RunFolder
 from orchestration.service.registry import Registry
 from pipeline.columns import Packed
 from pipeline.index.client import LeaseLost
@@ -127,9 +128,11 @@ GET = {"stage": "rollout", "worker": "test", "count": 1, "version": 0, "wait": 3
 async def going(url: str, tmp_path: Path, of: Recipe) -> AsyncGenerator[Going, None]:
     registry = Registry(url)
     record, _ = await registry.submit(of, owner=OWNER)
-    run = Run.create(
-        of.model_copy(update={"pipeline": of.pipeline.model_copy(update={"index": url})}),
-        tmp_path / "run",
+    run = Execution(
+        RunFolder.create(
+            of.model_copy(update={"pipeline": of.pipeline.model_copy(update={"index": url})}),
+            tmp_path / "run",
+        )
     )
     run.id = record.id
     async with serving(url, tmp_path) as client, executing(run) as (watched, work):
@@ -283,9 +286,13 @@ async def test_a_run_that_waits_in_the_queue_answers_that_nothing_is_there_until
         assert (await (await client.get(f"{at}/stages")).json())["stages"] == []
 
         waiting = asyncio.create_task(client.post(f"{at}/experience/get", json={**GET, "wait": 60}))
-        run = Run.create(
-            of.model_copy(update={"pipeline": of.pipeline.model_copy(update={"index": index_url})}),
-            tmp_path / "run",
+        run = Execution(
+            RunFolder.create(
+                of.model_copy(
+                    update={"pipeline": of.pipeline.model_copy(update={"index": index_url})}
+                ),
+                tmp_path / "run",
+            )
         )
         run.id = record.id
         async with executing(run) as (watched, work):

@@ -30,7 +30,8 @@ from api.telemetry.trackers import (
 )
 from orchestration.events_file import METRICS, MetricsFile
 from orchestration.recipe.load import load_recipe
-from orchestration.run.run import Run
+from orchestration.run.execution import Execution
+from orchestration.run.folder import RunFolder
 from pipeline.events import Event, order
 from tests.orchestration.runs import MOCK, recipe
 
@@ -417,7 +418,10 @@ async def test_ids_of_a_resumed_run_do_not_fall_and_its_steps_are_shown(tmp_path
     folder = tmp_path / "run"
     screen = Console(file=io.StringIO())
     await watch_run(
-        Run.create(recipe(MOCK, train__steps=2), folder), screen, json=False, plain=True
+        Execution(RunFolder.create(recipe(MOCK, train__steps=2), folder)),
+        screen,
+        json=False,
+        plain=True,
     )
     lines = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
     for line in lines:
@@ -426,7 +430,9 @@ async def test_ids_of_a_resumed_run_do_not_fall_and_its_steps_are_shown(tmp_path
     (folder / METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
     before = await shown(folder, tmp_path / "into")
     assert [point.step for point in before if "train/loss" in point.numbers] == [0, 1]
-    await watch_run(Run.resume(folder, ["train.steps=4"]), screen, json=False, plain=True)
+    await watch_run(
+        Execution(RunFolder.resume(folder, ["train.steps=4"])), screen, json=False, plain=True
+    )
     ids = [order(json.loads(line)["id"]) for line in (folder / METRICS).read_text().splitlines()]
     assert ids == sorted(set(ids))
     after = await shown(folder, tmp_path / "into")

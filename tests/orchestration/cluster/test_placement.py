@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from orchestration.cluster import ray_hosts
 from orchestration.cluster.placement import Node, bundles, describe_lack, needs, place
 from orchestration.cluster.ray_hosts import RayHosts
+from orchestration.launch.launchers import Unplaceable
 from orchestration.recipe.problems import RecipeError
 from orchestration.recipe.schema import Recipe
 from orchestration.run.kinds import remote_workers
-from orchestration.run.launchers import Unplaceable
 from pipeline.index.client import Index
 from tests.orchestration.runs import TINY, recipe
 

@@ -19,7 +19,8 @@ from benchmarks.synchronous import synchronous_run
 from orchestration.elastic.scale import request_scale
 from orchestration.recipe.schema import Recipe
 from orchestration.run.engines import train_engine
-from orchestration.run.run import Run
+from orchestration.run.execution import Execution
+from orchestration.run.folder import RunFolder
 from tests.orchestration.runs import MOCK, TINY, Watched, complete, executing, forks, recipe
 
 pytest.importorskip("ray")
@@ -65,9 +66,11 @@ def hosts_of(watched: Watched, change: str) -> dict[str, dict[str, Any]]:
 async def test_at_staleness_0_a_run_on_three_nodes_learns_what_the_plain_loop_learns(
     cluster: Any, tmp_path: Path
 ) -> None:
-    run = Run.create(
-        of(cluster.address, pipeline__staleness=0, train__steps=40, checkpoint__every=40),
-        tmp_path / "run",
+    run = Execution(
+        RunFolder.create(
+            of(cluster.address, pipeline__staleness=0, train__steps=40, checkpoint__every=40),
+            tmp_path / "run",
+        )
     )
     watched, result = await complete(run)
     assert result.state == "finished", result.reason
@@ -106,7 +109,9 @@ async def test_a_killed_host_gets_its_room_again_and_rollouts_leave_and_join_als
     cluster: Any, client_port: int, tmp_path: Path
 ) -> None:
     keys = {"rollout__threads": 4, "train__steps": 30_000}  # no two rollouts have room on one node
-    run = Run.create(of(f"ray://127.0.0.1:{client_port}", MOCK, **keys), tmp_path / "run")
+    run = Execution(
+        RunFolder.create(of(f"ray://127.0.0.1:{client_port}", MOCK, **keys), tmp_path / "run")
+    )
     async with executing(run) as (watched, work):
         await watched.until(
             lambda: len(watched.of("step")) >= 2 and len(hosts_of(watched, "ready")) == 3, 280
@@ -140,7 +145,9 @@ async def test_a_killed_host_gets_its_room_again_and_rollouts_leave_and_join_als
 @pytest.mark.parametrize("where", ["a cluster", "nothing listens"])
 async def test_what_cannot_start_is_refused(cluster: Any, where: str, tmp_path: Path) -> None:
     address = cluster.address if where == "a cluster" else f"127.0.0.1:{free_port()}"
-    watched, result = await complete(Run.create(of(address, rollout__threads=64), tmp_path / "run"))
+    watched, result = await complete(
+        Execution(RunFolder.create(of(address, rollout__threads=64), tmp_path / "run"))
+    )
     assert result.state == "failed"
     reason = (
         ("no room for rollout-0 (CPU 64)")
@@ -162,8 +169,11 @@ async def test_the_overlap_benchmark_measures_hosts(cluster: Any, tmp_path: Path
 async def test_raylets_are_killed_and_no_sample_is_lost(cluster: Any, tmp_path: Path) -> None:
     """First that of a node with rollout workers, then that of the run's Ray driver, with which all
     hosts end."""
-    run = Run.create(
-        of(cluster.address, train__steps=3000, train__dp=2, checkpoint__every=4), tmp_path / "run"
+    run = Execution(
+        RunFolder.create(
+            of(cluster.address, train__steps=3000, train__dp=2, checkpoint__every=4),
+            tmp_path / "run",
+        )
     )
     async with executing(run) as (watched, work):
 

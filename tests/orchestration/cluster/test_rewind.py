@@ -11,7 +11,8 @@ import torch
 
 from benchmarks.synchronous import synchronous_run
 from orchestration.run.engines import train_engine
-from orchestration.run.run import Run
+from orchestration.run.execution import Execution
+from orchestration.run.folder import RunFolder
 from tests.orchestration.runs import TINY, executing, recipe
 
 
@@ -24,7 +25,7 @@ async def test_a_run_whose_steps_cannot_be_replayed_ends_with_the_weights_of_the
     weights = {}
     async for step in synchronous_run(of):
         weights = {name: value.clone() for name, value in step.engine.weights()}
-    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+    async with executing(Execution(RunFolder.create(of, tmp_path / "run"))) as (watched, work):
         # past a checkpoint, with two steps to replay
         await watched.until(lambda: len(watched.of("step")) >= 5)
         assert watched.run.supervisor is not None

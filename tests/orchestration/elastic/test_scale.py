@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from orchestration.elastic.scale import request_scale, scaled
+from orchestration.launch import hosts
+from orchestration.launch.launchers import beat
 from orchestration.recipe.flow import flow_of
 from orchestration.recipe.problems import RecipeError
-from orchestration.run import hosts
 from orchestration.run.builders.rollout import RolloutJob
 from orchestration.run.documents import (
     ENDING,
@@ -25,10 +26,10 @@ from orchestration.run.documents import (
     EndKind,
     Order,
 )
+from orchestration.run.execution import Execution
+from orchestration.run.folder import RunFolder
 from orchestration.run.kinds import remote_workers
-from orchestration.run.launchers import beat
 from orchestration.run.paths import RunPaths
-from orchestration.run.run import Run
 from orchestration.run.supervisor import Supervisor
 from orchestration.service.registry import WrongState
 from pipeline.documents.flow import SECRET, WAREHOUSES
@@ -95,7 +96,7 @@ async def test_rollouts_join_and_leave_and_no_token_is_made_twice(
         rollout__workers=1,
         pipeline__staleness=2,
     )
-    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+    async with executing(Execution(RunFolder.create(of, tmp_path / "run"))) as (watched, work):
         await watched.until(lambda: bool(watched.of("step")))
         # they had something in flight
         while not any(counted(watched, "parked").get(worker) for worker in joining):
@@ -143,7 +144,7 @@ async def test_a_rollout_that_does_not_leave_in_time_is_ended_and_its_rows_are_m
         launch__leave_timeout=0.3,
         pipeline__staleness=2,
     )
-    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+    async with executing(Execution(RunFolder.create(of, tmp_path / "run"))) as (watched, work):
         await watched.until(lambda: counted(watched, "tokens").get("rollout-1", 0) > 0)
         await scale(watched, 1)
         result = await work

@@ -24,8 +24,10 @@ from orchestration.recipe.flow import algorithm_of, flow_of
 from orchestration.recipe.problems import RecipeError
 from orchestration.run.builders.flow import EXTERNAL_PROMPTS
 from orchestration.run.engines import train_engine
+from orchestration.run.execution import Execution
+from orchestration.run.folder import RunFolder
 from orchestration.run.kinds import workers_of
-from orchestration.run.run import WHERE, Run
+from orchestration.service.lifecycle import WHERE
 from pipeline.columns import ColumnError, Packed
 from pipeline.index.client import LeaseLost
 from stages.algorithms.batch import trained_columns
@@ -59,14 +61,14 @@ def responses(rows: int, version: int, tokens: int = 3, **changes: Any) -> dict[
     return {name: value for name, value in (columns | changes).items() if value is not None}
 
 
-async def opened(run: Run, **options: Any) -> External:
-    where = json.loads((run.out_dir / WHERE).read_text())
+async def opened(run: Execution, **options: Any) -> External:
+    where = json.loads((run.folder.path / WHERE).read_text())
     return await External.open(where["index"], where["run"], **options)
 
 
 @asynccontextmanager
 async def taking_part(
-    run: Run,
+    run: Execution,
 ) -> AsyncGenerator[tuple[Watched, External, asyncio.Task[Any]], None]:
     """``run`` while it runs, and its interface."""
     async with executing(run) as (watched, work):
@@ -131,7 +133,11 @@ async def test_a_run_with_an_external_rollout_trains_each_sample_once(
     staleness: int, window: int, tmp_path: Path
 ) -> None:
     of = recipe(ROLLOUT, pipeline__staleness=staleness, pipeline__window=window)
-    async with taking_part(Run.create(of, tmp_path / "run")) as (watched, external, work):
+    async with taking_part(Execution(RunFolder.create(of, tmp_path / "run"))) as (
+        watched,
+        external,
+        work,
+    ):
         other = await opened(watched.run, worker="another")
         async with asyncio.TaskGroup() as rollouts:
             rollouts.create_task(roll_out(external, "a"))
@@ -149,7 +155,11 @@ async def test_what_a_dead_worker_held_is_delivered_again_and_its_late_commit_re
     tmp_path: Path,
 ) -> None:
     of = recipe(ROLLOUT)
-    async with taking_part(Run.create(of, tmp_path / "run")) as (watched, external, work):
+    async with taking_part(Execution(RunFolder.create(of, tmp_path / "run"))) as (
+        watched,
+        external,
+        work,
+    ):
         lost = await claimed(external, 2, lease=0.2)
         first = [row.id for row in lost.rows if row.group == lost.rows[0].group]
         await external.put_experience(lost.token, first[:1], responses(1, 0))
@@ -173,7 +183,11 @@ async def test_what_a_dead_worker_held_is_delivered_again_and_its_late_commit_re
 
 
 async def test_a_lease_is_held_as_long_as_it_is_renewed(tmp_path: Path) -> None:
-    async with taking_part(Run.create(recipe(ROLLOUT), tmp_path / "run")) as (watched, external, _):
+    async with taking_part(Execution(RunFolder.create(recipe(ROLLOUT), tmp_path / "run"))) as (
+        watched,
+        external,
+        _,
+    ):
         held = await claimed(external, 1, lease=0.5)
         for _ in range(3):
             assert await external.renew(held.token, 0.5) == 0.5
@@ -187,7 +201,11 @@ async def test_a_lease_is_held_as_long_as_it_is_renewed(tmp_path: Path) -> None:
 
 async def test_weights_too_old_are_refused_at_the_claim_and_at_the_commit(tmp_path: Path) -> None:
     of = recipe(ROLLOUT, train__steps=4)
-    async with taking_part(Run.create(of, tmp_path / "run")) as (watched, external, work):
+    async with taking_part(Execution(RunFolder.create(of, tmp_path / "run"))) as (
+        watched,
+        external,
+        work,
+    ):
         with pytest.raises(Misfit, match="1 is not published"):
             await external.get_experience("rollout", "test", 1, version=1)
         with pytest.raises(Misfit, match="call weight_sync_notify"):
@@ -209,7 +227,11 @@ async def test_weights_too_old_are_refused_at_the_claim_and_at_the_commit(tmp_pa
 
 async def test_a_parked_response_goes_on_with_whoever_claims_it_next(tmp_path: Path) -> None:
     of = recipe(ROLLOUT)
-    async with taking_part(Run.create(of, tmp_path / "run")) as (watched, external, work):
+    async with taking_part(Execution(RunFolder.create(of, tmp_path / "run"))) as (
+        watched,
+        external,
+        work,
+    ):
         begun = await claimed(external, 1)
         rows = begun.ids
         progress = responses(1, 0, tokens=2, truncated=None)
@@ -282,7 +304,11 @@ async def test_what_does_not_fit_is_told_with_its_column_and_the_run_goes_on(
     tmp_path: Path,
 ) -> None:
     of = recipe(ROLLOUT)
-    async with taking_part(Run.create(of, tmp_path / "run")) as (watched, external, work):
+    async with taking_part(Execution(RunFolder.create(of, tmp_path / "run"))) as (
+        watched,
+        external,
+        work,
+    ):
         held = await claimed(external, 1)
         token = held.token
         rows = held.ids
@@ -327,7 +353,11 @@ PROMPTS = [{"prompt": f"{letter}b=", "answer": letter * 4} for letter in "abcdef
 async def test_prompts_that_are_put_are_asked_in_their_order(tmp_path: Path) -> None:
     prompts = {"source": "external", "max_prompt_tokens": 16, "too_long": "skip"}
     of = recipe({**ROLLOUT, "prompts": prompts}, train__steps=4)
-    async with taking_part(Run.create(of, tmp_path / "run")) as (watched, external, work):
+    async with taking_part(Execution(RunFolder.create(of, tmp_path / "run"))) as (
+        watched,
+        external,
+        work,
+    ):
         assert await external.put_prompts(PROMPTS[:3]) == 3
         assert await external.put_prompts(PROMPTS[:5], first=0) == 5, (
             "a repeat puts only what is new"
@@ -390,7 +420,11 @@ async def test_prompts_that_would_break_the_run_are_left_out_and_when_none_is_le
         {"prompt": "a"},
         {"prompt": "a", "answer": "", "about": "x" * 2_000_000},
     ]
-    async with taking_part(Run.create(of, tmp_path / "run")) as (watched, external, work):
+    async with taking_part(Execution(RunFolder.create(of, tmp_path / "run"))) as (
+        watched,
+        external,
+        work,
+    ):
         await external.put_prompts(bad, first=0)
         await watched.until(
             lambda: len([e for e in watched.of("prompt") if e["change"] == "left out"]) == len(bad)
@@ -404,13 +438,17 @@ async def test_prompts_that_would_break_the_run_are_left_out_and_when_none_is_le
 
 async def test_a_resumed_run_has_the_prompts_that_were_put(tmp_path: Path) -> None:
     of = recipe({**ROLLOUT, "prompts": {"source": "external"}}, train__steps=8, checkpoint__every=2)
-    async with taking_part(Run.create(of, tmp_path / "run")) as (watched, external, work):
+    async with taking_part(Execution(RunFolder.create(of, tmp_path / "run"))) as (
+        watched,
+        external,
+        work,
+    ):
         await external.put_prompts(PROMPTS * 3, first=0)
         await roll_out(external, "a", until=lambda answer: answer.trained >= 3)
         watched.stop.set()
         assert (await work).state == "stopped"
-    resumed = Run.resume(tmp_path / "run")
-    assert resumed.start is not None
+    resumed = Execution(RunFolder.resume(tmp_path / "run"))
+    assert resumed.folder.start is not None
     async with taking_part(resumed) as (watched, external, work):
         assert await external.put_prompts([], first=24) == 24
         async with asyncio.TaskGroup() as tasks:
@@ -418,9 +456,11 @@ async def test_a_resumed_run_has_the_prompts_that_were_put(tmp_path: Path) -> No
             tasks.create_task(external.put_prompts(PROMPTS, first=24))
         result = await work
     assert result.state == "finished", result.reason
-    assert [step["step"] for step in watched.of("step")] == list(range(resumed.start.version, 8))
+    assert [step["step"] for step in watched.of("step")] == list(
+        range(resumed.folder.start.version, 8)
+    )
     assert sorted(group for step in watched.of("step") for group in step["groups"]) == list(
-        range(resumed.start.version * 4, 32)
+        range(resumed.folder.start.version * 4, 32)
     )
 
 
@@ -429,7 +469,11 @@ async def test_every_other_stage_may_be_external_too(tmp_path: Path) -> None:
     base = {**TINY, "external": {"stages": ["reward", "reference", "update"]}}
     of = recipe(base, algorithm__options={"kl_coef": 0.1}, train__steps=4, checkpoint__every=2)
     assert [kind for kind, _ in workers_of(of)] == ["flow", "rollout"]
-    async with taking_part(Run.create(of, tmp_path / "run")) as (watched, external, work):
+    async with taking_part(Execution(RunFolder.create(of, tmp_path / "run"))) as (
+        watched,
+        external,
+        work,
+    ):
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(score(external))
             tasks.create_task(refer(external))
@@ -509,7 +553,11 @@ async def test_weights_that_are_held_are_read_verified_and_others_said_to_be_gon
     tmp_path: Path,
 ) -> None:
     of = recipe(ROLLOUT, train__steps=3)
-    async with taking_part(Run.create(of, tmp_path / "run")) as (_, external, work):
+    async with taking_part(Execution(RunFolder.create(of, tmp_path / "run"))) as (
+        _,
+        external,
+        work,
+    ):
         first = await external.weights(wait=30)
         assert first is not None
         assert first.version == 0
@@ -544,7 +592,7 @@ def test_a_recipe_says_which_external_stages_do_not_fit() -> None:
 
 
 async def test_a_run_that_ends_tells_who_waits(tmp_path: Path) -> None:
-    async with taking_part(Run.create(recipe(ROLLOUT), tmp_path / "run")) as (
+    async with taking_part(Execution(RunFolder.create(recipe(ROLLOUT), tmp_path / "run"))) as (
         watched,
         external,
         work,
@@ -568,7 +616,11 @@ async def test_the_time_of_an_external_worker_is_told_as_that_of_the_runs_own(
     """Busy from a claim's answer to its last commit, or the end of its lease; waiting while a claim
     waits."""
     of = recipe(ROLLOUT, train__steps=200)
-    async with taking_part(Run.create(of, tmp_path / "run")) as (watched, external, _):
+    async with taking_part(Execution(RunFolder.create(of, tmp_path / "run"))) as (
+        watched,
+        external,
+        _,
+    ):
 
         def last(worker: str) -> dict[str, Any]:
             found = [

@@ -18,7 +18,8 @@ from orchestration.guard.watch import GuardFailed, GuardWatch
 from orchestration.recipe.problems import RecipeError
 from orchestration.run.builders import rollout as builder
 from orchestration.run.documents import JUDGED
-from orchestration.run.run import Run
+from orchestration.run.execution import Execution
+from orchestration.run.folder import RunFolder
 from pipeline.events import AlarmEvent, Event, StepEvent, WorkerEvent
 from pipeline.index.client import Index
 from tests.orchestration.guard.test_guard import step
@@ -38,7 +39,9 @@ def same(completions: list[str], **_: Any) -> list[float]:
 
 
 async def test_by_default_an_alarm_is_an_event_and_the_run_goes_on(tmp_path: Path) -> None:
-    watched, result = await complete(Run.create(recipe(MOCK, **EQUAL), tmp_path / "run"))
+    watched, result = await complete(
+        Execution(RunFolder.create(recipe(MOCK, **EQUAL), tmp_path / "run"))
+    )
     assert result.state == "finished"
     (alarm,) = watched.of("alarm")
     assert (alarm["metric"], alarm["step"], alarm["value"]) == ("equal_groups", 7, 1.0)
@@ -47,7 +50,9 @@ async def test_by_default_an_alarm_is_an_event_and_the_run_goes_on(tmp_path: Pat
 
 async def test_a_metric_that_is_off_raises_none(tmp_path: Path) -> None:
     watched, _ = await complete(
-        Run.create(recipe(MOCK, **EQUAL, guard__off=["equal_groups"]), tmp_path / "run")
+        Execution(
+            RunFolder.create(recipe(MOCK, **EQUAL, guard__off=["equal_groups"]), tmp_path / "run")
+        )
     )
     assert watched.of("alarm") == []
     with pytest.raises(
@@ -60,7 +65,9 @@ async def test_a_metric_that_is_off_raises_none(tmp_path: Path) -> None:
 
 async def test_an_alarm_may_pause_the_run(tmp_path: Path) -> None:
     changes = {**EQUAL, "train__steps": 200, "guard__on_alarm": "pause"}
-    async with executing(Run.create(recipe(MOCK, **changes), tmp_path / "run")) as (watched, work):
+    async with executing(
+        Execution(RunFolder.create(recipe(MOCK, **changes), tmp_path / "run"))
+    ) as (watched, work):
         await watched.until(
             lambda: any(state["state"] == "paused" for state in watched.of("state"))
         )
@@ -78,7 +85,7 @@ async def test_an_alarm_may_pause_the_run(tmp_path: Path) -> None:
 
 async def test_an_alarm_may_fail_the_run_at_the_first_attempt(tmp_path: Path) -> None:
     of = recipe(MOCK, **{**EQUAL, "guard__on_alarm": "fail"})
-    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    watched, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     assert result.state == "failed"
     assert result.reason.startswith("guard: step 7: equal_groups: ")
     assert "Look at what the reward functions return" in result.reason
@@ -89,7 +96,7 @@ async def test_an_alarm_may_fail_the_run_at_the_first_attempt(tmp_path: Path) ->
 
 async def test_the_alarm_of_the_last_step_counts(tmp_path: Path) -> None:
     of = recipe(MOCK, **{**EQUAL, "guard__on_alarm": "fail", "train__steps": 8})
-    _, result = await complete(Run.create(of, tmp_path / "run"))
+    _, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     assert (result.state, result.reason[:14]) == ("failed", "guard: step 7:")
 
 
@@ -288,13 +295,13 @@ async def test_a_task_that_is_solved_raises_no_alarm_after_a_resume(tmp_path: Pa
         "checkpoint__every": 4,
     }
     of = recipe(MOCK, **{**changes, "train__steps": 24})
-    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    watched, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     assert (result.state, watched.of("alarm")) == ("finished", [])
     assert [step["equal_groups"] for step in watched.of("step")][-8:] == [1.0] * 8
     with MetricsFile(tmp_path / "run" / METRICS) as file:
         for event in watched.events:
             file.event(event)
-    resumed = Run.resume(tmp_path / "run", ["train.steps=40"])
+    resumed = Execution(RunFolder.resume(tmp_path / "run", ["train.steps=40"]))
     resumed.last_event = file.last
     async with asyncio.timeout(120):
         watched, result = await complete(resumed)
@@ -322,7 +329,7 @@ async def injected(tmp_path: Path, fault: str) -> tuple[list[dict[str, Any]], An
     """The alarms of a run with the fault from version 3 on, and how it ended."""
     options = {"fault": fault, "since": 3}
     of = recipe(TINY, rollout__engine=FAULTS, rollout__options=options, launch__max_restarts=0)
-    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    watched, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     return watched.of("alarm"), result
 
 
@@ -375,7 +382,7 @@ async def test_an_adapter_that_was_not_delivered_is_an_alarm(
         reward__processes=0,
         launch__max_restarts=0,
     )
-    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    watched, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     assert result.state == "failed"
     assert watched.of("alarm")[0]["metric"] == "probe"
     assert "tensors or an adapter that it does not load" in watched.of("alarm")[0]["look"]
@@ -403,7 +410,7 @@ async def test_a_cache_that_is_kept_where_it_should_be_rebuilt_is_found_in_its_f
     for fault, found in (("cache", {"gap_mean_resumed"}), ("", set())):
         options = {"fault": fault, "since": 0}
         of = recipe(TINY, rollout__engine=FAULTS, rollout__options=options, **changes)
-        watched, result = await complete(Run.create(of, tmp_path / f"run{fault}"))
+        watched, result = await complete(Execution(RunFolder.create(of, tmp_path / f"run{fault}")))
         assert result.state == "finished"
         assert {alarm["metric"] for alarm in watched.of("alarm")} == found
         affected = [step["step"] for step in watched.of("step") if "gap_mean_resumed" in step]
@@ -414,7 +421,7 @@ async def test_a_cache_that_is_kept_where_it_should_be_rebuilt_is_found_in_its_f
 async def test_a_run_that_drops_every_group_says_so_once(tmp_path: Path) -> None:
     drop = {"algorithm__options": {"drop_equal": True}, "algorithm__max_refill": 16}
     of = recipe(MOCK, **{**EQUAL, **drop, "guard__on_alarm": "fail"})
-    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    watched, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     assert watched.of("step") == []
     (alarm,) = watched.of("alarm")
     assert (alarm["metric"], alarm["step"], alarm["value"]) == ("dropped_groups", 0, 64.0)

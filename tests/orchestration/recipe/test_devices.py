@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from api.terminal.report import plan_table
+from orchestration.launch.launchers import ProcessLauncher
 from orchestration.recipe import devices
 from orchestration.recipe.devices import DevicePool, Devices, assign
 from orchestration.recipe.planner import plan
-from orchestration.run.launchers import ProcessLauncher
 from stages import device_names
 from tests.orchestration.recipe.test_planner import recipe
 

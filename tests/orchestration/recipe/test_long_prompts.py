@@ -16,7 +16,8 @@ from orchestration.recipe.load import parse_recipe
 from orchestration.recipe.planner import prompt_limits
 from orchestration.recipe.problems import RecipeError
 from orchestration.recipe.schema import Recipe
-from orchestration.run.run import Run
+from orchestration.run.execution import Execution
+from orchestration.run.folder import RunFolder
 from stages.prompts.too_long import TOO_LONG_FILE
 from tests.orchestration.run.test_run import assert_equal, synchronous, trained
 from tests.orchestration.runs import TINY, Watched, complete, executing, recipe
@@ -61,7 +62,7 @@ async def test_one_prompt_too_long_is_skipped_and_the_rest_is_the_run_without_it
     expected, weights = await synchronous(of_file(prompts_file(tmp_path, long=None)))
     of = of_file(prompts_file(tmp_path))
     assert prompt_limits(of).tokens == 508
-    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    watched, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     assert (result.state, result.reason) == ("finished", "")
     assert [(step["reward_mean"], step["loss"]) for step in watched.of("step")] == expected
     assert_equal(trained(of, result), weights)
@@ -79,11 +80,11 @@ async def test_one_prompt_too_long_is_skipped_and_the_rest_is_the_run_without_it
     assert summary_of(watched)["prompts_skipped"] == 1
     assert not [worker for worker in watched.of("worker") if worker["change"] == "died"]
 
-    async with executing(Run.create(of, tmp_path / "stopped")) as (stopped, work):
+    async with executing(Execution(RunFolder.create(of, tmp_path / "stopped"))) as (stopped, work):
         await stopped.until(lambda: len(stopped.of("step")) >= 6)
         stopped.stop.set()
         assert (await work).state == "stopped"
-    _, again = await complete(Run.resume(tmp_path / "stopped"))
+    _, again = await complete(Execution(RunFolder.resume(tmp_path / "stopped")))
     assert again.state == "finished", again.reason
     assert_equal(trained(of, again), weights)
 
@@ -92,7 +93,7 @@ async def test_a_run_that_fails_for_a_long_prompt_says_where_dies_once_and_resum
     tmp_path: Path,
 ) -> None:
     of = of_file(prompts_file(tmp_path), prompts__too_long="fail", train__steps=2)
-    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    watched, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     assert result.state == "failed"
     assert (
         f"{of.prompts.path}, line 44 has 600 tokens, where a prompt may have 508 tokens"
@@ -100,7 +101,9 @@ async def test_a_run_that_fails_for_a_long_prompt_says_where_dies_once_and_resum
     )
     assert "the model's context of 512 less rollout.max_tokens = 4" in result.reason
     assert not [worker for worker in watched.of("worker") if worker["change"] == "restarted"]
-    _, result = await complete(Run.resume(tmp_path / "run", ["prompts.too_long=skip"]))
+    _, result = await complete(
+        Execution(RunFolder.resume(tmp_path / "run", ["prompts.too_long=skip"]))
+    )
     assert result.state == "finished", result.reason
 
 
@@ -115,7 +118,9 @@ async def test_a_long_prompt_that_is_cut_is_trained_on(tmp_path: Path) -> None:
 async def test_prompts_that_are_all_too_long_fail_the_run_at_once(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text((json.dumps({"prompt": "a" * 600, "answer": "a"}) + "\n") * 3)
-    watched, result = await complete(Run.create(of_file(str(path)), tmp_path / "run"))
+    watched, result = await complete(
+        Execution(RunFolder.create(of_file(str(path)), tmp_path / "run"))
+    )
     assert result.state == "failed"
     assert f"all 3 prompts of {path} are too long: none has at most 508 tokens" in result.reason
     assert not [worker for worker in watched.of("worker") if worker["change"] == "restarted"]
@@ -130,7 +135,7 @@ async def test_a_file_that_breaks_after_the_check_fails_the_run_without_a_restar
 ) -> None:
     of = of_file(prompts_file(tmp_path, long=None), train__steps=2)
     overwrite(of, content)
-    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    watched, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     assert result.state == "failed"
     assert str(of.prompts.path) in result.reason
     assert not [worker for worker in watched.of("worker") if worker["change"] == "restarted"]

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from orchestration.recipe.load import load_recipe
-from orchestration.run.run import Run
+from orchestration.run.execution import Execution
+from orchestration.run.folder import RunFolder
 from stages.sample_log import FOLDER, read
 from tests.orchestration.rewards.faulty import ATTACKS, HARMED, attack_of, early_share
 from tests.orchestration.run.test_flow import assert_filled
@@ -43,7 +44,7 @@ async def test_a_run_finishes_with_a_reward_that_fails_one_time_in_ten_and_count
         "reward.max_error_share=0.5",
     ]
     of = load_recipe("recipes/tiny.toml", [*changes, "train.steps=20", "algorithm.group_size=4"])
-    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+    async with executing(Execution(RunFolder.create(of, tmp_path / "run"))) as (watched, work):
         await watched.until(lambda: len(watched.of("step")) > 3)
         assert watched.run.supervisor is not None
         os.kill(watched.run.supervisor.pids()["flow-0"], signal.SIGKILL)
@@ -65,7 +66,7 @@ async def test_all_attacks_together_harm_their_own_samples_alone_and_the_run_lea
     of = recipe(
         TINY, reward__functions=functions, **changes, train__steps=24, train__learning_rate=1e-2
     )
-    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    watched, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     assert result.state == "finished", result.reason
     assert_each_sample_once(of, watched)
     samples, _ = read(tmp_path / "run" / FOLDER, lambda _: True, limit=1000)
@@ -90,12 +91,12 @@ async def test_what_is_dropped_is_counted_by_reason_to_the_last_token_and_over_a
     of = recipe(
         TINY, **ONE_IN_TEN, reward__max_error_share=1.0, train__steps=12, checkpoint__every=100
     )
-    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+    async with executing(Execution(RunFolder.create(of, tmp_path / "run"))) as (watched, work):
         await watched.until(lambda: any(ledger.get("dropped") for ledger in watched.of("ledger")))
         watched.stop.set()
         await work
     (before,) = watched.of("ledger")[-1]["dropped"].values()
-    again, result = await complete(Run.resume(tmp_path / "run"))
+    again, result = await complete(Execution(RunFolder.resume(tmp_path / "run")))
     assert result.state == "finished", result.reason
     for ledger in [*watched.of("ledger"), *again.of("ledger")]:
         assert sum(ledger.get("dropped_tokens", {}).values()) == ledger["filtered_tokens"]
@@ -109,7 +110,7 @@ async def test_with_no_staleness_the_run_is_the_plain_loop_also_where_rewards_fa
 ) -> None:
     of = recipe(TINY, **ONE_IN_TEN, pipeline__staleness=0, train__steps=10)
     expected, weights = await synchronous(of)
-    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    watched, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     assert result.state == "finished", result.reason
     assert watched.of("ledger")[-1]["dropped"].keys() == {DROPPED}
     assert [(step["reward_mean"], step["loss"]) for step in watched.of("step")] == expected
@@ -119,7 +120,7 @@ async def test_with_no_staleness_the_run_is_the_plain_loop_also_where_rewards_fa
 @pytest.mark.parametrize("on_error", ["zero", "fail"])
 async def test_a_failure_costs_what_the_recipe_says(on_error: str, tmp_path: Path) -> None:
     of = recipe(TINY, **ONE_IN_TEN, reward__on_error=on_error)
-    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    watched, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     if on_error == "fail":
         assert result.state == "failed"
         assert (

@@ -13,7 +13,8 @@ from peft import PeftModel
 from safetensors.torch import load_file
 
 from orchestration.recipe.planner import plan
-from orchestration.run.run import Run
+from orchestration.run.execution import Execution
+from orchestration.run.folder import RunFolder
 from stages.engines.torch.decoding.weights import DecoderWeights
 from stages.models import load_model
 from tests.orchestration.run.test_run import (
@@ -42,7 +43,7 @@ async def test_with_bound_zero_a_killed_trainer_ends_as_the_plain_loop_bit_for_b
     """With the base as the reference, in the trainer; and the run is resumed for two steps more."""
     of = recipe(TINY, **LORA, launch__launcher="process")
     expected, weights = await synchronous(recipe(TINY, **LORA, train__steps=8))
-    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+    async with executing(Execution(RunFolder.create(of, tmp_path / "run"))) as (watched, work):
         # past a checkpoint, with two steps to replay
         await watched.until(lambda: len(watched.of("step")) >= 5)
         assert watched.run.supervisor is not None
@@ -59,7 +60,9 @@ async def test_with_bound_zero_a_killed_trainer_ends_as_the_plain_loop_bit_for_b
     assert {sync["bytes"] for sync in swaps} == {4 * adapters}
     assert adapters < 0.25 * whole
     assert all(sync["gap_max"] < sync["gap_max_limit"] for sync in swaps), "each was probed"
-    watched, result = await complete(Run.resume(tmp_path / "run", ["train.steps=8"]))
+    watched, result = await complete(
+        Execution(RunFolder.resume(tmp_path / "run", ["train.steps=8"]))
+    )
     assert result.state == "finished", result.reason
     assert [(step["reward_mean"], step["loss"]) for step in watched.of("step")][-2:] == expected[6:]
     assert_equal(trained(watched.run.recipe, result), weights)
@@ -89,14 +92,14 @@ async def test_adapters_that_were_not_delivered_are_refused(
     of = recipe(
         TINY, **LORA, **DENSE, model__dtype=dtype, launch__max_restarts=0, sync__timeout=30.0
     )
-    _, result = await complete(Run.create(of, tmp_path / "run"))
+    _, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     assert result.state == "failed"
     assert "the engine's logprobs" in result.reason
 
 
 async def test_in_bfloat16_every_swap_is_within_the_limits(tmp_path: Path) -> None:
     of = recipe(TINY, **{**LORA, "pipeline__staleness": 1}, model__dtype="bfloat16")
-    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    watched, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     assert result.state == "finished", result.reason
     assert_each_sample_once(of, watched)
     swaps = [sync for sync in watched.of("sync") if sync["worker"] == "rollout-0"]
@@ -114,7 +117,7 @@ async def test_ranks_train_adapters(dp: int, tp: int, tmp_path: Path) -> None:
     few = {**LORA, "train__steps": 3, **DENSE}
     of = recipe(TINY, **few, train__dp=dp, train__tp=tp, launch__launcher="process")
     expected, _ = await synchronous(recipe(TINY, **few))
-    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    watched, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     assert result.state == "finished", result.reason
     found = [(step["reward_mean"], step["loss"]) for step in watched.of("step")]
     assert found[0] == pytest.approx(expected[0], rel=1e-4, abs=1e-6)

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from orchestration.run.run import Run
+from orchestration.run.execution import Execution
+from orchestration.run.folder import RunFolder
 from stages.engines.mock.engines import MockRolloutEngine
 from tests.orchestration.run.test_run import assert_each_sample_once
 from tests.orchestration.runs import MOCK, complete, recipe
@@ -38,7 +39,7 @@ async def test_such_a_response_is_generated_again_and_never_trained(
 ) -> None:
     break_logprobs(monkeypatch, 1, value)
     of = recipe(MOCK, train__steps=4)
-    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    watched, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     assert result.state == "finished", result.reason
     reasons = [
         worker.get("reason", "") for worker in watched.of("worker") if worker["change"] == "died"
@@ -52,6 +53,8 @@ async def test_an_engine_that_stays_broken_fails_the_run_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     break_logprobs(monkeypatch, 1_000_000, math.nan)
-    _, result = await complete(Run.create(recipe(MOCK, launch__max_restarts=1), tmp_path / "run"))
+    _, result = await complete(
+        Execution(RunFolder.create(recipe(MOCK, launch__max_restarts=1), tmp_path / "run"))
+    )
     assert result.state == "failed"
     assert "returned the logprob nan for token 1" in result.reason

@@ -10,15 +10,16 @@ import pytest
 
 from orchestration.recipe.load import FIXED, change_recipe
 from orchestration.recipe.problems import RecipeError
+from orchestration.run.execution import Execution, RunResult
+from orchestration.run.folder import RunFolder
 from orchestration.run.lock import RunError
-from orchestration.run.run import Run, RunResult
 from stages.engines.torch.optimizer import learning_rate_at
 from tests.orchestration.run.test_run import assert_equal, synchronous, trained, weights_of
 from tests.orchestration.runs import MOCK, TINY, Watched, complete, recipe
 
 
 async def resumed(folder: Path, *changes: str) -> tuple[Watched, RunResult]:
-    watched, result = await complete(Run.resume(folder, changes))
+    watched, result = await complete(Execution(RunFolder.resume(folder, changes)))
     assert result.state == "finished", result.reason
     return watched, result
 
@@ -27,16 +28,16 @@ async def test_a_finished_run_goes_on_with_more_steps_as_if_they_had_been_asked_
     tmp_path: Path,
 ) -> None:
     of = recipe(TINY, pipeline__staleness=0, train__steps=4)
-    await complete(Run.create(of, tmp_path / "run"))
+    await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     with pytest.raises(RunError, match=r"has made 4 of 4 steps: there is nothing to resume"):
-        Run.resume(tmp_path / "run")
+        Execution(RunFolder.resume(tmp_path / "run"))
     with pytest.raises(RunError, match=r"has made 4 of 3 steps"):
-        Run.resume(tmp_path / "run", ["train.steps=3"])
-    assert Run.resume(tmp_path / "run", ["train.steps=7"]).recipe.train.steps == 7
+        Execution(RunFolder.resume(tmp_path / "run", ["train.steps=3"]))
+    assert Execution(RunFolder.resume(tmp_path / "run", ["train.steps=7"])).recipe.train.steps == 7
     watched, result = await resumed(tmp_path / "run")  # what was set is kept
     assert [step["step"] for step in watched.of("step")] == [4, 5, 6]
     whole = recipe(TINY, pipeline__staleness=0, train__steps=7)
-    _, at_once = await complete(Run.create(whole, tmp_path / "whole"))
+    _, at_once = await complete(Execution(RunFolder.create(whole, tmp_path / "whole")))
     assert_equal(trained(whole, result), trained(whole, at_once))
 
 
@@ -44,7 +45,7 @@ async def test_another_learning_rate_and_schedule_hold_from_the_next_step_on(
     tmp_path: Path,
 ) -> None:
     of = recipe(TINY, pipeline__staleness=0, train__steps=3)
-    _, first = await complete(Run.create(of, tmp_path / "run"))
+    _, first = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     assert first.checkpoint is not None
     before = weights_of(of, first.checkpoint)
     changes = [
@@ -83,7 +84,7 @@ async def test_the_learning_rate_goes_on_by_versions_with_other_numbers_of_optim
         train__steps=3,
         train__schedule="linear",
     )
-    await complete(Run.create(of, tmp_path / "run"))
+    await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     several = "algorithm.options={scale_learning_rate=false, epochs=2, mini_batches=3}"
     watched, _ = await resumed(tmp_path / "run", "train.steps=5", several)
     assert [step["learning_rate"] for step in watched.of("step")] == pytest.approx(
@@ -95,7 +96,7 @@ async def test_the_cadence_of_evaluations_and_checkpoints_and_how_far_ahead_it_r
     tmp_path: Path,
 ) -> None:
     of = recipe(TINY, train__steps=4, checkpoint__every=4, pipeline__staleness=2)
-    await complete(Run.create(of, tmp_path / "run"))
+    await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     changes = [
         "train.steps=8",
         "evaluate.every=2",
@@ -132,7 +133,7 @@ async def test_a_bound_that_is_lowered_while_groups_are_ahead_is_kept(tmp_path: 
     from tests.orchestration.runs import executing
 
     of = recipe(MOCK, pipeline__staleness=3, train__steps=12, checkpoint__every=2)
-    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+    async with executing(Execution(RunFolder.create(of, tmp_path / "run"))) as (watched, work):
         await watched.until(lambda: len(watched.of("step")) >= 4)
         watched.stop.set()
         assert (await work).state == "stopped"
@@ -151,7 +152,7 @@ async def test_a_run_goes_on_in_another_index_over_the_network_and_back(
     The weights are those of a run left alone.
     """
     of = recipe(TINY, pipeline__staleness=0, train__steps=1)
-    await complete(Run.create(of, tmp_path / "run"))
+    await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     there = [f"pipeline.index={index_url}", "pipeline.serve=127.0.0.1", "sync.transport=collective"]
     for steps, changes in (
         (2, there),

@@ -15,7 +15,8 @@ import pytest
 from orchestration.recipe.problems import RecipeError
 from orchestration.run import checkpoint
 from orchestration.run.engines import tokenizer_of
-from orchestration.run.run import Run
+from orchestration.run.execution import Execution
+from orchestration.run.folder import RunFolder
 from orchestration.run.storage import store as stores
 from orchestration.run.storage.store import CheckpointStore, StoreRefused
 from stages.engines.torch.parallel.sharded import Sharded
@@ -219,10 +220,12 @@ async def test_a_run_whose_folder_lost_its_checkpoints_goes_on_from_the_url_bit_
     of = recipe(
         TINY, pipeline__staleness=0, train__steps=3, checkpoint__every=2, checkpoint__url=bucket
     )
-    _, first = await complete(Run.create(of, tmp_path / "run"))
+    _, first = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     assert first.state == "finished", first.reason
     shutil.rmtree(tmp_path / "run" / "checkpoints")
-    watched, result = await complete(Run.resume(tmp_path / "run", ["train.steps=5"]))
+    watched, result = await complete(
+        Execution(RunFolder.resume(tmp_path / "run", ["train.steps=5"]))
+    )
     assert result.state == "finished", result.reason
     assert [step["step"] for step in watched.of("step")] == [3, 4]
     whole = recipe(TINY, pipeline__staleness=0, train__steps=5)
@@ -235,19 +238,21 @@ async def test_the_url_may_change_when_a_run_is_resumed(tmp_path: Path) -> None:
     first.mkdir()
     second.mkdir()
     _, begun = await complete(
-        Run.create(recipe(MOCK, checkpoint__url=str(first)), tmp_path / "run")
+        Execution(RunFolder.create(recipe(MOCK, checkpoint__url=str(first)), tmp_path / "run"))
     )
     url = str(first / begun.run)
     assert CheckpointStore(url).names() == ["step-00000003", "step-00000006"]
-    _, result = await complete(Run.resume(tmp_path / "run", ["train.steps=7"]))
+    _, result = await complete(Execution(RunFolder.resume(tmp_path / "run", ["train.steps=7"])))
     assert result.run != begun.run
     assert CheckpointStore(url).names() == ["step-00000006", "step-00000007"], (
         "it has the folder of the first run"
     )
-    await complete(Run.resume(tmp_path / "run", ["train.steps=8", "checkpoint.url="]))
+    await complete(
+        Execution(RunFolder.resume(tmp_path / "run", ["train.steps=8", "checkpoint.url="]))
+    )
     assert CheckpointStore(url).names()[-1] == "step-00000007"
     watched, _ = await complete(
-        Run.resume(tmp_path / "run", ["train.steps=9", f"checkpoint.url={second}"])
+        Execution(RunFolder.resume(tmp_path / "run", ["train.steps=9", f"checkpoint.url={second}"]))
     )
     assert [step["step"] for step in watched.of("step")] == [8]
     names = CheckpointStore(str(second / begun.run)).names()
@@ -260,14 +265,16 @@ async def test_a_place_that_cannot_be_written_fails_the_run_before_it_works(
     bucket: str, tmp_path: Path
 ) -> None:
     watched, result = await complete(
-        Run.create(recipe(MOCK, checkpoint__url="s3://none/runs"), tmp_path / "run")
+        Execution(
+            RunFolder.create(recipe(MOCK, checkpoint__url="s3://none/runs"), tmp_path / "run")
+        )
     )
     assert result.state == "failed"
     assert "checkpoint.url: s3://none/runs/mock-test-" in result.reason
     assert "check that its folder or bucket exists" in result.reason
     assert not watched.of("worker")
     absent = recipe(MOCK, checkpoint__url=str(tmp_path / "nowhere"))
-    _, result = await complete(Run.create(absent, tmp_path / "other"))
+    _, result = await complete(Execution(RunFolder.create(absent, tmp_path / "other")))
     assert "FileNotFoundError" in result.reason, "what is not mounted is not made"
 
 

@@ -16,7 +16,9 @@ import pytest
 
 from benchmarks.ray_cluster import on_ray, raylets
 from orchestration.events_file import METRICS, read_metrics
-from orchestration.run.run import WHERE, Run
+from orchestration.run.execution import Execution
+from orchestration.run.folder import RunFolder
+from orchestration.service.lifecycle import WHERE
 from orchestration.service.registry import RunRecord
 from pipeline.events import Event
 from pipeline.index.client import INDEX_VARIABLE
@@ -218,7 +220,9 @@ async def test_a_run_on_a_ray_cluster_is_not_disturbed(clock: ShiftedClock, tmp_
 
 async def test_an_external_rollout_is_not_disturbed(clock: ShiftedClock, tmp_path: Path) -> None:
     changes = {"pipeline__lease_seconds": 3.0, "train__steps": 300}
-    async with taking_part(Run.create(recipe(ROLLOUT, **changes), tmp_path / "run")) as (
+    async with taking_part(
+        Execution(RunFolder.create(recipe(ROLLOUT, **changes), tmp_path / "run"))
+    ) as (
         watched,
         external,
         work,

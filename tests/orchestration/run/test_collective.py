@@ -11,7 +11,8 @@ import pytest
 
 from orchestration.recipe.problems import RecipeError
 from orchestration.run.engines import weight_publisher
-from orchestration.run.run import Run
+from orchestration.run.execution import Execution
+from orchestration.run.folder import RunFolder
 from stages.weights.depot import Depot
 from tests.orchestration.run.test_run import (
     assert_each_sample_once,
@@ -42,7 +43,7 @@ async def test_with_bound_zero_it_is_the_synchronous_run_bit_for_bit(
         TINY, pipeline__staleness=0, sync__transport="collective", launch__launcher=launcher
     )
     expected, weights = await synchronous(of)
-    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    watched, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     assert result.state == "finished", result.reason
     assert [(step["reward_mean"], step["loss"]) for step in watched.of("step")] == expected
     assert_equal(trained(of, result), weights)
@@ -65,7 +66,7 @@ async def test_several_replicas_follow_a_trainer_of_several_ranks_and_any_of_the
         sync__transport="collective",
         launch__launcher="process",
     )
-    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+    async with executing(Execution(RunFolder.create(of, tmp_path / "run"))) as (watched, work):
         for number, worker in enumerate(("update-0", "rollout-1")):
             await watched.until(lambda: len(watched.of("step")) >= 3 * number + 2)  # noqa: B023
             assert watched.run.supervisor is not None

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from orchestration.run.run import Run
+from orchestration.run.execution import Execution
+from orchestration.run.folder import RunFolder
 from tests.orchestration.run.test_run import (
     assert_each_sample_once,
     assert_equal,
@@ -45,12 +46,14 @@ async def test_a_rank_may_die_in_each_collective_call_and_the_weights_are_those_
 ) -> None:
     of_ranks = {f"train__{name}": size for name, size in chosen.items()}
     undisturbed = recipe(TINY, **RUN | of_ranks)
-    told, expected = await complete(Run.create(undisturbed, tmp_path / "undisturbed"))
+    told, expected = await complete(
+        Execution(RunFolder.create(undisturbed, tmp_path / "undisturbed"))
+    )
     assert expected.state == "finished", expected.reason
     options = {"calls": calls, "folder": str(tmp_path)}
     engine = {"train__engine": "tests.orchestration.dying:dying", "train__options": options}
     of = recipe(TINY, **RUN | of_ranks | engine, launch__max_restarts=len(calls))
-    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+    async with executing(Execution(RunFolder.create(of, tmp_path / "run"))) as (watched, work):
         result = await work
         assert watched.run.supervisor is not None
         assert watched.run.supervisor.restarts == len(calls)

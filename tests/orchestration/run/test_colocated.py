@@ -16,8 +16,9 @@ import torch.distributed as dist
 from benchmarks.synchronous import SynchronousStep, synchronous_run
 from orchestration.recipe.planner import held_bytes, plan, reshard_plan, turns
 from orchestration.recipe.schema import Recipe
+from orchestration.run.execution import Execution
+from orchestration.run.folder import RunFolder
 from orchestration.run.kinds import workers_of
-from orchestration.run.run import Run
 from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.resharding.exchange import SharedExchange
 from stages.resharding.plan import Phase, memory
@@ -79,7 +80,7 @@ async def test_on_one_rank_with_bound_zero_it_is_the_synchronous_run_bit_for_bit
 ) -> None:
     of = recipe(TINY, **TURNS, evaluate__every=2, evaluate__prompts=4, model__dtype=dtype)
     expected, weights = await synchronous(of)
-    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    watched, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     assert result.state == "finished", result.reason
     assert [(step["reward_mean"], step["loss"]) for step in watched.of("step")] == expected
     assert_equal(trained(of, result), weights)
@@ -106,7 +107,7 @@ async def test_adapters_take_turns_beside_a_base_that_stays(dtype: str, tmp_path
     }
     of = recipe(TINY, **TURNS, **lora, evaluate__every=3, evaluate__prompts=4, model__dtype=dtype)
     expected, weights = await synchronous(of)
-    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    watched, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     assert result.state == "finished", result.reason
     assert [(step["reward_mean"], step["loss"]) for step in watched.of("step")] == expected
     assert_equal(trained(of, result), weights)
@@ -132,7 +133,7 @@ async def test_adapters_take_turns_beside_a_base_that_stays(dtype: str, tmp_path
 async def test_adapters_of_two_ranks_take_turns_and_survive_a_kill(tmp_path: Path) -> None:
     lora = {"model__lora": {"rank": 4}, "train__learning_rate": 1e-2, "checkpoint__every": 2}
     of = recipe(TINY, **TURNS, **lora, train__dp=2, train__steps=5, launch__launcher="process")
-    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+    async with executing(Execution(RunFolder.create(of, tmp_path / "run"))) as (watched, work):
         await watched.until(lambda: len(watched.of("step")) >= 3)
         assert watched.run.supervisor is not None
         os.kill(watched.run.supervisor.pids()["colocated-1"], signal.SIGKILL)
@@ -156,7 +157,7 @@ async def test_with_slack_as_many_steps_follow_on_one_another_as_there_are_batch
     of = recipe(
         TINY, **{**TURNS, "pipeline__staleness": 1}, train__steps=8, sync__prefetch=prefetch
     )
-    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    watched, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     assert result.state == "finished", result.reason
     assert_each_sample_once(of, watched)
     assert max(step["staleness_max"] for step in watched.of("step")) == 1
@@ -179,7 +180,7 @@ async def test_what_is_in_flight_when_the_batch_is_complete_is_cut_and_goes_on_l
         "train__steps": 6,
     }
     of = recipe(TINY, **{**TURNS, **settings}, train__groups_per_step=2)
-    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    watched, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     assert result.state == "finished", result.reason
     assert_each_sample_once(of, watched)
     rollout = [stage for stage in watched.of("stage") if stage["stage"] == "rollout"]
@@ -209,7 +210,7 @@ async def test_weights_that_arrive_damaged_make_no_token(
 
     monkeypatch.setattr(Swap, "to_rollout", damaging)
     of = recipe(TINY, **TURNS)
-    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    watched, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     monkeypatch.undo()
     assert result.state == "finished", result.reason
     (died,) = [worker for worker in watched.of("worker") if worker["change"] == "died"]
@@ -300,7 +301,7 @@ async def test_any_rank_may_die_in_any_phase_and_each_sample_is_trained_once(
         ("rollout-1", "returning", 2),
         ("rollout-0", "training", 3),
     ]
-    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+    async with executing(Execution(RunFolder.create(of, tmp_path / "run"))) as (watched, work):
         for rank, phase, version in victims:
             while await killed_in(watched, rank, phase, version) != phase:
                 pass  # the phase was over before the signal came
@@ -370,17 +371,20 @@ async def test_a_run_that_was_stopped_goes_on_at_another_number_of_ranks_and_end
     """One process; then two ranks that cut the matrices between them."""
     of = recipe(TINY, **TURNS, train__steps=7, evaluate__every=7, evaluate__prompts=4)
     expected, weights = await expected_of(of)
-    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+    async with executing(Execution(RunFolder.create(of, tmp_path / "run"))) as (watched, work):
         await watched.until(lambda: len(watched.of("step")) >= 4)
         watched.stop.set()
         assert (await work).state == "stopped"
     assert_nothing_left(watched.run)
     before = {step["step"]: step["grad_norm"] for step in watched.of("step")}
-    resumed = Run.resume(
-        tmp_path / "run", ["train.tp=2", "launch.launcher=process", "launch.startup_timeout=300"]
+    resumed = Execution(
+        RunFolder.resume(
+            tmp_path / "run",
+            ["train.tp=2", "launch.launcher=process", "launch.startup_timeout=300"],
+        )
     )
-    assert resumed.start is not None
-    assert resumed.start.version == len(before), (
+    assert resumed.folder.start is not None
+    assert resumed.folder.start.version == len(before), (
         "training has had the device back to write its checkpoint"
     )
     watched, result = await complete(resumed)

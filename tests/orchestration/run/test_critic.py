@@ -20,8 +20,9 @@ from orchestration.recipe.problems import RecipeError
 from orchestration.recipe.schema import Recipe
 from orchestration.run.checkpoint import CRITIC
 from orchestration.run.engines import critic_engine, train_engine
+from orchestration.run.execution import Execution
+from orchestration.run.folder import RunFolder
 from orchestration.run.kinds import workers_of
-from orchestration.run.run import Run
 from stages.engines.torch.critic import VALUE_HEAD
 from tests.orchestration import scores
 from tests.orchestration.run.test_run import (
@@ -66,7 +67,7 @@ async def test_either_may_be_killed_and_both_have_the_weights_of_the_plain_loop(
         )
         policy = {name: value.clone() for name, value in step.engine.weights()}
         critic = state_of(step.critic)
-    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+    async with executing(Execution(RunFolder.create(of, tmp_path / "run"))) as (watched, work):
         for steps, worker in ((1, "critic-0"), (4, "update-0"), (6, "critic-0")):
             await watched.until(lambda: len(watched.of("step")) >= steps)  # noqa: B023
             assert watched.run.supervisor is not None
@@ -117,7 +118,7 @@ async def test_a_critic_on_ranks_is_that_of_the_plain_loop_but_for_the_order_of_
     async for made in synchronous_run(of):
         plain.append([made.reward_mean, *(made.metrics[name] for name in names)])
         learned = state_of(made.critic)
-    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+    async with executing(Execution(RunFolder.create(of, tmp_path / "run"))) as (watched, work):
         await watched.until(lambda: len(watched.of("step")) >= 4)
         assert watched.run.supervisor is not None
         os.kill(watched.run.supervisor.pids()["critic-1"], signal.SIGKILL)
@@ -162,7 +163,7 @@ async def test_a_batch_that_the_critic_alone_cannot_learn_from_neither_of_them_l
             assert_equal(policy, before[0])
             assert_equal(critic, before[1])
     assert 0 < len(skipped) < 8
-    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+    async with executing(Execution(RunFolder.create(of, tmp_path / "run"))) as (watched, work):
         await watched.until(lambda: len(watched.of("step")) > skipped[0])
         assert watched.run.supervisor is not None
         os.kill(watched.run.supervisor.pids()["critic-0"], signal.SIGKILL)
@@ -182,7 +183,7 @@ async def test_a_stopped_run_goes_on_with_its_critic_and_another_run_begins_with
     tmp_path: Path,
 ) -> None:
     of = recipe(TINY, **{**OWN, "pipeline__staleness": 1}, train__steps=40)
-    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+    async with executing(Execution(RunFolder.create(of, tmp_path / "run"))) as (watched, work):
         await watched.until(lambda: len(watched.of("step")) >= 4)
         watched.stop.set()
         result = await work
@@ -194,8 +195,8 @@ async def test_a_stopped_run_goes_on_with_its_critic_and_another_run_begins_with
         RecipeError,
         match="cannot change in a resumed run: the checkpoint has the weights of the critic",
     ):
-        Run.resume(tmp_path / "run", ["algorithm.options.critic=trunk"])
-    resumed = Run.resume(tmp_path / "run", [f"train.steps={stopped + 3}"])
+        Execution(RunFolder.resume(tmp_path / "run", ["algorithm.options.critic=trunk"]))
+    resumed = Execution(RunFolder.resume(tmp_path / "run", [f"train.steps={stopped + 3}"]))
     watched, result = await complete(resumed)
     assert result.state == "finished", result.reason
     assert [step["step"] for step in watched.of("step")] == [stopped, stopped + 1, stopped + 2]
@@ -275,7 +276,7 @@ async def test_a_run_whose_critic_learns_alone_at_first_is_the_plain_loop_after_
         assert_equal(after, before)
     assert not torch.equal(*(policies[at]["model.embed_tokens.weight"] for at in (3, 4)))
     of = of.model_copy(update={"launch": of.launch.model_copy(update={"launcher": "process"})})
-    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+    async with executing(Execution(RunFolder.create(of, tmp_path / "run"))) as (watched, work):
         await watched.until(lambda: len(watched.of("step")) >= 3)
         assert watched.run.supervisor is not None
         os.kill(watched.run.supervisor.pids()["update-0"], signal.SIGKILL)

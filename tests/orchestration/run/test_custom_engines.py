@@ -12,7 +12,8 @@ from torch.distributed import HashStore
 
 from orchestration.recipe.problems import RecipeError
 from orchestration.run.engines import reference_engine, rollout_engine, train_engine
-from orchestration.run.run import Run
+from orchestration.run.execution import Execution
+from orchestration.run.folder import RunFolder
 from pipeline.problems import Fatal
 from stages.engines.registry import ENTRY_POINTS, EngineUnknown, Side
 from stages.parallel.layout import ALONE, Layout, RankCoordinates
@@ -58,7 +59,7 @@ async def test_a_run_of_processes_with_engines_of_others_goes_to_its_end(tmp_pat
         rollout__on_update="cut",
         train__options={"step_seconds": 0.05},
     )
-    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    watched, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     assert result.state == "finished", result.reason
     steps = watched.of("step")
     assert [step["step"] for step in steps] == list(range(of.train.steps))

@@ -19,8 +19,9 @@ from api.cli.folder.checkpoint import verify
 from orchestration.run import checkpoint
 from orchestration.run.checkpoint import CheckpointUnusable
 from orchestration.run.engines import tokenizer_of, train_engine
+from orchestration.run.execution import Execution
+from orchestration.run.folder import RunFolder
 from orchestration.run.lock import RunError
-from orchestration.run.run import Run
 from orchestration.run.storage.recorded import set_newer_aside
 from orchestration.run.storage.store import CheckpointStore
 from stages.models import load_model
@@ -65,7 +66,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Path], Callable[[Path], None]]] = {
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ended") / "run"
-    asyncio.run(complete(Run.create(OF, folder)))
+    asyncio.run(complete(Execution(RunFolder.create(OF, folder))))
     return folder
 
 
@@ -97,7 +98,7 @@ async def test_a_resume_names_the_damaged_file_and_the_way_on(
     damage(of_newest(newest))
     as_it_was = contents(run)
     with pytest.raises(RunError) as refused:
-        Run.resume(run, ["train.steps=5"])
+        Execution(RunFolder.resume(run, ["train.steps=5"]))
     assert str(of_newest(newest)) in str(refused.value)
     earlier = before(newest)
     assert f"`asyncdock resume {run} --from {version_of(earlier)}` goes on from" in str(
@@ -110,8 +111,8 @@ async def test_a_resume_names_the_damaged_file_and_the_way_on(
     listed = capsys.readouterr().out
     assert f"{earlier}: whole (" in listed
     assert f"{newest}: damaged\n  " in listed
-    resumed = Run.resume(run, ["train.steps=5"], start_version=version_of(earlier))
-    assert resumed.begins == version_of(earlier)
+    resumed = Execution(RunFolder.resume(run, ["train.steps=5"], start_version=version_of(earlier)))
+    assert resumed.folder.begins == version_of(earlier)
     aside = newest.with_name("aside-step-00000004")
     assert {
         Path(name).relative_to(newest): text
@@ -127,14 +128,16 @@ async def test_a_run_goes_on_before_a_damaged_checkpoint_as_if_it_had_never_been
     shutil.copytree(ended, run)
     flip(shards(run / "checkpoints" / "step-00000004"))
     start = version_of(before(run / "checkpoints" / "step-00000004"))
-    watched, result = await complete(Run.resume(run, ["train.steps=6"], start_version=start))
+    watched, result = await complete(
+        Execution(RunFolder.resume(run, ["train.steps=6"], start_version=start))
+    )
     assert result.state == "finished", result.reason
     assert [step["step"] for step in watched.of("step")] == list(range(start, 6))
     longer = OF.model_copy(update={"train": OF.train.model_copy(update={"steps": 6})})
     _, weights = await synchronous(longer)
     assert_equal(trained(longer, result), weights)
     with pytest.raises(RunError, match=r"version 7: .* it has: [2-5], 6 \(0: none of them\)"):
-        Run.resume(run, ["train.steps=7"], start_version=7)
+        Execution(RunFolder.resume(run, ["train.steps=7"], start_version=7))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -147,9 +150,13 @@ async def test_what_is_damaged_later_is_found_by_the_ranks_that_load_it(
     """
     changes = {"train__dp": ranks, "launch__launcher": "process" if ranks > 1 else "inline"}
     await complete(
-        Run.create(recipe(TINY, train__steps=2, checkpoint__every=1, **changes), tmp_path / "run")
+        Execution(
+            RunFolder.create(
+                recipe(TINY, train__steps=2, checkpoint__every=1, **changes), tmp_path / "run"
+            )
+        )
     )
-    resumed = Run.resume(tmp_path / "run", ["train.steps=4"])
+    resumed = Execution(RunFolder.resume(tmp_path / "run", ["train.steps=4"]))
     newest = tmp_path / "run" / "checkpoints" / "step-00000002"
     shard = sorted((newest / "train").glob("*.distcp"))[-1]
     flip(shard)

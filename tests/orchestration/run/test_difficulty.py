@@ -8,7 +8,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from orchestration.run.run import Run
+from orchestration.run.execution import Execution
+from orchestration.run.folder import RunFolder
 from tests.orchestration.run.test_run import (
     assert_each_sample_once,
     assert_equal,
@@ -30,7 +31,7 @@ CHANGES: dict[str, Any] = {
 async def test_killed_stopped_and_resumed_it_is_the_plain_loop_bit_for_bit(tmp_path: Path) -> None:
     of = recipe(TINY, launch__launcher="process", **CHANGES)
     expected, weights = await synchronous(of)
-    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+    async with executing(Execution(RunFolder.create(of, tmp_path / "run"))) as (watched, work):
         for number, worker in enumerate(("flow-0", "update-0")):
             await watched.until(lambda: len(watched.of("step")) >= 2 * number + 1)  # noqa: B023
             assert watched.run.supervisor is not None
@@ -38,9 +39,9 @@ async def test_killed_stopped_and_resumed_it_is_the_plain_loop_bit_for_bit(tmp_p
         await watched.until(lambda: len(watched.of("step")) >= 5)
         watched.stop.set()
         assert (await work).state == "stopped"
-    resumed, result = await complete(Run.resume(tmp_path / "run"))
+    resumed, result = await complete(Execution(RunFolder.resume(tmp_path / "run")))
     assert result.state == "finished", result.reason
-    begun = resumed.run.begins
+    begun = resumed.run.folder.begins
     assert 5 <= begun < 8
     steps = [*watched.of("step")[:begun], *resumed.of("step")]
     assert [(step["reward_mean"], step["loss"]) for step in steps] == expected
@@ -62,7 +63,7 @@ async def test_with_a_critic_and_several_sources_prompts_are_rated_too(tmp_path:
         "prompts": {"sources": sources, "max_prompt_tokens": 16, "sampling": "difficulty"},
     }
     of = recipe(base, algorithm__name="ppo", train__steps=4, pipeline__staleness=1)
-    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    watched, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     assert result.state == "finished", result.reason
     assert result.checkpoint is not None
     assert '"rates": [[' in result.checkpoint.rates

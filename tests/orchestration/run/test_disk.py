@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 
 from orchestration.recipe.schema import Recipe
 from orchestration.run import checkpoint
-from orchestration.run.run import Run
+from orchestration.run.execution import Execution
+from orchestration.run.folder import RunFolder
 from stages.engines.torch.train import TorchTrainEngine
 from stages.models import tiny_model
 from tests.orchestration.run.test_run import assert_equal, assert_nothing_left, synchronous, trained
@@ -38,10 +39,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def in_a_folder_that_is_there(of: Recipe, folder: Path) -> Run:
+def in_a_folder_that_is_there(of: Recipe, folder: Path) -> Execution:
     """A new run in ``folder``, in which a disk is mounted already."""
     (folder / "recipe.json").write_text(of.to_json())
-    return Run.resume(folder)
+    return Execution(RunFolder.resume(folder))
 
 
 def fill(file: Path) -> None:
@@ -84,7 +85,7 @@ async def test_a_full_disk_ends_the_run_at_once_with_what_to_do_and_it_goes_on_w
     assert newest is not None
     assert newest.version == version
     ballast.unlink()
-    watched, result = await complete(Run.resume(tmp_path / "run"))
+    watched, result = await complete(Execution(RunFolder.resume(tmp_path / "run")))
     assert result.state == "finished", result.reason
     assert [step["step"] for step in watched.of("step")] == list(range(version, 8))
     assert_equal(trained(of, result), weights)
@@ -121,7 +122,7 @@ async def test_an_index_without_room_ends_the_run_with_the_place_and_what_to_do(
     before = checkpoint.latest(tmp_path / "run" / "checkpoints")
     assert before is not None
     watched, result = await complete(
-        Run.resume(tmp_path / "run", [f"train.steps={before.version + 3}"])
+        Execution(RunFolder.resume(tmp_path / "run", [f"train.steps={before.version + 3}"]))
     )
     assert result.state == "finished", result.reason
 
@@ -140,7 +141,7 @@ async def test_kills_while_checkpoints_are_written_lose_nothing(tmp_path: Path) 
     folder = tmp_path / "run" / "checkpoints"
     moments = random.Random(0)
     killed = 0
-    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+    async with executing(Execution(RunFolder.create(of, tmp_path / "run"))) as (watched, work):
         while not work.done() and killed < 8:
             await asyncio.sleep(0.001)
             if not list(folder.glob(".step-*.partial")):
@@ -188,7 +189,7 @@ async def test_a_checkpoint_of_another_model_ends_a_resume_at_once_with_what_to_
     tmp_path: Path,
 ) -> None:
     of = recipe(TINY, train__steps=3, checkpoint__every=1)
-    await complete(Run.create(of, tmp_path / "run"))
+    await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     before, newest = map(
         checkpoint.open_checkpoint, checkpoint.whole(tmp_path / "run" / "checkpoints")[-2:]
     )
@@ -199,7 +200,9 @@ async def test_a_checkpoint_of_another_model_ends_a_resume_at_once_with_what_to_
     writer.copy()
     writer.write(newest.path)
     other.close()
-    watched, result = await complete(Run.resume(tmp_path / "run", ["train.steps=5"]))
+    watched, result = await complete(
+        Execution(RunFolder.resume(tmp_path / "run", ["train.steps=5"]))
+    )
     assert result.state == "failed"
     assert (
         f"checkpoint: {newest.path} cannot be loaded into the model of this run (" in result.reason
@@ -210,7 +213,9 @@ async def test_a_checkpoint_of_another_model_ends_a_resume_at_once_with_what_to_
     )
     assert "Traceback" not in result.reason
     assert not [worker for worker in watched.of("worker") if worker["change"] == "restarted"]
-    watched, result = await complete(Run.resume(tmp_path / "run", start_version=before.version))
+    watched, result = await complete(
+        Execution(RunFolder.resume(tmp_path / "run", start_version=before.version))
+    )
     assert result.state == "finished", result.reason
     assert [step["step"] for step in watched.of("step")] == list(range(before.version, 5))
     assert (newest.path.with_name(f"aside-{newest.path.name}") / "train").is_dir(), (

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from orchestration.recipe.problems import RecipeError
-from orchestration.run.run import Run
+from orchestration.run.execution import Execution
+from orchestration.run.folder import RunFolder
 from stages.algorithms.batch import TrainBatch
 from stages.algorithms.policy_gradient.distillation import Distillation
 from tests.batches import make_batch
@@ -26,7 +27,7 @@ async def test_a_student_comes_near_to_its_teacher(tmp_path: Path) -> None:
         train__steps=24,
         train__groups_per_step=48,
     )
-    _, result = await complete(Run.create(taught, tmp_path / "teacher"))
+    _, result = await complete(Execution(RunFolder.create(taught, tmp_path / "teacher")))
     assert result.checkpoint is not None
     student = recipe(
         TINY,
@@ -39,7 +40,7 @@ async def test_a_student_comes_near_to_its_teacher(tmp_path: Path) -> None:
         evaluate__every=40,
         evaluate__prompts=8,
     )
-    watched, _ = await complete(Run.create(student, tmp_path / "student"))
+    watched, _ = await complete(Execution(RunFolder.create(student, tmp_path / "student")))
     steps = watched.of("step")
     assert len(steps) == 40
     assert steps[0]["reverse_kl"] > 2

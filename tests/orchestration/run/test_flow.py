@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from orchestration.recipe.problems import RecipeError
-from orchestration.run.run import Run
+from orchestration.run.execution import Execution
+from orchestration.run.folder import RunFolder
 from stages.flow import Drop, UserStage
 from tests.orchestration import scores
 from tests.orchestration.run.test_run import assert_equal, assert_nothing_left, synchronous, trained
@@ -94,7 +95,7 @@ async def test_groups_with_equal_rewards_are_dropped_and_replaced(
     staleness: int, tmp_path: Path
 ) -> None:
     of = recipe(PAIRS, pipeline__staleness=staleness)
-    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    watched, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     assert result.state == "finished", result.reason
     assert assert_filled(of, watched) > 0
     assert set(watched.of("ledger")[-1]["dropped"]) == {"equal rewards"}
@@ -122,7 +123,7 @@ async def test_a_judge_feeds_a_reward_and_a_sieve_drops_while_their_workers_are_
         train__steps=10,
         pipeline__lease_seconds=3.0,
     )
-    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+    async with executing(Execution(RunFolder.create(of, tmp_path / "run"))) as (watched, work):
         for stage in ("judge", "sieve", "flow"):
             seen = len(watched.of("step"))
             await watched.until(lambda seen=seen: len(watched.of("step")) > seen)  # type: ignore[misc]
@@ -162,7 +163,7 @@ async def test_a_stage_that_returns_another_column_ends_the_run_with_its_name(
         {**MOCK, "stages": [{"use": f"{HERE}:Wrong"}]},
         reward__functions=[{"name": f"{scores.HERE}:short"}],
     )
-    _, result = await complete(Run.create(of, tmp_path / "run"))
+    _, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     assert result.state == "failed"
     assert "stage 'wrong' returned {'lenght'" in result.reason
     assert "wanted is a dict with the columns ['length']" in result.reason
@@ -174,7 +175,7 @@ async def test_mini_batches_and_epochs_make_one_version_of_each_batch_and_replay
     options = {"epochs": 2, "mini_batches": 2}
     of = recipe(TINY, pipeline__staleness=0, algorithm__options=options)
     expected, weights = await synchronous(of)
-    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    watched, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     assert result.state == "finished", result.reason
     assert [(step["reward_mean"], step["loss"]) for step in watched.of("step")] == expected
     assert [step["version"] for step in watched.of("step")] == list(range(1, of.train.steps + 1))
@@ -186,7 +187,7 @@ async def test_mini_batches_and_epochs_make_one_version_of_each_batch_and_replay
 async def test_a_run_interpolates_by_the_versions_of_tokens(tmp_path: Path) -> None:
     options = {"proximal": "interpolated", "correction": "truncate"}
     of = recipe(MOCK, pipeline__staleness=2, rollout__on_update="cut", algorithm__options=options)
-    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    watched, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     assert result.state == "finished", result.reason
     assert all("weight_mean" in step for step in watched.of("step"))
 

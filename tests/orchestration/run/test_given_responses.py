@@ -17,7 +17,8 @@ from orchestration.recipe.planner import notices_of
 from orchestration.recipe.problems import RecipeError
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sections import TeacherSection
-from orchestration.run.run import Run
+from orchestration.run.execution import Execution
+from orchestration.run.folder import RunFolder
 from stages.models import load_model, load_tokenizer
 from stages.prompts.files import PromptError
 from stages.prompts.options import PromptOptions
@@ -80,7 +81,7 @@ async def test_pairs_from_a_file_are_learned_without_generating_anything(tmp_pat
         train__steps=12,
         train__groups_per_step=16,
     )
-    watched, _ = await complete(Run.create(made, tmp_path / "run"))
+    watched, _ = await complete(Execution(RunFolder.create(made, tmp_path / "run")))
     steps = [event.data for event in watched.events if event.kind == "step"]
     assert len(steps) == 12
     assert steps[0]["preference_accuracy"] == 0.0, "policy and reference are the same"
@@ -113,7 +114,7 @@ async def test_supervised_fine_tuning_with_an_evaluation(tmp_path: Path) -> None
         evaluate__every=30,
         evaluate__prompts=8,
     )
-    watched, _ = await complete(Run.create(made, tmp_path / "run"))
+    watched, _ = await complete(Execution(RunFolder.create(made, tmp_path / "run")))
     steps = [event.data for event in watched.events if event.kind == "step"]
     assert steps[-1]["loss"] < 0.5 * steps[0]["loss"]
     held_out = {
@@ -164,7 +165,7 @@ async def test_sampling_options_do_not_change_the_cross_entropy(
         evaluate__every=evaluated,
         **SAMPLING,
     )
-    watched, result = await complete(Run.create(made, tmp_path / "run"))
+    watched, result = await complete(Execution(RunFolder.create(made, tmp_path / "run")))
     assert result.state == "finished", result.reason
     first = watched.of("step")[0]
     rows = [row for row in trained_rows(tmp_path / "run") if row["step"] == 0]
@@ -185,7 +186,7 @@ async def test_sampling_options_do_not_change_the_logprobs_of_pairs(tmp_path: Pa
     made = from_file(
         pairs(tmp_path / "pairs.jsonl"), ["chosen", "rejected"], algorithm__name="dpo", **options
     )
-    watched, result = await complete(Run.create(made, tmp_path / "run"))
+    watched, result = await complete(Execution(RunFolder.create(made, tmp_path / "run")))
     assert result.state == "finished", result.reason
     [step] = watched.of("step")
     chosen = [row for row in trained_rows(tmp_path / "run") if row["place"] == 0]
@@ -234,7 +235,7 @@ async def test_a_longer_response_is_cut_and_counts_as_truncated(tmp_path: Path) 
         rollout__max_tokens=3,
         train__steps=1,
     )
-    watched, _ = await complete(Run.create(made, tmp_path / "run"))
+    watched, _ = await complete(Execution(RunFolder.create(made, tmp_path / "run")))
     [step] = [event.data for event in watched.events if event.kind == "step"]
     assert step["truncated"] == 1.0
     assert step["response_length_mean"] == 3
@@ -301,7 +302,9 @@ def test_rewards_are_needed_only_where_something_is_scored() -> None:
 
 async def test_a_run_on_given_responses_needs_no_reward(tmp_path: Path) -> None:
     given = {name: table for name, table in SFT.items() if name != "reward"}
-    watched, result = await complete(Run.create(recipe(given, evaluate__every=0), tmp_path / "run"))
+    watched, result = await complete(
+        Execution(RunFolder.create(recipe(given, evaluate__every=0), tmp_path / "run"))
+    )
     assert result.state == "finished", result.reason
     assert [step["step"] for step in watched.of("step")] == list(range(given["train"]["steps"]))
     assert watched.run.recipe.reward.functions == []

@@ -16,8 +16,9 @@ import pytest
 
 from orchestration.guard.waiting import waiting_chain
 from orchestration.recipe.problems import RecipeError
+from orchestration.run.execution import Execution
+from orchestration.run.folder import RunFolder
 from orchestration.run.kinds import remote_workers, workers_of
-from orchestration.run.run import Run
 from orchestration.service.own_services import read_authorization
 from pipeline.index.address import split_password
 from pipeline.index.client import Index
@@ -59,7 +60,9 @@ def test_a_run_on_two_machines_outlives_one_host_and_ends_with_the_next(tmp_path
     store = tmp_path / "store"
     store.mkdir()
     begun = asyncio.run(
-        Run.create(recipe(MOCK, train__steps=3, checkpoint__url=str(store)), out).execute()
+        Execution(
+            RunFolder.create(recipe(MOCK, train__steps=3, checkpoint__url=str(store)), out)
+        ).execute()
     )
     assert begun.state == "finished", begun.reason
     with two_machines(tmp_path) as machines:
@@ -212,7 +215,7 @@ async def test_a_run_without_its_host_is_running_and_ends_with_the_workers_that_
         "sync__serve": "127.0.0.1",
     }
     of = recipe(MOCK, **REMOTE, **changes, launch__startup_timeout=3600.0)
-    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+    async with executing(Execution(RunFolder.create(of, tmp_path / "run"))) as (watched, work):
         await watched.until(lambda: bool(watched.of("step")))
         await watched.until(lambda: "running" in [state["state"] for state in watched.of("state")])
         result = await work
@@ -236,7 +239,9 @@ async def test_a_run_whose_rollouts_are_all_on_hosts_says_that_it_waits_for_one(
     }
     limits = {"launch__remote_rollouts": 2, "launch__startup_timeout": 20.0}
     async with executing(
-        Run.create(recipe(MOCK, **{**REMOTE, **limits}, **changes), tmp_path / "run")
+        Execution(
+            RunFolder.create(recipe(MOCK, **{**REMOTE, **limits}, **changes), tmp_path / "run")
+        )
     ) as (
         watched,
         work,
@@ -317,7 +322,9 @@ async def test_a_run_works_with_the_addresses_that_check_accepts(
     the run in `flow-0`."""
     if "::1" in changes.values() and not is_own("::1"):
         pytest.skip("this machine has no IPv6")
-    result = await Run.create(recipe(MOCK, **changes, train__steps=2), tmp_path / "run").execute()
+    result = await Execution(
+        RunFolder.create(recipe(MOCK, **changes, train__steps=2), tmp_path / "run")
+    ).execute()
     assert result.state == "finished", result.reason
 
 

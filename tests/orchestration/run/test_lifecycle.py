@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ from orchestration.recipe.problems import RecipeError
 from orchestration.recipe.schema import Recipe
 from orchestration.run import checkpoint
 from orchestration.run.engines import rollout_engine, train_engine
-from orchestration.run.lock import LOCK, RunLocked, lock_run
-from orchestration.run.run import Run, RunError
+from orchestration.run.execution import Execution
+from orchestration.run.folder import RunFolder
+from orchestration.run.lock import LOCK, RunError, RunLocked, lock_run
 from orchestration.service.lifecycle import WHERE
 from pipeline.events import Event, LedgerEvent
 from pipeline.index.embedded import EmbeddedIndex
@@ -46,10 +48,13 @@ def contents(folder: Path) -> dict[str, int]:
 
 async def test_a_live_run_is_neither_resumed_nor_replaced_and_goes_on(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    async with executing(Run.create(recipe(MOCK, train__steps=30), out)) as (watched, work):
+    async with executing(Execution(RunFolder.create(recipe(MOCK, train__steps=30), out))) as (
+        watched,
+        work,
+    ):
         await watched.until(lambda: len(watched.of("step")) >= 2)
         before = contents(out)
-        for second in (Run.resume, lambda folder: Run.create(recipe(MOCK), folder)):
+        for second in (RunFolder.resume, partial(RunFolder.create, recipe(MOCK))):
             with pytest.raises(
                 RunLocked,
                 match=rf"is executed by process {os.getpid()} \(.*\) "
@@ -61,9 +66,9 @@ async def test_a_live_run_is_neither_resumed_nor_replaced_and_goes_on(tmp_path: 
     assert result.state == "finished", result.reason
     assert not [event for event in watched.of("worker") if event["change"] == "restarted"]
     with pytest.raises(RunError, match="nothing to resume"):
-        Run.resume(out)
+        Execution(RunFolder.resume(out))
     with pytest.raises(RunError, match="is not empty"):
-        Run.create(recipe(MOCK), out)
+        Execution(RunFolder.create(recipe(MOCK), out))
 
 
 def test_the_lock_of_a_killed_process_is_free_and_its_number_is_not_believed(
@@ -81,7 +86,7 @@ def test_the_lock_of_a_killed_process_is_free_and_its_number_is_not_believed(
         lock_run(tmp_path)
     lock.close()
     lock.close()
-    assert Run.create(recipe(MOCK), tmp_path).begins == 0, (
+    assert RunFolder.create(recipe(MOCK), tmp_path).begins == 0, (
         "a folder with nothing but a lock file is empty"
     )
 
@@ -96,13 +101,13 @@ async def test_a_service_s_live_run_is_not_resumed_here_even_between_two_runners
             folder = Path((await service.registry.get(run)).folder)
             _, process = await service.held(run)
             with pytest.raises(RunLocked, match=f"is executed by process {process.pid}"):
-                Run.resume(folder)
+                Execution(RunFolder.resume(folder))
         # as a machine that is shut down does: the next agent takes the run over
         process.end(signal.SIGTERM)
         await process.wait()
         assert json.loads((folder / WHERE).read_text())["hosted"]
         with pytest.raises(RunLocked, match=f"run {run} of a service.*asyncdock runs stop {run}"):
-            Run.resume(folder)
+            Execution(RunFolder.resume(folder))
         async with service.working():
             made = len([event for event in await service.events(run) if event.kind == "step"])
             await service.steps(run, made + 1)
@@ -126,19 +131,19 @@ async def test_the_index_may_be_killed_before_the_supervisor_is_there(
     moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At once: the run does not wait for a call's deadline."""
-    run = Run.create(recipe(MOCK, train__steps=3), tmp_path / "run")
+    run = Execution(RunFolder.create(recipe(MOCK, train__steps=3), tmp_path / "run"))
     prepare = run._prepare
     killed = list[int]()
 
     def kill() -> None:
-        assert run.server is not None
-        assert run.server.pid is not None
-        killed.append(run.server.pid)
-        os.kill(run.server.pid, signal.SIGKILL)
+        assert run.index.server is not None
+        assert run.index.server.pid is not None
+        killed.append(run.index.server.pid)
+        os.kill(run.index.server.pid, signal.SIGKILL)
 
-    async def prepared(index: Any) -> None:
+    async def prepared() -> None:
         kill()
-        await prepare(index)
+        await prepare()
         if moment != "before anything is in it":
             kill()
 
@@ -181,15 +186,21 @@ def test_an_index_that_is_killed_while_it_starts_is_started_again(
 
 
 async def test_an_index_that_dies_too_often_fails_the_run_in_words(tmp_path: Path) -> None:
-    run = Run.create(recipe(MOCK, launch__max_restarts=1, **STEPS), tmp_path / "run")
+    run = Execution(
+        RunFolder.create(recipe(MOCK, launch__max_restarts=1, **STEPS), tmp_path / "run")
+    )
     async with executing(run) as (watched, work):
         for deaths in (1, 2):
             await watched.until(
-                lambda: run.server is not None and run.server.alive() and bool(watched.of("step"))
+                lambda: (
+                    run.index.server is not None
+                    and run.index.server.alive()
+                    and bool(watched.of("step"))
+                )
             )
-            assert run.server is not None
-            assert run.server.pid is not None
-            os.kill(run.server.pid, signal.SIGKILL)
+            assert run.index.server is not None
+            assert run.index.server.pid is not None
+            os.kill(run.index.server.pid, signal.SIGKILL)
             if deaths == 1:
                 await watched.until(
                     lambda: any(event["worker"] == "index-0" for event in watched.of("worker"))
@@ -219,7 +230,7 @@ async def test_a_stopped_run_has_a_checkpoint_of_its_last_step_and_no_step_twice
         train__dp=2,
         train__threads=1,
     )
-    async with executing(Run.create(of, out)) as (watched, work):
+    async with executing(Execution(RunFolder.create(of, out))) as (watched, work):
         await watched.until(lambda: len(watched.of("step")) >= 2)
         watched.stop.set()
         result = await work
@@ -232,7 +243,7 @@ async def test_a_stopped_run_has_a_checkpoint_of_its_last_step_and_no_step_twice
 
 async def test_stopping_a_run_that_starts_does_not_wait_for_it(tmp_path: Path) -> None:
     """Its workers hold nothing yet."""
-    run = Run.create(recipe(TINY, launch__launcher="process"), tmp_path / "run")
+    run = Execution(RunFolder.create(recipe(TINY, launch__launcher="process"), tmp_path / "run"))
     async with executing(run) as (watched, work):
         await watched.until(
             lambda: any(event["change"] == "started" for event in watched.of("worker"))
@@ -307,7 +318,7 @@ def test_ledgers_turns_and_forecasts_of_removed_steps_go_with_them(tmp_path: Pat
 
 
 async def test_each_ledger_of_a_run_says_of_which_version_it_is(tmp_path: Path) -> None:
-    watched, _ = await complete(Run.create(recipe(MOCK), tmp_path / "run"))
+    watched, _ = await complete(Execution(RunFolder.create(recipe(MOCK), tmp_path / "run")))
     versions = [ledger["version"] for ledger in watched.of("ledger")]
     assert versions == sorted(versions)
     assert set(versions) == set(range(1, 7))
@@ -315,7 +326,9 @@ async def test_each_ledger_of_a_run_says_of_which_version_it_is(tmp_path: Path) 
 
 async def test_checkpoints_leave_no_progress_bar_in_the_logs(tmp_path: Path) -> None:
     changes = {"launch__launcher": "process", "train__steps": 2, "checkpoint__every": 1}
-    watched, result = await complete(Run.create(recipe(TINY, **changes), tmp_path / "run"))
+    watched, result = await complete(
+        Execution(RunFolder.create(recipe(TINY, **changes), tmp_path / "run"))
+    )
     assert (result.state, len(watched.of("checkpoint"))) == ("finished", 2)
     logs = {path.name: path.read_text() for path in (tmp_path / "run" / "logs").iterdir()}
     assert "update-0.log" in logs
@@ -373,7 +386,7 @@ async def test_what_no_restart_mends_fails_the_run_at_once(
 ) -> None:
     launcher = "process" if engine == "loses_descriptors" else "inline"
     of = recipe(TINY, rollout__engine=f"{__name__}:{engine}", launch__launcher=launcher)
-    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    watched, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     assert result.state == "failed"
     assert result.reason.startswith(reason)
     started = [event for event in watched.of("worker") if event["change"] == "started"]
@@ -444,7 +457,7 @@ async def test_a_model_that_an_engine_cannot_compute_fails_the_run_at_its_first_
     side: str, engine: str, attempts: int, reason: str, tmp_path: Path
 ) -> None:
     of = recipe(TINY, **{f"{side}__engine": f"{__name__}:{engine}"})
-    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    watched, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     assert result.state == "failed"
     assert result.reason.startswith(reason), result.reason
     worker = reason.partition(" ")[0].rstrip(":")
@@ -457,7 +470,7 @@ async def test_the_same_error_after_a_step_is_one_that_a_restart_may_mend(tmp_pa
     should."""
     FAILURES.clear()
     of = recipe(TINY, train__engine=f"{__name__}:fails_once")
-    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    watched, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     assert result.state == "finished", result.reason
     died = [event["reason"] for event in watched.of("worker") if event["change"] == "died"]
     assert died == ["TypeError: only this once"]
@@ -504,7 +517,9 @@ async def test_a_model_that_no_engine_runs_ends_the_run_at_the_first_attempt(
         r"\(.*BloomForCausalLM",
     ):
         parse_recipe(data)
-    watched, result = await complete(Run.create(parse_recipe(data, files=False), tmp_path / "run"))
+    watched, result = await complete(
+        Execution(RunFolder.create(parse_recipe(data, files=False), tmp_path / "run"))
+    )
     assert result.state == "failed"
     assert "BloomForCausalLM" in result.reason
     assert "max_restarts" not in result.reason

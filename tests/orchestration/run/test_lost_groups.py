@@ -12,7 +12,8 @@ from orchestration.events_file import METRICS
 from orchestration.guard.waiting import waiting_chain
 from orchestration.history.lines import event_json
 from orchestration.recipe.problems import RecipeError
-from orchestration.run.run import Run
+from orchestration.run.execution import Execution
+from orchestration.run.folder import RunFolder
 from stages.flow import Drop, UserStage
 from tests.orchestration.run.test_run import assert_nothing_left
 from tests.orchestration.runs import MOCK, complete, executing, recipe
@@ -83,7 +84,7 @@ async def test_a_run_that_loses_every_group_ends_at_once_and_says_why(
     base = {**SMALL, "stages": [{"use": f"{HERE}:Refuses"}]} if loss == "stage" else SMALL
     of = recipe(base, **BOUND, **changes)
     out = tmp_path / "run"
-    watched, result = await complete(Run.create(of, out))
+    watched, result = await complete(Execution(RunFolder.create(of, out)))
     assert result.state == "failed"
     assert f"at most {P * MOST} may; dropped so far, by reason: " in result.reason
     assert "algorithm.max_dropped" in result.reason
@@ -112,14 +113,14 @@ async def test_a_filter_that_keeps_some_is_not_bounded_by_those_that_it_drops_in
     of = recipe(
         {**SMALL, "stages": [{"use": f"{HERE}:Third"}]}, **BOUND | {"algorithm__max_dropped": 8}
     )
-    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    watched, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     assert result.state == "finished", result.reason
     assert watched.of("ledger")[-1]["dropped"]["two of three"] > 8 * P
 
 
 async def test_why_counts_what_was_dropped(tmp_path: Path) -> None:
     of = recipe(SMALL, rollout__truncated="drop", rollout__max_tokens=1)
-    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+    async with executing(Execution(RunFolder.create(of, tmp_path / "run"))) as (watched, work):
         await watched.until(lambda: bool(watched.of("alarm")))
         assert watched.run.supervisor is not None
         first = (await waiting_chain(watched.run.supervisor.index))[0]

@@ -17,7 +17,8 @@ from orchestration.recipe.planner import arena_bytes
 from orchestration.recipe.problems import RecipeError
 from orchestration.recipe.schema import Recipe
 from orchestration.run.engines import rollout_engine, sampling_of, tokenizer_of, train_engine
-from orchestration.run.run import Run
+from orchestration.run.execution import Execution
+from orchestration.run.folder import RunFolder
 from pipeline.index.client import Claim
 from pipeline.warehouse.dock import Dock
 from stages.engines.protocols import Completion, GroupRequest
@@ -126,7 +127,9 @@ async def test_cut_responses_keep_the_bound_and_are_those_of_a_run_without_cuts(
         # what the recipe asks for at least is enough
         room = arena_bytes(recipe(LONG_TAILED, **settings))
         of = recipe(LONG_TAILED, **settings, rollout__mock=mock, pipeline__arena=room)
-        watched, result = await complete(Run.create(of, tmp_path / f"run-{time_scale}"))
+        watched, result = await complete(
+            Execution(RunFolder.create(of, tmp_path / f"run-{time_scale}"))
+        )
         assert result.state == "finished", result.reason
         assert_each_sample_once(of, watched)
         if any(len(spy.ended[group, place][2]) > 1 for _, group, place in spy.parked):
@@ -166,7 +169,7 @@ async def test_a_torch_engine_in_a_run_with_cuts(
 ) -> None:
     spy = Spy(monkeypatch)
     of = recipe(TINY, rollout__budget=3, rollout__max_tokens=8, rollout__on_update="cut")
-    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    watched, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     assert result.state == "finished", result.reason
     assert_each_sample_once(of, watched)
     assert spy.parked
@@ -176,7 +179,7 @@ async def test_a_killed_rollout_worker_loses_nothing_that_was_parked(tmp_path: P
     # One worker, so that it is the one that holds what is begun and not parked.
     settings: dict[str, Any] = {"rollout__workers": 1, "rollout__budget": 30, "train__steps": STEPS}
     of = recipe(LONG_TAILED, **settings, launch__launcher="process")
-    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+    async with executing(Execution(RunFolder.create(of, tmp_path / "run"))) as (watched, work):
         before = await until(watched, lambda reported: reported["begun"] > reported["parked"] > 0)
         assert watched.run.supervisor is not None
         os.kill(watched.run.supervisor.pids()["rollout-0"], signal.SIGKILL)

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from orchestration.recipe.problems import RecipeError
-from orchestration.run.run import Run
+from orchestration.run.execution import Execution
+from orchestration.run.folder import RunFolder
 from stages.engines.torch.rollout import TorchRolloutEngine
 from tests.orchestration.runs import TINY, complete, recipe
 
@@ -19,7 +20,7 @@ async def test_a_bfloat16_run_with_the_defaults_goes_to_its_end(
     tmp_path: Path, precision: str
 ) -> None:
     of = recipe(TINY, model__dtype="bfloat16", train__precision=precision)
-    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    watched, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     assert result.state == "finished", result.reason
     assert not [
         reported
@@ -51,7 +52,7 @@ async def test_a_run_that_the_probe_has_ended_goes_on_with_another_tolerance(
         launch__max_restarts=0,
         checkpoint__every=1,
     )
-    _, result = await complete(Run.create(of, tmp_path / "run"))
+    _, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     assert result.state == "failed"
     assert "sync.probe_tolerance is 1e-06" in result.reason
     with pytest.raises(
@@ -59,9 +60,11 @@ async def test_a_run_that_the_probe_has_ended_goes_on_with_another_tolerance(
         match=r"model.dtype = \"float32\": cannot change in a resumed "
         r"run: the checkpoint",
     ):
-        Run.resume(tmp_path / "run", ["model.dtype=float32"])
-    resumed = Run.resume(
-        tmp_path / "run", ["sync.probe_tolerance=0.05", "sync.probe_mean_tolerance=0.02"]
+        Execution(RunFolder.resume(tmp_path / "run", ["model.dtype=float32"]))
+    resumed = Execution(
+        RunFolder.resume(
+            tmp_path / "run", ["sync.probe_tolerance=0.05", "sync.probe_mean_tolerance=0.02"]
+        )
     )
     watched, result = await complete(resumed)
     assert result.state == "finished", result.reason

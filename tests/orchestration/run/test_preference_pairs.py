@@ -10,7 +10,8 @@ import pytest
 import typer
 
 from api.cli.pairs import pairs_command
-from orchestration.run.run import Run
+from orchestration.run.execution import Execution
+from orchestration.run.folder import RunFolder
 from stages.preference_pairs import PairsError, export_pairs, pair_of
 from stages.sample_log import FOLDER, SampleLog
 from tests.orchestration.runs import TINY, complete, recipe
@@ -121,7 +122,7 @@ async def test_a_run_makes_the_pairs_that_another_run_learns_from(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first = recipe(TINY, train__steps=10, train__groups_per_step=32, algorithm__group_size=8)
-    await complete(Run.create(first, tmp_path / "first"))
+    await complete(Execution(RunFolder.create(first, tmp_path / "first")))
     lines = tmp_path / "pairs.jsonl"
     table = tmp_path / "pairs.parquet"
     capsys.readouterr()
@@ -155,7 +156,7 @@ async def test_a_run_makes_the_pairs_that_another_run_learns_from(
         evaluate__every=20,
         evaluate__prompts=8,
     )
-    watched, result = await complete(Run.create(second, tmp_path / "second"))
+    watched, result = await complete(Execution(RunFolder.create(second, tmp_path / "second")))
     assert result.state == "finished", result.reason
     steps = watched.of("step")
     assert steps[0]["preference_accuracy"] == 0.0, "policy and reference are the same"

@@ -19,8 +19,10 @@ from orchestration.recipe.flow import flow_of
 from orchestration.recipe.problems import RecipeError
 from orchestration.recipe.schema import Recipe
 from orchestration.run.documents import ENDING, RANKS, Ending, EndKind
+from orchestration.run.execution import Execution
+from orchestration.run.folder import RunFolder
 from orchestration.run.kinds import workers_of
-from orchestration.run.run import Run, RunError
+from orchestration.run.lock import RunError
 from orchestration.run.supervisor import Outcome, Supervisor
 from pipeline.events import WorkerEvent
 from pipeline.index.client import Index
@@ -54,7 +56,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Told:
     async def run() -> Told:
         of = recipe(TINY, **GANG)
         watched, result = await complete(
-            Run.create(of, tmp_path_factory.mktemp("rank_group") / "run")
+            Execution(RunFolder.create(of, tmp_path_factory.mktemp("rank_group") / "run"))
         )
         assert result.state == "finished", result.reason
         assert_each_sample_once(of, watched)
@@ -90,7 +92,7 @@ async def test_any_rank_may_be_killed_and_the_weights_are_those_of_an_undisturbe
     adds up in one order."""
     of = recipe(TINY, **GANG)
     killed = list[float]()
-    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+    async with executing(Execution(RunFolder.create(of, tmp_path / "run"))) as (watched, work):
         for steps, worker in ((2, "update-1"), (4, "update-0")):
             await watched.until(lambda: len(watched.of("step")) >= steps)  # noqa: B023
             assert watched.run.supervisor is not None
@@ -127,7 +129,7 @@ async def test_ranks_that_divide_tokens_train_a_run_and_die_together(tmp_path: P
     """By the recipe's keys; the samples and, but for the order of sums, the gradients are those of
     one process."""
     of = recipe(TINY, **{**GANG, "train__dp": 1, "train__cp": 2, "train__context_parallel": "ring"})
-    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+    async with executing(Execution(RunFolder.create(of, tmp_path / "run"))) as (watched, work):
         await watched.until(lambda: len(watched.of("step")) >= 2)
         assert watched.run.supervisor is not None
         os.kill(watched.run.supervisor.pids()["update-1"], signal.SIGKILL)
@@ -146,7 +148,7 @@ async def test_a_run_of_one_process_is_resumed_on_two_ranks(tmp_path: Path) -> N
     """Cut otherwise, this time by tensor parallelism; what it computes may not change."""
     of = recipe(TINY, **{**GANG, "train__dp": 1, "launch__launcher": "inline"})
     expected = [step async for step in synchronous_run(of)]
-    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+    async with executing(Execution(RunFolder.create(of, tmp_path / "run"))) as (watched, work):
         await watched.until(lambda: len(watched.of("step")) >= 4)
         watched.stop.set()
         assert (await work).state == "stopped"
@@ -156,16 +158,18 @@ async def test_a_run_of_one_process_is_resumed_on_two_ranks(tmp_path: Path) -> N
         match=r"train.groups_per_step = 2: cannot change in a resumed "
         r"run: the gate",
     ):
-        Run.resume(tmp_path / "run", ["train.groups_per_step=2"])
+        Execution(RunFolder.resume(tmp_path / "run", ["train.groups_per_step=2"]))
     with pytest.raises(
         RecipeError,
         match=r"launch.launcher = \"inline\": keeps all workers in one "
         r"process",
     ):
-        Run.resume(tmp_path / "run", ["train.tp=2"])
-    resumed = Run.resume(tmp_path / "run", ["train.tp=2", "launch.launcher=process"])
-    assert resumed.start is not None
-    assert resumed.start.version == len(before)
+        Execution(RunFolder.resume(tmp_path / "run", ["train.tp=2"]))
+    resumed = Execution(
+        RunFolder.resume(tmp_path / "run", ["train.tp=2", "launch.launcher=process"])
+    )
+    assert resumed.folder.start is not None
+    assert resumed.folder.start.version == len(before)
     watched, result = await complete(resumed)
     assert result.state == "finished", result.reason
     reported = before | {step["step"]: step["grad_norm"] for step in watched.of("step")}
@@ -177,7 +181,7 @@ async def test_a_run_of_one_process_is_resumed_on_two_ranks(tmp_path: Path) -> N
     for name, weight in expected[-1].engine.weights():
         assert (weights[name] - weight).norm() < 1e-4 * weight.norm(), name
     with pytest.raises(RunError, match="nothing to resume"):
-        Run.resume(tmp_path / "run", ["train.tp=1"])
+        Execution(RunFolder.resume(tmp_path / "run", ["train.tp=1"]))
 
 
 async def test_a_run_of_two_ranks_is_resumed_in_one_process(
@@ -185,14 +189,16 @@ async def test_a_run_of_two_ranks_is_resumed_in_one_process(
 ) -> None:
     """The other way round: shards of two ranks become one process's whole tensors."""
     of = recipe(TINY, **GANG)
-    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+    async with executing(Execution(RunFolder.create(of, tmp_path / "run"))) as (watched, work):
         await watched.until(lambda: len(watched.of("step")) >= 4)
         watched.stop.set()
         assert (await work).state == "stopped"
     before = {step["step"]: step["grad_norm"] for step in watched.of("step")}
-    resumed = Run.resume(tmp_path / "run", ["train.dp=1", "launch.launcher=inline"])
-    assert resumed.start is not None
-    first = resumed.start.version
+    resumed = Execution(
+        RunFolder.resume(tmp_path / "run", ["train.dp=1", "launch.launcher=inline"])
+    )
+    assert resumed.folder.start is not None
+    first = resumed.folder.start.version
     watched, result = await complete(resumed)
     assert result.state == "finished", result.reason
     after = {step["step"]: step["grad_norm"] for step in watched.of("step")}
@@ -212,7 +218,7 @@ async def test_mixed_precision_on_one_rank_is_the_synchronous_run_bit_for_bit(
     settings = {"pipeline__staleness": 0, "model__dtype": "bfloat16", "train__precision": "mixed"}
     of = recipe(TINY, **settings, reward__functions=GANG["reward__functions"])
     expected, weights = await synchronous(of)
-    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    watched, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     assert result.state == "finished", result.reason
     assert [(step["reward_mean"], step["loss"]) for step in watched.of("step")] == expected
     assert min(step["grad_norm"] for step in watched.of("step")) > 0.01
@@ -229,7 +235,7 @@ async def test_a_device_that_is_not_here_fails_the_run_at_once(
     # a check finds this out before; an agent on another machine than the check's does not
     of = recipe(TINY)
     of = of.model_copy(update={section: getattr(of, section).model_copy(update={"device": "hpu"})})
-    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    watched, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     assert result.state == "failed"
     assert "DeviceMissing: device 'hpu'" in result.reason
     assert not [w for w in watched.of("worker") if w["change"] == "restarted"]

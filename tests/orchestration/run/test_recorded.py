@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from orchestration.run.execution import Execution
+from orchestration.run.folder import RunFolder
 from orchestration.run.lock import RunError
-from orchestration.run.run import Run
 from orchestration.run.storage import base_models
 from orchestration.run.storage.recorded import recorded_version
 from stages.models import load_model
@@ -26,7 +27,7 @@ OF = recipe(MOCK, train__steps=4, checkpoint__every=2, checkpoint__keep=2)
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ended") / "run"
-    asyncio.run(complete(Run.create(OF, folder)))
+    asyncio.run(complete(Execution(RunFolder.create(OF, folder))))
     return folder
 
 
@@ -75,15 +76,15 @@ async def test_a_recorded_checkpoint_that_is_away_is_neither_made_up_nor_begun_w
     away(run / "checkpoints")
     before = contents(run)
     with pytest.raises(RunError, match="mount") as refused:
-        Run.resume(run, ["train.steps=6"])
+        Execution(RunFolder.resume(run, ["train.steps=6"]))
     assert str(run / "checkpoints") in str(refused.value)
     assert contents(run) == before
     if away is linked:
         (run / "checkpoints").unlink()
     version = 2 if away is older else 0
-    assert Run.resume(run, ["train.steps=6"], start_version=version).begins == version, (
-        "by a flag it does"
-    )
+    assert (
+        Execution(RunFolder.resume(run, ["train.steps=6"], start_version=version)).begins == version
+    ), "by a flag it does"
 
 
 async def test_a_run_that_has_recorded_none_begins_again_and_one_that_is_put_back_goes_on(
@@ -94,12 +95,12 @@ async def test_a_run_that_has_recorded_none_begins_again_and_one_that_is_put_bac
     moved(run / "checkpoints")
     shutil.rmtree(run / "index")
     assert recorded_version(run) == 0
-    fresh = Run.resume(run)
+    fresh = Execution(RunFolder.resume(run))
     assert fresh.begins == 0
     fresh._lock.close()  # type: ignore[union-attr]
     shutil.rmtree(run)
     shutil.copytree(ended, run)
-    watched, result = await complete(Run.resume(run, ["train.steps=6"]))
+    watched, result = await complete(Execution(RunFolder.resume(run, ["train.steps=6"])))
     assert result.state == "finished", result.reason
     assert [step["step"] for step in watched.of("step")] == [4, 5]
 
@@ -113,7 +114,7 @@ async def run_of_a_folder(tmp_path: Path) -> tuple[Path, Path]:
     for part in load_model("tiny", dtype=torch.float32, seed=3):
         part.save_pretrained(base)
     of = recipe({**TINY, "model": {"source": str(base)}}, train__steps=2, checkpoint__every=1)
-    _, result = await complete(Run.create(of, tmp_path / "run"))
+    _, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     assert result.state == "finished", result.reason
     assert (tmp_path / "run" / base_models.FILE).is_file()
     return tmp_path / "run", base
@@ -124,22 +125,24 @@ async def test_the_base_model_may_move_and_its_bytes_may_not_change(tmp_path: Pa
     there = tmp_path / "another disk"
     base.rename(there)
     with pytest.raises(RunError, match=f"model.source: {base} is not there; .*--set model.source="):
-        Run.resume(run, ["train.steps=3"])
+        Execution(RunFolder.resume(run, ["train.steps=3"]))
     config: dict[str, Any] = json.loads((there / "config.json").read_text())
     (there / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-5}, indent=2))
     with pytest.raises(RunError, match=r"is not .* elsewhere: 'config.json' has other bytes"):
-        Run.resume(run, ["train.steps=3", f"model.source={there}"])
+        Execution(RunFolder.resume(run, ["train.steps=3", f"model.source={there}"]))
     (there / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     (there / ".cache").mkdir()
     (there / ".cache" / "download").write_text("of a download")
-    watched, result = await complete(Run.resume(run, ["train.steps=3", f"model.source={there}"]))
+    watched, result = await complete(
+        Execution(RunFolder.resume(run, ["train.steps=3", f"model.source={there}"]))
+    )
     assert result.state == "finished", result.reason
     assert [step["step"] for step in watched.of("step")] == [2]
     third = tmp_path / "third"
     there.rename(third)
-    assert Run.resume(run, ["train.steps=4", f"model.source={third}"]).recipe.model.source == str(
-        third
-    )
+    assert Execution(
+        RunFolder.resume(run, ["train.steps=4", f"model.source={third}"])
+    ).recipe.model.source == str(third)
 
 
 async def test_files_that_were_never_recorded_are_compared_where_both_are_there(
@@ -149,7 +152,7 @@ async def test_files_that_were_never_recorded_are_compared_where_both_are_there(
     (run / base_models.FILE).unlink()
     shutil.copytree(base, tmp_path / "copy")
     changes = ["train.steps=3", f"model.source={tmp_path / 'copy'}"]
-    Run.resume(run, changes)._lock.close()  # type: ignore[union-attr]
+    Execution(RunFolder.resume(run, changes))._lock.close()  # type: ignore[union-attr]
     (run / base_models.FILE).unlink()
     shutil.move(tmp_path / "copy", tmp_path / "away")
     with pytest.raises(
@@ -157,4 +160,4 @@ async def test_files_that_were_never_recorded_are_compared_where_both_are_there(
         match=r"cannot be compared with .* whose files the run has not "
         r"recorded",
     ):
-        Run.resume(run, ["train.steps=3", f"model.source={tmp_path / 'away'}"])
+        Execution(RunFolder.resume(run, ["train.steps=3", f"model.source={tmp_path / 'away'}"]))

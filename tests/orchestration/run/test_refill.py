@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from orchestration.run.run import Run
+from orchestration.run.execution import Execution
+from orchestration.run.folder import RunFolder
 from tests.orchestration.run.test_run import assert_equal, synchronous, trained
 from tests.orchestration.runs import TINY, complete, executing, recipe
 
@@ -35,7 +36,7 @@ def sometimes(completions: list[Any], answer: list[str], **columns: Any) -> list
 async def test_a_run_whose_prompts_teach_nothing_ends(tmp_path: Path, staleness: int) -> None:
     functions = [{"name": f"{__name__}:same"}]
     of = recipe(TINY, reward__functions=functions, pipeline__staleness=staleness, **DROPS)
-    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    watched, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     assert result.state == "finished", result.reason
     ledger = watched.of("ledger")[-1]
     assert ledger["spared_groups"] == P * STEPS
@@ -57,16 +58,16 @@ async def test_killed_and_resumed_it_spares_the_groups_of_the_plain_loop(tmp_pat
         **{**DROPS, "algorithm__max_refill": 1},
     )
     expected, weights = await synchronous(of)
-    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+    async with executing(Execution(RunFolder.create(of, tmp_path / "run"))) as (watched, work):
         await watched.until(lambda: bool(watched.of("step")))
         assert watched.run.supervisor is not None
         os.kill(watched.run.supervisor.pids()["flow-0"], signal.SIGKILL)
         await watched.until(lambda: len(watched.of("step")) >= 4)
         watched.stop.set()
         assert (await work).state == "stopped"
-    resumed, result = await complete(Run.resume(tmp_path / "run"))
+    resumed, result = await complete(Execution(RunFolder.resume(tmp_path / "run")))
     assert result.state == "finished", result.reason
-    steps = [*watched.of("step")[: resumed.run.begins], *resumed.of("step")]
+    steps = [*watched.of("step")[: resumed.run.folder.begins], *resumed.of("step")]
     assert [(step["reward_mean"], step["loss"]) for step in steps] == expected
     assert_equal(trained(of, result), weights)
     ledger = resumed.of("ledger")[-1]

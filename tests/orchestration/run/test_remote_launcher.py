@@ -6,8 +6,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+from orchestration.launch.launchers import InlineLauncher, RemoteLauncher
 from orchestration.run.documents import END, HEAD, HOSTS, ORDERS, PROCESS, TAKEN_BY
-from orchestration.run.launchers import InlineLauncher, RemoteLauncher
 from pipeline.index.client import Index
 from pipeline.index.embedded import EmbeddedIndex
 

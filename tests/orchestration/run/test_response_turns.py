@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from orchestration.recipe.schema import Recipe
-from orchestration.run.run import Run
+from orchestration.run.execution import Execution
+from orchestration.run.folder import RunFolder
 from stages.models import load_model
 from tests.orchestration.run.test_run import assert_nothing_left
 from tests.orchestration.runs import TINY, complete, recipe
@@ -84,7 +85,7 @@ def logprobs(of: Recipe, prompt: str, response: list[dict[str, str]]) -> list[fl
 
 async def test_the_cross_entropy_is_that_of_the_assistants_tokens(tmp_path: Path) -> None:
     of, rows = of_rows(tmp_path, ["answer"], algorithm__name="sft")
-    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    watched, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     assert result.state == "finished", result.reason
     [step] = watched.of("step")
     of_tokens = [value for row in rows for value in logprobs(of, row["prompt"], row["answer"])]
@@ -96,7 +97,7 @@ async def test_the_cross_entropy_is_that_of_the_assistants_tokens(tmp_path: Path
 
 async def test_pairs_of_conversations_compare_the_assistants_tokens(tmp_path: Path) -> None:
     of, rows = of_rows(tmp_path, ["chosen", "rejected"], algorithm__name="dpo")
-    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    watched, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     assert result.state == "finished", result.reason
     [step] = watched.of("step")
     sums = [sum(logprobs(of, row["prompt"], row["chosen"])) for row in rows]
@@ -121,7 +122,7 @@ async def test_a_response_that_is_cut_before_its_end_is_trained_as_far_or_left_o
         if sum(len(text.replace("<eos>", "E")) for text, _ in pieces(row["answer"])) <= 6
     ]
     assert 0 < len(whole) < len(rows)
-    _, result = await complete(Run.create(of, tmp_path / "run"))
+    _, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     assert result.state == "finished", result.reason
     samples = [
         json.loads(line)

@@ -11,7 +11,8 @@ import pytest
 
 from orchestration.recipe.planner import plan
 from orchestration.recipe.problems import RecipeError
-from orchestration.run.run import Run
+from orchestration.run.execution import Execution
+from orchestration.run.folder import RunFolder
 from tests.orchestration.run.test_run import (
     assert_each_sample_once,
     assert_equal,
@@ -29,7 +30,7 @@ async def test_with_bound_zero_a_killed_trainer_replays_the_choices_bit_for_bit(
     """The steps since the checkpoint are made again with the choices that the warehouse has."""
     of = recipe(TINY, **REPLAY, pipeline__staleness=0, launch__launcher="process")
     expected, weights = await synchronous(of)
-    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+    async with executing(Execution(RunFolder.create(of, tmp_path / "run"))) as (watched, work):
         # past a checkpoint, with two steps to replay
         await watched.until(lambda: len(watched.of("step")) >= 5)
         assert watched.run.supervisor is not None
@@ -45,7 +46,7 @@ async def test_with_bound_zero_a_killed_trainer_replays_the_choices_bit_for_bit(
 
 async def test_parked_responses_bring_the_choices_of_all_their_parts(tmp_path: Path) -> None:
     of = recipe(TINY, **REPLAY, pipeline__staleness=2, rollout__budget=2)
-    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    watched, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     assert result.state == "finished", result.reason
     assert_each_sample_once(of, watched)
     assert all(0.5 < step["routing_agreement"] <= 1 for step in watched.of("step"))

@@ -21,11 +21,16 @@ import pytest
 import torch
 
 from benchmarks.synchronous import synchronous_run
+from orchestration.launch import launchers
 from orchestration.processes.forkserver import ForkServer, Launch
 from orchestration.recipe.schema import Recipe
-from orchestration.run import checkpoint, launchers
+from orchestration.run import checkpoint
 from orchestration.run.engines import tokenizer_of, train_engine
-from orchestration.run.run import WHERE, Run, RunError, RunResult, sweep_leftovers
+from orchestration.run.execution import Execution, RunResult
+from orchestration.run.folder import RunFolder
+from orchestration.run.lock import RunError
+from orchestration.run.run_index import sweep_leftovers
+from orchestration.service.lifecycle import WHERE
 from pipeline.index.client import RunConfig
 from pipeline.warehouse.arena import shared_memory_directory
 from pipeline.warehouse.dock import Dock
@@ -92,12 +97,12 @@ def assert_each_sample_once(of: Recipe, watched: Watched) -> None:
     assert ledgers[-1]["in_flight"] == 0
 
 
-def assert_nothing_left(run: Run) -> None:
-    assert not run.shared.exists()
-    assert not list(shared_memory_directory().glob(f"asyncdock-*{run.id}*"))
+def assert_nothing_left(run: Execution) -> None:
+    assert not run.folder.shared.exists()
+    assert not list(shared_memory_directory().glob(f"asyncdock-*{run.folder.run_id}*"))
     for process in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            assert run.id.encode() not in process.read_bytes(), (
+            assert run.folder.run_id.encode() not in process.read_bytes(), (
                 f"process {process.parent.name} is left"
             )
         except (FileNotFoundError, ProcessLookupError):
@@ -113,7 +118,7 @@ async def test_with_bound_zero_it_is_the_synchronous_run_bit_for_bit(
     )
     of = recipe(TINY, pipeline__staleness=0, launch__launcher=launcher, **settings)
     expected, weights = await synchronous(of)
-    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    watched, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     assert result.state == "finished", result.reason
     assert [(step["reward_mean"], step["loss"]) for step in watched.of("step")] == expected
     for step in watched.of("step"):  # two engines never round alike, and hardly differ
@@ -127,7 +132,7 @@ async def test_with_bound_zero_it_is_the_synchronous_run_bit_for_bit(
 async def test_with_a_reference_too(tmp_path: Path) -> None:
     of = recipe(TINY, pipeline__staleness=0, algorithm__options={"kl_coef": 0.1})
     expected, weights = await synchronous(of)
-    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    watched, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     assert result.state == "finished", result.reason
     assert [(step["reward_mean"], step["loss"]) for step in watched.of("step")] == expected
     assert watched.of("step")[-1]["kl_reference"] > 0
@@ -139,7 +144,7 @@ async def test_the_bound_is_reached_and_never_passed(
     staleness: int, window: int, tmp_path: Path
 ) -> None:
     of = recipe(MOCK, pipeline__staleness=staleness, pipeline__window=window, train__steps=12)
-    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    watched, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     assert result.state == "finished", result.reason
     assert_each_sample_once(of, watched)
     assert max(step["staleness_max"] for step in watched.of("step")) >= 1, "nothing ever overlapped"
@@ -151,7 +156,7 @@ async def test_a_sabotaged_gate_is_caught_where_samples_are_consumed(
     packed = RunConfig.packed
     monkeypatch.setattr(RunConfig, "packed", lambda self: {**packed(self), "slack": 5})
     of = recipe(MOCK, pipeline__staleness=1, train__steps=12)
-    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    watched, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     assert result.state == "failed"
     assert "BoundBroken" in result.reason
     assert all(step["staleness_max"] <= 1 for step in watched.of("step"))
@@ -160,7 +165,7 @@ async def test_a_sabotaged_gate_is_caught_where_samples_are_consumed(
 
 async def test_any_worker_may_be_killed_and_each_sample_is_trained_once(tmp_path: Path) -> None:
     of = recipe(TINY, train__steps=14, checkpoint__every=5, launch__launcher="process")
-    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+    async with executing(Execution(RunFolder.create(of, tmp_path / "run"))) as (watched, work):
         for number, worker in enumerate(("update-0", "rollout-0", "flow-0")):
             await watched.until(lambda: len(watched.of("step")) >= 3 * number + 2)  # noqa: B023
             assert watched.run.supervisor is not None
@@ -192,7 +197,7 @@ async def test_a_killed_trainer_replays_to_the_very_weights_it_lost(
     }
     of = recipe(TINY, pipeline__staleness=0, launch__launcher="process", **changes)
     expected, weights = await synchronous(of)
-    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+    async with executing(Execution(RunFolder.create(of, tmp_path / "run"))) as (watched, work):
         # past a checkpoint, with two steps to replay
         await watched.until(lambda: len(watched.of("step")) >= 5)
         assert watched.run.supervisor is not None
@@ -241,7 +246,7 @@ async def test_a_checkpoint_that_is_due_while_one_is_written_waits_and_training_
     changes = {"checkpoint__every": 2, "checkpoint__keep": 1, "launch__launcher": "process"}
     of = recipe(TINY, pipeline__staleness=0, train__steps=16, **changes)
     expected, weights = await synchronous(of)
-    run = Run.create(of, tmp_path / "run")
+    run = Execution(RunFolder.create(of, tmp_path / "run"))
     checkpoints = tmp_path / "run" / "checkpoints"
 
     def names() -> list[str]:
@@ -290,7 +295,7 @@ async def test_training_waits_for_a_checkpoint_when_samples_may_fill_the_arena(
     monkeypatch.setattr(checkpoint, "finish", slow)
     sized = recipe(MOCK, checkpoint__every=1, train__steps=8)
     monkeypatch.setattr("orchestration.run.builders.update.share_of_trained", lambda of: 0.0)
-    async with executing(Run.create(sized, tmp_path / "run")) as (watched, work):
+    async with executing(Execution(RunFolder.create(sized, tmp_path / "run"))) as (watched, work):
         await watched.until(lambda: len(watched.of("step")) == 2)
         await asyncio.wait([work], timeout=0.5)
         assert len(watched.of("step")) == 2, "the second checkpoint waits for the first"
@@ -302,12 +307,12 @@ async def test_training_waits_for_a_checkpoint_when_samples_may_fill_the_arena(
 
 async def test_a_killed_index_comes_back_with_all_that_was_acknowledged(tmp_path: Path) -> None:
     of = recipe(MOCK, train__steps=30)
-    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+    async with executing(Execution(RunFolder.create(of, tmp_path / "run"))) as (watched, work):
         await watched.until(lambda: len(watched.of("step")) >= 3)
         assert watched.run.supervisor is not None
-        assert watched.run.server is not None
-        assert watched.run.server.pid is not None
-        os.kill(watched.run.server.pid, signal.SIGKILL)
+        assert watched.run.index.server is not None
+        assert watched.run.index.server.pid is not None
+        os.kill(watched.run.index.server.pid, signal.SIGKILL)
         result = await work
     assert result.state == "finished", result.reason
     assert_each_sample_once(of, watched)
@@ -316,15 +321,15 @@ async def test_a_killed_index_comes_back_with_all_that_was_acknowledged(tmp_path
 async def test_a_stopped_run_resumes_and_ends_as_if_it_had_never_stopped(tmp_path: Path) -> None:
     of = recipe(TINY, pipeline__staleness=0, train__steps=8, checkpoint__every=3)
     _, weights = await synchronous(of)
-    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+    async with executing(Execution(RunFolder.create(of, tmp_path / "run"))) as (watched, work):
         await watched.until(lambda: len(watched.of("step")) >= 4)
         watched.stop.set()
         result = await work
     assert (result.state, result.reason) == ("stopped", "stopped by request")
     assert_nothing_left(watched.run)
-    resumed = Run.resume(tmp_path / "run")
-    assert resumed.start is not None
-    began = resumed.start.version
+    resumed = Execution(RunFolder.resume(tmp_path / "run"))
+    assert resumed.folder.start is not None
+    began = resumed.folder.start.version
     assert began == len(watched.of("step")), (
         "what was trained is in a checkpoint, although 3 and 6 are the regular ones"
     )
@@ -334,21 +339,21 @@ async def test_a_stopped_run_resumes_and_ends_as_if_it_had_never_stopped(tmp_pat
     assert watched.of("ledger")[-1]["trained"] == 8 * 4 * 4
     assert_equal(trained(of, result), weights)
     with pytest.raises(RunError, match="nothing to resume"):
-        Run.resume(tmp_path / "run")
+        Execution(RunFolder.resume(tmp_path / "run"))
 
 
 async def test_a_resumed_run_makes_what_was_in_flight_again(tmp_path: Path) -> None:
     of = recipe(
         MOCK, pipeline__staleness=2, pipeline__window=3, train__steps=12, checkpoint__every=2
     )
-    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+    async with executing(Execution(RunFolder.create(of, tmp_path / "run"))) as (watched, work):
         await watched.until(lambda: len(watched.of("step")) >= 7)
         watched.stop.set()
         assert (await work).state == "stopped"
-    resumed = Run.resume(tmp_path / "run")
-    assert resumed.start is not None
-    assert resumed.start.version == len(watched.of("step"))
-    kept = [step for step in watched.of("step") if step["step"] < resumed.start.version]
+    resumed = Execution(RunFolder.resume(tmp_path / "run"))
+    assert resumed.folder.start is not None
+    assert resumed.folder.start.version == len(watched.of("step"))
+    kept = [step for step in watched.of("step") if step["step"] < resumed.folder.start.version]
     watched, result = await complete(resumed)
     assert result.state == "finished", result.reason
     groups = [group for step in [*kept, *watched.of("step")] for group in step["groups"]]
@@ -357,7 +362,7 @@ async def test_a_resumed_run_makes_what_was_in_flight_again(tmp_path: Path) -> N
 
 async def test_pause_holds_and_resume_goes_on(tmp_path: Path) -> None:
     of = recipe(MOCK, train__steps=12)
-    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+    async with executing(Execution(RunFolder.create(of, tmp_path / "run"))) as (watched, work):
         await watched.until(lambda: len(watched.of("step")) >= 2)
         await watched.move("running", "paused")
         paused_at = len(watched.of("step"))
@@ -387,7 +392,7 @@ async def test_weights_corrupted_in_shared_memory_are_never_loaded_but_published
 
     monkeypatch.setattr(WeightStore, "publish", corrupting)
     of = recipe(MOCK, train__steps=6, pipeline__staleness=0, launch__max_restarts=1)
-    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    watched, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     changes = [
         (event.kind, event.data.get("change"), event.data.get("version"))
         for event in watched.events
@@ -433,7 +438,7 @@ async def test_a_torch_run_goes_on_after_a_failing_transport_bit_for_bit(
         TINY, train__steps=4, pipeline__staleness=0, launch__max_restarts=0, sync__timeout=timeout
     )
     expected, weights = await synchronous(of)
-    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+    async with executing(Execution(RunFolder.create(of, tmp_path / "run"))) as (watched, work):
         await watched.until(
             lambda: "kept its weights" in [w["change"] for w in watched.of("worker")]
         )
@@ -467,7 +472,7 @@ async def test_weights_damaged_on_their_way_into_an_engine_are_sent_again(
 
     monkeypatch.setattr(MockRolloutEngine, "load_weights", fragile)
     of = recipe(MOCK, train__steps=6, pipeline__staleness=0, launch__max_restarts=0)
-    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    watched, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     assert result.state == "finished", result.reason
     assert [w["change"] for w in watched.of("worker")].count("kept its weights") == 1
     assert_each_sample_once(of, watched)
@@ -510,7 +515,7 @@ async def test_a_worker_whose_reading_never_returns_ends_and_its_successor_goes_
         sync__timeout=0.3,
         pipeline__staleness=0,
     )
-    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+    async with executing(Execution(RunFolder.create(of, tmp_path / "run"))) as (watched, work):
         result = await asyncio.wait_for(work, 120)
     assert result.state == "finished", result.reason
     reported = [w for w in watched.of("worker") if w["worker"] == "rollout-0"]
@@ -527,7 +532,7 @@ async def test_leases_far_shorter_than_the_work_are_renewed_and_end_where_they_s
     tmp_path: Path,
 ) -> None:
     of = recipe(MOCK, train__steps=20, pipeline__lease_seconds=0.15, checkpoint__every=1)
-    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+    async with executing(Execution(RunFolder.create(of, tmp_path / "run"))) as (watched, work):
         result = await asyncio.wait_for(work, 60)
     assert result.state == "finished", result.reason
     assert_each_sample_once(of, watched)
@@ -535,7 +540,7 @@ async def test_leases_far_shorter_than_the_work_are_renewed_and_end_where_they_s
 
 async def test_a_run_that_cannot_go_on_fails_with_its_reason(tmp_path: Path) -> None:
     of = recipe(MOCK, reward__functions=[{"name": "tests.orchestration.scores:boom"}])
-    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    watched, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     assert result.state == "failed"
     assert "the reward's own mistake" in result.reason
     assert watched.of("state")[-1]["reason"] == result.reason
@@ -544,7 +549,7 @@ async def test_a_run_that_cannot_go_on_fails_with_its_reason(tmp_path: Path) -> 
 
 async def test_a_worker_that_dies_again_and_again_fails_the_run(tmp_path: Path) -> None:
     of = recipe(MOCK, train__steps=500, launch__max_restarts=1, launch__launcher="process")
-    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+    async with executing(Execution(RunFolder.create(of, tmp_path / "run"))) as (watched, work):
         for deaths in (1, 2):
             await watched.until(
                 lambda deaths=deaths: (
@@ -561,7 +566,7 @@ async def test_a_worker_that_dies_again_and_again_fails_the_run(tmp_path: Path) 
 
 async def test_a_killed_fork_server_takes_all_workers_along_for_one_restart(tmp_path: Path) -> None:
     of = recipe(MOCK, train__steps=30, launch__max_restarts=1, launch__launcher="process")
-    run = Run.create(of, tmp_path / "run")
+    run = Execution(RunFolder.create(of, tmp_path / "run"))
     with contextlib.closing(ForkServer.start()) as run.forks:
         async with executing(run) as (watched, work):
             await watched.until(lambda: len(watched.of("step")) >= 2)
@@ -578,7 +583,7 @@ async def test_a_killed_fork_server_takes_all_workers_along_for_one_restart(tmp_
 
 async def test_workers_may_start_from_nothing(tmp_path: Path) -> None:
     of = recipe(MOCK, train__steps=2, launch__launcher="process", launch__start_method="spawn")
-    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+    async with executing(Execution(RunFolder.create(of, tmp_path / "run"))) as (watched, work):
         await watched.until(lambda: any(w["change"] == "ready" for w in watched.of("worker")))
         assert watched.run.supervisor is not None
         pids = watched.run.supervisor.pids()
@@ -591,7 +596,8 @@ async def test_workers_may_start_from_nothing(tmp_path: Path) -> None:
 async def test_two_runs_at_once_do_not_meet(tmp_path: Path) -> None:
     of = recipe(MOCK)
     (first, a), (second, b) = await asyncio.gather(
-        complete(Run.create(of, tmp_path / "a")), complete(Run.create(of, tmp_path / "b"))
+        complete(Execution(RunFolder.create(of, tmp_path / "a"))),
+        complete(Execution(RunFolder.create(of, tmp_path / "b"))),
     )
     assert a.state == b.state == "finished"
     for watched in (first, second):
@@ -600,7 +606,7 @@ async def test_two_runs_at_once_do_not_meet(tmp_path: Path) -> None:
 
 async def test_a_cancelled_run_leaves_nothing(tmp_path: Path) -> None:
     of = recipe(MOCK, train__steps=500, launch__launcher="process")
-    run = Run.create(of, tmp_path / "run")
+    run = Execution(RunFolder.create(of, tmp_path / "run"))
     async with executing(run) as (watched, work):
         await watched.until(lambda: len(watched.of("step")) >= 1)
         work.cancel()
@@ -612,13 +618,14 @@ async def test_a_cancelled_run_leaves_nothing(tmp_path: Path) -> None:
 ORPHAN = """
 import asyncio, sys
 from pathlib import Path
-from orchestration.run.run import Run
+from orchestration.run.execution import Execution
+from orchestration.run.folder import RunFolder
 from tests.orchestration.runs import MOCK, executing, recipe
 async def main():
     of = recipe(MOCK, train__steps=5000, launch__launcher="process")
-    async with executing(Run.create(of, Path(sys.argv[1]))) as (watched, work):
+    async with executing(Execution(RunFolder.create(of, Path(sys.argv[1])))) as (watched, work):
         await watched.until(lambda: len(watched.of("step")) >= 1)
-        print(watched.run.id, flush=True)
+        print(watched.run.folder.run_id, flush=True)
         await work
 asyncio.run(main())
 """
@@ -664,7 +671,7 @@ def test_a_checkpoint_opens_with_transformers(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     of = recipe(TINY, train__steps=1)
-    _, result = asyncio.run(complete(Run.create(of, tmp_path / "run")))
+    _, result = asyncio.run(complete(Execution(RunFolder.create(of, tmp_path / "run"))))
     assert result.checkpoint is not None
     model = AutoModelForCausalLM.from_pretrained(result.checkpoint.model)
     tokenizer = AutoTokenizer.from_pretrained(result.checkpoint.model)
@@ -701,9 +708,9 @@ def test_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
 def test_a_folder_with_something_in_it_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("keep")
     with pytest.raises(RunError, match="is not empty"):
-        Run.create(recipe(MOCK), tmp_path)
+        Execution(RunFolder.create(recipe(MOCK), tmp_path))
     with pytest.raises(RunError, match=r"holds no recipe\.json"):
-        Run.resume(tmp_path)
+        Execution(RunFolder.resume(tmp_path))
 
 
 async def test_other_nodes_read_the_samples_of_a_run_that_serves_them(tmp_path: Path) -> None:
@@ -718,7 +725,7 @@ async def test_other_nodes_read_the_samples_of_a_run_that_serves_them(tmp_path: 
         pipeline__tls_key=str(files / "key.pem"),
         pipeline__tls_authority=str(files / "cert.pem"),
     )
-    async with executing(Run.create(of, tmp_path / "run")) as (watched, _):
+    async with executing(Execution(RunFolder.create(of, tmp_path / "run"))) as (watched, _):
         await watched.until(lambda: len(watched.of("step")) >= 1)
         where = json.loads((tmp_path / "run" / WHERE).read_text())
         await watched.move("running", "paused")

@@ -17,7 +17,8 @@ import pytest
 from orchestration.recipe.planner import prompt_limits
 from orchestration.recipe.schema import Recipe
 from orchestration.run.engines import tokenizer_of
-from orchestration.run.run import Run
+from orchestration.run.execution import Execution
+from orchestration.run.folder import RunFolder
 from stages.prompts.sources import load_prompts
 from tests.orchestration import scores
 from tests.orchestration.run.test_run import assert_equal, assert_nothing_left, synchronous, trained
@@ -62,7 +63,7 @@ async def test_a_step_without_a_finite_gradient_is_skipped_and_skipped_again_by_
     skips = expected_skips(of)
     assert 0 < len(skips) <= 2, "the test needs such a prompt, and other ones"
     _, weights = await synchronous(of)
-    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+    async with executing(Execution(RunFolder.create(of, tmp_path / "run"))) as (watched, work):
         await watched.until(lambda: len(watched.of("step")) > skips[-1] or work.done())
         assert watched.run.supervisor is not None
         os.kill(watched.run.supervisor.pids()["update-0"], signal.SIGKILL)
@@ -100,7 +101,7 @@ async def test_ranks_skip_the_same_step(tmp_path: Path, placement: str) -> None:
         train__dp=2,
         launch__placement=placement,
     )
-    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    watched, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     assert result.state == "finished", result.reason
     skipped = [step for step in watched.of("step") if step.get("skipped")]
     assert [step["step"] for step in skipped] == expected_skips(of)
@@ -121,14 +122,14 @@ async def test_no_checkpoint_is_removed_before_a_step_is_taken(tmp_path: Path) -
         "checkpoint__keep": 1,
     }
     watched, result = await complete(
-        Run.create(recipe(TINY, **SKIPPING | poisoned | keys), tmp_path / "run")
+        Execution(RunFolder.create(recipe(TINY, **SKIPPING | poisoned | keys), tmp_path / "run"))
     )
     assert result.state == "finished", result.reason
     assert all(step["skipped"] for step in watched.of("step"))
     folder = tmp_path / "run" / "checkpoints"
     assert {"step-00000001", "step-00000004"} <= {path.name for path in folder.iterdir()}
     good = [f'reward.functions=[{{name="{scores.HERE}:early_letters"}}]', "train.steps=6"]
-    watched, result = await complete(Run.resume(tmp_path / "run", good))
+    watched, result = await complete(Execution(RunFolder.resume(tmp_path / "run", good)))
     assert result.state == "finished", result.reason
     assert [path.name for path in folder.glob("step-*")] == ["step-00000006"]
 
@@ -142,7 +143,7 @@ async def test_too_many_skipped_steps_in_a_row_fail_the_run_at_once_and_name_the
         "launch__launcher": "inline",
     }
     of = recipe(TINY, **changes, train__max_skipped_steps=most)
-    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    watched, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     last = tmp_path / "run" / "skipped" / f"step-{most - 1:08d}.jsonl"
     assert result.state == "failed"
     assert f"train.max_skipped_steps = {most}" in result.reason

@@ -16,7 +16,8 @@ import torch
 
 from orchestration.processes.environment import of_user_code
 from orchestration.processes.handles import Process
-from orchestration.run.run import Run
+from orchestration.run.execution import Execution
+from orchestration.run.folder import RunFolder
 from orchestration.sandbox.sandbox import NAMESPACES, Available, Sandbox, refusal
 from orchestration.sandbox.user_code import import_path
 from orchestration.user_stages import caller
@@ -63,7 +64,7 @@ async def test_a_stage_finds_nothing_of_its_worker(
         "pattern": "".join(f"[{letter}]" for letter in PASSWORD),
     }
     of = with_stage("Looks", options, pipeline__index=server.url)
-    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    watched, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     assert result.state == "finished", result.reason
     found = json.loads((tmp_path / "found").read_text())
     files = []
@@ -97,7 +98,7 @@ async def test_what_is_sent_in_the_place_of_columns_ends_the_run_and_nothing_is_
 ) -> None:
     unpickled = tmp_path / "unpickled"
     of = with_stage("Sends", {"kind": kind, "file": str(unpickled)})
-    _, result = await complete(Run.create(of, tmp_path / "run"))
+    _, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     assert result.state == "failed"
     assert says in result.reason
     assert not unpickled.exists()
@@ -183,7 +184,9 @@ async def test_a_run_with_a_stage_in_a_sandbox(tmp_path: Path) -> None:
     for file, expected in (words, 1.0), (tmp_path / "other", 0.0):
         options = {"file": str(file), "sandbox": True, "read": [str(words)]}
         of = with_stage("Reads", options, reward__functions=[{"name": f"{HERE}:bare_mark"}])
-        watched, result = await complete(Run.create(of, tmp_path / f"run-{file.name}"))
+        watched, result = await complete(
+            Execution(RunFolder.create(of, tmp_path / f"run-{file.name}"))
+        )
         assert result.state == "finished", result.reason
         assert {event["reward_mean"] for event in watched.of("step")} == {expected}
 
@@ -209,7 +212,7 @@ async def test_a_stage_whose_process_dies_is_started_again(
     of = with_stage(
         "Dies", {"kind": kind, "file": str(tmp_path / "died")}, pipeline__lease_seconds=3.0
     )
-    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    watched, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     if (forked := tmp_path / "died.pid").exists():
         os.kill(int(forked.read_text()), signal.SIGKILL)
     assert result.state == "finished", result.reason
@@ -223,7 +226,7 @@ async def test_a_stage_whose_process_dies_is_started_again(
 async def test_a_killed_worker_leaves_no_process_of_its_stage(tmp_path: Path) -> None:
     file = tmp_path / "pids"
     of = with_stage("Stays", {"file": str(file)}, launch__max_restarts=0)
-    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+    async with executing(Execution(RunFolder.create(of, tmp_path / "run"))) as (watched, work):
         await watched.until(file.exists)
         processes = [Process.of(int(pid)) for pid in file.read_text().split()]
         assert all(process.alive() for process in processes)

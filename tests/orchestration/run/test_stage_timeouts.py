@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from orchestration.recipe.problems import RecipeError
-from orchestration.run.run import Run
+from orchestration.run.execution import Execution
+from orchestration.run.folder import RunFolder
 from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.flow import UserStage
 from tests.orchestration.run.test_run import assert_nothing_left
@@ -89,7 +90,7 @@ async def test_a_call_that_never_ends_is_tried_twice_and_ends_the_run(
     stage: type[Marker], tmp_path: Path
 ) -> None:
     of = with_stage(stage, tmp_path / "calls", **MANY)
-    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    watched, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     assert result.state == "failed"
     lines, first = inspect.getsourcelines(stage.process)
     assert "took more than stages.0.timeout = 0.5 s" in result.reason
@@ -105,7 +106,11 @@ async def test_a_call_that_never_ends_is_tried_twice_and_ends_the_run(
 
 async def test_a_call_that_ends_the_second_time_costs_a_restart(tmp_path: Path) -> None:
     watched, result = await complete(
-        Run.create(with_stage(BlocksOnce, tmp_path / "calls", 2.0, **MANY), tmp_path / "run")
+        Execution(
+            RunFolder.create(
+                with_stage(BlocksOnce, tmp_path / "calls", 2.0, **MANY), tmp_path / "run"
+            )
+        )
     )
     assert result.state == "finished", result.reason
     restarted = [event for event in watched.of("worker") if event["change"] == "restarted"]
@@ -158,7 +163,7 @@ CREDIT_SAYS = {
 @pytest.mark.parametrize("kind", CREDITS)
 async def test_a_credit_that_is_wrong_names_class_file_and_line(kind: str, tmp_path: Path) -> None:
     of = recipe(MOCK, algorithm__name=f"{HERE}:Credit", algorithm__options={"kind": kind})
-    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    watched, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     assert result.state == "failed"
     assert CREDIT_SAYS[kind] in result.reason
     assert f"algorithm '{HERE}:Credit' " in result.reason
@@ -200,7 +205,7 @@ STAGE_SAYS = {
 async def test_a_stage_that_is_wrong_names_file_and_line(kind: str, tmp_path: Path) -> None:
     table = {"use": f"{HERE}:Mistaken", "kind": kind}
     of = recipe({**MOCK, "stages": [table]}, **MARKED)
-    _, result = await complete(Run.create(of, tmp_path / "run"))
+    _, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     assert result.state == "failed"
     assert STAGE_SAYS[kind] in result.reason
     assert "stage 'mistaken' " in result.reason

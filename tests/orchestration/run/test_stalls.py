@@ -17,7 +17,8 @@ from typing import Any
 import redis.asyncio
 
 from orchestration.guard.waiting import SILENT_BEATS, Wait, waiting_chain
-from orchestration.run.run import Run
+from orchestration.run.execution import Execution
+from orchestration.run.folder import RunFolder
 from orchestration.service.lifecycle import ask_in_folder
 from pipeline.index.client import Index
 from tests.orchestration.run.test_run import assert_each_sample_once, assert_nothing_left
@@ -66,7 +67,7 @@ async def test_a_rollout_process_that_hangs_is_named_ended_and_its_samples_are_m
 ) -> None:
     hang = 3 * HANG  # it is asked about between the half of that and its end
     of = recipe(MOCK, train__steps=10, launch__launcher="process", launch__hang_timeout=hang)
-    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+    async with executing(Execution(RunFolder.create(of, tmp_path / "run"))) as (watched, work):
         await watched.until(lambda: len(watched.of("step")) >= 3)
         began = time.monotonic()
         os.kill(pid_of(watched, "rollout-0"), signal.SIGSTOP)
@@ -94,7 +95,7 @@ async def test_a_run_whose_worker_hangs_again_and_again_fails_and_says_who(tmp_p
         "launch__hang_timeout": HANG,
     }
     async with executing(
-        Run.create(recipe(MOCK, train__steps=500, **changes), tmp_path / "run")
+        Execution(RunFolder.create(recipe(MOCK, train__steps=500, **changes), tmp_path / "run"))
     ) as (watched, work):
         await watched.until(lambda: len(watched.of("step")) >= 2)
         await watched.move("running", "paused")
@@ -132,7 +133,7 @@ async def test_a_rollout_that_dies_at_its_swap_and_stays_away_holds_up_no_other_
             )
         }
     )
-    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+    async with executing(Execution(RunFolder.create(of, tmp_path / "run"))) as (watched, work):
         await watched.until(lambda: len(watched.of("step")) >= 2)
         assert watched.run.supervisor is not None
         index = watched.run.supervisor.index
@@ -160,7 +161,7 @@ async def test_a_rank_that_hangs_in_a_collective_is_ended_with_its_group_for_one
         "launch__max_restarts": 1,
     }
     of = recipe(TINY, train__steps=8, launch__hang_timeout=HANG, **changes)
-    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+    async with executing(Execution(RunFolder.create(of, tmp_path / "run"))) as (watched, work):
         await watched.until(lambda: len(watched.of("step")) >= 2)
         os.kill(pid_of(watched, "update-1"), signal.SIGSTOP)
         result = await work
@@ -185,7 +186,7 @@ async def test_an_engine_that_stays_paused_after_an_update_is_named_with_the_cha
         "rollout__mock": {},
     }
     of = recipe(MOCK, train__steps=8, **changes, **engine)
-    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+    async with executing(Execution(RunFolder.create(of, tmp_path / "run"))) as (watched, work):
         result = await asyncio.wait_for(work, 90)
     assert result.state == "finished", result.reason
     reason = reasons(watched)["rollout-0"]
@@ -209,7 +210,7 @@ async def test_an_index_that_is_paused_and_a_clock_that_is_set_back_make_nobody_
         launch__hang_timeout=HANG,
         pipeline__lease_seconds=1.0,
     )
-    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+    async with executing(Execution(RunFolder.create(of, tmp_path / "run"))) as (watched, work):
         await watched.until(lambda: len(watched.of("step")) >= 2)
         assert watched.run.supervisor is not None
         index = watched.run.supervisor.index
@@ -239,7 +240,7 @@ async def test_a_run_goes_over_the_ends_of_epochs_and_ends_with_one(tmp_path: Pa
         train__groups_per_step=4,
         pipeline__staleness=2,
     )
-    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    watched, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     assert result.state == "finished", result.reason
     ended = [event["epochs"] for event in watched.of("prompt") if event["change"] == "epoch"]
     assert list(ended[-1].values()) == [3], "24 groups are three epochs of 8 prompts"

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from orchestration.run.run import Run
+from orchestration.run.execution import Execution
+from orchestration.run.folder import RunFolder
 from stages.engines.protocols import GroupRequest, SamplingParams
 from stages.rollout.stage import group_seed
 from tests.orchestration.run.test_partial_rollout import Spy
@@ -77,7 +78,7 @@ async def test_a_response_of_a_hundred_times_the_mean_is_trained_and_no_length_i
         rollout__mock={},
         rollout__straggler=straggler,
     )
-    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    watched, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     assert result.state == "finished", result.reason
     assert_each_sample_once(of, watched)
     trained = {key: len(tokens) for key, (tokens, _, _) in spy.ended.items()}

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from orchestration.recipe.problems import RecipeError
-from orchestration.run.run import Run
+from orchestration.run.execution import Execution
+from orchestration.run.folder import RunFolder
 from stages.engines.torch.train import TorchTrainEngine
 from stages.inference.teacher import (
     TeacherOptions,
@@ -107,7 +108,7 @@ async def test_a_run_is_distilled_from_a_server(
             "teacher__in_flight": 3,
         }
         of = recipe(TINY, **DISTILLED, **section)
-        watched, result = await complete(Run.create(of, tmp_path / "run"))
+        watched, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     assert result.state == "finished", result.reason
     # The teacher is the model that the student begins with: at first they agree.
     assert abs(watched.of("step")[0]["reverse_kl"]) < 1e-4

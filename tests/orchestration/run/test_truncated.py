@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from orchestration.recipe.problems import RecipeError
-from orchestration.run.run import Run
+from orchestration.run.execution import Execution
+from orchestration.run.folder import RunFolder
 from stages.algorithms import LossOutput, TokenBatch
 from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.flow import UserStage
@@ -68,7 +69,7 @@ async def test_masked_and_dropped_responses_train_as_in_the_plain_loop(tmp_path:
     for how in ("train", "mask", "drop"):
         of = recipe(TINY, pipeline__staleness=0, train__steps=3, rollout__truncated=how, **ENDS)
         expected, weights = await synchronous(of)
-        watched, result = await complete(Run.create(of, tmp_path / how))
+        watched, result = await complete(Execution(RunFolder.create(of, tmp_path / how)))
         assert result.state == "finished", result.reason
         assert [(step["reward_mean"], step["loss"]) for step in watched.of("step")] == expected
         assert all(0 < step["truncated"] < 1 for step in watched.of("step"))
@@ -87,7 +88,7 @@ async def test_groups_with_too_few_responses_left_are_replaced(how: str, tmp_pat
     limits: dict[str, Any] = {"rollout__max_tokens": 24, "rollout__truncated": how}
     limits |= {"rollout__mock": lengths}
     of = recipe(MOCK, pipeline__staleness=2, algorithm__group_size=2, **limits)
-    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    watched, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     assert result.state == "finished", result.reason
     assert assert_filled(of, watched) > 0
     assert set(watched.of("ledger")[-1]["dropped"]) == {"truncated"}
@@ -102,7 +103,7 @@ async def test_credit_and_loss_of_an_algorithm_read_truncated(how: str, tmp_path
     of = recipe(
         TINY, algorithm__name=f"{HERE}:Punished", rollout__truncated=how, train__steps=3, **ENDS
     )
-    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    watched, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     assert result.state == "finished", result.reason
     for step in watched.of("step"):
         assert (step["truncated_tokens"] > 0) == (how == "train")

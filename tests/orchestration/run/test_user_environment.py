@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from orchestration.run.run import Run
+from orchestration.run.execution import Execution
+from orchestration.run.folder import RunFolder
 from stages.flow import UserStage
 from tests.orchestration.runs import MOCK, complete, recipe
 
@@ -52,7 +53,7 @@ async def test_code_of_the_user_sees_no_secret(
     table = {"use": f"{HERE}:Shows", "file": str(tmp_path / "stage")}
     changes = {"launch__launcher": "process", "reward__functions": [{"name": f"{HERE}:marked"}]}
     of = recipe({**MOCK, "stages": [table]}, train__steps=2, reward__environment=listed, **changes)
-    _, result = await complete(Run.create(of, tmp_path / "run"))
+    _, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     assert result.state == "finished", result.reason
     for name in ("stage", "rewards"):
         seen = (tmp_path / name).read_bytes()

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from orchestration.recipe.problems import RecipeError
-from orchestration.run.run import Run
+from orchestration.run.execution import Execution
+from orchestration.run.folder import RunFolder
 from orchestration.simulation import live
 from orchestration.simulation.forecast import Forecast
 from orchestration.simulation.live import choose_bound
@@ -52,7 +53,7 @@ async def test_a_run_raises_its_bound_and_steps_have_their_forecast(
     monkeypatch.setattr(live, "SHARE", 1.0)
     of = recipe(MOCK, **BALANCED, pipeline__staleness="auto", train__steps=30, checkpoint__every=30)
     assert (of.pipeline.staleness, of.pipeline.staleness_min, of.first_slack) == (4, 1, 1)
-    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    watched, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     assert result.state == "finished"
     forecasts = watched.of("forecast")
     steps = watched.of("step")
@@ -73,7 +74,7 @@ async def test_a_run_raises_its_bound_and_steps_have_their_forecast(
 async def test_a_fixed_bound_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "SECONDS", 1.0)
     of = recipe(MOCK, **BALANCED, pipeline__staleness=1, train__steps=12, checkpoint__every=12)
-    watched, _ = await complete(Run.create(of, tmp_path / "run"))
+    watched, _ = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     assert watched.of("forecast")
     assert {(one["bound"], one["before"]) for one in watched.of("forecast")} == {(1, 1)}
 

@@ -16,7 +16,8 @@ import pytest
 
 from benchmarks.executed import executed
 from orchestration.recipe.devices import cores_here
-from orchestration.run.run import Run
+from orchestration.run.execution import Execution
+from orchestration.run.folder import RunFolder
 from orchestration.simulation.costs import Costs, EngineProfile
 from orchestration.simulation.forecast import forecast, setup_of
 from orchestration.simulation.mock_costs import mock_costs
@@ -215,7 +216,7 @@ def test_time_after_the_last_step_is_none_between_steps() -> None:
 def test_what_is_lacking_is_named(tmp_path: Path) -> None:
     with pytest.raises(NotMeasured, match=r"holds no recipe\.json; give the folder of a run"):
         recorded_costs(tmp_path)
-    Run.create(recipe(TINY), tmp_path / "run")
+    Execution(RunFolder.create(recipe(TINY), tmp_path / "run"))
     with pytest.raises(
         NotMeasured, match="0 optimizer steps are too few to measure; let it make 4"
     ):

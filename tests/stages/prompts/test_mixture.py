@@ -21,7 +21,8 @@ from api.server.service import Settings
 from orchestration.events_file import METRICS, read_metrics
 from orchestration.recipe.problems import RecipeError
 from orchestration.run import checkpoint
-from orchestration.run.run import Run
+from orchestration.run.execution import Execution
+from orchestration.run.folder import RunFolder
 from stages.models import Tokenizer, load_tokenizer
 from stages.prompts.options import PromptLimits, PromptOptions
 from stages.prompts.sources import LARGEST_BLOCK, load_prompts, places_of
@@ -207,9 +208,9 @@ async def test_a_killed_run_goes_on_with_the_prompts_of_one_that_was_never_kille
     (tmp_path / "own.json").write_text(of.to_json())
     out = tmp_path / "run"
     kill_after(6, tmp_path / "own.json", out)
-    resumed = Run.resume(out)
-    assert resumed.start is not None
-    assert resumed.start.version in (4, 8)
+    resumed = Execution(RunFolder.resume(out))
+    assert resumed.folder.start is not None
+    assert resumed.folder.start.version in (4, 8)
     watched, result = await complete(resumed)
     assert result.state == "finished", result.reason
     assert_equal(trained(of, result), weights)

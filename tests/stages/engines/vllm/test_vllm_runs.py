@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestration.run.run import Run
+from orchestration.run.execution import Execution
+from orchestration.run.folder import RunFolder
 from tests.orchestration.run.test_end_of_turn import assert_each_token_ends, of_two_ends
 from tests.orchestration.run.test_run import assert_each_sample_once, assert_nothing_left
 from tests.orchestration.runs import TINY, executing, recipe
@@ -43,7 +44,7 @@ async def test_two_replicas_follow_a_trainer_of_two_ranks_and_one_may_be_killed(
         launch__launcher="process",
         launch__startup_timeout=300.0,
     )
-    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+    async with executing(Execution(RunFolder.create(of, tmp_path / "run"))) as (watched, work):
         await watched.until(lambda: len(watched.of("step")) >= 3, timeout=400)
         assert watched.run.supervisor is not None
         os.kill(watched.run.supervisor.pids()["rollout-1"], signal.SIGKILL)

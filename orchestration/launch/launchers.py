@@ -2,7 +2,8 @@
 
 inline    a task in this process: debugging, exact tests
 process   a process of its own, forked or started, which the kernel ends when its supervisor dies (Linux)
-remote    a process that a host starts (:mod:`orchestration.run.hosts`): any that has room, or the one of the worker's place
+remote    a process that a host starts (:mod:`orchestration.launch.hosts`): any that has room,
+          or the one of the worker's place
 """
 
 from __future__ import annotations

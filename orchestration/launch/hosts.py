@@ -27,6 +27,7 @@ from pathlib import Path
 
 import structlog
 
+from orchestration.launch.launchers import LOST_SECONDS, ProcessLauncher, Pulse, beat
 from orchestration.logs import configure
 from orchestration.private_files import keep_from_others
 from orchestration.processes.environment import take
@@ -55,9 +56,8 @@ from orchestration.run.documents import (
     EndKind,
 )
 from orchestration.run.kinds import kind_of, remote_workers
-from orchestration.run.launchers import LOST_SECONDS, ProcessLauncher, Pulse, beat
 from orchestration.run.paths import HOST_VARIABLE, RECIPE
-from orchestration.run.run import sweep_leftovers
+from orchestration.run.run_index import sweep_leftovers
 from pipeline.documents.flow import SECRET, STATE
 from pipeline.events import ENDED, WorkerEvent
 from pipeline.first_of import first_of
