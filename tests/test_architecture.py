@@ -1,7 +1,9 @@
-"""docs/architecture.md names files and folders that exist, and each walk names a file once."""
+"""docs/architecture.md names files and folders that exist, and each walk names files with functions
+of them that are called."""
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -44,11 +46,51 @@ def test_the_picture_of_the_folders_is_true() -> None:
 
 
 @pytest.mark.parametrize(("title", "steps"), WALKS, ids=[title for title, _ in WALKS])
-def test_a_walk_names_each_file_once(title: str, steps: str) -> None:
-    files = re.findall(r"^\d+\. `([^`]+)`", steps, re.MULTILINE)
-    assert len(files) == len(re.findall(r"^\d+\. ", steps, re.MULTILINE)) >= 6
-    assert len(set(files)) == len(files)
+def test_a_walk_names_each_file_once_with_a_function_of_it(title: str, steps: str) -> None:
+    walk = re.findall(r"^\d+\. `([^`]+)` `([\w.]+)`: ", steps, re.MULTILINE)
+    assert len(walk) == len(re.findall(r"^\d+\. ", steps, re.MULTILINE)) >= 6
+    assert len({file for file, _ in walk}) == len(walk)
+    assert [step for step in walk if not defines(*step)] == []
+    used = used_names()
+    assert [name for _, name in walk if name.rpartition(".")[2] not in used] == []
 
 
-def test_there_are_three_walks() -> None:
-    assert len(WALKS) == 3
+def defines(file: str, name: str) -> bool:
+    """Whether ``file`` has the function, class or method ``name``."""
+    source = (ROOT / file).read_text(encoding="utf-8")
+    if file.endswith(".lua"):
+        return re.search(rf"function {name}\(", source) is not None
+    body: list[ast.stmt] = ast.parse(source).body
+    for part in name.split("."):
+        named = [
+            node
+            for node in body
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            and node.name == part
+        ]
+        if not named:
+            return False
+        body = named[0].body
+    return True
+
+
+def used_names() -> set[str]:
+    """The names that the packages call, pass on, or register by a decorator."""
+    names = set[str]()
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Name):
+                    names.add(node.id)
+                elif isinstance(node, ast.Attribute):
+                    names.add(node.attr)
+                elif isinstance(node, ast.AsyncFunctionDef | ast.FunctionDef):
+                    registered = any(isinstance(each, ast.Call) for each in node.decorator_list)
+                    names.update([node.name] if registered else [])
+        for path in (ROOT / package).rglob("*.lua"):
+            names.update(re.findall(r"(?<!function )\b(\w+)\(", path.read_text(encoding="utf-8")))
+    return names
+
+
+def test_there_are_four_walks() -> None:
+    assert len(WALKS) == 4
