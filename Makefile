@@ -1,5 +1,6 @@
 # make demo    train SmolLM2-135M on sums, live in this terminal (about ten minutes on two cores)
 # make test    lint, types and the tests, but for the long ones (half an hour on two busy cores, less on quiet ones)
+# make near    the tests nearest to the files that differ from the last commit: FILES=stages/gate.py (under half a minute)
 # make test-long    the long ones: real runs, kills, clusters, benchmarks, by tests/long.txt
 # make test-all    both, and what takes a machine of its own: test-pages, compose-check
 # make test-pages  every command and program of README and the documentation, in order as they stand (`make test` has the short pages)
@@ -24,7 +25,7 @@ VLLM := .venv-vllm
 TORCH := torch<2.14
 SOURCES := pipeline stages orchestration api tests benchmarks asyncdock_command.py setup.py
 
-.PHONY: demo attack test test-long test-all test-pages compose-check test-vllm lint bounds gpu-check gpu-wheels soak soak-cluster clean
+.PHONY: demo attack test near test-long test-all test-pages compose-check test-vllm lint bounds gpu-check gpu-wheels soak soak-cluster clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.demo
@@ -40,6 +41,9 @@ endef
 
 test: lint
 	$(call tests,'not pages and not long')
+
+near: $(VENV)/.test
+	$(BIN)/python -m tests.near $(FILES)
 
 test-long: $(VENV)/.test
 	$(call tests,'not pages and long')
