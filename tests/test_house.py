@@ -22,6 +22,17 @@ PACKAGES = ["pipeline", "stages", "orchestration", "api"]  # each imports only t
 FILE_TOKENS = 4600
 CLASS_TOKENS = 2800
 LINE_COLUMNS = 100
+# private names of libraries, which modules of ours have too
+FOREIGN = {
+    "_parameters",
+    "_buffers",
+    "_values",
+    "_offsets",
+    "_lengths",
+    "_writer",
+    "_make",
+    "_exit",
+}
 FILES_IN_FOLDER = 12
 
 
@@ -194,3 +205,41 @@ def test_few_files_read_the_sizes_of_a_parallel_strategy() -> None:
                         f"{owner}.{node.attr}"
                     )
     assert len(readers) <= 8, readers
+
+
+def test_no_private_name_of_another_module_is_used() -> None:
+    """Those of libraries are left out: torch has no public way to some of its parts."""
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sources(*PACKAGES)}
+    private = {path: set(private_names(tree)) for path, tree in trees.items()}
+    ours = set[str]().union(*private.values())
+    used = []
+    for path, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(tuple(PACKAGES)):
+                names = [alias.name for alias in node.names if is_private(alias.name)]
+            elif isinstance(node, ast.Attribute) and node.attr in ours - FOREIGN:
+                inherited = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+                names = [] if inherited or node.attr in private[path] else [node.attr]
+            else:
+                continue
+            used += [f"{path.relative_to(ROOT)}:{node.lineno} {name}" for name in names]
+    assert not used
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def private_names(tree: ast.AST) -> Iterator[str]:
+    """The private names that a module gives: to functions, classes, attributes and variables."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            name = node.name
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            name = node.attr
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            name = node.id
+        else:
+            continue
+        if is_private(name):
+            yield name
