@@ -134,8 +134,7 @@ class Execution:
                 outcome.worker,
             )
         finally:
-            self._over = True
-            self._up.set()
+            self._release_readers()
             self.folder.close()
 
     async def _outcome(self, stop: asyncio.Event) -> Outcome:
@@ -174,6 +173,7 @@ class Execution:
             return outcome
         finally:
             launcher.close()
+            self._release_readers()
             if self._hosts is not None:
                 await self._hosts.close()
             await self._client.close()
@@ -303,6 +303,11 @@ class Execution:
         outcome = Outcome("failed", reason)
         await self._connected.transition(["created", *LIVE, "stopping"], outcome.state, reason)
         return outcome
+
+    def _release_readers(self) -> None:
+        """From now on a lost index is no failure, and nobody waits for one."""
+        self._over = True
+        self._up.set()
 
     async def _let_readers_finish(self) -> None:
         """Keep the index until all readers have seen the end, for at most READERS_SECONDS."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from orchestration.recipe.load import parse_recipe
@@ -194,7 +195,7 @@ class ScriptedRun:
         failed: str = "",
     ) -> None:
         self.recipe = recipe()
-        self.out_dir = out_dir
+        self.folder = SimpleNamespace(path=out_dir, begins=0, newest=lambda: None)
         self.script = script
         self.endless = endless
         self.deaf = deaf
@@ -202,7 +203,6 @@ class ScriptedRun:
         self.waiting = asyncio.Event()  # execute has begun
         out_dir.mkdir(parents=True, exist_ok=True)
 
-    begins = 0
     joining = ""
 
     async def execute(self, stop: asyncio.Event | None = None) -> RunResult:
@@ -217,7 +217,7 @@ class ScriptedRun:
             await stop.wait()
             state = "stopped"
             reason = "stopped by request"
-        return RunResult("scripted-1", state, reason, self.out_dir, None, 28.0, self.failed)
+        return RunResult("scripted-1", state, reason, self.folder.path, None, 28.0, self.failed)
 
     async def events(self, after: str = "0") -> AsyncIterator[Event]:
         for item in self.script:

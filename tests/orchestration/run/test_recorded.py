@@ -82,9 +82,9 @@ async def test_a_recorded_checkpoint_that_is_away_is_neither_made_up_nor_begun_w
     if away is linked:
         (run / "checkpoints").unlink()
     version = 2 if away is older else 0
-    assert (
-        Execution(RunFolder.resume(run, ["train.steps=6"], start_version=version)).begins == version
-    ), "by a flag it does"
+    assert RunFolder.resume(run, ["train.steps=6"], start_version=version).begins == version, (
+        "by a flag it does"
+    )
 
 
 async def test_a_run_that_has_recorded_none_begins_again_and_one_that_is_put_back_goes_on(
@@ -95,9 +95,9 @@ async def test_a_run_that_has_recorded_none_begins_again_and_one_that_is_put_bac
     moved(run / "checkpoints")
     shutil.rmtree(run / "index")
     assert recorded_version(run) == 0
-    fresh = Execution(RunFolder.resume(run))
+    fresh = RunFolder.resume(run)
     assert fresh.begins == 0
-    fresh._lock.close()  # type: ignore[union-attr]
+    fresh.close()
     shutil.rmtree(run)
     shutil.copytree(ended, run)
     watched, result = await complete(Execution(RunFolder.resume(run, ["train.steps=6"])))
@@ -152,7 +152,7 @@ async def test_files_that_were_never_recorded_are_compared_where_both_are_there(
     (run / base_models.FILE).unlink()
     shutil.copytree(base, tmp_path / "copy")
     changes = ["train.steps=3", f"model.source={tmp_path / 'copy'}"]
-    Execution(RunFolder.resume(run, changes))._lock.close()  # type: ignore[union-attr]
+    RunFolder.resume(run, changes).close()
     (run / base_models.FILE).unlink()
     shutil.move(tmp_path / "copy", tmp_path / "away")
     with pytest.raises(
