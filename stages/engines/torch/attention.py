@@ -97,10 +97,10 @@ def attend_backward(
 
     def compute(chunk: _Chunk) -> Parts:
         g, part, o, t = (x[:, :, chunk.queries] for x in (gradient, q, out, total))
-        given = g, part, k[:, :, chunk.keys], v[:, :, chunk.keys], o, t
+        inputs = g, part, k[:, :, chunk.keys], v[:, :, chunk.keys], o, t
         if kernel is not None and (chunk.hidden is None or masks):
-            return kernel[1](given, chunk.causal, chunk.hidden, scores.scaling)
-        return _by_matmul_backward(given, chunk.hidden, scores)
+            return kernel[1](inputs, chunk.causal, chunk.hidden, scores.scaling)
+        return _by_matmul_backward(inputs, chunk.hidden, scores)
 
     if len(chunks) == 1 and (chunks[0].queries, chunks[0].keys) == (
         slice(0, len(at)),
@@ -245,8 +245,12 @@ def _fused(
         and q.shape[-1] <= 256
     ):
         return (_flash, _flash_backward), False
-    if halves and q.shape[-1] % 16 == 0 and (own := devices.fused_attention(q.device)) is not None:
-        return own, scores.window is None or int(at.max()) < k.shape[2]
+    if (
+        halves
+        and q.shape[-1] % 16 == 0
+        and (kernels := devices.fused_attention(q.device)) is not None
+    ):
+        return kernels, scores.window is None or int(at.max()) < k.shape[2]
     return None, False
 
 
@@ -259,8 +263,8 @@ def _cpu(
     scale: float,
 ) -> Parts:
     forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    given = _in_float32_of_few(k, q, k, v)
-    out, total = forward(*given, 0.0, causal, attn_mask=_bias(hidden, given[0]), scale=scale)
+    inputs = _in_float32_of_few(k, q, k, v)
+    out, total = forward(*inputs, 0.0, causal, attn_mask=_bias(hidden, inputs[0]), scale=scale)
     return out.to(q.dtype), total
 
 

@@ -42,9 +42,9 @@ def is_decayed(name: str, parameter: torch.Tensor) -> bool:
     routers, adapters and stacked experts. Biases and the scales of norms are none of them, whatever
     their shape is: the biases of stacked experts are [experts, features], and norms of queries and
     keys may be [heads, features]."""
-    *owners, own = name.lower().split(".")
+    *owners, leaf = name.lower().split(".")
     of_norm = bool(owners) and NORM.search(owners[-1]) is not None
-    return parameter.ndim >= 2 and not own.endswith("bias") and not of_norm
+    return parameter.ndim >= 2 and not leaf.endswith("bias") and not of_norm
 
 
 def learning_rates_at(

@@ -187,8 +187,8 @@ def pack_pieces(
     """
     numbers = [[groups[piece.group].rows[row] for row in piece.rows] for piece in pieces]
     rows, chosen = (
-        [[of[number] for number in some] for some in numbers if len(of)]
-        for of in (responses, experts)
+        [[values[number] for number in some] for some in numbers if len(values)]
+        for values in (responses, experts)
     )
     return pack([groups[piece.group].prompt for piece in pieces], rows, device, chosen)
 
@@ -213,8 +213,8 @@ def pack(
         prompt_end = row_start = at + length
         ids += [prompt, *(response[:-1] for response in responses)]
         fed = [len(response) - 1 for response in responses]
-        own = [torch.arange(length, length + tokens) for tokens in fed]
-        positions += [torch.arange(length), *own]
+        row_positions = [torch.arange(length, length + tokens) for tokens in fed]
+        positions += [torch.arange(length), *row_positions]
         for tokens in fed:
             source += [torch.tensor([prompt_end - 1]), torch.arange(row_start, row_start + tokens)]
             row_start += tokens
@@ -222,22 +222,22 @@ def pack(
         apart = slice(
             prompt_end, max([prompt_end, *(block.end for block in blocks if not block.joined)])
         )
-        seen = torch.cat(own)[: apart.stop - apart.start]
+        seen = torch.cat(row_positions)[: apart.stop - apart.start]
         pieces.append(PackedPiece(slice(at, prompt_end), blocks, apart, seen, tuple(fed)))
         at = row_start
     pairs = zip(prompts, experts, strict=False)
     chosen = [
         part
-        for prompt, of in pairs
-        for part in (of[0][: len(prompt)], *(row[len(prompt) :] for row in of))
+        for prompt, row_experts in pairs
+        for part in (row_experts[0][: len(prompt)], *(row[len(prompt) :] for row in row_experts))
     ]
-    places, which = torch.cat(source).unique(return_inverse=True)
+    places, inverse = torch.cat(source).unique(return_inverse=True)
     return PackedBatch(
         ids=torch.cat(ids)[None].to(device),
         positions=torch.cat(positions)[None].to(device),
         pieces=tuple(pieces),
         places=places.to(device),
-        source=which.to(device),
+        source=inverse.to(device),
         targets=torch.cat([response for responses in rows for response in responses]).to(device),
         longest=max(
             len(p) + len(r) - 1
@@ -327,19 +327,20 @@ class _SharedPromptAttention(torch.autograd.Function):
             )
             for block in piece.blocks:
                 keys, values = (
-                    block.keys(x, own) for x, own in zip((k, v), of_prompt, strict=True)
+                    block.keys(x, prompt_part)
+                    for x, prompt_part in zip((k, v), of_prompt, strict=True)
                 )
-                found = attend(block.padded(q), keys, values, block.places(), scores)
+                outputs = attend(block.padded(q), keys, values, block.places(), scores)
                 out[block.start : block.end], total[block.start : block.end] = (
-                    block.packed(x) for x in found
+                    block.packed(x) for x in outputs
                 )
             if len(piece.positions):
-                found = attend(as_batch(q, piece.apart), *of_prompt, piece.positions, scores)
+                outputs = attend(as_batch(q, piece.apart), *of_prompt, piece.positions, scores)
                 put(
                     out,
                     total,
                     piece.apart,
-                    *merge(as_batch(out, piece.apart), as_batch(total, piece.apart), *found),
+                    *merge(as_batch(out, piece.apart), as_batch(total, piece.apart), *outputs),
                 )
         if sinks is not None:
             out, total = merge(out, total, None, sinks.to(total.dtype))
@@ -364,27 +365,29 @@ class _SharedPromptAttention(torch.autograd.Function):
             for block in piece.blocks:
                 g, queries, o, t = (block.padded(x) for x in of_queries)
                 seen = block.keys(k, keys), block.keys(v, values)
-                of_row, *found = attend_backward(
+                of_row, *to_keys_values = attend_backward(
                     g, queries, *seen, o, t, block.places(), ctx.scores
                 )
                 to_q[block.start : block.end] = block.packed(of_row)
-                for whole, part in zip((to_k, to_v), found, strict=True):
+                for whole, part in zip((to_k, to_v), to_keys_values, strict=True):
                     whole[block.start : block.end] = block.packed(part[:, :, block.joined :])
                 if block.joined:
-                    shared = (part[:, :, : block.joined].sum(0, keepdim=True) for part in found)
+                    shared = (
+                        part[:, :, : block.joined].sum(0, keepdim=True) for part in to_keys_values
+                    )
                     to_prompt = (
                         to_prompt[0],
                         *(a + b for a, b in zip(to_prompt[1:], shared, strict=True)),
                     )
             if len(piece.positions):
                 g, queries, o, t = (as_batch(x, piece.apart) for x in of_queries)
-                of_row, *found = attend_backward(
+                of_row, *to_keys_values = attend_backward(
                     g, queries, keys, values, o, t, piece.positions, ctx.scores
                 )
                 to_q[piece.apart] += of_row[0].transpose(0, 1)
                 to_prompt = (
                     to_prompt[0],
-                    *(a + b for a, b in zip(to_prompt[1:], found, strict=True)),
+                    *(a + b for a, b in zip(to_prompt[1:], to_keys_values, strict=True)),
                 )
             for whole, part in zip((to_q, to_k, to_v), to_prompt, strict=True):
                 whole[piece.prompt] = part[0].transpose(0, 1)

@@ -303,8 +303,8 @@ class TorchRolloutEngine:
     def _check(self, request: GroupRequest) -> None:
         check_request(request, vocabulary=self._decoder.vocabulary, context=self._context)
         if request.params.stop and not self._has_tokenizer:
-            wrong = f"stop is {request.params.stop}"
-            raise RequestRefused(request.group, "stop", wrong, "stop strings need a tokenizer")
+            problem = f"stop is {request.params.stop}"
+            raise RequestRefused(request.group, "stop", problem, "stop strings need a tokenizer")
 
     # -- run in the compute thread
     # ---------------------------------------------------------------------------------

@@ -93,13 +93,13 @@ class TrainingStep:
 
         whole = algorithm.unit == "group"
         trained = train_batch.trained.tolist()
-        own = [
+        triples = [
             (group.number, place, trained[row])
             for group in rows.groups
             for place, row in zip(group.places, group.rows, strict=True)
         ]
         tokens: dict[int, dict[int, int]] = {}
-        for number, place, count in self._parallel.all_gather_rows(torch.tensor(own)).tolist():
+        for number, place, count in self._parallel.all_gather_rows(torch.tensor(triples)).tolist():
             tokens.setdefault(number, {})[place] = count
         cut = cut_mini_batches(tokens, algorithm.mini_batches, whole=whole)
         parts = []
@@ -112,7 +112,10 @@ class TrainingStep:
         least = algorithm.least_group_size if whole else 1
         mini_batches = []
         for places, part, plan, (fewest, most) in zip(cut, parts, plans, passes, strict=True):
-            counts = [[tokens[number][place] for place in of] for number, of in places.items()]
+            counts = [
+                [tokens[number][place] for place in group_places]
+                for number, group_places in places.items()
+            ]
             trained_rows = [sum(count > 0 for count in of_group) for of_group in counts]
             totals = {
                 "total_tokens": sum(map(sum, counts)),

@@ -312,8 +312,10 @@ class TorchTrainEngine:
         """The live tensors (not copies) of the model and of AdamW's moments, by parameter name,
         tied ones once, and the numbers of optimizer steps and of train batches. Names and shapes do
         not depend on the layout, nor on whether ``model`` is the master weights."""
-        own = [*self.parallel.copies, *self.value_head]
-        model = self.model.state_dict() | {name: self.trained[name].detach() for name in own}
+        extra_names = [*self.parallel.copies, *self.value_head]
+        model = self.model.state_dict() | {
+            name: self.trained[name].detach() for name in extra_names
+        }
         once = {name for name, _ in self.model.named_parameters()}
         tied = {name for name, _ in self.model.named_parameters(remove_duplicate=False)} - once
         moments = {
@@ -323,9 +325,9 @@ class TorchTrainEngine:
             }
             for moment in ("exp_avg", "exp_avg_sq")
         }
-        left = model.keys() - self.trained.keys() if self.packed_model.adapters else tied
+        unsaved_names = model.keys() - self.trained.keys() if self.packed_model.adapters else tied
         return {
-            "model": {n: value for n, value in model.items() if n not in left},
+            "model": {n: value for n, value in model.items() if n not in unsaved_names},
             **moments,
             "step": self.step,
             "version": self.version,
@@ -337,10 +339,10 @@ class TorchTrainEngine:
 
         Its tensors may be this engine's own.
         """
-        mine = self.state_dict()
-        _check_names(mine, state)
+        current = self.state_dict()
+        _check_names(current, state)
         for part in ("model", "exp_avg", "exp_avg_sq"):
-            for name, value in mine[part].items():
+            for name, value in current[part].items():
                 local_part(value).copy_(local_part(state[part][name]))
         renew(self.parallel.copies, self.trained)
         self.step = state["step"]

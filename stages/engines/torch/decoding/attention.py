@@ -61,17 +61,17 @@ class DecodeStep:
         """
         if window not in self.biases:
             sharing = self.sharing
-            own = self.own[:, None]
+            newest = self.own[:, None]
             device = self.own.device
             lengths = sharing.prompt_lengths[:, None]
             columns = torch.arange(max(sharing.longest, self.longest), device=device)[None]
             of_prompt = columns[:, : sharing.longest]
             of_own = columns[:, : self.longest]
             prompt_part = of_prompt >= lengths
-            own_part = of_own > own
+            own_part = of_own > newest
             if window is not None:
-                prompt_part |= of_prompt <= lengths + own - window
-                own_part |= of_own <= own - window
+                prompt_part |= of_prompt <= lengths + newest - window
+                own_part |= of_own <= newest - window
             hidden = torch.cat([prompt_part, own_part], 1)
             bias = torch.zeros(hidden.shape, device=device).masked_fill_(hidden, -torch.inf)
             self.biases[window] = bias[:, None, None]
@@ -169,7 +169,7 @@ class TwoPartAttention:
     ) -> torch.Tensor:
         scores, sinks = self.layers[layer]
         sharing = step.sharing
-        (g, n), shared, own, rows = (
+        (g, n), longest_prompt, longest_row, rows = (
             sharing.members.shape,
             sharing.longest,
             step.longest,
@@ -177,8 +177,8 @@ class TwoPartAttention:
         )
         heads = key.shape[1]
         width = query.shape[1] // key.shape[1]
-        keys, values = self._room(self.rows, layer, rows, own, key, value)
-        prompt_keys, prompt_values = self._room(self.prompts, layer, g, shared, key, value)
+        keys, values = self._room(self.rows, layer, rows, longest_row, key, value)
+        prompt_keys, prompt_values = self._room(self.prompts, layer, g, longest_prompt, key, value)
         keys[step.rows, :, step.own] = key
         values[step.rows, :, step.own] = value
 
@@ -198,9 +198,11 @@ class TwoPartAttention:
         # bmm of [heads of all rows or prompts, …]: matmul would take as long as it before it calls
         # it, with one row.
         q = (query * scores.scaling).view(rows, heads, width, -1)
-        of_prompt = by_row(torch.bmm(by_prompt(q), _flat(prompt_keys, g, shared).transpose(1, 2)))
-        of_own = torch.bmm(q.flatten(0, 1), _flat(keys, rows, own).transpose(1, 2)).view(
-            rows, heads, width, own
+        of_prompt = by_row(
+            torch.bmm(by_prompt(q), _flat(prompt_keys, g, longest_prompt).transpose(1, 2))
+        )
+        of_own = torch.bmm(q.flatten(0, 1), _flat(keys, rows, longest_row).transpose(1, 2)).view(
+            rows, heads, width, longest_row
         )
         weights = torch.cat([of_prompt, of_own], -1).float()
         if scores.softcap is not None:
@@ -211,8 +213,12 @@ class TwoPartAttention:
             weights = torch.cat([weights, sink], -1).softmax(-1)[..., :-1].to(q.dtype)
         else:
             weights = weights.softmax(-1).to(q.dtype)
-        out = torch.bmm(weights[..., shared:].flatten(0, 1), _flat(values, rows, own))
-        of_prompt = torch.bmm(by_prompt(weights[..., :shared]), _flat(prompt_values, g, shared))
+        out = torch.bmm(
+            weights[..., longest_prompt:].flatten(0, 1), _flat(values, rows, longest_row)
+        )
+        of_prompt = torch.bmm(
+            by_prompt(weights[..., :longest_prompt]), _flat(prompt_values, g, longest_prompt)
+        )
         return out.view(rows, -1).add_(by_row(of_prompt).flatten(1))
 
     def _room(

@@ -234,11 +234,11 @@ class TorchDecoder:
             longest = -(-longest // ROOM_TOKENS) * ROOM_TOKENS
         if self._sharing is None or len(self._sharing.place) != rows:
             self._sharing = self._share(rows)
-        own = self._put(torch.tensor([row.length for row in self.rows] + [0] * (rows - count)))
+        lengths = self._put(torch.tensor([row.length for row in self.rows] + [0] * (rows - count)))
         newest = torch.zeros(rows, dtype=torch.int64, device=self.device)
         newest[:count] = self._put(torch.as_tensor(tokens))
         step = self._decode_recorded if self._static else self._decode_step
-        logits = step(newest, own, self._sharing, longest)[:count]
+        logits = step(newest, lengths, self._sharing, longest)[:count]
         self.routing = None if self.routing is None else self.routing[:count]
         for row in self.rows:
             row.length += 1

@@ -250,12 +250,12 @@ class LlamaForward:
 
 def own_places(modules: Iterable[nn.Module], names: Mapping[int, str]) -> list[Place]:
     """Where the modules' own parameters are kept; shared parameters once."""
-    found = {
+    places = {
         id(parameter): Place((names[id(parameter)],), module, attribute, copied)
         for module in modules
         for attribute, parameter in module.named_parameters(recurse=False)
     }
-    return list(found.values())
+    return list(places.values())
 
 
 def copied(weights: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -88,12 +88,14 @@ def draw(
         if likeliest is not None:
             tokens = torch.where(devices.put(torch.tensor(greedy), device), likeliest, tokens)
     # Softmax makes NaN of a row with a logit that is NaN or infinite.
-    own = tokens[:, None]
+    index = tokens[:, None]
     if exact is None:
-        return Drawn(tokens, own, weights.gather(-1, own).log())
+        return Drawn(tokens, index, weights.gather(-1, index).log())
     top = exact.topk(min(alternatives, exact.shape[1]))
     return Drawn(
-        tokens, torch.cat([own, top.indices], 1), torch.cat([exact.gather(-1, own), top.values], 1)
+        tokens,
+        torch.cat([index, top.indices], 1),
+        torch.cat([exact.gather(-1, index), top.values], 1),
     )
 
 
@@ -114,10 +116,10 @@ def keep_from(weights: torch.Tensor, top_k: Sequence[int], top_p: Sequence[float
         top = weights.topk(width).values
         ranked = torch.arange(width, device=weights.device) < k[:, None]
         mass = torch.where(k <= width, (top * ranked).sum(-1), weights.sum(-1))
-        kept = ranked & (top.cumsum(-1) - top < (p * mass)[:, None])
-        if width == vocabulary or not bool((kept[:, -1] & (k > width)).any()):
+        is_kept = ranked & (top.cumsum(-1) - top < (p * mass)[:, None])
+        if width == vocabulary or not bool((is_kept[:, -1] & (k > width)).any()):
             # the likeliest is kept, also of weights that are NaN
-            last = (kept.sum(-1, keepdim=True) - 1).clamp_(min=0)
+            last = (is_kept.sum(-1, keepdim=True) - 1).clamp_(min=0)
             return top.gather(-1, last)[:, 0]
         width *= 8
 

@@ -94,10 +94,10 @@ class RoutingReplay:
         agreed = torch.stack(
             [torch.zeros((), dtype=torch.int64), *(each.cpu() for each in self._agreed)]
         ).sum()
-        found, followed = total(torch.stack([agreed, torch.tensor(self._followed)])).tolist()
+        agreements, followed = total(torch.stack([agreed, torch.tensor(self._followed)])).tolist()
         self._agreed = []
         self._followed = 0
-        return {"routing_agreement": found / followed} if followed else {}
+        return {"routing_agreement": agreements / followed} if followed else {}
 
     def _following(self, number: int, router: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*arguments: Any, **options: Any) -> Any:
@@ -137,8 +137,8 @@ class _Following(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        found = func(*args, **(kwargs or {}))
-        if func not in (torch.topk, torch.Tensor.topk) or found.indices.shape != self.chosen.shape:
-            return found
-        self.agreed = (found.indices[:, :, None] == self.chosen[:, None]).sum()
+        result = func(*args, **(kwargs or {}))
+        if func not in (torch.topk, torch.Tensor.topk) or result.indices.shape != self.chosen.shape:
+            return result
+        self.agreed = (result.indices[:, :, None] == self.chosen[:, None]).sum()
         return torch.return_types.topk((args[0].gather(-1, self.chosen), self.chosen))

@@ -22,7 +22,7 @@ def _joined(part: torch.Tensor, count: int, group: dist.ProcessGroup) -> torch.T
     padded[: len(part)] = part
     parts = [torch.empty_like(padded) for _ in range(group.size())]
     dist.all_gather(parts, padded, group=group)
-    return torch.cat([one[: max(0, count - at * step)] for at, one in enumerate(parts)])
+    return torch.cat([rank_part[: max(0, count - at * step)] for at, rank_part in enumerate(parts)])
 
 
 class Join(torch.autograd.Function):

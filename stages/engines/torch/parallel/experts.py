@@ -45,8 +45,8 @@ def deal_experts(model: nn.Module, meshes: Meshes) -> list[nn.Module]:
             )
         for name, whole in parameters.items() if ep > 1 else ():
             # every rank has all
-            own = distribute_tensor(whole.detach(), meshes.ep, [Shard(0)], src_data_rank=None)
-            parameters[name] = nn.Parameter(own, requires_grad=whole.requires_grad)
+            shard = distribute_tensor(whole.detach(), meshes.ep, [Shard(0)], src_data_rank=None)
+            parameters[name] = nn.Parameter(shard, requires_grad=whole.requires_grad)
         module.num_experts //= ep
         module.forward = partial(
             _dispatched, module, plain, None if meshes.ep is None else meshes.ep.get_group()
@@ -99,13 +99,13 @@ def _computed(
     Without rows they compute a row of zeros: their gradients are waited for by the ranks that shard
     them.
     """
-    given = rows if len(rows) else rows.sum(0, keepdim=True)
+    inputs = rows if len(rows) else rows.sum(0, keepdim=True)
     experts = experts if len(rows) else experts.new_zeros(1, 1)
     parameters = dict(module._parameters)
     try:
         for name, weight in parameters.items():
             if isinstance(weight, DTensor):
                 module._parameters[name] = weight.to_local()
-        return plain(given, experts, given.new_ones(len(given), 1))[: len(rows)]
+        return plain(inputs, experts, inputs.new_ones(len(inputs), 1))[: len(rows)]
     finally:
         module._parameters.update(parameters)

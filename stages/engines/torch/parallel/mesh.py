@@ -55,9 +55,11 @@ def _interface(coordinates: RankCoordinates, store: dist.Store) -> str:
     if address := getattr(store, "own_address", ""):
         store.set(f"node {coordinates.rank}", node_id(shared_memory_directory()))
         if len({bytes(store.get(f"node {rank}")) for rank in range(coordinates.world)}) > 1:
-            found = psutil.net_if_addrs().items()
+            interfaces = psutil.net_if_addrs().items()
             return next(
-                name for name, addresses in found if address in [each.address for each in addresses]
+                name
+                for name, addresses in interfaces
+                if address in [each.address for each in addresses]
             )
     return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
 
@@ -72,11 +74,11 @@ def prove(secret: bytes, device: torch.device, group: dist.ProcessGroup | None =
             secret, f"{dist.get_process_group_ranks(group)} {rank}".encode(), "sha256"
         )
 
-    own = torch.frombuffer(bytearray(proof(dist.get_rank(group))), dtype=torch.uint8).to(device)
-    proofs = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(proofs, own, group=group)
-    for rank, found in enumerate(proofs):
-        if not hmac.compare_digest(bytes(found.cpu().numpy()), proof(rank)):
+    local = torch.frombuffer(bytearray(proof(dist.get_rank(group))), dtype=torch.uint8).to(device)
+    proofs = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(proofs, local, group=group)
+    for rank, rank_proof in enumerate(proofs):
+        if not hmac.compare_digest(bytes(rank_proof.cpu().numpy()), proof(rank)):
             raise PermissionError(
                 f"rank {rank} of a train engine's group is a process that did not meet the others; "
                 f"start again"
