@@ -153,7 +153,7 @@ def deal(
         raise ValueError(f"{what} cannot be dealt to {parts} ranks: give each at least one")
     tokens = [group.responses for group in groups] if trained is None else trained
     cut = cut_mini_batches(
-        {n: dict(enumerate(of)) for n, of in enumerate(tokens)}, mini_batches, whole=whole
+        {n: dict(enumerate(counts)) for n, counts in enumerate(tokens)}, mini_batches, whole=whole
     )
     shares: list[list[Piece]] = [[] for _ in range(parts)]
     fed = [0] * parts
@@ -163,7 +163,7 @@ def deal(
         fed[part] += _tokens(groups, pieces)
 
     for mini_batch in cut:
-        dealt = _dealt(groups, [Piece(*of) for of in mini_batch.items()], parts, whole=whole)
+        dealt = _dealt(groups, [Piece(*item) for item in mini_batch.items()], parts, whole=whole)
         # Shares without a row yet come first, then those with the fewest tokens.
         order = sorted(range(parts), key=lambda part: (bool(shares[part]), fed[part]))
         for part, pieces in zip(order, dealt, strict=True):

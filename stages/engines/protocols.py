@@ -131,8 +131,8 @@ class Completion:
 
     def tokens(self) -> list[Token]:
         versions = [version for version, count in self.versions for _ in range(count)]
-        made = zip(self.token_ids.tolist(), self.logprobs.tolist(), versions, strict=True)
-        return [Token(self.group, self.place, *token) for token in made]
+        token_fields = zip(self.token_ids.tolist(), self.logprobs.tolist(), versions, strict=True)
+        return [Token(self.group, self.place, *token) for token in token_fields]
 
 
 @dataclass(frozen=True)

@@ -64,10 +64,10 @@ def find_factory(side: Side, name: str) -> Callable[..., Any]:
         raise EngineUnknown(Problem(key, name, "is not known", fix))
     place = name if ":" in name else f"{entries[name].module}:{entries[name].attr}"
     try:
-        found = imported(place, key, name)
+        factory = imported(place, key, name)
     except CodeUnusable as error:
         raise EngineUnknown(*error.problems) from error
-    if not callable(found):
+    if not callable(factory):
         fix = "name a function or a class that makes an engine"
-        raise EngineUnknown(Problem(key, name, f"is a {type(found).__name__}", fix))
-    return found  # type: ignore[no-any-return]
+        raise EngineUnknown(Problem(key, name, f"is a {type(factory).__name__}", fix))
+    return factory  # type: ignore[no-any-return]

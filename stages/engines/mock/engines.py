@@ -254,9 +254,9 @@ class MockRolloutEngine:
         stopped."""
         staying = []
         for end, joined, row in self._decoding:
-            made = math.floor(self._clock - row.first + 1e-9)
-            if made > row.begun:
-                row.tokens = made
+            token_count = math.floor(self._clock - row.first + 1e-9)
+            if token_count > row.begun:
+                row.tokens = token_count
                 row.finish_reason = "cut"
                 row.stream.put(self._completion(row))
             else:
@@ -276,9 +276,9 @@ class MockRolloutEngine:
         limit = request.params.max_tokens
         budget = request.params.budget
         if limit < 1 or budget < 0:
-            wrong = f"max_tokens = {limit}, budget = {budget}"
+            problem = f"max_tokens = {limit}, budget = {budget}"
             fix = "give 1 at least, and 0 at least"
-            raise RequestRefused(request.group, "max_tokens", wrong, fix)
+            raise RequestRefused(request.group, "max_tokens", problem, fix)
         tokens = drawn_tokens(self._options, request.seed, place)
         row = _Row(
             request,
@@ -380,17 +380,19 @@ class MockTrainEngine:
         began = time.perf_counter()
         wanted = {name: by for name, by in algorithm.scores.items() if by in IN_TRAINING}
         zeros = [torch.zeros(len(row)) for row in batch["response_ids"].unbind()]
-        found = {
+        scores = {
             n: batch["rollout_logprobs"].unbind() if by == "policy" else zeros
             for n, by in wanted.items()
         }
-        given = TrainBatch(batch, algorithm, computed=found)
-        tokens = _tokens(batch, given)
+        train_batch = TrainBatch(batch, algorithm, computed=scores)
+        tokens = _tokens(batch, train_batch)
         with torch.no_grad():
             output = algorithm.loss(tokens)
         measured = {**output.metrics, **tokens.behaviour_gap()}
         gap, metrics = split_gap({name: float(value) for name, value in measured.items()})
-        digest = _digest((batch["response_ids"].values(), *(given[name] for name in tokens.rows)))
+        digest = _digest(
+            (batch["response_ids"].values(), *(train_batch[name] for name in tokens.rows))
+        )
         random = np.random.default_rng([3, self._step, digest])
         norm = 0.0
         for name, tensor in self._weights.items():

@@ -48,7 +48,7 @@ def import_vllm() -> Any:
     installed or is too old."""
     with vllm_environment(None):
         try:
-            found = {
+            namespace = {
                 name: getattr(importlib.import_module(module), name)
                 for name, module in NAMES.items()
             }
@@ -58,8 +58,8 @@ def import_vllm() -> Any:
                 "update_weight_version",
                 "get_weight_version",
             ):
-                getattr(found["AsyncLLM"], call)
-            found["counts_versions"] = hasattr(
+                getattr(namespace["AsyncLLM"], call)
+            namespace["counts_versions"] = hasattr(
                 importlib.import_module("vllm.outputs"), "WeightVersionSpan"
             )
         except (ImportError, AttributeError) as error:
@@ -67,7 +67,7 @@ def import_vllm() -> Any:
                 f"rollout.engine = 'vllm' needs vLLM {VERSIONS} ({error}); {install_vllm()} "
                 f"({ON_A_CPU})"
             ) from error
-    return type("Vllm", (), found)
+    return type("Vllm", (), namespace)
 
 
 def engine_arguments(vllm: Any, own: Mapping[str, Any], further: Mapping[str, Any]) -> Any:

@@ -117,7 +117,7 @@ class VllmRolloutEngine:
         # cleared during a swap: rows wait before they request again
         self._swapped = asyncio.Event()
         self._swapped.set()
-        own: dict[str, Any] = dict(
+        fixed_arguments: dict[str, Any] = dict(
             model=str(model),
             dtype=str(dtype).removeprefix("torch."),
             max_model_len=max_model_len,
@@ -137,7 +137,7 @@ class VllmRolloutEngine:
         )
         with vllm_environment(threads):
             self._llm = self._vllm.AsyncLLM.from_engine_args(
-                engine_arguments(self._vllm, own, arguments or {})
+                engine_arguments(self._vllm, fixed_arguments, arguments or {})
             )
         self.context: int = self._llm.model_config.max_model_len
         self._vocabulary = self._llm.model_config.get_vocab_size()
@@ -228,7 +228,7 @@ class VllmRolloutEngine:
                 max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False
             )
             prompt = {"prompt_token_ids": ids, "cache_salt": str(self._version)}
-            found: list[Any] = []
+            prompt_logprobs: list[Any] = []
             if self._paused:
                 await self._llm.resume_generation()
             try:
@@ -237,11 +237,11 @@ class VllmRolloutEngine:
                     self._llm.generate(*asked, lora_request=self._weights.request)
                 ) as outputs:
                     async for output in outputs:
-                        found = found or output.prompt_logprobs or []
+                        prompt_logprobs = prompt_logprobs or output.prompt_logprobs or []
             finally:
                 if self._paused:
                     await self._llm.pause_generation(mode="keep", clear_cache=False)
-        after = zip(ids[len(prompt_ids) :], found[len(prompt_ids) :], strict=True)
+        after = zip(ids[len(prompt_ids) :], prompt_logprobs[len(prompt_ids) :], strict=True)
         return torch.tensor(
             [position[token].logprob for token, position in after], dtype=torch.float32
         )

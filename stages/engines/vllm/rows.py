@@ -115,11 +115,11 @@ def check_request(
         fix = "top_k and top_p need an engine made with filters=True"
         raise refused("top_p" if params.top_p < 1 else "top_k", f"{params}", fix)
     if 0 < params.temperature < LEAST_VLLM:
-        wrong = (
+        problem = (
             f"temperature is {params.temperature:g}, which vLLM would change to {LEAST_VLLM:g} or "
             f"to 0"
         )
-        raise refused("temperature", wrong, f"give 0, or {LEAST_VLLM:g} at least")
+        raise refused("temperature", problem, f"give 0, or {LEAST_VLLM:g} at least")
     if filters and params.temperature not in (0.0, 1.0):
         fix = "an engine made with filters=True gives logprobs at temperature 0 or 1"
         raise refused("temperature", f"{params}", fix)
