@@ -93,10 +93,10 @@ class ExternalPrompts:
         Raises PromptError when the last one was put and all were left out.
         """
         while True:
-            found = await self.index.read_prompts(self._position, AT_ONCE)
-            if found.prompts:
-                await self._take(found.prompts)
-            elif found.ended and not self.ended:
+            batch = await self.index.read_prompts(self._position, AT_ONCE)
+            if batch.prompts:
+                await self._take(batch.prompts)
+            elif batch.ended and not self.ended:
                 self.ended = True
                 if not self._rows:
                     raise PromptError(
@@ -106,7 +106,7 @@ class ExternalPrompts:
                     )
                 await self.index.wake(VERSION)
             else:
-                await self.index.wait(FED, found.wait, WAIT_SECONDS)
+                await self.index.wait(FED, batch.wait, WAIT_SECONDS)
 
     async def _take(self, prompts: Sequence[str]) -> None:
         lines = []
@@ -180,14 +180,14 @@ async def put_prompts(
     while (
         put := await index.put_prompts(texts, first=first, last=last, most_bytes=WAITING_BYTES)
     ).wait is not None:
-        left = deadline - time.monotonic()
-        if left <= 0:
+        seconds_left = deadline - time.monotonic()
+        if seconds_left <= 0:
             raise ExternalPromptsFull(
                 f"prompts: {WAITING_BYTES >> 20} MiB of them wait, and the run took none over for "
                 f"{timeout:g} s; "
                 "put these again later, at the same position"
             )
-        await index.wait(FEED, put.wait, min(left, WAIT_SECONDS))
+        await index.wait(FEED, put.wait, min(seconds_left, WAIT_SECONDS))
     return put.next
 
 
@@ -202,8 +202,8 @@ def sendable(rows: Sequence[Mapping[str, Any]]) -> list[Row]:
             try:
                 json.dumps(value, allow_nan=False)
             except ValueError:
-                wrong = f"prompt {number} has a number in column {name!r} that is not finite"
+                problem = f"prompt {number} has a number in column {name!r} that is not finite"
                 raise PromptError(
-                    f"{wrong}, which JSON does not have", "write null, or a text"
+                    f"{problem}, which JSON does not have", "write null, or a text"
                 ) from None
     return plain

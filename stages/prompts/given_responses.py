@@ -62,11 +62,13 @@ class GivenResponses(Stage):
     async def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
         version = (await self.dock.index.status()).published
         places = claim.place.tolist()
-        given = [json.loads(text)[place] for text, place in zip(rows[GIVEN], places, strict=True)]
+        responses = [
+            json.loads(text)[place] for text, place in zip(rows[GIVEN], places, strict=True)
+        ]
         members = groups_of(claim.group.tolist())
-        tokens = [min(len(each["ids"]), self.longest) for each in given]
+        tokens = [min(len(each["ids"]), self.longest) for each in responses]
         results = [
-            self._group([given[row] for row in at], [places[row] for row in at], version)
+            self._group([responses[row] for row in at], [places[row] for row in at], version)
             for at in members
         ]
         if self._alarm is not None:

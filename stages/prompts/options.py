@@ -138,8 +138,8 @@ class WeightedSource(RowOptions):
     def _faults(self) -> Iterator[tuple[str, str, str]]:
         yield from super()._faults()
         if self.source == "external":
-            wrong = "is put by other programs, and cannot be one of several"
-            yield "source", wrong, "use prompts.source = 'external'"
+            problem = "is put by other programs, and cannot be one of several"
+            yield "source", problem, "use prompts.source = 'external'"
 
 
 class PromptOptions(RowOptions):
