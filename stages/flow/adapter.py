@@ -65,14 +65,16 @@ def outputs_of(
 ) -> Iterator[Output]:
     """What is committed of groups at the positions ``members``: one output of all that stay, one
     for each reason to drop."""
-    kept = [
+    remaining = [
         (at, result)
         for at, result in zip(members, results, strict=True)
         if not isinstance(result, Drop)
     ]
-    if kept:
-        positions = [row for at, _ in kept for row in at]
-        columns = {name: _joined([result[name] for _, result in kept]) for name in kept[0][1]}
+    if remaining:
+        positions = [row for at, _ in remaining for row in at]
+        columns = {
+            name: _joined([result[name] for _, result in remaining]) for name in remaining[0][1]
+        }
         yield Output(positions, columns, tokens=sum(tokens[row] for row in positions))
     dropped: dict[str, list[int]] = {}
     for at, result in zip(members, results, strict=True):

@@ -97,17 +97,17 @@ class Declared:
 
 def type_problems(key: str, columns: Columns) -> list[Problem]:
     """Names and types in a declaration that are none."""
-    wrong = [
+    faults = [
         (name, "is not the name of a column", "write an identifier")
         for name in columns
         if not name.isidentifier()
     ]
-    wrong += [
+    faults += [
         (n, f"has the type {t!r}", TYPE_HELP)
         for n, t in columns.items()
         if t and not TYPE.fullmatch(t)
     ]
-    return [Problem(key, *problem) for problem in wrong]
+    return [Problem(key, *problem) for problem in faults]
 
 
 def columns_of(declared: Any) -> Columns:
