@@ -91,8 +91,8 @@ class Layout:
                     fix = f"use {' or '.join(map(repr, known))}"
                     raise LayoutError(name, f"{value!r} is unknown", fix)
             elif not isinstance(value, int | None) or (value is not None and value < 1):
-                wrong = f"{value!r} is no number of ranks"
-                raise LayoutError(name, wrong, "use a whole number >= 1")
+                problem = f"{value!r} is no number of ranks"
+                raise LayoutError(name, problem, "use a whole number >= 1")
         if self.pipeline == "zbv" and (self.pp == 1 or self.vpp != 2):
             sizes = f"pp={self.pp},vpp={self.vpp}"
             raise LayoutError("pipeline", f"'zbv' with {sizes}", "use pp > 1 and vpp=2, or 'auto'")
@@ -114,8 +114,8 @@ class Layout:
         (``etp`` 1).
         ``dp``: copies times shards. Raises :class:`LayoutError`."""
         if dp % dp_replicate:
-            wrong = f"{dp_replicate} does not divide dp = {dp}"
-            raise LayoutError("dp_replicate", wrong, "use a divisor of it")
+            problem = f"{dp_replicate} does not divide dp = {dp}"
+            raise LayoutError("dp_replicate", problem, "use a divisor of it")
         return cls(dp_replicate=dp_replicate, dp_shard=dp // dp_replicate, etp=1, **sizes)
 
     @property

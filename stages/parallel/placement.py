@@ -158,13 +158,13 @@ class ModelState:
         The output head is counted in the last one, of embeddings one row in the first.
         """
         costs = [0.0] * self.layers
-        of = {of for _, of in self.tied}
+        tied_sources = {source for _, source in self.tied}
         for parameter in self.parameters:
             size = float(prod(parameter.shape))
             if parameter.layer is None:
                 is_embedding = "embed" in parameter.name
                 costs[0] += parameter.shape[-1] if is_embedding else 0.0
-                costs[-1] += size if not is_embedding or parameter.name in of else 0.0
+                costs[-1] += size if not is_embedding or parameter.name in tied_sources else 0.0
             else:
                 used = (
                     (self.chosen or parameter.shape[0]) / parameter.shape[0]
@@ -215,8 +215,8 @@ def model_state(config: Any, dtype: torch.dtype | None = None) -> ModelState:
 
     text = config.get_text_config()
     if not (heads := getattr(text, "num_attention_heads", None)):
-        wrong = f"{config.model_type} has none"
-        raise LayoutError("num_attention_heads", wrong, "use a decoder with attention")
+        problem = f"{config.model_type} has none"
+        raise LayoutError("num_attention_heads", problem, "use a decoder with attention")
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     if heads % kv_heads:
         raise LayoutError(
@@ -237,9 +237,9 @@ def model_state(config: Any, dtype: torch.dtype | None = None) -> ModelState:
         tensors.append(Tensor(name, tuple(part for part, _ in parts), dim))
     known = {name for name, _ in model.named_parameters()}
     tied = tuple(
-        (name, of)
-        for name, of in (getattr(model, "_tied_weights_keys", None) or {}).items()
-        if name not in known and of in known
+        (name, source)
+        for name, source in (getattr(model, "_tied_weights_keys", None) or {}).items()
+        if name not in known and source in known
     )
     chosen = int(getattr(text, "num_experts_per_tok", None) or 0)
     return ModelState(
@@ -255,18 +255,21 @@ def _parts(
     if name.endswith("experts.gate_up_proj"):
         of_expert = (shape[0], shape[1] // 2, shape[2])
         return [
-            (name.replace("gate_up_proj", which), of_expert) for which in ("gate_proj", "up_proj")
+            (name.replace("gate_up_proj", projection), of_expert)
+            for projection in ("gate_proj", "up_proj")
         ], 1
     if "mlp.gate_up_proj." in name:
         half = (shape[0] // 2, *shape[1:])
         return [
-            (name.replace("gate_up_proj", which), half) for which in ("gate_proj", "up_proj")
+            (name.replace("gate_up_proj", projection), half)
+            for projection in ("gate_proj", "up_proj")
         ], 0
     if "self_attn.qkv_proj." in name:
         unit = shape[0] // (heads + 2 * kv_heads)
         sizes = {"q_proj": heads * unit, "k_proj": kv_heads * unit, "v_proj": kv_heads * unit}
         return [
-            (name.replace("qkv_proj", which), (size, *shape[1:])) for which, size in sizes.items()
+            (name.replace("qkv_proj", projection), (size, *shape[1:]))
+            for projection, size in sizes.items()
         ], 0
     return [(name, shape)], 0
 
@@ -274,16 +277,16 @@ def _parts(
 def _parameter(
     name: str, shape: tuple[int, ...], dtype: torch.dtype, heads: int, kv_heads: int
 ) -> Parameter:
-    layer = int(found[1]) if (found := _LAYER.search(name)) else None
+    layer = int(match[1]) if (match := _LAYER.search(name)) else None
     if re.search(r"experts\.(gate|up|down)_proj$", name):
         return Parameter(
             name, shape, dtype, layer, Split(2 if name.endswith("down_proj") else 1), expert=True
         )
     split = None
     known = True
-    if found := _HEADS.search(name):
-        count = heads if found[1] == "q" else kv_heads
-        split = Split(0, shape[0] // count, "query" if found[1] == "q" else "key_value")
+    if match := _HEADS.search(name):
+        count = heads if match[1] == "q" else kv_heads
+        split = Split(0, shape[0] // count, "query" if match[1] == "q" else "key_value")
     elif name.endswith("self_attn.o_proj.weight"):
         split = Split(1, shape[1] // heads, "query")
     elif _COLUMN.search(name):
@@ -425,9 +428,9 @@ def fused(model: ModelState) -> str:
 def check_stages(model: ModelState, layout: Layout) -> None:
     """Raises :class:`LayoutError` for more virtual stages than layers."""
     if layout.virtual_stages > model.layers:
-        of = f"{layout.pp} stages" + (f" of {layout.vpp} parts" if layout.vpp > 1 else "")
-        wrong = f"{of} are more than the {model.layers} layers"
-        raise LayoutError("pp", wrong, f"use pp <= {model.layers // layout.vpp}")
+        stages = f"{layout.pp} stages" + (f" of {layout.vpp} parts" if layout.vpp > 1 else "")
+        problem = f"{stages} are more than the {model.layers} layers"
+        raise LayoutError("pp", problem, f"use pp <= {model.layers // layout.vpp}")
 
 
 def _check(model: ModelState, layout: Layout) -> None:
@@ -435,8 +438,8 @@ def _check(model: ModelState, layout: Layout) -> None:
     experts = max((p.shape[0] for p in model.parameters if p.expert), default=0)
     if layout.ep > 1 and layout.ep > experts:
         have = f"{experts} experts" if experts else "no experts"
-        wrong = f"{layout.ep} for a model with {have}"
-        raise LayoutError("ep", wrong, f"use ep <= {max(experts, 1)}")
+        problem = f"{layout.ep} for a model with {have}"
+        raise LayoutError("ep", problem, f"use ep <= {max(experts, 1)}")
     if layout.tp > 1:
         for parameter in model.parameters:
             if not parameter.rule_known:
@@ -482,7 +485,7 @@ def _stages(model: ModelState, layout: Layout, parameter: Parameter) -> set[int]
     if parameter.layer is not None:
         parts = stage_layers(model.costs, layout.virtual_stages)
         return {layout.stage_of(at) for at, layers in enumerate(parts) if parameter.layer in layers}
-    if any(of == parameter.name for _, of in model.tied):
+    if any(source == parameter.name for _, source in model.tied):
         return {0, layout.last_stage}
     return {0} if "embed" in parameter.name else {layout.last_stage}
 
