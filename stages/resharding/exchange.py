@@ -241,8 +241,8 @@ class SharedExchange:
             for node, pid, memory, identity, second, nbytes, *pipes in announcements:
                 if node != self.announced[0]:
                     return False
-                found = self._opened(pid, memory, identity, os.O_RDWR)
-                mapped = torch.frombuffer(mmap.mmap(found, nbytes), dtype=torch.uint8)
+                descriptor = self._opened(pid, memory, identity, os.O_RDWR)
+                mapped = torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8)
                 self._buckets.append([mapped[:second], mapped[second:]])
                 outgoing, identity = pipes[2 * self._rank : 2 * self._rank + 2]
                 self._outgoing.append(self._opened(pid, outgoing, identity, os.O_WRONLY))
@@ -262,8 +262,8 @@ class SharedExchange:
 
         From then on the end of a rank closes its pipes.
         """
-        for one in {*self._open}.difference(self._incoming, self._outgoing):
-            os.close(one)
+        for descriptor in {*self._open}.difference(self._incoming, self._outgoing):
+            os.close(descriptor)
         self._open = [*self._incoming, *self._outgoing]
 
     def room(self, number: int) -> torch.Tensor:
@@ -279,12 +279,12 @@ class SharedExchange:
         if number == len(self._parts) - 1:
             self._meet()
         part = self._parts[number]
-        found = []
+        messages = []
         for buckets, begin, size in zip(self._buckets, part.begins, part.receives, strict=True):
             first = begin * part.dtype.itemsize
             nbytes = size * part.dtype.itemsize
-            found.append(buckets[number % 2][first : first + nbytes].view(part.dtype))
-        return found
+            messages.append(buckets[number % 2][first : first + nbytes].view(part.dtype))
+        return messages
 
     def _meet(self) -> None:
         end = time.monotonic() + self._deadline
@@ -300,8 +300,8 @@ class SharedExchange:
 
     def close(self) -> None:
         self._buckets = []
-        for one in self._open:
-            os.close(one)
+        for descriptor in self._open:
+            os.close(descriptor)
         self._open = []
 
 
@@ -309,5 +309,5 @@ Exchange = GroupExchange | SharedExchange
 
 
 def _identity(opened: int | str) -> int:
-    found = os.stat(opened)
-    return hash((found.st_dev, found.st_ino))
+    status = os.stat(opened)
+    return hash((status.st_dev, status.st_ino))

@@ -156,14 +156,14 @@ class _Place:
 
 def _places(placement: Placement) -> dict[str, dict[int, list[_Place]]]:
     """Places by parameter and rank."""
-    found: dict[str, dict[int, list[_Place]]] = defaultdict(dict)
+    places: dict[str, dict[int, list[_Place]]] = defaultdict(dict)
     for rank, tensors in enumerate(placement.ranks):
         for tensor in tensors:
             for piece in tensor.pieces:
-                found[piece.parameter].setdefault(rank, []).append(
+                places[piece.parameter].setdefault(rank, []).append(
                     _Place(tensor.name, piece, tensor.dtype)
                 )
-    return found
+    return places
 
 
 def _slices(source: Placement, target: Placement, node: int) -> Iterator[Slice]:
@@ -266,16 +266,19 @@ def _rounds(slices: Sequence[Slice], bucket_bytes: int) -> Iterator[Round]:
     """
     for dtype in dict.fromkeys(s.dtype for s in slices):
         waiting: dict[tuple[int, int], list[Slice]] = defaultdict(list)
-        left: dict[int, int] = defaultdict(int)  # bytes before each rank
+        waiting_bytes: dict[int, int] = defaultdict(int)  # bytes before each rank
         for s in reversed(slices):
             if s.dtype == dtype:
                 waiting[s.sender, s.receiver].append(s)
-                left[s.sender] += s.nbytes
-                left[s.receiver] += s.nbytes
+                waiting_bytes[s.sender] += s.nbytes
+                waiting_bytes[s.receiver] += s.nbytes
         while waiting:
-            pairs = sorted(waiting, key=lambda pair: (-max(left[pair[0]], left[pair[1]]), pair))
-            room = dict.fromkeys(left, bucket_bytes)
-            made: list[Slice] = []
+            pairs = sorted(
+                waiting,
+                key=lambda pair: (-max(waiting_bytes[pair[0]], waiting_bytes[pair[1]]), pair),
+            )
+            room = dict.fromkeys(waiting_bytes, bucket_bytes)
+            round_slices: list[Slice] = []
             for share in (bucket_bytes // 2, bucket_bytes):
                 for pair in pairs:
                     for s in _taken(
@@ -283,12 +286,12 @@ def _rounds(slices: Sequence[Slice], bucket_bytes: int) -> Iterator[Round]:
                         min(share, room[pair[0]], room[pair[1]]),
                         bucket_bytes // _CRUMB,
                     ):
-                        made.append(s)
+                        round_slices.append(s)
                         for rank in pair:
                             room[rank] -= s.nbytes
-                            left[rank] -= s.nbytes
+                            waiting_bytes[rank] -= s.nbytes
             waiting = {pair: queue for pair, queue in waiting.items() if queue}
-            yield tuple(made)
+            yield tuple(round_slices)
 
 
 def _taken(queue: list[Slice], room: int, crumb: int) -> Iterator[Slice]:

@@ -100,11 +100,11 @@ def empty(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
-    found: dict[int, torch.UntypedStorage] = {}
+    storages: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
-        found.setdefault(storage._cdata, storage)
-    return list(found.values())
+        storages.setdefault(storage._cdata, storage)
+    return list(storages.values())
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
@@ -252,10 +252,10 @@ class Swap:
         self.rollout: dict[str, torch.Tensor] = dict(rollout or {})
         empty(self.rollout.values())
         for tensor in targets if rollout is None else ():
-            self.rollout[tensor.name] = made = torch.empty(
+            self.rollout[tensor.name] = buffer = torch.empty(
                 tensor.shape, dtype=tensor.dtype, device=device
             )
-            empty([made])  # one after the other, as training has all of its memory now
+            empty([buffer])  # one after the other, as training has all of its memory now
 
     def to_rollout(self) -> Mapping[str, torch.Tensor]:
         """Fill the rollout's tensors, and move the training state to host memory.
@@ -288,8 +288,8 @@ class Swap:
             self.arena.copy_back()
             devices.synchronize(self.device)
             if isinstance(error, GatherError):
-                left = "the training state is back, the rollout has no weights"
-                raise SwapError(f"{error}; {left}") from error
+                outcome = "the training state is back, the rollout has no weights"
+                raise SwapError(f"{error}; {outcome}") from error
             raise
         devices.release_cached(self.device)
         self.state = State.GENERATING
@@ -412,10 +412,10 @@ def _check_tensors(
             f"model that is trained"
         )
     for name, tensor in wanted.items():
-        found = given[name]
-        if tuple(found.shape) != tensor.shape or found.dtype != tensor.dtype:
+        value = given[name]
+        if tuple(value.shape) != tensor.shape or value.dtype != tensor.dtype:
             raise ValueError(
-                f"{what}: {name!r} is {found.dtype} {list(found.shape)} on rank {rank} where the "
+                f"{what}: {name!r} is {value.dtype} {list(value.shape)} on rank {rank} where the "
                 f"plan has {tensor.dtype} {list(tensor.shape)}; give the local tensors of the "
                 f"layout that the plan was made from"
             )
