@@ -46,10 +46,10 @@ def load_adapter(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     Those of a checkpoint are verified. Raises FilesDamaged.
     """
     verify_part(folder)
-    found = load_file(folder / WEIGHTS)
+    tensors = load_file(folder / WEIGHTS)
     return {
         name.removeprefix(PREFIX).removesuffix("weight") + "default.weight": value.to(dtype)
-        for name, value in found.items()
+        for name, value in tensors.items()
     }
 
 
@@ -84,7 +84,9 @@ def write_merged(
         layer = name.removesuffix(".weight")
         if down_of(layer) not in adapters:
             return value
-        down, up = (adapters[of(layer)].to(value.device, torch.float32) for of in (down_of, up_of))
+        down, up = (
+            adapters[name_of(layer)].to(value.device, torch.float32) for name_of in (down_of, up_of)
+        )
         return torch.addmm(value.float(), up, down, alpha=scale)
 
     values: Iterator[tuple[str, torch.Tensor]]

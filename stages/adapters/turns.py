@@ -37,11 +37,11 @@ class AdapterSwap:
         self.seconds = dict.fromkeys(Phase, 0.0)
         self._trainer = trainer
         self._rollout = rollout
-        own = rollout.parameters()
+        rollout_weights = rollout.parameters()
         with torch.no_grad():
             for name, parameter in trainer.model.named_parameters():
                 if not parameter.requires_grad and not isinstance(parameter, DTensor):
-                    parameter.data = own[name.replace(".base_layer.", ".")].data
+                    parameter.data = rollout_weights[name.replace(".base_layer.", ".")].data
 
     def to_rollout(self) -> None:
         """Copy the adapters as they are trained now. All ranks call this together."""

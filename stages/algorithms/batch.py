@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 def trained_columns(algorithm: AlgorithmLike, schema: Schema) -> tuple[str, ...]:
     """The columns of samples that :class:`TrainBatch` is made from: what the loss reads of them,
     what every train engine reads, and the optional ones where a stage makes them."""
-    made = made_in_training(algorithm)  # type: ignore[arg-type]
-    read = [name for name in algorithm.loss_reads if name not in made]
+    trainer_columns = made_in_training(algorithm)  # type: ignore[arg-type]
+    read = [name for name in algorithm.loss_reads if name not in trainer_columns]
     return tuple(
         dict.fromkeys(
             ["prompt_ids", "response_ids", *read, *(name for name in OPTIONAL if name in schema)]
@@ -136,13 +136,13 @@ class TrainBatch:
         }
         age = None if self.age is None else torch.cat([self.age[number] for number in numbers])
         if self.mask is not None:
-            kept = torch.cat([self.mask[number] for number in numbers])
-            row = row[kept]
-            logprobs = logprobs[kept.to(device)]
-            entropy = None if entropy is None else entropy[kept.to(device)]
-            values = None if values is None else values[kept.to(device)]
-            flat = {name: values[kept] for name, values in flat.items()}
-            age = None if age is None else age[kept]
+            mask = torch.cat([self.mask[number] for number in numbers])
+            row = row[mask]
+            logprobs = logprobs[mask.to(device)]
+            entropy = None if entropy is None else entropy[mask.to(device)]
+            values = None if values is None else values[mask.to(device)]
+            flat = {name: values[mask] for name, values in flat.items()}
+            age = None if age is None else age[mask]
         single = {name: values[at] for name, values in self._rows.items()}
         flat |= {name: values[row] for name, values in single.items()}
         return TokenBatch(

@@ -127,17 +127,17 @@ class PolicyGradient(Algorithm):
     @pydantic.model_validator(mode="after")
     def _weight_once(self) -> Self:
         if self.proximal == "rollout" and self.correction == "truncate":
-            wrong = 'has nothing to truncate with proximal = "rollout"'
+            problem = 'has nothing to truncate with proximal = "rollout"'
             fix = 'set max_ratio, or proximal = "recomputed" or "interpolated"'
-            faults(self, [("correction", wrong, fix)])
+            faults(self, [("correction", problem, fix)])
         return self
 
     @pydantic.model_validator(mode="after")
     def _kl_teaches(self) -> Self:
         if self.kl_coef and self.kl_estimator == "k1" and not self.kl_weighted:
-            wrong = "has a gradient whose mean is zero without kl_weighted"
+            problem = "has a gradient whose mean is zero without kl_weighted"
             fix = 'set kl_weighted = true, or kl_estimator = "k2" or "k3"'
-            faults(self, [("kl_estimator", wrong, fix)])
+            faults(self, [("kl_estimator", problem, fix)])
         return self
 
     def under(self, staleness: int) -> tuple[Self, str]:
@@ -222,9 +222,9 @@ class PolicyGradient(Algorithm):
         if self.correction in ("truncate", "mask"):
             centre = tokens.logprobs if proximal is rollout else proximal
             bounds = self.correction, self.correction_level, self.weight_low, self.weight_high
-            weight, kept = weights(centre - rollout, tokens, *bounds)
-            means |= {"weight_mean": weight, "mask_fraction": (~kept).to(ratio.dtype)}
-            per_token = per_token * (kept if proximal is rollout else weight * kept)
+            weight, mask = weights(centre - rollout, tokens, *bounds)
+            means |= {"weight_mean": weight, "mask_fraction": (~mask).to(ratio.dtype)}
+            per_token = per_token * (mask if proximal is rollout else weight * mask)
         if self.kl_coef:
             per_token = per_token + self.kl_coef * self._kl(tokens)
             means["kl_reference"] = k3(tokens)

@@ -183,9 +183,9 @@ class PPO(PolicyGradient, ValueLearner):
     def _one_rate(self) -> Self:
         if self.critic == "own" and self.value_learning_rate is not None:
             rate = self.value_learning_rate
-            wrong = 'is of the value head on the trunk, and critic = "own" has none'
+            problem = 'is of the value head on the trunk, and critic = "own" has none'
             fix = f"set critic.learning_rate = {rate:g} in its place"
-            faults(self, [("value_learning_rate", wrong, fix)])
+            faults(self, [("value_learning_rate", problem, fix)])
         return self
 
     @property
