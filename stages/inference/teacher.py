@@ -144,14 +144,14 @@ class TeacherServer:
         """Compare with vLLM's ``/tokenize``, where the server has it. Raises TeacherRefused."""
         body = {"model": self._model, "prompt": SAMPLE, "add_special_tokens": False}
         try:
-            found = (
+            server_ids = (
                 await self._ask("POST", f"{self._url.removesuffix('/v1')}/tokenize", body)
             ).get("tokens")
         except TeacherRefused:  # there is none
             return
-        if found is not None and list(found) != list(ids):
+        if server_ids is not None and list(server_ids) != list(ids):
             raise self._differs(
-                f"splits {SAMPLE!r} into the tokens {found}, model.source into {ids}"
+                f"splits {SAMPLE!r} into the tokens {server_ids}, model.source into {ids}"
             )
 
     def _check_decoded(self, choice: Mapping[str, Any], ids: Sequence[int]) -> None:
@@ -166,9 +166,11 @@ class TeacherServer:
         ]
         texts = texts or list((choice.get("logprobs") or {}).get("tokens") or [])[: len(ids)]
         for token, text in zip(ids, texts, strict=False):
-            own = str(self._tokenizer.decode([token]))
-            if text is not None and text.strip() != own.strip():
-                raise self._differs(f"reads the token {token} as {text!r}, model.source as {own!r}")
+            expected = str(self._tokenizer.decode([token]))
+            if text is not None and text.strip() != expected.strip():
+                raise self._differs(
+                    f"reads the token {token} as {text!r}, model.source as {expected!r}"
+                )
 
     def _differs(self, how: str) -> TeacherRefused:
         fix = "use a teacher with the tokenizer of model.source"
@@ -218,18 +220,18 @@ class TeacherServer:
         try:
             if status != 200:
                 raise ValueError
-            found: dict[str, Any] = await _parsed(text)
+            document: dict[str, Any] = await _parsed(text)
         except ValueError:
             raise TeacherRefused(f"{url} answers {status} {text[:SHOWN]!r}") from None
-        return found
+        return document
 
 
 async def _parsed(text: str) -> dict[str, Any]:
     """A JSON object; a long one is parsed in a thread. Raises ValueError."""
-    found = json.loads(text) if len(text) < 2**16 else await asyncio.to_thread(json.loads, text)
-    if not isinstance(found, dict):
+    document = json.loads(text) if len(text) < 2**16 else await asyncio.to_thread(json.loads, text)
+    if not isinstance(document, dict):
         raise ValueError("no object")
-    return found
+    return document
 
 
 def logprobs_in(choice: Mapping[str, Any], ids: Sequence[int]) -> list[float]:
@@ -238,16 +240,16 @@ def logprobs_in(choice: Mapping[str, Any], ids: Sequence[int]) -> list[float]:
     entries = choice.get("prompt_logprobs")
     try:
         if entries:
-            found = [
+            logprobs = [
                 entry[str(token)]["logprob"]
                 for entry, token in zip(entries[1:], ids[1:], strict=True)
             ]
         else:
-            found = choice["logprobs"]["token_logprobs"][1 : len(ids)]
-        values = [0.0, *map(float, found)]
+            logprobs = choice["logprobs"]["token_logprobs"][1 : len(ids)]
+        values = [0.0, *map(float, logprobs)]
     except (KeyError, TypeError, ValueError, IndexError):
-        wrong = f"its answer has {sorted(choice)}, without a logprob for each token of the prompt"
-        raise TeacherRefused(wrong) from None
+        problem = f"its answer has {sorted(choice)}, without a logprob for each token of the prompt"
+        raise TeacherRefused(problem) from None
     if len(values) != len(ids) or not all(
         math.isfinite(value) and value <= 1e-3 for value in values
     ):
@@ -262,8 +264,8 @@ def api_key(variable: str) -> str:
     Raises TeacherRefused where it is not set.
     """
     if variable and variable not in os.environ:
-        wrong = "is not set in the environment"
-        raise TeacherRefused(wrong, "export it", "teacher.api_key_variable", variable)
+        problem = "is not set in the environment"
+        raise TeacherRefused(problem, "export it", "teacher.api_key_variable", variable)
     return os.environ.get(variable, "") if variable else ""
 
 

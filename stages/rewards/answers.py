@@ -95,7 +95,7 @@ def number_of(answer: Any) -> list[Number]:
     Raises TypeError for another type.
     """
     if isinstance(answer, list):
-        return [number for one in answer for number in number_of(one)]
+        return [number for item in answer for number in number_of(item)]
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         raise TypeError(
             f"answer: {answer!r:.100} is a {type(answer).__name__}; a number, a text or a list of "

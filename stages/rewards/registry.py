@@ -45,13 +45,13 @@ class RewardFunctions:
         """The reward function called ``name``. Raises RewardUnknown."""
         key = "reward.functions.name"
         try:
-            found = find(key, name, REWARDS, lambda: self._installed, "module:function")
+            function = find(key, name, REWARDS, lambda: self._installed, "module:function")
         except CodeUnusable as error:
             raise RewardUnknown(*error.problems) from error
-        if not callable(found):
-            wrong = f"is a {type(found).__name__}, not a function"
-            raise RewardUnknown(Problem(key, name, wrong, "correct the name"))
-        return found  # type: ignore[no-any-return]
+        if not callable(function):
+            reason = f"is a {type(function).__name__}, not a function"
+            raise RewardUnknown(Problem(key, name, reason, "correct the name"))
+        return function  # type: ignore[no-any-return]
 
 
 def call_problem(function: Callable[..., Any]) -> tuple[str, str] | None:

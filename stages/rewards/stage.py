@@ -180,9 +180,9 @@ class RewardSet:
         """
         names = dict.fromkeys(name for row in fields for name in row)
         if taken := [name for name in (*RESERVED, *columns) if name in names]:
-            wrong = f"the prompts have columns {taken}, which reward functions get from the run"
-            raise RewardError(f"rewards: {wrong}; rename")
-        given: dict[str, list[Any]] = {
+            problem = f"the prompts have columns {taken}, which reward functions get from the run"
+            raise RewardError(f"rewards: {problem}; rename")
+        arguments: dict[str, list[Any]] = {
             "prompts": list(prompts),
             "completions": [
                 text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
@@ -190,16 +190,16 @@ class RewardSet:
             ],
             "completion_ids": [list(ids) for ids in completion_ids],
         }
-        given |= {name: [row.get(name) for row in fields] for name in names} | dict(columns)
-        lengths = {name: len(values) for name, values in given.items()}
+        arguments |= {name: [row.get(name) for row in fields] for name in names} | dict(columns)
+        lengths = {name: len(values) for name, values in arguments.items()}
         if len(set(lengths.values())) != 1:
             raise RewardError(
                 f"rewards: as many values are needed of each, but there are {lengths}"
             )
-        found = await _all(
-            self._column(*each, given) for each in zip(self.names, self._callers, strict=True)
+        score_columns = await _all(
+            self._column(*each, arguments) for each in zip(self.names, self._callers, strict=True)
         )
-        scores = torch.tensor(found, dtype=torch.float32).T.contiguous()
+        scores = torch.tensor(score_columns, dtype=torch.float32).T.contiguous()
         if absent := int(scores.isnan().all(dim=1).sum()):
             log.warning(
                 "no reward function applies to responses", responses=absent, functions=self.names

@@ -215,13 +215,13 @@ async def record(index: Index, event: EvaluationEvent, due: int, every: int) -> 
 def distinct_prompts(source: PromptSource, count: int) -> list[Prompt]:
     """Returns the first ``count`` distinct prompts of ``source``; fewer when it repeats itself
     before."""
-    found: dict[str, Prompt] = {}
+    prompts: dict[str, Prompt] = {}
     for number in range(DRAWS_PER_PROMPT * count):
         prompt = source.prompt(number)
-        found.setdefault(prompt.text, prompt)
-        if len(found) == count:
+        prompts.setdefault(prompt.text, prompt)
+        if len(prompts) == count:
             break
-    return list(found.values())
+    return list(prompts.values())
 
 
 def question(prompt: Prompt) -> str:

@@ -59,9 +59,11 @@ class ResponseText:
         if self.stopped or not (self.newest or whole):
             return ""
         text = self._held + self.newest
-        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
-        self.stopped = bool(found)
-        certain = min(found) if found else len(text) if whole else self._certain(text)
+        stop_positions = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        self.stopped = bool(stop_positions)
+        certain = (
+            min(stop_positions) if stop_positions else len(text) if whole else self._certain(text)
+        )
         self._held = text[certain:]
         return text[:certain]
 

@@ -111,13 +111,13 @@ class Rollout(Stage):
         ended: asyncio.Queue[Completion | None] = asyncio.Queue()
         listening = asyncio.create_task(self._listen(requests, ended))
         try:
-            left = len(positions)
-            while left:
+            missing = len(positions)
+            while missing:
                 news = [await ended.get()]
                 while not ended.empty():
                     news.append(ended.get_nowait())
                 together = [completion for completion in news if completion is not None]
-                left -= len(together)
+                missing -= len(together)
                 self._lengths.extend(
                     len(done.token_ids) for done in together if done.finish_reason != "cut"
                 )
@@ -126,12 +126,12 @@ class Rollout(Stage):
                         places = [positions[c.group, c.place] for c in some]
                         before = sum(len(begun[at].token_ids) for at in places if at in begun)
                         yield responses(places, some, before=before, parked=parked)
-                if left and None in news and self.leaving:
+                if missing and None in news and self.leaving:
                     return
-                if left and None in news:
+                if missing and None in news:
                     await listening  # raises what the engine raised
                     raise RuntimeError(
-                        f"the rollout engine ended with {left} of {len(positions)} "
+                        f"the rollout engine ended with {missing} of {len(positions)} "
                         f"responses missing"
                     )
             self._first_rows = None

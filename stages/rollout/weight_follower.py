@@ -400,16 +400,16 @@ class WeightFollower:
         Raises SwapRefused when it is too large.
         """
         about = f"weights of version {published.version}"
-        found = await self._score(published, probe)
+        logprobs = await self._score(published, probe)
         same = self._held is not None and self._held.buckets == published.buckets
         try:
-            return {} if found is None else judge.judge(probe, found, same_weights=same)
+            return {} if logprobs is None else judge.judge(probe, logprobs, same_weights=same)
         except ProbeFailed as failed:
             look = ""
             finding = find_fault(self.stage.engine, probe, failed, self.stage.params.temperature)
             with contextlib.suppress(SwapRefused):  # it takes too long
                 look = await self._in_time(finding, f"{about}: not probed")
-            raise ProbeRefused(f"{about}: {failed}", failed, found or (), look) from None
+            raise ProbeRefused(f"{about}: {failed}", failed, logprobs or (), look) from None
 
     async def _score(self, published: Published, probe: Probe) -> list[torch.Tensor] | None:
         scoring = scored(self.stage.engine, probe, self.stage.params.temperature)

@@ -145,13 +145,15 @@ class Advantage(Stage):
         ):
             index, most = self._refill
             numbers = [groups[at[0]] for at in members]
-            given = results
+            original = results
             results = spared(numbers, results, (await index.status()).droppable(most))
-            kept = [
-                number for number, a, b in zip(numbers, given, results, strict=True) if a is not b
+            spared_groups = [
+                number
+                for number, a, b in zip(numbers, original, results, strict=True)
+                if a is not b
             ]
-            if kept:
-                await index.spare_groups(kept)
+            if spared_groups:
+                await index.spare_groups(spared_groups)
         for output in outputs_of(members, results, tokens):
             yield output
 
@@ -262,9 +264,9 @@ def _credit(
     credit = {}
     if algorithm.credit_makes:
         credit = algorithm.credit({name: rows_at(column, rest) for name, column in group.items()})
-        made = credit.instead if isinstance(credit, Drop) else credit
-        if isinstance(algorithm, NamedAlgorithm) and any(tokens) and made is not None:
-            algorithm.check_columns(made, [tokens[row] for row in rest])
+        credit_columns = credit.instead if isinstance(credit, Drop) else credit
+        if isinstance(algorithm, NamedAlgorithm) and any(tokens) and credit_columns is not None:
+            algorithm.check_columns(credit_columns, [tokens[row] for row in rest])
     if not isinstance(credit, Drop):
         return complete(credit)
     return credit if credit.instead is None else Drop(credit.reason, complete(credit.instead))

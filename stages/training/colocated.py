@@ -131,8 +131,8 @@ class Turn(DeviceLease):
             elif not self._no_batch:
                 await self._wait()
             else:
-                left, position = await self._to_generate()
-                await (self._generate(update) if left else self._wait(position))
+                has_work, position = await self._to_generate()
+                await (self._generate(update) if has_work else self._wait(position))
         if update.trained < self.steps:  # stopped
             if (
                 self.device.state is not State.GENERATING

@@ -173,9 +173,9 @@ class SharedDevice(DeviceLease):
             await self.rollout.wake(version, hold=judge is not None and probe is not None)
             if judge is None or probe is None:
                 return {}
-            found = await scored(self.rollout, probe, self._temperature)
+            logprobs = await scored(self.rollout, probe, self._temperature)
             try:
-                gap = {} if found is None else judge.judge(probe, found)
+                gap = {} if logprobs is None else judge.judge(probe, logprobs)
             except ProbeFailed as failed:
                 if failed.alarm:
                     await raise_alarm(self.index, self.worker, version, failed, OTHER)

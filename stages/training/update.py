@@ -270,8 +270,12 @@ class Update(Stage):
         record = (await self.dock.index.published_weights()).record
         if not record or self.store is None:
             return not self._publish_first
-        sources, own = (json.loads(of or "[]") for of in (record.get("source"), self.store.source))
-        return sources[: len(own)] == own and bool(sources) == bool(own)  # the ranks end together
+        sources, store_sources = (
+            json.loads(text or "[]") for text in (record.get("source"), self.store.source)
+        )
+        return sources[: len(store_sources)] == store_sources and bool(sources) == bool(
+            store_sources
+        )  # the ranks end together
 
     async def publish(self) -> None:
         """Put the engine's weights into host memory as the current version, and record it in the
