@@ -44,10 +44,10 @@ def select(name: str = AUTO) -> torch.device:
     ``npu`` imports torch_npu, which adds the device to torch. A number selects one of several
     (``cuda:1``). Raises :class:`DeviceMissing`."""
     if name == AUTO:
-        found = (
+        accelerator = (
             torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         )
-        return torch.device("cpu") if found is None else select(found.type)
+        return torch.device("cpu") if accelerator is None else select(accelerator.type)
     kind, _, number = name.partition(":")
     if kind == "cpu":
         return torch.device("cpu")
@@ -170,12 +170,12 @@ def fused_attention(
         hidden: torch.Tensor | None,
         scale: float,
     ) -> tuple[torch.Tensor, ...]:
-        given = (x.contiguous() for x in (q, k, v))
-        found = npu.npu_fusion_attention(
-            *given, q.shape[1], "BNSD", scale=scale, **seen(q, causal, hidden)
+        inputs = (x.contiguous() for x in (q, k, v))
+        outputs = npu.npu_fusion_attention(
+            *inputs, q.shape[1], "BNSD", scale=scale, **seen(q, causal, hidden)
         )
         # maximum and sum: float32 [B, H, n, 8], 8 times the same
-        return found[0], (found[1] + found[2].log())[..., 0]
+        return outputs[0], (outputs[1] + outputs[2].log())[..., 0]
 
     def backward(
         given: tuple[torch.Tensor, ...], causal: bool, hidden: torch.Tensor | None, scale: float
@@ -208,13 +208,13 @@ def fused_layers(device: torch.device) -> dict[str, Callable[..., torch.Tensor]]
     own; none for a CPU. Liger's and torch_npu's have not been run by this project."""
     if device.type not in ("cuda", "npu"):
         return {}
-    found: dict[str, Callable[..., torch.Tensor]]
+    functions: dict[str, Callable[..., torch.Tensor]]
     if device.type == "npu":
         npu = importlib.import_module("torch_npu")
-        found = {"rms_norm": lambda x, weight, epsilon: npu.npu_rms_norm(x, weight, epsilon)[0]}
-        found["swiglu"] = lambda gate, up: npu.npu_swiglu(torch.cat([gate, up], -1))
+        functions = {"rms_norm": lambda x, weight, epsilon: npu.npu_rms_norm(x, weight, epsilon)[0]}
+        functions["swiglu"] = lambda gate, up: npu.npu_swiglu(torch.cat([gate, up], -1))
     else:
-        found = {
+        functions = {
             "rms_norm": lambda x, weight, epsilon: torch.nn.functional.rms_norm(
                 x, weight.shape, weight, epsilon
             )
@@ -223,11 +223,11 @@ def fused_layers(device: torch.device) -> dict[str, Callable[..., torch.Tensor]]
         norm = importlib.import_module("liger_kernel.ops.rms_norm").LigerRMSNormFunction
         swiglu = importlib.import_module("liger_kernel.ops.swiglu").LigerSiLUMulFunction
     except ImportError:
-        return found
-    found["rms_norm"] = lambda x, weight, epsilon: norm.apply(
+        return functions
+    functions["rms_norm"] = lambda x, weight, epsilon: norm.apply(
         x, weight, epsilon, 0.0, "llama", False
     )
-    return found | {"swiglu": swiglu.apply}
+    return functions | {"swiglu": swiglu.apply}
 
 
 @contextmanager

@@ -140,16 +140,16 @@ class IndexedDifficulty:
         )
         self._changes = known.changes
         position = admitted if known.next is None else known.next
-        found: dict[int, tuple[int, Prompt]] = {}
+        prompts: dict[int, tuple[int, Prompt]] = {}
         fresh: dict[int, tuple[int, str]] = {}
         for group in groups:
             if group in known.chosen or group < admitted:
                 place = known.chosen.get(group, group)
-                found[group] = place, difficulty.source.prompt(place)
+                prompts[group] = place, difficulty.source.prompt(place)
                 continue
             place, prompt, key = difficulty.choose(position)
-            found[group], fresh[group] = (place, prompt), (place, key)
+            prompts[group], fresh[group] = (place, prompt), (place, key)
             position = place + 1
         if fresh:
             await self._index.choose_prompts(fresh, position)
-        return found
+        return prompts

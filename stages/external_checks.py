@@ -82,14 +82,14 @@ def fingerprint(vocabulary: Mapping[str, int]) -> str:
 def check_tokenizer(given: str, terms: Terms) -> None:
     """Checks that a program's tokenizer, by its fingerprint, is the run's. Raises Misfit."""
     if terms.tokenizer and given != terms.tokenizer:
-        wrong = (
+        problem = (
             f"{given[:12]}… is not the fingerprint of the run's vocabulary, {terms.tokenizer[:12]}…"
         )
         fix = (
             "load the tokenizer of the run's model.source; the fingerprint is that of "
             "stages.external_checks"
         )
-        raise Misfit("tokenizer", wrong, fix)
+        raise Misfit("tokenizer", problem, fix)
 
 
 def check_columns(schema: Schema, columns: Columns, wanted: Sequence[str], rows: int) -> None:
@@ -105,10 +105,10 @@ def check_columns(schema: Schema, columns: Columns, wanted: Sequence[str], rows:
             )
         is_packed = isinstance(value, Packed)
         if is_packed != (schema[name].shape is None):
-            wrong, give = (
+            problem, give = (
                 ("has offsets", "values alone") if is_packed else ("has no offsets", "offsets too")
             )
-            raise Misfit(name, wrong, f"it is {schema[name].describe()}: give {give}")
+            raise Misfit(name, problem, f"it is {schema[name].describe()}: give {give}")
     packed = pack(schema, columns)
     if packed.rows != rows:
         raise Misfit(
@@ -179,10 +179,10 @@ def check_logprobs(
 ) -> None:
     """Checks that there is one logprob for each of ``tokens`` (int64 [B]), finite, from ``least``
     to 0. Raises Misfit."""
-    found = logprobs.lengths()
+    counts = logprobs.lengths()
     values = logprobs.values
-    wrong = lambda row: f"has {int(found[row])} for {int(tokens[row])} tokens"  # noqa: E731
-    _rows(found == tokens, name, wrong, "give one for each token")
+    describe = lambda row: f"has {int(counts[row])} for {int(tokens[row])} tokens"  # noqa: E731
+    _rows(counts == tokens, name, describe, "give one for each token")
     fix = "give the logprob of the token that was drawn"
     _values(values.isfinite(), logprobs, name, "a value that is not finite", fix)
     is_logprob = (values <= ROUNDING) & (values >= least)
@@ -205,11 +205,11 @@ def check_layout(found: Layout, wanted: Layout | None) -> None:
     for name, (dtype, shape) in found.items():
         _check_tensor(name, dtype, shape, wanted)
     if wanted is None and nbytes_of(found) > MOST_UNKNOWN_BYTES:
-        wrong = (
+        problem = (
             f"has {nbytes_of(found)} bytes, at most {MOST_UNKNOWN_BYTES} are allowed for an "
             f"unknown model"
         )
-        raise Misfit("weights", wrong, "set model.source to the model that is trained")
+        raise Misfit("weights", problem, "set model.source to the model that is trained")
     if wanted is not None and (missing := [name for name in wanted if name not in found]):
         raise Misfit("weights", f"lacks {_some(missing)}", "give all of the model's parameters")
 
@@ -237,12 +237,12 @@ def checked_weights(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields ``weights`` after checking that each is finite, and all of them with
     :func:`check_layout`. Raises Misfit."""
-    found: dict[str, tuple[str, Sequence[int]]] = {}
+    layout: dict[str, tuple[str, Sequence[int]]] = {}
     for name, value in weights:
-        if name in found:
+        if name in layout:
             raise Misfit("weights", f"has {name!r} twice", "give each parameter once")
-        found[name] = (str(value.dtype).removeprefix("torch."), list(value.shape))
-        _check_tensor(name, *found[name], wanted)
+        layout[name] = (str(value.dtype).removeprefix("torch."), list(value.shape))
+        _check_tensor(name, *layout[name], wanted)
         if not bool(value.isfinite().all()):
             raise Misfit(
                 "weights",
@@ -250,7 +250,7 @@ def checked_weights(
                 "find out why the training diverged",
             )
         yield name, value
-    check_layout(found, wanted)
+    check_layout(layout, wanted)
 
 
 def _some(names: Iterable[str], most: int = 8) -> str:
@@ -281,13 +281,13 @@ def _oldest_versions(
     _rows(of_rows(count, "amin") > 0, name, lambda row: "has a version without tokens", fix)
     total = of_rows(count, "sum")
     total[of_rows(count, "amax") > lengths] = -1  # a sum of larger ones might wrap around
-    wrong = lambda row: f"counts {int(total[row])} tokens where it has {int(lengths[row])}"  # noqa: E731
-    _rows(total == lengths, name, wrong, fix)
+    describe = lambda row: f"counts {int(total[row])} tokens where it has {int(lengths[row])}"  # noqa: E731
+    _rows(total == lengths, name, describe, fix)
     oldest = of_rows(version, "amin")
     newest = of_rows(version, "amax")
-    wrong = lambda row: f"names versions {int(oldest[row])} to {int(newest[row])}"  # noqa: E731
+    describe = lambda row: f"names versions {int(oldest[row])} to {int(newest[row])}"  # noqa: E731
     fix = f"the published ones are 0 .. {published}: name the one that made each token"
-    _rows((oldest >= 0) & (newest <= published), name, wrong, fix)
+    _rows((oldest >= 0) & (newest <= published), name, describe, fix)
     return list(zip(oldest.tolist(), lengths.tolist(), strict=True))
 
 

@@ -41,8 +41,8 @@ def faults(model: BaseModel, found: Iterable[tuple[str, str, str]]) -> None:
     """Raise one ValidationError with all that is ``found``: fields of ``model``, each with what is
     wrong and the fix."""
     errors = [
-        InitErrorDetails(type=fault(wrong, fix), loc=(name,), input=getattr(model, name))
-        for name, wrong, fix in found
+        InitErrorDetails(type=fault(problem, fix), loc=(name,), input=getattr(model, name))
+        for name, problem, fix in found
     ]
     if errors:
         raise ValidationError.from_exception_data(type(model).__name__, errors)

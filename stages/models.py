@@ -188,11 +188,11 @@ def saved_buffers(source: str, model: PreTrainedModel) -> dict[str, torch.Tensor
     ``model``, such as the routers' biases of DeepSeek-V3. They are no parameters: no training
     changes them, and no version brings them."""
     names = model.state_dict().keys() - dict(model.named_parameters()).keys()
-    found: dict[str, torch.Tensor] = {}
+    buffers: dict[str, torch.Tensor] = {}
     for path in sorted(Path(source).glob("*.safetensors")) if names else ():
         with safe_open(path, framework="pt") as file:
-            found |= {name: file.get_tensor(name) for name in names & set(file.keys())}
-    return found
+            buffers |= {name: file.get_tensor(name) for name in names & set(file.keys())}
+    return buffers
 
 
 def load_tokenizer(source: str) -> Tokenizer:

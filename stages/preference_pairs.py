@@ -85,13 +85,13 @@ def export_pairs(run: Path, out: Path, margin: float = 0.0, *, cut: bool = True)
             if (pair := pair_of(group, margin, cut=cut)) is not None:
                 yield pair
 
-    made = pairs()
-    if (first := next(made, None)) is None:
+    pair_stream = pairs()
+    if (first := next(pair_stream, None)) is None:
         raise PairsError(_why_none(run, recipe, count, margin, cut))
     partial = out.with_name(f".{out.name}.partial")
     try:
         write = _write_parquet if out.suffix == ".parquet" else _write_lines
-        written = write(itertools.chain([first], made), partial)
+        written = write(itertools.chain([first], pair_stream), partial)
         os.replace(partial, out)
     finally:
         partial.unlink(missing_ok=True)

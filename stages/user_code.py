@@ -55,23 +55,23 @@ def imported(place: str, key: str, name: str) -> Any:
     """
     module, _, attribute = place.partition(":")
     try:
-        found = importlib.import_module(module)
+        namespace = importlib.import_module(module)
     except (Exception, SystemExit) as error:  # a module may do anything while it is imported
         fix = "put its directory on PYTHONPATH, or correct the name"
         missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
         # it was found, and failed
         if missing is None or not f"{module}.".startswith(f"{missing}."):
             fix = f"correct {module}, or install what it needs"
-        wrong = f"cannot be imported: {_shown(error)}"
-        raise CodeUnusable(Problem(key, name, wrong, _hidden(error) or fix)) from error
+        reason = f"cannot be imported: {_shown(error)}"
+        raise CodeUnusable(Problem(key, name, reason, _hidden(error) or fix)) from error
     try:
-        return operator.attrgetter(attribute)(found)
+        return operator.attrgetter(attribute)(namespace)
     except AttributeError as error:
-        names = [known for known in vars(found) if not known.startswith("_")]
+        names = [known for known in vars(namespace) if not known.startswith("_")]
         close = difflib.get_close_matches(attribute, names, n=1)
         fix = f"did you mean {f'{module}:{close[0]}'!r}?" if close else f"use one of {names[:20]}"
-        wrong = f"cannot be imported: {module} has no attribute {attribute!r}"
-        raise CodeUnusable(Problem(key, name, wrong, _hidden(error) or fix)) from None
+        reason = f"cannot be imported: {module} has no attribute {attribute!r}"
+        raise CodeUnusable(Problem(key, name, reason, _hidden(error) or fix)) from None
 
 
 def _hidden(error: BaseException) -> str:
@@ -97,12 +97,14 @@ def _shown(error: BaseException) -> str:
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error.msg} ({_named(str(error.filename), error.lineno)})"
     frames = traceback.extract_tb(error.__traceback__)
-    own = [
+    user_frames = [
         frame
         for frame in frames
         if "importlib" not in frame.filename and frame.filename != __file__
     ]
-    return f"{error!r}" + (f" ({_named(own[-1].filename, own[-1].lineno)})" if own else "")
+    return f"{error!r}" + (
+        f" ({_named(user_frames[-1].filename, user_frames[-1].lineno)})" if user_frames else ""
+    )
 
 
 async def call(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:

@@ -94,9 +94,13 @@ class WeightFiles:
     def __init__(self, files: Mapping[str, Path], model: PreTrainedModel) -> None:
         self._files = files
         transforms = get_model_conversion_mapping(model)
-        renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
-        converters = [one for one in transforms if isinstance(one, WeightConverter)]
-        by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+        renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+        converters = [
+            transform for transform in transforms if isinstance(transform, WeightConverter)
+        ]
+        by_pattern = {
+            pattern: converter for converter in converters for pattern in converter.source_patterns
+        }
         known: Any = model.state_dict()
         self._plain: dict[str, str] = {}  # the tensor's name in the checkpoint, by parameter
         # Parameters that are made of several tensors, or otherwise than they are stored, by the
@@ -133,12 +137,14 @@ class WeightFiles:
             for first, keys in _pieces(converter, sources):
                 if first is not None and not any(_holds(tensors[name], first)):
                     continue
-                one = deepcopy(converter)
+                row_converter = deepcopy(converter)
                 for pattern, key in keys:
-                    one.add_tensor(name, key, pattern, self._tensor(key))  # type: ignore[arg-type]
-                for made, value in one.convert(name, model=model, config=model.config).items():
+                    row_converter.add_tensor(name, key, pattern, self._tensor(key))  # type: ignore[arg-type]
+                for target, value in row_converter.convert(
+                    name, model=model, config=model.config
+                ).items():
                     copy_part(
-                        tensors[made], value[0] if isinstance(value, list) else value, first or 0
+                        tensors[target], value[0] if isinstance(value, list) else value, first or 0
                     )
 
     def tensors(self) -> Iterator[tuple[str, str, torch.Tensor]]:
@@ -178,7 +184,7 @@ def open_skeleton(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, We
         kind = type(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
     stored = {key: _Stored(shape) for key, shape in _shapes(files)}
     # transformers converts and renames what it is given; on the device meta that takes no memory.
-    model, found = kind.from_pretrained(
+    model, loading_info = kind.from_pretrained(
         None, config=config, state_dict=stored, dtype=dtype, output_loading_info=True
     )
     saved = model.state_dict(keep_vars=True)
@@ -186,9 +192,9 @@ def open_skeleton(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, We
         saved[a] is not saved[b] for a, b in getattr(model, "all_tied_weights_keys", {}).items()
     )
     if (
-        found["missing_keys"]
-        or found["mismatched_keys"]
-        or found.get("conversion_errors")
+        loading_info["missing_keys"]
+        or loading_info["mismatched_keys"]
+        or loading_info.get("conversion_errors")
         or tied_apart
     ):
         return None
@@ -224,7 +230,7 @@ def materialize(model: nn.Module, device: torch.device) -> None:
             lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
         )
         return
-    made: dict[int, Any] = {}
+    values: dict[int, Any] = {}
     for module in model.modules():
         for group in (module._parameters, module._buffers):
             for name, tensor in group.items():
@@ -232,7 +238,7 @@ def materialize(model: nn.Module, device: torch.device) -> None:
                     value = torch.empty_like(tensor, device=device)
                     if isinstance(tensor, nn.Parameter):
                         value = nn.Parameter(value, requires_grad=tensor.requires_grad)
-                    group[name] = made.setdefault(id(tensor), value)
+                    group[name] = values.setdefault(id(tensor), value)
 
 
 def plain_name(name: str) -> str:
@@ -318,7 +324,9 @@ def _pieces(
     made one by one."""
     stack, *then = converter.operations
     by_row = isinstance(stack, MergeModulelist) and stack.dim == 0
-    by_row = by_row and all(isinstance(one, Concatenate) and one.dim > 0 for one in then)
+    by_row = by_row and all(
+        isinstance(operation, Concatenate) and operation.dim > 0 for operation in then
+    )
     counts = {len(keys) for keys in sources.values()}
     if by_row and len(counts) == 1:
         for row in range(counts.pop()):
