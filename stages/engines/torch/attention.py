@@ -55,12 +55,11 @@ class _Chunk:
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, at: torch.Tensor, scores: Scores
 ) -> Parts:
-    """Attention of ``q`` [B, H, n, D] over ``k`` [B, KV heads, m, D] and ``v`` [B, KV heads, m, E],
-    without a gradient.
-    ``at`` int64 [n], on the CPU: the queries' positions, counted from the first key; a query sees
-    no key after its own position. Returns the output [B, H, n, E], and float32 [B, H, n]
-    log-sum-exps of the scores, which are -inf for a query that sees none of the keys (its output is
-    0)."""
+    """Return the attention of ``q`` [B, H, n, D] over ``k`` [B, KV heads, m, D] and ``v`` [B, KV
+    heads, m, E], without a gradient. ``at`` int64 [n], on the CPU: the queries' positions, counted
+    from the first key; a query sees no key after its own position. Returns the output [B, H, n, E],
+    and float32 [B, H, n] log-sum-exps of the scores, which are -inf for a query that sees none of
+    the keys (its output is 0)."""
     kernel, masks = _fused(q, k, v, at, scores)
     chunks = list(_chunks(q, k.shape[2], at, scores, kernel is not None))
 
@@ -89,7 +88,7 @@ def attend_backward(
     at: torch.Tensor,
     scores: Scores,
 ) -> Parts:
-    """Returns what these keys add to the gradients of ``q``, ``k`` and ``v``, given the
+    """Return what these keys add to the gradients of ``q``, ``k`` and ``v``, given the
     ``gradient`` of ``out``. ``out`` and ``total`` (log-sum-exps) are those over all keys that the
     queries see, here and elsewhere."""
     kernel, masks = _fused(q, k, v, at, scores)
@@ -119,7 +118,7 @@ def attend_backward(
 def merge(
     out: torch.Tensor, total: torch.Tensor, other: torch.Tensor | None, other_total: torch.Tensor
 ) -> Parts:
-    """The output and log-sum-exp over two sets of keys, from those of each.
+    """Return the output and log-sum-exp over two sets of keys, from those of each.
 
     ``other`` None: a set with values of 0, as an attention sink.
     """
@@ -133,7 +132,7 @@ def merge(
 def _chunks(
     q: torch.Tensor, keys: int, at: torch.Tensor, scores: Scores, fused: bool
 ) -> Iterator[_Chunk]:
-    """Chunks of a tile of ``keys`` keys.
+    """Yield the chunks of a tile of ``keys`` keys.
 
     ``fused``: a kernel computes chunks without hidden keys in constant memory.
     """
@@ -173,7 +172,7 @@ def _chunks(
 def _weights(
     q: torch.Tensor, k: torch.Tensor, scores: Scores, hidden: torch.Tensor | None
 ) -> Parts:
-    """Returns scores [B, KV heads, H / KV heads · n, m], and the tanh that they come from (without
+    """Return scores [B, KV heads, H / KV heads · n, m], and the tanh that they come from (without
     a cap, themselves)."""
     logits = q @ k.transpose(-1, -2)
     capped = logits
@@ -222,15 +221,15 @@ def _grouped(x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 
 
 def wide(x: torch.Tensor) -> torch.dtype:
-    """The dtype of sums over numbers like ``x``: float32, or float64."""
+    """Return the dtype of sums over numbers like ``x``: float32, or float64."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def _fused(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, at: torch.Tensor, scores: Scores
 ) -> tuple[tuple[Callable[..., Parts], ...] | None, bool]:
-    """Forward and backward of the device's fused kernel, or None where it cannot compute ``scores``
-    or is slower; and whether it computes chunks with hidden keys too."""
+    """Return the forward and backward of the device's fused kernel, or None where it cannot compute
+    ``scores`` or is slower; and whether it computes chunks with hidden keys too."""
     if not scores.fused or scores.softcap is not None or q.shape[-1] != v.shape[-1]:
         return None, False
     if q.device.type == "cpu" and (k.shape[2] > FEW_KEYS or wide(q) == torch.float32):

@@ -28,13 +28,13 @@ def replace_attention(
 
 
 def state_of(module: Any) -> Any:
-    """The ``state`` of :func:`replace_attention`, for a ``module`` of the model."""
+    """Return the ``state`` of :func:`replace_attention`, for a ``module`` of the model."""
     return module._attention_state
 
 
 def rope_change(config: Any) -> int:
-    """Tokens up to which the rotary angles of a sequence do not depend on its length: above,
-    longrope and dynamic rope turn all its tokens by other ones."""
+    """Return the number of tokens up to which the rotary angles of a sequence do not depend on its
+    length: above, longrope and dynamic rope turn all its tokens by other ones."""
     text = config.get_text_config()
     ropes = getattr(text, "rope_parameters", None) or {}
     limits = [2**31]

@@ -57,10 +57,10 @@ class TorchCriticEngine(TorchTrainEngine):
         return {name: metrics[name] for name in REPORTED}
 
     def values(self, batch: TensorDictBase) -> torch.Tensor:
-        """Values of the states before the response tokens: float32 jagged [B, T_i] on the CPU, no
-        gradient. Each group is computed alone, so its bits do not depend on the other groups.
-        Several ranks pass the same whole
-        ``batch``: replicas divide its groups, and all return all values."""
+        """Return the values of the states before the response tokens: float32 jagged [B, T_i] on
+        the CPU, no gradient. Each group is computed alone, so its bits do not depend on the other
+        groups. Several ranks pass the same whole ``batch``: replicas divide its groups, and all
+        return all values."""
         own_rank = self.parallel.coordinates
         if own_rank.layout.replicas == 1:
             return self.logprobs(batch)

@@ -38,12 +38,13 @@ class Rows:
     device: torch.device
 
     def packing(self, pieces: Sequence[Piece]) -> Callable[[], PackedBatch]:
-        """What packs a micro-batch of ``pieces``, which are of :attr:`groups`."""
+        """Return the function that packs a micro-batch of ``pieces``, which are of
+        :attr:`groups`."""
         rows = self.groups, self.responses, self.experts
         return partial(pack_pieces, pieces, self.device, *rows)
 
     def numbers(self, pieces: Sequence[Piece]) -> list[int]:
-        """The row numbers of a micro-batch."""
+        """Return the row numbers of a micro-batch."""
         return [self.groups[piece.group].rows[row] for piece in pieces for row in piece.rows]
 
 

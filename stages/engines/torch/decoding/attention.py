@@ -55,7 +55,8 @@ class DecodeStep:
         return cls(sharing, torch.arange(len(own), device=own.device), own, longest)
 
     def bias(self, window: int | None) -> torch.Tensor:
-        """float32 [R, 1, 1, P + L]: 0, or -inf where a key is masked, also beyond ``window``.
+        """Return float32 [R, 1, 1, P + L]: 0, or -inf where a key is masked, also beyond
+        ``window``.
 
         Computed on the device, once a window, without a synchronisation.
         """
@@ -102,7 +103,7 @@ class TwoPartAttention:
         self.grown += 1
 
     def nbytes(self) -> int:
-        """Bytes of the keys and values that the pools have room for."""
+        """Return the number of bytes of the keys and values that the pools have room for."""
         return sum(
             kv.untyped_storage().nbytes()
             for pool in (self.prompts, self.rows)
@@ -224,9 +225,9 @@ class TwoPartAttention:
     def _room(
         self, pool: Pool, layer: int, slots: int, tokens: int, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The layer's keys and values with room for ``slots`` × ``tokens`` like ``k`` and ``v``
-        [any, KV heads, …, D], grown by copying where needed. New room is zero: a masked value is
-        multiplied by probability 0 and must be finite."""
+        """Return the layer's keys and values with room for ``slots`` × ``tokens`` like ``k`` and
+        ``v`` [any, KV heads, …, D], grown by copying where needed. New room is zero: a masked value
+        is multiplied by probability 0 and must be finite."""
         have = pool.get(layer)
         if have is not None and have[0].shape[0] >= slots and have[0].shape[2] >= tokens:
             return have
@@ -246,12 +247,12 @@ class TwoPartAttention:
 
 
 def _flat(pool: torch.Tensor, slots: int, tokens: int) -> torch.Tensor:
-    """The first ``tokens`` of the first ``slots`` as [slots * KV heads, tokens, D], without a
-    copy."""
+    """Return the first ``tokens`` of the first ``slots`` as [slots * KV heads, tokens, D], without
+    a copy."""
     return pool.flatten(0, 1)[: slots * pool.shape[1], :tokens]
 
 
 def _grow(need: int, have: int, step: int) -> int:
-    """Room for ``need``, in multiples of ``step``: at least half more than ``have``, so that growth
-    copies little."""
+    """Return room for ``need``, in multiples of ``step``: at least half more than ``have``, so that
+    growth copies little."""
     return have if need <= have else max(-(-need // step) * step, have + have // 2)

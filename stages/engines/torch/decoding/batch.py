@@ -273,8 +273,8 @@ class ContinuousBatch:
         return self._draw_alone(row, logits[0])
 
     def _next_may_end(self) -> bool:
-        """Whether the launched token may be a row's last one; then nothing is launched beyond
-        it."""
+        """Return whether the launched token may be a row's last one; then nothing is launched
+        beyond it."""
         return any(len(row.tokens) + 1 >= row.request.params.max_tokens for row in self.rows)
 
     def _draw(self, rows: Sequence[ResponseRow], logits: torch.Tensor, unread: int = 0) -> Drawn:
@@ -369,7 +369,7 @@ class ContinuousBatch:
         return "cut" if params.budget and len(row.tokens) - row.begun >= params.budget else None
 
     def _has_stop_string(self, row: ResponseRow, *, whole: bool) -> bool:
-        """Whether the text of ``row`` has one of its stop strings.
+        """Return whether the text of ``row`` has one of its stop strings.
 
         ``whole``: no more tokens follow.
         """

@@ -34,7 +34,7 @@ class Drawn:
         )
 
     def read(self) -> tuple[list[list[int]], list[list[float]]]:
-        """Returns of each row its token and the alternatives, and their logprobs.
+        """Return of each row its token and the alternatives, and their logprobs.
 
         Those of a row with logits that were not finite are NaN, since an earlier check would wait
         for the device.
@@ -44,7 +44,7 @@ class Drawn:
 
 
 def uniform(seed: int, place: int, index: int) -> float:
-    """Returns the number in [0, 1) that token ``index`` of response ``place`` is drawn with: a hash
+    """Return the number in [0, 1) that token ``index`` of response ``place`` is drawn with: a hash
     of the arguments alone. It has 52 bits, so that scaling never rounds it up to the end of a
     range."""
     digest = hashlib.blake2b(f"{seed} {place} {index}".encode(), digest_size=8).digest()
@@ -100,7 +100,7 @@ def draw(
 
 
 def keep_from(weights: torch.Tensor, top_k: Sequence[int], top_p: Sequence[float]) -> torch.Tensor:
-    """Returns the least weight [R] that top-k and then top-p keep of ``weights`` [R, V] >= 0 (0 and
+    """Return the least weight [R] that top-k and then top-p keep of ``weights`` [R, V] >= 0 (0 and
     1.0: off; ties are kept).
 
     On CPU only the largest weights are sorted: 64, or the largest k, and eight times more while
@@ -134,7 +134,7 @@ def invert(weights: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
     below_one = 1.0 - torch.finfo(dtype).eps  # this part of a sum is not rounded up to the sum
 
     def pass_point(masses: torch.Tensor, points: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the index at which the sum exceeds the point, and how far inside it the point is,
+        """Return the index at which the sum exceeds the point, and how far inside it the point is,
         in [0, 1)."""
         ends = masses.to(dtype).cumsum(-1)
         target = (points * ends[:, -1])[:, None]
@@ -161,7 +161,8 @@ def _in_blocks(rows: torch.Tensor, filling: float) -> torch.Tensor:
 
 
 def _likeliest(logits: torch.Tensor) -> torch.Tensor:
-    """The first index [R] of each row's maximum, in two levels: the plain argmax is slow on CPU."""
+    """Return the first index [R] of each row's maximum, in two levels: the plain argmax is slow on
+    CPU."""
     blocks = _in_blocks(logits, -torch.inf)
     block = blocks.amax(-1).argmax(-1)
     return block * blocks.shape[-1] + _one_block(blocks, block).argmax(-1)

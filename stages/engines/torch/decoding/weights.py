@@ -81,7 +81,8 @@ class DecoderWeights:
         check_weights(weights, self._layout)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors that the decoder computes with, which the caller may write between two calls.
+        """Return the tensors that the decoder computes with, which the caller may write between two
+        calls.
 
         Their names are those of Hugging Face, and of vLLM where several parameters are one tensor.
         Raises ValueError when they are packed.
@@ -178,11 +179,11 @@ class JoinedAdapter:
         )
 
     def add_to(self, out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """``out`` [T, out] with the adapters' outputs for ``x`` [T, in] added."""
+        """Return ``out`` [T, out] with the adapters' outputs for ``x`` [T, in] added."""
         return out + nn.functional.linear(nn.functional.linear(x, self.down), self.up)
 
     def places(self, downs: Sequence[str], ups: Sequence[str]) -> Iterator[Place]:
-        """Where the matrices of these names are kept."""
+        """Return the places of the matrices of these names."""
         yield Place(tuple(downs), self, "down", lambda parts: torch.cat(parts))
         yield Place(tuple(ups), self, "up", self._diagonal)
 

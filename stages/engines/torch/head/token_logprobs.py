@@ -111,7 +111,8 @@ def scaled_logits(
     temperature: float,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """Logits divided by ``temperature``, after ``softcap`` · tanh(logit / ``softcap``)."""
+    """Return the logits divided by ``temperature``, after ``softcap`` · tanh(logit /
+    ``softcap``)."""
     logits = float32_logits(hidden, weight, bias)
     if softcap is not None:
         logits.div_(softcap).tanh_().mul_(softcap)
@@ -143,7 +144,7 @@ def _softmax_in_place(
 
 
 def _pieces(count: int, width: int, device: torch.device) -> Iterator[slice]:
-    """Slices of ``count`` rows of ``width`` numbers, of at most ``PIECE_BYTES`` each."""
+    """Yield the slices of ``count`` rows of ``width`` numbers, of at most ``PIECE_BYTES`` each."""
     size = max(1, PIECE_BYTES.get(device.type, LOGITS_BYTES // 8) // (4 * max(1, width)))
     for start in range(0, count, size):
         yield slice(start, min(start + size, count))

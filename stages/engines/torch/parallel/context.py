@@ -29,7 +29,7 @@ from stages.parallel.options import ContextParallel
 
 
 def divide(packed: PackedBatch, group: dist.ProcessGroup, method: ContextParallel) -> Share:
-    """Returns the share of this rank of ``group`` in ``packed``, which is the same on all of them.
+    """Return the share of this rank of ``group`` in ``packed``, which is the same on all of them.
 
     Ranks have equally many tokens: some feed the first one again, where nothing reads it.
     """

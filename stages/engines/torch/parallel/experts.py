@@ -26,9 +26,8 @@ from stages.engines.torch.parallel.mesh import Meshes
 
 def deal_experts(model: nn.Module, meshes: Meshes) -> list[nn.Module]:
     """Deal the experts of ``model`` out to the ranks of ``meshes``. Returns the modules to be
-    sharded over
-    ``meshes.experts``: none where ranks share neither experts nor tokens. Raises ValueError for a
-    number of experts that the ranks cannot share evenly."""
+    sharded over ``meshes.experts``: none where ranks share neither experts nor tokens. Raises
+    ValueError for a number of experts that the ranks cannot share evenly."""
     if meshes.ep is None and meshes.tp is None:
         return []
     ep = 1 if meshes.ep is None else meshes.ep.size()
@@ -62,7 +61,7 @@ def _dispatched(
     experts: torch.Tensor,
     weights: torch.Tensor,
 ) -> torch.Tensor:
-    """What ``plain``, the module's own forward, returns with all experts."""
+    """Return the output of ``plain``, the module's own forward, with all experts."""
     chosen = experts.shape[-1]
     pairs, order = experts.flatten().sort(stable=True)
     rows = tokens[order // chosen]
@@ -94,7 +93,7 @@ def _dispatched(
 def _computed(
     module: Any, plain: Callable[..., torch.Tensor], rows: torch.Tensor, experts: torch.Tensor
 ) -> torch.Tensor:
-    """The outputs of this rank's ``experts`` for ``rows`` [N, H].
+    """Return the outputs of this rank's ``experts`` for ``rows`` [N, H].
 
     Without rows they compute a row of zeros: their gradients are waited for by the ranks that shard
     them.

@@ -48,7 +48,7 @@ def join(
 
 
 def _interface(coordinates: RankCoordinates, store: dist.Store) -> str:
-    """Returns the network interface for gloo's ports.
+    """Return the network interface for gloo's ports.
 
     They ask for no credentials, so where all ranks are on one node they are opened on loopback.
     """
@@ -120,8 +120,8 @@ class Meshes:
         )
 
     def _mesh(self, use: str) -> DeviceMesh:
-        """The mesh for ``use`` over all ranks, with dimensions of one rank left out but for ``dp``
-        and ``tp``."""
+        """Return the mesh for ``use`` over all ranks, with dimensions of one rank left out but for
+        ``dp`` and ``tp``."""
         sizes = {
             name: size
             for name, size in self.layout.meshes[use].items()
@@ -133,7 +133,8 @@ class Meshes:
         return mesh
 
     def copies(self, parameter: DTensor) -> int:
-        """How many ranks hold the same shard of ``parameter`` and get the same gradient."""
+        """Return the number of ranks that hold the same shard of ``parameter`` and get the same
+        gradient."""
         distinct = 1
         for size, placement in zip(parameter.device_mesh.shape, parameter.placements, strict=True):
             distinct *= 1 if placement.is_replicate() else size
@@ -145,5 +146,5 @@ def _names(mesh: DeviceMesh) -> tuple[str, ...]:
 
 
 def _data(mesh: DeviceMesh) -> DeviceMesh:
-    """The data-parallel dimensions of ``mesh``."""
+    """Return the data-parallel dimensions of ``mesh``."""
     return mesh["dp_replicate", "dp"] if "dp_replicate" in _names(mesh) else mesh["dp"]

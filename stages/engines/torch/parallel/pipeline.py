@@ -85,7 +85,7 @@ class PipelineStage:
 
 
 def planned(model: PreTrainedModel) -> list[str]:
-    """The names of embeddings, layers and norm in the decoder of ``model``, by its plan in
+    """Return the names of embeddings, layers and norm in the decoder of ``model``, by its plan in
     transformers. Raises ValueError for a model without one."""
     names = list(getattr(model.config.get_text_config(), "base_model_pp_plan", None) or ())
     children = model.base_model.named_children()
@@ -323,28 +323,28 @@ class Pipeline(MicroBatchRunner):
             stage.entry.given = None
 
     def rank_of(self, stage: int) -> int:
-        """The rank with which this one exchanges what stage ``stage`` sends or receives."""
+        """Return the rank with which this one exchanges what stage ``stage`` sends or receives."""
         return self._ranks[self._layout.stage_of(stage)]
 
     def group(self, source: int, target: int) -> dist.ProcessGroup:
         return self._up if source < target else self._down
 
     def broadcast(self, value: torch.Tensor, stage: int | None = None) -> torch.Tensor:
-        """``value`` as stage ``stage`` (default: the last) has it; it is overwritten on the
+        """Return ``value`` as stage ``stage`` (default: the last) has it; it is overwritten on the
         others."""
         source = self.rank_of(self.last if stage is None else stage)
         dist.broadcast(value, source, group=self._up)
         return value
 
     def broadcast_from_last(self, value: Value) -> Value:
-        """``value``, which JSON can write, as the last stage has it."""
+        """Return ``value``, which JSON can write, as the last stage has it."""
         text = json.dumps(value).encode().ljust(SHARED_BYTES)
         buffer = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self._packed_model.device)
         shared: Value = json.loads(bytes(self.broadcast(buffer).cpu().numpy()))
         return shared
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
-        """``values`` added up over the stages."""
+        """Return ``values`` added up over the stages."""
         summed = values.to(self._packed_model.device, copy=True)
         dist.all_reduce(summed, group=self._up)
         return summed.cpu()
@@ -395,7 +395,7 @@ class _Mail:
             self._ask(rank)
 
     def _to(self, action: Action) -> int:
-        """The rank that needs the result of ``action``; -1: none."""
+        """Return the rank that needs the result of ``action``; -1: none."""
         if action.kind == "W":
             return -1
         stage = action.stage + 1 if action.kind == "F" else action.stage - 1
@@ -438,7 +438,7 @@ class _Mail:
 
 
 def _units(layer: Any) -> list[Any]:
-    """The modules of ``layer`` that FSDP gathers, in the order in which their forward passes
+    """Return the modules of ``layer`` that FSDP gathers, in the order in which their forward passes
     end."""
     inside = [
         each

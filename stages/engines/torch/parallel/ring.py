@@ -131,14 +131,14 @@ class Ring:
         return _RingAttention.apply(q, torch.cat([k, v], -1), sinks, self, scores)  # type: ignore[no-any-return, no-untyped-call]
 
     def all_prompts(self, kv: Tensor) -> Tensor:
-        """Keys and values of all prompts, one prompt after the other."""
+        """Return the keys and values of all prompts, one prompt after the other."""
         ranks = [torch.empty_like(kv[: self.prompts]) for _ in range(self.size)]
         dist.all_gather(ranks, kv[: self.prompts].contiguous(), group=self.group)
         return torch.cat(ranks).index_select(0, self.order)
 
     def sum_prompts(self, gradient: Tensor) -> Tensor:
-        """The gradient of this rank's tokens of prompts, summed over the ranks, from that of all
-        prompts."""
+        """Return the gradient of this rank's tokens of prompts, summed over the ranks, from that of
+        all prompts."""
         ranks = gradient.new_zeros(self.size * self.prompts, *gradient.shape[1:]).index_copy_(
             0, self.order, gradient
         )
@@ -243,7 +243,7 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _zigzag(packed: PackedBatch, ranks: int, rank: int) -> Iterator[Segment]:
-    """The parts that ``rank`` has of each prompt and response.
+    """Yield the parts that ``rank`` has of each prompt and response.
 
     With each sequence ranks change places: where one is shorter than the parts are many, some get
     none.
@@ -267,8 +267,8 @@ def _zigzag(packed: PackedBatch, ranks: int, rank: int) -> Iterator[Segment]:
 
 
 def _places(segments: Sequence[Sequence[Segment]]) -> Tensor:
-    """int64 [ranks, n]: places of the tokens of each rank's ``segments``; -1 where it has fewer
-    than others."""
+    """Return int64 [ranks, n]: places of the tokens of each rank's ``segments``; -1 where it has
+    fewer than others."""
     parts = [
         [torch.arange(s.start, s.start + s.length) for s in (*some, Segment(0, 0, 0, 0, 0))]
         for some in segments
@@ -277,8 +277,8 @@ def _places(segments: Sequence[Sequence[Segment]]) -> Tensor:
 
 
 def inverse(parts: Tensor, count: int) -> Tensor:
-    """int64 [count]: where each of ``count`` tokens is in ``parts`` [ranks, n], flat; -1 of one
-    that is in none."""
+    """Return int64 [count]: where each of ``count`` tokens is in ``parts`` [ranks, n], flat; -1 of
+    one that is in none."""
     flat = parts.flatten()
     where = torch.full((count,), -1)
     where[flat[flat >= 0]] = (flat >= 0).nonzero()[:, 0]
@@ -286,5 +286,6 @@ def inverse(parts: Tensor, count: int) -> Tensor:
 
 
 def _offsets(segments: Sequence[Segment], start: int = 0) -> Iterator[tuple[Segment, int]]:
-    """Each of ``segments`` and where it begins, when they lie side by side from ``start`` on."""
+    """Return each of ``segments`` and where it begins, when they lie side by side from ``start``
+    on."""
     return zip(segments, accumulate((s.length for s in segments), initial=start), strict=False)

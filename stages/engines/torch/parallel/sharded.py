@@ -175,7 +175,8 @@ class Sharded(Parallel):
         return next((source for name, source in ties.items() if name not in self._learned), "")
 
     def _share(self, packed: PackedBatch) -> Share:
-        """This rank's tokens of ``packed``, with the experts of those that its routers see."""
+        """Return this rank's tokens of ``packed``, with the experts of those that its routers
+        see."""
         cp = self.meshes.cp
         tp = self.meshes.tp
         share = Share(packed)
@@ -404,8 +405,8 @@ def _layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def whole(parameter: torch.Tensor) -> torch.Tensor:
-    """The full tensor, gathered over dp first: torch warns about a gather over both dimensions,
-    which it does in this order too."""
+    """Return the full tensor, gathered over dp first: torch warns about a gather over both
+    dimensions, which it does in this order too."""
     if not isinstance(parameter, DTensor):
         return parameter
     placements = parameter.placements

@@ -53,7 +53,7 @@ SUMMED = "replicated_with_grad_allreduce"
 
 
 def cuts(model: PreTrainedModel, tp: int) -> list[tuple[nn.Module, str]]:
-    """Returns the modules that ``tp`` ranks split and how, from the model's tensor-parallel plan in
+    """Return the modules that ``tp`` ranks split and how, from the model's tensor-parallel plan in
     transformers. Embeddings and head stay whole. Raises ValueError for a plan that this engine does
     not support."""
     config = model.config.get_text_config()
@@ -128,7 +128,7 @@ def cut_matrices(model: PreTrainedModel, mesh: DeviceMesh, feeding: Feeding) -> 
 
 
 def _stacks(model: PreTrainedModel, cut: Collection[nn.Module]) -> list[nn.ModuleList]:
-    """The lists of layers with modules that are ``cut``."""
+    """Return the lists of layers with modules that are ``cut``."""
     stacks = []
     inside = set[nn.Module]()
     for module in model.base_model.modules():
@@ -143,8 +143,8 @@ def _stacks(model: PreTrainedModel, cut: Collection[nn.Module]) -> list[nn.Modul
 
 
 def _blocks(stack: nn.ModuleList, cut: Collection[nn.Module]) -> list[nn.Module]:
-    """The modules of the layers ``stack`` that compute with all tokens: attention, and those that
-    have matrices ``cut``."""
+    """Return the modules of the layers ``stack`` that compute with all tokens: attention, and those
+    that have matrices ``cut``."""
     blocks = []
     inside = set[nn.Module]()
     for module in stack.modules():
@@ -157,7 +157,7 @@ def _blocks(stack: nn.ModuleList, cut: Collection[nn.Module]) -> list[nn.Module]
 
 
 def _shares_input(block: nn.Module, columns: Collection[nn.Module]) -> bool:
-    """Whether ``block`` gives its input to modules that are split by columns alone, such as
+    """Return whether ``block`` gives its input to modules that are split by columns alone, such as
     queries, keys and values. As one DTensor its gradients from them are summed over the ranks once,
     not each by itself."""
     linear = [child for child in block.children() if isinstance(child, nn.Linear)]
@@ -175,7 +175,7 @@ class _Tokens:
         self._feeding = feeding
 
     def whole(self, own: torch.Tensor) -> DTensor:
-        """All ranks' tokens; their gradients are summed over the ranks."""
+        """Return all ranks' tokens; their gradients are summed over the ranks."""
         # None: the model computes the probe, before it is fed anything else
         packed = self._feeding.packed
         count = PROBE if packed is None else packed.ids.shape[1]
@@ -187,7 +187,7 @@ class _Tokens:
         return part.redistribute(placements=[Replicate()])
 
     def whole_alike(self, own: torch.Tensor) -> torch.Tensor:
-        """All ranks' tokens, from which all ranks compute the same."""
+        """Return all ranks' tokens, from which all ranks compute the same."""
         return self.whole(own).to_local()
 
     def own(self, whole: torch.Tensor) -> torch.Tensor:
