@@ -25,8 +25,8 @@ class GroupShape:
     responses: tuple[int, ...]
 
     def tokens(self, rows: Iterable[int]) -> int:
-        """Tokens that the model is fed for ``rows``: the prompt once, and each response without its
-        last token."""
+        """Return the number of tokens that the model is fed for ``rows``: the prompt once, and each
+        response without its last token."""
         return self.prompt + sum(self.responses[row] - 1 for row in rows)
 
 
@@ -210,7 +210,7 @@ def _dealt(
 def _without(
     groups: Sequence[GroupShape], cut: Sequence[Mapping[int, Sequence[int]]], whole: bool
 ) -> list[Piece]:
-    """The rows, or ``whole`` groups, that are in no mini-batch, one by one."""
+    """Return the rows, or ``whole`` groups, that are in no mini-batch, one by one."""
     dealt = {
         (group, row) for mini_batch in cut for group, rows in mini_batch.items() for row in rows
     }
@@ -222,7 +222,7 @@ def _without(
 
 
 def _joined(pieces: Iterable[Piece]) -> list[Piece]:
-    """``pieces`` with those of one group as one."""
+    """Return ``pieces`` with those of one group as one."""
     rows: dict[int, list[int]] = {}
     for piece in pieces:
         rows.setdefault(piece.group, []).extend(piece.rows)

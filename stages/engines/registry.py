@@ -46,14 +46,14 @@ class EngineUnknown(Fatal, ProblemError, LookupError):
 
 
 def engine_names(side: Side) -> list[str]:
-    """Returns every name without a colon that ``rollout.engine`` or ``train.engine`` may have."""
+    """Return every name without a colon that ``rollout.engine`` or ``train.engine`` may have."""
     return sorted(
         {*BUILT_IN[side], *importlib.metadata.entry_points(group=ENTRY_POINTS[side]).names}
     )
 
 
 def find_factory(side: Side, name: str) -> Callable[..., Any]:
-    """Returns the factory of the engine ``name``, which is not built in.
+    """Return the factory of the engine ``name``, which is not built in.
 
     Raises :class:`EngineUnknown`.
     """

@@ -53,9 +53,9 @@ class VllmRolloutEngine:
     """A :class:`~stages.engines.protocols.RolloutEngine` over vLLM's ``AsyncLLM``.
 
     ``model``: folder in Hugging Face format. ``shared``: folder in shared memory, of this engine
-    alone, for new weights.
-    ``max_rows``: rows that decode at once. ``filters``: requests will use top-k or top-p; vLLM then
-    gives logprobs before temperature only, so such requests need temperature 0 or 1.
+    alone, for new weights. ``max_rows``: rows that decode at once. ``filters``: requests will use
+    top-k or top-p; vLLM then gives logprobs before temperature only, so such requests need
+    temperature 0 or 1.
 
     ``pause``: what a swap does with rows in flight. ``keep`` holds them in vLLM; ``abort`` aborts
     them and requests the rest afterwards. ``kv_cache`` (with ``keep``): rows go on with the keys
@@ -63,14 +63,13 @@ class VllmRolloutEngine:
     always does).
 
     ``kv_cache_bytes``: memory for keys and values; None lets vLLM take ``gpu_memory_utilization``
-    of the device.
-    ``max_model_len``: tokens of prompt and response together (None: the model's limit).
-    ``block_size``: tokens of a KV block; rows of a group share whole blocks of their prompt (None:
-    vLLM's default, 128 on the CPU). ``threads``: CPU threads. ``transfer_timeout``: seconds for new
-    weights to reach vLLM's workers. ``adapters``: the weights that the engine takes are those of
-    adapters on the model, ``first`` of them at its start (None: zeros). ``sampled``: tokens from it
-    on pad the head and are never sampled (with ``filters``, logprobs count them). ``arguments``:
-    further engine arguments.
+    of the device. ``max_model_len``: tokens of prompt and response together (None: the model's
+    limit). ``block_size``: tokens of a KV block; rows of a group share whole blocks of their prompt
+    (None: vLLM's default, 128 on the CPU). ``threads``: CPU threads. ``transfer_timeout``: seconds
+    for new weights to reach vLLM's workers. ``adapters``: the weights that the engine takes are
+    those of adapters on the model, ``first`` of them at its start (None: zeros). ``sampled``:
+    tokens from it on pad the head and are never sampled (with ``filters``, logprobs count them).
+    ``arguments``: further engine arguments.
 
     Raises ``EngineMissing``, and what vLLM raises for a model that it cannot serve.
     """

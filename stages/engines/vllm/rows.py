@@ -39,9 +39,8 @@ class VllmRow(ResponseInProgress):
 
     def add(self, piece: Any, asked: int, version: int, counts_versions: bool) -> None:
         """Append ``piece`` of vLLM's output, to a request that was made at the version ``asked``;
-        it is ``version`` now.
-        ``counts_versions``: the last piece has the versions of all tokens. Where vLLM does not
-        count, those that arrive at a version were made by it."""
+        it is ``version`` now. ``counts_versions``: the last piece has the versions of all tokens.
+        Where vLLM does not count, those that arrive at a version were made by it."""
         made_by: int | None = version
         if not counts_versions:
             self.add_version(version, len(piece.token_ids))
@@ -126,7 +125,7 @@ def check_request(
 
 
 def sampling_params(vllm: Any, row: VllmRow) -> Any:
-    """Returns vLLM's ``SamplingParams`` for the rest of ``row``."""
+    """Return vLLM's ``SamplingParams`` for the rest of ``row``."""
     params = row.request.params
     begun = len(row.tokens)
     return vllm.SamplingParams(
@@ -148,7 +147,7 @@ def sampling_params(vllm: Any, row: VllmRow) -> Any:
 
 
 def seed_of(seed: int, place: int, begun: int) -> int:
-    """Seed of vLLM's random generator for the tokens from ``begun`` on of the response at
-    ``place``."""
+    """Return the seed of vLLM's random generator for the tokens from ``begun`` on of the response
+    at ``place``."""
     digest = hashlib.blake2b(f"{seed} {place} {begun}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
