@@ -44,7 +44,7 @@ class Response:
 
 
 def is_template_name(text: str) -> bool:
-    """Whether ``prompts.chat_template`` names a template of the tokenizer, and no file."""
+    """Return whether ``prompts.chat_template`` names a template of the tokenizer, and no file."""
     return os.sep not in text and not Path(text).suffix and not Path(text).exists()
 
 
@@ -178,7 +178,7 @@ class Conversations:
         return self._end
 
     def ends_itself(self, end: str) -> bool:
-        """Whether the ``end`` of a turn has a special token, at which generation stops."""
+        """Return whether the ``end`` of a turn has a special token, at which generation stops."""
         return any(token in end for token in self._specials)
 
     def _without_end(self, messages: Sequence[Message], message: Message, where: str) -> Message:

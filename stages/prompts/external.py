@@ -163,10 +163,9 @@ async def put_prompts(
     """Put ``rows``, whose prompts are in ``column``, and return the next free position.
 
     They get the positions from ``first`` on (None: after the last one); a repeat with the same
-    ``first`` changes nothing.
-    ``last``: no more will come. Waits up to ``timeout`` seconds while the index is full. Raises
-    PromptError for a row without a prompt, IndexRefused for a wrong position, and
-    ExternalPromptsFull."""
+    ``first`` changes nothing. ``last``: no more will come. Waits up to ``timeout`` seconds while
+    the index is full. Raises PromptError for a row without a prompt, IndexRefused for a wrong
+    position, and ExternalPromptsFull."""
     plain = await asyncio.to_thread(sendable, rows)
     for i, row in enumerate(plain):
         prompt_in(row, column, f"prompt {i}")

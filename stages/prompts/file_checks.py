@@ -155,7 +155,8 @@ class PromptCheck:
         self.rows = rows
 
     def _where(self, path: Path, row: str = "") -> str:
-        """Where ``row`` of the file at ``path`` is within the source, a file or a folder."""
+        """Return the location of ``row`` of the file at ``path`` within the source, a file or a
+        folder."""
         inside = os.path.relpath(path.expanduser(), Path(str(self.options.path)).expanduser())
         return ", ".join(filter(None, ["" if inside == "." else inside, row]))
 

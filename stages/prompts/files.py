@@ -210,5 +210,5 @@ def parse_line(line: bytes, where: str) -> Row | None:
 
 
 def begins_list(line: bytes) -> bool:
-    """Whether a line begins a JSON list."""
+    """Return whether a line begins a JSON list."""
     return line.lstrip(b"\xef\xbb\xbf \t").startswith(b"[")

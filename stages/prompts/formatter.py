@@ -160,7 +160,7 @@ class PromptFormatter:
                 yield number
 
     def _fits(self, row: Row, where: str, too_long: LongPrompts) -> bool:
-        """Whether ``row`` makes a prompt.
+        """Return whether ``row`` makes a prompt.
 
         A text that is surely too long is not built, and one whose bytes already show that it is
         short enough is not tokenized.

@@ -80,7 +80,7 @@ class GivenResponses(Stage):
     def _group(
         self, given: Sequence[dict[str, Any]], places: Sequence[int], version: int
     ) -> Result:
-        """The columns of one group, or the reason for which it is dropped."""
+        """Return the columns of one group, or the reason for which it is dropped."""
         ids = [torch.tensor(each["ids"][: self.longest]) for each in given]
         truncated = torch.tensor([len(each["ids"]) > self.longest for each in given])
         masks = [_mask(len(row), each["spans"]) for row, each in zip(ids, given, strict=True)]
@@ -103,7 +103,7 @@ class GivenResponses(Stage):
 
 
 def _mask(length: int, spans: Sequence[Sequence[int]]) -> torch.Tensor:
-    """bool [length]: the tokens in one of ``spans``."""
+    """Return bool [length]: the tokens in one of ``spans``."""
     mask = torch.zeros(length, dtype=torch.bool)
     for begin, end in spans:
         mask[begin:end] = True

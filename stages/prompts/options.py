@@ -97,7 +97,7 @@ class RowOptions(BaseModel):
 
     @model_validator(mode="after")
     def _check_keys(self) -> Self:
-        """Raises one ValidationError with all keys that do not fit together."""
+        """Raise one ValidationError with all keys that do not fit together."""
         faults(self, self._faults())
         return self
 
@@ -218,7 +218,7 @@ class PromptOptions(RowOptions):
             yield "system", "needs a chat template, but prompts.chat = false", "drop one of the two"
 
     def parts(self) -> dict[str, PromptOptions]:
-        """Returns the options of each source as if it were the only one, by the key of its table in
+        """Return the options of each source as if it were the only one, by the key of its table in
         the recipe."""
         if not self.sources:
             return {"prompts": self}

@@ -154,8 +154,8 @@ def _empty_side(
 
 
 def is_held_out(given: str | list[Message], seed: int, share: float) -> bool:
-    """Whether a prompt belongs to the held-out side: by a hash of its text and the seed, uniform on
-    [0, 1)."""
+    """Return whether a prompt belongs to the held-out side: by a hash of its text and the seed,
+    uniform on [0, 1)."""
     text = given if isinstance(given, str) else json.dumps(given, sort_keys=True)
     digest = hashlib.blake2b(f"{seed}:{text}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") < share * 2**64

@@ -60,7 +60,7 @@ class Table:
         return f"{self._name}, row {number + 1}"
 
     def is_unread(self, number: int) -> bool:
-        """Whether the row was too large to be read."""
+        """Return whether the row was too large to be read."""
         return False
 
 
@@ -274,7 +274,7 @@ def _reasoning_gym(
 
 
 def check_size(config: Mapping[str, Any]) -> None:
-    """Raises PromptError when a reasoning_gym task is to be a table of more than
+    """Raise PromptError when a reasoning_gym task is to be a table of more than
     :data:`MOST_GENERATED` rows."""
     size = config.get("size")
     if isinstance(size, int) and size > MOST_GENERATED:

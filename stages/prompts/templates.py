@@ -81,7 +81,7 @@ def read_chat_template(path: str) -> str:
 
 
 def check_chat_options(template: str, options: Mapping[str, Any]) -> None:
-    """Raises PromptError for options of a chat template that it does not read, and for those that
+    """Raise PromptError for options of a chat template that it does not read, and for those that
     each prompt sets."""
     from jinja2 import Environment, TemplateSyntaxError
 

@@ -148,8 +148,10 @@ def _integer(value: int) -> int:
 
 
 def _text(value: str) -> str:
-    """Raises NotPlain for a text that UTF-8 cannot write: JSON can hold half of a surrogate
-    pair."""
+    """Return ``value``.
+
+    Raises NotPlain for a text that UTF-8 cannot write: JSON can hold half of a surrogate pair.
+    """
     try:
         value.encode()
     except UnicodeEncodeError as error:
