@@ -39,7 +39,7 @@ class BoundedCalls:
         self._loop: LoopThread | None = None
 
     async def call(self, argument: Any) -> Any:
-        """What the function returns for ``argument``.
+        """Return the function's result for ``argument``.
 
         Raises TimeLimit, and what the function raises.
         """

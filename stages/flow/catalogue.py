@@ -61,14 +61,13 @@ def catalogue(
     in_training: Collection[str] = (),
     routed: str = "",
 ) -> list[StageDeclaration]:
-    """The catalogue of a run with ``rewards`` reward functions, which read the columns
-    ``reward_reads`` beside responses.
-    ``source``: columns that its prompts bring. A stage of the product whose columns the source
-    brings, or the trainer computes (``in_training``), is left out.
+    """Return the catalogue of a run with ``rewards`` reward functions, which read the columns
+    ``reward_reads`` beside responses. ``source``: columns that its prompts bring. A stage of the
+    product whose columns the source brings, or the trainer computes (``in_training``), is left out.
     ``given_responses``: so many responses are in each prompt's row, which the rollout stage takes
-    over, the best first.
-    ``critic``: a critic of its own is trained in the run, and makes the values. ``routed``: dtype
-    of the column of routed experts, which the rollout stage makes; "": it makes none."""
+    over, the best first. ``critic``: a critic of its own is trained in the run, and makes the
+    values. ``routed``: dtype of the column of routed experts, which the rollout stage makes; "": it
+    makes none."""
     rollout_makes = {**RESPONSE, **({ROUTED: f"{routed} ragged"} if routed else {})}
     if given_responses:
         del rollout_makes["rollout_logprobs"]
@@ -129,14 +128,14 @@ def catalogue(
 
 
 def expert_type(experts: int) -> str:
-    """The dtype of the numbers of so many experts."""
+    """Return the dtype of the numbers of so many experts."""
     return "uint8" if experts <= 256 else "int16"
 
 
 def credit_stage(
     algorithm: Algorithm, truncated: Truncated = "train", drops: Columns | None = None
 ) -> StageDeclaration | None:
-    """The stage that computes the algorithm's credit, and the mask that leaves out truncated
+    """Return the stage that computes the algorithm's credit, and the mask that leaves out truncated
     responses, and drops groups by what the columns ``drops`` say; None where there is none of
     these."""
     reads = dict(algorithm.credit_reads if algorithm.credit_makes else {})
@@ -151,14 +150,14 @@ def credit_stage(
 
 
 def made_in_training(algorithm: Algorithm) -> set[str]:
-    """Columns that the loss reads and no stage makes: those that the trainer, the update stage or
-    ``prepare`` computes."""
+    """Return the columns that the loss reads and no stage makes: those that the trainer, the update
+    stage or ``prepare`` computes."""
     computed = (name for name, by in algorithm.scores.items() if by in IN_TRAINING)
     return {STALENESS, TOKEN_STALENESS, *computed, *algorithm.prepare_makes}
 
 
 def update_stage(algorithm: Algorithm) -> StageDeclaration:
-    """The stage that trains: the columns that the loss reads, but for those that are made in
+    """Return the stage that trains: the columns that the loss reads, but for those that are made in
     training."""
     trainer_columns = made_in_training(algorithm)
     reads = {

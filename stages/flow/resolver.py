@@ -74,9 +74,8 @@ class Flow:
         return Schema([column(name, kind) for name, kind in self.columns.items()])
 
     def config(self, plan: StalenessPlan, max_dropped: int = -1) -> RunConfig:
-        """What the index needs to know of the stages and of the staleness bound. For each group
-        that a step trains
-        ``max_dropped`` may leave untrained; -1: any number."""
+        """Return what the index needs to know of the stages and of the staleness bound. For each
+        group that a step trains ``max_dropped`` may leave untrained; -1: any number."""
         from pipeline.index.client import RunConfig, StageSpec
 
         mask = self.schema.mask
@@ -115,9 +114,10 @@ def resolve(
     truncated: Truncated = "train",
     drops: Columns | None = None,
 ) -> Flow:
-    """The flow of ``algorithm`` over ``catalogue``: every stage on the way to what its loss reads,
-    and no other. A stage that makes nothing (it can only drop groups) is on the way too: training
-    waits for it. ``drops``: columns by which the credit stage drops groups. Raises FlowError."""
+    """Return the flow of ``algorithm`` over ``catalogue``: every stage on the way to what its loss
+    reads, and no other. A stage that makes nothing (it can only drop groups) is on the way too:
+    training waits for it. ``drops``: columns by which the credit stage drops groups. Raises
+    FlowError."""
     credit = credit_stage(algorithm, truncated, drops)
     update = update_stage(algorithm)
     if credit:
@@ -164,7 +164,8 @@ def resolve(
 
 
 def passed_column(stage: str) -> str:
-    """The column that a stage which declares none writes of each sample that it lets pass."""
+    """Return the column that a stage which declares none writes of each sample that it lets
+    pass."""
     return f"passed_{stage}"
 
 
@@ -179,7 +180,8 @@ def _makers(stages: Iterable[StageDeclaration]) -> Mapping[str, list[StageDeclar
 def _backwards(
     update: StageDeclaration, stages: Sequence[StageDeclaration], problems: list[Problem]
 ) -> set[str]:
-    """The names of the stages on the way to ``update``; what is wrong goes to ``problems``."""
+    """Return the names of the stages on the way to ``update``; what is wrong goes to
+    ``problems``."""
     makers = _makers(stages)
     waiting = [update]
     needed_names = {SOURCE}
@@ -232,7 +234,7 @@ def _many(name: str, reader: str, made_by: Sequence[StageDeclaration]) -> Proble
 
 
 def _made_before(stage: StageDeclaration, others: Iterable[StageDeclaration]) -> set[str]:
-    """The columns of ``others`` that do not depend on what ``stage`` makes."""
+    """Return the columns of ``others`` that do not depend on what ``stage`` makes."""
     others = list(others)
     after = set(stage.makes)
     while later := [
@@ -257,7 +259,7 @@ def _twice_named(stages: Sequence[StageDeclaration]) -> list[Problem]:
 
 
 def _twice_made(order: Sequence[StageDeclaration]) -> list[Problem]:
-    """Columns that no stage reads, but two on the way make."""
+    """Return a problem for each column that no stage reads, but two on the way make."""
     needed = {name for stage in order for name in stage.needs}
     makers = _makers(order)
     return [
@@ -266,7 +268,7 @@ def _twice_made(order: Sequence[StageDeclaration]) -> list[Problem]:
 
 
 def _scores(algorithm: Algorithm, stages: Sequence[StageDeclaration]) -> Iterable[Problem]:
-    """Whether what computes a column is what the algorithm wants it computed by."""
+    """Yield a problem for each column that is not computed by what the algorithm wants."""
     makers = _makers(stages)
     for name, by in algorithm.scores.items():
         reads = name in algorithm.loss_reads or (
@@ -298,7 +300,7 @@ def _scores(algorithm: Algorithm, stages: Sequence[StageDeclaration]) -> Iterabl
 def _in_order(
     stages: Sequence[StageDeclaration], update: StageDeclaration, problems: list[Problem]
 ) -> list[StageDeclaration]:
-    """``stages`` so that each comes after those that it reads from, otherwise as they are;
+    """Return ``stages`` so that each comes after those that it reads from, otherwise as they are;
     ``update`` is the last."""
     order: list[StageDeclaration] = []
     waiting = list(stages)

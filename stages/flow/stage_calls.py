@@ -45,7 +45,7 @@ class StageCaller(Protocol):
     """Calls a user's stage, in this process or in another one."""
 
     async def call(self, columns: Mapping[str, Any], rows: int) -> Result:
-        """What the stage makes of ``rows`` rows with these ``columns``, each as in
+        """Return the result of the stage for ``rows`` rows with these ``columns``, each as in
         :class:`StageRows`: all columns that it declares, or a Drop. Raises StageError, TimeLimit,
         StageProcessEnded."""
 
@@ -85,7 +85,7 @@ class StageRows(dict[str, Any]):
 
 
 def schema_of(columns: Columns) -> Schema:
-    """The pipeline's schema of a stage's declared ``columns``."""
+    """Return the pipeline's schema of a stage's declared ``columns``."""
     return Schema([column(name, kind) for name, kind in columns.items()])
 
 

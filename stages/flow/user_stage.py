@@ -64,12 +64,12 @@ class UserStage(BaseModel, ABC):
 
     @abstractmethod
     def process(self, rows: StageRows) -> Any:
-        """The columns that :attr:`makes` names, or a :class:`~stages.flow.Drop` from a stage that
-        takes groups. It may be ``async``; a plain method runs in a thread."""
+        """Return the columns that :attr:`makes` names, or a :class:`~stages.flow.Drop` from a stage
+        that takes groups. It may be ``async``; a plain method runs in a thread."""
 
 
 def stage_class(name: str) -> type[UserStage]:
-    """The class that ``name`` stands for: ``module:Class``, or an entry point of the group
+    """Return the class that ``name`` stands for: ``module:Class``, or an entry point of the group
     ``asyncdock.stages``. Raises CodeUnusable."""
     key = "stages.use"
     candidate = find(key, name, {}, lambda: importlib.metadata.entry_points(group=ENTRY_POINTS))
@@ -82,7 +82,7 @@ def stage_class(name: str) -> type[UserStage]:
 def declaration_of(
     stage: UserStage, *, workers: int = 1, place: str = "stages"
 ) -> StageDeclaration:
-    """What ``stage`` declares. Raises FlowError with all that is wrong with it."""
+    """Return the declaration of ``stage``. Raises FlowError with all that is wrong with it."""
     name = stage.name or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(stage).__name__).lower()
     problems = []
     if not re.fullmatch(r"[a-z][a-z0-9_]{0,31}", name):
