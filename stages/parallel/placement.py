@@ -35,18 +35,18 @@ Rule = Literal["chunk", "query", "key_value"]
 
 
 def volume(box: Box) -> int:
-    """Number of elements in ``box``."""
+    """Return the number of elements in ``box``."""
     return prod(end - start for start, end in box)
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """The intersection of ``a`` and ``b``; None when it is empty."""
+    """Return the intersection of ``a`` and ``b``; None when it is empty."""
     common = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
     return common if all(start < end for start, end in common) else None
 
 
 def subtract(box: Box, hole: Box) -> Iterator[Box]:
-    """Disjoint boxes that cover ``box`` without ``hole``, which is inside it.
+    """Yield disjoint boxes that cover ``box`` without ``hole``, which is inside it.
 
     >>> list(subtract(((0, 4), (0, 4)), ((1, 2), (0, 3))))
     [((0, 1), (0, 4)), ((2, 4), (0, 4)), ((1, 2), (3, 4))]
@@ -62,8 +62,8 @@ def whole(shape: Sequence[int]) -> Box:
 
 
 def chunk(size: int, parts: int, index: int) -> Range:
-    """Part ``i`` by torch's rule (``torch.chunk``, DTensor ``Shard``, FSDP2): parts of ceil(size /
-    parts), the last ones shorter or empty.
+    """Return part ``i`` by torch's rule (``torch.chunk``, DTensor ``Shard``, FSDP2): parts of
+    ceil(size / parts), the last ones shorter or empty.
 
     >>> [chunk(5, 4, i) for i in range(4)]
     [(0, 2), (2, 4), (4, 5), (5, 5)]
@@ -73,7 +73,7 @@ def chunk(size: int, parts: int, index: int) -> Range:
 
 
 def head_ranges(heads: int, kv_heads: int, tp: int, rank: int) -> tuple[Range, Range]:
-    """Query heads and key-value heads of tensor-parallel rank ``rank``.
+    """Return the query heads and key-value heads of tensor-parallel rank ``rank``.
 
     Heads are never split, and a rank has the key-value heads that its query heads attend to. With
     more ranks than ``kv_heads``, several ranks hold the same one, as in vLLM.
@@ -153,7 +153,7 @@ class ModelState:
 
     @cached_property
     def costs(self) -> tuple[float, ...]:
-        """What a token costs in each layer: the weights that it meets there.
+        """The cost of a token in each layer: the weights that it meets there.
 
         The output head is counted in the last one, of embeddings one row in the first.
         """
@@ -193,7 +193,7 @@ class ModelState:
         return sum(p.nbytes for p in self.parameters if p.split and not p.expert)
 
     def named(self, names: Names) -> tuple[Tensor, ...]:
-        """The tensors of an engine that uses these names."""
+        """Return the tensors of an engine that uses these names."""
         return self.tensors if names == "hf" else tuple(_fused(self))
 
 
@@ -207,7 +207,7 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
 def model_state(config: Any, dtype: torch.dtype | None = None) -> ModelState:
-    """Returns the parameters of the causal language model of ``config`` (a transformers config),
+    """Return the parameters of the causal language model of ``config`` (a transformers config),
     read from a model on the meta device: no weights are made or loaded. ``dtype`` None: the
     config's. Raises :class:`LayoutError` for a config without attention heads, or with heads that
     do not form groups."""
@@ -250,8 +250,8 @@ def model_state(config: Any, dtype: torch.dtype | None = None) -> ModelState:
 def _parts(
     name: str, shape: tuple[int, ...], heads: int, kv_heads: int
 ) -> tuple[list[tuple[str, tuple[int, ...]]], int]:
-    """The parameters of the Hugging Face tensor ``name``, and the dimension along which they are
-    joined."""
+    """Return the parameters of the Hugging Face tensor ``name``, and the dimension along which they
+    are joined."""
     if name.endswith("experts.gate_up_proj"):
         of_expert = (shape[0], shape[1] // 2, shape[2])
         return [
@@ -310,7 +310,7 @@ _FUSED = {
 
 
 def _fused(model: ModelState) -> Iterator[Tensor]:
-    """The tensors under vLLM's names."""
+    """Yield the tensors under vLLM's names."""
     done: set[str] = set()
     for parameter in model.parameters:
         name = parameter.name
@@ -366,14 +366,15 @@ class Placement:
         return len(self.ranks)
 
     def nbytes(self, rank: int) -> int:
-        """Bytes of the tensors of ``rank``; 0 for a rank outside the layout."""
+        """Return the number of bytes of the tensors of ``rank``; 0 for a rank outside the
+        layout."""
         return sum(tensor.nbytes for tensor in self.ranks[rank]) if rank < self.world else 0
 
 
 def place(
     model: ModelState, layout: Layout, *, names: Names = "hf", dtype: torch.dtype | None = None
 ) -> Placement:
-    """Returns what each rank of ``layout`` holds of ``model``, in an engine's tensors.
+    """Return what each rank of ``layout`` holds of ``model``, in an engine's tensors.
 
     ``dtype`` None keeps the parameters' own. Raises :class:`LayoutError` when the layout does not
     fit the model.
@@ -394,7 +395,7 @@ def place(
 
 
 def train_placement(model: ModelState, layout: Layout) -> Placement:
-    """Returns what each rank of the train engine holds of ``model``: layers are split over tp and
+    """Return what each rank of the train engine holds of ``model``: layers are split over tp and
     then over data-parallel ranks, the other parameters over all ranks of their pipeline stage. With
     tp, not of a tensor that :func:`fused` names."""
     layout = replace(layout, etp=1)
@@ -411,7 +412,7 @@ def train_placement(model: ModelState, layout: Layout) -> Placement:
 
 
 def fused(model: ModelState) -> str:
-    """Returns the first tensor of a layer that has several matrices in one, or "".
+    """Return the first tensor of a layer that has several matrices in one, or "".
 
     Tensor-parallel ranks cut its rows, not each matrix; experts they do not cut.
     """
@@ -426,7 +427,7 @@ def fused(model: ModelState) -> str:
 
 
 def check_stages(model: ModelState, layout: Layout) -> None:
-    """Raises :class:`LayoutError` for more virtual stages than layers."""
+    """Raise :class:`LayoutError` for more virtual stages than layers."""
     if layout.virtual_stages > model.layers:
         stages = f"{layout.pp} stages" + (f" of {layout.vpp} parts" if layout.vpp > 1 else "")
         problem = f"{stages} are more than the {model.layers} layers"
@@ -453,9 +454,9 @@ def _check(model: ModelState, layout: Layout) -> None:
 
 @lru_cache(maxsize=64)
 def stage_layers(costs: tuple[float, ...], stages: int) -> tuple[range, ...]:
-    """The layers of each virtual stage, in order and at least one: those with the least sum of the
-    squares of the stages' costs, so that none takes much longer than the others. ``costs``: of each
-    layer.
+    """Return the layers of each virtual stage, in order and at least one: those with the least sum
+    of the squares of the stages' costs, so that none takes much longer than the others. ``costs``:
+    of each layer.
 
     >>> stage_layers((1.0, 1.0, 1.0, 1.0, 1.0, 4.0), 2)
     (range(0, 4), range(4, 6))
@@ -480,8 +481,8 @@ def stage_layers(costs: tuple[float, ...], stages: int) -> tuple[range, ...]:
 
 
 def _stages(model: ModelState, layout: Layout, parameter: Parameter) -> set[int]:
-    """The pipeline stages that hold ``parameter``: the first for embeddings, the last for what
-    follows the layers. Both hold tied embeddings."""
+    """Return the pipeline stages that hold ``parameter``: the first for embeddings, the last for
+    what follows the layers. Both hold tied embeddings."""
     if parameter.layer is not None:
         parts = stage_layers(model.costs, layout.virtual_stages)
         return {layout.stage_of(at) for at, layers in enumerate(parts) if parameter.layer in layers}
@@ -521,7 +522,7 @@ def _local(
 
 
 def _cut(model: ModelState, at: RankCoordinates, parameter: Parameter) -> Box:
-    """The box that tensor and expert parallelism leave of ``parameter``."""
+    """Return the box that tensor and expert parallelism leave of ``parameter``."""
     layout = at.layout
     box = list(whole(parameter.shape))
     tp, rank = (layout.expert_tp, at.etp) if parameter.expert else (layout.tp, at.tp)
@@ -538,7 +539,7 @@ def _cut(model: ModelState, at: RankCoordinates, parameter: Parameter) -> Box:
 
 
 def _shard(pieces: Iterable[Piece], rows: Range) -> Iterator[Piece]:
-    """The pieces within ``rows`` of the local tensor's dimension 0."""
+    """Yield the pieces within ``rows`` of the local tensor's dimension 0."""
     for piece in pieces:
         (start, end), first = piece.box[0], piece.at[0]
         low = max(rows[0], first)

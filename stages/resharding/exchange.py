@@ -69,7 +69,7 @@ class Part:
 
 
 def part_of(rank: int, slices: Round, world: int) -> Part:
-    """Returns the part of ``rank`` in the round ``slices``."""
+    """Return the part of ``rank`` in the round ``slices``."""
     sends = [0] * world
     receives = [0] * world
     begins = [0] * world
@@ -94,13 +94,13 @@ def part_of(rank: int, slices: Round, world: int) -> Part:
 
 
 def part_index(at: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[slice, ...]:
-    """Returns the index of the ``sizes`` elements at ``at`` of a tensor."""
+    """Return the index of the ``sizes`` elements at ``at`` of a tensor."""
     return tuple(slice(start, start + size) for start, size in zip(at, sizes, strict=True))
 
 
 def temporary_bytes(parts: Sequence[Part]) -> int:
-    """Bytes of the buckets of an exchange; what lies in shared memory counts for its sender and its
-    receiver."""
+    """Return the number of bytes of the buckets of an exchange; what lies in shared memory counts
+    for its sender and its receiver."""
     return sum(max((part.nbytes for part in parts[lane::2]), default=0) for lane in (0, 1))
 
 
@@ -112,7 +112,7 @@ def connect(
     group: dist.ProcessGroup | None,
     deadline: float,
 ) -> Exchange:
-    """Returns the exchange that all ranks of ``group`` use: shared memory when the tensors are on
+    """Return the exchange that all ranks of ``group`` use: shared memory when the tensors are on
     the CPU and every rank can open that of all others, else the group. ``deadline``: seconds for a
     round, and for this call."""
     if device.type != "cpu":
@@ -165,14 +165,14 @@ class GroupExchange:
         self._flying: list[Any] = [None, None]
 
     def _values(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sent and the received values, flat."""
+        """Return the sent and the received values, flat."""
         part = self._parts[number]
         values = self._buckets[number % 2][: part.nbytes].view(part.dtype)
         sent, received = values.split([sum(part.sends), sum(part.receives)])
         return sent, received
 
     def room(self, number: int) -> torch.Tensor:
-        """The buffer for what this rank sends in the round. Waits until no rank reads it."""
+        """Return the buffer for what this rank sends in the round. Waits until no rank reads it."""
         return self._values(number)[0]
 
     def start(self, number: int) -> None:
@@ -183,7 +183,7 @@ class GroupExchange:
         )
 
     def messages(self, number: int) -> Sequence[torch.Tensor]:
-        """The messages of the round by sender. Waits for them."""
+        """Return the messages of the round by sender. Waits for them."""
         _wait(self._flying[number % 2], self._deadline)
         return self._values(number)[1].split(self._parts[number].receives)
 

@@ -108,7 +108,8 @@ class Gather:
         self._compare(sent, received)
 
     def temporary_bytes(self) -> int:
-        """Bytes of the allocated buckets. Shared memory counts for its sender and its receiver."""
+        """Return the number of bytes of the allocated buckets. Shared memory counts for its sender
+        and its receiver."""
         return self._temporary if self._exchange else 0
 
     def _send(
@@ -180,7 +181,7 @@ class Gather:
 
 
 def _checksums(messages: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Checksums int64 [peers] of ``messages``, on the device.
+    """Return the checksums int64 [peers] of ``messages``, on the device.
 
     On a CPU xxh3; elsewhere the sum of the bits as integers, which every single wrong element
     changes and which needs no copy to the host.

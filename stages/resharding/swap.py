@@ -56,13 +56,13 @@ class State(Enum):
 
 
 def local_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters of ``model`` by name as this rank holds them, tied ones once: local tensors of
-    DTensors, or all."""
+    """Return the parameters of ``model`` by name as this rank holds them, tied ones once: local
+    tensors of DTensors, or all."""
     return {name: local_part(parameter.detach()) for name, parameter in model.named_parameters()}
 
 
 def training_state(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """This rank's gradients and optimizer state, as local tensors."""
+    """Yield this rank's gradients and optimizer state, as local tensors."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is not None:
@@ -77,7 +77,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def live_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the storages of ``tensors``, shared ones once.
+    """Return the number of bytes of the storages of ``tensors``, shared ones once.
 
     A storage that was resized to 0 has none.
     """
@@ -108,7 +108,7 @@ def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    """All of ``storage`` as uint8 [n]."""
+    """Return all of ``storage`` as uint8 [n]."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
@@ -199,9 +199,9 @@ class Swap:
 
     ``state`` returns the present gradients and optimizer state (:func:`training_state`).
     ``device``: the device of all of them; parts of ``state`` on other devices stay there. ``group``
-    has ``plan.world`` ranks, this one is number ``rank``.
-    ``deadline``: seconds for a round. ``watch`` is called at the end of each phase and after each
-    round. Methods are called from one thread, and on every rank of the group.
+    has ``plan.world`` ranks, this one is number ``rank``. ``deadline``: seconds for a round.
+    ``watch`` is called at the end of each phase and after each round. Methods are called from one
+    thread, and on every rank of the group.
     """
 
     def __init__(
@@ -357,12 +357,13 @@ class Swap:
         return self.arena.used
 
     def device_bytes(self) -> int:
-        """Bytes of training, of the rollout's tensors and of buckets on the device."""
+        """Return the number of bytes of training, of the rollout's tensors and of buckets on the
+        device."""
         rollout = sum(tensor.untyped_storage().nbytes() for tensor in self.rollout.values())
         return self.training_bytes() + rollout + self.temporary_bytes()
 
     def temporary_bytes(self) -> int:
-        """Bytes of the allocated buckets."""
+        """Return the number of bytes of the allocated buckets."""
         return self._gather.temporary_bytes()
 
     @property
@@ -371,7 +372,7 @@ class Swap:
         return self._gather.exchange
 
     def training_bytes(self) -> int:
-        """Bytes of weights, gradients and optimizer state on the device."""
+        """Return the number of bytes of weights, gradients and optimizer state on the device."""
         state = [t for t in self._training_state() if t.device.type == self.device.type]
         return live_bytes([*self._weights.values(), *state])
 
