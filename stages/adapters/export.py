@@ -41,7 +41,7 @@ def save_adapter(
 
 
 def load_adapter(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The matrices that :func:`save_adapter` has written, by their names in the model.
+    """Return the matrices that :func:`save_adapter` has written, by their names in the model.
 
     Those of a checkpoint are verified. Raises FilesDamaged.
     """
@@ -54,8 +54,8 @@ def load_adapter(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 
 def base_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The weights and saved buffers of ``model``, which has adapters, by their names without them,
-    tied ones once."""
+    """Return the weights and saved buffers of ``model``, which has adapters, by their names without
+    them, tied ones once."""
     once = {
         name: value.detach() for name, value in model.named_parameters() if not value.requires_grad
     }

@@ -63,12 +63,12 @@ class AdapterSwap:
         return 0
 
     def training_bytes(self) -> int:
-        """Bytes that come back for training: none have left."""
+        """Return the number of bytes that come back for training: none have left."""
         return 0
 
     def device_bytes(self) -> int:
-        """Bytes of both engines on the device, without keys and values; a base that they share
-        once."""
+        """Return the number of bytes of both engines on the device, without keys and values; a base
+        that they share once."""
         held = (value for value in self._trainer.held() if value.device.type == self.device.type)
         return live_bytes(
             [*self._rollout.tensors.values(), *self._trainer.shards().values(), *held]

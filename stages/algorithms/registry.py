@@ -24,7 +24,7 @@ ENTRY_POINTS = "asyncdock.algorithms"
 
 @cache
 def built_in() -> Mapping[str, type[Algorithm]]:
-    """The product's own algorithms, by name."""
+    """Return the product's own algorithms, by name."""
     algorithms: dict[str, type[Algorithm]] = {}
     for folder in pkgutil.iter_modules([str(Path(__file__).parent)]):
         if not folder.ispkg:
@@ -49,7 +49,7 @@ def built_in() -> Mapping[str, type[Algorithm]]:
 
 
 def build_algorithm(name: str, options: Mapping[str, Any]) -> Algorithm:
-    """The algorithm called ``name``; ``options`` are the fields of its class.
+    """Return the algorithm called ``name``; ``options`` are the fields of its class.
 
     Raises ValueError when the name is not known, or an option is unknown or out of range (all of
     them at once).
@@ -58,7 +58,7 @@ def build_algorithm(name: str, options: Mapping[str, Any]) -> Algorithm:
 
 
 def algorithm_class(name: str) -> type[Algorithm]:
-    """The class behind ``name``. Raises CodeUnusable."""
+    """Return the class behind ``name``. Raises CodeUnusable."""
     key = "algorithm.name"
     candidate = find(
         key, name, built_in(), lambda: importlib.metadata.entry_points(group=ENTRY_POINTS)

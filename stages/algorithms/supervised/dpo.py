@@ -80,7 +80,7 @@ class DPO(Algorithm):
         return {"preference": preference}
 
     def loss(self, tokens: TokenBatch) -> LossOutput:
-        """The mean over groups of each group's mean over pairs.
+        """Return the mean over groups of each group's mean over pairs.
 
         A response without a trained token is in no pair.
         """
@@ -117,5 +117,5 @@ class DPO(Algorithm):
 
 
 def _softplus(x: torch.Tensor) -> torch.Tensor:
-    """``log(1 + exp(x))``, which is minus the log of the sigmoid of -x."""
+    """Return ``log(1 + exp(x))``, which is minus the log of the sigmoid of -x."""
     return x.clamp(min=0) + (-x.abs()).exp().log1p()
