@@ -65,9 +65,8 @@ class TeacherUnreachable(ProblemError, ConnectionError):
 @dataclass(frozen=True)
 class TeacherOptions:
     """``url``: as ``http://127.0.0.1:8000/v1``. ``model``: its name there; "": the first that the
-    server lists.
-    ``timeout``: seconds of one request, of which ``retries`` follow one that fails, ``wait``
-    seconds later at first. ``key`` is sent as a bearer token, and stands in no message."""
+    server lists. ``timeout``: seconds of one request, of which ``retries`` follow one that fails,
+    ``wait`` seconds later at first. ``key`` is sent as a bearer token, and stands in no message."""
 
     url: str
     model: str = ""
@@ -121,7 +120,7 @@ class TeacherServer:
             await self._session.close()
 
     async def logprobs(self, rows: Sequence[tuple[list[int], list[int]]]) -> list[torch.Tensor]:
-        """Logprobs float32 [T] of the response of each (prompt, response).
+        """Return the logprobs float32 [T] of the response of each (prompt, response).
 
         Raises TeacherRefused, TeacherUnreachable.
         """
@@ -227,7 +226,7 @@ class TeacherServer:
 
 
 async def _parsed(text: str) -> dict[str, Any]:
-    """A JSON object; a long one is parsed in a thread. Raises ValueError."""
+    """Return a JSON object; a long one is parsed in a thread. Raises ValueError."""
     document = json.loads(text) if len(text) < 2**16 else await asyncio.to_thread(json.loads, text)
     if not isinstance(document, dict):
         raise ValueError("no object")
@@ -235,8 +234,8 @@ async def _parsed(text: str) -> dict[str, Any]:
 
 
 def logprobs_in(choice: Mapping[str, Any], ids: Sequence[int]) -> list[float]:
-    """The logprob of each token of the prompt ``ids`` in a server's ``choice``; 0 for the first,
-    which follows nothing. Raises TeacherRefused."""
+    """Return the logprob of each token of the prompt ``ids`` in a server's ``choice``; 0 for the
+    first, which follows nothing. Raises TeacherRefused."""
     entries = choice.get("prompt_logprobs")
     try:
         if entries:
@@ -259,7 +258,7 @@ def logprobs_in(choice: Mapping[str, Any], ids: Sequence[int]) -> list[float]:
 
 
 def api_key(variable: str) -> str:
-    """The value of the environment's ``variable``; "" without one.
+    """Return the value of the environment's ``variable``; "" without one.
 
     Raises TeacherRefused where it is not set.
     """

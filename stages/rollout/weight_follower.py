@@ -80,7 +80,7 @@ class ProbeRefused(SwapRefused):
     async def raise_alarm(
         self, index: Index, worker: str, version: int, before: Sequence[torch.Tensor] | None
     ) -> None:
-        """Where the rule asks for it.
+        """Raise an alarm where the rule asks for it.
 
         ``before``: what the engine finds with the weights before; None: it is not known.
         """
@@ -93,9 +93,8 @@ class ProbeRefused(SwapRefused):
 @dataclass(frozen=True)
 class SwapPolicy:
     """How weights are swapped. ``probe``: how far probed logprobs may lie from the trainer's (None:
-    nothing is probed).
-    ``timeout``: seconds for each of reading, loading, probing and resuming, and again for undoing
-    one of them. ``at_once``: replicas that may swap at the same time (0: all)."""
+    nothing is probed). ``timeout``: seconds for each of reading, loading, probing and resuming, and
+    again for undoing one of them. ``at_once``: replicas that may swap at the same time (0: all)."""
 
     probe: ProbeRule | None = None
     timeout: float = 120.0
@@ -395,7 +394,7 @@ class WeightFollower:
     async def _probe(
         self, published: Published, probe: Probe, judge: ProbeJudge
     ) -> dict[str, float]:
-        """Returns the gap to the trainer's logprobs, as fields of the event.
+        """Return the gap to the trainer's logprobs, as fields of the event.
 
         Raises SwapRefused when it is too large.
         """
@@ -426,7 +425,7 @@ class WeightFollower:
             raise RuntimeError(f"{late}; the worker restarts") from None
 
     async def _in_time(self, call: Coroutine[Any, Any, T], late: str) -> T:
-        """Returns the result of the engine's ``call``.
+        """Return the result of the engine's ``call``.
 
         Raises SwapRefused when it took too long and was undone, and RuntimeError when it was not
         undone in time either: the state of the engine is unknown then.

@@ -161,8 +161,8 @@ class Advantage(Stage):
 def rewards_of_groups(
     rows: TensorDict, groups: Sequence[int], members: Iterable[list[int]], scored: bool
 ) -> dict[int, list[float]]:
-    """The rewards of each group by its number, for the pass rate of its prompt: of the rows that
-    have one (``scored``: as the column ``scores`` says). A group that is to be dropped for a
+    """Return the rewards of each group by its number, for the pass rate of its prompt: of the rows
+    that have one (``scored``: as the column ``scores`` says). A group that is to be dropped for a
     failure, or has none, is left out."""
     counted = torch.ones(len(rows), dtype=torch.bool)
     dropped = torch.zeros(len(rows), dtype=torch.bool)
@@ -175,8 +175,8 @@ def rewards_of_groups(
 
 
 def spared(groups: Sequence[int], results: Sequence[Result], below: int) -> list[Result]:
-    """``results`` of the numbered ``groups``, in which a group from ``below`` on that would be
-    dropped gets the columns with which it is trained instead, where its Drop has any."""
+    """Return ``results`` of the numbered ``groups``, in which a group from ``below`` on that would
+    be dropped gets the columns with which it is trained instead, where its Drop has any."""
     return [
         result.instead
         if isinstance(result, Drop) and result.instead is not None and group >= below
@@ -193,7 +193,7 @@ def credits(
     truncated: Truncated = "train",
     rewards: Sequence[str] = (),
 ) -> tuple[list[list[int]], list[Result]]:
-    """The credit of each group of ``rows``, and the positions of its rows.
+    """Return the credit of each group of ``rows``, and the positions of its rows.
 
     ``groups`` names the group of each row; ``tokens`` has the length of each response. A group in
     which one of the functions ``rewards`` failed is dropped.
@@ -226,7 +226,7 @@ def _credit(
     tokens: Sequence[int],
     how: Truncated,
 ) -> Result:
-    """The credit of one group, and, but with "train", the mask of its responses that are not
+    """Return the credit of one group, and, but with "train", the mask of its responses that are not
     ``truncated``. Credit gets neither these, with "drop", nor those whose reward is ``absent``, and
     is 0 for them. Or a Drop, where too few are left, or where a 0 would teach something."""
     least = max(1, algorithm.least_group_size) if algorithm.credit_makes else 1
@@ -273,7 +273,7 @@ def _credit(
 
 
 def _with_zeros(column: Any, rows: Sequence[int], tokens: Sequence[int]) -> Any:
-    """The values of ``column`` at ``rows`` of a group, and zeros at its others: as many as
+    """Return the values of ``column`` at ``rows`` of a group, and zeros at its others: as many as
     ``tokens`` where it is ragged."""
     if isinstance(column, torch.Tensor):
         out = column.new_zeros(len(tokens), *column.shape[1:])

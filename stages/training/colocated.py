@@ -45,8 +45,8 @@ class Turn(DeviceLease):
 
     ``groups``: how many the gate will admit in all, without those that replace filtered ones.
     ``ahead``: training comes back as soon as nothing is left to generate; else when a batch is
-    claimed. ``every``: which versions are evaluated.
-    ``overlap``: an evaluation shares the engine with training samples.
+    claimed. ``every``: which versions are evaluated. ``overlap``: an evaluation shares the engine
+    with training samples.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class Turn(DeviceLease):
         return any(await first_of(self._changed.wait(), *gate, timeout=WAIT_SECONDS))
 
     async def _to_generate(self) -> tuple[bool, str]:
-        """Returns whether any rank has something to generate with the published version, admitted
+        """Return whether any rank has something to generate with the published version, admitted
         or to be admitted, and the position of the gate's topic."""
         status = await self.index.status()
         limit = min(status.gate, self.groups + status.filtered)
@@ -192,7 +192,8 @@ class Turn(DeviceLease):
         return bool(queue.ready or queue.leased or queue.parked), status.wait
 
     async def _due(self, version: int) -> bool:
-        """Whether a version up to ``version`` is to be evaluated, and none since has been."""
+        """Return whether a version up to ``version`` is to be evaluated, and none since has
+        been."""
         if self.evaluator is None:
             return False
         return newest_due(version, self.every, self.steps) > await newest_evaluated(self.index)

@@ -37,9 +37,8 @@ class SharedDevice(DeviceLease):
 
     ``plan`` is of the weights that are exchanged; None: they are adapters. ``controller`` runs this
     rank's rollout stage, which samples at ``temperature``. ``probe``: how far logprobs may lie from
-    the trainer's (None: they are not compared).
-    ``deadline``: seconds that a change may wait for another rank or for the engine. Raises what
-    :class:`Swap` raises.
+    the trainer's (None: they are not compared). ``deadline``: seconds that a change may wait for
+    another rank or for the engine. Raises what :class:`Swap` raises.
     """
 
     may_generate = False
@@ -103,7 +102,7 @@ class SharedDevice(DeviceLease):
                 await super().follow(order)
 
     def device_bytes(self) -> int:
-        """Returns the bytes on the device: its own count, or on the CPU the storages of weights,
+        """Return the bytes on the device: its own count, or on the CPU the storages of weights,
         gradients, optimizer state, keys and values, and buckets."""
         counted = devices.allocated(self.swap.device)
         return self.swap.device_bytes() + self.rollout.cache_bytes() if counted is None else counted

@@ -91,7 +91,8 @@ class SkippedSteps:
 
 
 def _rows(column: Any) -> list[Any]:
-    """The values of each row; a number that is not finite as text, which JSON has no number for."""
+    """Return the values of each row; a number that is not finite as text, which JSON has no number
+    for."""
     return [_plain(row.tolist()) for row in column.unbind()]
 
 

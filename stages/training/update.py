@@ -69,11 +69,11 @@ class Update(Stage):
     version when it is published (checkpoints); ``after_last`` is called when ``steps`` are done.
     With ``publish_first`` the weights that the run begins with are published too, for engines that
     are not built from its model. ``store`` is None where ranks pass the weights on themselves: only
-    the version is published then. ``device`` is what the engine computes on.
-    ``scored``: the column ``scores`` says which rows have a reward, as the run's own reward stage
-    writes it; else all have. ``skipped`` takes the steps with a loss or gradient that is not
-    finite; None: they end the run. ``critic``: a critic with a worker of its own, which trains on
-    the rows of each step beside ``engine``: a step is committed when both have."""
+    the version is published then. ``device`` is what the engine computes on. ``scored``: the column
+    ``scores`` says which rows have a reward, as the run's own reward stage writes it; else all
+    have. ``skipped`` takes the steps with a loss or gradient that is not finite; None: they end the
+    run. ``critic``: a critic with a worker of its own, which trains on the rows of each step beside
+    ``engine``: a step is committed when both have."""
 
     name = "update"
 
@@ -210,7 +210,7 @@ class Update(Stage):
     async def _train_or_skip(
         self, claim: Claim, stale: list[int]
     ) -> tuple[Mapping[str, float], str]:
-        """The metrics of a step on the claim's rows, or why none was taken. Raises
+        """Return the metrics of a step on the claim's rows, or why none was taken. Raises
         TooManySkipped."""
         try:
             metrics = await self._train(claim)
@@ -224,8 +224,8 @@ class Update(Stage):
         return metrics, ""
 
     async def _train(self, claim: Claim) -> Mapping[str, float]:
-        """The optimizer steps on the claim's rows, by all ranks, and by the critic beside them: of
-        both or of neither."""
+        """Make the optimizer steps on the claim's rows, by all ranks, and by the critic beside
+        them: of both or of neither."""
         if self.critic is None:
             return await self._train_policy(claim)
         critic = self.critic.send("train", claim=claim.record(), trained=self.trained)
@@ -264,9 +264,9 @@ class Update(Stage):
         return {**metrics, "train_cpu_share": min(1.0, share)}
 
     async def _reachable(self) -> bool:
-        """Whether engines can have the published version's weights: a trainer that is gone sends
-        them no more. Those that the run begins with were not published, unless an engine needs
-        them."""
+        """Return whether engines can have the published version's weights: a trainer that is gone
+        sends them no more. Those that the run begins with were not published, unless an engine
+        needs them."""
         record = (await self.dock.index.published_weights()).record
         if not record or self.store is None:
             return not self._publish_first
@@ -349,9 +349,9 @@ class Update(Stage):
 
 
 def probe_rows(before: Sequence[list[int]], batch: TensorDict, tokens: int) -> list[list[int]]:
-    """Sequences for the next probe: those of ``before``, the newest last, and of ``batch`` one row,
-    or as many groups' first rows as it takes for ``tokens`` to be probed. The oldest leave first,
-    where the others are enough."""
+    """Return the sequences for the next probe: those of ``before``, the newest last, and of
+    ``batch`` one row, or as many groups' first rows as it takes for ``tokens`` to be probed. The
+    oldest leave first, where the others are enough."""
     limits = (("prompt_ids", PROBE_PROMPT), ("response_ids", PROBE_RESPONSE))
     prompts, responses = (batch[name].unbind() for name, _ in limits)
     first = {group: number for number, group in reversed(list(enumerate(batch["group"].tolist())))}
@@ -379,9 +379,9 @@ def _probed_tokens(rows: Sequence[Sequence[int]]) -> int:
 
 
 def variety(claim: Claim, rows: TensorDict) -> dict[str, float]:
-    """Metrics of a step's ``rows``: ``distinct_responses``, the share of responses that are not
-    equal to another one; and ``equal_groups``, the share of groups whose rewards are all equal, of
-    those with any."""
+    """Return the metrics of a step's ``rows``: ``distinct_responses``, the share of responses that
+    are not equal to another one; and ``equal_groups``, the share of groups whose rewards are all
+    equal, of those with any."""
     out = {}
     if "response_ids" in rows:
         hashes = {
@@ -408,7 +408,7 @@ def variety(claim: Claim, rows: TensorDict) -> dict[str, float]:
 
 
 def rewarded(columns: Mapping[str, torch.Tensor] | TensorDict) -> torch.Tensor:
-    """bool [B]: the rows that have a reward (:func:`stages.rewards.scores.has_reward`)."""
+    """Return bool [B]: the rows that have a reward (:func:`stages.rewards.scores.has_reward`)."""
     if "scores" in columns:
         return has_reward(columns["scores"])
     return torch.ones(len(columns["reward"]), dtype=torch.bool)
@@ -425,9 +425,9 @@ def step_event(
     skipped: str = "",
     forecast: ForecastEvent | None = None,
 ) -> StepEvent:
-    """The event of a step on the rows of ``claim``. ``metrics`` are what the engine measured,
-    ``ledger`` the counts before the step, ``seconds`` those since the last step and those of
-    training. Of ``columns`` ``reward`` and ``scores`` are read, where the flow has them.
+    """Return the event of a step on the rows of ``claim``. ``metrics`` are what the engine
+    measured, ``ledger`` the counts before the step, ``seconds`` those since the last step and those
+    of training. Of ``columns`` ``reward`` and ``scores`` are read, where the flow has them.
     ``skipped``: why no step was taken. ``forecast``: the newest `forecast` event."""
     staleness = torch.tensor(stale, dtype=torch.float64)
     lengths = torch.from_numpy(claim.tokens.astype("float64"))
