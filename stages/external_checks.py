@@ -69,7 +69,7 @@ class Misfit(ProblemError, ValueError):
 
 
 def fingerprint(vocabulary: Mapping[str, int]) -> str:
-    """Returns the sha256, in hex, of a tokenizer's ``get_vocab()``: of the JSON list of its [id,
+    """Return the sha256, in hex, of a tokenizer's ``get_vocab()``: of the JSON list of its [id,
     token] pairs by id, then by token, in ASCII and without spaces.
 
     >>> fingerprint({"b": 1, "a": 0})[:16]
@@ -80,7 +80,7 @@ def fingerprint(vocabulary: Mapping[str, int]) -> str:
 
 
 def check_tokenizer(given: str, terms: Terms) -> None:
-    """Checks that a program's tokenizer, by its fingerprint, is the run's. Raises Misfit."""
+    """Check that a program's tokenizer, by its fingerprint, is the run's. Raises Misfit."""
     if terms.tokenizer and given != terms.tokenizer:
         problem = (
             f"{given[:12]}… is not the fingerprint of the run's vocabulary, {terms.tokenizer[:12]}…"
@@ -93,7 +93,7 @@ def check_tokenizer(given: str, terms: Terms) -> None:
 
 
 def check_columns(schema: Schema, columns: Columns, wanted: Sequence[str], rows: int) -> None:
-    """Checks that ``columns`` are the ``wanted`` ones, each with ``rows`` rows of its dtype and
+    """Check that ``columns`` are the ``wanted`` ones, each with ``rows`` rows of its dtype and
     shape. Raises Misfit, ColumnError."""
     for name in wanted:
         if name not in columns:
@@ -121,7 +121,7 @@ def check_columns(schema: Schema, columns: Columns, wanted: Sequence[str], rows:
 def check_responses(
     columns: Columns, terms: Terms, published: int, *, parked: bool = False
 ) -> list[tuple[int, int]]:
-    """Checks responses, completed or ``parked``, of the right dtypes and shapes, and returns
+    """Check responses, completed or ``parked``, of the right dtypes and shapes, and return
     (oldest version, tokens) of each. Raises Misfit."""
     ids, logprobs, versions = (columns[name] for name in PROGRESS)
     lengths = ids.lengths()
@@ -163,7 +163,7 @@ def check_responses(
 
 
 def check_rewards(columns: Columns) -> None:
-    """Checks that rewards float32 [B] are finite and scores float32 [B, K] finite or NaN (does not
+    """Check that rewards float32 [B] are finite and scores float32 [B, K] finite or NaN (does not
     apply), both within :data:`MOST_REWARD`. Raises Misfit."""
     reward = columns["reward"]
     scores = columns["scores"]
@@ -177,7 +177,7 @@ def check_rewards(columns: Columns) -> None:
 def check_logprobs(
     name: str, logprobs: Packed, tokens: torch.Tensor, least: float = LEAST_REFERENCE
 ) -> None:
-    """Checks that there is one logprob for each of ``tokens`` (int64 [B]), finite, from ``least``
+    """Check that there is one logprob for each of ``tokens`` (int64 [B]), finite, from ``least``
     to 0. Raises Misfit."""
     counts = logprobs.lengths()
     values = logprobs.values
@@ -191,14 +191,14 @@ def check_logprobs(
 
 
 def nbytes_of(layout: Layout) -> int:
-    """Returns the bytes of all tensors of ``layout``."""
+    """Return the number of bytes of all tensors of ``layout``."""
     return sum(
         getattr(torch, dtype).itemsize * math.prod(shape) for dtype, shape in layout.values()
     )
 
 
 def check_layout(found: Layout, wanted: Layout | None) -> None:
-    """Checks that weights have the names, dtypes and shapes of ``wanted``; None: any floating
+    """Check that weights have the names, dtypes and shapes of ``wanted``; None: any floating
     dtypes, and at most :data:`MOST_UNKNOWN_BYTES`. Raises Misfit with the column `weights`."""
     if not found:
         raise Misfit("weights", "has no tensor", "give all of the model's parameters")
@@ -235,7 +235,7 @@ def _check_tensor(name: str, dtype: str, shape: Sequence[int], wanted: Layout | 
 def checked_weights(
     weights: Iterable[tuple[str, torch.Tensor]], wanted: Layout | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields ``weights`` after checking that each is finite, and all of them with
+    """Yield ``weights`` after checking that each is finite, and all of them with
     :func:`check_layout`. Raises Misfit."""
     layout: dict[str, tuple[str, Sequence[int]]] = {}
     for name, value in weights:
@@ -261,7 +261,7 @@ def _some(names: Iterable[str], most: int = 8) -> str:
 def _oldest_versions(
     versions: Packed, lengths: torch.Tensor, published: int
 ) -> list[tuple[int, int]]:
-    """Returns (oldest version, tokens) of responses of ``lengths`` tokens, from their run-length
+    """Return (oldest version, tokens) of responses of ``lengths`` tokens, from their run-length
     encoded ``versions``."""
     name = "versions"
     fix = "give version, tokens, version, tokens, … of each response"
@@ -292,14 +292,14 @@ def _oldest_versions(
 
 
 def _rows(good: torch.Tensor, column: str, wrong: Callable[[int], str], fix: str) -> None:
-    """Raises Misfit with the first row for which ``good`` (bool [B]) is false."""
+    """Raise Misfit with the first row for which ``good`` (bool [B]) is false."""
     if not bool(good.all()):
         row = int((~good).nonzero()[0, 0])
         raise Misfit(column, f"row {row} {wrong(row)}", fix)
 
 
 def _values(good: torch.Tensor, packed: Packed, column: str, wrong: str, fix: str) -> None:
-    """Raises Misfit with the first value of ``packed`` for which ``good`` (bool [values]) is
+    """Raise Misfit with the first value of ``packed`` for which ``good`` (bool [values]) is
     false."""
     if not bool(good.all()):
         at = int((~good).nonzero()[0, 0])

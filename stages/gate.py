@@ -84,7 +84,7 @@ class Gate:
                 )
 
     async def _due(self, status: RunStatus) -> int:
-        """The number below which groups are due."""
+        """Return the number below which groups are due."""
         if self._pacer is None:
             return status.gate
         now, (admitted, done) = time.monotonic(), await self.dock.index.progress()
@@ -132,8 +132,8 @@ class Gate:
 
 
 def columns(prompts: Sequence[Prompt]) -> dict[str, object]:
-    """The columns that a prompt brings: its ids, and as JSON what its row gave, its other fields
-    and its responses."""
+    """Return the columns that a prompt brings: its ids, and as JSON what its row gave, its other
+    fields and its responses."""
     prompt_columns: dict[str, object] = {
         "prompt_ids": [prompt.ids[: prompt.context] for prompt in prompts],
         "given": [prompt.given_json for prompt in prompts],

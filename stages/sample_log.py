@@ -115,7 +115,7 @@ class SampleLog:
             os.replace(partial, path)
 
     def _room(self, taken: int) -> int:
-        """Bytes for all samples, ``taken`` of which are in use."""
+        """Return the number of bytes for all samples, ``taken`` of which are in use."""
         disk = shutil.disk_usage(self.folder)
         return min(
             self.most, max(0, taken + disk.free - min(RESERVED, int(disk.total * RESERVED_SHARE)))
@@ -139,11 +139,10 @@ def read(
     limit: int = 50,
     oldest_step: int = 0,
 ) -> tuple[list[Sample], str]:
-    """Samples below ``folder`` that are ``wanted``, newest step first, and the cursor of the next
-    page ("": no more).
-    ``after``: cursor of an earlier page. Reading ends at a step before ``oldest_step``, and pauses
-    after :data:`MOST_SCANNED` bytes, so that a page may hold few samples. Raises ValueError for an
-    invalid ``after``."""
+    """Return the samples below ``folder`` that are ``wanted``, newest step first, and the cursor of
+    the next page ("": no more). ``after``: cursor of an earlier page. Reading ends at a step before
+    ``oldest_step``, and pauses after :data:`MOST_SCANNED` bytes, so that a page may hold few
+    samples. Raises ValueError for an invalid ``after``."""
     samples: list[Sample] = []
     scanned = 0
     for number, place, line in _backwards(folder, after):
@@ -161,7 +160,7 @@ def read(
 
 
 def groups(folder: Path) -> Iterator[list[Sample]]:
-    """The samples of each group below ``folder`` by place, oldest step first.
+    """Yield the samples of each group below ``folder`` by place, oldest step first.
 
     One group is in memory at a time.
     """
@@ -182,7 +181,7 @@ def _parsed(line: bytes) -> Sample | None:
 
 
 def _backwards(folder: Path, after: str) -> Iterator[tuple[int, int, bytes]]:
-    """Lines from the last to the first, each with its file's number and its offset."""
+    """Yield the lines from the last to the first, each with its file's number and its offset."""
     last, _, until = after.partition(":")
     if after and not (after.isascii() and last.isdigit() and until.isdigit()):
         raise ValueError(
@@ -229,7 +228,7 @@ class Recorder:
         self.stopped = self._full = False
 
     async def read(self, step: int, claim: Claim, stale: Sequence[int]) -> list[Sample]:
-        """Copies of the claim's samples, in order of group and place."""
+        """Return copies of the claim's samples, in order of group and place."""
         if self.stopped:
             return []
         schema = self.dock.schema
@@ -318,7 +317,7 @@ class Recorder:
 
 
 def shown(given: str | Sequence[dict[str, str]]) -> str:
-    """A prompt as one text; a conversation of several messages is shown with the roles."""
+    """Return a prompt as one text; a conversation of several messages is shown with the roles."""
     if isinstance(given, str):
         return given
     if len(given) == 1:

@@ -32,8 +32,8 @@ def find(
     installed: Callable[[], importlib.metadata.EntryPoints],
     form: str = "module:Class",
 ) -> Any:
-    """The object that the recipe's ``key`` calls ``name``: one of ``built_in``, an ``installed``
-    entry point, or ``module:attribute``. Raises CodeUnusable."""
+    """Return the object that the recipe's ``key`` calls ``name``: one of ``built_in``, an
+    ``installed`` entry point, or ``module:attribute``. Raises CodeUnusable."""
     if name in built_in:
         return built_in[name]
     place = name
@@ -49,7 +49,8 @@ def find(
 
 
 def imported(place: str, key: str, name: str) -> Any:
-    """The attribute at ``place``, ``module:attribute``, which the recipe's ``key`` calls ``name``.
+    """Return the attribute at ``place``, ``module:attribute``, which the recipe's ``key`` calls
+    ``name``.
 
     Raises CodeUnusable with the reason and the line.
     """
@@ -75,8 +76,8 @@ def imported(place: str, key: str, name: str) -> Any:
 
 
 def _hidden(error: BaseException) -> str:
-    """The way out, when ``error`` shows that a module of the user's was meant where Python finds
-    one of PACKAGES."""
+    """Return the way out, when ``error`` shows that a module of the user's was meant where Python
+    finds one of PACKAGES."""
     module = None
     if isinstance(error, ImportError):
         module = error.name
@@ -116,8 +117,8 @@ async def call(function: Callable[..., Any], *arguments: Any, **named: Any) -> A
 
 
 def shown(value: Any) -> str:
-    """``value`` in an error message: a tensor or an array by its type and shape, anything else by
-    its beginning."""
+    """Return ``value`` in an error message: a tensor or an array by its type and shape, anything
+    else by its beginning."""
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         kind = str(value.dtype).removeprefix("torch.")
         return (f"a {type(value).__name__.lower()} of {kind} {[*map(str, value.shape)]}").replace(
@@ -131,8 +132,8 @@ def shown(value: Any) -> str:
 
 
 def place_in(frame: FrameType | None, function: Callable[..., Any]) -> str:
-    """File and line at which ``frame``, of a call of ``function`` that has not ended, is in the
-    file of ``function``."""
+    """Return the file and line at which ``frame``, of a call of ``function`` that has not ended, is
+    in the file of ``function``."""
     code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
     frames = traceback.extract_stack(frame) if frame is not None else []
     lines = [
@@ -146,9 +147,9 @@ def place_in(frame: FrameType | None, function: Callable[..., Any]) -> str:
 
 
 def place_of(error: BaseException, function: Callable[..., Any]) -> str:
-    """File and line at which ``error`` left the file of ``function``; the line where ``function``
-    begins when the error was raised before it, as with wrong arguments. Then the way out, where a
-    module of ours hides one that was meant."""
+    """Return the file and line at which ``error`` left the file of ``function``; the line where
+    ``function`` begins when the error was raised before it, as with wrong arguments. Then the way
+    out, where a module of ours hides one that was meant."""
     hidden = _hidden(error)
     place = _line_of(error, function)
     return f"{place}; {hidden}" if hidden else place

@@ -54,7 +54,7 @@ class NeedsOwnCode(Fatal, ValueError):
 
 @contextmanager
 def without_own_code(folder: Path) -> Iterator[None]:
-    """Raises NeedsOwnCode where transformers refuses the model in ``folder`` because code in it
+    """Raise NeedsOwnCode where transformers refuses the model in ``folder`` because code in it
     would have to be run."""
     try:
         yield
@@ -77,7 +77,7 @@ def without_own_code(folder: Path) -> Iterator[None]:
 
 
 def read_config(folder: Path) -> PretrainedConfig:
-    """Returns the config of the model in ``folder``.
+    """Return the config of the model in ``folder``.
 
     Raises NeedsOwnCode, and what transformers raises.
     """
@@ -155,7 +155,7 @@ class WeightFiles:
             yield key, parameters.get(key, ""), self._tensor(key)
 
     def shapes(self) -> dict[str, list[int]]:
-        """The shape of each tensor by its name in the checkpoint."""
+        """Return the shape of each tensor by its name in the checkpoint."""
         return dict(_shapes(self._files))
 
     def _tensor(
@@ -172,7 +172,7 @@ class WeightFiles:
 
 
 def open_skeleton(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, WeightFiles] | None:
-    """Returns the model in ``folder`` as ``from_pretrained`` makes it, in eval mode, but with its
+    """Return the model in ``folder`` as ``from_pretrained`` makes it, in eval mode, but with its
     parameters, all of ``dtype``, and saved buffers on the device ``meta``, and the files to read
     them from. Returns None for a checkpoint that is not read this way: without safetensors,
     quantised, or not exactly with the weights of its config."""
@@ -242,8 +242,8 @@ def materialize(model: nn.Module, device: torch.device) -> None:
 
 
 def plain_name(name: str) -> str:
-    """The name that a parameter of a model with adapters (stages/adapters) has in the model without
-    them."""
+    """Return the name that a parameter of a model with adapters (stages/adapters) has in the model
+    without them."""
     return name.replace(".base_layer.", ".")
 
 
@@ -262,7 +262,7 @@ class _Stored:
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """Returns the safetensors file of each tensor, by the tensor's name; empty where there are
+    """Return the safetensors file of each tensor, by the tensor's name; empty where there are
     none."""
     if (folder / INDEX).is_file():
         index = json.loads((folder / INDEX).read_text())
@@ -287,7 +287,8 @@ def _shapes(files: Mapping[str, Path]) -> Iterator[tuple[str, list[int]]]:
 
 
 def _parts(tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, Sequence[int]]]:
-    """What this process holds of ``tensor``: local tensors, and where each begins in the whole."""
+    """Return the parts of ``tensor`` that this process holds: local tensors, and where each begins
+    in the whole."""
     if not isinstance(tensor, DTensor):
         yield tensor, [0] * tensor.ndim
         return
@@ -319,8 +320,8 @@ def copy_part(tensor: torch.Tensor, value: torch.Tensor, first: int = 0) -> None
 def _pieces(
     converter: WeightConverter, sources: Mapping[str, Sequence[str]]
 ) -> Iterator[tuple[int | None, list[tuple[str, str]]]]:
-    """The conversions that make the whole parameter: of each, the row that it makes, None for all
-    of them, and its tensors as (pattern, name). Experts that are stacked are rows, which can be
+    """Yield the conversions that make the whole parameter: of each, the row that it makes, None for
+    all of them, and its tensors as (pattern, name). Experts that are stacked are rows, which can be
     made one by one."""
     stack, *then = converter.operations
     by_row = isinstance(stack, MergeModulelist) and stack.dim == 0
