@@ -29,7 +29,7 @@ FinishReason = Literal["stop", "length", "cut"]
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are sampled.
+    """The parameters with which tokens are sampled.
 
     Filters apply in the order temperature, top-k, top-p. Logprobs are those of the distribution
     after temperature and before top-k and top-p, which the trainer recomputes.
@@ -57,9 +57,8 @@ class Begun:
     token_ids: torch.Tensor  # int64 [T], T >= 1
     logprobs: torch.Tensor  # float32 [T]
     versions: tuple[tuple[int, int], ...]
-    routed_experts: torch.Tensor | None = (
-        None  # uint8 or int16 [P + T - 1, layers * top-k], where the run has the column
-    )
+    # uint8 or int16 [P + T - 1, layers * top-k], where the run has the column
+    routed_experts: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -224,8 +223,8 @@ class CuttingEngine(Protocol):
     """A rollout engine that can end what is in flight, to be continued by another one."""
 
     async def cut(self) -> None:
-        """At the next token boundary, every response with a token of its present request ends as
-        "cut"; the others wait."""
+        """End every response with a token of its present request as "cut" at the next token
+        boundary; the others wait."""
 
 
 @runtime_checkable
@@ -235,8 +234,8 @@ class StreamingEngine(Protocol):
     def stream(
         self, requests: Sequence[GroupRequest], *, alternatives: int = 0
     ) -> AsyncIterator[Token | Completion]:
-        """As :meth:`RolloutEngine.generate`; before a response's completion come its new tokens, in
-        order, each with as many ``alternatives``."""
+        """Generate as :meth:`RolloutEngine.generate` does; before a response's completion come its
+        new tokens, in order, each with as many ``alternatives``."""
 
 
 @runtime_checkable
@@ -288,7 +287,7 @@ class ColocatedEngine(RolloutEngine, Protocol):
         """Return the number of bytes of keys and values on the device; 0 while it sleeps."""
 
     async def sleep(self) -> None:
-        """From the next token boundary on, compute nothing and free all device memory but
+        """Stop computing at the next token boundary, and free all device memory but
         :attr:`tensors`. Every response with a token of its present request ends as "cut"; the
         others wait, and new requests are accepted."""
 

@@ -27,9 +27,9 @@ Parts = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True)
 class Scores:
-    """How a layer makes attention weights from queries and keys: products times ``scaling``, then
-    ``softcap`` · tanh(score / ``softcap``), of the last ``window`` keys (the query's own is one of
-    them). ``fused``: by fused kernels."""
+    """The way in which a layer makes attention weights from queries and keys: products times
+    ``scaling``, then ``softcap`` · tanh(score / ``softcap``), of the last ``window`` keys (the
+    query's own is one of them). ``fused``: by fused kernels."""
 
     scaling: float
     window: int | None = None
@@ -38,7 +38,7 @@ class Scores:
 
     @classmethod
     def of(cls, query: torch.Tensor, options: Mapping[str, Any], fused: bool = True) -> Scores:
-        """From the arguments of a transformers attention function."""
+        """Build it from the arguments of a transformers attention function."""
         scaling = options.get("scaling")
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         return cls(scaling, options.get("sliding_window"), options.get("softcap"), fused)
@@ -214,8 +214,8 @@ def _by_matmul_backward(given: Parts, hidden: torch.Tensor | None, scores: Score
 
 
 def _grouped(x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """In float32 or wider, [B, KV heads, H / KV heads · n, D] of ``x`` [B, H, n, D]: the queries of
-    a key are one matrix."""
+    """Return ``x`` [B, H, n, D] as [B, KV heads, H / KV heads · n, D] in float32 or wider: the
+    queries of a key are one matrix."""
     grouped = x.reshape(x.shape[0], k.shape[1], -1, x.shape[-1])
     return grouped.to(wide(x))
 

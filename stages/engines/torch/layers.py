@@ -72,7 +72,7 @@ def use_fused_layers(model: Any, fused: Mapping[str, Callable[..., torch.Tensor]
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """As torch's ``linear``, up to the order of sums."""
+    """Compute torch's ``linear``, up to the order of sums."""
     if not _in_float32_on_cpu(x, weight):
         return nn.functional.linear(x, weight, bias)
     return _Linear.apply(x, weight, bias)  # type: ignore[no-any-return, no-untyped-call]

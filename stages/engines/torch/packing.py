@@ -105,9 +105,9 @@ class PackedBatch:
 
 @dataclass
 class Feeding:
-    """What a model is fed: its attention reads it, in the forward and where that is computed again
-    for the backward. ``limit``: tokens of a sequence at most; ``fused``: by the device's fused
-    attention where it has one."""
+    """The packed batch that a model is fed: its attention reads it, in the forward and where that
+    is computed again for the backward. ``limit``: tokens of a sequence at most; ``fused``: by the
+    device's fused attention where it has one."""
 
     limit: int
     fused: bool = True

@@ -50,7 +50,7 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class MiniBatch:
-    """What one optimizer step trains on."""
+    """The rows and micro-batches that one optimizer step trains on."""
 
     batch: TrainBatch
 

@@ -46,8 +46,8 @@ Result = TypeVar("Result")
 
 
 def _repeatable(compute: Callable[..., Result]) -> Callable[..., Result]:
-    """Of an engine's methods: with its number of threads, which decides the order of sums, and
-    deterministic algorithms."""
+    """Wrap a method of an engine: it runs with the engine's number of threads, which decides the
+    order of sums, and deterministic algorithms."""
 
     @wraps(compute)
     def wrapped(self: TorchTrainEngine, *arguments: Any) -> Result:

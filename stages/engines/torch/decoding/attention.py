@@ -31,7 +31,7 @@ class PrefillStep:
 
 @dataclass(frozen=True)
 class SharedPrompts:
-    """Which of R rows share which of g prompts, at most n rows a prompt."""
+    """The prompts that rows share: R rows, g prompts, at most n rows a prompt."""
 
     members: torch.Tensor  # int64 [g, n]: rows of each prompt, padded with 0
     place: torch.Tensor  # int64 [R]: index of each row in the flattened members

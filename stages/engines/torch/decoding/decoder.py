@@ -288,7 +288,7 @@ class TorchDecoder:
 
     @contextmanager
     def alone(self, row: int) -> Iterator[None]:
-        """Within it the batch is row number ``row`` alone.
+        """Reduce the batch to row number ``row`` inside the context.
 
         No static step: its padding would overwrite other rows.
         """

@@ -41,8 +41,8 @@ Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Where parameters are kept: ``holder.attribute`` has the tensor that ``build`` makes from the
-    parameters ``names``."""
+    """The place where parameters are kept: ``holder.attribute`` has the tensor that ``build`` makes
+    from the parameters ``names``."""
 
     names: tuple[str, ...]
     holder: Any

@@ -125,7 +125,7 @@ def keep_from(weights: torch.Tensor, top_k: Sequence[int], top_p: Sequence[float
 
 
 def invert(weights: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
-    """For each row of ``weights`` [R, V] >= 0: the index at which its cumulative sum exceeds
+    """Return for each row of ``weights`` [R, V] >= 0 the index at which its cumulative sum exceeds
     ``points`` [R] of the total. Works in two levels, blocks and then the members of one block, so
     that weights are read once. Never returns an index of weight 0. Sums have the dtype of
     ``points``."""

@@ -65,9 +65,9 @@ def _interface(coordinates: RankCoordinates, store: dist.Store) -> str:
 
 
 def prove(secret: bytes, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
-    """Each rank of ``group`` proves to the others that it knows ``secret``, which it read from the
-    store in which the ranks met. A process of another user that has connected to a rank's port
-    cannot. Raises ``PermissionError``."""
+    """Prove to the other ranks of ``group`` that this one knows ``secret``, which it read from the
+    store in which the ranks met, and check their proofs. A process of another user that has
+    connected to a rank's port cannot. Raises ``PermissionError``."""
 
     def proof(rank: int) -> bytes:
         return hmac.digest(

@@ -71,7 +71,7 @@ class Placeholder(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class PipelineStage:
-    """What a rank has of the model for one virtual stage."""
+    """The part of the model that a rank has for one virtual stage."""
 
     number: int
 
@@ -364,7 +364,7 @@ class Pipeline(MicroBatchRunner):
 
 
 class _Mail:
-    """What this rank sends and receives while a pipeline runs.
+    """The messages that this rank sends and receives while a pipeline runs.
 
     From each other rank it receives what comes next in that rank's order; one of them is always
     asked for ahead.

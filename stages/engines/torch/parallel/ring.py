@@ -53,8 +53,8 @@ class Tile:
 
 
 def _tile(own: Segment, at: int, first: int, keys: slice) -> Tile:
-    """Of ``own``, which is at ``at``, over ``keys``, of which the first one has position
-    ``first``."""
+    """Return the tile of ``own``, which is at ``at``, over ``keys``, of which the first one has
+    position ``first``."""
     return Tile(
         slice(at, at + own.length),
         keys,
@@ -63,7 +63,7 @@ def _tile(own: Segment, at: int, first: int, keys: slice) -> Tile:
 
 
 class Ring:
-    """How the ranks of ``group`` compute the attention of ``packed`` together.
+    """The plan by which the ranks of ``group`` compute the attention of ``packed`` together.
 
     ``tokens`` int64 [ranks, n]: which of them each has, its parts of ``prompts`` first, then those
     of responses; -1: none. ``of_prompts``: this rank's tiles over the keys of all prompts;
@@ -127,7 +127,7 @@ class Ring:
         packed: PackedBatch,
         scores: Scores,
     ) -> Tensor:
-        """As :func:`~stages.engines.torch.packing.attention`, of this rank's tokens."""
+        """Compute :func:`~stages.engines.torch.packing.attention` of this rank's tokens."""
         return _RingAttention.apply(q, torch.cat([k, v], -1), sinks, self, scores)  # type: ignore[no-any-return, no-untyped-call]
 
     def all_prompts(self, kv: Tensor) -> Tensor:

@@ -312,8 +312,8 @@ class Sharded(Parallel):
         )
 
     def save_pretrained(self, path: Path, state: Mapping[str, Any] | None) -> None:
-        """Every rank calls this, unless ``state`` is given. Rank 0 writes files of at most
-        ``FILE_BYTES``, or of one tensor."""
+        """Write the model in files of at most ``FILE_BYTES``, or of one tensor, on rank 0. Every
+        rank calls this, unless ``state`` is given."""
         packed_model = self.packed_model
         model = packed_model.model
         dtype = packed_model.dtype
