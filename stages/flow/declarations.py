@@ -1,4 +1,4 @@
-"""What stages and algorithms declare of the columns that they read and write.
+"""The declarations of stages and algorithms: the columns that they read and write.
 
 Importing this needs no torch.
 
@@ -79,7 +79,8 @@ class StageDeclaration:
 
 @dataclass(frozen=True)
 class Declared:
-    """What a recipe's own stages declare, and which of their columns its reward functions read."""
+    """The declarations of a recipe's own stages, and their columns that its reward functions
+    read."""
 
     stages: tuple[StageDeclaration, ...]
     reads: Columns

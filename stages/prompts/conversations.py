@@ -36,7 +36,7 @@ Span = tuple[int, int]  # begin and end, of characters or tokens
 
 @dataclass(frozen=True)
 class Response:
-    """``ids``: the tokens of a given response. ``spans``: those that are trained, the assistant's
+    """A given response: ``ids``, its tokens; ``spans``, those that are trained, the assistant's
     turns."""
 
     ids: list[int]

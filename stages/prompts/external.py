@@ -122,9 +122,8 @@ class ExternalPrompts:
                     f"it is longer than {self.formatter.limits.tokens} tokens, "
                     f"{self.formatter.limits.why}"
                 )
-            except (
-                Exception
-            ) as error:  # a chat template may raise anything, and no prompt may end the run
+            except Exception as error:
+                # a chat template may raise anything, and no prompt may end the run
                 reason = (
                     str(error)
                     if isinstance(error, PromptError)

@@ -132,11 +132,8 @@ def open_file(path: Path) -> BinaryIO:
         raise path_error(
             path, f"does not exist, seen from {Path.cwd()}", "give another path"
         ) from None
-    except (
-        OSError,
-        RuntimeError,
-        ValueError,
-    ) as error:  # not allowed; an unknown home directory; a zero character
+    except (OSError, RuntimeError, ValueError) as error:
+        # not allowed; an unknown home directory; a zero character
         fix = "give a file that can be read"
         raise path_error(path, f"cannot be opened ({error})", fix) from None
     if not os.fstat(file.fileno()).st_size:

@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Prompt:
-    """``ids`` int64 [P] as the model reads them; ``text`` that they spell (chat template included);
-    ``given``, the prompt as its row had it; ``fields``, the row's other columns, which reward
-    functions get. ``responses`` that its row gives continue the first ``context`` tokens (None:
-    all)."""
+    """A prompt: ``ids`` int64 [P] as the model reads them; ``text`` that they spell (chat template
+    included); ``given``, the prompt as its row had it; ``fields``, the row's other columns, which
+    reward functions get. ``responses`` that its row gives continue the first ``context`` tokens
+    (None: all)."""
 
     ids: torch.Tensor
     text: str

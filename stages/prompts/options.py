@@ -28,8 +28,8 @@ Kind = Literal["jsonl", "parquet", "datasets", "reasoning_gym", "builtin", "exte
 
 @dataclass(frozen=True)
 class PromptLimits:
-    """How long a prompt may be: ``tokens``, for the reason ``why``, and ``nbytes`` of its row as
-    JSON. ``response``: tokens of a given response that are kept at most. None: no limit."""
+    """The limits of a prompt's length: ``tokens``, for the reason ``why``, and ``nbytes`` of its
+    row as JSON. ``response``: tokens of a given response that are kept at most. None: no limit."""
 
     tokens: int | None = None
     why: str = "prompts.max_prompt_tokens"

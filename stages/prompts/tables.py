@@ -32,8 +32,8 @@ MOST_GENERATED = 1_000_000  # rows of a reasoning_gym task with a size
 
 
 class Table:
-    """``rows`` by their numbers: anything with ``len`` that returns mappings by number. ``about``
-    says for people which files they are of."""
+    """A table of rows by their numbers. ``rows``: anything with ``len`` that returns mappings by
+    number. ``about`` says for people which files they are of."""
 
     about = ""
 
@@ -87,9 +87,8 @@ def open_rows(options: PromptOptions, seed: int) -> Table | Callable[[int], Row]
                 return _builtin(task, options.config, options.column, seed)
     except PromptError:
         raise
-    except (
-        Exception
-    ) as error:  # of a library that reads a file, or of a function that returns a dataset
+    except Exception as error:
+        # of a library that reads a file, or of a function that returns a dataset
         source = path if options.path else task
         raise PromptError(
             f"{source} cannot be read ({type(error).__name__}: {error})", "correct it"
