@@ -41,8 +41,8 @@ MOST_PROMPTS = 65536
 
 @dataclass(frozen=True)
 class PassRate:
-    """How the groups of a prompt did: ``reward``, the mean of the last one; ``taught``, whether any
-    had different rewards; ``streak``, the number of groups in a row that had not."""
+    """The outcome of a prompt's groups: ``reward``, the mean of the last one; ``taught``, whether
+    any had different rewards; ``streak``, the number of groups in a row that had not."""
 
     reward: float
     taught: bool
@@ -108,7 +108,8 @@ class Difficulty:
             del self.rates[next(iter(self.rates))]
 
     def count(self, key: str, rewards: Sequence[float]) -> None:
-        """A group of the prompt ``key`` leaves: what the index does, for a loop without one."""
+        """Count a group of the prompt ``key`` that leaves, as the index does, for a loop without
+        one."""
         reward, taught = outcome(rewards)
         before = self.rates.get(key, PassRate(0.0, False, 0))
         self.put(

@@ -38,10 +38,11 @@ Layout = Mapping[str, tuple[str, Sequence[int]]]
 
 @dataclass(frozen=True)
 class Terms:
-    """What an external program must know of a run: the model's number of tokens, how responses are
-    drawn (:class:`stages.engines.protocols.SamplingParams`), the seed, the number of reward
-    functions, the weights that an external trainer publishes (None: the model is not known, or the
-    run trains it itself), and the fingerprint of the tokenizer's vocabulary (:func:`fingerprint`).
+    """The facts of a run that an external program must know: the model's number of tokens, how
+    responses are drawn (:class:`stages.engines.protocols.SamplingParams`), the seed, the number of
+    reward functions, the weights that an external trainer publishes (None: the model is not known,
+    or the run trains it itself), and the fingerprint of the tokenizer's vocabulary
+    (:func:`fingerprint`).
     """
 
     vocabulary: int

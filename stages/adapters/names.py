@@ -1,4 +1,4 @@
-"""Which layers of a model have an adapter, and the names of its two matrices in the model.
+"""The layers of a model that have an adapter, and the names of its two matrices in the model.
 
 q_proj.weight ─▶ q_proj.base_layer.weight   q_proj.lora_A.default.weight   q_proj.lora_B.default.weight
 """

@@ -68,7 +68,7 @@ def adapted(model: nn.Module) -> dict[str, Any]:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """While it lasts, ``model`` computes without its adapters. peft's own switch would also
+    """Let ``model`` compute without its adapters inside the context. peft's own switch would also
     unfreeze or freeze them."""
     layers = adapted(model).values()
     for layer in layers:

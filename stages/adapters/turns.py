@@ -21,12 +21,13 @@ if TYPE_CHECKING:
 
 
 class AdapterSwap:
-    """What :class:`~stages.training.shared_device.SharedDevice` calls of a
-    :class:`~stages.resharding.swap.Swap`.
+    """The methods of :class:`~stages.resharding.swap.Swap` that
+    :class:`~stages.training.shared_device.SharedDevice` calls, for a run that trains adapters.
 
     Both engines compute with the weights of the base, so neither frees them; where the trainer has
     them whole, its own become the engine's tensors. What it has beside them, for the adapters, is a
-    few hundredths of that, and stays too: only the engine's KV cache goes."""
+    few hundredths of that, and stays too: only the engine's KV cache goes.
+    """
 
     waited = 0.0  # seconds, for training's bytes
     moved = 0  # bytes, to the engine

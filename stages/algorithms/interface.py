@@ -1,4 +1,4 @@
-"""What an algorithm is: the columns that it reads and makes, its credit, its loss.
+"""The interface of an algorithm: the columns that it reads and makes, its credit, its loss.
 
 Importing this needs no torch.
 
@@ -59,9 +59,8 @@ class TokenBatch:
     group: torch.Tensor | None = None
     # float32 [T], the column row_weight at each token, where a stage makes one
     weight: torch.Tensor | None = None
-    entropy: torch.Tensor | None = (
-        None  # float32 [T], nats, of the policy at each token, without gradient; torch engines
-    )
+    # float32 [T], nats, of the policy at each token, without gradient; torch engines
+    entropy: torch.Tensor | None = None
     # float32 [T], with gradient, of the value head, where the algorithm has one
     values: torch.Tensor | None = None
     # int64 [T], index into AGES of each token, where the update stage gives it
@@ -122,11 +121,11 @@ class TokenBatch:
 
 @dataclass(frozen=True)
 class LossOutput:
-    """``loss`` is this micro-batch's share of the mini-batch's loss: the shares add up.
+    """The loss of a micro-batch, and its metrics.
 
-    ``metrics`` are detached scalars; those of all micro-batches are added (``mean`` of the batch:
-    divide by a ``total_*`` inside), except names that begin with ``max_``, of which the largest is
-    kept.
+    ``loss`` is this micro-batch's share of the mini-batch's loss: the shares add up. ``metrics``
+    are detached scalars; those of all micro-batches are added (``mean`` of the batch: divide by a
+    ``total_*`` inside), except names that begin with ``max_``, of which the largest is kept.
     """
 
     loss: torch.Tensor

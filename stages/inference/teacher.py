@@ -64,9 +64,10 @@ class TeacherUnreachable(ProblemError, ConnectionError):
 
 @dataclass(frozen=True)
 class TeacherOptions:
-    """``url``: as ``http://127.0.0.1:8000/v1``. ``model``: its name there; "": the first that the
-    server lists. ``timeout``: seconds of one request, of which ``retries`` follow one that fails,
-    ``wait`` seconds later at first. ``key`` is sent as a bearer token, and stands in no message."""
+    """The address of a teacher server, and its limits. ``url``: as ``http://127.0.0.1:8000/v1``.
+    ``model``: its name there; "": the first that the server lists. ``timeout``: seconds of one
+    request, of which ``retries`` follow one that fails, ``wait`` seconds later at first. ``key`` is
+    sent as a bearer token, and stands in no message."""
 
     url: str
     model: str = ""

@@ -1,4 +1,4 @@
-"""What a step of a train engine's ranks sends, in bytes, by strategy: arithmetic on sizes, as the
+"""The bytes that a step of a train engine's ranks sends, by strategy: arithmetic on sizes, as the
 engine's calls are.
 
     all-gather of n shards     (n - 1) · shard             all-reduce       2 (n - 1) / n · tensor

@@ -268,8 +268,8 @@ class Layout:
 
 @dataclass(frozen=True)
 class RankCoordinates:
-    """Where ``rank`` sits in ``layout``: its place along each axis that decides what it holds or
-    computes."""
+    """The coordinates of ``rank`` in ``layout``: its place along each axis that decides what it
+    holds or computes."""
 
     layout: Layout
     rank: int

@@ -109,7 +109,7 @@ class Strategies(RankSizes):
 
     @property
     def shards(self) -> int:
-        """Of them, so many divide the weights; the others hold copies."""
+        """The number of replicas that divide the weights; the others hold copies."""
         return self.ranks // self.dp_replicate
 
 

@@ -97,8 +97,8 @@ def head_ranges(heads: int, kv_heads: int, tp: int, rank: int) -> tuple[Range, R
 
 @dataclass(frozen=True)
 class Split:
-    """How tensor parallelism splits a parameter: along ``dim`` in units of ``unit`` elements, by
-    torch's chunk rule or by the model's heads."""
+    """The way in which tensor parallelism splits a parameter: along ``dim`` in units of ``unit``
+    elements, by torch's chunk rule or by the model's heads."""
 
     dim: int
     unit: int = 1

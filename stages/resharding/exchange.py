@@ -258,7 +258,7 @@ class SharedExchange:
         return self._open[-1]
 
     def reached(self) -> None:
-        """Called when all ranks have opened everything.
+        """Close all descriptors but the pipes, when all ranks have opened everything.
 
         From then on the end of a rank closes its pipes.
         """
@@ -273,7 +273,7 @@ class SharedExchange:
         return self._buckets[self._rank][number % 2][: part.sent_bytes].view(part.dtype)
 
     def start(self, number: int) -> None:
-        """The other ranks see the buffer when all ranks meet."""
+        """Do nothing: the other ranks see the buffer when all ranks meet."""
 
     def messages(self, number: int) -> Sequence[torch.Tensor]:
         if number == len(self._parts) - 1:

@@ -63,9 +63,9 @@ Round = tuple[Slice, ...]
 
 @dataclass(frozen=True)
 class ReshardPlan:
-    """``slices``: everything that has to arrive, once. ``rounds``: the slices that travel between
-    ranks, split so that in each round no rank sends and receives more than ``bucket_bytes``
-    together. A round has one dtype."""
+    """The plan of a reshard. ``slices``: everything that has to arrive, once. ``rounds``: the
+    slices that travel between ranks, split so that in each round no rank sends and receives more
+    than ``bucket_bytes`` together. A round has one dtype."""
 
     source: Placement
     target: Placement

@@ -181,10 +181,8 @@ def plain_scores(result: Any, rows: int) -> Scores:
         values = _values(result, rows)
     except CallFailed:
         raise
-    except (
-        Exception,
-        SystemExit,
-    ) as error:  # code of the user: an iterator, or a class with a length
+    except (Exception, SystemExit) as error:
+        # code of the user: an iterator, or a class with a length
         raise CallFailed(f"returned what cannot be read: {_shown(error)}", misfit=True) from error
     if len(values) != rows:
         count = (

@@ -44,8 +44,9 @@ def mean_of(values: torch.Tensor, counted: torch.Tensor) -> float | None:
 
 @dataclass(frozen=True)
 class RewardScores:
-    """``scores`` float32 [B, K]: one column per function. ``total`` float32 [B]: the sum of score
-    times weight, to which functions that failed or do not apply add nothing."""
+    """The scores of B responses. ``scores`` float32 [B, K]: one column per function. ``total``
+    float32 [B]: the sum of score times weight, to which functions that failed or do not apply add
+    nothing."""
 
     scores: torch.Tensor
     total: torch.Tensor

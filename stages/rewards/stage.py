@@ -75,7 +75,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ErrorPolicy:
-    """What is done about a reward function that fails: that raises, returns no scores, takes more
+    """The treatment of a reward function that fails: that raises, returns no scores, takes more
     than ``timeout`` seconds for a call, or ends its process. The rows of a failed call are called
     one by one, and ``retries`` times more, those of an async function at the same time. At most
     ``concurrency`` calls of async functions run at once. But where the function has returned, its

@@ -92,9 +92,10 @@ class ProbeRefused(SwapRefused):
 
 @dataclass(frozen=True)
 class SwapPolicy:
-    """How weights are swapped. ``probe``: how far probed logprobs may lie from the trainer's (None:
-    nothing is probed). ``timeout``: seconds for each of reading, loading, probing and resuming, and
-    again for undoing one of them. ``at_once``: replicas that may swap at the same time (0: all)."""
+    """The policy by which weights are swapped. ``probe``: how far probed logprobs may lie from the
+    trainer's (None: nothing is probed). ``timeout``: seconds for each of reading, loading, probing
+    and resuming, and again for undoing one of them. ``at_once``: replicas that may swap at the same
+    time (0: all)."""
 
     probe: ProbeRule | None = None
     timeout: float = 120.0
@@ -323,7 +324,7 @@ class WeightFollower:
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
-        """While it lasts, this engine may swap."""
+        """Wait until this engine may swap, and hold its turn inside the context."""
         if not self.policy.at_once:
             yield
             return

@@ -80,17 +80,17 @@ class Turn(DeviceLease):
     # ── called by the controllers of rank 0 ──
 
     def no_batch(self) -> None:
-        """The update stage has found nothing to claim."""
+        """Record that the update stage has found nothing to claim."""
         self._no_batch = True
         self._changed.set()
 
     def no_rows(self) -> None:
-        """The rollout stage has found nothing to claim."""
+        """Record that the rollout stage has found nothing to claim."""
         self._no_rows = True
         self._changed.set()
 
     def over(self) -> None:
-        """The update stage has ended: all that it claimed is trained."""
+        """Record that the update stage has ended: all that it claimed is trained."""
         self._over.set()
         self._changed.set()
 
@@ -98,7 +98,7 @@ class Turn(DeviceLease):
 
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
-        """While it lasts, training has the device. To be asked for with a claimed batch."""
+        """Give the device to training inside the context. To be asked for with a claimed batch."""
         self._requested = granted = asyncio.Event()
         self._no_batch = False
         self._changed.set()
@@ -110,8 +110,8 @@ class Turn(DeviceLease):
             self._changed.set()
 
     async def give_to_training(self) -> None:
-        """Training has the device when this returns; the other ranks follow with the next call that
-        they make together. For use after :meth:`run`."""
+        """Give the device to training before this returns; the other ranks follow with the next
+        call that they make together. For use after :meth:`run`."""
         if self.device.state is State.GENERATING:
             await self._leave()
         await self.device.ready()

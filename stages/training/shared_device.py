@@ -86,7 +86,7 @@ class SharedDevice(DeviceLease):
 
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
-        """For ranks other than 0: the train engine has the device, since rank 0 has ordered
+        """Give the device to the train engine on a rank other than 0, whose rank 0 has ordered
         "return"."""
         await self.ready()
         yield

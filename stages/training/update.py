@@ -65,15 +65,15 @@ class SamplesGone(Passing, RuntimeError):
 
 
 class Update(Stage):
-    """``version``: policy version of the engine's weights. ``after_step`` is called with each new
-    version when it is published (checkpoints); ``after_last`` is called when ``steps`` are done.
-    With ``publish_first`` the weights that the run begins with are published too, for engines that
-    are not built from its model. ``store`` is None where ranks pass the weights on themselves: only
-    the version is published then. ``device`` is what the engine computes on. ``scored``: the column
-    ``scores`` says which rows have a reward, as the run's own reward stage writes it; else all
-    have. ``skipped`` takes the steps with a loss or gradient that is not finite; None: they end the
-    run. ``critic``: a critic with a worker of its own, which trains on the rows of each step beside
-    ``engine``: a step is committed when both have."""
+    """The update stage. ``version``: policy version of the engine's weights. ``after_step`` is
+    called with each new version when it is published (checkpoints); ``after_last`` is called when
+    ``steps`` are done. With ``publish_first`` the weights that the run begins with are published
+    too, for engines that are not built from its model. ``store`` is None where ranks pass the
+    weights on themselves: only the version is published then. ``device`` is what the engine
+    computes on. ``scored``: the column ``scores`` says which rows have a reward, as the run's own
+    reward stage writes it; else all have. ``skipped`` takes the steps with a loss or gradient that
+    is not finite; None: they end the run. ``critic``: a critic with a worker of its own, which
+    trains on the rows of each step beside ``engine``: a step is committed when both have."""
 
     name = "update"
 
@@ -313,7 +313,7 @@ class Update(Stage):
         return self.store.publish(self.trained, weights, self.probe, *part)
 
     def over(self) -> None:
-        """Nothing more will be trained."""
+        """Record that nothing more will be trained."""
         self._over.set()
 
     async def until_taken(self, engines: Sequence[str]) -> None:

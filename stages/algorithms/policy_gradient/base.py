@@ -1,5 +1,5 @@
-"""What the policy-gradient algorithms share: ratio, clip, corrections, KL to the reference, and the
-mean over a batch.
+"""The part that the policy-gradient algorithms share: ratio, clip, corrections, KL to the
+reference, and the mean over a batch.
 
 reward ─▶ credit ─▶ advantage ─┐
 rollout_logprobs, logprobs ────┴▶ surrogate(ratio, advantage) × weight (+ kl_coef × KL) ─▶ mean of tokens or of rows
@@ -141,7 +141,7 @@ class PolicyGradient(Algorithm):
         return self
 
     def under(self, staleness: int) -> tuple[Self, str]:
-        """With ``correction = "auto"`` resolved (docs/measurements/staleness.md)."""
+        """Resolve ``correction = "auto"`` (docs/measurements/staleness.md)."""
         if self.correction != "auto":
             return self, ""
         if staleness < CORRECTED_FROM:

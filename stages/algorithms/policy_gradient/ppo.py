@@ -111,7 +111,7 @@ class ValueLearner(Algorithm):
 
 
 class CriticTraining(ValueLearner):
-    """What a critic with an engine of its own is trained with: the value loss, on the column
+    """The algorithm that trains a critic with an engine of its own: the value loss, on the column
     ``values`` that it has made."""
 
     credit_makes: ClassVar[Columns] = {}
