@@ -133,7 +133,8 @@ class LossOutput:
 
 
 def with_defaults(**values: Any) -> Callable[[type[Derived]], type[Derived]]:
-    """Class decorator: an algorithm that differs from its base by the defaults of some options."""
+    """Decorate the class of an algorithm that differs from its base by the defaults of some
+    options."""
 
     def changed(algorithm: type[Derived]) -> type[Derived]:
         for name, value in values.items():

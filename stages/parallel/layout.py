@@ -192,7 +192,8 @@ class Layout:
         return self.stage_of(self.virtual_stages - 1)
 
     def filled(self, micro_batches: int) -> int:
-        """Micro-batches of a step with the idle ones that its order of passes needs."""
+        """Return the number of micro-batches of a step with the idle ones that its order of passes
+        needs."""
         return filled(self.pp, self.vpp, micro_batches, self.pipeline)
 
     def orders(self, micro_batches: int, *, backward: bool = True) -> list[list[Action]]:

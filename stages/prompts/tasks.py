@@ -95,10 +95,10 @@ def _arithmetic(completion: str, wanted: Sequence[Number]) -> float:
 
 
 def exact_number(completions: Completions, answer: list[Any], **_: Any) -> list[float | None]:
-    """1.0 when a response answers with the number of the row, whatever other text there is, else
-    0.0. That is the number in the last ``\\boxed{}``, in ``<answer>`` tags, or after ``####``, else
-    the last one (:mod:`stages.rewards.answers`). The answer is a number, a text with one, or a list
-    of which one is to be met. A row without an answer has no score."""
+    """Return 1.0 when a response answers with the number of the row, whatever other text there is,
+    else 0.0. That is the number in the last ``\\boxed{}``, in ``<answer>`` tags, or after ``####``,
+    else the last one (:mod:`stages.rewards.answers`). The answer is a number, a text with one, or a
+    list of which one is to be met. A row without an answer has no score."""
     return [
         None if wanted is None else float(_is_right(text(completion), number_of(wanted)))
         for completion, wanted in zip(completions, answer, strict=True)

@@ -104,7 +104,7 @@ def _short(text: str) -> str:
 
 
 def parse_plain(text: str, *arguments: Any, **options: Any) -> Any:
-    """sympy's ``parse_expr`` of a :func:`plain_expression`."""
+    """Return sympy's ``parse_expr`` of a :func:`plain_expression`."""
     from sympy.parsing.sympy_parser import parse_expr
 
     return parse_expr(plain_expression(text), *arguments, **options)

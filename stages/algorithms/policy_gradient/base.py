@@ -294,7 +294,8 @@ class GroupCompared(PolicyGradient):
     )
 
     def credit(self, group: Mapping[str, Any]) -> Mapping[str, Any] | Drop:
-        """:meth:`advantage` of the rewards. Equal rewards, and a group of one, give zeros."""
+        """Return :meth:`advantage` of the rewards. Equal rewards, and a group of one, give
+        zeros."""
         rewards = group["reward"].float()
         return self.compared(rewards, dropped_by=rewards)
 

@@ -126,8 +126,8 @@ class DAPO(GRPO):
         return {MASK: OPTIONAL[MASK]} if self.longest_response else {}
 
     def credit(self, group: Mapping[str, Any]) -> Mapping[str, Any] | Drop:
-        """GRPO's of the rewards with the penalty ``(longest - overlong - length) / overlong``, cut
-        to [-1, 0]. Tokens that ``loss_mask`` leaves out do not count."""
+        """Return GRPO's credit of the rewards with the penalty ``(longest - overlong - length) /
+        overlong``, cut to [-1, 0]. Tokens that ``loss_mask`` leaves out do not count."""
         if not self.longest_response:
             return super().credit(group)
         rewards = group["reward"].float()

@@ -250,7 +250,7 @@ class MockRolloutEngine:
         self._arm()
 
     def _cut(self) -> None:
-        """Rows with a token of their present request leave, the others stay. The clock is
+        """End the rows with a token of their present request; the others stay. The clock is
         stopped."""
         staying = []
         for end, joined, row in self._decoding:

@@ -42,7 +42,8 @@ def refusal(
 
 @lru_cache(maxsize=64)
 def _refusal(folder: Path, text: str, side: Side, tp: bool, pp: bool, context: int | None) -> str:
-    """``text``: the config's content, so that a changed config is read again."""
+    """Return :func:`refusal`, computed once for each content of the config. ``text``: that content,
+    so that a changed config is read again."""
     try:
         config = read_config(folder)
     except NeedsOwnCode:

@@ -57,7 +57,8 @@ class DataFiles:
 
 
 def describe_left_out(counts: dict[str, int]) -> str:
-    """
+    """Say which splits are left out, as the end of a sentence.
+
     >>> describe_left_out({"test": 2}), describe_left_out({})
     ("; left out: split 'test' (2 files)", '')
     """

@@ -82,7 +82,7 @@ class PackedLinear(nn.Module):
             layer.weight.data = part.to(layer.weight.dtype)
 
     def forward(self, hidden: torch.Tensor, after: str = "none") -> torch.Tensor:
-        """``after``: "none", or "swish" of what is returned."""
+        """Return the linear layers' output. ``after``: "none", or "swish" of what is returned."""
         if self.adapter is None:
             return torch.ops.mkldnn._linear_pointwise(hidden, self.packed, self.bias, after, [], "")
         out = self._adapted(

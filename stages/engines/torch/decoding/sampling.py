@@ -151,7 +151,8 @@ def invert(weights: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
 
 
 def _in_blocks(rows: torch.Tensor, filling: float) -> torch.Tensor:
-    """[R, V] as [R, V / size, size]. Only odd vocabularies are padded, because padding copies."""
+    """Return [R, V] as [R, V / size, size]. Only odd vocabularies are padded, because padding
+    copies."""
     vocabulary = rows.shape[1]
     size = math.gcd(vocabulary, BLOCK)
     if size < 32:

@@ -66,7 +66,7 @@ def cuts(model: PreTrainedModel, tp: int) -> list[tuple[nn.Module, str]]:
 
 
 def planned_cuts(model: PreTrainedModel) -> list[tuple[nn.Module, str]]:
-    """:func:`cuts` for any number of ranks: the numbers of heads are not looked at."""
+    """Return :func:`cuts` for any number of ranks: the numbers of heads are not looked at."""
     config = model.config.get_text_config()
     kind = type(model).__name__
     plan = config.base_model_tp_plan
@@ -195,7 +195,7 @@ class _Tokens:
         return alike.redistribute(placements=[Shard(whole.ndim - 2)]).to_local()
 
     def of_words(self, whole: torch.Tensor) -> torch.Tensor:
-        """:meth:`own` of [1, S, H] from embeddings.
+        """Return :meth:`own` of [1, S, H] from embeddings.
 
         Nothing is sent for their gradient: a rank has that of its tokens, times the ranks, since
         FSDP takes the mean over tensor-parallel ranks of what lies outside of layers.

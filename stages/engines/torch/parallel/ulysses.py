@@ -28,9 +28,9 @@ def attention_by_heads(
     packed: PackedBatch,
     scores: Scores,
 ) -> Tensor:
-    """:func:`~stages.engines.torch.packing.attention` of this rank's n tokens: ``q`` [n, H, D],
-    ``k`` [n, KV heads, D], ``v`` [n, KV heads, E]. ``where`` int64 [S]: place of each packed token
-    among those of all ranks, [ranks · n]."""
+    """Compute :func:`~stages.engines.torch.packing.attention` of this rank's n tokens: ``q`` [n, H,
+    D], ``k`` [n, KV heads, D], ``v`` [n, KV heads, E]. ``where`` int64 [S]: place of each packed
+    token among those of all ranks, [ranks · n]."""
     size = group.size()
     even = [len(q)] * group.size()
     copies = math.lcm(k.shape[1], size) // k.shape[1]
