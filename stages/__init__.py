@@ -1,2 +1,2 @@
-"""What happens to samples: prompts, rollout, reward, reference, advantage, update, weight sync,
-evaluation."""
+"""The stages that a sample passes: prompts, rollout, reward, reference, advantage, update, weight
+sync, evaluation."""

@@ -40,14 +40,14 @@ class DeviceMissing(Fatal, RuntimeError):
 
 
 def select(name: str = AUTO) -> torch.device:
-    """Returns the device ``name``: ``auto`` is the accelerator if there is one, else the CPU;
+    """Return the device ``name``: ``auto`` is the accelerator if there is one, else the CPU;
     ``npu`` imports torch_npu, which adds the device to torch. A number selects one of several
     (``cuda:1``). Raises :class:`DeviceMissing`."""
     if name == AUTO:
-        found = (
+        accelerator = (
             torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         )
-        return torch.device("cpu") if found is None else select(found.type)
+        return torch.device("cpu") if accelerator is None else select(accelerator.type)
     kind, _, number = name.partition(":")
     if kind == "cpu":
         return torch.device("cpu")
@@ -76,13 +76,13 @@ def select(name: str = AUTO) -> torch.device:
 
 
 def on_cpu(name: str) -> bool:
-    """Whether :func:`select` returns the CPU for ``name``."""
+    """Return whether :func:`select` returns the CPU for ``name``."""
     return name.partition(":")[0] == "cpu" or (name == AUTO and select().type == "cpu")
 
 
 def memory_bytes(name: str) -> int | None:
-    """Memory of the accelerator that :func:`select` returns for ``name``; None for the CPU, and
-    where that is not known."""
+    """Return the memory of the accelerator that :func:`select` returns for ``name``; None for the
+    CPU, and where that is not known."""
     try:
         device = select(name)
         module: Any = torch.get_device_module(device)
@@ -94,14 +94,14 @@ def memory_bytes(name: str) -> int | None:
 
 
 def may_fork() -> bool:
-    """Whether a process that has imported torch, and used no device, may be forked. torch's own
-    backends initialise at their first use; a plugin backend (torch_npu) may initialise at its
+    """Return whether a process that has imported torch, and used no device, may be forked. torch's
+    own backends initialise at their first use; a plugin backend (torch_npu) may initialise at its
     import."""
     return torch._C._get_privateuse1_backend_name() == "privateuseone"
 
 
 def of_rank(device: torch.device, rank: int) -> torch.device:
-    """Returns the device of this kind that process ``rank`` of a node uses, round robin.
+    """Return the device of this kind that process ``rank`` of a node uses, round robin.
 
     ``device`` itself when it has a number, and on the CPU.
     """
@@ -117,42 +117,43 @@ def use(device: torch.device) -> None:
 
 
 def backend(device: torch.device) -> str:
-    """The ``torch.distributed`` backend for this device's tensors: gloo, nccl, hccl."""
+    """Return the ``torch.distributed`` backend for this device's tensors: gloo, nccl, hccl."""
     return torch.distributed.get_default_backend_for_device(device)
 
 
 def splits_groups(device: torch.device) -> bool:
-    """Whether :func:`backend` can split a process group. torch's device meshes split one that is
-    bound to a device, so only such a group may be: NCCL and XCCL split; HCCL does not, up to
-    torch_npu 2.13."""
+    """Return whether :func:`backend` can split a process group. torch's device meshes split one
+    that is bound to a device, so only such a group may be: NCCL and XCCL split; HCCL does not, up
+    to torch_npu 2.13."""
     return device.type in ("cuda", "xpu")
 
 
 def widest_float(device: torch.device) -> torch.dtype:
-    """The dtype of sums that need many bits: float64, but float32 on NPUs and Apple's GPUs, which
-    do not compute in it."""
+    """Return the dtype of sums that need many bits: float64, but float32 on NPUs and Apple's GPUs,
+    which do not compute in it."""
     return torch.float32 if device.type in ("npu", "mps") else torch.float64
 
 
 def multiplies_into_float32(device: torch.device) -> bool:
-    """Whether ``torch.mm`` accepts ``out_dtype=torch.float32`` for bfloat16 matrices on the
+    """Return whether ``torch.mm`` accepts ``out_dtype=torch.float32`` for bfloat16 matrices on the
     device."""
     return device.type == "cuda" and torch.version.cuda is not None
 
 
 def has_flash_attention(device: torch.device) -> bool:
-    """Whether torch has FlashAttention's kernels for 16-bit numbers on the device."""
+    """Return whether torch has FlashAttention's kernels for 16-bit numbers on the device."""
     return device.type == "cuda"
 
 
 def fused_attention(
     device: torch.device,
 ) -> tuple[Callable[..., tuple[torch.Tensor, ...]], ...] | None:
-    """Attention and its gradient by the device's own kernel for 16-bit numbers, as ``forward(q, k,
-    v, causal, hidden, scale)`` and ``backward((gradient, q, k, v, out, total), causal, hidden,
-    scale)`` of :mod:`stages.engines.torch.attention`; None: it has none beside torch's. torch_npu's
-    has not been run by this project. Source: torch_npu.npu_fusion_attention, whose backward takes
-    maximum and sum of the softmax over keys that it does not see, as in a ring."""
+    """Return attention and its gradient by the device's own kernel for 16-bit numbers, as
+    ``forward(q, k, v, causal, hidden, scale)`` and ``backward((gradient, q, k, v, out, total),
+    causal, hidden, scale)`` of :mod:`stages.engines.torch.attention`; None: it has none beside
+    torch's. torch_npu's has not been run by this project. Source: torch_npu.npu_fusion_attention,
+    whose backward takes maximum and sum of the softmax over keys that it does not see, as in a
+    ring."""
     if device.type != "npu":
         return None
     npu = importlib.import_module("torch_npu")
@@ -170,12 +171,12 @@ def fused_attention(
         hidden: torch.Tensor | None,
         scale: float,
     ) -> tuple[torch.Tensor, ...]:
-        given = (x.contiguous() for x in (q, k, v))
-        found = npu.npu_fusion_attention(
-            *given, q.shape[1], "BNSD", scale=scale, **seen(q, causal, hidden)
+        inputs = (x.contiguous() for x in (q, k, v))
+        outputs = npu.npu_fusion_attention(
+            *inputs, q.shape[1], "BNSD", scale=scale, **seen(q, causal, hidden)
         )
         # maximum and sum: float32 [B, H, n, 8], 8 times the same
-        return found[0], (found[1] + found[2].log())[..., 0]
+        return outputs[0], (outputs[1] + outputs[2].log())[..., 0]
 
     def backward(
         given: tuple[torch.Tensor, ...], causal: bool, hidden: torch.Tensor | None, scale: float
@@ -196,25 +197,25 @@ def fused_attention(
 
 @functools.cache
 def _compressed_causal_mask(device: torch.device) -> torch.Tensor:
-    """What npu_fusion_attention takes for a causal mask of any length (its mode 2): bool [2048,
-    2048], 4 MiB."""
+    """Return the tensor that npu_fusion_attention takes for a causal mask of any length (its mode
+    2): bool [2048, 2048], 4 MiB."""
     with torch.inference_mode(False):
         return torch.ones(2048, 2048, dtype=torch.bool, device=device).triu_(1)
 
 
 def fused_layers(device: torch.device) -> dict[str, Callable[..., torch.Tensor]]:
-    """Fused functions with gradients that are installed for the device: ``rms_norm(x, weight,
-    epsilon)`` and ``swiglu(gate, up)``. Liger Kernel's (extra ``kernels``) go before the device's
-    own; none for a CPU. Liger's and torch_npu's have not been run by this project."""
+    """Return fused functions with gradients that are installed for the device: ``rms_norm(x,
+    weight, epsilon)`` and ``swiglu(gate, up)``. Liger Kernel's (extra ``kernels``) go before the
+    device's own; none for a CPU. Liger's and torch_npu's have not been run by this project."""
     if device.type not in ("cuda", "npu"):
         return {}
-    found: dict[str, Callable[..., torch.Tensor]]
+    functions: dict[str, Callable[..., torch.Tensor]]
     if device.type == "npu":
         npu = importlib.import_module("torch_npu")
-        found = {"rms_norm": lambda x, weight, epsilon: npu.npu_rms_norm(x, weight, epsilon)[0]}
-        found["swiglu"] = lambda gate, up: npu.npu_swiglu(torch.cat([gate, up], -1))
+        functions = {"rms_norm": lambda x, weight, epsilon: npu.npu_rms_norm(x, weight, epsilon)[0]}
+        functions["swiglu"] = lambda gate, up: npu.npu_swiglu(torch.cat([gate, up], -1))
     else:
-        found = {
+        functions = {
             "rms_norm": lambda x, weight, epsilon: torch.nn.functional.rms_norm(
                 x, weight.shape, weight, epsilon
             )
@@ -223,11 +224,11 @@ def fused_layers(device: torch.device) -> dict[str, Callable[..., torch.Tensor]]
         norm = importlib.import_module("liger_kernel.ops.rms_norm").LigerRMSNormFunction
         swiglu = importlib.import_module("liger_kernel.ops.swiglu").LigerSiLUMulFunction
     except ImportError:
-        return found
-    found["rms_norm"] = lambda x, weight, epsilon: norm.apply(
+        return functions
+    functions["rms_norm"] = lambda x, weight, epsilon: norm.apply(
         x, weight, epsilon, 0.0, "llama", False
     )
-    return found | {"swiglu": swiglu.apply}
+    return functions | {"swiglu": swiglu.apply}
 
 
 @contextmanager
@@ -254,8 +255,8 @@ def deterministic(device: torch.device) -> Iterator[None]:
 
 
 def host_empty(nbytes: int, device: torch.device) -> torch.Tensor:
-    """uint8 [nbytes] of host memory for copies from and to ``device``, page-locked where that is
-    faster."""
+    """Return uint8 [nbytes] of host memory for copies from and to ``device``, page-locked where
+    that is faster."""
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
 
 
@@ -266,7 +267,8 @@ def synchronize(device: torch.device) -> None:
 
 
 def allocated(device: torch.device) -> int | None:
-    """Bytes of live tensors on ``device``; None on the CPU, where torch does not count them.
+    """Return the number of bytes of live tensors on ``device``; None on the CPU, where torch does
+    not count them.
 
     The device's own module is asked: ``torch.accelerator`` raises for torch_npu up to 2.12, and for
     mps.
@@ -287,7 +289,7 @@ def release_cached(device: torch.device) -> None:
 
 
 def stream(device: torch.device) -> Any:
-    """A new stream of ``device`` for copies beside compute; None on the CPU."""
+    """Return a new stream of ``device`` for copies beside compute; None on the CPU."""
     return None if device.type == "cpu" else torch.get_device_module(device).Stream()
 
 
@@ -301,7 +303,7 @@ def mark(stream: Any) -> Any:
 
 
 def seconds_between(start: Any, end: Any) -> float:
-    """Seconds between two events of :func:`mark` that have happened."""
+    """Return the seconds between two events of :func:`mark` that have happened."""
     return end - start if isinstance(start, float) else start.elapsed_time(end) / 1000
 
 
@@ -335,7 +337,7 @@ def fetch(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
 def record(
     device: torch.device, act: Callable[[], torch.Tensor]
 ) -> tuple[Callable[[], Any], torch.Tensor]:
-    """Returns a function that runs ``act`` again on the same tensors, and the tensor of its
+    """Return a function that runs ``act`` again on the same tensors, and the tensor of its
     results. Where the device can (:func:`new_graph`), it replays a recording; else ``act`` is
     called, as where something in it may not be recorded: in float32 the experts of a layer read
     numbers back to the host, in bfloat16 they do not."""
@@ -367,8 +369,8 @@ def _say_not_recorded(reason: str) -> None:
 
 
 def new_graph(device: torch.device) -> Any:
-    """A graph for a recording on ``device``: ``torch.accelerator.Graph`` (torch 2.13, where the
-    device implements it), or CUDA's own before that; else None."""
+    """Return a graph for a recording on ``device``: ``torch.accelerator.Graph`` (torch 2.13, where
+    the device implements it), or CUDA's own before that; else None."""
     if device.type == "cuda" and not hasattr(torch.accelerator, "Graph"):
         return _CudaGraph()
     if device.type == "cpu" or not hasattr(torch.accelerator, "Graph"):

@@ -38,7 +38,7 @@ SOURCE_CANN = (
 
 
 def device_fix(name: str) -> str:
-    """Returns the fix for ``name``, which is not the name of a device."""
+    """Return the fix for ``name``, which is not the name of a device."""
     kind = name.partition(":")[0]
     close = (
         [OTHERWISE[kind]]
@@ -50,7 +50,7 @@ def device_fix(name: str) -> str:
 
 
 def device_fault(name: str, devices: Path = Path("/dev")) -> tuple[str, str] | None:
-    """Returns what is wrong with the device ``name`` on this machine and the fix, or None."""
+    """Return what is wrong with the device ``name`` on this machine and the fix, or None."""
     kind, _, number = name.partition(":")
     if not re.match(PATTERN, name):
         return "is not the name of a device", device_fix(name)
@@ -86,7 +86,7 @@ def device_fault(name: str, devices: Path = Path("/dev")) -> tuple[str, str] | N
 
 @functools.cache
 def plugin_fault() -> tuple[str, str] | None:
-    """Returns what is wrong with an installed plugin that torch imports at its own import, and the
+    """Return what is wrong with an installed plugin that torch imports at its own import, and the
     fix, or None. torch_npu is one; where it cannot be loaded, torch cannot either, and no run can
     begin, on a CPU neither."""
     torch: Any = sys.modules.get("torch")
@@ -112,7 +112,7 @@ def _plugins() -> list[str]:
 
 
 def visible_devices(kind: str, devices: Path = Path("/dev")) -> list[str]:
-    """Returns the devices of ``kind`` that a process started here would see, as the variable that
+    """Return the devices of ``kind`` that a process started here would see, as the variable that
     hides others names them; none where their number is not known without the driver."""
     if not sys.platform.startswith("linux") or (kind == "cuda" and _cpu_build()):
         return []
@@ -126,7 +126,7 @@ def visible_devices(kind: str, devices: Path = Path("/dev")) -> list[str]:
 
 
 def _cpu_build() -> str:
-    """The version of an installed torch that was built without devices, or ""."""
+    """Return the version of an installed torch that was built without devices, or ""."""
     try:
         version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:

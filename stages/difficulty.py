@@ -41,8 +41,8 @@ MOST_PROMPTS = 65536
 
 @dataclass(frozen=True)
 class PassRate:
-    """How the groups of a prompt did: ``reward``, the mean of the last one; ``taught``, whether any
-    had different rewards; ``streak``, the number of groups in a row that had not."""
+    """The outcome of a prompt's groups: ``reward``, the mean of the last one; ``taught``, whether
+    any had different rewards; ``streak``, the number of groups in a row that had not."""
 
     reward: float
     taught: bool
@@ -50,7 +50,8 @@ class PassRate:
 
 
 def outcome(rewards: Sequence[float]) -> tuple[float, bool]:
-    """Mean of a group's rewards, and whether they differ, so that the group teaches something.
+    """Return the mean of a group's rewards, and whether they differ, so that the group teaches
+    something.
 
     >>> outcome([0.0, 1.0, 0.0, 0.0]), outcome([1.0, 1.0])
     ((0.25, True), (1.0, False))
@@ -61,16 +62,16 @@ def outcome(rewards: Sequence[float]) -> tuple[float, bool]:
 
 
 def share(rate: PassRate | None) -> float:
-    """The probability that a candidate is taken: 1 of a new one, and of one whose last group taught
-    something. Each group in a row that did not leaves nine tenths of it where an earlier one did,
-    and an eighth where none ever did."""
+    """Return the probability that a candidate is taken: 1 of a new one, and of one whose last group
+    taught something. Each group in a row that did not leaves nine tenths of it where an earlier one
+    did, and an eighth where none ever did."""
     if rate is None:
         return 1.0
     return float(max(LEAST_SHARE, (TAUGHT if rate.taught else NEVER_TAUGHT) ** rate.streak))
 
 
 def prompt_key(prompt: Prompt) -> str:
-    """A prompt's name in the index: of its text and its row's other columns."""
+    """Return a prompt's name in the index: of its text and its row's other columns."""
     text = json.dumps([prompt.given, prompt.fields], sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
@@ -84,8 +85,8 @@ class Difficulty:
         self.rates: dict[str, PassRate] = {}  # the least recently changed first
 
     def choose(self, position: int) -> tuple[int, Prompt, str]:
-        """The first candidate from ``position`` on that is taken: its position, the prompt, its
-        key."""
+        """Return the first candidate from ``position`` on that is taken: its position, the prompt,
+        its key."""
         for candidate in range(position, position + MOST_PASSED):
             prompt = self.source.prompt(candidate)
             key = prompt_key(prompt)
@@ -107,7 +108,8 @@ class Difficulty:
             del self.rates[next(iter(self.rates))]
 
     def count(self, key: str, rewards: Sequence[float]) -> None:
-        """A group of the prompt ``key`` leaves: what the index does, for a loop without one."""
+        """Count a group of the prompt ``key`` that leaves, as the index does, for a loop without
+        one."""
         reward, taught = outcome(rewards)
         before = self.rates.get(key, PassRate(0.0, False, 0))
         self.put(
@@ -127,7 +129,7 @@ class IndexedDifficulty:
     async def prompts(
         self, groups: Sequence[int], admitted: int
     ) -> Mapping[int, tuple[int, Prompt]]:
-        """Position and prompt of each of ``groups``, in their order.
+        """Return the position and prompt of each of ``groups``, in their order.
 
         Those that have one keep it. ``admitted``: the first group that never had a prompt; lost
         ones before it, of a run that sampled uniformly, had that of their number.
@@ -140,16 +142,16 @@ class IndexedDifficulty:
         )
         self._changes = known.changes
         position = admitted if known.next is None else known.next
-        found: dict[int, tuple[int, Prompt]] = {}
+        prompts: dict[int, tuple[int, Prompt]] = {}
         fresh: dict[int, tuple[int, str]] = {}
         for group in groups:
             if group in known.chosen or group < admitted:
                 place = known.chosen.get(group, group)
-                found[group] = place, difficulty.source.prompt(place)
+                prompts[group] = place, difficulty.source.prompt(place)
                 continue
             place, prompt, key = difficulty.choose(position)
-            found[group], fresh[group] = (place, prompt), (place, key)
+            prompts[group], fresh[group] = (place, prompt), (place, key)
             position = place + 1
         if fresh:
             await self._index.choose_prompts(fresh, position)
-        return found
+        return prompts

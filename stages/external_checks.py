@@ -38,10 +38,11 @@ Layout = Mapping[str, tuple[str, Sequence[int]]]
 
 @dataclass(frozen=True)
 class Terms:
-    """What an external program must know of a run: the model's number of tokens, how responses are
-    drawn (:class:`stages.engines.protocols.SamplingParams`), the seed, the number of reward
-    functions, the weights that an external trainer publishes (None: the model is not known, or the
-    run trains it itself), and the fingerprint of the tokenizer's vocabulary (:func:`fingerprint`).
+    """The facts of a run that an external program must know: the model's number of tokens, how
+    responses are drawn (:class:`stages.engines.protocols.SamplingParams`), the seed, the number of
+    reward functions, the weights that an external trainer publishes (None: the model is not known,
+    or the run trains it itself), and the fingerprint of the tokenizer's vocabulary
+    (:func:`fingerprint`).
     """
 
     vocabulary: int
@@ -69,7 +70,7 @@ class Misfit(ProblemError, ValueError):
 
 
 def fingerprint(vocabulary: Mapping[str, int]) -> str:
-    """Returns the sha256, in hex, of a tokenizer's ``get_vocab()``: of the JSON list of its [id,
+    """Return the sha256, in hex, of a tokenizer's ``get_vocab()``: of the JSON list of its [id,
     token] pairs by id, then by token, in ASCII and without spaces.
 
     >>> fingerprint({"b": 1, "a": 0})[:16]
@@ -80,20 +81,20 @@ def fingerprint(vocabulary: Mapping[str, int]) -> str:
 
 
 def check_tokenizer(given: str, terms: Terms) -> None:
-    """Checks that a program's tokenizer, by its fingerprint, is the run's. Raises Misfit."""
+    """Check that a program's tokenizer, by its fingerprint, is the run's. Raises Misfit."""
     if terms.tokenizer and given != terms.tokenizer:
-        wrong = (
+        problem = (
             f"{given[:12]}… is not the fingerprint of the run's vocabulary, {terms.tokenizer[:12]}…"
         )
         fix = (
             "load the tokenizer of the run's model.source; the fingerprint is that of "
             "stages.external_checks"
         )
-        raise Misfit("tokenizer", wrong, fix)
+        raise Misfit("tokenizer", problem, fix)
 
 
 def check_columns(schema: Schema, columns: Columns, wanted: Sequence[str], rows: int) -> None:
-    """Checks that ``columns`` are the ``wanted`` ones, each with ``rows`` rows of its dtype and
+    """Check that ``columns`` are the ``wanted`` ones, each with ``rows`` rows of its dtype and
     shape. Raises Misfit, ColumnError."""
     for name in wanted:
         if name not in columns:
@@ -105,10 +106,10 @@ def check_columns(schema: Schema, columns: Columns, wanted: Sequence[str], rows:
             )
         is_packed = isinstance(value, Packed)
         if is_packed != (schema[name].shape is None):
-            wrong, give = (
+            problem, give = (
                 ("has offsets", "values alone") if is_packed else ("has no offsets", "offsets too")
             )
-            raise Misfit(name, wrong, f"it is {schema[name].describe()}: give {give}")
+            raise Misfit(name, problem, f"it is {schema[name].describe()}: give {give}")
     packed = pack(schema, columns)
     if packed.rows != rows:
         raise Misfit(
@@ -121,7 +122,7 @@ def check_columns(schema: Schema, columns: Columns, wanted: Sequence[str], rows:
 def check_responses(
     columns: Columns, terms: Terms, published: int, *, parked: bool = False
 ) -> list[tuple[int, int]]:
-    """Checks responses, completed or ``parked``, of the right dtypes and shapes, and returns
+    """Check responses, completed or ``parked``, of the right dtypes and shapes, and return
     (oldest version, tokens) of each. Raises Misfit."""
     ids, logprobs, versions = (columns[name] for name in PROGRESS)
     lengths = ids.lengths()
@@ -163,7 +164,7 @@ def check_responses(
 
 
 def check_rewards(columns: Columns) -> None:
-    """Checks that rewards float32 [B] are finite and scores float32 [B, K] finite or NaN (does not
+    """Check that rewards float32 [B] are finite and scores float32 [B, K] finite or NaN (does not
     apply), both within :data:`MOST_REWARD`. Raises Misfit."""
     reward = columns["reward"]
     scores = columns["scores"]
@@ -177,12 +178,12 @@ def check_rewards(columns: Columns) -> None:
 def check_logprobs(
     name: str, logprobs: Packed, tokens: torch.Tensor, least: float = LEAST_REFERENCE
 ) -> None:
-    """Checks that there is one logprob for each of ``tokens`` (int64 [B]), finite, from ``least``
+    """Check that there is one logprob for each of ``tokens`` (int64 [B]), finite, from ``least``
     to 0. Raises Misfit."""
-    found = logprobs.lengths()
+    counts = logprobs.lengths()
     values = logprobs.values
-    wrong = lambda row: f"has {int(found[row])} for {int(tokens[row])} tokens"  # noqa: E731
-    _rows(found == tokens, name, wrong, "give one for each token")
+    describe = lambda row: f"has {int(counts[row])} for {int(tokens[row])} tokens"  # noqa: E731
+    _rows(counts == tokens, name, describe, "give one for each token")
     fix = "give the logprob of the token that was drawn"
     _values(values.isfinite(), logprobs, name, "a value that is not finite", fix)
     is_logprob = (values <= ROUNDING) & (values >= least)
@@ -191,25 +192,25 @@ def check_logprobs(
 
 
 def nbytes_of(layout: Layout) -> int:
-    """Returns the bytes of all tensors of ``layout``."""
+    """Return the number of bytes of all tensors of ``layout``."""
     return sum(
         getattr(torch, dtype).itemsize * math.prod(shape) for dtype, shape in layout.values()
     )
 
 
 def check_layout(found: Layout, wanted: Layout | None) -> None:
-    """Checks that weights have the names, dtypes and shapes of ``wanted``; None: any floating
+    """Check that weights have the names, dtypes and shapes of ``wanted``; None: any floating
     dtypes, and at most :data:`MOST_UNKNOWN_BYTES`. Raises Misfit with the column `weights`."""
     if not found:
         raise Misfit("weights", "has no tensor", "give all of the model's parameters")
     for name, (dtype, shape) in found.items():
         _check_tensor(name, dtype, shape, wanted)
     if wanted is None and nbytes_of(found) > MOST_UNKNOWN_BYTES:
-        wrong = (
+        problem = (
             f"has {nbytes_of(found)} bytes, at most {MOST_UNKNOWN_BYTES} are allowed for an "
             f"unknown model"
         )
-        raise Misfit("weights", wrong, "set model.source to the model that is trained")
+        raise Misfit("weights", problem, "set model.source to the model that is trained")
     if wanted is not None and (missing := [name for name in wanted if name not in found]):
         raise Misfit("weights", f"lacks {_some(missing)}", "give all of the model's parameters")
 
@@ -235,14 +236,14 @@ def _check_tensor(name: str, dtype: str, shape: Sequence[int], wanted: Layout | 
 def checked_weights(
     weights: Iterable[tuple[str, torch.Tensor]], wanted: Layout | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields ``weights`` after checking that each is finite, and all of them with
+    """Yield ``weights`` after checking that each is finite, and all of them with
     :func:`check_layout`. Raises Misfit."""
-    found: dict[str, tuple[str, Sequence[int]]] = {}
+    layout: dict[str, tuple[str, Sequence[int]]] = {}
     for name, value in weights:
-        if name in found:
+        if name in layout:
             raise Misfit("weights", f"has {name!r} twice", "give each parameter once")
-        found[name] = (str(value.dtype).removeprefix("torch."), list(value.shape))
-        _check_tensor(name, *found[name], wanted)
+        layout[name] = (str(value.dtype).removeprefix("torch."), list(value.shape))
+        _check_tensor(name, *layout[name], wanted)
         if not bool(value.isfinite().all()):
             raise Misfit(
                 "weights",
@@ -250,7 +251,7 @@ def checked_weights(
                 "find out why the training diverged",
             )
         yield name, value
-    check_layout(found, wanted)
+    check_layout(layout, wanted)
 
 
 def _some(names: Iterable[str], most: int = 8) -> str:
@@ -261,7 +262,7 @@ def _some(names: Iterable[str], most: int = 8) -> str:
 def _oldest_versions(
     versions: Packed, lengths: torch.Tensor, published: int
 ) -> list[tuple[int, int]]:
-    """Returns (oldest version, tokens) of responses of ``lengths`` tokens, from their run-length
+    """Return (oldest version, tokens) of responses of ``lengths`` tokens, from their run-length
     encoded ``versions``."""
     name = "versions"
     fix = "give version, tokens, version, tokens, … of each response"
@@ -281,25 +282,25 @@ def _oldest_versions(
     _rows(of_rows(count, "amin") > 0, name, lambda row: "has a version without tokens", fix)
     total = of_rows(count, "sum")
     total[of_rows(count, "amax") > lengths] = -1  # a sum of larger ones might wrap around
-    wrong = lambda row: f"counts {int(total[row])} tokens where it has {int(lengths[row])}"  # noqa: E731
-    _rows(total == lengths, name, wrong, fix)
+    describe = lambda row: f"counts {int(total[row])} tokens where it has {int(lengths[row])}"  # noqa: E731
+    _rows(total == lengths, name, describe, fix)
     oldest = of_rows(version, "amin")
     newest = of_rows(version, "amax")
-    wrong = lambda row: f"names versions {int(oldest[row])} to {int(newest[row])}"  # noqa: E731
+    describe = lambda row: f"names versions {int(oldest[row])} to {int(newest[row])}"  # noqa: E731
     fix = f"the published ones are 0 .. {published}: name the one that made each token"
-    _rows((oldest >= 0) & (newest <= published), name, wrong, fix)
+    _rows((oldest >= 0) & (newest <= published), name, describe, fix)
     return list(zip(oldest.tolist(), lengths.tolist(), strict=True))
 
 
 def _rows(good: torch.Tensor, column: str, wrong: Callable[[int], str], fix: str) -> None:
-    """Raises Misfit with the first row for which ``good`` (bool [B]) is false."""
+    """Raise Misfit with the first row for which ``good`` (bool [B]) is false."""
     if not bool(good.all()):
         row = int((~good).nonzero()[0, 0])
         raise Misfit(column, f"row {row} {wrong(row)}", fix)
 
 
 def _values(good: torch.Tensor, packed: Packed, column: str, wrong: str, fix: str) -> None:
-    """Raises Misfit with the first value of ``packed`` for which ``good`` (bool [values]) is
+    """Raise Misfit with the first value of ``packed`` for which ``good`` (bool [values]) is
     false."""
     if not bool(good.all()):
         at = int((~good).nonzero()[0, 0])

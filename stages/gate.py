@@ -84,7 +84,7 @@ class Gate:
                 )
 
     async def _due(self, status: RunStatus) -> int:
-        """The number below which groups are due."""
+        """Return the number below which groups are due."""
         if self._pacer is None:
             return status.gate
         now, (admitted, done) = time.monotonic(), await self.dock.index.progress()
@@ -93,13 +93,13 @@ class Gate:
 
     async def _admit(self, numbers: Sequence[int], admitted: int) -> None:
         if self._chosen is None:
-            found = {number: (number, self.source.prompt(number)) for number in numbers}
+            by_number = {number: (number, self.source.prompt(number)) for number in numbers}
         else:
-            found = dict(await self._chosen.prompts(numbers, admitted))
-        prompts = [prompt for _, prompt in found.values()]
+            by_number = dict(await self._chosen.prompts(numbers, admitted))
+        prompts = [prompt for _, prompt in by_number.values()]
         await self.dock.admit([(number, self.group_size) for number in numbers], columns(prompts))
         await self._report_too_long()
-        newest = self.source.epochs(max(position for position, _ in found.values()))
+        newest = self.source.epochs(max(position for position, _ in by_number.values()))
         begun = {key: epoch for key, epoch in newest.items() if epoch > self._epochs.get(key, 0)}
         if begun:
             self._epochs |= begun
@@ -111,17 +111,19 @@ class Gate:
     async def _report_too_long(self) -> None:
         """Emit a ``prompt`` event with how many prompts were too long so far, if that has
         changed."""
-        found = self.source.too_long
-        counts = {"skipped": found.skipped, "cut": found.cut}
+        too_long = self.source.too_long
+        counts = {"skipped": too_long.skipped, "cut": too_long.cut}
         if counts != self._reported:
             self._reported = counts
             done = " and ".join(f"{n} {what}" for what, n in counts.items() if n)
             reason = (f"prompts that are too long: {done}") + (
-                f"; listed in {found.path}" if found.path else ""
+                f"; listed in {too_long.path}" if too_long.path else ""
             )
             log.warning(reason)
             await self.dock.index.emit(
-                PromptEvent(change="too long", reason=reason, skipped=found.skipped, cut=found.cut)
+                PromptEvent(
+                    change="too long", reason=reason, skipped=too_long.skipped, cut=too_long.cut
+                )
             )
 
     async def stop(self) -> None:
@@ -130,13 +132,13 @@ class Gate:
 
 
 def columns(prompts: Sequence[Prompt]) -> dict[str, object]:
-    """The columns that a prompt brings: its ids, and as JSON what its row gave, its other fields
-    and its responses."""
-    made: dict[str, object] = {
+    """Return the columns that a prompt brings: its ids, and as JSON what its row gave, its other
+    fields and its responses."""
+    prompt_columns: dict[str, object] = {
         "prompt_ids": [prompt.ids[: prompt.context] for prompt in prompts],
         "given": [prompt.given_json for prompt in prompts],
         "fields": [prompt.fields_json for prompt in prompts],
     }
-    return made | (
+    return prompt_columns | (
         {GIVEN: [prompt.responses_json for prompt in prompts]} if prompts[0].responses else {}
     )

@@ -41,30 +41,30 @@ def faults(model: BaseModel, found: Iterable[tuple[str, str, str]]) -> None:
     """Raise one ValidationError with all that is ``found``: fields of ``model``, each with what is
     wrong and the fix."""
     errors = [
-        InitErrorDetails(type=fault(wrong, fix), loc=(name,), input=getattr(model, name))
-        for name, wrong, fix in found
+        InitErrorDetails(type=fault(problem, fix), loc=(name,), input=getattr(model, name))
+        for name, problem, fix in found
     ]
     if errors:
         raise ValidationError.from_exception_data(type(model).__name__, errors)
 
 
 def unit(name: str) -> FieldInfo:
-    """Annotation of a number with its unit: ``x-unit`` in the JSON Schema, a column of
+    """Return the annotation of a number with its unit: ``x-unit`` in the JSON Schema, a column of
     docs/recipe.md."""
     field: FieldInfo = Field(json_schema_extra={"x-unit": name})
     return field
 
 
 def schema_of(shown: Any) -> BeforeValidator:
-    """Annotation of a dict: its JSON Schema is that of the type ``shown``; the dict itself is not
-    changed."""
+    """Return the annotation of a dict: its JSON Schema is that of the type ``shown``; the dict
+    itself is not changed."""
     return BeforeValidator(lambda value: value, json_schema_input_type=shown)
 
 
 def only_where(
     conditions: Mapping[str, str], table: str, core: Any, handler: GetJsonSchemaHandler
 ) -> dict[str, Any]:
-    """The JSON Schema of a section whose ``table`` is a union: where the keys are as in
+    """Return the JSON Schema of a section whose ``table`` is a union: where the keys are as in
     ``conditions``, it is the first of them (``if`` and ``then``)."""
     schema = handler(core)
     section = handler.resolve_ref_schema(schema)
@@ -75,8 +75,8 @@ def only_where(
 
 
 def options_model(function: Callable[..., Any]) -> type[BaseModel]:
-    """A model with the keyword-only parameters of ``function``; their meanings are ``Annotated`` to
-    their types."""
+    """Return a model with the keyword-only parameters of ``function``; their meanings are
+    ``Annotated`` to their types."""
     hints = get_type_hints(function, include_extras=True)
     parameters = inspect.signature(function).parameters.values()
     fields: dict[str, Any] = {

@@ -107,7 +107,7 @@ def load_model(source: str, *, dtype: torch.dtype, seed: int) -> tuple[PreTraine
 def model_skeleton(
     source: str, *, dtype: torch.dtype
 ) -> tuple[PreTrainedModel, WeightFiles] | None:
-    """Returns the model ``source`` without weights, and the files that they can be read from one at
+    """Return the model ``source`` without weights, and the files that they can be read from one at
     a time. Returns None for one that :func:`load_model` alone can make: those of
     ``MADE_FROM_SEED``, and what :func:`stages.weight_files.open_skeleton` does not open. A model in
     a checkpoint of a run is verified first. Raises :class:`ModelNotFound`, and FilesDamaged."""
@@ -119,7 +119,7 @@ def model_skeleton(
 
 
 def weight_shapes(source: str) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of each weight of the model ``source``, by parameter name, without loading
+    """Return the shape of each weight of the model ``source``, by parameter name, without loading
     weights. Raises :class:`ModelNotFound`."""
     return {
         name: tuple(parameter.shape) for name, parameter in empty_model(source).named_parameters()
@@ -141,7 +141,7 @@ def empty_model(source: str) -> PreTrainedModel:
 def checkpoint_tensors(
     model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Returns ``tensors``, parameters of ``model`` by name, under the names that checkpoints of its
+    """Return ``tensors``, parameters of ``model`` by name, under the names that checkpoints of its
     kind have. transformers keeps the experts of a layer in one tensor, and checkpoints have them
     one by one: these are views of it."""
     return revert_weight_conversion(model, dict(tensors))
@@ -184,15 +184,15 @@ def write_checkpoint(
 
 
 def saved_buffers(source: str, model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Returns the tensors by name that the checkpoint in the folder ``source`` has for buffers of
+    """Return the tensors by name that the checkpoint in the folder ``source`` has for buffers of
     ``model``, such as the routers' biases of DeepSeek-V3. They are no parameters: no training
     changes them, and no version brings them."""
     names = model.state_dict().keys() - dict(model.named_parameters()).keys()
-    found: dict[str, torch.Tensor] = {}
+    buffers: dict[str, torch.Tensor] = {}
     for path in sorted(Path(source).glob("*.safetensors")) if names else ():
         with safe_open(path, framework="pt") as file:
-            found |= {name: file.get_tensor(name) for name in names & set(file.keys())}
-    return found
+            buffers |= {name: file.get_tensor(name) for name in names & set(file.keys())}
+    return buffers
 
 
 def load_tokenizer(source: str) -> Tokenizer:
@@ -212,7 +212,7 @@ def load_tokenizer(source: str) -> Tokenizer:
 
 
 def _with_errors(tokenizer: Tokenizer, folder: Path) -> Tokenizer:
-    """Returns ``tokenizer``, whose calls raise TokenizerFailed where the library panics."""
+    """Return ``tokenizer``, whose calls raise TokenizerFailed where the library panics."""
     kind = type(tokenizer)
 
     def raising(call: Any) -> Any:
@@ -234,7 +234,7 @@ def _with_errors(tokenizer: Tokenizer, folder: Path) -> Tokenizer:
 
 
 def _refuse_panic(error: BaseException, folder: Path) -> None:
-    """Raises TokenizerFailed for a panic of the library tokenizers.
+    """Raise TokenizerFailed for a panic of the library tokenizers.
 
     It is no Exception: a file of a model would end the process.
     """
@@ -254,13 +254,13 @@ def load_config(source: str) -> PretrainedConfig:
 
 
 def is_ready(source: str) -> bool:
-    """Whether ``source`` can be loaded at once: "smollm2" is converted at its first use, which
-    takes half a minute."""
+    """Return whether ``source`` can be loaded at once: "smollm2" is converted at its first use,
+    which takes half a minute."""
     return source != "smollm2" or _smollm2_target(_smollm2_gguf()).is_dir()
 
 
 def model_folder(source: str) -> Path:
-    """Returns the directory in Hugging Face format of ``source`` (not of ``MADE_FROM_SEED``);
+    """Return the directory in Hugging Face format of ``source`` (not of ``MADE_FROM_SEED``);
     converts ``smollm2`` at its first use."""
     if source == "smollm2":
         return _smollm2_folder()
@@ -282,7 +282,7 @@ def model_folder(source: str) -> Path:
 def tiny_model(
     seed: int, dtype: torch.dtype = torch.float32, source: str = "tiny"
 ) -> PreTrainedModel:
-    """A model of two layers of width 64, four heads on two key-value heads, tied embeddings.
+    """Return a model of two layers of width 64, four heads on two key-value heads, tied embeddings.
 
     Another ``dtype`` rounds the same weights. ``source``: one of ``MADE_FROM_SEED``.
     """
@@ -325,7 +325,8 @@ def _tiny_config(source: str) -> PretrainedConfig:
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character of :data:`TINY_CHARACTERS`, and ``<pad>``, ``<eos>``, ``<unk>``."""
+    """Return one token per character of :data:`TINY_CHARACTERS`, and ``<pad>``, ``<eos>``,
+    ``<unk>``."""
     specials = ("<pad>", "<eos>", "<unk>")
     vocabulary = {token: i for i, token in enumerate((*specials, *TINY_CHARACTERS))}
     raw = RawTokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -358,7 +359,7 @@ def _smollm2_folder() -> Path:
 
 
 def _smollm2_target(gguf: Path) -> Path:
-    """Path of the converted model.
+    """Return the path of the converted model.
 
     Another file or another way of converting is another folder, so a stale cache can never be taken
     for a fresh one.
@@ -368,7 +369,7 @@ def _smollm2_target(gguf: Path) -> Path:
 
 
 def _smollm2_gguf() -> Path:
-    """Path of the GGUF file in the package.
+    """Return the path of the GGUF file in the package.
 
     The package is not imported, because that needs llama.cpp.
     """

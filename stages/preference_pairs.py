@@ -28,10 +28,10 @@ class PairsError(ValueError):
 
 
 def pair_of(group: Iterable[Sample], margin: float = 0.0, *, cut: bool = True) -> Pair | None:
-    """The pair of one ``group``: the prompt, the texts with the highest and the lowest reward, the
-    rewards, and the other columns of the prompt's row, and which of the two was cut. ``cut``: with
-    responses that :func:`is_cut`. None where the rewards differ by less than ``margin``, or not at
-    all."""
+    """Return the pair of one ``group``: the prompt, the texts with the highest and the lowest
+    reward, the rewards, and the other columns of the prompt's row, and which of the two was cut.
+    ``cut``: with responses that :func:`is_cut`. None where the rewards differ by less than
+    ``margin``, or not at all."""
     members = list(group)
     scored = [sample for sample in members if _has_reward(sample) and (cut or not is_cut(sample))]
     if not scored:
@@ -61,8 +61,8 @@ def _has_reward(sample: Sample) -> bool:
 
 
 def is_cut(sample: Sample) -> bool:
-    """Whether the policy has not sampled the end of the response: it was cut at its longest, or at
-    a text of ``rollout.stop``. Training must not add an end."""
+    """Return whether the policy has not sampled the end of the response: it was cut at its longest,
+    or at a text of ``rollout.stop``. Training must not add an end."""
     return bool(sample.get("truncated")) or not sample.get("ended", True)
 
 
@@ -85,13 +85,13 @@ def export_pairs(run: Path, out: Path, margin: float = 0.0, *, cut: bool = True)
             if (pair := pair_of(group, margin, cut=cut)) is not None:
                 yield pair
 
-    made = pairs()
-    if (first := next(made, None)) is None:
+    pair_stream = pairs()
+    if (first := next(pair_stream, None)) is None:
         raise PairsError(_why_none(run, recipe, count, margin, cut))
     partial = out.with_name(f".{out.name}.partial")
     try:
         write = _write_parquet if out.suffix == ".parquet" else _write_lines
-        written = write(itertools.chain([first], made), partial)
+        written = write(itertools.chain([first], pair_stream), partial)
         os.replace(partial, out)
     finally:
         partial.unlink(missing_ok=True)
@@ -138,7 +138,10 @@ def _write_lines(pairs: Iterable[Pair], path: Path) -> int:
 
 
 def _write_parquet(pairs: Iterable[Pair], path: Path) -> int:
-    """Raises PairsError where a column has values of several types."""
+    """Write ``pairs`` to a Parquet file, and return their number.
+
+    Raises PairsError where a column has values of several types.
+    """
     try:
         with extra("data"):
             import pyarrow

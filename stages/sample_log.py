@@ -107,15 +107,15 @@ class SampleLog:
         for number in reversed(_files(self.folder)):
             path = _path(self.folder, number)
             lines = path.read_bytes().splitlines(keepends=True)
-            kept = [line for line in lines if (_parsed(line) or {"step": -1})["step"] < step]
-            if len(kept) == len(lines):
+            remaining = [line for line in lines if (_parsed(line) or {"step": -1})["step"] < step]
+            if len(remaining) == len(lines):
                 return
             partial = path.with_suffix(".partial")
-            partial.write_bytes(b"".join(kept))
+            partial.write_bytes(b"".join(remaining))
             os.replace(partial, path)
 
     def _room(self, taken: int) -> int:
-        """Bytes for all samples, ``taken`` of which are in use."""
+        """Return the number of bytes for all samples, ``taken`` of which are in use."""
         disk = shutil.disk_usage(self.folder)
         return min(
             self.most, max(0, taken + disk.free - min(RESERVED, int(disk.total * RESERVED_SHARE)))
@@ -139,12 +139,11 @@ def read(
     limit: int = 50,
     oldest_step: int = 0,
 ) -> tuple[list[Sample], str]:
-    """Samples below ``folder`` that are ``wanted``, newest step first, and the cursor of the next
-    page ("": no more).
-    ``after``: cursor of an earlier page. Reading ends at a step before ``oldest_step``, and pauses
-    after :data:`MOST_SCANNED` bytes, so that a page may hold few samples. Raises ValueError for an
-    invalid ``after``."""
-    found: list[Sample] = []
+    """Return the samples below ``folder`` that are ``wanted``, newest step first, and the cursor of
+    the next page ("": no more). ``after``: cursor of an earlier page. Reading ends at a step before
+    ``oldest_step``, and pauses after :data:`MOST_SCANNED` bytes, so that a page may hold few
+    samples. Raises ValueError for an invalid ``after``."""
+    samples: list[Sample] = []
     scanned = 0
     for number, place, line in _backwards(folder, after):
         scanned += len(line)
@@ -152,16 +151,16 @@ def read(
         if sample is None:
             continue
         if sample["step"] < oldest_step:
-            return found, ""
+            return samples, ""
         if wanted(sample):
-            found.append(sample)
-        if len(found) == limit or scanned >= MOST_SCANNED:
-            return found, f"{number}:{place}"
-    return found, ""
+            samples.append(sample)
+        if len(samples) == limit or scanned >= MOST_SCANNED:
+            return samples, f"{number}:{place}"
+    return samples, ""
 
 
 def groups(folder: Path) -> Iterator[list[Sample]]:
-    """The samples of each group below ``folder`` by place, oldest step first.
+    """Yield the samples of each group below ``folder`` by place, oldest step first.
 
     One group is in memory at a time.
     """
@@ -182,7 +181,7 @@ def _parsed(line: bytes) -> Sample | None:
 
 
 def _backwards(folder: Path, after: str) -> Iterator[tuple[int, int, bytes]]:
-    """Lines from the last to the first, each with its file's number and its offset."""
+    """Yield the lines from the last to the first, each with its file's number and its offset."""
     last, _, until = after.partition(":")
     if after and not (after.isascii() and last.isdigit() and until.isdigit()):
         raise ValueError(
@@ -229,7 +228,7 @@ class Recorder:
         self.stopped = self._full = False
 
     async def read(self, step: int, claim: Claim, stale: Sequence[int]) -> list[Sample]:
-        """Copies of the claim's samples, in order of group and place."""
+        """Return copies of the claim's samples, in order of group and place."""
         if self.stopped:
             return []
         schema = self.dock.schema
@@ -244,13 +243,13 @@ class Recorder:
     async def write(self, samples: Sequence[Sample]) -> None:
         if samples and not self.stopped:
             try:
-                kept = await asyncio.to_thread(self.book.add, samples)
-                if not kept and not self._full:
+                has_room = await asyncio.to_thread(self.book.add, samples)
+                if not has_room and not self._full:
                     log.warning(
                         "the disk is nearly full: samples are not kept",
                         folder=str(self.book.folder),
                     )
-                self._full = not kept
+                self._full = not has_room
             except OSError as refused:
                 self.stopped = True
                 log.warning(
@@ -264,7 +263,7 @@ class Recorder:
     ) -> list[Sample]:
         ids = [row.tolist() for row in rows["response_ids"].unbind()]
         versions = [row.tolist() for row in rows["versions"].unbind()]
-        given = [json.loads(text) for text in rows["given"]]
+        prompts = [json.loads(text) for text in rows["given"]]
         fields = (
             [json.loads(text) for text in rows["fields"]] if "fields" in rows else [{}] * len(ids)
         )
@@ -291,7 +290,7 @@ class Recorder:
                 "step": step,
                 "group": handles[at].group,
                 "place": handles[at].place,
-                "prompt": shown(given[at]),
+                "prompt": shown(prompts[at]),
                 "response": str(self.tokenizer.decode(ids[at], skip_special_tokens=True)),
                 "reward": columns["reward"][at],
                 "rewards": {
@@ -308,7 +307,7 @@ class Recorder:
                 "truncated": columns["truncated"][at],
                 "ended": bool(ids[at]) and ids[at][-1] in ends,
                 **(
-                    {"given": given[at], "fields": fields[at]}
+                    {"given": prompts[at], "fields": fields[at]}
                     if first[handles[at].group] == at
                     else {}
                 ),
@@ -318,7 +317,7 @@ class Recorder:
 
 
 def shown(given: str | Sequence[dict[str, str]]) -> str:
-    """A prompt as one text; a conversation of several messages is shown with the roles."""
+    """Return a prompt as one text; a conversation of several messages is shown with the roles."""
     if isinstance(given, str):
         return given
     if len(given) == 1:

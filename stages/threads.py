@@ -1,9 +1,8 @@
 """Functions that run in threads of their own.
 
 :func:`run_in_thread` starts a daemon thread: a function that never returns does not keep the
-process from ending.
-``asyncio.to_thread`` is for functions that surely end: its threads are joined, without a limit,
-before the loop and the process end.
+process from ending. ``asyncio.to_thread`` is for functions that surely end: its threads are joined,
+without a limit, before the loop and the process end.
 
 :func:`run_in_temporary_thread` is for one parallel computation beside a thread that computes all
 the time. OpenMP keeps helper threads for each thread that has used it, until that thread ends. When
@@ -23,7 +22,7 @@ T = TypeVar("T")
 
 
 def deferred(work: Callable[[], T]) -> tuple[Future[T], Callable[[], None]]:
-    """Returns a future, and a function to call in a thread, which sets it to what ``work`` returns
+    """Return a future, and a function to call in a thread, which sets it to what ``work`` returns
     or raises. A future that was cancelled before that is not set, and ``work`` is not called."""
     outcome: Future[T] = Future()
 
@@ -39,7 +38,7 @@ def deferred(work: Callable[[], T]) -> tuple[Future[T], Callable[[], None]]:
 
 
 def run_in_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:
-    """Returns a future of what ``work`` returns or raises in a daemon thread called ``name``.
+    """Return a future of what ``work`` returns or raises in a daemon thread called ``name``.
 
     Cancelling the future does not end the thread.
     """
@@ -49,7 +48,7 @@ def run_in_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:
 
 
 def run_in_temporary_thread(work: Callable[[], T]) -> T:
-    """Returns or raises what ``work`` does, when its thread and the OpenMP helpers of that thread
+    """Return or raise what ``work`` does, when its thread and the OpenMP helpers of that thread
     have ended."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(work).result()

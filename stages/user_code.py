@@ -32,8 +32,8 @@ def find(
     installed: Callable[[], importlib.metadata.EntryPoints],
     form: str = "module:Class",
 ) -> Any:
-    """The object that the recipe's ``key`` calls ``name``: one of ``built_in``, an ``installed``
-    entry point, or ``module:attribute``. Raises CodeUnusable."""
+    """Return the object that the recipe's ``key`` calls ``name``: one of ``built_in``, an
+    ``installed`` entry point, or ``module:attribute``. Raises CodeUnusable."""
     if name in built_in:
         return built_in[name]
     place = name
@@ -49,34 +49,35 @@ def find(
 
 
 def imported(place: str, key: str, name: str) -> Any:
-    """The attribute at ``place``, ``module:attribute``, which the recipe's ``key`` calls ``name``.
+    """Return the attribute at ``place``, ``module:attribute``, which the recipe's ``key`` calls
+    ``name``.
 
     Raises CodeUnusable with the reason and the line.
     """
     module, _, attribute = place.partition(":")
     try:
-        found = importlib.import_module(module)
+        namespace = importlib.import_module(module)
     except (Exception, SystemExit) as error:  # a module may do anything while it is imported
         fix = "put its directory on PYTHONPATH, or correct the name"
         missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
         # it was found, and failed
         if missing is None or not f"{module}.".startswith(f"{missing}."):
             fix = f"correct {module}, or install what it needs"
-        wrong = f"cannot be imported: {_shown(error)}"
-        raise CodeUnusable(Problem(key, name, wrong, _hidden(error) or fix)) from error
+        reason = f"cannot be imported: {_shown(error)}"
+        raise CodeUnusable(Problem(key, name, reason, _hidden(error) or fix)) from error
     try:
-        return operator.attrgetter(attribute)(found)
+        return operator.attrgetter(attribute)(namespace)
     except AttributeError as error:
-        names = [known for known in vars(found) if not known.startswith("_")]
+        names = [known for known in vars(namespace) if not known.startswith("_")]
         close = difflib.get_close_matches(attribute, names, n=1)
         fix = f"did you mean {f'{module}:{close[0]}'!r}?" if close else f"use one of {names[:20]}"
-        wrong = f"cannot be imported: {module} has no attribute {attribute!r}"
-        raise CodeUnusable(Problem(key, name, wrong, _hidden(error) or fix)) from None
+        reason = f"cannot be imported: {module} has no attribute {attribute!r}"
+        raise CodeUnusable(Problem(key, name, reason, _hidden(error) or fix)) from None
 
 
 def _hidden(error: BaseException) -> str:
-    """The way out, when ``error`` shows that a module of the user's was meant where Python finds
-    one of PACKAGES."""
+    """Return the way out, when ``error`` shows that a module of the user's was meant where Python
+    finds one of PACKAGES."""
     module = None
     if isinstance(error, ImportError):
         module = error.name
@@ -97,12 +98,14 @@ def _shown(error: BaseException) -> str:
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error.msg} ({_named(str(error.filename), error.lineno)})"
     frames = traceback.extract_tb(error.__traceback__)
-    own = [
+    user_frames = [
         frame
         for frame in frames
         if "importlib" not in frame.filename and frame.filename != __file__
     ]
-    return f"{error!r}" + (f" ({_named(own[-1].filename, own[-1].lineno)})" if own else "")
+    return f"{error!r}" + (
+        f" ({_named(user_frames[-1].filename, user_frames[-1].lineno)})" if user_frames else ""
+    )
 
 
 async def call(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
@@ -114,8 +117,8 @@ async def call(function: Callable[..., Any], *arguments: Any, **named: Any) -> A
 
 
 def shown(value: Any) -> str:
-    """``value`` in an error message: a tensor or an array by its type and shape, anything else by
-    its beginning."""
+    """Return ``value`` in an error message: a tensor or an array by its type and shape, anything
+    else by its beginning."""
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         kind = str(value.dtype).removeprefix("torch.")
         return (f"a {type(value).__name__.lower()} of {kind} {[*map(str, value.shape)]}").replace(
@@ -129,8 +132,8 @@ def shown(value: Any) -> str:
 
 
 def place_in(frame: FrameType | None, function: Callable[..., Any]) -> str:
-    """File and line at which ``frame``, of a call of ``function`` that has not ended, is in the
-    file of ``function``."""
+    """Return the file and line at which ``frame``, of a call of ``function`` that has not ended, is
+    in the file of ``function``."""
     code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
     frames = traceback.extract_stack(frame) if frame is not None else []
     lines = [
@@ -144,9 +147,9 @@ def place_in(frame: FrameType | None, function: Callable[..., Any]) -> str:
 
 
 def place_of(error: BaseException, function: Callable[..., Any]) -> str:
-    """File and line at which ``error`` left the file of ``function``; the line where ``function``
-    begins when the error was raised before it, as with wrong arguments. Then the way out, where a
-    module of ours hides one that was meant."""
+    """Return the file and line at which ``error`` left the file of ``function``; the line where
+    ``function`` begins when the error was raised before it, as with wrong arguments. Then the way
+    out, where a module of ours hides one that was meant."""
     hidden = _hidden(error)
     place = _line_of(error, function)
     return f"{place}; {hidden}" if hidden else place

@@ -54,7 +54,7 @@ class NeedsOwnCode(Fatal, ValueError):
 
 @contextmanager
 def without_own_code(folder: Path) -> Iterator[None]:
-    """Raises NeedsOwnCode where transformers refuses the model in ``folder`` because code in it
+    """Raise NeedsOwnCode where transformers refuses the model in ``folder`` because code in it
     would have to be run."""
     try:
         yield
@@ -77,7 +77,7 @@ def without_own_code(folder: Path) -> Iterator[None]:
 
 
 def read_config(folder: Path) -> PretrainedConfig:
-    """Returns the config of the model in ``folder``.
+    """Return the config of the model in ``folder``.
 
     Raises NeedsOwnCode, and what transformers raises.
     """
@@ -94,9 +94,13 @@ class WeightFiles:
     def __init__(self, files: Mapping[str, Path], model: PreTrainedModel) -> None:
         self._files = files
         transforms = get_model_conversion_mapping(model)
-        renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
-        converters = [one for one in transforms if isinstance(one, WeightConverter)]
-        by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+        renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+        converters = [
+            transform for transform in transforms if isinstance(transform, WeightConverter)
+        ]
+        by_pattern = {
+            pattern: converter for converter in converters for pattern in converter.source_patterns
+        }
         known: Any = model.state_dict()
         self._plain: dict[str, str] = {}  # the tensor's name in the checkpoint, by parameter
         # Parameters that are made of several tensors, or otherwise than they are stored, by the
@@ -133,12 +137,14 @@ class WeightFiles:
             for first, keys in _pieces(converter, sources):
                 if first is not None and not any(_holds(tensors[name], first)):
                     continue
-                one = deepcopy(converter)
+                row_converter = deepcopy(converter)
                 for pattern, key in keys:
-                    one.add_tensor(name, key, pattern, self._tensor(key))  # type: ignore[arg-type]
-                for made, value in one.convert(name, model=model, config=model.config).items():
+                    row_converter.add_tensor(name, key, pattern, self._tensor(key))  # type: ignore[arg-type]
+                for target, value in row_converter.convert(
+                    name, model=model, config=model.config
+                ).items():
                     copy_part(
-                        tensors[made], value[0] if isinstance(value, list) else value, first or 0
+                        tensors[target], value[0] if isinstance(value, list) else value, first or 0
                     )
 
     def tensors(self) -> Iterator[tuple[str, str, torch.Tensor]]:
@@ -149,7 +155,7 @@ class WeightFiles:
             yield key, parameters.get(key, ""), self._tensor(key)
 
     def shapes(self) -> dict[str, list[int]]:
-        """The shape of each tensor by its name in the checkpoint."""
+        """Return the shape of each tensor by its name in the checkpoint."""
         return dict(_shapes(self._files))
 
     def _tensor(
@@ -166,7 +172,7 @@ class WeightFiles:
 
 
 def open_skeleton(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, WeightFiles] | None:
-    """Returns the model in ``folder`` as ``from_pretrained`` makes it, in eval mode, but with its
+    """Return the model in ``folder`` as ``from_pretrained`` makes it, in eval mode, but with its
     parameters, all of ``dtype``, and saved buffers on the device ``meta``, and the files to read
     them from. Returns None for a checkpoint that is not read this way: without safetensors,
     quantised, or not exactly with the weights of its config."""
@@ -178,7 +184,7 @@ def open_skeleton(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, We
         kind = type(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
     stored = {key: _Stored(shape) for key, shape in _shapes(files)}
     # transformers converts and renames what it is given; on the device meta that takes no memory.
-    model, found = kind.from_pretrained(
+    model, loading_info = kind.from_pretrained(
         None, config=config, state_dict=stored, dtype=dtype, output_loading_info=True
     )
     saved = model.state_dict(keep_vars=True)
@@ -186,9 +192,9 @@ def open_skeleton(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, We
         saved[a] is not saved[b] for a, b in getattr(model, "all_tied_weights_keys", {}).items()
     )
     if (
-        found["missing_keys"]
-        or found["mismatched_keys"]
-        or found.get("conversion_errors")
+        loading_info["missing_keys"]
+        or loading_info["mismatched_keys"]
+        or loading_info.get("conversion_errors")
         or tied_apart
     ):
         return None
@@ -224,7 +230,7 @@ def materialize(model: nn.Module, device: torch.device) -> None:
             lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
         )
         return
-    made: dict[int, Any] = {}
+    values: dict[int, Any] = {}
     for module in model.modules():
         for group in (module._parameters, module._buffers):
             for name, tensor in group.items():
@@ -232,12 +238,12 @@ def materialize(model: nn.Module, device: torch.device) -> None:
                     value = torch.empty_like(tensor, device=device)
                     if isinstance(tensor, nn.Parameter):
                         value = nn.Parameter(value, requires_grad=tensor.requires_grad)
-                    group[name] = made.setdefault(id(tensor), value)
+                    group[name] = values.setdefault(id(tensor), value)
 
 
 def plain_name(name: str) -> str:
-    """The name that a parameter of a model with adapters (stages/adapters) has in the model without
-    them."""
+    """Return the name that a parameter of a model with adapters (stages/adapters) has in the model
+    without them."""
     return name.replace(".base_layer.", ".")
 
 
@@ -256,7 +262,7 @@ class _Stored:
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """Returns the safetensors file of each tensor, by the tensor's name; empty where there are
+    """Return the safetensors file of each tensor, by the tensor's name; empty where there are
     none."""
     if (folder / INDEX).is_file():
         index = json.loads((folder / INDEX).read_text())
@@ -281,7 +287,8 @@ def _shapes(files: Mapping[str, Path]) -> Iterator[tuple[str, list[int]]]:
 
 
 def _parts(tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, Sequence[int]]]:
-    """What this process holds of ``tensor``: local tensors, and where each begins in the whole."""
+    """Return the parts of ``tensor`` that this process holds: local tensors, and where each begins
+    in the whole."""
     if not isinstance(tensor, DTensor):
         yield tensor, [0] * tensor.ndim
         return
@@ -313,12 +320,14 @@ def copy_part(tensor: torch.Tensor, value: torch.Tensor, first: int = 0) -> None
 def _pieces(
     converter: WeightConverter, sources: Mapping[str, Sequence[str]]
 ) -> Iterator[tuple[int | None, list[tuple[str, str]]]]:
-    """The conversions that make the whole parameter: of each, the row that it makes, None for all
-    of them, and its tensors as (pattern, name). Experts that are stacked are rows, which can be
+    """Yield the conversions that make the whole parameter: of each, the row that it makes, None for
+    all of them, and its tensors as (pattern, name). Experts that are stacked are rows, which can be
     made one by one."""
     stack, *then = converter.operations
     by_row = isinstance(stack, MergeModulelist) and stack.dim == 0
-    by_row = by_row and all(isinstance(one, Concatenate) and one.dim > 0 for one in then)
+    by_row = by_row and all(
+        isinstance(operation, Concatenate) and operation.dim > 0 for operation in then
+    )
     counts = {len(keys) for keys in sources.values()}
     if by_row and len(counts) == 1:
         for row in range(counts.pop()):

@@ -41,21 +41,21 @@ def save_adapter(
 
 
 def load_adapter(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The matrices that :func:`save_adapter` has written, by their names in the model.
+    """Return the matrices that :func:`save_adapter` has written, by their names in the model.
 
     Those of a checkpoint are verified. Raises FilesDamaged.
     """
     verify_part(folder)
-    found = load_file(folder / WEIGHTS)
+    tensors = load_file(folder / WEIGHTS)
     return {
         name.removeprefix(PREFIX).removesuffix("weight") + "default.weight": value.to(dtype)
-        for name, value in found.items()
+        for name, value in tensors.items()
     }
 
 
 def base_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The weights and saved buffers of ``model``, which has adapters, by their names without them,
-    tied ones once."""
+    """Return the weights and saved buffers of ``model``, which has adapters, by their names without
+    them, tied ones once."""
     once = {
         name: value.detach() for name, value in model.named_parameters() if not value.requires_grad
     }
@@ -84,7 +84,9 @@ def write_merged(
         layer = name.removesuffix(".weight")
         if down_of(layer) not in adapters:
             return value
-        down, up = (adapters[of(layer)].to(value.device, torch.float32) for of in (down_of, up_of))
+        down, up = (
+            adapters[name_of(layer)].to(value.device, torch.float32) for name_of in (down_of, up_of)
+        )
         return torch.addmm(value.float(), up, down, alpha=scale)
 
     values: Iterator[tuple[str, torch.Tensor]]

@@ -1,4 +1,4 @@
-"""Which layers of a model have an adapter, and the names of its two matrices in the model.
+"""The layers of a model that have an adapter, and the names of its two matrices in the model.
 
 q_proj.weight ─▶ q_proj.base_layer.weight   q_proj.lora_A.default.weight   q_proj.lora_B.default.weight
 """
@@ -18,17 +18,17 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def down_of(layer: str) -> str:
-    """The name of A, [rank, in], of the layer of this name."""
+    """Return the name of A, [rank, in], of the layer of this name."""
     return f"{layer}.lora_A.default.weight"
 
 
 def up_of(layer: str) -> str:
-    """The name of B, [out, rank], of the layer of this name."""
+    """Return the name of B, [out, rank], of the layer of this name."""
     return f"{layer}.lora_B.default.weight"
 
 
 def adapted_layers(model: Any, targets: Sequence[str]) -> dict[str, tuple[int, int]]:
-    """The (inputs, outputs) of each linear layer of ``model`` that ``targets`` of
+    """Return the (inputs, outputs) of each linear layer of ``model`` that ``targets`` of
     :class:`AdapterOptions` mean, by name. The model may be on the device ``meta``. Where its
     checkpoints have experts one by one, layers with the names of an expert's are none of them: peft
     takes these names for the experts. Raises ValueError for a target that is no such layer."""
@@ -66,7 +66,7 @@ def _is_meant(name: str, targets: Sequence[str]) -> bool:
 
 
 def adapter_shapes(model: Any, options: AdapterOptions) -> Shapes:
-    """The shape of each matrix of the adapters on ``model``, which has none yet, by name.
+    """Return the shape of each matrix of the adapters on ``model``, which has none yet, by name.
 
     Raises ValueError.
     """
@@ -77,7 +77,8 @@ def adapter_shapes(model: Any, options: AdapterOptions) -> Shapes:
 
 
 def peft_config(model: Any, options: AdapterOptions) -> dict[str, Any]:
-    """What peft's ``adapter_config.json`` has of adapters on ``model``, which has none yet.
+    """Return the content of peft's ``adapter_config.json`` for adapters on ``model``, which has
+    none yet.
 
     Raises ValueError.
     """

@@ -1,4 +1,4 @@
-"""What adapters a recipe asks for. Importing this needs no torch."""
+"""The adapters that a recipe asks for. Importing this needs no torch."""
 
 from __future__ import annotations
 

@@ -57,18 +57,18 @@ def fill_adapters(model: nn.Module, options: AdapterOptions) -> None:
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Whether peft has put an adapter around a layer: ``module.base_layer``."""
+    """Return whether peft has put an adapter around a layer: ``module.base_layer``."""
     return hasattr(module, "base_layer") and hasattr(module, "lora_A")
 
 
 def adapted(model: nn.Module) -> dict[str, Any]:
-    """The layers of ``model`` with an adapter, by name."""
+    """Return the layers of ``model`` with an adapter, by name."""
     return {name: module for name, module in model.named_modules() if is_adapted(module)}
 
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """While it lasts, ``model`` computes without its adapters. peft's own switch would also
+    """Let ``model`` compute without its adapters inside the context. peft's own switch would also
     unfreeze or freeze them."""
     layers = adapted(model).values()
     for layer in layers:

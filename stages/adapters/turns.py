@@ -21,12 +21,13 @@ if TYPE_CHECKING:
 
 
 class AdapterSwap:
-    """What :class:`~stages.training.shared_device.SharedDevice` calls of a
-    :class:`~stages.resharding.swap.Swap`.
+    """The methods of :class:`~stages.resharding.swap.Swap` that
+    :class:`~stages.training.shared_device.SharedDevice` calls, for a run that trains adapters.
 
     Both engines compute with the weights of the base, so neither frees them; where the trainer has
     them whole, its own become the engine's tensors. What it has beside them, for the adapters, is a
-    few hundredths of that, and stays too: only the engine's KV cache goes."""
+    few hundredths of that, and stays too: only the engine's KV cache goes.
+    """
 
     waited = 0.0  # seconds, for training's bytes
     moved = 0  # bytes, to the engine
@@ -37,11 +38,11 @@ class AdapterSwap:
         self.seconds = dict.fromkeys(Phase, 0.0)
         self._trainer = trainer
         self._rollout = rollout
-        own = rollout.parameters()
+        rollout_weights = rollout.parameters()
         with torch.no_grad():
             for name, parameter in trainer.model.named_parameters():
                 if not parameter.requires_grad and not isinstance(parameter, DTensor):
-                    parameter.data = own[name.replace(".base_layer.", ".")].data
+                    parameter.data = rollout_weights[name.replace(".base_layer.", ".")].data
 
     def to_rollout(self) -> None:
         """Copy the adapters as they are trained now. All ranks call this together."""
@@ -63,12 +64,12 @@ class AdapterSwap:
         return 0
 
     def training_bytes(self) -> int:
-        """Bytes that come back for training: none have left."""
+        """Return the number of bytes that come back for training: none have left."""
         return 0
 
     def device_bytes(self) -> int:
-        """Bytes of both engines on the device, without keys and values; a base that they share
-        once."""
+        """Return the number of bytes of both engines on the device, without keys and values; a base
+        that they share once."""
         held = (value for value in self._trainer.held() if value.device.type == self.device.type)
         return live_bytes(
             [*self._rollout.tensors.values(), *self._trainer.shards().values(), *held]

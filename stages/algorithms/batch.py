@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 def trained_columns(algorithm: AlgorithmLike, schema: Schema) -> tuple[str, ...]:
-    """The columns of samples that :class:`TrainBatch` is made from: what the loss reads of them,
-    what every train engine reads, and the optional ones where a stage makes them."""
-    made = made_in_training(algorithm)  # type: ignore[arg-type]
-    read = [name for name in algorithm.loss_reads if name not in made]
+    """Return the columns of samples that :class:`TrainBatch` is made from: what the loss reads of
+    them, what every train engine reads, and the optional ones where a stage makes them."""
+    trainer_columns = made_in_training(algorithm)  # type: ignore[arg-type]
+    read = [name for name in algorithm.loss_reads if name not in trainer_columns]
     return tuple(
         dict.fromkeys(
             ["prompt_ids", "response_ids", *read, *(name for name in OPTIONAL if name in schema)]
@@ -96,9 +96,9 @@ class TrainBatch:
     def whitened(
         self, values: torch.Tensor, over: Literal["tokens", "rows"] = "rows"
     ) -> torch.Tensor:
-        """``values``, [T] or [B], with mean 0 and variance 1 over the trained tokens of the whole
-        train batch. Of values [B] each counts once where its row has such tokens, or, ``over``
-        "tokens", once for each of them."""
+        """Return ``values``, [T] or [B], with mean 0 and variance 1 over the trained tokens of the
+        whole train batch. Of values [B] each counts once where its row has such tokens, or,
+        ``over`` "tokens", once for each of them."""
         if values.shape != self.lengths.shape:
             weight = self.is_trained.double()
         else:
@@ -122,7 +122,8 @@ class TrainBatch:
         total_rows: int,
         total_groups: int,
     ) -> TokenBatch:
-        """The rows ``numbers``, of the micro-batch's groups ``groups``, as the loss takes them.
+        """Return the rows ``numbers``, of the micro-batch's groups ``groups``, as the loss takes
+        them.
 
         ``logprobs``, ``entropy`` and ``values`` are those of all their response tokens, on the
         device to compute on.
@@ -136,13 +137,13 @@ class TrainBatch:
         }
         age = None if self.age is None else torch.cat([self.age[number] for number in numbers])
         if self.mask is not None:
-            kept = torch.cat([self.mask[number] for number in numbers])
-            row = row[kept]
-            logprobs = logprobs[kept.to(device)]
-            entropy = None if entropy is None else entropy[kept.to(device)]
-            values = None if values is None else values[kept.to(device)]
-            flat = {name: values[kept] for name, values in flat.items()}
-            age = None if age is None else age[kept]
+            mask = torch.cat([self.mask[number] for number in numbers])
+            row = row[mask]
+            logprobs = logprobs[mask.to(device)]
+            entropy = None if entropy is None else entropy[mask.to(device)]
+            values = None if values is None else values[mask.to(device)]
+            flat = {name: values[mask] for name, values in flat.items()}
+            age = None if age is None else age[mask]
         single = {name: values[at] for name, values in self._rows.items()}
         flat |= {name: values[row] for name, values in single.items()}
         return TokenBatch(
@@ -165,7 +166,7 @@ class TrainBatch:
 def jagged_rows(
     batch: TensorDictBase, name: str, lengths: torch.Tensor | None = None
 ) -> list[torch.Tensor]:
-    """The rows of the ragged column ``name``, on the CPU.
+    """Return the rows of the ragged column ``name``, on the CPU.
 
     Raises ValueError where one is not as long as ``lengths`` says.
     """
@@ -183,9 +184,9 @@ def jagged_rows(
 
 
 def over_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The metrics of several optimizer steps as one: their mean, of maxima the largest, of counted
-    tokens the sum. Gaps by age are those of the first step, as the others compare with weights that
-    have moved."""
+    """Return the metrics of several optimizer steps as one: their mean, of maxima the largest, of
+    counted tokens the sum. Gaps by age are those of the first step, as the others compare with
+    weights that have moved."""
     if len(steps) == 1:
         return dict(steps[0])
     out = {}

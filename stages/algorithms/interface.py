@@ -1,4 +1,4 @@
-"""What an algorithm is: the columns that it reads and makes, its credit, its loss.
+"""The interface of an algorithm: the columns that it reads and makes, its credit, its loss.
 
 Importing this needs no torch.
 
@@ -59,9 +59,8 @@ class TokenBatch:
     group: torch.Tensor | None = None
     # float32 [T], the column row_weight at each token, where a stage makes one
     weight: torch.Tensor | None = None
-    entropy: torch.Tensor | None = (
-        None  # float32 [T], nats, of the policy at each token, without gradient; torch engines
-    )
+    # float32 [T], nats, of the policy at each token, without gradient; torch engines
+    entropy: torch.Tensor | None = None
     # float32 [T], with gradient, of the value head, where the algorithm has one
     values: torch.Tensor | None = None
     # int64 [T], index into AGES of each token, where the update stage gives it
@@ -73,33 +72,33 @@ class TokenBatch:
         return [*self.columns]
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """The column ``name`` at each token, [T, …]."""
+        """Return the column ``name`` at each token, [T, …]."""
         return self.columns[name]
 
     def mean(self, per_token: torch.Tensor) -> torch.Tensor:
-        """This micro-batch's share of the mean over the mini-batch's tokens, each times its row's
-        weight."""
+        """Return this micro-batch's share of the mean over the mini-batch's tokens, each times its
+        row's weight."""
         return (
             per_token if self.weight is None else per_token * self.weight
         ).sum() / self.total_tokens
 
     def mean_of_rows(self, per_token: torch.Tensor) -> torch.Tensor:
-        """This micro-batch's share of the mean over rows of each row's mean, each row times its
-        weight."""
+        """Return this micro-batch's share of the mean over rows of each row's mean, each row times
+        its weight."""
         weighted = per_token if self.weight is None else per_token * self.weight
         return (weighted / self.row_tokens[self.row]).sum() / self.total_rows
 
     def row_sums(self, per_token: torch.Tensor) -> torch.Tensor:
-        """The sum over each row's tokens, [R]."""
+        """Return the sum over each row's tokens, [R]."""
         return per_token.new_zeros(len(self.row_tokens)).index_add(0, self.row, per_token)
 
     def behaviour_gap(self) -> dict[str, torch.Tensor]:
-        """Differences of the trainer's logprobs from those that the rollout engine recorded, as
-        metrics of the mini-batch: mean, maximum, and the k3 estimate of the KL divergence
-        (http://joschu.net/blog/kl-approx.html). Of tokens made by the weights that are trained now
-        it shows how two engines compute one policy; of older ones also how far the policy has
-        moved: where :attr:`age` is known, sums and counts for each age keep the two apart. Empty
-        where the loss does not read ``rollout_logprobs``."""
+        """Return the differences of the trainer's logprobs from those that the rollout engine
+        recorded, as metrics of the mini-batch: mean, maximum, and the k3 estimate of the KL
+        divergence (http://joschu.net/blog/kl-approx.html). Of tokens made by the weights that are
+        trained now it shows how two engines compute one policy; of older ones also how far the
+        policy has moved: where :attr:`age` is known, sums and counts for each age keep the two
+        apart. Empty where the loss does not read ``rollout_logprobs``."""
         if "rollout_logprobs" not in self.columns:
             return {}
         import torch
@@ -122,11 +121,11 @@ class TokenBatch:
 
 @dataclass(frozen=True)
 class LossOutput:
-    """``loss`` is this micro-batch's share of the mini-batch's loss: the shares add up.
+    """The loss of a micro-batch, and its metrics.
 
-    ``metrics`` are detached scalars; those of all micro-batches are added (``mean`` of the batch:
-    divide by a ``total_*`` inside), except names that begin with ``max_``, of which the largest is
-    kept.
+    ``loss`` is this micro-batch's share of the mini-batch's loss: the shares add up. ``metrics``
+    are detached scalars; those of all micro-batches are added (``mean`` of the batch: divide by a
+    ``total_*`` inside), except names that begin with ``max_``, of which the largest is kept.
     """
 
     loss: torch.Tensor
@@ -134,7 +133,8 @@ class LossOutput:
 
 
 def with_defaults(**values: Any) -> Callable[[type[Derived]], type[Derived]]:
-    """Class decorator: an algorithm that differs from its base by the defaults of some options."""
+    """Decorate the class of an algorithm that differs from its base by the defaults of some
+    options."""
 
     def changed(algorithm: type[Derived]) -> type[Derived]:
         for name, value in values.items():
@@ -174,13 +174,13 @@ class Algorithm(BaseModel, ABC):
     least_group_size: ClassVar[int] = 1
 
     def under(self, staleness: int) -> tuple[Self, str]:
-        """The algorithm as it runs under the staleness bound, and which options followed from it,
-        with the reason."""
+        """Return the algorithm as it runs under the staleness bound, and which options followed
+        from it, with the reason."""
         return self, ""
 
     def constants(self, staleness: int) -> Mapping[str, str]:
-        """Metrics that are constant by construction under the staleness bound, and why: nothing can
-        be read from them."""
+        """Return the metrics that are constant by construction under the staleness bound, and why:
+        nothing can be read from them."""
         return {}
 
     @property
@@ -220,24 +220,25 @@ class Algorithm(BaseModel, ABC):
         return {"rollout_logprobs": "float32 ragged", "advantage": "float32"}
 
     def credit(self, group: Mapping[str, Any]) -> Mapping[str, Any] | Drop:
-        """Columns of one group's N rows from those that :attr:`credit_reads` names: [N, …] for a
-        column with one value in each row, a list of N tensors for a ragged one. Or a :class:`Drop`.
+        """Return the columns of one group's N rows from those that :attr:`credit_reads` names: [N,
+        …] for a column with one value in each row, a list of N tensors for a ragged one. Or a
+        :class:`Drop`.
         """
         raise NotImplementedError
 
     def prepare(self, batch: TrainBatch) -> Mapping[str, torch.Tensor]:
-        """Columns to put in the place of those of the whole train batch, and those of
+        """Return the columns to put in the place of those of the whole train batch, and those of
         :attr:`prepare_makes`, before its first optimizer step."""
         return {}
 
     def signal(self, batch: TrainBatch) -> float:
-        """Share of the trained rows of the whole train batch that :meth:`loss` can learn from, in
-        [0, 1]. The learning rate of the batch's steps is multiplied by it."""
+        """Return the share of the trained rows of the whole train batch that :meth:`loss` can learn
+        from, in [0, 1]. The learning rate of the batch's steps is multiplied by it."""
         return 1.0
 
     @abstractmethod
     def loss(self, tokens: TokenBatch) -> LossOutput:
-        """The micro-batch's share of the loss."""
+        """Return the micro-batch's share of the loss."""
 
     @property
     def policy_begins(self) -> int:
@@ -246,17 +247,17 @@ class Algorithm(BaseModel, ABC):
         return 0
 
     def value_rate(self, learning_rate: float) -> float:
-        """Peak learning rate of a value head on the trunk of a policy whose own is
+        """Return the peak learning rate of a value head on the trunk of a policy whose own is
         ``learning_rate``."""
         return learning_rate
 
     def critic_algorithm(self) -> Algorithm | None:
-        """What a critic with an engine of its own is trained with, on the same rows: the loss reads
-        the column ``values``, which that critic has made, and ``tokens.values``. None: there is no
-        such critic."""
+        """Return the algorithm that trains a critic with an engine of its own, on the same rows:
+        the loss reads the column ``values``, which that critic has made, and ``tokens.values``.
+        None: there is no such critic."""
         return None
 
     def finish(self, metrics: dict[str, float]) -> dict[str, float]:
-        """What is reported of an optimizer step, from its summed metrics: the place for quotients
-        of sums."""
+        """Return the reported metrics of an optimizer step from its summed ones: the place for
+        quotients of sums."""
         return metrics

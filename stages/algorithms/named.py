@@ -169,7 +169,7 @@ AlgorithmLike = Algorithm | NamedAlgorithm
 
 
 def split_gap(metrics: dict[str, float]) -> tuple[dict[str, float], dict[str, float]]:
-    """The metrics of :meth:`TokenBatch.behaviour_gap`, as they are reported, and the rest of
+    """Return the metrics of :meth:`TokenBatch.behaviour_gap`, as they are reported, and the rest of
     ``metrics``. ``gap_mean_AGE`` is the mean over the tokens of that age, where there are
     :data:`LEAST_TOKENS` or more."""
     names = {"max_gap": "gap_max", "gap_mean": "gap_mean", "gap_k3": "gap_k3"}
@@ -182,7 +182,8 @@ def split_gap(metrics: dict[str, float]) -> tuple[dict[str, float], dict[str, fl
 
 
 def _missed(error: Exception, arguments: Sequence[Any]) -> list[str]:
-    """The columns that there are, where ``error`` says that a method has asked for another one."""
+    """Return the columns that there are, where ``error`` says that a method has asked for another
+    one."""
     if not isinstance(error, KeyError):
         return []
     return sorted(

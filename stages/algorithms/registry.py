@@ -24,28 +24,32 @@ ENTRY_POINTS = "asyncdock.algorithms"
 
 @cache
 def built_in() -> Mapping[str, type[Algorithm]]:
-    """The product's own algorithms, by name."""
-    found: dict[str, type[Algorithm]] = {}
+    """Return the product's own algorithms, by name."""
+    algorithms: dict[str, type[Algorithm]] = {}
     for folder in pkgutil.iter_modules([str(Path(__file__).parent)]):
         if not folder.ispkg:
             continue
         package = importlib.import_module(f"{__package__}.{folder.name}")
         for file in pkgutil.iter_modules(package.__path__):
             module = importlib.import_module(f"{package.__name__}.{file.name}")
-            own = [
+            definitions = [
                 value
                 for value in vars(module).values()
                 if getattr(value, "__module__", "") == module.__name__
             ]
-            named = [
-                value for value in own if isinstance(value, type) and issubclass(value, Algorithm)
+            classes = [
+                value
+                for value in definitions
+                if isinstance(value, type) and issubclass(value, Algorithm)
             ]
-            found |= {algorithm.name: algorithm for algorithm in named if "name" in vars(algorithm)}
-    return dict(sorted(found.items()))
+            algorithms |= {
+                algorithm.name: algorithm for algorithm in classes if "name" in vars(algorithm)
+            }
+    return dict(sorted(algorithms.items()))
 
 
 def build_algorithm(name: str, options: Mapping[str, Any]) -> Algorithm:
-    """The algorithm called ``name``; ``options`` are the fields of its class.
+    """Return the algorithm called ``name``; ``options`` are the fields of its class.
 
     Raises ValueError when the name is not known, or an option is unknown or out of range (all of
     them at once).
@@ -54,17 +58,19 @@ def build_algorithm(name: str, options: Mapping[str, Any]) -> Algorithm:
 
 
 def algorithm_class(name: str) -> type[Algorithm]:
-    """The class behind ``name``. Raises CodeUnusable."""
+    """Return the class behind ``name``. Raises CodeUnusable."""
     key = "algorithm.name"
-    found = find(key, name, built_in(), lambda: importlib.metadata.entry_points(group=ENTRY_POINTS))
-    if isinstance(found, type) and issubclass(found, Algorithm):
-        return found
-    if hasattr(found, "advantages"):
-        wrong = "has the interface of an earlier version"
+    candidate = find(
+        key, name, built_in(), lambda: importlib.metadata.entry_points(group=ENTRY_POINTS)
+    )
+    if isinstance(candidate, type) and issubclass(candidate, Algorithm):
+        return candidate
+    if hasattr(candidate, "advantages"):
+        reason = "has the interface of an earlier version"
         fix = (
             "write `credit` in place of `advantages`, and `scores` and `loss_reads` in place of "
             "`needs_reference` (docs/flow.md)"
         )
-        raise CodeUnusable(Problem(key, name, wrong, fix))
+        raise CodeUnusable(Problem(key, name, reason, fix))
     fix = "derive its class from stages.algorithms.Algorithm"
     raise CodeUnusable(Problem(key, name, "is not an algorithm", fix))

@@ -32,7 +32,7 @@ MOST_TEMPERATURE = 100.0
 
 
 def temperature_fix(temperature: float) -> str:
-    """Returns what to give in place of a sampling temperature; "" for a usable one. 0 is greedy.
+    """Return what to give in place of a sampling temperature; "" for a usable one. 0 is greedy.
 
     >>> temperature_fix(0.0), temperature_fix(0.7)
     ('', '')
@@ -45,7 +45,7 @@ def temperature_fix(temperature: float) -> str:
 
 
 def top_p_fix(top_p: float) -> str:
-    """Returns what to give in place of ``top_p``; "" for one that can be used.
+    """Return what to give in place of ``top_p``; "" for one that can be used.
 
     >>> top_p_fix(1e-300)
     'give a number from 1e-30 to 1'

@@ -22,8 +22,8 @@ def check_request(request: GroupRequest, *, vocabulary: int, context: int) -> No
     params = request.params
     refused = functools.partial(RequestRefused, request.group)
     if ids.dim() != 1 or ids.dtype != torch.int64 or not len(ids):
-        wrong = f"prompt_ids is {ids.dtype} {tuple(ids.shape)}"
-        raise refused("prompt_ids", wrong, "give int64 [P] with P >= 1")
+        problem = f"prompt_ids is {ids.dtype} {tuple(ids.shape)}"
+        raise refused("prompt_ids", problem, "give int64 [P] with P >= 1")
     low = int(ids.min())
     high = int(ids.max())
     if low < 0 or high >= vocabulary:
@@ -52,13 +52,15 @@ def layout_of(weights: Mapping[str, torch.Tensor]) -> Layout:
 def check_weights(weights: Mapping[str, torch.Tensor], expected: Layout) -> None:
     """Raise ``WeightMismatch`` unless ``weights`` have the names, shapes and dtypes
     ``expected``."""
-    given = layout_of(weights)
-    problems = [f"{name}: missing" for name in sorted(expected.keys() - given.keys())]
-    problems += [f"{name}: unknown" for name in sorted(given.keys() - expected.keys())]
-    for name in sorted(given.keys() & expected.keys()):
-        if given[name] != expected[name]:
-            (shape, dtype), (needed, of) = given[name], expected[name]
-            problems.append(f"{name}: {dtype} {shape} offered, the engine has {of} {needed}")
+    layout = layout_of(weights)
+    problems = [f"{name}: missing" for name in sorted(expected.keys() - layout.keys())]
+    problems += [f"{name}: unknown" for name in sorted(layout.keys() - expected.keys())]
+    for name in sorted(layout.keys() & expected.keys()):
+        if layout[name] != expected[name]:
+            (shape, dtype), (expected_shape, expected_dtype) = layout[name], expected[name]
+            problems.append(
+                f"{name}: {dtype} {shape} offered, the engine has {expected_dtype} {expected_shape}"
+            )
     if problems:
         more = f" and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
         raise WeightMismatch(

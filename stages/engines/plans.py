@@ -25,8 +25,8 @@ class GroupShape:
     responses: tuple[int, ...]
 
     def tokens(self, rows: Iterable[int]) -> int:
-        """Tokens that the model is fed for ``rows``: the prompt once, and each response without its
-        last token."""
+        """Return the number of tokens that the model is fed for ``rows``: the prompt once, and each
+        response without its last token."""
         return self.prompt + sum(self.responses[row] - 1 for row in rows)
 
 
@@ -153,7 +153,7 @@ def deal(
         raise ValueError(f"{what} cannot be dealt to {parts} ranks: give each at least one")
     tokens = [group.responses for group in groups] if trained is None else trained
     cut = cut_mini_batches(
-        {n: dict(enumerate(of)) for n, of in enumerate(tokens)}, mini_batches, whole=whole
+        {n: dict(enumerate(counts)) for n, counts in enumerate(tokens)}, mini_batches, whole=whole
     )
     shares: list[list[Piece]] = [[] for _ in range(parts)]
     fed = [0] * parts
@@ -163,7 +163,7 @@ def deal(
         fed[part] += _tokens(groups, pieces)
 
     for mini_batch in cut:
-        dealt = _dealt(groups, [Piece(*of) for of in mini_batch.items()], parts, whole=whole)
+        dealt = _dealt(groups, [Piece(*item) for item in mini_batch.items()], parts, whole=whole)
         # Shares without a row yet come first, then those with the fewest tokens.
         order = sorted(range(parts), key=lambda part: (bool(shares[part]), fed[part]))
         for part, pieces in zip(order, dealt, strict=True):
@@ -210,7 +210,7 @@ def _dealt(
 def _without(
     groups: Sequence[GroupShape], cut: Sequence[Mapping[int, Sequence[int]]], whole: bool
 ) -> list[Piece]:
-    """The rows, or ``whole`` groups, that are in no mini-batch, one by one."""
+    """Return the rows, or ``whole`` groups, that are in no mini-batch, one by one."""
     dealt = {
         (group, row) for mini_batch in cut for group, rows in mini_batch.items() for row in rows
     }
@@ -222,7 +222,7 @@ def _without(
 
 
 def _joined(pieces: Iterable[Piece]) -> list[Piece]:
-    """``pieces`` with those of one group as one."""
+    """Return ``pieces`` with those of one group as one."""
     rows: dict[int, list[int]] = {}
     for piece in pieces:
         rows.setdefault(piece.group, []).extend(piece.rows)

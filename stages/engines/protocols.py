@@ -29,7 +29,7 @@ FinishReason = Literal["stop", "length", "cut"]
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are sampled.
+    """The parameters with which tokens are sampled.
 
     Filters apply in the order temperature, top-k, top-p. Logprobs are those of the distribution
     after temperature and before top-k and top-p, which the trainer recomputes.
@@ -57,9 +57,8 @@ class Begun:
     token_ids: torch.Tensor  # int64 [T], T >= 1
     logprobs: torch.Tensor  # float32 [T]
     versions: tuple[tuple[int, int], ...]
-    routed_experts: torch.Tensor | None = (
-        None  # uint8 or int16 [P + T - 1, layers * top-k], where the run has the column
-    )
+    # uint8 or int16 [P + T - 1, layers * top-k], where the run has the column
+    routed_experts: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -131,8 +130,8 @@ class Completion:
 
     def tokens(self) -> list[Token]:
         versions = [version for version, count in self.versions for _ in range(count)]
-        made = zip(self.token_ids.tolist(), self.logprobs.tolist(), versions, strict=True)
-        return [Token(self.group, self.place, *token) for token in made]
+        token_fields = zip(self.token_ids.tolist(), self.logprobs.tolist(), versions, strict=True)
+        return [Token(self.group, self.place, *token) for token in token_fields]
 
 
 @dataclass(frozen=True)
@@ -181,18 +180,18 @@ class RolloutEngine(Protocol):
     ) -> SwapTimes:
         """Use ``weights`` (full tensors by parameter name, valid until this returns) from the next
         token boundary on, for requests in flight too. ``hold``: the engine is paused from that
-        boundary on, before it makes a token with them.
-        ``cut``: every response with a token of its present request ends as "cut" at that boundary,
-        so that no token of the new weights uses a KV cache of the old ones. Raises
-        ``WeightMismatch`` and keeps the old version when names, shapes or dtypes differ."""
+        boundary on, before it makes a token with them. ``cut``: every response with a token of its
+        present request ends as "cut" at that boundary, so that no token of the new weights uses a
+        KV cache of the old ones. Raises ``WeightMismatch`` and keeps the old version when names,
+        shapes or dtypes differ."""
 
     async def score(
         self, prompt_ids: torch.Tensor, response_ids: torch.Tensor, *, temperature: float = 1.0
     ) -> torch.Tensor | None:
-        """Logprobs float32 [T] of the tokens ``response_ids`` int64 [T] after ``prompt_ids`` int64
-        [P] under the loaded weights, as :class:`SamplingParams` defines them; None when the engine
-        has none at this temperature. Works while paused; an engine that cannot compute then may
-        resume generation for as long as this takes. Verifies swaps."""
+        """Return the logprobs float32 [T] of the tokens ``response_ids`` int64 [T] after
+        ``prompt_ids`` int64 [P] under the loaded weights, as :class:`SamplingParams` defines them;
+        None when the engine has none at this temperature. Works while paused; an engine that cannot
+        compute then may resume generation for as long as this takes. Verifies swaps."""
 
     async def pause(self) -> None:
         """Stop before the next token.
@@ -224,8 +223,8 @@ class CuttingEngine(Protocol):
     """A rollout engine that can end what is in flight, to be continued by another one."""
 
     async def cut(self) -> None:
-        """At the next token boundary, every response with a token of its present request ends as
-        "cut"; the others wait."""
+        """End every response with a token of its present request as "cut" at the next token
+        boundary; the others wait."""
 
 
 @runtime_checkable
@@ -235,8 +234,8 @@ class StreamingEngine(Protocol):
     def stream(
         self, requests: Sequence[GroupRequest], *, alternatives: int = 0
     ) -> AsyncIterator[Token | Completion]:
-        """As :meth:`RolloutEngine.generate`; before a response's completion come its new tokens, in
-        order, each with as many ``alternatives``."""
+        """Generate as :meth:`RolloutEngine.generate` does; before a response's completion come its
+        new tokens, in order, each with as many ``alternatives``."""
 
 
 @runtime_checkable
@@ -273,11 +272,11 @@ class ColocatedEngine(RolloutEngine, Protocol):
 
     @property
     def fused(self) -> bool:
-        """Whether q, k and v are one tensor in :attr:`tensors`, and gate and up another, named as
-        vLLM names them."""
+        """Return whether q, k and v are one tensor in :attr:`tensors`, and gate and up another,
+        named as vLLM names them."""
 
     def parameters(self) -> Mapping[str, torch.Tensor]:
-        """The model's own weights by their names of Hugging Face, without adapters: views of
+        """Return the model's own weights by their names of Hugging Face, without adapters: views of
         :attr:`tensors`."""
 
     def fill(self, weights: Mapping[str, torch.Tensor]) -> None:
@@ -285,10 +284,10 @@ class ColocatedEngine(RolloutEngine, Protocol):
         tensors have memory."""
 
     def cache_bytes(self) -> int:
-        """Bytes of keys and values on the device; 0 while it sleeps."""
+        """Return the number of bytes of keys and values on the device; 0 while it sleeps."""
 
     async def sleep(self) -> None:
-        """From the next token boundary on, compute nothing and free all device memory but
+        """Stop computing at the next token boundary, and free all device memory but
         :attr:`tensors`. Every response with a token of its present request ends as "cut"; the
         others wait, and new requests are accepted."""
 
@@ -361,7 +360,7 @@ class TrainEngine(Protocol):
     """
 
     def train_batch(self, batch: TensorDictBase, algorithm: Any) -> Mapping[str, float]:
-        """The optimizer steps of one batch of whole groups: all of them, or none.
+        """Make the optimizer steps of one batch of whole groups: all of them, or none.
 
         ``batch`` has batch size [B] and the columns ``group`` int64 [B], ``place`` int64 [B],
         ``prompt_ids`` and ``response_ids`` int64 jagged, ``rollout_logprobs`` float32 jagged (as
@@ -377,16 +376,16 @@ class TrainEngine(Protocol):
         """
 
     def logprobs(self, batch: TensorDictBase) -> torch.Tensor:
-        """Logprobs of the response tokens under the current weights: float32 jagged [B, T_i], no
-        gradient. Groups are computed one by one, so the result of a row does not depend on the
-        other groups."""
+        """Return the logprobs of the response tokens under the current weights: float32 jagged [B,
+        T_i], no gradient. Groups are computed one by one, so the result of a row does not depend on
+        the other groups."""
 
     def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """The parameters that a rollout engine needs, by name, detached, tied ones once."""
+        """Return the parameters that a rollout engine needs, by name, detached, tied ones once."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The model's weights and the optimizer's state, sufficient for a bit-exact continuation:
-        nested dicts of tensors (DTensors with several ranks) and numbers, which
+        """Return the model's weights and the optimizer's state, sufficient for a bit-exact
+        continuation: nested dicts of tensors (DTensors with several ranks) and numbers, which
         torch.distributed.checkpoint saves and fills in place. Names and shapes do not depend on the
         layout."""
 

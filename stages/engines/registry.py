@@ -46,14 +46,14 @@ class EngineUnknown(Fatal, ProblemError, LookupError):
 
 
 def engine_names(side: Side) -> list[str]:
-    """Returns every name without a colon that ``rollout.engine`` or ``train.engine`` may have."""
+    """Return every name without a colon that ``rollout.engine`` or ``train.engine`` may have."""
     return sorted(
         {*BUILT_IN[side], *importlib.metadata.entry_points(group=ENTRY_POINTS[side]).names}
     )
 
 
 def find_factory(side: Side, name: str) -> Callable[..., Any]:
-    """Returns the factory of the engine ``name``, which is not built in.
+    """Return the factory of the engine ``name``, which is not built in.
 
     Raises :class:`EngineUnknown`.
     """
@@ -64,10 +64,10 @@ def find_factory(side: Side, name: str) -> Callable[..., Any]:
         raise EngineUnknown(Problem(key, name, "is not known", fix))
     place = name if ":" in name else f"{entries[name].module}:{entries[name].attr}"
     try:
-        found = imported(place, key, name)
+        factory = imported(place, key, name)
     except CodeUnusable as error:
         raise EngineUnknown(*error.problems) from error
-    if not callable(found):
+    if not callable(factory):
         fix = "name a function or a class that makes an engine"
-        raise EngineUnknown(Problem(key, name, f"is a {type(found).__name__}", fix))
-    return found  # type: ignore[no-any-return]
+        raise EngineUnknown(Problem(key, name, f"is a {type(factory).__name__}", fix))
+    return factory  # type: ignore[no-any-return]

@@ -35,7 +35,7 @@ class StageTimedOut(RuntimeError):
 
 
 def plain_columns(rows: TensorDict, names: Sequence[str]) -> dict[str, Any]:
-    """The columns of fetched rows, ragged ones as lists of tensors and texts as lists of
+    """Return the columns of fetched rows, ragged ones as lists of tensors and texts as lists of
     strings."""
     return {name: _plain(rows[name]) for name in names}
 
@@ -53,7 +53,7 @@ def rows_at(column: Any, positions: Sequence[int]) -> Any:
 
 
 def groups_of(groups: Sequence[int]) -> list[list[int]]:
-    """The positions of each group's rows, where ``groups`` names the group of each row."""
+    """Return the positions of each group's rows, where ``groups`` names the group of each row."""
     members: dict[int, list[int]] = {}
     for row, group in enumerate(groups):
         members.setdefault(group, []).append(row)
@@ -63,16 +63,18 @@ def groups_of(groups: Sequence[int]) -> list[list[int]]:
 def outputs_of(
     members: Sequence[Sequence[int]], results: Sequence[Result], tokens: Sequence[int]
 ) -> Iterator[Output]:
-    """What is committed of groups at the positions ``members``: one output of all that stay, one
-    for each reason to drop."""
-    kept = [
+    """Yield the outputs to commit of groups at the positions ``members``: one output of all that
+    stay, one for each reason to drop."""
+    remaining = [
         (at, result)
         for at, result in zip(members, results, strict=True)
         if not isinstance(result, Drop)
     ]
-    if kept:
-        positions = [row for at, _ in kept for row in at]
-        columns = {name: _joined([result[name] for _, result in kept]) for name in kept[0][1]}
+    if remaining:
+        positions = [row for at, _ in remaining for row in at]
+        columns = {
+            name: _joined([result[name] for _, result in remaining]) for name in remaining[0][1]
+        }
         yield Output(positions, columns, tokens=sum(tokens[row] for row in positions))
     dropped: dict[str, list[int]] = {}
     for at, result in zip(members, results, strict=True):
@@ -83,7 +85,7 @@ def outputs_of(
 
 
 def _joined(parts: Sequence[Any]) -> Any:
-    """The same column of several groups as one."""
+    """Return the same column of several groups as one."""
     if len(parts) == 1:
         return parts[0]
     if isinstance(parts[0], torch.Tensor) and not parts[0].is_nested:
@@ -136,7 +138,7 @@ class StageAdapter(Stage):
             yield output
 
     async def _call(self, columns: Mapping[str, Any], numbers: Sequence[int]) -> Result:
-        """What the stage makes of the rows with these ``numbers``.
+        """Return the columns that the stage makes of the rows with these ``numbers``.
 
         Raises StageError, StageTimedOut.
         """
@@ -146,8 +148,8 @@ class StageAdapter(Stage):
             raise await self._late(numbers, late.place) from None
 
     async def _late(self, numbers: Sequence[int], place: str) -> Exception:
-        """The error of a call that took too long: the run's, when one of its rows was in such a
-        call before."""
+        """Return the error of a call that took too long: the run's, when one of its rows was in
+        such a call before."""
         key = self.declared.place.removesuffix("use") + "timeout"
         took = (
             f"stage {self.name!r} took more than {key} = {self._timeout:g} s for {len(numbers)} "

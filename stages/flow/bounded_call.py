@@ -39,7 +39,7 @@ class BoundedCalls:
         self._loop: LoopThread | None = None
 
     async def call(self, argument: Any) -> Any:
-        """What the function returns for ``argument``.
+        """Return the function's result for ``argument``.
 
         Raises TimeLimit, and what the function raises.
         """
@@ -51,10 +51,10 @@ class BoundedCalls:
             threads.append(threading.get_ident())
             return self._function(argument)
 
-        made = await self._until(
+        result = await self._until(
             run_in_thread(run, self._name), lambda: sys._current_frames().get(threads[0])
         )
-        return await self._within(made) if isinstance(made, Awaitable) else made
+        return await self._within(result) if isinstance(result, Awaitable) else result
 
     def close(self) -> None:
         """End the event loop. A call that blocks it goes on."""

@@ -61,18 +61,17 @@ def catalogue(
     in_training: Collection[str] = (),
     routed: str = "",
 ) -> list[StageDeclaration]:
-    """The catalogue of a run with ``rewards`` reward functions, which read the columns
-    ``reward_reads`` beside responses.
-    ``source``: columns that its prompts bring. A stage of the product whose columns the source
-    brings, or the trainer computes (``in_training``), is left out.
+    """Return the catalogue of a run with ``rewards`` reward functions, which read the columns
+    ``reward_reads`` beside responses. ``source``: columns that its prompts bring. A stage of the
+    product whose columns the source brings, or the trainer computes (``in_training``), is left out.
     ``given_responses``: so many responses are in each prompt's row, which the rollout stage takes
-    over, the best first.
-    ``critic``: a critic of its own is trained in the run, and makes the values. ``routed``: dtype
-    of the column of routed experts, which the rollout stage makes; "": it makes none."""
-    made = {**RESPONSE, **({ROUTED: f"{routed} ragged"} if routed else {})}
+    over, the best first. ``critic``: a critic of its own is trained in the run, and makes the
+    values. ``routed``: dtype of the column of routed experts, which the rollout stage makes; "": it
+    makes none."""
+    rollout_makes = {**RESPONSE, **({ROUTED: f"{routed} ragged"} if routed else {})}
     if given_responses:
-        del made["rollout_logprobs"]
-        made |= {MASK: OPTIONAL[MASK]} | (
+        del rollout_makes["rollout_logprobs"]
+        rollout_makes |= {MASK: OPTIONAL[MASK]} | (
             {"reward": "float32 finite"} if given_responses > 1 else {}
         )
         source = {**source, GIVEN: "text"}
@@ -81,11 +80,11 @@ def catalogue(
         "rollout",
         "groups",
         needs,
-        made,
+        rollout_makes,
         "cpu" if given_responses else "policy",
         workers=int(not given_responses),
     )
-    own = [
+    product_stages = [
         StageDeclaration(SOURCE, "groups", {}, source, workers=0),
         rollout,
         StageDeclaration(
@@ -109,29 +108,34 @@ def catalogue(
         ),
     ]
     if critic:
-        own.append(
+        product_stages.append(
             replace(
-                own[-1], name=CRITIC, makes={"values": "float32 ragged finite"}, runs_on="critic"
+                product_stages[-1],
+                name=CRITIC,
+                makes={"values": "float32 ragged finite"},
+                runs_on="critic",
             )
         )
-    left = [stage for stage in own[1:] if not {*source, *in_training} & {*stage.makes}]
+    remaining = [
+        stage for stage in product_stages[1:] if not {*source, *in_training} & {*stage.makes}
+    ]
     others = [
         stage
-        for stage in left
-        if stage is rollout or not given_responses or not {*made} & {*stage.makes}
+        for stage in remaining
+        if stage is rollout or not given_responses or not {*rollout_makes} & {*stage.makes}
     ]
-    return [own[0], *others, *stages]
+    return [product_stages[0], *others, *stages]
 
 
 def expert_type(experts: int) -> str:
-    """The dtype of the numbers of so many experts."""
+    """Return the dtype of the numbers of so many experts."""
     return "uint8" if experts <= 256 else "int16"
 
 
 def credit_stage(
     algorithm: Algorithm, truncated: Truncated = "train", drops: Columns | None = None
 ) -> StageDeclaration | None:
-    """The stage that computes the algorithm's credit, and the mask that leaves out truncated
+    """Return the stage that computes the algorithm's credit, and the mask that leaves out truncated
     responses, and drops groups by what the columns ``drops`` say; None where there is none of
     these."""
     reads = dict(algorithm.credit_reads if algorithm.credit_makes else {})
@@ -146,17 +150,19 @@ def credit_stage(
 
 
 def made_in_training(algorithm: Algorithm) -> set[str]:
-    """Columns that the loss reads and no stage makes: those that the trainer, the update stage or
-    ``prepare`` computes."""
+    """Return the columns that the loss reads and no stage makes: those that the trainer, the update
+    stage or ``prepare`` computes."""
     computed = (name for name, by in algorithm.scores.items() if by in IN_TRAINING)
     return {STALENESS, TOKEN_STALENESS, *computed, *algorithm.prepare_makes}
 
 
 def update_stage(algorithm: Algorithm) -> StageDeclaration:
-    """The stage that trains: the columns that the loss reads, but for those that are made in
+    """Return the stage that trains: the columns that the loss reads, but for those that are made in
     training."""
-    made = made_in_training(algorithm)
-    reads = {name: kind for name, kind in algorithm.loss_reads.items() if name not in made}
+    trainer_columns = made_in_training(algorithm)
+    reads = {
+        name: kind for name, kind in algorithm.loss_reads.items() if name not in trainer_columns
+    }
     if TOKEN_STALENESS in algorithm.loss_reads:
         reads[VERSIONS] = RESPONSE[VERSIONS]
     needs = {"prompt_ids": "int64 ragged", "response_ids": "int64 ragged", **reads}

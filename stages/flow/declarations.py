@@ -1,4 +1,4 @@
-"""What stages and algorithms declare of the columns that they read and write.
+"""The declarations of stages and algorithms: the columns that they read and write.
 
 Importing this needs no torch.
 
@@ -79,7 +79,8 @@ class StageDeclaration:
 
 @dataclass(frozen=True)
 class Declared:
-    """What a recipe's own stages declare, and which of their columns its reward functions read."""
+    """The declarations of a recipe's own stages, and their columns that its reward functions
+    read."""
 
     stages: tuple[StageDeclaration, ...]
     reads: Columns
@@ -96,27 +97,28 @@ class Declared:
 
 
 def type_problems(key: str, columns: Columns) -> list[Problem]:
-    """Names and types in a declaration that are none."""
-    wrong = [
+    """Return a problem for each name and type in ``columns`` that is none."""
+    faults = [
         (name, "is not the name of a column", "write an identifier")
         for name in columns
         if not name.isidentifier()
     ]
-    wrong += [
+    faults += [
         (n, f"has the type {t!r}", TYPE_HELP)
         for n, t in columns.items()
         if t and not TYPE.fullmatch(t)
     ]
-    return [Problem(key, *problem) for problem in wrong]
+    return [Problem(key, *problem) for problem in faults]
 
 
 def columns_of(declared: Any) -> Columns:
-    """A declaration as a mapping: names alone (a tuple or a list) mean that any type will do."""
+    """Return a declaration as a mapping: names alone (a tuple or a list) mean that any type will
+    do."""
     return dict(declared) if isinstance(declared, Mapping) else dict.fromkeys(declared, "")
 
 
 def column(name: str, kind: str) -> Column:
-    """The pipeline's column of a declaration such as ``"float32 [3]"``. Imports torch."""
+    """Return the pipeline's column of a declaration such as ``"float32 [3]"``. Imports torch."""
     import torch
 
     from pipeline.columns import Column
@@ -134,11 +136,11 @@ def column(name: str, kind: str) -> Column:
 
 
 def itemsize(kind: str) -> int:
-    """Bytes of one element of a column that is no text."""
+    """Return the number of bytes of one element of a column that is no text."""
     bits = re.match(r"[a-z]+(\d*)", kind)
     return int(bits[1] or 8) // 8 if bits else 1
 
 
 def same_type(wanted: str, made: str) -> bool:
-    """Whether a column declared as ``made`` is what a reader declares as ``wanted``."""
+    """Return whether a column declared as ``made`` is what a reader declares as ``wanted``."""
     return not wanted or wanted.replace(" finite", "") == made.replace(" finite", "")

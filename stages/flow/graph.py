@@ -21,8 +21,8 @@ SHOWN = 3  # names of columns beside an edge, at most
 
 
 def layers(flow: Flow) -> dict[str, int]:
-    """The layer of each stage: 0 for the source, else one more than the deepest stage that it reads
-    from."""
+    """Return the layer of each stage: 0 for the source, else one more than the deepest stage that
+    it reads from."""
     depth: dict[str, int] = {}
     for stage in flow.stages:
         depth[stage.name] = max(
@@ -32,7 +32,7 @@ def layers(flow: Flow) -> dict[str, int]:
 
 
 def document(flow: Flow) -> dict[str, Any]:
-    """The flow as plain values, in the order of its stages."""
+    """Return the flow as plain values, in the order of its stages."""
     depth = layers(flow)
     return {
         "stages": [
@@ -59,8 +59,8 @@ def document(flow: Flow) -> dict[str, Any]:
 
 
 def to_text(flow: Flow) -> str:
-    """One line for each stage: what it takes and runs on, the columns that it needs, and those that
-    it makes."""
+    """Return one line for each stage: what it takes and runs on, the columns that it needs, and
+    those that it makes."""
     wide = max(len(stage.name) for stage in flow.stages)
     lines = []
     for stage in flow.stages:
@@ -73,7 +73,7 @@ def to_text(flow: Flow) -> str:
 
 
 def to_mermaid(flow: Flow) -> str:
-    """A Mermaid flowchart; the weights that training publishes are a dotted edge."""
+    """Return a Mermaid flowchart; the weights that training publishes are a dotted edge."""
     lines = ["flowchart LR"]
     lines += [
         f'    {stage.name}["{stage.name}<br/>{stage.takes}, {stage.runs_on}"]'
@@ -88,7 +88,7 @@ def to_mermaid(flow: Flow) -> str:
 
 
 def to_svg(flow: Flow) -> str:
-    """A picture: a column of boxes for each layer, and curves between them."""
+    """Return a picture: a column of boxes for each layer, and curves between them."""
     depth = layers(flow)
     rows: dict[int, list[str]] = {}
     for stage in flow.stages:

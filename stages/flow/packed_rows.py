@@ -22,7 +22,7 @@ class BadRows(ValueError):
 
 
 def packed_rows(schema: Schema, columns: Mapping[str, Any]) -> bytearray:
-    """The bytes of ``columns``, all of the ``schema``'s. Raises ColumnError."""
+    """Return the bytes of ``columns``, all of the ``schema``'s. Raises ColumnError."""
     rows = pack(schema, columns)
     data = bytearray(rows.nbytes)
     rows.write_into(memoryview(data), BLOCK)
@@ -30,7 +30,7 @@ def packed_rows(schema: Schema, columns: Mapping[str, Any]) -> bytearray:
 
 
 def unpacked_rows(schema: Schema, data: bytearray, rows: int) -> dict[str, Any]:
-    """The columns of ``rows`` rows in ``data``, which may come from anyone: of the types of
+    """Return the columns of ``rows`` rows in ``data``, which may come from anyone: of the types of
     ``schema``, on the memory of ``data``. A tensor [B, …] of a column with one value in each row, a
     list of B tensors of a ragged one, a list of B strings of a text. Raises BadRows."""
     if len(data) < 64:

@@ -74,9 +74,8 @@ class Flow:
         return Schema([column(name, kind) for name, kind in self.columns.items()])
 
     def config(self, plan: StalenessPlan, max_dropped: int = -1) -> RunConfig:
-        """What the index needs to know of the stages and of the staleness bound. For each group
-        that a step trains
-        ``max_dropped`` may leave untrained; -1: any number."""
+        """Return what the index needs to know of the stages and of the staleness bound. For each
+        group that a step trains ``max_dropped`` may leave untrained; -1: any number."""
         from pipeline.index.client import RunConfig, StageSpec
 
         mask = self.schema.mask
@@ -115,9 +114,10 @@ def resolve(
     truncated: Truncated = "train",
     drops: Columns | None = None,
 ) -> Flow:
-    """The flow of ``algorithm`` over ``catalogue``: every stage on the way to what its loss reads,
-    and no other. A stage that makes nothing (it can only drop groups) is on the way too: training
-    waits for it. ``drops``: columns by which the credit stage drops groups. Raises FlowError."""
+    """Return the flow of ``algorithm`` over ``catalogue``: every stage on the way to what its loss
+    reads, and no other. A stage that makes nothing (it can only drop groups) is on the way too:
+    training waits for it. ``drops``: columns by which the credit stage drops groups. Raises
+    FlowError."""
     credit = credit_stage(algorithm, truncated, drops)
     update = update_stage(algorithm)
     if credit:
@@ -130,15 +130,15 @@ def resolve(
         stage if stage.makes else replace(stage, makes={passed_column(stage.name): "bool"})
         for stage in stages
     ]
-    made = {name for stage in stages for name in stage.makes}
-    optional = {name: kind for name, kind in update.optional.items() if name in made}
+    columns = {name for stage in stages for name in stage.makes}
+    optional = {name: kind for name, kind in update.optional.items() if name in columns}
     update = replace(update, needs={**update.needs, **optional, **waits})
     problems = [*_twice_named([*stages, update]), *_scores(algorithm, stages)]
-    found = _backwards(update, stages, problems)
-    order = _in_order([stage for stage in stages if stage.name in found], update, problems)
+    needed_names = _backwards(update, stages, problems)
+    order = _in_order([stage for stage in stages if stage.name in needed_names], update, problems)
     problems += _twice_made(order)
     for stage in stages:
-        if stage.place and stage.name not in found:
+        if stage.place and stage.name not in needed_names:
             names = " and ".join(map(repr, stage.makes))
             fix = (
                 "let a reward function, another stage or the algorithm read it, or take the "
@@ -164,7 +164,8 @@ def resolve(
 
 
 def passed_column(stage: str) -> str:
-    """The column that a stage which declares none writes of each sample that it lets pass."""
+    """Return the column that a stage which declares none writes of each sample that it lets
+    pass."""
     return f"passed_{stage}"
 
 
@@ -179,10 +180,11 @@ def _makers(stages: Iterable[StageDeclaration]) -> Mapping[str, list[StageDeclar
 def _backwards(
     update: StageDeclaration, stages: Sequence[StageDeclaration], problems: list[Problem]
 ) -> set[str]:
-    """The names of the stages on the way to ``update``; what is wrong goes to ``problems``."""
+    """Return the names of the stages on the way to ``update``; what is wrong goes to
+    ``problems``."""
     makers = _makers(stages)
     waiting = [update]
-    found = {SOURCE}
+    needed_names = {SOURCE}
     while waiting:
         reader = waiting.pop()
         for name, kind in reader.needs.items():
@@ -195,17 +197,17 @@ def _backwards(
                 )
             for maker in made_by[:1]:
                 if not same_type(kind, maker.makes[name]):
-                    wrong = (
+                    reason = (
                         f"needs {name!r} as {kind}, but stage {maker.name!r} makes it as "
                         f"{maker.makes[name]}"
                     )
                     problems.append(
-                        Problem(_key(reader), reader.name, wrong, "declare the same type in both")
+                        Problem(_key(reader), reader.name, reason, "declare the same type in both")
                     )
-                if maker.name not in found:
-                    found.add(maker.name)
+                if maker.name not in needed_names:
+                    needed_names.add(maker.name)
                     waiting.append(maker)
-    return found
+    return needed_names
 
 
 def _key(stage: StageDeclaration) -> str:
@@ -215,22 +217,24 @@ def _key(stage: StageDeclaration) -> str:
 def _unmade(
     name: str, reader: StageDeclaration, makers: Mapping[str, list[StageDeclaration]]
 ) -> Problem:
-    wrong = f"needs the column {name!r}, which no stage makes"
+    reason = f"needs the column {name!r}, which no stage makes"
     close = difflib.get_close_matches(name, makers, n=1)
     fix = f"did you mean {close[0]!r}, of stage {makers[close[0]][0].name!r}" if close else ""
     other = f"add a [[stages]] entry with a class that makes {name!r}, or prompts that bring it"
-    return Problem(_key(reader), reader.name, wrong, f"{fix}? Or {other}" if fix else other)
+    return Problem(_key(reader), reader.name, reason, f"{fix}? Or {other}" if fix else other)
 
 
 def _many(name: str, reader: str, made_by: Sequence[StageDeclaration]) -> Problem:
     makers = " and ".join(repr(stage.name) for stage in made_by)
     key = next((stage.place for stage in made_by if stage.place), "stages")
-    wrong = f"the column {name!r}, which {reader!r} needs, is made by more than one stage: {makers}"
-    return Problem(key, None, wrong, "rename the column of one of them, or take one out")
+    reason = (
+        f"the column {name!r}, which {reader!r} needs, is made by more than one stage: {makers}"
+    )
+    return Problem(key, None, reason, "rename the column of one of them, or take one out")
 
 
 def _made_before(stage: StageDeclaration, others: Iterable[StageDeclaration]) -> set[str]:
-    """The columns of ``others`` that do not depend on what ``stage`` makes."""
+    """Return the columns of ``others`` that do not depend on what ``stage`` makes."""
     others = list(others)
     after = set(stage.makes)
     while later := [
@@ -255,16 +259,16 @@ def _twice_named(stages: Sequence[StageDeclaration]) -> list[Problem]:
 
 
 def _twice_made(order: Sequence[StageDeclaration]) -> list[Problem]:
-    """Columns that no stage reads, but two on the way make."""
+    """Return a problem for each column that no stage reads, but two on the way make."""
     needed = {name for stage in order for name in stage.needs}
-    made = _makers(order)
+    makers = _makers(order)
     return [
-        _many(n, "the warehouse", by) for n, by in made.items() if len(by) > 1 and n not in needed
+        _many(n, "the warehouse", by) for n, by in makers.items() if len(by) > 1 and n not in needed
     ]
 
 
 def _scores(algorithm: Algorithm, stages: Sequence[StageDeclaration]) -> Iterable[Problem]:
-    """Whether what computes a column is what the algorithm wants it computed by."""
+    """Yield a problem for each column that is not computed by what the algorithm wants."""
     makers = _makers(stages)
     for name, by in algorithm.scores.items():
         reads = name in algorithm.loss_reads or (
@@ -279,40 +283,42 @@ def _scores(algorithm: Algorithm, stages: Sequence[StageDeclaration]) -> Iterabl
                 f"add it to {where}",
             )
         if by in IN_TRAINING and name in makers:
-            wrong = (
+            reason = (
                 f"has {name!r} computed by the policy in training, but stage "
                 f"{makers[name][0].name!r} makes it"
             )
-            yield Problem("algorithm.name", None, wrong, "rename one of the two")
+            yield Problem("algorithm.name", None, reason, "rename one of the two")
         for maker in () if by in IN_TRAINING else makers.get(name, [])[:1]:
             if maker.runs_on != by:
-                wrong = (
+                reason = (
                     f"wants {name!r} from a {by}, but stage {maker.name!r}, which makes it, "
                     f"runs on {maker.runs_on}"
                 )
-                yield Problem("algorithm.name", None, wrong, f"name a stage with runs_on = {by!r}")
+                yield Problem("algorithm.name", None, reason, f"name a stage with runs_on = {by!r}")
 
 
 def _in_order(
     stages: Sequence[StageDeclaration], update: StageDeclaration, problems: list[Problem]
 ) -> list[StageDeclaration]:
-    """``stages`` so that each comes after those that it reads from, otherwise as they are;
+    """Return ``stages`` so that each comes after those that it reads from, otherwise as they are;
     ``update`` is the last."""
     order: list[StageDeclaration] = []
-    left = list(stages)
-    made = set[str]()
+    waiting = list(stages)
+    available = set[str]()
     known = {name for stage in stages for name in stage.makes}
-    while left:
-        ready = next((stage for stage in left if not (stage.needs.keys() & known) - made), None)
+    while waiting:
+        ready = next(
+            (stage for stage in waiting if not (stage.needs.keys() & known) - available), None
+        )
         if ready is None:
-            names = " and ".join(repr(stage.name) for stage in left)
-            key = next((stage.place for stage in left if stage.place), "stages")
-            wrong = f"the stages {names} wait for columns of one another"
+            names = " and ".join(repr(stage.name) for stage in waiting)
+            key = next((stage.place for stage in waiting if stage.place), "stages")
+            reason = f"the stages {names} wait for columns of one another"
             problems.append(
-                Problem(key, None, wrong, "let one of them need a column that is made before")
+                Problem(key, None, reason, "let one of them need a column that is made before")
             )
-            return [*order, *left, update]
-        left.remove(ready)
+            return [*order, *waiting, update]
+        waiting.remove(ready)
         order.append(ready)
-        made |= set(ready.makes)
+        available |= set(ready.makes)
     return [*order, update]

@@ -45,7 +45,7 @@ class StageCaller(Protocol):
     """Calls a user's stage, in this process or in another one."""
 
     async def call(self, columns: Mapping[str, Any], rows: int) -> Result:
-        """What the stage makes of ``rows`` rows with these ``columns``, each as in
+        """Return the result of the stage for ``rows`` rows with these ``columns``, each as in
         :class:`StageRows`: all columns that it declares, or a Drop. Raises StageError, TimeLimit,
         StageProcessEnded."""
 
@@ -85,7 +85,7 @@ class StageRows(dict[str, Any]):
 
 
 def schema_of(columns: Columns) -> Schema:
-    """The pipeline's schema of a stage's declared ``columns``."""
+    """Return the pipeline's schema of a stage's declared ``columns``."""
     return Schema([column(name, kind) for name, kind in columns.items()])
 
 
@@ -110,19 +110,19 @@ class StageCalls(StageCaller):
         self._calls.close()
 
     async def call(self, columns: Mapping[str, Any], rows: int) -> Result:
-        made = await self._call(StageRows(columns, self.tokenizer))
-        if isinstance(made, Drop):
+        result = await self._call(StageRows(columns, self.tokenizer))
+        if isinstance(result, Drop):
             if self.declared.takes == "rows":
                 raise self._wrong(
-                    made, "columns: only a stage with takes = 'groups' can drop a group"
+                    result, "columns: only a stage with takes = 'groups' can drop a group"
                 )
-            return made
+            return result
         passed = passed_column(self.declared.name)
         if not self.declared.makes or list(self.declared.makes) == [passed]:
             return {passed: torch.ones(rows, dtype=torch.bool)}
-        if not isinstance(made, Mapping) or made.keys() != self.declared.makes.keys():
-            raise self._wrong(made, f"a dict with the columns {sorted(self.declared.makes)}")
-        for name, values in made.items():
+        if not isinstance(result, Mapping) or result.keys() != self.declared.makes.keys():
+            raise self._wrong(result, f"a dict with the columns {sorted(self.declared.makes)}")
+        for name, values in result.items():
             if (
                 not hasattr(values, "__len__")
                 or getattr(values, "ndim", None) == 0
@@ -130,10 +130,10 @@ class StageCalls(StageCaller):
             ):
                 raise self._wrong(values, f"{rows} values in {name!r}, one for each row")
         try:
-            pack(self._schema, made)
+            pack(self._schema, result)
         except ColumnError as error:
-            raise self._wrong(made, f"what the stage declares: {error}") from error
-        return made
+            raise self._wrong(result, f"what the stage declares: {error}") from error
+        return result
 
     async def _call(self, rows: StageRows) -> Any:
         try:

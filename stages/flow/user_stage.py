@@ -64,17 +64,17 @@ class UserStage(BaseModel, ABC):
 
     @abstractmethod
     def process(self, rows: StageRows) -> Any:
-        """The columns that :attr:`makes` names, or a :class:`~stages.flow.Drop` from a stage that
-        takes groups. It may be ``async``; a plain method runs in a thread."""
+        """Return the columns that :attr:`makes` names, or a :class:`~stages.flow.Drop` from a stage
+        that takes groups. It may be ``async``; a plain method runs in a thread."""
 
 
 def stage_class(name: str) -> type[UserStage]:
-    """The class that ``name`` stands for: ``module:Class``, or an entry point of the group
+    """Return the class that ``name`` stands for: ``module:Class``, or an entry point of the group
     ``asyncdock.stages``. Raises CodeUnusable."""
     key = "stages.use"
-    found = find(key, name, {}, lambda: importlib.metadata.entry_points(group=ENTRY_POINTS))
-    if isinstance(found, type) and issubclass(found, UserStage):
-        return found
+    candidate = find(key, name, {}, lambda: importlib.metadata.entry_points(group=ENTRY_POINTS))
+    if isinstance(candidate, type) and issubclass(candidate, UserStage):
+        return candidate
     fix = "derive its class from stages.flow.UserStage"
     raise CodeUnusable(Problem(key, name, "is not a stage", fix))
 
@@ -82,13 +82,13 @@ def stage_class(name: str) -> type[UserStage]:
 def declaration_of(
     stage: UserStage, *, workers: int = 1, place: str = "stages"
 ) -> StageDeclaration:
-    """What ``stage`` declares. Raises FlowError with all that is wrong with it."""
+    """Return the declaration of ``stage``. Raises FlowError with all that is wrong with it."""
     name = stage.name or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(stage).__name__).lower()
     problems = []
     if not re.fullmatch(r"[a-z][a-z0-9_]{0,31}", name):
-        wrong = "is not the name of a stage"
+        reason = "is not the name of a stage"
         problems.append(
-            Problem(place, name, wrong, "write lower-case letters, digits and _, 32 at most")
+            Problem(place, name, reason, "write lower-case letters, digits and _, 32 at most")
         )
     if name in RESERVED:
         problems.append(
@@ -108,9 +108,9 @@ def declaration_of(
         needs = columns_of(stage.needs)
         makes = columns_of(stage.makes)
     except (TypeError, ValueError) as error:
-        wrong = f"declares columns that cannot be read ({error})"
+        reason = f"declares columns that cannot be read ({error})"
         raise FlowError(
-            Problem(place, name, wrong, "write names, or a dict of types by name")
+            Problem(place, name, reason, "write names, or a dict of types by name")
         ) from error
     problems += [*type_problems(place, needs), *type_problems(place, makes)]
     problems += [

@@ -64,10 +64,10 @@ class TeacherUnreachable(ProblemError, ConnectionError):
 
 @dataclass(frozen=True)
 class TeacherOptions:
-    """``url``: as ``http://127.0.0.1:8000/v1``. ``model``: its name there; "": the first that the
-    server lists.
-    ``timeout``: seconds of one request, of which ``retries`` follow one that fails, ``wait``
-    seconds later at first. ``key`` is sent as a bearer token, and stands in no message."""
+    """The address of a teacher server, and its limits. ``url``: as ``http://127.0.0.1:8000/v1``.
+    ``model``: its name there; "": the first that the server lists. ``timeout``: seconds of one
+    request, of which ``retries`` follow one that fails, ``wait`` seconds later at first. ``key`` is
+    sent as a bearer token, and stands in no message."""
 
     url: str
     model: str = ""
@@ -121,7 +121,7 @@ class TeacherServer:
             await self._session.close()
 
     async def logprobs(self, rows: Sequence[tuple[list[int], list[int]]]) -> list[torch.Tensor]:
-        """Logprobs float32 [T] of the response of each (prompt, response).
+        """Return the logprobs float32 [T] of the response of each (prompt, response).
 
         Raises TeacherRefused, TeacherUnreachable.
         """
@@ -144,14 +144,14 @@ class TeacherServer:
         """Compare with vLLM's ``/tokenize``, where the server has it. Raises TeacherRefused."""
         body = {"model": self._model, "prompt": SAMPLE, "add_special_tokens": False}
         try:
-            found = (
+            server_ids = (
                 await self._ask("POST", f"{self._url.removesuffix('/v1')}/tokenize", body)
             ).get("tokens")
         except TeacherRefused:  # there is none
             return
-        if found is not None and list(found) != list(ids):
+        if server_ids is not None and list(server_ids) != list(ids):
             raise self._differs(
-                f"splits {SAMPLE!r} into the tokens {found}, model.source into {ids}"
+                f"splits {SAMPLE!r} into the tokens {server_ids}, model.source into {ids}"
             )
 
     def _check_decoded(self, choice: Mapping[str, Any], ids: Sequence[int]) -> None:
@@ -166,9 +166,11 @@ class TeacherServer:
         ]
         texts = texts or list((choice.get("logprobs") or {}).get("tokens") or [])[: len(ids)]
         for token, text in zip(ids, texts, strict=False):
-            own = str(self._tokenizer.decode([token]))
-            if text is not None and text.strip() != own.strip():
-                raise self._differs(f"reads the token {token} as {text!r}, model.source as {own!r}")
+            expected = str(self._tokenizer.decode([token]))
+            if text is not None and text.strip() != expected.strip():
+                raise self._differs(
+                    f"reads the token {token} as {text!r}, model.source as {expected!r}"
+                )
 
     def _differs(self, how: str) -> TeacherRefused:
         fix = "use a teacher with the tokenizer of model.source"
@@ -218,36 +220,36 @@ class TeacherServer:
         try:
             if status != 200:
                 raise ValueError
-            found: dict[str, Any] = await _parsed(text)
+            document: dict[str, Any] = await _parsed(text)
         except ValueError:
             raise TeacherRefused(f"{url} answers {status} {text[:SHOWN]!r}") from None
-        return found
+        return document
 
 
 async def _parsed(text: str) -> dict[str, Any]:
-    """A JSON object; a long one is parsed in a thread. Raises ValueError."""
-    found = json.loads(text) if len(text) < 2**16 else await asyncio.to_thread(json.loads, text)
-    if not isinstance(found, dict):
+    """Return a JSON object; a long one is parsed in a thread. Raises ValueError."""
+    document = json.loads(text) if len(text) < 2**16 else await asyncio.to_thread(json.loads, text)
+    if not isinstance(document, dict):
         raise ValueError("no object")
-    return found
+    return document
 
 
 def logprobs_in(choice: Mapping[str, Any], ids: Sequence[int]) -> list[float]:
-    """The logprob of each token of the prompt ``ids`` in a server's ``choice``; 0 for the first,
-    which follows nothing. Raises TeacherRefused."""
+    """Return the logprob of each token of the prompt ``ids`` in a server's ``choice``; 0 for the
+    first, which follows nothing. Raises TeacherRefused."""
     entries = choice.get("prompt_logprobs")
     try:
         if entries:
-            found = [
+            logprobs = [
                 entry[str(token)]["logprob"]
                 for entry, token in zip(entries[1:], ids[1:], strict=True)
             ]
         else:
-            found = choice["logprobs"]["token_logprobs"][1 : len(ids)]
-        values = [0.0, *map(float, found)]
+            logprobs = choice["logprobs"]["token_logprobs"][1 : len(ids)]
+        values = [0.0, *map(float, logprobs)]
     except (KeyError, TypeError, ValueError, IndexError):
-        wrong = f"its answer has {sorted(choice)}, without a logprob for each token of the prompt"
-        raise TeacherRefused(wrong) from None
+        problem = f"its answer has {sorted(choice)}, without a logprob for each token of the prompt"
+        raise TeacherRefused(problem) from None
     if len(values) != len(ids) or not all(
         math.isfinite(value) and value <= 1e-3 for value in values
     ):
@@ -257,13 +259,13 @@ def logprobs_in(choice: Mapping[str, Any], ids: Sequence[int]) -> list[float]:
 
 
 def api_key(variable: str) -> str:
-    """The value of the environment's ``variable``; "" without one.
+    """Return the value of the environment's ``variable``; "" without one.
 
     Raises TeacherRefused where it is not set.
     """
     if variable and variable not in os.environ:
-        wrong = "is not set in the environment"
-        raise TeacherRefused(wrong, "export it", "teacher.api_key_variable", variable)
+        problem = "is not set in the environment"
+        raise TeacherRefused(problem, "export it", "teacher.api_key_variable", variable)
     return os.environ.get(variable, "") if variable else ""
 
 

@@ -1,4 +1,4 @@
-"""What a step of a train engine's ranks sends, in bytes, by strategy: arithmetic on sizes, as the
+"""The bytes that a step of a train engine's ranks sends, by strategy: arithmetic on sizes, as the
 engine's calls are.
 
     all-gather of n shards     (n - 1) · shard             all-reduce       2 (n - 1) / n · tensor
@@ -35,8 +35,8 @@ class Step:
 
 
 def sent(model: ModelState, at: RankCoordinates, step: Step) -> dict[str, float]:
-    """Bytes that the rank at ``at`` sends in ``step``, by strategy, with tokens that are spread
-    evenly over experts; strategies of one rank are left out. Of tied embeddings the sum over
+    """Return the bytes that the rank at ``at`` sends in ``step``, by strategy, with tokens that are
+    spread evenly over experts; strategies of one rank are left out. Of tied embeddings the sum over
     pipeline stages is left out, too."""
     layout = at.layout
     passes = layout.filled(len(step.tokens))
@@ -75,7 +75,7 @@ def sent(model: ModelState, at: RankCoordinates, step: Step) -> dict[str, float]
 
 
 def spans(layout: Layout) -> dict[str, int]:
-    """Neighbouring ranks among which each strategy sends."""
+    """Return the neighbouring ranks among which each strategy sends."""
     of_stage = dict.fromkeys(("dp", "dp_replicate"), layout.stage_ranks)
     return of_stage | {
         "tp": layout.tp,
@@ -86,8 +86,8 @@ def spans(layout: Layout) -> dict[str, int]:
 
 
 def waited_for(model: ModelState, layout: Layout, step: Step) -> list[tuple[float, int]]:
-    """Bytes that the first rank sends in ``step`` while it does not compute, and the span of ranks
-    among which: all but those of weights and their gradients."""
+    """Return the bytes that the first rank sends in ``step`` while it does not compute, and the
+    span of ranks among which: all but those of weights and their gradients."""
     # What is waited for does not depend on more data-parallel ranks than share out the experts.
     few = replace(layout, dp_replicate=1, dp_shard=min(layout.replicas, layout.ep))
     span_of = spans(layout)
@@ -100,7 +100,8 @@ def waited_for(model: ModelState, layout: Layout, step: Step) -> list[tuple[floa
 
 
 def _attention(model: ModelState, layout: Layout, step: Step) -> float:
-    """Bytes that a context-parallel rank sends for a layer's attention, forward and backward."""
+    """Return the number of bytes that a context-parallel rank sends for a layer's attention,
+    forward and backward."""
     cp = layout.cp
     heads = model.heads // layout.tp
     kv_heads = model.kv_heads // layout.tp
@@ -119,7 +120,7 @@ def _attention(model: ModelState, layout: Layout, step: Step) -> float:
 
 
 def _kinds(model: ModelState) -> dict[str, str]:
-    """Of each tensor the unit in which it is gathered."""
+    """Return the unit in which each tensor is gathered."""
     firsts = ((tensor.name, model.by_name[tensor.parts[0]]) for tensor in model.tensors)
     return {
         name: "outside" if p.layer is None else "experts" if p.expert else "layers"

@@ -91,8 +91,8 @@ class Layout:
                     fix = f"use {' or '.join(map(repr, known))}"
                     raise LayoutError(name, f"{value!r} is unknown", fix)
             elif not isinstance(value, int | None) or (value is not None and value < 1):
-                wrong = f"{value!r} is no number of ranks"
-                raise LayoutError(name, wrong, "use a whole number >= 1")
+                problem = f"{value!r} is no number of ranks"
+                raise LayoutError(name, problem, "use a whole number >= 1")
         if self.pipeline == "zbv" and (self.pp == 1 or self.vpp != 2):
             sizes = f"pp={self.pp},vpp={self.vpp}"
             raise LayoutError("pipeline", f"'zbv' with {sizes}", "use pp > 1 and vpp=2, or 'auto'")
@@ -110,12 +110,11 @@ class Layout:
 
     @classmethod
     def for_training(cls, *, dp: int = 1, dp_replicate: int = 1, **sizes: Any) -> Layout:
-        """The layout of a train engine, by the keys of a recipe's section; experts are not split
-        (``etp`` 1).
-        ``dp``: copies times shards. Raises :class:`LayoutError`."""
+        """Return the layout of a train engine, by the keys of a recipe's section; experts are not
+        split (``etp`` 1). ``dp``: copies times shards. Raises :class:`LayoutError`."""
         if dp % dp_replicate:
-            wrong = f"{dp_replicate} does not divide dp = {dp}"
-            raise LayoutError("dp_replicate", wrong, "use a divisor of it")
+            problem = f"{dp_replicate} does not divide dp = {dp}"
+            raise LayoutError("dp_replicate", problem, "use a divisor of it")
         return cls(dp_replicate=dp_replicate, dp_shard=dp // dp_replicate, etp=1, **sizes)
 
     @property
@@ -175,7 +174,8 @@ class Layout:
 
     @property
     def defers_gradients(self) -> bool:
-        """Whether gradients of matrices are computed apart from those of activations (ZBV)."""
+        """Return whether gradients of matrices are computed apart from those of activations
+        (ZBV)."""
         return self.pipeline == "zbv"
 
     @property
@@ -183,7 +183,7 @@ class Layout:
         return self.pp * self.vpp
 
     def stage_of(self, virtual_stage: int) -> int:
-        """The pipeline stage that has ``virtual_stage``."""
+        """Return the pipeline stage that has ``virtual_stage``."""
         return holder(virtual_stage, self.pp, self.pipeline)
 
     @property
@@ -192,16 +192,18 @@ class Layout:
         return self.stage_of(self.virtual_stages - 1)
 
     def filled(self, micro_batches: int) -> int:
-        """Micro-batches of a step with the idle ones that its order of passes needs."""
+        """Return the number of micro-batches of a step with the idle ones that its order of passes
+        needs."""
         return filled(self.pp, self.vpp, micro_batches, self.pipeline)
 
     def orders(self, micro_batches: int, *, backward: bool = True) -> list[list[Action]]:
-        """The passes of each pipeline stage, in order: see
+        """Return the passes of each pipeline stage, in order: see
         :func:`stages.parallel.schedules.orders`."""
         return orders(self.pp, self.vpp, micro_batches, backward=backward, kind=self.pipeline)
 
     def coordinates(self, rank: int) -> RankCoordinates:
-        """Where ``rank`` sits. Raises :class:`LayoutError` for one outside the layout."""
+        """Return the coordinates of ``rank``. Raises :class:`LayoutError` for one outside the
+        layout."""
         if not 0 <= rank < self.world:
             raise LayoutError("rank", f"{rank} of {self.world}", "ranks are counted from 0")
         stage, within = divmod(rank, self.stage_ranks)
@@ -242,7 +244,7 @@ class Layout:
         return {use: {"pp": self.pp, **of_stage} for use, of_stage in meshes.items()}
 
     def group(self, axis: Axis, rank: int) -> tuple[int, ...]:
-        """The ranks of a train engine that ``rank`` shares ``axis`` with, itself among them.
+        """Return the ranks of a train engine that ``rank`` shares ``axis`` with, itself among them.
 
         >>> Layout(dp_shard=2, tp=2, pp=2).group("dp", 5)
         (5, 7)
@@ -267,8 +269,8 @@ class Layout:
 
 @dataclass(frozen=True)
 class RankCoordinates:
-    """Where ``rank`` sits in ``layout``: its place along each axis that decides what it holds or
-    computes."""
+    """The coordinates of ``rank`` in ``layout``: its place along each axis that decides what it
+    holds or computes."""
 
     layout: Layout
     rank: int

@@ -26,8 +26,10 @@ class RankSizes(BaseModel):
 
     @property
     def layout(self) -> Layout:
-        """Raises :class:`~stages.parallel.layout.LayoutError` for sizes that do not fit each
-        other."""
+        """The layout of these sizes.
+
+        Raises :class:`~stages.parallel.layout.LayoutError` for sizes that do not fit each other.
+        """
         return Layout.for_training(**self.model_dump(include=set(STRATEGIES)))
 
     @property
@@ -49,12 +51,12 @@ class RankSizes(BaseModel):
         return getattr(self, "pp", 1) > 1
 
     def tokens_of_pass(self, budget: int) -> int:
-        """The most that a pass has with a ``budget`` for each of the ranks that divide its
+        """Return the most that a pass has with a ``budget`` for each of the ranks that divide its
         tokens."""
         return budget * getattr(self, "cp", 1)
 
     def tokens_of_rank(self, tokens: int) -> int:
-        """The most that a context-parallel rank has of so many ``tokens``."""
+        """Return the most that a context-parallel rank has of so many ``tokens``."""
         return -(-tokens // getattr(self, "cp", 1))
 
 
@@ -107,17 +109,17 @@ class Strategies(RankSizes):
 
     @property
     def shards(self) -> int:
-        """Of them, so many divide the weights; the others hold copies."""
+        """The number of replicas that divide the weights; the others hold copies."""
         return self.ranks // self.dp_replicate
 
 
 def critic_layout(critic: RankSizes, train: Strategies) -> Layout:
-    """The layout of a critic's ranks, which compute attention as those of the policy's trainer
-    do."""
+    """Return the layout of a critic's ranks, which compute attention as those of the policy's
+    trainer do."""
     return replace(critic.layout, context_parallel=train.context_parallel)
 
 
 def fits_ulysses(heads: int, tp: int, cp: int) -> bool:
-    """Whether ``cp`` ranks can share evenly the ``heads`` of queries that each of ``tp`` ranks
-    has."""
+    """Return whether ``cp`` ranks can share evenly the ``heads`` of queries that each of ``tp``
+    ranks has."""
     return heads % (tp * cp) == 0

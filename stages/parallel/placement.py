@@ -35,18 +35,18 @@ Rule = Literal["chunk", "query", "key_value"]
 
 
 def volume(box: Box) -> int:
-    """Number of elements in ``box``."""
+    """Return the number of elements in ``box``."""
     return prod(end - start for start, end in box)
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """The intersection of ``a`` and ``b``; None when it is empty."""
+    """Return the intersection of ``a`` and ``b``; None when it is empty."""
     common = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
     return common if all(start < end for start, end in common) else None
 
 
 def subtract(box: Box, hole: Box) -> Iterator[Box]:
-    """Disjoint boxes that cover ``box`` without ``hole``, which is inside it.
+    """Yield disjoint boxes that cover ``box`` without ``hole``, which is inside it.
 
     >>> list(subtract(((0, 4), (0, 4)), ((1, 2), (0, 3))))
     [((0, 1), (0, 4)), ((2, 4), (0, 4)), ((1, 2), (3, 4))]
@@ -62,8 +62,8 @@ def whole(shape: Sequence[int]) -> Box:
 
 
 def chunk(size: int, parts: int, index: int) -> Range:
-    """Part ``i`` by torch's rule (``torch.chunk``, DTensor ``Shard``, FSDP2): parts of ceil(size /
-    parts), the last ones shorter or empty.
+    """Return part ``i`` by torch's rule (``torch.chunk``, DTensor ``Shard``, FSDP2): parts of
+    ceil(size / parts), the last ones shorter or empty.
 
     >>> [chunk(5, 4, i) for i in range(4)]
     [(0, 2), (2, 4), (4, 5), (5, 5)]
@@ -73,7 +73,7 @@ def chunk(size: int, parts: int, index: int) -> Range:
 
 
 def head_ranges(heads: int, kv_heads: int, tp: int, rank: int) -> tuple[Range, Range]:
-    """Query heads and key-value heads of tensor-parallel rank ``rank``.
+    """Return the query heads and key-value heads of tensor-parallel rank ``rank``.
 
     Heads are never split, and a rank has the key-value heads that its query heads attend to. With
     more ranks than ``kv_heads``, several ranks hold the same one, as in vLLM.
@@ -97,8 +97,8 @@ def head_ranges(heads: int, kv_heads: int, tp: int, rank: int) -> tuple[Range, R
 
 @dataclass(frozen=True)
 class Split:
-    """How tensor parallelism splits a parameter: along ``dim`` in units of ``unit`` elements, by
-    torch's chunk rule or by the model's heads."""
+    """The way in which tensor parallelism splits a parameter: along ``dim`` in units of ``unit``
+    elements, by torch's chunk rule or by the model's heads."""
 
     dim: int
     unit: int = 1
@@ -153,18 +153,18 @@ class ModelState:
 
     @cached_property
     def costs(self) -> tuple[float, ...]:
-        """What a token costs in each layer: the weights that it meets there.
+        """The cost of a token in each layer: the weights that it meets there.
 
         The output head is counted in the last one, of embeddings one row in the first.
         """
         costs = [0.0] * self.layers
-        of = {of for _, of in self.tied}
+        tied_sources = {source for _, source in self.tied}
         for parameter in self.parameters:
             size = float(prod(parameter.shape))
             if parameter.layer is None:
                 is_embedding = "embed" in parameter.name
                 costs[0] += parameter.shape[-1] if is_embedding else 0.0
-                costs[-1] += size if not is_embedding or parameter.name in of else 0.0
+                costs[-1] += size if not is_embedding or parameter.name in tied_sources else 0.0
             else:
                 used = (
                     (self.chosen or parameter.shape[0]) / parameter.shape[0]
@@ -193,7 +193,7 @@ class ModelState:
         return sum(p.nbytes for p in self.parameters if p.split and not p.expert)
 
     def named(self, names: Names) -> tuple[Tensor, ...]:
-        """The tensors of an engine that uses these names."""
+        """Return the tensors of an engine that uses these names."""
         return self.tensors if names == "hf" else tuple(_fused(self))
 
 
@@ -207,7 +207,7 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
 def model_state(config: Any, dtype: torch.dtype | None = None) -> ModelState:
-    """Returns the parameters of the causal language model of ``config`` (a transformers config),
+    """Return the parameters of the causal language model of ``config`` (a transformers config),
     read from a model on the meta device: no weights are made or loaded. ``dtype`` None: the
     config's. Raises :class:`LayoutError` for a config without attention heads, or with heads that
     do not form groups."""
@@ -215,8 +215,8 @@ def model_state(config: Any, dtype: torch.dtype | None = None) -> ModelState:
 
     text = config.get_text_config()
     if not (heads := getattr(text, "num_attention_heads", None)):
-        wrong = f"{config.model_type} has none"
-        raise LayoutError("num_attention_heads", wrong, "use a decoder with attention")
+        problem = f"{config.model_type} has none"
+        raise LayoutError("num_attention_heads", problem, "use a decoder with attention")
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     if heads % kv_heads:
         raise LayoutError(
@@ -237,9 +237,9 @@ def model_state(config: Any, dtype: torch.dtype | None = None) -> ModelState:
         tensors.append(Tensor(name, tuple(part for part, _ in parts), dim))
     known = {name for name, _ in model.named_parameters()}
     tied = tuple(
-        (name, of)
-        for name, of in (getattr(model, "_tied_weights_keys", None) or {}).items()
-        if name not in known and of in known
+        (name, source)
+        for name, source in (getattr(model, "_tied_weights_keys", None) or {}).items()
+        if name not in known and source in known
     )
     chosen = int(getattr(text, "num_experts_per_tok", None) or 0)
     return ModelState(
@@ -250,23 +250,26 @@ def model_state(config: Any, dtype: torch.dtype | None = None) -> ModelState:
 def _parts(
     name: str, shape: tuple[int, ...], heads: int, kv_heads: int
 ) -> tuple[list[tuple[str, tuple[int, ...]]], int]:
-    """The parameters of the Hugging Face tensor ``name``, and the dimension along which they are
-    joined."""
+    """Return the parameters of the Hugging Face tensor ``name``, and the dimension along which they
+    are joined."""
     if name.endswith("experts.gate_up_proj"):
         of_expert = (shape[0], shape[1] // 2, shape[2])
         return [
-            (name.replace("gate_up_proj", which), of_expert) for which in ("gate_proj", "up_proj")
+            (name.replace("gate_up_proj", projection), of_expert)
+            for projection in ("gate_proj", "up_proj")
         ], 1
     if "mlp.gate_up_proj." in name:
         half = (shape[0] // 2, *shape[1:])
         return [
-            (name.replace("gate_up_proj", which), half) for which in ("gate_proj", "up_proj")
+            (name.replace("gate_up_proj", projection), half)
+            for projection in ("gate_proj", "up_proj")
         ], 0
     if "self_attn.qkv_proj." in name:
         unit = shape[0] // (heads + 2 * kv_heads)
         sizes = {"q_proj": heads * unit, "k_proj": kv_heads * unit, "v_proj": kv_heads * unit}
         return [
-            (name.replace("qkv_proj", which), (size, *shape[1:])) for which, size in sizes.items()
+            (name.replace("qkv_proj", projection), (size, *shape[1:]))
+            for projection, size in sizes.items()
         ], 0
     return [(name, shape)], 0
 
@@ -274,16 +277,16 @@ def _parts(
 def _parameter(
     name: str, shape: tuple[int, ...], dtype: torch.dtype, heads: int, kv_heads: int
 ) -> Parameter:
-    layer = int(found[1]) if (found := _LAYER.search(name)) else None
+    layer = int(match[1]) if (match := _LAYER.search(name)) else None
     if re.search(r"experts\.(gate|up|down)_proj$", name):
         return Parameter(
             name, shape, dtype, layer, Split(2 if name.endswith("down_proj") else 1), expert=True
         )
     split = None
     known = True
-    if found := _HEADS.search(name):
-        count = heads if found[1] == "q" else kv_heads
-        split = Split(0, shape[0] // count, "query" if found[1] == "q" else "key_value")
+    if match := _HEADS.search(name):
+        count = heads if match[1] == "q" else kv_heads
+        split = Split(0, shape[0] // count, "query" if match[1] == "q" else "key_value")
     elif name.endswith("self_attn.o_proj.weight"):
         split = Split(1, shape[1] // heads, "query")
     elif _COLUMN.search(name):
@@ -307,7 +310,7 @@ _FUSED = {
 
 
 def _fused(model: ModelState) -> Iterator[Tensor]:
-    """The tensors under vLLM's names."""
+    """Yield the tensors under vLLM's names."""
     done: set[str] = set()
     for parameter in model.parameters:
         name = parameter.name
@@ -363,14 +366,15 @@ class Placement:
         return len(self.ranks)
 
     def nbytes(self, rank: int) -> int:
-        """Bytes of the tensors of ``rank``; 0 for a rank outside the layout."""
+        """Return the number of bytes of the tensors of ``rank``; 0 for a rank outside the
+        layout."""
         return sum(tensor.nbytes for tensor in self.ranks[rank]) if rank < self.world else 0
 
 
 def place(
     model: ModelState, layout: Layout, *, names: Names = "hf", dtype: torch.dtype | None = None
 ) -> Placement:
-    """Returns what each rank of ``layout`` holds of ``model``, in an engine's tensors.
+    """Return what each rank of ``layout`` holds of ``model``, in an engine's tensors.
 
     ``dtype`` None keeps the parameters' own. Raises :class:`LayoutError` when the layout does not
     fit the model.
@@ -391,7 +395,7 @@ def place(
 
 
 def train_placement(model: ModelState, layout: Layout) -> Placement:
-    """Returns what each rank of the train engine holds of ``model``: layers are split over tp and
+    """Return what each rank of the train engine holds of ``model``: layers are split over tp and
     then over data-parallel ranks, the other parameters over all ranks of their pipeline stage. With
     tp, not of a tensor that :func:`fused` names."""
     layout = replace(layout, etp=1)
@@ -408,7 +412,7 @@ def train_placement(model: ModelState, layout: Layout) -> Placement:
 
 
 def fused(model: ModelState) -> str:
-    """Returns the first tensor of a layer that has several matrices in one, or "".
+    """Return the first tensor of a layer that has several matrices in one, or "".
 
     Tensor-parallel ranks cut its rows, not each matrix; experts they do not cut.
     """
@@ -423,11 +427,11 @@ def fused(model: ModelState) -> str:
 
 
 def check_stages(model: ModelState, layout: Layout) -> None:
-    """Raises :class:`LayoutError` for more virtual stages than layers."""
+    """Raise :class:`LayoutError` for more virtual stages than layers."""
     if layout.virtual_stages > model.layers:
-        of = f"{layout.pp} stages" + (f" of {layout.vpp} parts" if layout.vpp > 1 else "")
-        wrong = f"{of} are more than the {model.layers} layers"
-        raise LayoutError("pp", wrong, f"use pp <= {model.layers // layout.vpp}")
+        stages = f"{layout.pp} stages" + (f" of {layout.vpp} parts" if layout.vpp > 1 else "")
+        problem = f"{stages} are more than the {model.layers} layers"
+        raise LayoutError("pp", problem, f"use pp <= {model.layers // layout.vpp}")
 
 
 def _check(model: ModelState, layout: Layout) -> None:
@@ -435,8 +439,8 @@ def _check(model: ModelState, layout: Layout) -> None:
     experts = max((p.shape[0] for p in model.parameters if p.expert), default=0)
     if layout.ep > 1 and layout.ep > experts:
         have = f"{experts} experts" if experts else "no experts"
-        wrong = f"{layout.ep} for a model with {have}"
-        raise LayoutError("ep", wrong, f"use ep <= {max(experts, 1)}")
+        problem = f"{layout.ep} for a model with {have}"
+        raise LayoutError("ep", problem, f"use ep <= {max(experts, 1)}")
     if layout.tp > 1:
         for parameter in model.parameters:
             if not parameter.rule_known:
@@ -450,9 +454,9 @@ def _check(model: ModelState, layout: Layout) -> None:
 
 @lru_cache(maxsize=64)
 def stage_layers(costs: tuple[float, ...], stages: int) -> tuple[range, ...]:
-    """The layers of each virtual stage, in order and at least one: those with the least sum of the
-    squares of the stages' costs, so that none takes much longer than the others. ``costs``: of each
-    layer.
+    """Return the layers of each virtual stage, in order and at least one: those with the least sum
+    of the squares of the stages' costs, so that none takes much longer than the others. ``costs``:
+    of each layer.
 
     >>> stage_layers((1.0, 1.0, 1.0, 1.0, 1.0, 4.0), 2)
     (range(0, 4), range(4, 6))
@@ -477,12 +481,12 @@ def stage_layers(costs: tuple[float, ...], stages: int) -> tuple[range, ...]:
 
 
 def _stages(model: ModelState, layout: Layout, parameter: Parameter) -> set[int]:
-    """The pipeline stages that hold ``parameter``: the first for embeddings, the last for what
-    follows the layers. Both hold tied embeddings."""
+    """Return the pipeline stages that hold ``parameter``: the first for embeddings, the last for
+    what follows the layers. Both hold tied embeddings."""
     if parameter.layer is not None:
         parts = stage_layers(model.costs, layout.virtual_stages)
         return {layout.stage_of(at) for at, layers in enumerate(parts) if parameter.layer in layers}
-    if any(of == parameter.name for _, of in model.tied):
+    if any(source == parameter.name for _, source in model.tied):
         return {0, layout.last_stage}
     return {0} if "embed" in parameter.name else {layout.last_stage}
 
@@ -518,7 +522,7 @@ def _local(
 
 
 def _cut(model: ModelState, at: RankCoordinates, parameter: Parameter) -> Box:
-    """The box that tensor and expert parallelism leave of ``parameter``."""
+    """Return the box that tensor and expert parallelism leave of ``parameter``."""
     layout = at.layout
     box = list(whole(parameter.shape))
     tp, rank = (layout.expert_tp, at.etp) if parameter.expert else (layout.tp, at.tp)
@@ -535,7 +539,7 @@ def _cut(model: ModelState, at: RankCoordinates, parameter: Parameter) -> Box:
 
 
 def _shard(pieces: Iterable[Piece], rows: Range) -> Iterator[Piece]:
-    """The pieces within ``rows`` of the local tensor's dimension 0."""
+    """Yield the pieces within ``rows`` of the local tensor's dimension 0."""
     for piece in pieces:
         (start, end), first = piece.box[0], piece.at[0]
         low = max(rows[0], first)

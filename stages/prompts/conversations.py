@@ -36,7 +36,7 @@ Span = tuple[int, int]  # begin and end, of characters or tokens
 
 @dataclass(frozen=True)
 class Response:
-    """``ids``: the tokens of a given response. ``spans``: those that are trained, the assistant's
+    """A given response: ``ids``, its tokens; ``spans``, those that are trained, the assistant's
     turns."""
 
     ids: list[int]
@@ -44,7 +44,7 @@ class Response:
 
 
 def is_template_name(text: str) -> bool:
-    """Whether ``prompts.chat_template`` names a template of the tokenizer, and no file."""
+    """Return whether ``prompts.chat_template`` names a template of the tokenizer, and no file."""
     return os.sep not in text and not Path(text).suffix and not Path(text).exists()
 
 
@@ -52,22 +52,24 @@ def chosen_template(chosen: str | None, tokenizer: Tokenizer) -> str | None:
     """Return the text of the chat template that ``prompts.chat_template`` chooses: a file, or a
     template of the tokenizer by its name; by default the tokenizer's own. None: it has none. Raises
     PromptError."""
-    own: Any = tokenizer.chat_template
+    template: Any = tokenizer.chat_template
     named: Mapping[str, str] = (
-        own if isinstance(own, dict) else {} if own is None else {DEFAULT: own}
+        template if isinstance(template, dict) else {} if template is None else {DEFAULT: template}
     )
     if chosen is None:
         if named and DEFAULT not in named:
-            wrong = f"the tokenizer has the chat templates {sorted(named)}, and none is {DEFAULT!r}"
-            raise PromptError(wrong, "choose one with prompts.chat_template")
+            problem = (
+                f"the tokenizer has the chat templates {sorted(named)}, and none is {DEFAULT!r}"
+            )
+            raise PromptError(problem, "choose one with prompts.chat_template")
         return named.get(DEFAULT)
     if chosen in named:
         return named[chosen]
     if is_template_name(chosen):
         has = f"it has {sorted(named)}" if named else "it has none"
-        wrong = f"is no file, and no chat template of the tokenizer ({has})"
+        problem = f"is no file, and no chat template of the tokenizer ({has})"
         fix = "give the path of a Jinja file, or one of these names"
-        raise PromptError(wrong, fix, "prompts.chat_template", chosen)
+        raise PromptError(problem, fix, "prompts.chat_template", chosen)
     return read_chat_template(chosen)
 
 
@@ -123,7 +125,8 @@ class Conversations:
         prompt_ids = self._ids(opened)
         offset = len(opened)
         texts = [
-            self._text(messages, of, is_cut, where) for of, is_cut in zip(turns, cut, strict=True)
+            self._text(messages, response_turns, is_cut, where)
+            for response_turns, is_cut in zip(turns, cut, strict=True)
         ]
         if not all(text.startswith(opened) for text, _ in texts):
             closed = "" if messages[-1]["role"] == "assistant" else self._render(messages, where)
@@ -136,7 +139,9 @@ class Conversations:
                     "use another template (prompts.chat_template)",
                 )
             prompt_ids = prompt_ids[:common]
-        return len(prompt_ids), [self._response(prompt_ids, offset, *of, where) for of in texts]
+        return len(prompt_ids), [
+            self._response(prompt_ids, offset, *rendered, where) for rendered in texts
+        ]
 
     def _text(
         self, messages: Sequence[Message], turns: Sequence[Message], cut: bool, where: str
@@ -173,7 +178,7 @@ class Conversations:
         return self._end
 
     def ends_itself(self, end: str) -> bool:
-        """Whether the ``end`` of a turn has a special token, at which generation stops."""
+        """Return whether the ``end`` of a turn has a special token, at which generation stops."""
         return any(token in end for token in self._specials)
 
     def _without_end(self, messages: Sequence[Message], message: Message, where: str) -> Message:
@@ -237,13 +242,13 @@ class Conversations:
         )
         texts, marks = rendered
         if texts != [text] or not marks[0]:
-            wrong = (
+            problem = (
                 ("marks nothing with {% generation %}")
                 if texts == [text]
                 else "renders it otherwise with its marks"
             )
             raise PromptError(
-                f"{where} has a response of several turns, and the chat template {wrong}",
+                f"{where} has a response of several turns, and the chat template {problem}",
                 "correct it",
             )
         return [(int(begin), int(end)) for begin, end in marks[0]]

@@ -93,10 +93,10 @@ class ExternalPrompts:
         Raises PromptError when the last one was put and all were left out.
         """
         while True:
-            found = await self.index.read_prompts(self._position, AT_ONCE)
-            if found.prompts:
-                await self._take(found.prompts)
-            elif found.ended and not self.ended:
+            batch = await self.index.read_prompts(self._position, AT_ONCE)
+            if batch.prompts:
+                await self._take(batch.prompts)
+            elif batch.ended and not self.ended:
                 self.ended = True
                 if not self._rows:
                     raise PromptError(
@@ -106,7 +106,7 @@ class ExternalPrompts:
                     )
                 await self.index.wake(VERSION)
             else:
-                await self.index.wait(FED, found.wait, WAIT_SECONDS)
+                await self.index.wait(FED, batch.wait, WAIT_SECONDS)
 
     async def _take(self, prompts: Sequence[str]) -> None:
         lines = []
@@ -122,9 +122,8 @@ class ExternalPrompts:
                     f"it is longer than {self.formatter.limits.tokens} tokens, "
                     f"{self.formatter.limits.why}"
                 )
-            except (
-                Exception
-            ) as error:  # a chat template may raise anything, and no prompt may end the run
+            except Exception as error:
+                # a chat template may raise anything, and no prompt may end the run
                 reason = (
                     str(error)
                     if isinstance(error, PromptError)
@@ -163,10 +162,9 @@ async def put_prompts(
     """Put ``rows``, whose prompts are in ``column``, and return the next free position.
 
     They get the positions from ``first`` on (None: after the last one); a repeat with the same
-    ``first`` changes nothing.
-    ``last``: no more will come. Waits up to ``timeout`` seconds while the index is full. Raises
-    PromptError for a row without a prompt, IndexRefused for a wrong position, and
-    ExternalPromptsFull."""
+    ``first`` changes nothing. ``last``: no more will come. Waits up to ``timeout`` seconds while
+    the index is full. Raises PromptError for a row without a prompt, IndexRefused for a wrong
+    position, and ExternalPromptsFull."""
     plain = await asyncio.to_thread(sendable, rows)
     for i, row in enumerate(plain):
         prompt_in(row, column, f"prompt {i}")
@@ -180,14 +178,14 @@ async def put_prompts(
     while (
         put := await index.put_prompts(texts, first=first, last=last, most_bytes=WAITING_BYTES)
     ).wait is not None:
-        left = deadline - time.monotonic()
-        if left <= 0:
+        seconds_left = deadline - time.monotonic()
+        if seconds_left <= 0:
             raise ExternalPromptsFull(
                 f"prompts: {WAITING_BYTES >> 20} MiB of them wait, and the run took none over for "
                 f"{timeout:g} s; "
                 "put these again later, at the same position"
             )
-        await index.wait(FEED, put.wait, min(left, WAIT_SECONDS))
+        await index.wait(FEED, put.wait, min(seconds_left, WAIT_SECONDS))
     return put.next
 
 
@@ -202,8 +200,8 @@ def sendable(rows: Sequence[Mapping[str, Any]]) -> list[Row]:
             try:
                 json.dumps(value, allow_nan=False)
             except ValueError:
-                wrong = f"prompt {number} has a number in column {name!r} that is not finite"
+                problem = f"prompt {number} has a number in column {name!r} that is not finite"
                 raise PromptError(
-                    f"{wrong}, which JSON does not have", "write null, or a text"
+                    f"{problem}, which JSON does not have", "write null, or a text"
                 ) from None
     return plain

@@ -85,8 +85,8 @@ class PromptCheck:
             yield self._keyed(error)
         except Exception as error:  # of a library that reads a file
             self.has_faults = True
-            wrong = f"cannot be read ({type(error).__name__}: {error})"
-            yield self._keyed(PromptError(wrong, "correct it"))
+            problem = f"cannot be read ({type(error).__name__}: {error})"
+            yield self._keyed(PromptError(problem, "correct it"))
 
     def _keyed(self, fault: PromptError) -> PromptError:
         (problem,) = fault.problems
@@ -124,13 +124,13 @@ class PromptCheck:
         self, path: Path, suffix: str, check: Callable[[Sequence[Path]], Iterator[PromptError]]
     ) -> Iterator[PromptError]:
         """Check the files of the split with ``check``."""
-        of = data_files(
+        data = data_files(
             path, self.options.split, suffix, lambda rows: self.reading.spend(rows=rows)
         )
-        if of is None:  # the budget does not allow to look through the folder
+        if data is None:  # the budget does not allow to look through the folder
             return
-        yield from check(of.files)
-        self.about = of.describe(self.rows)
+        yield from check(data.files)
+        self.about = data.describe(self.rows)
         if self.rows == 0:
             yield PromptError("has no rows", "give a file with prompts")
 
@@ -155,7 +155,8 @@ class PromptCheck:
         self.rows = rows
 
     def _where(self, path: Path, row: str = "") -> str:
-        """Where ``row`` of the file at ``path`` is within the source, a file or a folder."""
+        """Return the location of ``row`` of the file at ``path`` within the source, a file or a
+        folder."""
         inside = os.path.relpath(path.expanduser(), Path(str(self.options.path)).expanduser())
         return ", ".join(filter(None, ["" if inside == "." else inside, row]))
 
@@ -164,12 +165,12 @@ class PromptCheck:
         column = self.options.column
         row = plain_row(row, where, self.options.leave_out, self.changes)
         row = with_prompt(row, column, self.options.responses, where)
-        given = prompt_in(row, column, where)
+        prompt = prompt_in(row, column, where)
         fields: Row = {name: value for name, value in row.items() if name != column}
         self.columns.update(fields)
         self.has_columns = True
-        if isinstance(given, str):
-            fill_template(self._pieces, fields | {"prompt": given}, SHORT_CHARACTERS, where)
+        if isinstance(prompt, str):
+            fill_template(self._pieces, fields | {"prompt": prompt}, SHORT_CHARACTERS, where)
         else:
             self.conversation = self.conversation or where
         responses = responses_in(fields, self.options.responses, where)
@@ -236,8 +237,8 @@ class PromptCheck:
         else:
             choose_split(path, split, None)
         if not (folder / "state.json").is_file():
-            wrong = f"has no {self._where(folder / 'state.json')}"
-            raise PromptError(wrong, "give a folder that save_to_disk has written")
+            problem = f"has no {self._where(folder / 'state.json')}"
+            raise PromptError(problem, "give a folder that save_to_disk has written")
         columns = _json_object(folder / "dataset_info.json").get("features")
         if isinstance(columns, Mapping):
             self._check_columns(folder, list(columns))
@@ -271,11 +272,11 @@ class PromptCheck:
 
     def _arrow_batches(self, stream: Any) -> Iterator[Any]:
         for batch in stream:
-            kept = batch.select(
+            selection = batch.select(
                 [name for name in batch.schema.names if name not in self.options.leave_out]
             )
-            for first in range(0, kept.num_rows, 8):
-                rows = kept.slice(first, 8)
+            for first in range(0, selection.num_rows, 8):
+                rows = selection.slice(first, 8)
                 if not self.reading.spend(nbytes=rows.nbytes):
                     return
                 yield rows

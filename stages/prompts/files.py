@@ -121,22 +121,19 @@ def open_file(path: Path) -> BinaryIO:
     Raises PromptError for anything else, and for an empty file.
     """
     try:
-        own = path.expanduser()
-        kind = kind_of(own)  # a device must not even be opened: that may have effects
+        full_path = path.expanduser()
+        kind = kind_of(full_path)  # a device must not even be opened: that may have effects
         if kind != "a file":
             raise path_error(path, f"is {kind}", "give a file")
-        file = os.fdopen(os.open(own, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+        file = os.fdopen(os.open(full_path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
     except PromptError:
         raise
     except FileNotFoundError:
         raise path_error(
             path, f"does not exist, seen from {Path.cwd()}", "give another path"
         ) from None
-    except (
-        OSError,
-        RuntimeError,
-        ValueError,
-    ) as error:  # not allowed; an unknown home directory; a zero character
+    except (OSError, RuntimeError, ValueError) as error:
+        # not allowed; an unknown home directory; a zero character
         fix = "give a file that can be read"
         raise path_error(path, f"cannot be opened ({error})", fix) from None
     if not os.fstat(file.fileno()).st_size:
@@ -151,9 +148,9 @@ def lines(path: Path) -> Iterator[tuple[int, bytes | None]]:
     with open_file(path) as file:
         try:
             head = file.peek(8) if hasattr(file, "peek") else b""
-            for magic, (wrong, fix) in FORMATS.items():
+            for magic, (problem, fix) in FORMATS.items():
                 if head.startswith(magic):
-                    raise path_error(path, f"{wrong}, not JSON Lines in UTF-8", fix)
+                    raise path_error(path, f"{problem}, not JSON Lines in UTF-8", fix)
             number = 0
             while raw := file.readline(LINE_BYTES):
                 if len(raw) == LINE_BYTES and not raw.endswith(b"\n"):
@@ -175,8 +172,8 @@ def _skip_line(file: BinaryIO, path: Path, number: int) -> None:
         raw = file.readline(SKIP_BYTES)
         if len(raw) < SKIP_BYTES or raw.endswith(b"\n"):
             return
-    wrong = f"line {number} has more than {MOST_SKIPPED >> 30} GiB"
-    raise path_error(path, wrong, "write one JSON object on each line")
+    problem = f"line {number} has more than {MOST_SKIPPED >> 30} GiB"
+    raise path_error(path, problem, "write one JSON object on each line")
 
 
 def parse_line(line: bytes, where: str) -> Row | None:
@@ -210,5 +207,5 @@ def parse_line(line: bytes, where: str) -> Row | None:
 
 
 def begins_list(line: bytes) -> bool:
-    """Whether a line begins a JSON list."""
+    """Return whether a line begins a JSON list."""
     return line.lstrip(b"\xef\xbb\xbf \t").startswith(b"[")

@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Prompt:
-    """``ids`` int64 [P] as the model reads them; ``text`` that they spell (chat template included);
-    ``given``, the prompt as its row had it; ``fields``, the row's other columns, which reward
-    functions get. ``responses`` that its row gives continue the first ``context`` tokens (None:
-    all)."""
+    """A prompt: ``ids`` int64 [P] as the model reads them; ``text`` that they spell (chat template
+    included); ``given``, the prompt as its row had it; ``fields``, the row's other columns, which
+    reward functions get. ``responses`` that its row gives continue the first ``context`` tokens
+    (None: all)."""
 
     ids: torch.Tensor
     text: str
@@ -90,11 +90,11 @@ class PromptFormatter:
         )
         self._chat = has_template if options.chat is None else options.chat
         if self._chat and not has_template:
-            wrong = "but the tokenizer has no chat template"
-            raise PromptError(wrong, "set chat = false", "prompts.chat", True)
+            problem = "but the tokenizer has no chat template"
+            raise PromptError(problem, "set chat = false", "prompts.chat", True)
         if options.system is not None and not has_template:
-            wrong = "needs a chat template, and the tokenizer has none"
-            raise PromptError(wrong, "use prompts.template", "prompts.system")
+            problem = "needs a chat template, and the tokenizer has none"
+            raise PromptError(problem, "use prompts.template", "prompts.system")
         # Without normalization a token spells at least one byte; with it, one character may become
         # up to 18 of them.
         backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -160,7 +160,7 @@ class PromptFormatter:
                 yield number
 
     def _fits(self, row: Row, where: str, too_long: LongPrompts) -> bool:
-        """Whether ``row`` makes a prompt.
+        """Return whether ``row`` makes a prompt.
 
         A text that is surely too long is not built, and one whose bytes already show that it is
         short enough is not tokenized.
@@ -226,24 +226,24 @@ class PromptFormatter:
         """Return how many of the prompt's tokens the responses continue, and the responses."""
         cut = [read.fields.get(f"{name}_truncated") is True for name in self.options.responses]
         if read.messages is not None and self._chats is not None:
-            given = (
+            row_messages = (
                 [{"role": "user", "content": read.given}]
                 if isinstance(read.given, str)
                 else read.given
             )
-            prompts = (read.messages, given, read.messages[-len(given) :])
+            prompts = (read.messages, row_messages, read.messages[-len(row_messages) :])
             turns = [turns_of(response, prompts, where) for response in read.responses]
             context, responses = self._chats.responses(read.messages, turns, cut, where)
         else:
             of_row = [{"role": "user", "content": str(read.given)}]
             turns = [turns_of(response, [of_row], where) for response in read.responses]
-            if any(len(of) > 1 for of in turns):
+            if any(len(messages) > 1 for messages in turns):
                 raise PromptError(
                     f"{where} has a response of several turns, which needs a chat template",
                     "use a model that has one, give one with prompts.chat_template, or make a row "
                     "of each turn",
                 )
-            texts = [of[0]["content"] for of in turns]
+            texts = [messages[0]["content"] for messages in turns]
             context = len(prompt_ids)
             text = str(read.text)
             responses = [
@@ -261,17 +261,17 @@ class PromptFormatter:
         they allow; of such a conversation, None.
         """
         row = self._plain(row, where)
-        given = prompt_in(row, self.options.column, where)
+        prompt = prompt_in(row, self.options.column, where)
         most = self.limits.characters + 1
         fields = {name: value for name, value in row.items() if name != self.options.column}
         responses = responses_in(fields, self.options.responses, where)
-        if isinstance(given, str):
-            filled = fill_template(self._pieces, fields | {"prompt": given}, most, where)
+        if isinstance(prompt, str):
+            filled = fill_template(self._pieces, fields | {"prompt": prompt}, most, where)
             if not self._chat:
-                return _Read(given, fields, responses, None, filled)
+                return _Read(prompt, fields, responses, None, filled)
             messages = [{"role": "user", "content": filled}]
         else:
-            messages = given
+            messages = prompt
         if self._chats is None:
             raise PromptError(
                 f"{where} is a conversation, but the tokenizer has no chat template",
@@ -280,11 +280,11 @@ class PromptFormatter:
         if self.options.system is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.options.system}, *messages]
         is_long = (
-            not isinstance(given, str)
-            and sum(len(message["content"]) + 1 for message in given) >= most
+            not isinstance(prompt, str)
+            and sum(len(message["content"]) + 1 for message in prompt) >= most
         )
         return _Read(
-            given,
+            prompt,
             fields,
             responses,
             messages,

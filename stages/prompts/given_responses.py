@@ -62,11 +62,13 @@ class GivenResponses(Stage):
     async def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
         version = (await self.dock.index.status()).published
         places = claim.place.tolist()
-        given = [json.loads(text)[place] for text, place in zip(rows[GIVEN], places, strict=True)]
+        responses = [
+            json.loads(text)[place] for text, place in zip(rows[GIVEN], places, strict=True)
+        ]
         members = groups_of(claim.group.tolist())
-        tokens = [min(len(each["ids"]), self.longest) for each in given]
+        tokens = [min(len(each["ids"]), self.longest) for each in responses]
         results = [
-            self._group([given[row] for row in at], [places[row] for row in at], version)
+            self._group([responses[row] for row in at], [places[row] for row in at], version)
             for at in members
         ]
         if self._alarm is not None:
@@ -78,7 +80,7 @@ class GivenResponses(Stage):
     def _group(
         self, given: Sequence[dict[str, Any]], places: Sequence[int], version: int
     ) -> Result:
-        """The columns of one group, or the reason for which it is dropped."""
+        """Return the columns of one group, or the reason for which it is dropped."""
         ids = [torch.tensor(each["ids"][: self.longest]) for each in given]
         truncated = torch.tensor([len(each["ids"]) > self.longest for each in given])
         masks = [_mask(len(row), each["spans"]) for row, each in zip(ids, given, strict=True)]
@@ -101,7 +103,7 @@ class GivenResponses(Stage):
 
 
 def _mask(length: int, spans: Sequence[Sequence[int]]) -> torch.Tensor:
-    """bool [length]: the tokens in one of ``spans``."""
+    """Return bool [length]: the tokens in one of ``spans``."""
     mask = torch.zeros(length, dtype=torch.bool)
     for begin, end in spans:
         mask[begin:end] = True

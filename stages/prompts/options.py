@@ -28,8 +28,8 @@ Kind = Literal["jsonl", "parquet", "datasets", "reasoning_gym", "builtin", "exte
 
 @dataclass(frozen=True)
 class PromptLimits:
-    """How long a prompt may be: ``tokens``, for the reason ``why``, and ``nbytes`` of its row as
-    JSON. ``response``: tokens of a given response that are kept at most. None: no limit."""
+    """The limits of a prompt's length: ``tokens``, for the reason ``why``, and ``nbytes`` of its
+    row as JSON. ``response``: tokens of a given response that are kept at most. None: no limit."""
 
     tokens: int | None = None
     why: str = "prompts.max_prompt_tokens"
@@ -97,7 +97,7 @@ class RowOptions(BaseModel):
 
     @model_validator(mode="after")
     def _check_keys(self) -> Self:
-        """Raises one ValidationError with all keys that do not fit together."""
+        """Raise one ValidationError with all keys that do not fit together."""
         faults(self, self._faults())
         return self
 
@@ -138,8 +138,8 @@ class WeightedSource(RowOptions):
     def _faults(self) -> Iterator[tuple[str, str, str]]:
         yield from super()._faults()
         if self.source == "external":
-            wrong = "is put by other programs, and cannot be one of several"
-            yield "source", wrong, "use prompts.source = 'external'"
+            problem = "is put by other programs, and cannot be one of several"
+            yield "source", problem, "use prompts.source = 'external'"
 
 
 class PromptOptions(RowOptions):
@@ -218,7 +218,7 @@ class PromptOptions(RowOptions):
             yield "system", "needs a chat template, but prompts.chat = false", "drop one of the two"
 
     def parts(self) -> dict[str, PromptOptions]:
-        """Returns the options of each source as if it were the only one, by the key of its table in
+        """Return the options of each source as if it were the only one, by the key of its table in
         the recipe."""
         if not self.sources:
             return {"prompts": self}

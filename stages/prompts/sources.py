@@ -126,8 +126,8 @@ def _split(
         return PromptSplit(procedural[0], procedural[1] if options.held_out else None)
     sides: tuple[list[int], list[int]] = ([], [])
     for number in formatter.fitting(rows, too_long):
-        given = formatter.given(rows[number], rows.where(number))
-        sides[is_held_out(given, seed, options.held_out)].append(number)
+        prompt = formatter.given(rows[number], rows.where(number))
+        sides[is_held_out(prompt, seed, options.held_out)].append(number)
     for name, side in zip(("train", "held-out"), sides, strict=True):
         if not side and (name == "train" or options.held_out):
             raise _empty_side(options, formatter.limits, len(rows), too_long.skipped, name)
@@ -149,13 +149,13 @@ def _empty_side(
         fix = "raise the limit, shorten them, or set prompts.too_long = 'cut'"
         return PromptError(f"all {rows} prompts of {source} are too long: {bound}", fix)
     short = f"{rows} rows, of which {rows - skipped} are short enough"
-    wrong = f"{source} has no {side} rows: {short}, with held_out = {options.held_out}"
-    return PromptError(wrong, "change prompts.held_out")
+    problem = f"{source} has no {side} rows: {short}, with held_out = {options.held_out}"
+    return PromptError(problem, "change prompts.held_out")
 
 
 def is_held_out(given: str | list[Message], seed: int, share: float) -> bool:
-    """Whether a prompt belongs to the held-out side: by a hash of its text and the seed, uniform on
-    [0, 1)."""
+    """Return whether a prompt belongs to the held-out side: by a hash of its text and the seed,
+    uniform on [0, 1)."""
     text = given if isinstance(given, str) else json.dumps(given, sort_keys=True)
     digest = hashlib.blake2b(f"{seed}:{text}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") < share * 2**64
@@ -292,8 +292,10 @@ class MixedPrompts:
     def epochs(self, seq: int) -> dict[str, int]:
         block, place = divmod(seq, sum(self._places))
         here = np.bincount(self._order(block)[: place + 1], minlength=len(self.sources))
-        made = [block * places + int(more) for places, more in zip(self._places, here, strict=True)]
-        found: dict[str, int] = {}
-        for source, count in zip(self.sources, made, strict=True):
-            found |= source.epochs(count - 1) if count else {}
-        return found
+        counts = [
+            block * places + int(more) for places, more in zip(self._places, here, strict=True)
+        ]
+        epochs: dict[str, int] = {}
+        for source, count in zip(self.sources, counts, strict=True):
+            epochs |= source.epochs(count - 1) if count else {}
+        return epochs

@@ -32,8 +32,8 @@ MOST_GENERATED = 1_000_000  # rows of a reasoning_gym task with a size
 
 
 class Table:
-    """``rows`` by their numbers: anything with ``len`` that returns mappings by number. ``about``
-    says for people which files they are of."""
+    """A table of rows by their numbers. ``rows``: anything with ``len`` that returns mappings by
+    number. ``about`` says for people which files they are of."""
 
     about = ""
 
@@ -60,7 +60,7 @@ class Table:
         return f"{self._name}, row {number + 1}"
 
     def is_unread(self, number: int) -> bool:
-        """Whether the row was too large to be read."""
+        """Return whether the row was too large to be read."""
         return False
 
 
@@ -71,8 +71,8 @@ def open_rows(options: PromptOptions, seed: int) -> Table | Callable[[int], Row]
     try:
         match options.source:
             case "external" | None:
-                wrong = "is no table: its prompts are put while the run goes on"
-                raise PromptError(wrong, key="prompts.source", value=options.source)
+                problem = "is no table: its prompts are put while the run goes on"
+                raise PromptError(problem, key="prompts.source", value=options.source)
             case "jsonl":
                 return JsonRows(_files(path, options.split, ".jsonl"))
             case "parquet":
@@ -87,9 +87,8 @@ def open_rows(options: PromptOptions, seed: int) -> Table | Callable[[int], Row]
                 return _builtin(task, options.config, options.column, seed)
     except PromptError:
         raise
-    except (
-        Exception
-    ) as error:  # of a library that reads a file, or of a function that returns a dataset
+    except Exception as error:
+        # of a library that reads a file, or of a function that returns a dataset
         source = path if options.path else task
         raise PromptError(
             f"{source} cannot be read ({type(error).__name__}: {error})", "correct it"
@@ -145,9 +144,9 @@ class ParquetRows(Table):
         base = existing(path)
         options = {"format": "parquet", "partitioning": "hive", "partition_base_dir": str(base)}
         names = [str(file.expanduser()) for file in of.files]
-        found = pyarrow.dataset.dataset(names, **options)
+        dataset = pyarrow.dataset.dataset(names, **options)
         schema = pyarrow.unify_schemas(
-            [*schemas, found.schema.remove_metadata()], promote_options="permissive"
+            [*schemas, dataset.schema.remove_metadata()], promote_options="permissive"
         )
         columns = [name for name in schema.names if name not in leave_out]
         rows = pyarrow.dataset.dataset(names, schema=schema, **options).to_table(columns=columns)
@@ -164,9 +163,9 @@ class ParquetRows(Table):
 
 
 def _files(path: str, split: str | None, suffix: str) -> DataFiles:
-    of = data_files(Path(path), split, suffix)
-    assert of is not None
-    return of
+    data = data_files(Path(path), split, suffix)
+    assert data is not None
+    return data
 
 
 def _dataset(path: str, split: str | None, leave_out: Sequence[str]) -> Any:
@@ -175,8 +174,8 @@ def _dataset(path: str, split: str | None, leave_out: Sequence[str]) -> Any:
         try:
             dataset = make()
         except Exception as error:
-            wrong = f"raised {error!r} ({place_of(error, make)})"
-            raise PromptError(wrong, key="prompts.path", value=path) from error
+            problem = f"raised {error!r} ({place_of(error, make)})"
+            raise PromptError(problem, key="prompts.path", value=path) from error
     else:
         with extra("data"):
             from datasets import load_from_disk
@@ -222,9 +221,9 @@ def dataset_function(path: str) -> Callable[[], Any]:
         [problem] = error.problems
         raise PromptError(problem.wrong, problem.fix, problem.key, path) from error
     if not callable(function):
-        wrong = f"is a {type(function).__name__}"
+        reason = f"is a {type(function).__name__}"
         fix = "name a function that returns a dataset"
-        raise PromptError(wrong, fix, "prompts.path", path)
+        raise PromptError(reason, fix, "prompts.path", path)
     return function  # type: ignore[no-any-return]
 
 
@@ -245,9 +244,9 @@ def _reasoning_gym(
         from reasoning_gym.factory import DATASETS
 
     if task not in DATASETS:
-        wrong = "is not a task of reasoning_gym"
+        problem = "is not a task of reasoning_gym"
         fix = f"it has {sorted(DATASETS)}"
-        raise PromptError(wrong, fix, "prompts.task", task)
+        raise PromptError(problem, fix, "prompts.task", task)
     check_size(config)
     # Its tasks draw row i from seed + i: neighbouring seeds must not give the same rows, shifted by
     # one.
@@ -274,13 +273,13 @@ def _reasoning_gym(
 
 
 def check_size(config: Mapping[str, Any]) -> None:
-    """Raises PromptError when a reasoning_gym task is to be a table of more than
+    """Raise PromptError when a reasoning_gym task is to be a table of more than
     :data:`MOST_GENERATED` rows."""
     size = config.get("size")
     if isinstance(size, int) and size > MOST_GENERATED:
-        wrong = f"is more than {MOST_GENERATED} rows"
+        problem = f"is more than {MOST_GENERATED} rows"
         fix = "leave it out: then the task never ends"
-        raise PromptError(wrong, fix, "prompts.config.size", size)
+        raise PromptError(problem, fix, "prompts.config.size", size)
 
 
 def config_error(config: Mapping[str, Any], wrong: str) -> PromptError:

@@ -51,8 +51,8 @@ CONFIGS: dict[str, type[BaseModel]] = {name: options_model(task) for name, task 
 
 
 def spelling(completions: Completions, answer: list[Any], **_: Any) -> list[float | None]:
-    """The share of characters that are right and in their place; superfluous characters count as
-    wrong. An answer that is no text is its JSON. A row without an answer has no score."""
+    """Return the share of characters that are right and in their place; superfluous characters
+    count as wrong. An answer that is no text is its JSON. A row without an answer has no score."""
     return [
         None if wanted is None else _spelling(text(completion), json_text(wanted))
         for completion, wanted in zip(completions, answer, strict=True)
@@ -65,7 +65,7 @@ def _spelling(response: str, wanted: str) -> float:
 
 
 def arithmetic(completions: Completions, answer: list[Any], **_: Any) -> list[float | None]:
-    """How well a response answers with a number, in grades, so that there is always a better
+    """Score how well a response answers with a number, in grades, so that there is always a better
     response to learn.
 
     ==========  ============================================================================================
@@ -95,10 +95,10 @@ def _arithmetic(completion: str, wanted: Sequence[Number]) -> float:
 
 
 def exact_number(completions: Completions, answer: list[Any], **_: Any) -> list[float | None]:
-    """1.0 when a response answers with the number of the row, whatever other text there is, else
-    0.0. That is the number in the last ``\\boxed{}``, in ``<answer>`` tags, or after ``####``, else
-    the last one (:mod:`stages.rewards.answers`). The answer is a number, a text with one, or a list
-    of which one is to be met. A row without an answer has no score."""
+    """Return 1.0 when a response answers with the number of the row, whatever other text there is,
+    else 0.0. That is the number in the last ``\\boxed{}``, in ``<answer>`` tags, or after ``####``,
+    else the last one (:mod:`stages.rewards.answers`). The answer is a number, a text with one, or a
+    list of which one is to be met. A row without an answer has no score."""
     return [
         None if wanted is None else float(_is_right(text(completion), number_of(wanted)))
         for completion, wanted in zip(completions, answer, strict=True)
@@ -113,8 +113,8 @@ def _is_right(completion: str, wanted: Sequence[Number]) -> bool:
 def reasoning_gym(
     completions: Completions, question: list[Any], answer: list[Any], metadata: list[Any], **_: Any
 ) -> list[float]:
-    """The score that the reasoning_gym task of the question gives to the text inside ``<answer>``
-    tags, or to the whole response when it has none."""
+    """Return the score that the reasoning_gym task of the question gives to the text inside
+    ``<answer>`` tags, or to the whole response when it has none."""
     columns = zip(completions, question, answer, metadata, strict=True)
     return [_reasoning_gym(tagged(text(completion)), *row) for completion, *row in columns]
 
@@ -147,8 +147,8 @@ COMPUTED = frozenset({"arithmetic", "exact_number"})
 
 
 def has_expression(completion: str | list[dict[str, str]], answer: Any) -> bool:
-    """Whether a library would compute what a response answers with, or what its row has for an
-    answer."""
+    """Return whether a library would compute what a response answers with, or what its row has for
+    an answer."""
     answers = answer if isinstance(answer, list) else [answer]
     return any(
         is_computed(value) for value in (text(completion), *answers) if isinstance(value, str)
@@ -156,7 +156,7 @@ def has_expression(completion: str | list[dict[str, str]], answer: Any) -> bool:
 
 
 def text(completion: str | list[dict[str, str]]) -> str:
-    """The text of a completion: a string, or messages."""
+    """Return the text of a completion: a string, or messages."""
     return (
         completion
         if isinstance(completion, str)
@@ -165,19 +165,19 @@ def text(completion: str | list[dict[str, str]]) -> str:
 
 
 def json_text(value: Any) -> str:
-    """A text itself; of another JSON value, its JSON."""
+    """Return a text itself; of another JSON value, its JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def last_number(response: str) -> str | None:
-    """The last number in ``response`` without its thousands commas; a minus sign between operands
-    is not part of it."""
+    """Return the last number in ``response`` without its thousands commas; a minus sign between
+    operands is not part of it."""
     number = read_number(response)
     return None if number is None else number.text
 
 
 def tagged(response: str) -> str:
-    """The last ``<answer>…</answer>`` in ``response``, or all of it."""
+    """Return the last ``<answer>…</answer>`` in ``response``, or all of it."""
     part = in_tags(response)
     return (response if part is None else part).strip()
 

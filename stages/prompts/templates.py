@@ -81,7 +81,7 @@ def read_chat_template(path: str) -> str:
 
 
 def check_chat_options(template: str, options: Mapping[str, Any]) -> None:
-    """Raises PromptError for options of a chat template that it does not read, and for those that
+    """Raise PromptError for options of a chat template that it does not read, and for those that
     each prompt sets."""
     from jinja2 import Environment, TemplateSyntaxError
 
@@ -117,13 +117,13 @@ def prompt_in(row: Mapping[str, Any], column: str, where: str) -> str | list[Mes
                 f"prompts.responses = {whole[:1]}"
             )
         raise PromptError(f"{where} has no column {column!r} ({has:.200})", fix)
-    given = row[column]
-    if isinstance(given, str) and given:
-        return given
-    if isinstance(given, Sequence) and given and all(_is_message(message) for message in given):
-        return [dict(message) for message in given]
+    prompt = row[column]
+    if isinstance(prompt, str) and prompt:
+        return prompt
+    if isinstance(prompt, Sequence) and prompt and all(_is_message(message) for message in prompt):
+        return [dict(message) for message in prompt]
     raise PromptError(
-        f"{where} has {given!r:.200} in column {column!r}",
+        f"{where} has {prompt!r:.200} in column {column!r}",
         "a prompt is a string that is not empty, or a list of messages {'role': ..., 'content': "
         "...}",
     )
@@ -153,25 +153,25 @@ def responses_in(
 ) -> list[str | list[Message]]:
     """Return the responses in a row's ``columns``: each a string, or messages that end with one of
     the assistant. Raises PromptError for anything else."""
-    found: list[str | list[Message]] = []
+    responses: list[str | list[Message]] = []
     for column in columns:
-        given = row.get(column)
-        if isinstance(given, str):
-            found.append(given)
+        response = row.get(column)
+        if isinstance(response, str):
+            responses.append(response)
         elif (
-            isinstance(given, list)
-            and given
-            and all(map(_is_message, given))
-            and given[-1]["role"] == "assistant"
+            isinstance(response, list)
+            and response
+            and all(map(_is_message, response))
+            and response[-1]["role"] == "assistant"
         ):
-            found.append([dict(message) for message in given])
+            responses.append([dict(message) for message in response])
         else:
             raise PromptError(
-                f"{where} has {given!r:.200} in column {column!r}",
+                f"{where} has {response!r:.200} in column {column!r}",
                 "a response is a string, or a list of messages that ends with one of the "
                 "assistant; correct the row, or prompts.responses",
             )
-    return found
+    return responses
 
 
 def turns_of(

@@ -69,7 +69,7 @@ class Part:
 
 
 def part_of(rank: int, slices: Round, world: int) -> Part:
-    """Returns the part of ``rank`` in the round ``slices``."""
+    """Return the part of ``rank`` in the round ``slices``."""
     sends = [0] * world
     receives = [0] * world
     begins = [0] * world
@@ -94,13 +94,13 @@ def part_of(rank: int, slices: Round, world: int) -> Part:
 
 
 def part_index(at: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[slice, ...]:
-    """Returns the index of the ``sizes`` elements at ``at`` of a tensor."""
+    """Return the index of the ``sizes`` elements at ``at`` of a tensor."""
     return tuple(slice(start, start + size) for start, size in zip(at, sizes, strict=True))
 
 
 def temporary_bytes(parts: Sequence[Part]) -> int:
-    """Bytes of the buckets of an exchange; what lies in shared memory counts for its sender and its
-    receiver."""
+    """Return the number of bytes of the buckets of an exchange; what lies in shared memory counts
+    for its sender and its receiver."""
     return sum(max((part.nbytes for part in parts[lane::2]), default=0) for lane in (0, 1))
 
 
@@ -112,7 +112,7 @@ def connect(
     group: dist.ProcessGroup | None,
     deadline: float,
 ) -> Exchange:
-    """Returns the exchange that all ranks of ``group`` use: shared memory when the tensors are on
+    """Return the exchange that all ranks of ``group`` use: shared memory when the tensors are on
     the CPU and every rank can open that of all others, else the group. ``deadline``: seconds for a
     round, and for this call."""
     if device.type != "cpu":
@@ -165,14 +165,14 @@ class GroupExchange:
         self._flying: list[Any] = [None, None]
 
     def _values(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sent and the received values, flat."""
+        """Return the sent and the received values, flat."""
         part = self._parts[number]
         values = self._buckets[number % 2][: part.nbytes].view(part.dtype)
         sent, received = values.split([sum(part.sends), sum(part.receives)])
         return sent, received
 
     def room(self, number: int) -> torch.Tensor:
-        """The buffer for what this rank sends in the round. Waits until no rank reads it."""
+        """Return the buffer for what this rank sends in the round. Waits until no rank reads it."""
         return self._values(number)[0]
 
     def start(self, number: int) -> None:
@@ -183,7 +183,7 @@ class GroupExchange:
         )
 
     def messages(self, number: int) -> Sequence[torch.Tensor]:
-        """The messages of the round by sender. Waits for them."""
+        """Return the messages of the round by sender. Waits for them."""
         _wait(self._flying[number % 2], self._deadline)
         return self._values(number)[1].split(self._parts[number].receives)
 
@@ -241,8 +241,8 @@ class SharedExchange:
             for node, pid, memory, identity, second, nbytes, *pipes in announcements:
                 if node != self.announced[0]:
                     return False
-                found = self._opened(pid, memory, identity, os.O_RDWR)
-                mapped = torch.frombuffer(mmap.mmap(found, nbytes), dtype=torch.uint8)
+                descriptor = self._opened(pid, memory, identity, os.O_RDWR)
+                mapped = torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8)
                 self._buckets.append([mapped[:second], mapped[second:]])
                 outgoing, identity = pipes[2 * self._rank : 2 * self._rank + 2]
                 self._outgoing.append(self._opened(pid, outgoing, identity, os.O_WRONLY))
@@ -258,12 +258,12 @@ class SharedExchange:
         return self._open[-1]
 
     def reached(self) -> None:
-        """Called when all ranks have opened everything.
+        """Close all descriptors but the pipes, when all ranks have opened everything.
 
         From then on the end of a rank closes its pipes.
         """
-        for one in {*self._open}.difference(self._incoming, self._outgoing):
-            os.close(one)
+        for descriptor in {*self._open}.difference(self._incoming, self._outgoing):
+            os.close(descriptor)
         self._open = [*self._incoming, *self._outgoing]
 
     def room(self, number: int) -> torch.Tensor:
@@ -273,18 +273,18 @@ class SharedExchange:
         return self._buckets[self._rank][number % 2][: part.sent_bytes].view(part.dtype)
 
     def start(self, number: int) -> None:
-        """The other ranks see the buffer when all ranks meet."""
+        """Do nothing: the other ranks see the buffer when all ranks meet."""
 
     def messages(self, number: int) -> Sequence[torch.Tensor]:
         if number == len(self._parts) - 1:
             self._meet()
         part = self._parts[number]
-        found = []
+        messages = []
         for buckets, begin, size in zip(self._buckets, part.begins, part.receives, strict=True):
             first = begin * part.dtype.itemsize
             nbytes = size * part.dtype.itemsize
-            found.append(buckets[number % 2][first : first + nbytes].view(part.dtype))
-        return found
+            messages.append(buckets[number % 2][first : first + nbytes].view(part.dtype))
+        return messages
 
     def _meet(self) -> None:
         end = time.monotonic() + self._deadline
@@ -300,8 +300,8 @@ class SharedExchange:
 
     def close(self) -> None:
         self._buckets = []
-        for one in self._open:
-            os.close(one)
+        for descriptor in self._open:
+            os.close(descriptor)
         self._open = []
 
 
@@ -309,5 +309,5 @@ Exchange = GroupExchange | SharedExchange
 
 
 def _identity(opened: int | str) -> int:
-    found = os.stat(opened)
-    return hash((found.st_dev, found.st_ino))
+    status = os.stat(opened)
+    return hash((status.st_dev, status.st_ino))

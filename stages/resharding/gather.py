@@ -63,7 +63,7 @@ class Gather:
         self.group = group
         self._deadline = deadline
         self._watch = watch
-        self._parts = [part_of(rank, one, plan.world) for one in plan.rounds]
+        self._parts = [part_of(rank, round_slices, plan.world) for round_slices in plan.rounds]
         self._local = [
             (s.target, part_index(s.target_at, s.sizes), s.source, part_index(s.source_at, s.sizes))
             for s in plan.local(rank)
@@ -86,7 +86,7 @@ class Gather:
         if not self._parts:  # on no rank
             return
         sent = torch.zeros(len(self._parts), self.world, dtype=torch.int64, device=self.device)
-        found = torch.zeros_like(sent)
+        received = torch.zeros_like(sent)
         with self._reported(0):
             self._exchange = connect(
                 self._parts,
@@ -100,15 +100,16 @@ class Gather:
             for number in range(len(self._parts)):
                 self._send(self._exchange, number, sources, sent)
                 if number:
-                    self._land(self._exchange, number - 1, targets, found)
-            self._land(self._exchange, len(self._parts) - 1, targets, found)
+                    self._land(self._exchange, number - 1, targets, received)
+            self._land(self._exchange, len(self._parts) - 1, targets, received)
         finally:
             self._exchange.close()
             self._exchange = None
-        self._compare(sent, found)
+        self._compare(sent, received)
 
     def temporary_bytes(self) -> int:
-        """Bytes of the allocated buckets. Shared memory counts for its sender and its receiver."""
+        """Return the number of bytes of the allocated buckets. Shared memory counts for its sender
+        and its receiver."""
         return self._temporary if self._exchange else 0
 
     def _send(
@@ -147,15 +148,15 @@ class Gather:
         Checksums: ``sent`` [rounds, receivers], ``found`` [rounds, senders].
         """
         with self._reported(len(self._parts)):
-            own = sent.t().contiguous()
-            theirs = torch.empty_like(own)
-            dist.all_to_all_single(theirs, own, group=self.group)
-            wrong = (theirs.t() != found).nonzero()
-            count = torch.tensor([len(wrong)], device=self.device)
+            sent_sums = sent.t().contiguous()
+            expected_sums = torch.empty_like(sent_sums)
+            dist.all_to_all_single(expected_sums, sent_sums, group=self.group)
+            damaged = (expected_sums.t() != found).nonzero()
+            count = torch.tensor([len(damaged)], device=self.device)
             dist.all_reduce(count, group=self.group)  # what one rank cannot use, none uses
         if total := int(count):
             here = "; ".join(
-                f"from rank {sender} in round {number}" for number, sender in wrong[:3].tolist()
+                f"from rank {sender} in round {number}" for number, sender in damaged[:3].tolist()
             )
             raise GatherError(
                 f"rank {self.rank}: {total} messages are not what was sent, here {here or 'none'}"
@@ -180,7 +181,7 @@ class Gather:
 
 
 def _checksums(messages: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Checksums int64 [peers] of ``messages``, on the device.
+    """Return the checksums int64 [peers] of ``messages``, on the device.
 
     On a CPU xxh3; elsewhere the sum of the bits as integers, which every single wrong element
     changes and which needs no copy to the host.

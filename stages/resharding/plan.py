@@ -63,9 +63,9 @@ Round = tuple[Slice, ...]
 
 @dataclass(frozen=True)
 class ReshardPlan:
-    """``slices``: everything that has to arrive, once. ``rounds``: the slices that travel between
-    ranks, split so that in each round no rank sends and receives more than ``bucket_bytes``
-    together. A round has one dtype."""
+    """The plan of a reshard. ``slices``: everything that has to arrive, once. ``rounds``: the
+    slices that travel between ranks, split so that in each round no rank sends and receives more
+    than ``bucket_bytes`` together. A round has one dtype."""
 
     source: Placement
     target: Placement
@@ -78,7 +78,7 @@ class ReshardPlan:
         return max(self.source.world, self.target.world)
 
     def local(self, rank: int) -> Iterator[Slice]:
-        """The slices that ``rank`` copies from its own tensors."""
+        """Return the slices that ``rank`` copies from its own tensors."""
         return (s for s in self.slices if s.sender == s.receiver == rank)
 
     @cached_property
@@ -121,7 +121,7 @@ def plan_reshard(
     bucket_bytes: int = BUCKET_BYTES,
     ranks_per_node: int | None = None,
 ) -> ReshardPlan:
-    """Returns the plan that fills ``target`` from ``source``.
+    """Return the plan that fills ``target`` from ``source``.
 
     A rank first uses its own slices, then those of a rank of its node (``ranks_per_node``
     neighbours; None: one node), then any; among equals the sender with the fewest bytes so far.
@@ -155,15 +155,15 @@ class _Place:
 
 
 def _places(placement: Placement) -> dict[str, dict[int, list[_Place]]]:
-    """Places by parameter and rank."""
-    found: dict[str, dict[int, list[_Place]]] = defaultdict(dict)
+    """Return the places by parameter and rank."""
+    places: dict[str, dict[int, list[_Place]]] = defaultdict(dict)
     for rank, tensors in enumerate(placement.ranks):
         for tensor in tensors:
             for piece in tensor.pieces:
-                found[piece.parameter].setdefault(rank, []).append(
+                places[piece.parameter].setdefault(rank, []).append(
                     _Place(tensor.name, piece, tensor.dtype)
                 )
-    return found
+    return places
 
 
 def _slices(source: Placement, target: Placement, node: int) -> Iterator[Slice]:
@@ -197,7 +197,7 @@ def _cover(
     node: int,
     sent: dict[int, int],
 ) -> Iterator[Slice]:
-    """Slices that exactly cover the box of ``place``."""
+    """Yield the slices that exactly cover the box of ``place``."""
 
     def distance(holder: tuple[int, _Place]) -> tuple[bool, int, int]:
         return holder[0] // node != receiver // node, sent[holder[0]], holder[0]
@@ -205,7 +205,7 @@ def _cover(
     missing = [place.piece.box]
 
     def take(sender: int, held: _Place) -> Iterator[Slice]:
-        """The slices that ``sender`` has of what is missing."""
+        """Yield the slices that ``sender`` has of what is missing."""
         for box in missing[:]:
             if (common := intersect(box, held.piece.box)) is None:
                 continue
@@ -247,7 +247,7 @@ def _cover(
 
 
 def _offset(box: Box, piece: Piece) -> tuple[int, ...]:
-    """Where ``box``, a part of the piece's box, begins in the piece's local tensor."""
+    """Return the offset of ``box``, a part of the piece's box, in the piece's local tensor."""
     return tuple(
         at + start - first
         for (start, _), (first, _), at in zip(box, piece.box, piece.at, strict=True)
@@ -266,16 +266,19 @@ def _rounds(slices: Sequence[Slice], bucket_bytes: int) -> Iterator[Round]:
     """
     for dtype in dict.fromkeys(s.dtype for s in slices):
         waiting: dict[tuple[int, int], list[Slice]] = defaultdict(list)
-        left: dict[int, int] = defaultdict(int)  # bytes before each rank
+        waiting_bytes: dict[int, int] = defaultdict(int)  # bytes before each rank
         for s in reversed(slices):
             if s.dtype == dtype:
                 waiting[s.sender, s.receiver].append(s)
-                left[s.sender] += s.nbytes
-                left[s.receiver] += s.nbytes
+                waiting_bytes[s.sender] += s.nbytes
+                waiting_bytes[s.receiver] += s.nbytes
         while waiting:
-            pairs = sorted(waiting, key=lambda pair: (-max(left[pair[0]], left[pair[1]]), pair))
-            room = dict.fromkeys(left, bucket_bytes)
-            made: list[Slice] = []
+            pairs = sorted(
+                waiting,
+                key=lambda pair: (-max(waiting_bytes[pair[0]], waiting_bytes[pair[1]]), pair),
+            )
+            room = dict.fromkeys(waiting_bytes, bucket_bytes)
+            round_slices: list[Slice] = []
             for share in (bucket_bytes // 2, bucket_bytes):
                 for pair in pairs:
                     for s in _taken(
@@ -283,12 +286,12 @@ def _rounds(slices: Sequence[Slice], bucket_bytes: int) -> Iterator[Round]:
                         min(share, room[pair[0]], room[pair[1]]),
                         bucket_bytes // _CRUMB,
                     ):
-                        made.append(s)
+                        round_slices.append(s)
                         for rank in pair:
                             room[rank] -= s.nbytes
-                            left[rank] -= s.nbytes
+                            waiting_bytes[rank] -= s.nbytes
             waiting = {pair: queue for pair, queue in waiting.items() if queue}
-            yield tuple(made)
+            yield tuple(round_slices)
 
 
 def _taken(queue: list[Slice], room: int, crumb: int) -> Iterator[Slice]:
@@ -304,8 +307,8 @@ def _taken(queue: list[Slice], room: int, crumb: int) -> Iterator[Slice]:
 
 
 def _fit(part: Slice, room: int) -> tuple[Slice | None, list[Slice]]:
-    """The first part of ``part`` that fits into ``room`` bytes, if any, and the rest of it, in
-    order."""
+    """Return the first part of ``part`` that fits into ``room`` bytes, if any, and the rest of it,
+    in order."""
     if part.nbytes <= room:
         return part, []
     for dim, size in enumerate(part.sizes):
@@ -362,7 +365,7 @@ class PhaseMemory:
 
 
 def adamw_bytes(placement: Placement, *, gradients: bool = True) -> tuple[int, ...]:
-    """Bytes of gradients and of AdamW's two moments by rank, all in the weights' dtype.
+    """Return the bytes of gradients and of AdamW's two moments by rank, all in the weights' dtype.
 
     Without ``gradients``: between two steps of an engine that frees them.
     """
@@ -370,7 +373,7 @@ def adamw_bytes(placement: Placement, *, gradients: bool = True) -> tuple[int, .
 
 
 def memory(plan: ReshardPlan, state_bytes: Sequence[int]) -> tuple[PhaseMemory, ...]:
-    """Device memory of every rank in every phase of an allgather-swap.
+    """Return the device memory of every rank in every phase of an allgather-swap.
 
     ``state_bytes``: gradients and optimizer state, by rank (:func:`adamw_bytes`, or counted).
     """
@@ -401,9 +404,9 @@ def _add(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
 
 
 def redundant_if_naive(plan: ReshardPlan) -> tuple[int, ...]:
-    """Bytes of training weights that the naive way (gather, slice, keep both) leaves on each rank
-    beside the rollout weights. A rollout tensor that is a contiguous part of one training tensor of
-    its rank can be a view of it, so those bytes are not redundant."""
+    """Return the bytes of training weights that the naive way (gather, slice, keep both) leaves on
+    each rank beside the rollout weights. A rollout tensor that is a contiguous part of one training
+    tensor of its rank can be a view of it, so those bytes are not redundant."""
     redundant = [plan.source.nbytes(rank) for rank in range(plan.world)]
     arriving: dict[tuple[int, str], list[Slice]] = defaultdict(list)
     for s in plan.slices:
@@ -434,9 +437,9 @@ def redundant_if_naive(plan: ReshardPlan) -> tuple[int, ...]:
 
 
 def redundant_eq3(model: ModelState, train: Layout, rollout: Layout) -> float:
-    """Redundant bytes on all ranks by MindSpeed RL (arXiv 2507.19017), Eq. 3: GDP · (TW / UTP + EW
-    / GEP), with GDP and GEP of generation, UTP of the update, TW the bytes that tensor parallelism
-    splits, EW those of experts.
+    """Return the redundant bytes on all ranks by MindSpeed RL (arXiv 2507.19017), Eq. 3: GDP · (TW
+    / UTP + EW / GEP), with GDP and GEP of generation, UTP of the update, TW the bytes that tensor
+    parallelism splits, EW those of experts.
 
     It holds when the update does not shard over data-parallel ranks, and generation has one
     tensor-parallel rank and twice the update's expert parallelism; :func:`redundant_general` has no
@@ -446,7 +449,7 @@ def redundant_eq3(model: ModelState, train: Layout, rollout: Layout) -> float:
 
 
 def redundant_general(model: ModelState, train: Layout, rollout: Layout) -> float:
-    """Redundant bytes on all ranks: N · (TW / UTP + EW · (1 / UEP − 1 / GEP)).
+    """Return the redundant bytes on all ranks: N · (TW / UTP + EW · (1 / UEP − 1 / GEP)).
 
     UTP and UEP count every split, also over data-parallel shards. It assumes that generation splits
     the dense weights in another way, and that each rank trains the experts with which it generates;

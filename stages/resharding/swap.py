@@ -56,13 +56,13 @@ class State(Enum):
 
 
 def local_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters of ``model`` by name as this rank holds them, tied ones once: local tensors of
-    DTensors, or all."""
+    """Return the parameters of ``model`` by name as this rank holds them, tied ones once: local
+    tensors of DTensors, or all."""
     return {name: local_part(parameter.detach()) for name, parameter in model.named_parameters()}
 
 
 def training_state(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """This rank's gradients and optimizer state, as local tensors."""
+    """Yield this rank's gradients and optimizer state, as local tensors."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is not None:
@@ -77,7 +77,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def live_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the storages of ``tensors``, shared ones once.
+    """Return the number of bytes of the storages of ``tensors``, shared ones once.
 
     A storage that was resized to 0 has none.
     """
@@ -100,15 +100,15 @@ def empty(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
-    found: dict[int, torch.UntypedStorage] = {}
+    storages: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
-        found.setdefault(storage._cdata, storage)
-    return list(found.values())
+        storages.setdefault(storage._cdata, storage)
+    return list(storages.values())
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    """All of ``storage`` as uint8 [n]."""
+    """Return all of ``storage`` as uint8 [n]."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
@@ -199,9 +199,9 @@ class Swap:
 
     ``state`` returns the present gradients and optimizer state (:func:`training_state`).
     ``device``: the device of all of them; parts of ``state`` on other devices stay there. ``group``
-    has ``plan.world`` ranks, this one is number ``rank``.
-    ``deadline``: seconds for a round. ``watch`` is called at the end of each phase and after each
-    round. Methods are called from one thread, and on every rank of the group.
+    has ``plan.world`` ranks, this one is number ``rank``. ``deadline``: seconds for a round.
+    ``watch`` is called at the end of each phase and after each round. Methods are called from one
+    thread, and on every rank of the group.
     """
 
     def __init__(
@@ -252,10 +252,10 @@ class Swap:
         self.rollout: dict[str, torch.Tensor] = dict(rollout or {})
         empty(self.rollout.values())
         for tensor in targets if rollout is None else ():
-            self.rollout[tensor.name] = made = torch.empty(
+            self.rollout[tensor.name] = buffer = torch.empty(
                 tensor.shape, dtype=tensor.dtype, device=device
             )
-            empty([made])  # one after the other, as training has all of its memory now
+            empty([buffer])  # one after the other, as training has all of its memory now
 
     def to_rollout(self) -> Mapping[str, torch.Tensor]:
         """Fill the rollout's tensors, and move the training state to host memory.
@@ -288,8 +288,8 @@ class Swap:
             self.arena.copy_back()
             devices.synchronize(self.device)
             if isinstance(error, GatherError):
-                left = "the training state is back, the rollout has no weights"
-                raise SwapError(f"{error}; {left}") from error
+                outcome = "the training state is back, the rollout has no weights"
+                raise SwapError(f"{error}; {outcome}") from error
             raise
         devices.release_cached(self.device)
         self.state = State.GENERATING
@@ -357,12 +357,13 @@ class Swap:
         return self.arena.used
 
     def device_bytes(self) -> int:
-        """Bytes of training, of the rollout's tensors and of buckets on the device."""
+        """Return the number of bytes of training, of the rollout's tensors and of buckets on the
+        device."""
         rollout = sum(tensor.untyped_storage().nbytes() for tensor in self.rollout.values())
         return self.training_bytes() + rollout + self.temporary_bytes()
 
     def temporary_bytes(self) -> int:
-        """Bytes of the allocated buckets."""
+        """Return the number of bytes of the allocated buckets."""
         return self._gather.temporary_bytes()
 
     @property
@@ -371,7 +372,7 @@ class Swap:
         return self._gather.exchange
 
     def training_bytes(self) -> int:
-        """Bytes of weights, gradients and optimizer state on the device."""
+        """Return the number of bytes of weights, gradients and optimizer state on the device."""
         state = [t for t in self._training_state() if t.device.type == self.device.type]
         return live_bytes([*self._weights.values(), *state])
 
@@ -412,10 +413,10 @@ def _check_tensors(
             f"model that is trained"
         )
     for name, tensor in wanted.items():
-        found = given[name]
-        if tuple(found.shape) != tensor.shape or found.dtype != tensor.dtype:
+        value = given[name]
+        if tuple(value.shape) != tensor.shape or value.dtype != tensor.dtype:
             raise ValueError(
-                f"{what}: {name!r} is {found.dtype} {list(found.shape)} on rank {rank} where the "
+                f"{what}: {name!r} is {value.dtype} {list(value.shape)} on rank {rank} where the "
                 f"plan has {tensor.dtype} {list(tensor.shape)}; give the local tensors of the "
                 f"layout that the plan was made from"
             )

@@ -68,8 +68,7 @@ _COMMAND = re.compile(r"\\[a-zA-Z]+|√|π")
 @dataclass(frozen=True)
 class Number:
     """A number in a text. ``value`` is None where it cannot be held. ``text``: its characters,
-    without separators.
-    ``is_near``: the value is rounded."""
+    without separators. ``is_near``: the value is rounded."""
 
     value: Fraction | None
     text: str = ""
@@ -77,7 +76,7 @@ class Number:
     is_near: bool = False
 
     def equals(self, other: Number) -> bool:
-        """Whether both say the same.
+        """Return whether both say the same.
 
         A percentage is its number of hundredths as well as its value: 50 % is 50 and 0.5.
         """
@@ -90,12 +89,13 @@ class Number:
 
 
 def number_of(answer: Any) -> list[Number]:
-    """What a row's answer, a JSON value, allows: one number, or each number of a list.
+    """Return the numbers that a row's answer, a JSON value, allows: one number, or each number of a
+    list.
 
     Raises TypeError for another type.
     """
     if isinstance(answer, list):
-        return [number for one in answer for number in number_of(one)]
+        return [number for item in answer for number in number_of(item)]
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         raise TypeError(
             f"answer: {answer!r:.100} is a {type(answer).__name__}; a number, a text or a list of "
@@ -111,19 +111,19 @@ def number_of(answer: Any) -> list[Number]:
 
 
 def is_computed(text: str) -> bool:
-    """Whether ``text`` answers with an expression, which :func:`read_number` has math-verify
+    """Return whether ``text`` answers with an expression, which :func:`read_number` has math-verify
     compute where it is installed (:func:`computes`)."""
     part, is_marked = answer_part(text)
     return _is_expression(plain_text(part), is_marked)
 
 
 def computes() -> bool:
-    """Whether math-verify is installed, which computes expressions. Does not import it."""
+    """Return whether math-verify is installed, which computes expressions. Does not import it."""
     return importlib.util.find_spec("math_verify") is not None
 
 
 def read_number(text: str) -> Number | None:
-    """The number that ``text`` answers with; None where there is none."""
+    """Return the number that ``text`` answers with; None where there is none."""
     part, is_marked = answer_part(text)
     plain = plain_text(part)
     if _is_expression(plain, is_marked):
@@ -137,7 +137,7 @@ def read_number(text: str) -> Number | None:
 
 
 def last_number(plain: str) -> Number | None:
-    """The last number of a ``plain`` text."""
+    """Return the last number of a ``plain`` text."""
     if re.fullmatch(r"[-+]?\d{1,3}( \d{3})+([.,]\d+)?", plain):
         plain = plain.replace(" ", "").replace(",", ".")
     if re.fullmatch(r"\D*\d+,\d{1,2}\D*", plain):  # the only number, with a decimal comma
@@ -156,8 +156,8 @@ def last_number(plain: str) -> Number | None:
 
 
 def answer_part(text: str) -> tuple[str, bool]:
-    """The marked answer in ``text``, and whether there is one: the last box, tag, or line after
-    ####; else all of it."""
+    """Return the marked answer in ``text``, and whether there is one: the last box, tag, or line
+    after ####; else all of it."""
     for mark in (r"\boxed", r"\fbox"):
         begin = text.rfind(mark)
         content = _braced(text, begin + len(mark)) if begin >= 0 else None
@@ -173,14 +173,14 @@ def answer_part(text: str) -> tuple[str, bool]:
 
 
 def in_tags(text: str) -> str | None:
-    """What stands in the last ``<answer>…</answer>`` of ``text``; None where there is none."""
+    """Return the text in the last ``<answer>…</answer>`` of ``text``; None where there is none."""
     end = text.rfind("</answer>")
     begin = text.rfind("<answer>", 0, max(0, end))
     return text[begin + len("<answer>") : end] if begin >= 0 else None
 
 
 def plain_text(text: str) -> str:
-    """``text`` with one spelling of what numbers are written with."""
+    """Return ``text`` with one spelling of what numbers are written with."""
     text = _superscripts(text.translate(_CHARACTERS))
     text = "".join(_digit(character) for character in text)
     text = re.sub(r"\.{2,}", " ", text)
@@ -240,7 +240,7 @@ def _fraction(digits: str) -> Fraction:
 
 
 def _joined(digits: str) -> str:
-    """``digits`` without separators of thousands, and with a decimal point."""
+    """Return ``digits`` without separators of thousands, and with a decimal point."""
     digits = re.sub(r"[\u2009'_]", "", digits)
     if "," in digits and digits.rfind(",") > digits.rfind(".") >= 0:  # 1.234,5
         return digits.replace(".", "").replace(",", ".")
@@ -274,7 +274,7 @@ def _superscripts(text: str) -> str:
 
 
 def _braced(text: str, begin: int) -> str | None:
-    """What stands in braces from ``begin`` on; None where they are not closed, or there are
+    """Return the text in braces from ``begin`` on; None where they are not closed, or there are
     none."""
     opened = re.match(r"\s*\{", text[begin:])
     if opened is None:
@@ -293,8 +293,8 @@ def _braced(text: str, begin: int) -> str | None:
 
 
 def _is_expression(plain: str, is_marked: bool) -> bool:
-    """Whether more than a number is to be computed: LaTeX is left over, or a marked answer has an
-    operation. What is too long is not."""
+    """Return whether more than a number is to be computed: LaTeX is left over, or a marked answer
+    has an operation. What is too long is not."""
     if len(plain) > MOST_CHARACTERS:
         return False
     if _COMMAND.search(plain):
@@ -304,8 +304,8 @@ def _is_expression(plain: str, is_marked: bool) -> bool:
 
 
 def _evaluated(expression: str) -> Number | None:
-    """The value of ``expression`` by math-verify, to about 15 digits; None without the package, or
-    for what has none."""
+    """Return the value of ``expression`` by math-verify, to about 15 digits; None without the
+    package, or for what has none."""
     math_verify = _math_verify()
     if math_verify is None:
         return None
@@ -345,7 +345,7 @@ _SMALL_COUNTS = re.compile(
 
 
 def _is_small(latex: str) -> bool:
-    """Whether the integers that ``latex`` is computed with stay small.
+    """Return whether the integers that ``latex`` is computed with stay small.
 
     A power of large ones is a single operation, which no time limit ends, and during which no other
     thread of the process runs.
@@ -362,7 +362,7 @@ def _is_small(latex: str) -> bool:
 
 
 def _exponent(latex: str, begin: int) -> str:
-    """What stands from ``begin`` on as an exponent: all to the end of its brackets, or one token,
+    """Return the exponent that begins at ``begin``: all to the end of its brackets, or one token,
     with a power of it."""
     depth = 0
     for at in range(begin, len(latex)):

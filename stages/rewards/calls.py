@@ -31,9 +31,8 @@ Arguments = Mapping[str, list[Any]]
 class CallFailed(RuntimeError):
     """A call of a reward function gave no scores. The message says why, as what follows the
     function's name; ``place`` is the file and line, where known. ``shared``: the process ended
-    while other calls ran in it too, which may be the cause.
-    ``misfit``: the function returned, and not one score for each row. Calls of single rows would
-    hide that."""
+    while other calls ran in it too, which may be the cause. ``misfit``: the function returned, and
+    not one score for each row. Calls of single rows would hide that."""
 
     def __init__(
         self, message: str, place: str = "", *, shared: bool = False, misfit: bool = False
@@ -70,12 +69,12 @@ class Caller(Protocol):
         """
 
     async def is_async(self, name: str) -> bool:
-        """Whether the function is a coroutine function, whose calls run at the same time."""
+        """Return whether the function is a coroutine function, whose calls run at the same time."""
 
     async def call(
         self, name: str, arguments: Arguments, timeout: float, *, alone: bool = False
     ) -> Scores:
-        """The scores of the rows, within ``timeout`` seconds.
+        """Return the scores of the rows, within ``timeout`` seconds.
 
         ``alone``: no other call runs in its process meanwhile. Raises CallFailed.
         """
@@ -161,7 +160,7 @@ class DividedCaller(Caller):
 
 
 def named_by(function: Callable[..., Any]) -> list[str] | None:
-    """The names of the arguments that ``function`` takes; None: all."""
+    """Return the names of the arguments that ``function`` takes; None: all."""
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return None
@@ -173,7 +172,7 @@ def selected(arguments: Arguments, names: Sequence[str] | None) -> dict[str, lis
 
 
 def plain_scores(result: Any, rows: int) -> Scores:
-    """What a function returned for ``rows`` rows, as plain values.
+    """Return a function's result for ``rows`` rows as plain values.
 
     A list, a tuple, an iterator, a tensor or an array [N] or [N, 1] of numbers will do. Raises
     CallFailed, a misfit, unless there is one value for each row.
@@ -182,10 +181,8 @@ def plain_scores(result: Any, rows: int) -> Scores:
         values = _values(result, rows)
     except CallFailed:
         raise
-    except (
-        Exception,
-        SystemExit,
-    ) as error:  # code of the user: an iterator, or a class with a length
+    except (Exception, SystemExit) as error:
+        # code of the user: an iterator, or a class with a length
         raise CallFailed(f"returned what cannot be read: {_shown(error)}", misfit=True) from error
     if len(values) != rows:
         count = (
@@ -200,8 +197,8 @@ def plain_scores(result: Any, rows: int) -> Scores:
 
 
 def _values(result: Any, rows: int) -> list[Any]:
-    """The values of ``result``; of an iterator, which may have no end, one more than wanted at
-    most."""
+    """Return the values of ``result``; of an iterator, which may have no end, one more than wanted
+    at most."""
     shape = tuple(getattr(result, "shape", ()))
     has_order = isinstance(result, Iterable) and not isinstance(
         result, str | bytes | bytearray | Mapping | Set
@@ -220,7 +217,7 @@ def _values(result: Any, rows: int) -> list[Any]:
 
 
 def _plain_score(score: Any) -> Score:
-    """The score of one row, as a number, or None; a text says why it is neither."""
+    """Return the score of one row, as a number, or None; a text says why it is neither."""
     try:
         # of a tensor, or of an array
         if 0 <= getattr(score, "ndim", -1) <= 1 and score.shape in ((), (1,)):

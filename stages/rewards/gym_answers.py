@@ -47,7 +47,7 @@ class NotPlain(ValueError):
 
 
 def literal(text: str) -> Any:
-    """The value of a literal of Python: numbers, strings, lists and such.
+    """Return the value of a literal of Python: numbers, strings, lists and such.
 
     In place of ``eval``. Raises ValueError, and SyntaxError.
     """
@@ -55,7 +55,7 @@ def literal(text: str) -> Any:
 
 
 def integer(text: str) -> int:
-    """The value of integers with operators.
+    """Return the value of integers with operators.
 
     In place of ``eval``. Raises ValueError, and SyntaxError.
     """
@@ -78,7 +78,7 @@ def _integer(node: ast.expr) -> int:
 
 
 def plain_expression(text: str) -> str:
-    """``text``, if it is an expression of numbers, operators, symbols and the functions
+    """Return ``text``, if it is an expression of numbers, operators, symbols and the functions
     :data:`KNOWN`. Raises NotPlain."""
     import sympy
 
@@ -104,7 +104,7 @@ def _short(text: str) -> str:
 
 
 def parse_plain(text: str, *arguments: Any, **options: Any) -> Any:
-    """sympy's ``parse_expr`` of a :func:`plain_expression`."""
+    """Return sympy's ``parse_expr`` of a :func:`plain_expression`."""
     from sympy.parsing.sympy_parser import parse_expr
 
     return parse_expr(plain_expression(text), *arguments, **options)

@@ -42,21 +42,21 @@ class RewardFunctions:
         return importlib.metadata.entry_points(group=ENTRY_POINTS)
 
     def find(self, name: str) -> Callable[..., Any]:
-        """The reward function called ``name``. Raises RewardUnknown."""
+        """Return the reward function called ``name``. Raises RewardUnknown."""
         key = "reward.functions.name"
         try:
-            found = find(key, name, REWARDS, lambda: self._installed, "module:function")
+            function = find(key, name, REWARDS, lambda: self._installed, "module:function")
         except CodeUnusable as error:
             raise RewardUnknown(*error.problems) from error
-        if not callable(found):
-            wrong = f"is a {type(found).__name__}, not a function"
-            raise RewardUnknown(Problem(key, name, wrong, "correct the name"))
-        return found  # type: ignore[no-any-return]
+        if not callable(function):
+            reason = f"is a {type(function).__name__}, not a function"
+            raise RewardUnknown(Problem(key, name, reason, "correct the name"))
+        return function  # type: ignore[no-any-return]
 
 
 def call_problem(function: Callable[..., Any]) -> tuple[str, str] | None:
-    """Why ``function`` cannot be called as a reward function, whatever it computes, and what to do;
-    None: it can."""
+    """Return the reason why ``function`` cannot be called as a reward function, whatever it
+    computes, and what to do; None: it can."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:
@@ -73,7 +73,7 @@ def call_problem(function: Callable[..., Any]) -> tuple[str, str] | None:
 
 
 def parameters_of(function: Callable[..., Any]) -> dict[str, bool]:
-    """The named parameters of a reward function, each with whether it needs a value."""
+    """Return the named parameters of a reward function, each with whether it needs a value."""
     named = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
     parameters = inspect.signature(function).parameters.values()
     return {p.name: p.default is p.empty for p in parameters if p.kind in named}

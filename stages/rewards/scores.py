@@ -4,7 +4,8 @@ score [B, K]    a number   the function's
                 NaN        the function does not apply to the response (it returned None)
                 inf        the function failed, and the response's group is dropped
                 -0.0       the function failed, and counts as 0
-A response has a reward when a function applies to it and none has failed on it. Others are in no mean.
+A response has a reward when a function applies to it and none has failed on it. Others are in no
+mean.
 """
 
 from __future__ import annotations
@@ -22,29 +23,30 @@ FAILED_AS_ZERO = -0.0
 
 
 def number_of(score: float) -> float:
-    """``score`` in float32, with a plain zero in place of -0.0."""
+    """Return ``score`` in float32, with a plain zero in place of -0.0."""
     return ctypes.c_float(score).value + 0.0
 
 
 def has_failed(scores: torch.Tensor) -> torch.Tensor:
-    """bool [B, K]: where a function failed."""
+    """Return bool [B, K]: where a function failed."""
     return scores.isinf() | ((scores == 0) & scores.signbit())
 
 
 def has_reward(scores: torch.Tensor) -> torch.Tensor:
-    """bool [B]: where a function applies and none has failed."""
+    """Return bool [B]: where a function applies and none has failed."""
     return ~(has_failed(scores).any(dim=1) | scores.isnan().all(dim=1))
 
 
 def mean_of(values: torch.Tensor, counted: torch.Tensor) -> float | None:
-    """The mean of ``values`` [B] where ``counted`` bool [B]; None where nothing is."""
+    """Return the mean of ``values`` [B] where ``counted`` bool [B]; None where nothing is."""
     return float(values[counted].double().mean()) if bool(counted.any()) else None
 
 
 @dataclass(frozen=True)
 class RewardScores:
-    """``scores`` float32 [B, K]: one column per function. ``total`` float32 [B]: the sum of score
-    times weight, to which functions that failed or do not apply add nothing."""
+    """The scores of B responses. ``scores`` float32 [B, K]: one column per function. ``total``
+    float32 [B]: the sum of score times weight, to which functions that failed or do not apply add
+    nothing."""
 
     scores: torch.Tensor
     total: torch.Tensor
@@ -60,7 +62,7 @@ class RewardScores:
         return has_reward(self.scores)
 
     def means(self, names: Sequence[str]) -> dict[str, float | None]:
-        """The mean score of each function: of the responses that it applies to and has not failed
-        on."""
+        """Return the mean score of each function: of the responses that it applies to and has not
+        failed on."""
         scored = ~(self.scores.isnan() | has_failed(self.scores))
         return {name: mean_of(self.scores[:, k], scored[:, k]) for k, name in enumerate(names)}

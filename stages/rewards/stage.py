@@ -75,7 +75,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ErrorPolicy:
-    """What is done about a reward function that fails: that raises, returns no scores, takes more
+    """The treatment of a reward function that fails: that raises, returns no scores, takes more
     than ``timeout`` seconds for a call, or ends its process. The rows of a failed call are called
     one by one, and ``retries`` times more, those of an async function at the same time. At most
     ``concurrency`` calls of async functions run at once. But where the function has returned, its
@@ -97,9 +97,9 @@ class RewardSet:
     A name is ``module:function``, or one of :data:`stages.prompts.tasks.REWARDS`, or an entry point
     of the group ``asyncdock.rewards``. ``pool`` calls the functions that are not
     :data:`~stages.prompts.tasks.HARMLESS`, and those of :data:`~stages.prompts.tasks.COMPUTED`
-    where a library computes; without it, all are called in this process.
-    ``end_tokens``: special tokens stay in the texts, but for one of these at the end; None: they
-    are left out. An async function is called with one row, unless ``batched`` has it.
+    where a library computes; without it, all are called in this process. ``end_tokens``: special
+    tokens stay in the texts, but for one of these at the end; None: they are left out. An async
+    function is called with one row, unless ``batched`` has it.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class RewardSet:
         self.misfits: dict[str, str] = {}
 
     def _callers_of(self, pool: Caller | None) -> list[Caller]:
-        """Who calls each function."""
+        """Return the caller of each function."""
         local: Caller = LocalCaller(
             [name for name in self.names if pool is None or name in HARMLESS]
         )
@@ -157,7 +157,7 @@ class RewardSet:
             await caller.close()
 
     def text(self, tokenizer: Tokenizer, ids: list[int]) -> str:
-        """A response as the functions get it."""
+        """Return a response as the functions get it."""
         if self._end_tokens is None:
             return str(tokenizer.decode(ids, skip_special_tokens=True))
         if ids and ids[-1] in self._end_tokens:
@@ -172,7 +172,7 @@ class RewardSet:
         fields: Sequence[Mapping[str, Any]],
         columns: Mapping[str, list[Any]] = MappingProxyType({}),
     ) -> RewardScores:
-        """Scores of B responses by all functions, which run at the same time.
+        """Return the scores of B responses by all functions, which run at the same time.
 
         ``prompts`` are the rows' own (:attr:`stages.prompts.formatter.Prompt.given`), ``fields``
         their other columns (None where a row lacks one), ``columns`` those of stages. Raises
@@ -180,9 +180,9 @@ class RewardSet:
         """
         names = dict.fromkeys(name for row in fields for name in row)
         if taken := [name for name in (*RESERVED, *columns) if name in names]:
-            wrong = f"the prompts have columns {taken}, which reward functions get from the run"
-            raise RewardError(f"rewards: {wrong}; rename")
-        given: dict[str, list[Any]] = {
+            problem = f"the prompts have columns {taken}, which reward functions get from the run"
+            raise RewardError(f"rewards: {problem}; rename")
+        arguments: dict[str, list[Any]] = {
             "prompts": list(prompts),
             "completions": [
                 text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
@@ -190,16 +190,16 @@ class RewardSet:
             ],
             "completion_ids": [list(ids) for ids in completion_ids],
         }
-        given |= {name: [row.get(name) for row in fields] for name in names} | dict(columns)
-        lengths = {name: len(values) for name, values in given.items()}
+        arguments |= {name: [row.get(name) for row in fields] for name in names} | dict(columns)
+        lengths = {name: len(values) for name, values in arguments.items()}
         if len(set(lengths.values())) != 1:
             raise RewardError(
                 f"rewards: as many values are needed of each, but there are {lengths}"
             )
-        found = await _all(
-            self._column(*each, given) for each in zip(self.names, self._callers, strict=True)
+        score_columns = await _all(
+            self._column(*each, arguments) for each in zip(self.names, self._callers, strict=True)
         )
-        scores = torch.tensor(found, dtype=torch.float32).T.contiguous()
+        scores = torch.tensor(score_columns, dtype=torch.float32).T.contiguous()
         if absent := int(scores.isnan().all(dim=1).sum()):
             log.warning(
                 "no reward function applies to responses", responses=absent, functions=self.names
@@ -207,8 +207,8 @@ class RewardSet:
         return RewardScores(scores, scores.nan_to_num(nan=0.0, posinf=0.0) @ self.weights)
 
     async def _column(self, name: str, caller: Caller, given: Arguments) -> list[float]:
-        """Scores of one function, called with parts of the rows as large as its caller can call at
-        the same time, or, where it is async, with each row."""
+        """Return the scores of one function, called with parts of the rows as large as its caller
+        can call at the same time, or, where it is async, with each row."""
         rows = len(given["completions"])
         size = max(LEAST_ROWS, -(-rows // caller.parallel))
         if await caller.is_async(name) and name not in self._batched:
@@ -238,7 +238,7 @@ class RewardSet:
         alone: bool = False,
         again: bool = False,
     ) -> Scores:
-        """One call, counted; ``again``: after a failed one. Raises CallFailed."""
+        """Make one call, counted; ``again``: after a failed one. Raises CallFailed."""
         counts = self.counts[name]
         async with self._slots if await caller.is_async(name) else contextlib.nullcontext():
             counts.calls += 1
@@ -261,7 +261,7 @@ class RewardSet:
         error: CallFailed,
         of_others: bool,
     ) -> float:
-        """The score of the row ``at`` after a call that failed with ``error``."""
+        """Return the score of the row ``at`` after a call that failed with ``error``."""
         row = {argument: values[at : at + 1] for argument, values in given.items()}
         alone = error.shared
         for attempt in range(0 if of_others else 1, self._policy.retries + 1):
@@ -279,7 +279,7 @@ class RewardSet:
         return self._failed(name, given, at, error)
 
     def _number(self, name: str, given: Arguments, at: int, score: Score) -> float:
-        """What a function returned for the row ``at``: its score, or NaN where it does not
+        """Return the score that a function returned for the row ``at``, or NaN where it does not
         apply."""
         weight = abs(float(self.weights[self.names.index(name)]))
         if isinstance(score, float) and abs(score) * weight * len(self.names) > LARGEST:
@@ -290,7 +290,7 @@ class RewardSet:
         return math.nan if score is None else number_of(score)
 
     def _failed(self, name: str, given: Arguments, at: int, error: CallFailed) -> float:
-        """The score of the row ``at``, which cannot be scored.
+        """Return the score of the row ``at``, which cannot be scored.
 
         Raises :class:`RewardError` where the run is to fail.
         """
@@ -318,7 +318,7 @@ class RewardSet:
 
 
 async def _all(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of ``coroutines``, which run at the same time.
+    """Return the results of ``coroutines``, which run at the same time.
 
     Raises the first error, after the others are cancelled.
     """
@@ -397,8 +397,9 @@ class Reward(Stage):
 async def score_rows(
     rewards: RewardSet, tokenizer: Tokenizer, rows: TensorDict, reads: Sequence[str] = ()
 ) -> RewardScores:
-    """Scores of rows with the columns ``given`` and ``fields`` (JSON texts) and ``response_ids``
-    int64 jagged. The columns ``reads`` are arguments of the functions by their names."""
+    """Return the scores of rows with the columns ``given`` and ``fields`` (JSON texts) and
+    ``response_ids`` int64 jagged. The columns ``reads`` are arguments of the functions by their
+    names."""
     ids = [row.tolist() for row in rows["response_ids"].unbind()]
     return await rewards.score(
         [json.loads(text) for text in rows["given"]],
@@ -410,7 +411,7 @@ async def score_rows(
 
 
 def _values(column: Any) -> list[Any]:
-    """The values of a column, one for each row, as plain Python values."""
+    """Return the values of a column, one for each row, as plain Python values."""
     if isinstance(column, torch.Tensor):
         return [row.tolist() for row in column.unbind()] if column.is_nested else column.tolist()
     return list(column)

@@ -58,7 +58,7 @@ class Evaluator:
     them."""
 
     async def run(self, version: int) -> EvaluationEvent:
-        """Returns the `evaluation` event of ``version``, which the engine must have loaded: all
+        """Return the `evaluation` event of ``version``, which the engine must have loaded: all
         prompts at once."""
         evaluation = Evaluation(self, version)
         await evaluation.answer_all()
@@ -181,7 +181,7 @@ class Evaluation:
 
 
 def newest_due(version: int, every: int, steps: int) -> int:
-    """Returns the newest version up to ``version`` that is due: each ``every`` versions, and the
+    """Return the newest version up to ``version`` that is due: each ``every`` versions, and the
     last of ``steps``.
 
     >>> newest_due(12, 5, 20), newest_due(20, 15, 20)
@@ -191,7 +191,7 @@ def newest_due(version: int, every: int, steps: int) -> int:
 
 
 async def newest_evaluated(index: Index) -> int:
-    """Returns the newest version that was evaluated; -1: none."""
+    """Return the newest version that was evaluated; -1: none."""
     version = await EVALUATED.get(index)
     return -1 if version is None else version
 
@@ -213,17 +213,17 @@ async def record(index: Index, event: EvaluationEvent, due: int, every: int) -> 
 
 
 def distinct_prompts(source: PromptSource, count: int) -> list[Prompt]:
-    """Returns the first ``count`` distinct prompts of ``source``; fewer when it repeats itself
+    """Return the first ``count`` distinct prompts of ``source``; fewer when it repeats itself
     before."""
-    found: dict[str, Prompt] = {}
+    prompts: dict[str, Prompt] = {}
     for number in range(DRAWS_PER_PROMPT * count):
         prompt = source.prompt(number)
-        found.setdefault(prompt.text, prompt)
-        if len(found) == count:
+        prompts.setdefault(prompt.text, prompt)
+        if len(prompts) == count:
             break
-    return list(found.values())
+    return list(prompts.values())
 
 
 def question(prompt: Prompt) -> str:
-    """Returns the prompt as its row had it, without the chat template."""
+    """Return the prompt as its row had it, without the chat template."""
     return prompt.given if isinstance(prompt.given, str) else prompt.given[-1]["content"]

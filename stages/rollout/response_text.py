@@ -18,9 +18,8 @@ class Decodes(Protocol):
 class ResponseText:
     """Decodes the tokens of one response. Its text ends before the first of the ``stops``; text
     that may turn out to be the beginning of one, and bytes of an incomplete character, are returned
-    later. ``stopped``: there is no more text.
-    ``special_tokens``: they have a text, too. ``newest``: what the last call has decoded, before
-    stop strings."""
+    later. ``stopped``: there is no more text. ``special_tokens``: they have a text, too.
+    ``newest``: what the last call has decoded, before stop strings."""
 
     def __init__(
         self, tokenizer: Any, stops: Sequence[str] = (), *, special_tokens: bool = False
@@ -36,7 +35,7 @@ class ResponseText:
         self.stopped = False
 
     def __len__(self) -> int:
-        """The number of tokens."""
+        """Return the number of tokens."""
         return len(self._ids)
 
     @property
@@ -59,14 +58,16 @@ class ResponseText:
         if self.stopped or not (self.newest or whole):
             return ""
         text = self._held + self.newest
-        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
-        self.stopped = bool(found)
-        certain = min(found) if found else len(text) if whole else self._certain(text)
+        stop_positions = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        self.stopped = bool(stop_positions)
+        certain = (
+            min(stop_positions) if stop_positions else len(text) if whole else self._certain(text)
+        )
         self._held = text[certain:]
         return text[:certain]
 
     def _decode_newest(self, *, whole: bool) -> str:
-        """Returns what the tokens after those of the last call add; "" while they end inside a
+        """Return what the tokens after those of the last call add; "" while they end inside a
         character."""
         before = self._decode(self._begin, self._end)
         text = self._decode(self._begin, None)
@@ -88,7 +89,7 @@ class ResponseText:
         return str(self._tokenizer.decode(ids, **self._options)) if ids else ""
 
     def _certain(self, text: str) -> int:
-        """Returns how many characters of ``text`` are before what may be the beginning of a stop
+        """Return how many characters of ``text`` are before what may be the beginning of a stop
         string."""
         longest = max(map(len, self._stops), default=1) - 1
         begins = range(max(0, len(text) - longest), len(text))

@@ -49,12 +49,10 @@ RECENT = 256
 
 class Rollout(Stage):
     """The rollout stage. ``most_rows``: responses that this worker holds at once, decoding or
-    waiting in the engine.
-    ``first_rows``: of its first claim (default: as many), so that the first optimizer step does not
-    wait for later ones.
-    ``parks_stragglers``: a visit of a response ends after STRAGGLER times the mean length, as with
-    ``params.budget``. The limit depends on other responses alone, and what is parked is continued,
-    so it favours no length."""
+    waiting in the engine. ``first_rows``: of its first claim (default: as many), so that the first
+    optimizer step does not wait for later ones. ``parks_stragglers``: a visit of a response ends
+    after STRAGGLER times the mean length, as with ``params.budget``. The limit depends on other
+    responses alone, and what is parked is continued, so it favours no length."""
 
     name = "rollout"
     fetches: tuple[str, ...] = ("prompt_ids",)
@@ -111,13 +109,13 @@ class Rollout(Stage):
         ended: asyncio.Queue[Completion | None] = asyncio.Queue()
         listening = asyncio.create_task(self._listen(requests, ended))
         try:
-            left = len(positions)
-            while left:
+            missing = len(positions)
+            while missing:
                 news = [await ended.get()]
                 while not ended.empty():
                     news.append(ended.get_nowait())
                 together = [completion for completion in news if completion is not None]
-                left -= len(together)
+                missing -= len(together)
                 self._lengths.extend(
                     len(done.token_ids) for done in together if done.finish_reason != "cut"
                 )
@@ -126,12 +124,12 @@ class Rollout(Stage):
                         places = [positions[c.group, c.place] for c in some]
                         before = sum(len(begun[at].token_ids) for at in places if at in begun)
                         yield responses(places, some, before=before, parked=parked)
-                if left and None in news and self.leaving:
+                if missing and None in news and self.leaving:
                     return
-                if left and None in news:
+                if missing and None in news:
                     await listening  # raises what the engine raised
                     raise RuntimeError(
-                        f"the rollout engine ended with {left} of {len(positions)} "
+                        f"the rollout engine ended with {missing} of {len(positions)} "
                         f"responses missing"
                     )
             self._first_rows = None
@@ -139,14 +137,14 @@ class Rollout(Stage):
             await cancel_all(listening)
 
     def _budget(self) -> int:
-        """Tokens of one visit of a response; 0: as many as it takes."""
+        """Return the number of tokens of one visit of a response; 0: as many as it takes."""
         straggler = (
             math.ceil(STRAGGLER * sum(self._lengths) / len(self._lengths)) if self._lengths else 0
         )
         return min(filter(None, (self.params.budget, straggler)), default=0)
 
     async def _begun(self, claim: Claim, prompts: Sequence[torch.Tensor]) -> dict[int, Begun]:
-        """Returns the progress that rows of the claim were parked with, by position; each has a
+        """Return the progress that rows of the claim were parked with, by position; each has a
         prompt."""
         columns_read = (*PROGRESS, ROUTED) if ROUTED in self.dock.schema else PROGRESS
         positions, rows = await self.dock.begun(claim, columns_read)
@@ -179,7 +177,7 @@ class Rollout(Stage):
 
 
 def group_seed(seed: int, group: int) -> int:
-    """Returns the seed of a group's responses: the same for each attempt, on any worker."""
+    """Return the seed of a group's responses: the same for each attempt, on any worker."""
     return (seed * 0x9E3779B1 + group) & 0x7FFF_FFFF_FFFF
 
 
@@ -190,7 +188,7 @@ def responses(
     before: int = 0,
     parked: bool = False,
 ) -> Output:
-    """Returns the columns of ended or ``parked`` responses; ``before`` of their tokens were counted
+    """Return the columns of ended or ``parked`` responses; ``before`` of their tokens were counted
     in earlier visits. Raises EngineFailed for a logprob that is not finite: such a row is not
     committed, so that nothing is trained on it."""
     for completion in completions:

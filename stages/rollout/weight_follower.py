@@ -80,7 +80,7 @@ class ProbeRefused(SwapRefused):
     async def raise_alarm(
         self, index: Index, worker: str, version: int, before: Sequence[torch.Tensor] | None
     ) -> None:
-        """Where the rule asks for it.
+        """Raise an alarm where the rule asks for it.
 
         ``before``: what the engine finds with the weights before; None: it is not known.
         """
@@ -92,10 +92,10 @@ class ProbeRefused(SwapRefused):
 
 @dataclass(frozen=True)
 class SwapPolicy:
-    """How weights are swapped. ``probe``: how far probed logprobs may lie from the trainer's (None:
-    nothing is probed).
-    ``timeout``: seconds for each of reading, loading, probing and resuming, and again for undoing
-    one of them. ``at_once``: replicas that may swap at the same time (0: all)."""
+    """The policy by which weights are swapped. ``probe``: how far probed logprobs may lie from the
+    trainer's (None: nothing is probed). ``timeout``: seconds for each of reading, loading, probing
+    and resuming, and again for undoing one of them. ``at_once``: replicas that may swap at the same
+    time (0: all)."""
 
     probe: ProbeRule | None = None
     timeout: float = 120.0
@@ -324,7 +324,7 @@ class WeightFollower:
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
-        """While it lasts, this engine may swap."""
+        """Wait until this engine may swap, and hold its turn inside the context."""
         if not self.policy.at_once:
             yield
             return
@@ -395,21 +395,21 @@ class WeightFollower:
     async def _probe(
         self, published: Published, probe: Probe, judge: ProbeJudge
     ) -> dict[str, float]:
-        """Returns the gap to the trainer's logprobs, as fields of the event.
+        """Return the gap to the trainer's logprobs, as fields of the event.
 
         Raises SwapRefused when it is too large.
         """
         about = f"weights of version {published.version}"
-        found = await self._score(published, probe)
+        logprobs = await self._score(published, probe)
         same = self._held is not None and self._held.buckets == published.buckets
         try:
-            return {} if found is None else judge.judge(probe, found, same_weights=same)
+            return {} if logprobs is None else judge.judge(probe, logprobs, same_weights=same)
         except ProbeFailed as failed:
             look = ""
             finding = find_fault(self.stage.engine, probe, failed, self.stage.params.temperature)
             with contextlib.suppress(SwapRefused):  # it takes too long
                 look = await self._in_time(finding, f"{about}: not probed")
-            raise ProbeRefused(f"{about}: {failed}", failed, found or (), look) from None
+            raise ProbeRefused(f"{about}: {failed}", failed, logprobs or (), look) from None
 
     async def _score(self, published: Published, probe: Probe) -> list[torch.Tensor] | None:
         scoring = scored(self.stage.engine, probe, self.stage.params.temperature)
@@ -426,7 +426,7 @@ class WeightFollower:
             raise RuntimeError(f"{late}; the worker restarts") from None
 
     async def _in_time(self, call: Coroutine[Any, Any, T], late: str) -> T:
-        """Returns the result of the engine's ``call``.
+        """Return the result of the engine's ``call``.
 
         Raises SwapRefused when it took too long and was undone, and RuntimeError when it was not
         undone in time either: the state of the engine is unknown then.

@@ -145,13 +145,15 @@ class Advantage(Stage):
         ):
             index, most = self._refill
             numbers = [groups[at[0]] for at in members]
-            given = results
+            original = results
             results = spared(numbers, results, (await index.status()).droppable(most))
-            kept = [
-                number for number, a, b in zip(numbers, given, results, strict=True) if a is not b
+            spared_groups = [
+                number
+                for number, a, b in zip(numbers, original, results, strict=True)
+                if a is not b
             ]
-            if kept:
-                await index.spare_groups(kept)
+            if spared_groups:
+                await index.spare_groups(spared_groups)
         for output in outputs_of(members, results, tokens):
             yield output
 
@@ -159,8 +161,8 @@ class Advantage(Stage):
 def rewards_of_groups(
     rows: TensorDict, groups: Sequence[int], members: Iterable[list[int]], scored: bool
 ) -> dict[int, list[float]]:
-    """The rewards of each group by its number, for the pass rate of its prompt: of the rows that
-    have one (``scored``: as the column ``scores`` says). A group that is to be dropped for a
+    """Return the rewards of each group by its number, for the pass rate of its prompt: of the rows
+    that have one (``scored``: as the column ``scores`` says). A group that is to be dropped for a
     failure, or has none, is left out."""
     counted = torch.ones(len(rows), dtype=torch.bool)
     dropped = torch.zeros(len(rows), dtype=torch.bool)
@@ -173,8 +175,8 @@ def rewards_of_groups(
 
 
 def spared(groups: Sequence[int], results: Sequence[Result], below: int) -> list[Result]:
-    """``results`` of the numbered ``groups``, in which a group from ``below`` on that would be
-    dropped gets the columns with which it is trained instead, where its Drop has any."""
+    """Return ``results`` of the numbered ``groups``, in which a group from ``below`` on that would
+    be dropped gets the columns with which it is trained instead, where its Drop has any."""
     return [
         result.instead
         if isinstance(result, Drop) and result.instead is not None and group >= below
@@ -191,7 +193,7 @@ def credits(
     truncated: Truncated = "train",
     rewards: Sequence[str] = (),
 ) -> tuple[list[list[int]], list[Result]]:
-    """The credit of each group of ``rows``, and the positions of its rows.
+    """Return the credit of each group of ``rows``, and the positions of its rows.
 
     ``groups`` names the group of each row; ``tokens`` has the length of each response. A group in
     which one of the functions ``rewards`` failed is dropped.
@@ -224,7 +226,7 @@ def _credit(
     tokens: Sequence[int],
     how: Truncated,
 ) -> Result:
-    """The credit of one group, and, but with "train", the mask of its responses that are not
+    """Return the credit of one group, and, but with "train", the mask of its responses that are not
     ``truncated``. Credit gets neither these, with "drop", nor those whose reward is ``absent``, and
     is 0 for them. Or a Drop, where too few are left, or where a 0 would teach something."""
     least = max(1, algorithm.least_group_size) if algorithm.credit_makes else 1
@@ -262,16 +264,16 @@ def _credit(
     credit = {}
     if algorithm.credit_makes:
         credit = algorithm.credit({name: rows_at(column, rest) for name, column in group.items()})
-        made = credit.instead if isinstance(credit, Drop) else credit
-        if isinstance(algorithm, NamedAlgorithm) and any(tokens) and made is not None:
-            algorithm.check_columns(made, [tokens[row] for row in rest])
+        credit_columns = credit.instead if isinstance(credit, Drop) else credit
+        if isinstance(algorithm, NamedAlgorithm) and any(tokens) and credit_columns is not None:
+            algorithm.check_columns(credit_columns, [tokens[row] for row in rest])
     if not isinstance(credit, Drop):
         return complete(credit)
     return credit if credit.instead is None else Drop(credit.reason, complete(credit.instead))
 
 
 def _with_zeros(column: Any, rows: Sequence[int], tokens: Sequence[int]) -> Any:
-    """The values of ``column`` at ``rows`` of a group, and zeros at its others: as many as
+    """Return the values of ``column`` at ``rows`` of a group, and zeros at its others: as many as
     ``tokens`` where it is ragged."""
     if isinstance(column, torch.Tensor):
         out = column.new_zeros(len(tokens), *column.shape[1:])

@@ -45,8 +45,8 @@ class Turn(DeviceLease):
 
     ``groups``: how many the gate will admit in all, without those that replace filtered ones.
     ``ahead``: training comes back as soon as nothing is left to generate; else when a batch is
-    claimed. ``every``: which versions are evaluated.
-    ``overlap``: an evaluation shares the engine with training samples.
+    claimed. ``every``: which versions are evaluated. ``overlap``: an evaluation shares the engine
+    with training samples.
     """
 
     def __init__(
@@ -80,17 +80,17 @@ class Turn(DeviceLease):
     # ── called by the controllers of rank 0 ──
 
     def no_batch(self) -> None:
-        """The update stage has found nothing to claim."""
+        """Record that the update stage has found nothing to claim."""
         self._no_batch = True
         self._changed.set()
 
     def no_rows(self) -> None:
-        """The rollout stage has found nothing to claim."""
+        """Record that the rollout stage has found nothing to claim."""
         self._no_rows = True
         self._changed.set()
 
     def over(self) -> None:
-        """The update stage has ended: all that it claimed is trained."""
+        """Record that the update stage has ended: all that it claimed is trained."""
         self._over.set()
         self._changed.set()
 
@@ -98,7 +98,7 @@ class Turn(DeviceLease):
 
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
-        """While it lasts, training has the device. To be asked for with a claimed batch."""
+        """Give the device to training inside the context. To be asked for with a claimed batch."""
         self._requested = granted = asyncio.Event()
         self._no_batch = False
         self._changed.set()
@@ -110,8 +110,8 @@ class Turn(DeviceLease):
             self._changed.set()
 
     async def give_to_training(self) -> None:
-        """Training has the device when this returns; the other ranks follow with the next call that
-        they make together. For use after :meth:`run`."""
+        """Give the device to training before this returns; the other ranks follow with the next
+        call that they make together. For use after :meth:`run`."""
         if self.device.state is State.GENERATING:
             await self._leave()
         await self.device.ready()
@@ -131,8 +131,8 @@ class Turn(DeviceLease):
             elif not self._no_batch:
                 await self._wait()
             else:
-                left, position = await self._to_generate()
-                await (self._generate(update) if left else self._wait(position))
+                has_work, position = await self._to_generate()
+                await (self._generate(update) if has_work else self._wait(position))
         if update.trained < self.steps:  # stopped
             if (
                 self.device.state is not State.GENERATING
@@ -182,7 +182,7 @@ class Turn(DeviceLease):
         return any(await first_of(self._changed.wait(), *gate, timeout=WAIT_SECONDS))
 
     async def _to_generate(self) -> tuple[bool, str]:
-        """Returns whether any rank has something to generate with the published version, admitted
+        """Return whether any rank has something to generate with the published version, admitted
         or to be admitted, and the position of the gate's topic."""
         status = await self.index.status()
         limit = min(status.gate, self.groups + status.filtered)
@@ -192,7 +192,8 @@ class Turn(DeviceLease):
         return bool(queue.ready or queue.leased or queue.parked), status.wait
 
     async def _due(self, version: int) -> bool:
-        """Whether a version up to ``version`` is to be evaluated, and none since has been."""
+        """Return whether a version up to ``version`` is to be evaluated, and none since has
+        been."""
         if self.evaluator is None:
             return False
         return newest_due(version, self.every, self.steps) > await newest_evaluated(self.index)

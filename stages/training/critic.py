@@ -40,7 +40,8 @@ class CriticEngine(UndoableEngine, Protocol):
     """A train engine whose model gives values."""
 
     def values(self, batch: TensorDictBase) -> torch.Tensor:
-        """Values of the states before the response tokens: float32 jagged [B, T_i], no gradient.
+        """Return the values of the states before the response tokens: float32 jagged [B, T_i], no
+        gradient.
 
         Groups are computed one by one, so the result of a row does not depend on the other groups.
         On several ranks each is given the whole batch.
@@ -131,7 +132,8 @@ class CriticWorker:
         await self.orders.answer()
 
     async def values(self, claim: Claim, rows: TensorDictBase) -> torch.Tensor:
-        """Values of the claim's rows, between two steps; see :meth:`CriticEngine.values`."""
+        """Return the values of the claim's rows, between two steps; see
+        :meth:`CriticEngine.values`."""
         async with self.computing:
             await self.rank_group.broadcast("values", claim=claim.record())
             return await asyncio.to_thread(self.engine.values, train_batch(claim, rows))

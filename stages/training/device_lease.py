@@ -21,11 +21,11 @@ class DeviceLease:
 
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
-        """While it lasts, the train engine has the device."""
+        """Give the device to the train engine inside the context."""
         yield
 
     async def give_to_training(self) -> None:
-        """The train engine has the device when this returns, for as long as the process lives."""
+        """Give the device to the train engine for as long as the process lives."""
 
     async def follow(self, order: Mapping[str, Any]) -> None:
         """Do what rank 0 has ordered all ranks to do with the device.

@@ -126,7 +126,7 @@ class Rendezvous:
 def join_rendezvous(
     address: tuple[str, int], secret: bytes, *, timeout: float, tls: ssl.SSLContext | None = None
 ) -> RanksStore:
-    """Returns the store at ``address`` of a :class:`Rendezvous`.
+    """Return the store at ``address`` of a :class:`Rendezvous`.
 
     Raises OSError when nothing there knows ``secret``.
     """

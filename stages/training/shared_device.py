@@ -37,9 +37,8 @@ class SharedDevice(DeviceLease):
 
     ``plan`` is of the weights that are exchanged; None: they are adapters. ``controller`` runs this
     rank's rollout stage, which samples at ``temperature``. ``probe``: how far logprobs may lie from
-    the trainer's (None: they are not compared).
-    ``deadline``: seconds that a change may wait for another rank or for the engine. Raises what
-    :class:`Swap` raises.
+    the trainer's (None: they are not compared). ``deadline``: seconds that a change may wait for
+    another rank or for the engine. Raises what :class:`Swap` raises.
     """
 
     may_generate = False
@@ -87,7 +86,7 @@ class SharedDevice(DeviceLease):
 
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
-        """For ranks other than 0: the train engine has the device, since rank 0 has ordered
+        """Give the device to the train engine on a rank other than 0, whose rank 0 has ordered
         "return"."""
         await self.ready()
         yield
@@ -103,7 +102,7 @@ class SharedDevice(DeviceLease):
                 await super().follow(order)
 
     def device_bytes(self) -> int:
-        """Returns the bytes on the device: its own count, or on the CPU the storages of weights,
+        """Return the bytes on the device: its own count, or on the CPU the storages of weights,
         gradients, optimizer state, keys and values, and buckets."""
         counted = devices.allocated(self.swap.device)
         return self.swap.device_bytes() + self.rollout.cache_bytes() if counted is None else counted
@@ -173,9 +172,9 @@ class SharedDevice(DeviceLease):
             await self.rollout.wake(version, hold=judge is not None and probe is not None)
             if judge is None or probe is None:
                 return {}
-            found = await scored(self.rollout, probe, self._temperature)
+            logprobs = await scored(self.rollout, probe, self._temperature)
             try:
-                gap = {} if found is None else judge.judge(probe, found)
+                gap = {} if logprobs is None else judge.judge(probe, logprobs)
             except ProbeFailed as failed:
                 if failed.alarm:
                     await raise_alarm(self.index, self.worker, version, failed, OTHER)

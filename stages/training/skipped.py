@@ -50,7 +50,7 @@ class SkippedSteps:
         self.in_a_row = 0  # up to now
 
     def end_row(self) -> None:
-        """A step was taken."""
+        """End the row of skipped steps: a step was taken."""
         self.in_a_row = 0
 
     async def add(self, step: int, claim: Claim, stale: Sequence[int], reason: str) -> None:
@@ -91,7 +91,8 @@ class SkippedSteps:
 
 
 def _rows(column: Any) -> list[Any]:
-    """The values of each row; a number that is not finite as text, which JSON has no number for."""
+    """Return the values of each row; a number that is not finite as text, which JSON has no number
+    for."""
     return [_plain(row.tolist()) for row in column.unbind()]
 
 

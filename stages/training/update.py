@@ -65,15 +65,15 @@ class SamplesGone(Passing, RuntimeError):
 
 
 class Update(Stage):
-    """``version``: policy version of the engine's weights. ``after_step`` is called with each new
-    version when it is published (checkpoints); ``after_last`` is called when ``steps`` are done.
-    With ``publish_first`` the weights that the run begins with are published too, for engines that
-    are not built from its model. ``store`` is None where ranks pass the weights on themselves: only
-    the version is published then. ``device`` is what the engine computes on.
-    ``scored``: the column ``scores`` says which rows have a reward, as the run's own reward stage
-    writes it; else all have. ``skipped`` takes the steps with a loss or gradient that is not
-    finite; None: they end the run. ``critic``: a critic with a worker of its own, which trains on
-    the rows of each step beside ``engine``: a step is committed when both have."""
+    """The update stage. ``version``: policy version of the engine's weights. ``after_step`` is
+    called with each new version when it is published (checkpoints); ``after_last`` is called when
+    ``steps`` are done. With ``publish_first`` the weights that the run begins with are published
+    too, for engines that are not built from its model. ``store`` is None where ranks pass the
+    weights on themselves: only the version is published then. ``device`` is what the engine
+    computes on. ``scored``: the column ``scores`` says which rows have a reward, as the run's own
+    reward stage writes it; else all have. ``skipped`` takes the steps with a loss or gradient that
+    is not finite; None: they end the run. ``critic``: a critic with a worker of its own, which
+    trains on the rows of each step beside ``engine``: a step is committed when both have."""
 
     name = "update"
 
@@ -210,7 +210,7 @@ class Update(Stage):
     async def _train_or_skip(
         self, claim: Claim, stale: list[int]
     ) -> tuple[Mapping[str, float], str]:
-        """The metrics of a step on the claim's rows, or why none was taken. Raises
+        """Return the metrics of a step on the claim's rows, or why none was taken. Raises
         TooManySkipped."""
         try:
             metrics = await self._train(claim)
@@ -224,8 +224,8 @@ class Update(Stage):
         return metrics, ""
 
     async def _train(self, claim: Claim) -> Mapping[str, float]:
-        """The optimizer steps on the claim's rows, by all ranks, and by the critic beside them: of
-        both or of neither."""
+        """Make the optimizer steps on the claim's rows, by all ranks, and by the critic beside
+        them: of both or of neither."""
         if self.critic is None:
             return await self._train_policy(claim)
         critic = self.critic.send("train", claim=claim.record(), trained=self.trained)
@@ -264,14 +264,18 @@ class Update(Stage):
         return {**metrics, "train_cpu_share": min(1.0, share)}
 
     async def _reachable(self) -> bool:
-        """Whether engines can have the published version's weights: a trainer that is gone sends
-        them no more. Those that the run begins with were not published, unless an engine needs
-        them."""
+        """Return whether engines can have the published version's weights: a trainer that is gone
+        sends them no more. Those that the run begins with were not published, unless an engine
+        needs them."""
         record = (await self.dock.index.published_weights()).record
         if not record or self.store is None:
             return not self._publish_first
-        sources, own = (json.loads(of or "[]") for of in (record.get("source"), self.store.source))
-        return sources[: len(own)] == own and bool(sources) == bool(own)  # the ranks end together
+        sources, store_sources = (
+            json.loads(text or "[]") for text in (record.get("source"), self.store.source)
+        )
+        return sources[: len(store_sources)] == store_sources and bool(sources) == bool(
+            store_sources
+        )  # the ranks end together
 
     async def publish(self) -> None:
         """Put the engine's weights into host memory as the current version, and record it in the
@@ -309,7 +313,7 @@ class Update(Stage):
         return self.store.publish(self.trained, weights, self.probe, *part)
 
     def over(self) -> None:
-        """Nothing more will be trained."""
+        """Record that nothing more will be trained."""
         self._over.set()
 
     async def until_taken(self, engines: Sequence[str]) -> None:
@@ -345,9 +349,9 @@ class Update(Stage):
 
 
 def probe_rows(before: Sequence[list[int]], batch: TensorDict, tokens: int) -> list[list[int]]:
-    """Sequences for the next probe: those of ``before``, the newest last, and of ``batch`` one row,
-    or as many groups' first rows as it takes for ``tokens`` to be probed. The oldest leave first,
-    where the others are enough."""
+    """Return the sequences for the next probe: those of ``before``, the newest last, and of
+    ``batch`` one row, or as many groups' first rows as it takes for ``tokens`` to be probed. The
+    oldest leave first, where the others are enough."""
     limits = (("prompt_ids", PROBE_PROMPT), ("response_ids", PROBE_RESPONSE))
     prompts, responses = (batch[name].unbind() for name, _ in limits)
     first = {group: number for number, group in reversed(list(enumerate(batch["group"].tolist())))}
@@ -375,9 +379,9 @@ def _probed_tokens(rows: Sequence[Sequence[int]]) -> int:
 
 
 def variety(claim: Claim, rows: TensorDict) -> dict[str, float]:
-    """Metrics of a step's ``rows``: ``distinct_responses``, the share of responses that are not
-    equal to another one; and ``equal_groups``, the share of groups whose rewards are all equal, of
-    those with any."""
+    """Return the metrics of a step's ``rows``: ``distinct_responses``, the share of responses that
+    are not equal to another one; and ``equal_groups``, the share of groups whose rewards are all
+    equal, of those with any."""
     out = {}
     if "response_ids" in rows:
         hashes = {
@@ -404,7 +408,7 @@ def variety(claim: Claim, rows: TensorDict) -> dict[str, float]:
 
 
 def rewarded(columns: Mapping[str, torch.Tensor] | TensorDict) -> torch.Tensor:
-    """bool [B]: the rows that have a reward (:func:`stages.rewards.scores.has_reward`)."""
+    """Return bool [B]: the rows that have a reward (:func:`stages.rewards.scores.has_reward`)."""
     if "scores" in columns:
         return has_reward(columns["scores"])
     return torch.ones(len(columns["reward"]), dtype=torch.bool)
@@ -421,9 +425,9 @@ def step_event(
     skipped: str = "",
     forecast: ForecastEvent | None = None,
 ) -> StepEvent:
-    """The event of a step on the rows of ``claim``. ``metrics`` are what the engine measured,
-    ``ledger`` the counts before the step, ``seconds`` those since the last step and those of
-    training. Of ``columns`` ``reward`` and ``scores`` are read, where the flow has them.
+    """Return the event of a step on the rows of ``claim``. ``metrics`` are what the engine
+    measured, ``ledger`` the counts before the step, ``seconds`` those since the last step and those
+    of training. Of ``columns`` ``reward`` and ``scores`` are read, where the flow has them.
     ``skipped``: why no step was taken. ``forecast``: the newest `forecast` event."""
     staleness = torch.tensor(stale, dtype=torch.float64)
     lengths = torch.from_numpy(claim.tokens.astype("float64"))

@@ -1,5 +1,5 @@
-"""What the policy-gradient algorithms share: ratio, clip, corrections, KL to the reference, and the
-mean over a batch.
+"""The part that the policy-gradient algorithms share: ratio, clip, corrections, KL to the
+reference, and the mean over a batch.
 
 reward ─▶ credit ─▶ advantage ─┐
 rollout_logprobs, logprobs ────┴▶ surrogate(ratio, advantage) × weight (+ kl_coef × KL) ─▶ mean of tokens or of rows
@@ -127,21 +127,21 @@ class PolicyGradient(Algorithm):
     @pydantic.model_validator(mode="after")
     def _weight_once(self) -> Self:
         if self.proximal == "rollout" and self.correction == "truncate":
-            wrong = 'has nothing to truncate with proximal = "rollout"'
+            problem = 'has nothing to truncate with proximal = "rollout"'
             fix = 'set max_ratio, or proximal = "recomputed" or "interpolated"'
-            faults(self, [("correction", wrong, fix)])
+            faults(self, [("correction", problem, fix)])
         return self
 
     @pydantic.model_validator(mode="after")
     def _kl_teaches(self) -> Self:
         if self.kl_coef and self.kl_estimator == "k1" and not self.kl_weighted:
-            wrong = "has a gradient whose mean is zero without kl_weighted"
+            problem = "has a gradient whose mean is zero without kl_weighted"
             fix = 'set kl_weighted = true, or kl_estimator = "k2" or "k3"'
-            faults(self, [("kl_estimator", wrong, fix)])
+            faults(self, [("kl_estimator", problem, fix)])
         return self
 
     def under(self, staleness: int) -> tuple[Self, str]:
-        """With ``correction = "auto"`` resolved (docs/measurements/staleness.md)."""
+        """Resolve ``correction = "auto"`` (docs/measurements/staleness.md)."""
         if self.correction != "auto":
             return self, ""
         if staleness < CORRECTED_FROM:
@@ -160,8 +160,8 @@ class PolicyGradient(Algorithm):
         return self.model_copy(update=picked), f"{named}; with {reason}"
 
     def constants(self, staleness: int) -> Mapping[str, str]:
-        """``clip_fraction`` where the proximal policy is the current one in each optimizer step
-        (arXiv 2610.02911)."""
+        """Return ``clip_fraction`` where the proximal policy is the current one in each optimizer
+        step (arXiv 2610.02911)."""
         is_current = self.proximal == "recomputed" or (
             self.proximal == "interpolated" and not staleness
         )
@@ -188,14 +188,14 @@ class PolicyGradient(Algorithm):
     def surrogate(
         self, ratio: torch.Tensor, tokens: TokenBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What each token gains [T], and bool [T], where the clip has stopped it."""
+        """Return the gain of each token [T], and bool [T], where the clip has stopped it."""
         weight = ratio if self.max_ratio is None else ratio.clamp(max=self.max_ratio)
         unclipped = weight * tokens["advantage"]
         clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high) * tokens["advantage"]
         return unclipped.minimum(clipped), clipped < unclipped
 
     def loss(self, tokens: TokenBatch) -> LossOutput:
-        """The micro-batch's share of the loss; metrics but ``max_ratio`` are means over the
+        """Return the micro-batch's share of the loss; metrics but ``max_ratio`` are means over the
         mini-batch's tokens."""
         rollout = tokens["rollout_logprobs"]
         proximal = rollout
@@ -222,9 +222,9 @@ class PolicyGradient(Algorithm):
         if self.correction in ("truncate", "mask"):
             centre = tokens.logprobs if proximal is rollout else proximal
             bounds = self.correction, self.correction_level, self.weight_low, self.weight_high
-            weight, kept = weights(centre - rollout, tokens, *bounds)
-            means |= {"weight_mean": weight, "mask_fraction": (~kept).to(ratio.dtype)}
-            per_token = per_token * (kept if proximal is rollout else weight * kept)
+            weight, mask = weights(centre - rollout, tokens, *bounds)
+            means |= {"weight_mean": weight, "mask_fraction": (~mask).to(ratio.dtype)}
+            per_token = per_token * (mask if proximal is rollout else weight * mask)
         if self.kl_coef:
             per_token = per_token + self.kl_coef * self._kl(tokens)
             means["kl_reference"] = k3(tokens)
@@ -235,7 +235,7 @@ class PolicyGradient(Algorithm):
         return LossOutput(self._mean(per_token, tokens), metrics)
 
     def _kl(self, tokens: TokenBatch) -> torch.Tensor:
-        """What each token's loss [T] is raised by, before ``kl_coef``."""
+        """Return what is added to each token's loss [T], before ``kl_coef``."""
         away = (tokens.logprobs - tokens["ref_logprobs"]).clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO)
         match self.kl_estimator:
             case "k1":
@@ -269,7 +269,7 @@ class PolicyGradient(Algorithm):
                 )
 
     def finish(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Adds ``ess``, the effective sample size of the importance weights as a share of the
+        """Add ``ess``, the effective sample size of the importance weights as a share of the
         tokens, in (0, 1]: ``(sum w)^2 / (T sum w^2)``."""
         shown = {name: value for name, value in metrics.items() if name != "ratio_square"}
         return shown | {"ess": metrics["ratio_mean"] ** 2 / metrics["ratio_square"]}
@@ -294,12 +294,13 @@ class GroupCompared(PolicyGradient):
     )
 
     def credit(self, group: Mapping[str, Any]) -> Mapping[str, Any] | Drop:
-        """:meth:`advantage` of the rewards. Equal rewards, and a group of one, give zeros."""
+        """Return :meth:`advantage` of the rewards. Equal rewards, and a group of one, give
+        zeros."""
         rewards = group["reward"].float()
         return self.compared(rewards, dropped_by=rewards)
 
     def compared(self, rewards: torch.Tensor, dropped_by: torch.Tensor) -> Mapping[str, Any] | Drop:
-        """The credit of a group with ``rewards`` [N]; ``drop_equal`` drops it where all
+        """Return the credit of a group with ``rewards`` [N]; ``drop_equal`` drops it where all
         ``dropped_by`` [N] are equal."""
         zeros = {"advantage": rewards.new_zeros(rewards.shape)}
         if self.drop_equal and bool((dropped_by == dropped_by[0]).all()):
@@ -311,7 +312,7 @@ class GroupCompared(PolicyGradient):
 
     @abstractmethod
     def advantage(self, rewards: torch.Tensor) -> torch.Tensor:
-        """Advantages [N] of a group's ``rewards`` [N], which are not all equal."""
+        """Return the advantages [N] of a group's ``rewards`` [N], which are not all equal."""
 
     def signal(self, batch: TrainBatch) -> float:
         if self.kl_coef or not self.scale_learning_rate:
@@ -324,8 +325,8 @@ class GroupCompared(PolicyGradient):
 
 
 def at_level(log_ratio: torch.Tensor, tokens: TokenBatch, level: Level) -> torch.Tensor:
-    """Log-ratios [T] clamped to ±``MOST_LOG_RATIO``: each token's own; or at each token its
-    response's: their sum (``sequence``), or their mean (``geometric``, of the ratios)."""
+    """Return the log-ratios [T] clamped to ±``MOST_LOG_RATIO``: each token's own; or at each token
+    its response's: their sum (``sequence``), or their mean (``geometric``, of the ratios)."""
     if level != "token":
         log_ratio = tokens.row_sums(log_ratio)
         log_ratio = (log_ratio / tokens.row_tokens if level == "geometric" else log_ratio)[
@@ -335,15 +336,16 @@ def at_level(log_ratio: torch.Tensor, tokens: TokenBatch, level: Level) -> torch
 
 
 def k3(tokens: TokenBatch) -> torch.Tensor:
-    """The k3 estimate [T] of KL(policy || reference) (http://joschu.net/blog/kl-approx.html)."""
+    """Return the k3 estimate [T] of KL(policy || reference)
+    (http://joschu.net/blog/kl-approx.html)."""
     to_reference = (tokens["ref_logprobs"] - tokens.logprobs).clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO)
     return to_reference.exp() - 1 - to_reference
 
 
 def interpolated(tokens: TokenBatch) -> torch.Tensor:
-    """Logprobs [T] between those of the rollout and the current ones, in place of a pass through
-    the model (A-3PO, arXiv 2512.06547): the share of the rollout is 1 / staleness of the token, and
-    0 of a token of the current version."""
+    """Return the logprobs [T] between those of the rollout and the current ones, in place of a pass
+    through the model (A-3PO, arXiv 2512.06547): the share of the rollout is 1 / staleness of the
+    token, and 0 of a token of the current version."""
     staleness = tokens[TOKEN_STALENESS].to(tokens.logprobs.dtype)
     share = staleness.clamp(min=1).reciprocal() * (staleness > 0)
     return share * tokens["rollout_logprobs"] + (1 - share) * tokens.logprobs.detach()
@@ -357,9 +359,10 @@ def weights(
     low: float,
     high: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The importance weights [T] of ``log_weight`` (no gradient) and which tokens stay in the loss,
-    bool [T]. ``truncate``: at most ``high``. ``mask``: tokens (responses, at the levels of a
-    response) with a weight outside ``low`` to ``high`` are left out (IcePop, arXiv 2510.18855)."""
+    """Return the importance weights [T] of ``log_weight`` (no gradient) and which tokens stay in
+    the loss, bool [T]. ``truncate``: at most ``high``. ``mask``: tokens (responses, at the levels
+    of a response) with a weight outside ``low`` to ``high`` are left out (IcePop, arXiv
+    2510.18855)."""
     weight = at_level(log_weight.detach(), tokens, level).exp()
     if correction == "truncate":
         return weight.clamp(max=high), weight >= 0

@@ -58,7 +58,7 @@ class Distillation(PolicyGradient):
         return {"advantage": batch.whitened(batch["advantage"])} if self.whiten else {}
 
     def loss(self, tokens: TokenBatch) -> LossOutput:
-        """Adds the metric ``reverse_kl``, the mean of student minus teacher over the generated
+        """Add the metric ``reverse_kl``, the mean of student minus teacher over the generated
         tokens (nats)."""
         output = super().loss(tokens)
         reverse_kl = (

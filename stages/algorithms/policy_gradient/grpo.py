@@ -41,7 +41,8 @@ class GRPO(GroupCompared):
     )
 
     def advantage(self, rewards: torch.Tensor) -> torch.Tensor:
-        """``(r - mean) / (std + 1e-4)``, where std has N - 1 in its denominator as in TRL."""
+        """Return ``(r - mean) / (std + 1e-4)``, where std has N - 1 in its denominator as in
+        TRL."""
         centred = rewards - rewards.mean()
         return centred / (rewards.std() + ADVANTAGE_EPS) if self.scale_rewards else centred
 
@@ -125,8 +126,8 @@ class DAPO(GRPO):
         return {MASK: OPTIONAL[MASK]} if self.longest_response else {}
 
     def credit(self, group: Mapping[str, Any]) -> Mapping[str, Any] | Drop:
-        """GRPO's of the rewards with the penalty ``(longest - overlong - length) / overlong``, cut
-        to [-1, 0]. Tokens that ``loss_mask`` leaves out do not count."""
+        """Return GRPO's credit of the rewards with the penalty ``(longest - overlong - length) /
+        overlong``, cut to [-1, 0]. Tokens that ``loss_mask`` leaves out do not count."""
         if not self.longest_response:
             return super().credit(group)
         rewards = group["reward"].float()
@@ -155,5 +156,5 @@ class RLOO(GroupCompared):
     name: ClassVar[str] = "rloo"
 
     def advantage(self, rewards: torch.Tensor) -> torch.Tensor:
-        """``r_i`` minus the mean of the others, which is ``N / (N - 1) · (r_i - mean)``."""
+        """Return ``r_i`` minus the mean of the others, which is ``N / (N - 1) · (r_i - mean)``."""
         return (rewards - rewards.mean()) * (len(rewards) / (len(rewards) - 1))

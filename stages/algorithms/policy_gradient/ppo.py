@@ -56,7 +56,7 @@ class ValueLearner(Algorithm):
     )
 
     def gae(self, batch: TrainBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Advantages and returns [T] of each response.
+        """Return the advantages and returns [T] of each response.
 
         Time counts its trained tokens alone, as if the others were not there: the reward comes with
         the last one of them, and nothing follows it. Tokens that are not trained on have an
@@ -82,7 +82,7 @@ class ValueLearner(Algorithm):
         return advantage, advantage + batch["values"]
 
     def value_errors(self, now: torch.Tensor, tokens: TokenBatch) -> torch.Tensor:
-        """Half the squared errors [T] of the values ``now``: the larger of the plain and the
+        """Return half the squared errors [T] of the values ``now``: the larger of the plain and the
         clipped one."""
         returns = tokens["returns"]
         before = tokens["values"]
@@ -90,7 +90,8 @@ class ValueLearner(Algorithm):
         return (now - returns).square().maximum((near - returns).square()) / 2
 
     def value_metrics(self, tokens: TokenBatch) -> dict[str, torch.Tensor]:
-        """Sums from which :meth:`explained` computes, as means over the mini-batch's tokens."""
+        """Return the sums from which :meth:`explained` computes, as means over the mini-batch's
+        tokens."""
         returns = tokens["returns"]
         errors = tokens["values"] - tokens["returns"]
         means = {"value_error": errors.square(), "value_bias": errors}
@@ -98,8 +99,8 @@ class ValueLearner(Algorithm):
         return {name: value.detach().sum() / tokens.total_tokens for name, value in means.items()}
 
     def explained(self, metrics: dict[str, float]) -> dict[str, float]:
-        """``metrics`` with ``explained_variance`` of the returns by the values before the step: 1
-        is a perfect critic."""
+        """Return ``metrics`` with ``explained_variance`` of the returns by the values before the
+        step: 1 is a perfect critic."""
         shown = dict(metrics)
         error = shown.pop("value_error") - shown.pop("value_bias") ** 2
         variance = shown.pop("return_square") - shown["return_mean"] ** 2
@@ -110,7 +111,7 @@ class ValueLearner(Algorithm):
 
 
 class CriticTraining(ValueLearner):
-    """What a critic with an engine of its own is trained with: the value loss, on the column
+    """The algorithm that trains a critic with an engine of its own: the value loss, on the column
     ``values`` that it has made."""
 
     credit_makes: ClassVar[Columns] = {}
@@ -183,9 +184,9 @@ class PPO(PolicyGradient, ValueLearner):
     def _one_rate(self) -> Self:
         if self.critic == "own" and self.value_learning_rate is not None:
             rate = self.value_learning_rate
-            wrong = 'is of the value head on the trunk, and critic = "own" has none'
+            problem = 'is of the value head on the trunk, and critic = "own" has none'
             fix = f"set critic.learning_rate = {rate:g} in its place"
-            faults(self, [("value_learning_rate", wrong, fix)])
+            faults(self, [("value_learning_rate", problem, fix)])
         return self
 
     @property
@@ -231,7 +232,7 @@ class PPO(PolicyGradient, ValueLearner):
         return LossOutput(policy.loss + self.value_coef * self._mean(errors, tokens), metrics)
 
     def finish(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Adds ``explained_variance`` of the returns by the values before the step: 1 is a perfect
+        """Add ``explained_variance`` of the returns by the values before the step: 1 is a perfect
         critic, 0 none."""
         return self.explained(super().finish(metrics))
 
@@ -255,7 +256,8 @@ class PFPPO(PPO):
     )
 
     def credit(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The weights, whose mean is 1. Responses with equal rewards share those of their ranks."""
+        """Return the weights, whose mean is 1. Responses with equal rewards share those of their
+        ranks."""
         rewards = group["reward"].float()
         count = len(rewards)
         ranked = rewards.new_zeros(count)

@@ -43,5 +43,5 @@ class ReinforcePlusPlus(PolicyGradient):
         return {"advantage": rewards - rewards.mean() if self.baseline == "group" else rewards}
 
     def prepare(self, batch: TrainBatch) -> Mapping[str, torch.Tensor]:
-        """Whitens the advantage over the train batch: mean 0, variance 1 (Eq. 6), of all ranks."""
+        """Whiten the advantage over the train batch: mean 0, variance 1 (Eq. 6), of all ranks."""
         return {"advantage": batch.whitened(batch["advantage"], self.whiten_over)}

@@ -62,8 +62,9 @@ class DPO(Algorithm):
         return {MASK: OPTIONAL[MASK]}
 
     def credit(self, group: Mapping[str, Any]) -> Mapping[str, Any] | Drop:
-        """With ``best_worst`` 1 for the best, -1 for the worst, 0 for the others; with ``all`` the
-        rewards. Responses of which ``loss_mask`` leaves no token are compared with none."""
+        """Return 1 for the best, -1 for the worst and 0 for the others with ``best_worst``, and the
+        rewards with ``all``. Responses of which ``loss_mask`` leaves no token are compared with
+        none."""
         rewards = group["reward"].float()
         masks = group.get(MASK, [])
         trained = [at for at in range(len(rewards)) if not masks or bool(masks[at].any())]
@@ -80,7 +81,7 @@ class DPO(Algorithm):
         return {"preference": preference}
 
     def loss(self, tokens: TokenBatch) -> LossOutput:
-        """The mean over groups of each group's mean over pairs.
+        """Return the mean over groups of each group's mean over pairs.
 
         A response without a trained token is in no pair.
         """
@@ -117,5 +118,5 @@ class DPO(Algorithm):
 
 
 def _softplus(x: torch.Tensor) -> torch.Tensor:
-    """``log(1 + exp(x))``, which is minus the log of the sigmoid of -x."""
+    """Return ``log(1 + exp(x))``, which is minus the log of the sigmoid of -x."""
     return x.clamp(min=0) + (-x.abs()).exp().log1p()

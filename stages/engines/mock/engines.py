@@ -183,7 +183,7 @@ class MockRolloutEngine:
         return asyncio.get_running_loop().time() / self._options.time_scale
 
     def _rate(self) -> float:
-        """Tokens per second of each decoding row."""
+        """Return the tokens per second of each decoding row."""
         return self._options.row_rate * min(
             1.0, self._options.saturation_rows / max(1, len(self._decoding))
         )
@@ -250,13 +250,13 @@ class MockRolloutEngine:
         self._arm()
 
     def _cut(self) -> None:
-        """Rows with a token of their present request leave, the others stay. The clock is
+        """End the rows with a token of their present request; the others stay. The clock is
         stopped."""
         staying = []
         for end, joined, row in self._decoding:
-            made = math.floor(self._clock - row.first + 1e-9)
-            if made > row.begun:
-                row.tokens = made
+            token_count = math.floor(self._clock - row.first + 1e-9)
+            if token_count > row.begun:
+                row.tokens = token_count
                 row.finish_reason = "cut"
                 row.stream.put(self._completion(row))
             else:
@@ -276,9 +276,9 @@ class MockRolloutEngine:
         limit = request.params.max_tokens
         budget = request.params.budget
         if limit < 1 or budget < 0:
-            wrong = f"max_tokens = {limit}, budget = {budget}"
+            problem = f"max_tokens = {limit}, budget = {budget}"
             fix = "give 1 at least, and 0 at least"
-            raise RequestRefused(request.group, "max_tokens", wrong, fix)
+            raise RequestRefused(request.group, "max_tokens", problem, fix)
         tokens = drawn_tokens(self._options, request.seed, place)
         row = _Row(
             request,
@@ -327,8 +327,8 @@ class MockRolloutEngine:
         )
 
     def _pieces(self, row: _Row) -> list[tuple[int, int, int, int]]:
-        """``(begin, end, version, digest)`` of the tokens of this request; a token belongs to the
-        weights that ended it."""
+        """Return ``(begin, end, version, digest)`` of the tokens of this request; a token belongs
+        to the weights that ended it."""
         pieces = []
         end = row.tokens
         for start, version, digest in reversed(self._spans):
@@ -352,7 +352,7 @@ class MockRolloutEngine:
 
 
 def drawn_tokens(options: MockRolloutOptions, seed: int, place: int) -> int:
-    """Tokens of a response before any limit; ``seed`` is its group's."""
+    """Return the number of tokens of a response before any limit; ``seed`` is its group's."""
     drawn = np.random.default_rng([0, seed, place]).lognormal(0.0, options.sigma)
     return max(1, round(options.median_tokens * drawn))
 
@@ -380,17 +380,19 @@ class MockTrainEngine:
         began = time.perf_counter()
         wanted = {name: by for name, by in algorithm.scores.items() if by in IN_TRAINING}
         zeros = [torch.zeros(len(row)) for row in batch["response_ids"].unbind()]
-        found = {
+        scores = {
             n: batch["rollout_logprobs"].unbind() if by == "policy" else zeros
             for n, by in wanted.items()
         }
-        given = TrainBatch(batch, algorithm, computed=found)
-        tokens = _tokens(batch, given)
+        train_batch = TrainBatch(batch, algorithm, computed=scores)
+        tokens = _tokens(batch, train_batch)
         with torch.no_grad():
             output = algorithm.loss(tokens)
         measured = {**output.metrics, **tokens.behaviour_gap()}
         gap, metrics = split_gap({name: float(value) for name, value in measured.items()})
-        digest = _digest((batch["response_ids"].values(), *(given[name] for name in tokens.rows)))
+        digest = _digest(
+            (batch["response_ids"].values(), *(train_batch[name] for name in tokens.rows))
+        )
         random = np.random.default_rng([3, self._step, digest])
         norm = 0.0
         for name, tensor in self._weights.items():
@@ -439,7 +441,7 @@ class MockTrainEngine:
         save_file(dict((state or self.state_dict())["weights"]), path / "model.safetensors")
 
     def close(self) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
     def _sleep(self, seconds: float, began: float) -> None:
         """Sleep for the model's duration of the call, less the time that the mock's own work
@@ -448,8 +450,8 @@ class MockTrainEngine:
 
 
 def _tokens(batch: TensorDictBase, given: TrainBatch) -> TokenBatch:
-    """The whole batch as the algorithm's loss takes it, under weights that have not moved since
-    rollout."""
+    """Return the whole batch as the algorithm's loss takes it, under weights that have not moved
+    since rollout."""
     groups = batch["group"].unique(return_inverse=True)[1]
     behaviour = batch.get("rollout_logprobs", None)
     logprobs = torch.zeros(int(given.lengths.sum())) if behaviour is None else behaviour.values()
@@ -465,8 +467,8 @@ def _tokens(batch: TensorDictBase, given: TrainBatch) -> TokenBatch:
 
 
 def _logprobs(token_ids: torch.Tensor, digest: int) -> torch.Tensor:
-    """A fixed number between -2 and 0 for each token id under weights of this ``digest``: float32
-    [T]."""
+    """Return a fixed number between -2 and 0 for each token id under weights of this ``digest``:
+    float32 [T]."""
     return -2.0 * ((token_ids * 2654435761 + digest % 1_000_003) % 1009).to(torch.float32) / 1009
 
 

@@ -27,9 +27,9 @@ Parts = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True)
 class Scores:
-    """How a layer makes attention weights from queries and keys: products times ``scaling``, then
-    ``softcap`` · tanh(score / ``softcap``), of the last ``window`` keys (the query's own is one of
-    them). ``fused``: by fused kernels."""
+    """The way in which a layer makes attention weights from queries and keys: products times
+    ``scaling``, then ``softcap`` · tanh(score / ``softcap``), of the last ``window`` keys (the
+    query's own is one of them). ``fused``: by fused kernels."""
 
     scaling: float
     window: int | None = None
@@ -38,7 +38,7 @@ class Scores:
 
     @classmethod
     def of(cls, query: torch.Tensor, options: Mapping[str, Any], fused: bool = True) -> Scores:
-        """From the arguments of a transformers attention function."""
+        """Build it from the arguments of a transformers attention function."""
         scaling = options.get("scaling")
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         return cls(scaling, options.get("sliding_window"), options.get("softcap"), fused)
@@ -55,12 +55,11 @@ class _Chunk:
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, at: torch.Tensor, scores: Scores
 ) -> Parts:
-    """Attention of ``q`` [B, H, n, D] over ``k`` [B, KV heads, m, D] and ``v`` [B, KV heads, m, E],
-    without a gradient.
-    ``at`` int64 [n], on the CPU: the queries' positions, counted from the first key; a query sees
-    no key after its own position. Returns the output [B, H, n, E], and float32 [B, H, n]
-    log-sum-exps of the scores, which are -inf for a query that sees none of the keys (its output is
-    0)."""
+    """Return the attention of ``q`` [B, H, n, D] over ``k`` [B, KV heads, m, D] and ``v`` [B, KV
+    heads, m, E], without a gradient. ``at`` int64 [n], on the CPU: the queries' positions, counted
+    from the first key; a query sees no key after its own position. Returns the output [B, H, n, E],
+    and float32 [B, H, n] log-sum-exps of the scores, which are -inf for a query that sees none of
+    the keys (its output is 0)."""
     kernel, masks = _fused(q, k, v, at, scores)
     chunks = list(_chunks(q, k.shape[2], at, scores, kernel is not None))
 
@@ -89,7 +88,7 @@ def attend_backward(
     at: torch.Tensor,
     scores: Scores,
 ) -> Parts:
-    """Returns what these keys add to the gradients of ``q``, ``k`` and ``v``, given the
+    """Return what these keys add to the gradients of ``q``, ``k`` and ``v``, given the
     ``gradient`` of ``out``. ``out`` and ``total`` (log-sum-exps) are those over all keys that the
     queries see, here and elsewhere."""
     kernel, masks = _fused(q, k, v, at, scores)
@@ -97,10 +96,10 @@ def attend_backward(
 
     def compute(chunk: _Chunk) -> Parts:
         g, part, o, t = (x[:, :, chunk.queries] for x in (gradient, q, out, total))
-        given = g, part, k[:, :, chunk.keys], v[:, :, chunk.keys], o, t
+        inputs = g, part, k[:, :, chunk.keys], v[:, :, chunk.keys], o, t
         if kernel is not None and (chunk.hidden is None or masks):
-            return kernel[1](given, chunk.causal, chunk.hidden, scores.scaling)
-        return _by_matmul_backward(given, chunk.hidden, scores)
+            return kernel[1](inputs, chunk.causal, chunk.hidden, scores.scaling)
+        return _by_matmul_backward(inputs, chunk.hidden, scores)
 
     if len(chunks) == 1 and (chunks[0].queries, chunks[0].keys) == (
         slice(0, len(at)),
@@ -119,7 +118,7 @@ def attend_backward(
 def merge(
     out: torch.Tensor, total: torch.Tensor, other: torch.Tensor | None, other_total: torch.Tensor
 ) -> Parts:
-    """The output and log-sum-exp over two sets of keys, from those of each.
+    """Return the output and log-sum-exp over two sets of keys, from those of each.
 
     ``other`` None: a set with values of 0, as an attention sink.
     """
@@ -133,7 +132,7 @@ def merge(
 def _chunks(
     q: torch.Tensor, keys: int, at: torch.Tensor, scores: Scores, fused: bool
 ) -> Iterator[_Chunk]:
-    """Chunks of a tile of ``keys`` keys.
+    """Yield the chunks of a tile of ``keys`` keys.
 
     ``fused``: a kernel computes chunks without hidden keys in constant memory.
     """
@@ -173,7 +172,7 @@ def _chunks(
 def _weights(
     q: torch.Tensor, k: torch.Tensor, scores: Scores, hidden: torch.Tensor | None
 ) -> Parts:
-    """Returns scores [B, KV heads, H / KV heads · n, m], and the tanh that they come from (without
+    """Return scores [B, KV heads, H / KV heads · n, m], and the tanh that they come from (without
     a cap, themselves)."""
     logits = q @ k.transpose(-1, -2)
     capped = logits
@@ -215,22 +214,22 @@ def _by_matmul_backward(given: Parts, hidden: torch.Tensor | None, scores: Score
 
 
 def _grouped(x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """In float32 or wider, [B, KV heads, H / KV heads · n, D] of ``x`` [B, H, n, D]: the queries of
-    a key are one matrix."""
+    """Return ``x`` [B, H, n, D] as [B, KV heads, H / KV heads · n, D] in float32 or wider: the
+    queries of a key are one matrix."""
     grouped = x.reshape(x.shape[0], k.shape[1], -1, x.shape[-1])
     return grouped.to(wide(x))
 
 
 def wide(x: torch.Tensor) -> torch.dtype:
-    """The dtype of sums over numbers like ``x``: float32, or float64."""
+    """Return the dtype of sums over numbers like ``x``: float32, or float64."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def _fused(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, at: torch.Tensor, scores: Scores
 ) -> tuple[tuple[Callable[..., Parts], ...] | None, bool]:
-    """Forward and backward of the device's fused kernel, or None where it cannot compute ``scores``
-    or is slower; and whether it computes chunks with hidden keys too."""
+    """Return the forward and backward of the device's fused kernel, or None where it cannot compute
+    ``scores`` or is slower; and whether it computes chunks with hidden keys too."""
     if not scores.fused or scores.softcap is not None or q.shape[-1] != v.shape[-1]:
         return None, False
     if q.device.type == "cpu" and (k.shape[2] > FEW_KEYS or wide(q) == torch.float32):
@@ -245,8 +244,12 @@ def _fused(
         and q.shape[-1] <= 256
     ):
         return (_flash, _flash_backward), False
-    if halves and q.shape[-1] % 16 == 0 and (own := devices.fused_attention(q.device)) is not None:
-        return own, scores.window is None or int(at.max()) < k.shape[2]
+    if (
+        halves
+        and q.shape[-1] % 16 == 0
+        and (kernels := devices.fused_attention(q.device)) is not None
+    ):
+        return kernels, scores.window is None or int(at.max()) < k.shape[2]
     return None, False
 
 
@@ -259,8 +262,8 @@ def _cpu(
     scale: float,
 ) -> Parts:
     forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    given = _in_float32_of_few(k, q, k, v)
-    out, total = forward(*given, 0.0, causal, attn_mask=_bias(hidden, given[0]), scale=scale)
+    inputs = _in_float32_of_few(k, q, k, v)
+    out, total = forward(*inputs, 0.0, causal, attn_mask=_bias(hidden, inputs[0]), scale=scale)
     return out.to(q.dtype), total
 
 

@@ -28,22 +28,22 @@ def replace_attention(
 
 
 def state_of(module: Any) -> Any:
-    """The ``state`` of :func:`replace_attention`, for a ``module`` of the model."""
+    """Return the ``state`` of :func:`replace_attention`, for a ``module`` of the model."""
     return module._attention_state
 
 
 def rope_change(config: Any) -> int:
-    """Tokens up to which the rotary angles of a sequence do not depend on its length: above,
-    longrope and dynamic rope turn all its tokens by other ones."""
+    """Return the number of tokens up to which the rotary angles of a sequence do not depend on its
+    length: above, longrope and dynamic rope turn all its tokens by other ones."""
     text = config.get_text_config()
     ropes = getattr(text, "rope_parameters", None) or {}
-    found = [2**31]
+    limits = [2**31]
     for rope in [ropes, *(part for part in ropes.values() if isinstance(part, dict))]:
         if rope.get("rope_type") in ("longrope", "dynamic"):
-            found.append(
+            limits.append(
                 rope.get("original_max_position_embeddings") or text.max_position_embeddings
             )
-    return min(found)
+    return min(limits)
 
 
 @torch.no_grad()
@@ -74,8 +74,8 @@ def fix_rope(model: Any, context: int | None) -> int:
             for some in (positions[:, :PROBE], positions)
         )
         if is_long and not torch.equal(near, far):
-            wrong = f"longrope of {type(model).__name__} depends on a sequence's length otherwise"
-            raise ModelRefused("model", wrong)
+            problem = f"longrope of {type(model).__name__} depends on a sequence's length otherwise"
+            raise ModelRefused("model", problem)
     return 2**31 if is_long else change
 
 
@@ -95,17 +95,17 @@ def check_logits(
     in float32 only: stages/engines/torch/model_check.py.)"""
     kind = type(model).__name__
     try:
-        found = compute().float() - expected
+        difference = compute().float() - expected
     except Exception as error:
-        wrong = f"{kind} does not work through transformers' attention interface: {error!r}"
-        raise ModelRefused("model", wrong) from error
+        problem = f"{kind} does not work through transformers' attention interface: {error!r}"
+        raise ModelRefused("model", problem) from error
     # of norms and rotations in float64 too
     epsilon = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
     if epsilon == torch.finfo(torch.float32).eps:
-        gap = float(found.abs().max())
+        gap = float(difference.abs().max())
         limit = epsilon**0.5 * max(1.0, float(expected.abs().max()))
     else:
-        gap = float((found.std(-1) / expected.std(-1).clamp(min=1e-6)).median())
+        gap = float((difference.std(-1) / expected.std(-1).clamp(min=1e-6)).median())
         limit = 3 * epsilon * model.config.get_text_config().num_hidden_layers ** 0.5
     if not gap <= limit:
         off = f"{gap:.2g} (limit {limit:.2g})"

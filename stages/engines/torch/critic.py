@@ -57,21 +57,21 @@ class TorchCriticEngine(TorchTrainEngine):
         return {name: metrics[name] for name in REPORTED}
 
     def values(self, batch: TensorDictBase) -> torch.Tensor:
-        """Values of the states before the response tokens: float32 jagged [B, T_i] on the CPU, no
-        gradient. Each group is computed alone, so its bits do not depend on the other groups.
-        Several ranks pass the same whole
-        ``batch``: replicas divide its groups, and all return all values."""
+        """Return the values of the states before the response tokens: float32 jagged [B, T_i] on
+        the CPU, no gradient. Each group is computed alone, so its bits do not depend on the other
+        groups. Several ranks pass the same whole ``batch``: replicas divide its groups, and all
+        return all values."""
         own_rank = self.parallel.coordinates
         if own_rank.layout.replicas == 1:
             return self.logprobs(batch)
         groups = batch["group"].tolist()
         lengths = [len(row) for row in batch["response_ids"].unbind()]
         numbers = sorted(set(groups))[own_rank.replica :: own_rank.layout.replicas]
-        own = [row for row, group in enumerate(groups) if group in numbers]
+        local_rows = [row for row, group in enumerate(groups) if group in numbers]
         # Without a group of its own, a replica computes with the others.
-        values = self.logprobs(batch[own or [0]])
+        values = self.logprobs(batch[local_rows or [0]])
         rows = [torch.zeros(length) for length in lengths]
-        for row, value in zip(own, values.unbind(), strict=False):
+        for row, value in zip(local_rows, values.unbind(), strict=False):
             rows[row] = value
         everywhere = self.parallel.total(torch.cat(rows)).split(lengths)
         return torch.nested.nested_tensor(list(everywhere), layout=torch.jagged)

@@ -72,14 +72,14 @@ def use_fused_layers(model: Any, fused: Mapping[str, Callable[..., torch.Tensor]
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """As torch's ``linear``, up to the order of sums."""
+    """Compute torch's ``linear``, up to the order of sums."""
     if not _in_float32_on_cpu(x, weight):
         return nn.functional.linear(x, weight, bias)
     return _Linear.apply(x, weight, bias)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """``a`` [n, k] @ ``b`` [k, m], without a gradient.
+    """Return ``a`` [n, k] @ ``b`` [k, m], without a gradient.
 
     ``b`` may be a transposed view; such an ``a`` is copied.
     """
@@ -89,8 +89,8 @@ def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """``x`` [..., n] divided by the root of its mean square plus ``epsilon``, times ``weight``
-    [n]."""
+    """Return ``x`` [..., n] divided by the root of its mean square plus ``epsilon``, times
+    ``weight`` [n]."""
     return _RMSNorm.apply(x, weight, epsilon)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -125,8 +125,8 @@ def _fused_mlp(module: Any, fused: Callable[..., torch.Tensor], x: torch.Tensor)
 
 
 def _is_swiglu(module: Any) -> bool:
-    """Whether ``module`` is a gated MLP of three linear layers with SiLU, as its code multiplies
-    them."""
+    """Return whether ``module`` is a gated MLP of three linear layers with SiLU, as its code
+    multiplies them."""
     children = dict(module.named_children())
     activation = children.pop("act_fn", None)
     if children.keys() != {"gate_proj", "up_proj", "down_proj"} or activation is None:
@@ -161,7 +161,7 @@ def _is_rms_norm(module: Any) -> bool:
 
 
 def _in_float32_on_cpu(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether both are plain float32 tensors on a CPU that oneDNN computes on.
+    """Return whether both are plain float32 tensors on a CPU that oneDNN computes on.
 
     ``x`` may still be on its way from other ranks: its first use waits for it.
     """

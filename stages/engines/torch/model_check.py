@@ -33,16 +33,17 @@ WINDOW = PROBE // 3
 def refusal(
     folder: Path, side: Side, *, tp: bool = False, pp: bool = False, context: int | None = None
 ) -> str:
-    """Returns why the torch engine of ``side`` cannot run the model of the config in ``folder``;
-    ``tp``: with its matrices split over several ranks; ``pp``: in
-    pipeline stages; ``context``: tokens of the longest sequence. Returns "" when it can, and when a
-    small model of its kind cannot be made."""
+    """Return why the torch engine of ``side`` cannot run the model of the config in ``folder``;
+    ``tp``: with its matrices split over several ranks; ``pp``: in pipeline stages; ``context``:
+    tokens of the longest sequence. Returns "" when it can, and when a small model of its kind
+    cannot be made."""
     return _refusal(folder, (folder / "config.json").read_text(), side, tp, pp, context)
 
 
 @lru_cache(maxsize=64)
 def _refusal(folder: Path, text: str, side: Side, tp: bool, pp: bool, context: int | None) -> str:
-    """``text``: the config's content, so that a changed config is read again."""
+    """Return :func:`refusal`, computed once for each content of the config. ``text``: that content,
+    so that a changed config is read again."""
     try:
         config = read_config(folder)
     except NeedsOwnCode:
@@ -87,7 +88,7 @@ def _refusal(folder: Path, text: str, side: Side, tp: bool, pp: bool, context: i
 
 
 def _small_model(config: PretrainedConfig) -> Any:
-    """Returns a small model of ``config``'s kind, with one layer of each kind that it has."""
+    """Return a small model of ``config``'s kind, with one layer of each kind that it has."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         model = (

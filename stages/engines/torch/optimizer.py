@@ -22,7 +22,7 @@ ALIGN = 512  # bytes, of a tensor in host memory: what copy engines and caches l
 def learning_rate_at(
     step: int, *, peak: float, total_steps: int, warmup_steps: int, schedule: Schedule
 ) -> float:
-    """Learning rate of train batch ``step`` (from 0; skipped ones count): it rises over
+    """Return the learning rate of train batch ``step`` (from 0; skipped ones count): it rises over
     ``warmup_steps`` to ``peak`` at batch ``warmup_steps - 1``, then is constant, or falls to 0 at
     batch ``total_steps``.
 
@@ -38,13 +38,13 @@ def learning_rate_at(
 
 
 def is_decayed(name: str, parameter: torch.Tensor) -> bool:
-    """Whether weight decay reaches ``parameter``: the matrices of linear layers, embeddings,
+    """Return whether weight decay reaches ``parameter``: the matrices of linear layers, embeddings,
     routers, adapters and stacked experts. Biases and the scales of norms are none of them, whatever
     their shape is: the biases of stacked experts are [experts, features], and norms of queries and
     keys may be [heads, features]."""
-    *owners, own = name.lower().split(".")
+    *owners, leaf = name.lower().split(".")
     of_norm = bool(owners) and NORM.search(owners[-1]) is not None
-    return parameter.ndim >= 2 and not own.endswith("bias") and not of_norm
+    return parameter.ndim >= 2 and not leaf.endswith("bias") and not of_norm
 
 
 def learning_rates_at(
@@ -110,7 +110,8 @@ def set_rates(optimizer: torch.optim.AdamW, of_policy: float, of_values: float) 
 
 
 def moments_of(optimizer: torch.optim.AdamW, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-    """The optimizer's state of ``parameter``, created as AdamW creates it before its first step."""
+    """Return the optimizer's state of ``parameter``, created as AdamW creates it before its first
+    step."""
     state = optimizer.state[parameter]
     if not state:
         fused = bool(optimizer.param_groups[0]["fused"])
@@ -134,13 +135,13 @@ def zero_gradients(parameters: Collection[nn.Parameter]) -> None:
 
 
 def changed_by_step(optimizer: torch.optim.AdamW, parameter: nn.Parameter) -> list[torch.Tensor]:
-    """All that an optimizer step changes of ``parameter``: itself, its moments, and their count of
-    steps."""
+    """Return all that an optimizer step changes of ``parameter``: itself, its moments, and their
+    count of steps."""
     return [parameter.detach(), *moments_of(optimizer, parameter).values()]
 
 
 def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether no value is infinite or no number."""
+    """Return whether no value is infinite or no number."""
     ends = [
         end.float() for tensor in tensors if tensor.numel() for end in tensor.detach().aminmax()
     ]
@@ -161,7 +162,7 @@ class Undo:
 
     @property
     def is_kept(self) -> bool:
-        """Whether there is something to put back."""
+        """Return whether there is something to put back."""
         return bool(self._copies)
 
     def keep(self, tensors: Sequence[torch.Tensor]) -> None:

@@ -71,7 +71,7 @@ class PackedModel:
         self.value_head = value_head(model, device) if has_values else {}
 
     def trained(self) -> dict[str, nn.Parameter]:
-        """The parameters of the model that are trained, by name, tied ones once."""
+        """Return the parameters of the model that are trained, by name, tied ones once."""
         named = self.model.named_parameters()
         return {name: parameter for name, parameter in named if parameter.requires_grad}
 

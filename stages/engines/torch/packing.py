@@ -44,15 +44,15 @@ class AttentionBlock:
     real: torch.Tensor | None
 
     def padded(self, x: torch.Tensor) -> torch.Tensor:
-        """Rows [count, heads, longest, …] of the packed tokens ``x`` [S, heads, …], with zeros as
-        padding."""
+        """Return the rows [count, heads, longest, …] of the packed tokens ``x`` [S, heads, …], with
+        zeros as padding."""
         x = x[self.start : self.end]
         if self.real is not None:
             x = x.new_zeros(self.count * self.longest, *x.shape[1:]).index_copy_(0, self.real, x)
         return x.unflatten(0, (self.count, self.longest)).transpose(1, 2)
 
     def keys(self, x: torch.Tensor, prompt: torch.Tensor) -> torch.Tensor:
-        """Of the packed keys or values ``x``, those that the rows see here.
+        """Return those of the packed keys or values ``x`` that the rows see here.
 
         ``prompt`` [1, heads, P, D]: its own.
         """
@@ -60,11 +60,12 @@ class AttentionBlock:
         return torch.cat([prompt.expand(self.count, -1, -1, -1), rows], 2) if self.joined else rows
 
     def places(self) -> torch.Tensor:
-        """int64 [longest]: positions of a row's tokens, counted from the first of :meth:`keys`."""
+        """Return int64 [longest]: positions of a row's tokens, counted from the first of
+        :meth:`keys`."""
         return torch.arange(self.joined, self.joined + self.longest)
 
     def packed(self, x: torch.Tensor) -> torch.Tensor:
-        """The inverse of :meth:`padded`: their tokens [end - start, heads, …]."""
+        """Return the inverse of :meth:`padded`: their tokens [end - start, heads, …]."""
         x = x.transpose(1, 2).flatten(0, 1)
         return x if self.real is None else x.index_select(0, self.real)
 
@@ -104,10 +105,9 @@ class PackedBatch:
 
 @dataclass
 class Feeding:
-    """What a model is fed: its attention reads it, in the forward and where that is computed again
-    for the backward.
-    ``limit``: tokens of a sequence at most; ``fused``: by the device's fused attention where it has
-    one."""
+    """The packed batch that a model is fed: its attention reads it, in the forward and where that
+    is computed again for the backward. ``limit``: tokens of a sequence at most; ``fused``: by the
+    device's fused attention where it has one."""
 
     limit: int
     fused: bool = True
@@ -133,7 +133,7 @@ class Group:
     shape: GroupShape
 
     def part(self, places: Collection[int]) -> Group:
-        """The group with the rows at ``places`` alone."""
+        """Return the group with the rows at ``places`` alone."""
         members = [at for at, place in enumerate(self.places) if place in places]
         return Group(
             self.number,
@@ -145,7 +145,7 @@ class Group:
 
 
 def groups_of(batch: TensorDictBase) -> tuple[list[Group], list[torch.Tensor]]:
-    """Returns the groups of ``batch`` in the order of their numbers, rows by place, and all
+    """Return the groups of ``batch`` in the order of their numbers, rows by place, and all
     responses by row number."""
     prompts = jagged_rows(batch, "prompt_ids")
     responses = jagged_rows(batch, "response_ids")
@@ -181,14 +181,14 @@ def pack_pieces(
     responses: Sequence[torch.Tensor],
     experts: Sequence[torch.Tensor],
 ) -> PackedBatch:
-    """The pieces' response tokens, piece by piece, row by row.
+    """Return the pieces' response tokens, piece by piece, row by row.
 
     ``responses``, ``experts``: of each row; the latter may be empty.
     """
     numbers = [[groups[piece.group].rows[row] for row in piece.rows] for piece in pieces]
     rows, chosen = (
-        [[of[number] for number in some] for some in numbers if len(of)]
-        for of in (responses, experts)
+        [[values[number] for number in some] for some in numbers if len(values)]
+        for values in (responses, experts)
     )
     return pack([groups[piece.group].prompt for piece in pieces], rows, device, chosen)
 
@@ -200,9 +200,8 @@ def pack(
     experts: Sequence[Sequence[torch.Tensor]] = (),
 ) -> PackedBatch:
     """Pack ``rows[i]``, the responses to ``prompts[i]``, longer ones first. The T tokens are
-    counted in this order.
-    ``experts[i]``: the choices that routers follow, of the fed tokens of these rows; a prompt takes
-    those of its first."""
+    counted in this order. ``experts[i]``: the choices that routers follow, of the fed tokens of
+    these rows; a prompt takes those of its first."""
     ids = []
     positions = []
     pieces = []
@@ -213,8 +212,8 @@ def pack(
         prompt_end = row_start = at + length
         ids += [prompt, *(response[:-1] for response in responses)]
         fed = [len(response) - 1 for response in responses]
-        own = [torch.arange(length, length + tokens) for tokens in fed]
-        positions += [torch.arange(length), *own]
+        row_positions = [torch.arange(length, length + tokens) for tokens in fed]
+        positions += [torch.arange(length), *row_positions]
         for tokens in fed:
             source += [torch.tensor([prompt_end - 1]), torch.arange(row_start, row_start + tokens)]
             row_start += tokens
@@ -222,22 +221,22 @@ def pack(
         apart = slice(
             prompt_end, max([prompt_end, *(block.end for block in blocks if not block.joined)])
         )
-        seen = torch.cat(own)[: apart.stop - apart.start]
+        seen = torch.cat(row_positions)[: apart.stop - apart.start]
         pieces.append(PackedPiece(slice(at, prompt_end), blocks, apart, seen, tuple(fed)))
         at = row_start
     pairs = zip(prompts, experts, strict=False)
     chosen = [
         part
-        for prompt, of in pairs
-        for part in (of[0][: len(prompt)], *(row[len(prompt) :] for row in of))
+        for prompt, row_experts in pairs
+        for part in (row_experts[0][: len(prompt)], *(row[len(prompt) :] for row in row_experts))
     ]
-    places, which = torch.cat(source).unique(return_inverse=True)
+    places, inverse = torch.cat(source).unique(return_inverse=True)
     return PackedBatch(
         ids=torch.cat(ids)[None].to(device),
         positions=torch.cat(positions)[None].to(device),
         pieces=tuple(pieces),
         places=places.to(device),
-        source=which.to(device),
+        source=inverse.to(device),
         targets=torch.cat([response for responses in rows for response in responses]).to(device),
         longest=max(
             len(p) + len(r) - 1
@@ -251,9 +250,9 @@ def pack(
 def _blocks(
     start: int, prompt: int, lengths: Sequence[int], device: torch.device
 ) -> Iterable[AttentionBlock]:
-    """Blocks of the rows of a ``prompt`` of so many tokens, packed from ``start`` on, longest
-    first. Within a block no row is padded to more than twice its length. Rows without fed tokens
-    are in none."""
+    """Yield the blocks of the rows of a ``prompt`` of so many tokens, packed from ``start`` on,
+    longest first. Within a block no row is padded to more than twice its length. Rows without fed
+    tokens are in none."""
     first = 0
     count = sum(length > 0 for length in lengths)
     while first < count:
@@ -278,9 +277,9 @@ def shared_prompt_attention(
     attention_mask: torch.Tensor | None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention function for transformers over the micro-batch of a :class:`Feeding`: ``query`` [1,
-    H, S, D], ``key`` [1, KV heads, S, D], ``value`` [1, KV heads, S, E]. ``s_aux`` [H]: attention
-    sinks. Returns [1, S, H, E]."""
+    """Serve as transformers' attention function over the micro-batch of a :class:`Feeding`:
+    ``query`` [1, H, S, D], ``key`` [1, KV heads, S, D], ``value`` [1, KV heads, S, E]. ``s_aux``
+    [H]: attention sinks. Returns [1, S, H, E]."""
     feeding = state_of(module)
     sinks = options.get("s_aux")
     packed = feeding.packed
@@ -297,8 +296,8 @@ def attention(
     packed: PackedBatch,
     scores: Scores,
 ) -> torch.Tensor:
-    """Attention [S, H, E] of ``q`` [S, H, D] over ``k`` [S, KV heads, D] and ``v`` [S, KV heads,
-    E]."""
+    """Return the attention [S, H, E] of ``q`` [S, H, D] over ``k`` [S, KV heads, D] and ``v`` [S,
+    KV heads, E]."""
     return _SharedPromptAttention.apply(q, k, v, sinks, packed, scores)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -327,19 +326,20 @@ class _SharedPromptAttention(torch.autograd.Function):
             )
             for block in piece.blocks:
                 keys, values = (
-                    block.keys(x, own) for x, own in zip((k, v), of_prompt, strict=True)
+                    block.keys(x, prompt_part)
+                    for x, prompt_part in zip((k, v), of_prompt, strict=True)
                 )
-                found = attend(block.padded(q), keys, values, block.places(), scores)
+                outputs = attend(block.padded(q), keys, values, block.places(), scores)
                 out[block.start : block.end], total[block.start : block.end] = (
-                    block.packed(x) for x in found
+                    block.packed(x) for x in outputs
                 )
             if len(piece.positions):
-                found = attend(as_batch(q, piece.apart), *of_prompt, piece.positions, scores)
+                outputs = attend(as_batch(q, piece.apart), *of_prompt, piece.positions, scores)
                 put(
                     out,
                     total,
                     piece.apart,
-                    *merge(as_batch(out, piece.apart), as_batch(total, piece.apart), *found),
+                    *merge(as_batch(out, piece.apart), as_batch(total, piece.apart), *outputs),
                 )
         if sinks is not None:
             out, total = merge(out, total, None, sinks.to(total.dtype))
@@ -364,27 +364,29 @@ class _SharedPromptAttention(torch.autograd.Function):
             for block in piece.blocks:
                 g, queries, o, t = (block.padded(x) for x in of_queries)
                 seen = block.keys(k, keys), block.keys(v, values)
-                of_row, *found = attend_backward(
+                of_row, *to_keys_values = attend_backward(
                     g, queries, *seen, o, t, block.places(), ctx.scores
                 )
                 to_q[block.start : block.end] = block.packed(of_row)
-                for whole, part in zip((to_k, to_v), found, strict=True):
+                for whole, part in zip((to_k, to_v), to_keys_values, strict=True):
                     whole[block.start : block.end] = block.packed(part[:, :, block.joined :])
                 if block.joined:
-                    shared = (part[:, :, : block.joined].sum(0, keepdim=True) for part in found)
+                    shared = (
+                        part[:, :, : block.joined].sum(0, keepdim=True) for part in to_keys_values
+                    )
                     to_prompt = (
                         to_prompt[0],
                         *(a + b for a, b in zip(to_prompt[1:], shared, strict=True)),
                     )
             if len(piece.positions):
                 g, queries, o, t = (as_batch(x, piece.apart) for x in of_queries)
-                of_row, *found = attend_backward(
+                of_row, *to_keys_values = attend_backward(
                     g, queries, keys, values, o, t, piece.positions, ctx.scores
                 )
                 to_q[piece.apart] += of_row[0].transpose(0, 1)
                 to_prompt = (
                     to_prompt[0],
-                    *(a + b for a, b in zip(to_prompt[1:], found, strict=True)),
+                    *(a + b for a, b in zip(to_prompt[1:], to_keys_values, strict=True)),
                 )
             for whole, part in zip((to_q, to_k, to_v), to_prompt, strict=True):
                 whole[piece.prompt] = part[0].transpose(0, 1)
@@ -398,7 +400,7 @@ class _SharedPromptAttention(torch.autograd.Function):
 
 
 def as_batch(x: torch.Tensor, tokens: slice) -> torch.Tensor:
-    """``tokens`` of ``x`` [S, heads, …] as a batch of one row, [1, heads, n, …]."""
+    """Return ``tokens`` of ``x`` [S, heads, …] as a batch of one row, [1, heads, n, …]."""
     return x[tokens].transpose(0, 1)[None]
 
 

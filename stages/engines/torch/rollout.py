@@ -64,11 +64,9 @@ class TorchRolloutEngine:
     ``prefill_tokens``: padded tokens of one prefill forward at most; one prompt always fits.
     ``threads``: torch's CPU threads. ``accelerated`` (None: on an accelerator): decode steps are
     static and recorded, and the next token is launched before the newest one is read; responses are
-    the same.
-    ``packed`` (None: on a CPU that has it): weights are copied into the CPU's own layout;
-    :attr:`tensors` needs False.
-    ``context``: tokens of the longest sequence, by which a model with longrope takes its long
-    factors for all sequences; train engines of the run get the same.
+    the same. ``packed`` (None: on a CPU that has it): weights are copied into the CPU's own layout;
+    :attr:`tensors` needs False. ``context``: tokens of the longest sequence, by which a model with
+    longrope takes its long factors for all sequences; train engines of the run get the same.
     ``adapters``: the weights that the engine takes are those of adapters beside the model's linear
     layers; it begins with ``first`` of them, or zeros. ``routed_experts``: completions have the
     experts that the model's routers chose. Raises ``ValueError`` for a model that keeps its own
@@ -303,8 +301,8 @@ class TorchRolloutEngine:
     def _check(self, request: GroupRequest) -> None:
         check_request(request, vocabulary=self._decoder.vocabulary, context=self._context)
         if request.params.stop and not self._has_tokenizer:
-            wrong = f"stop is {request.params.stop}"
-            raise RequestRefused(request.group, "stop", wrong, "stop strings need a tokenizer")
+            problem = f"stop is {request.params.stop}"
+            raise RequestRefused(request.group, "stop", problem, "stop strings need a tokenizer")
 
     # -- run in the compute thread
     # ---------------------------------------------------------------------------------

@@ -38,18 +38,19 @@ class Rows:
     device: torch.device
 
     def packing(self, pieces: Sequence[Piece]) -> Callable[[], PackedBatch]:
-        """What packs a micro-batch of ``pieces``, which are of :attr:`groups`."""
+        """Return the function that packs a micro-batch of ``pieces``, which are of
+        :attr:`groups`."""
         rows = self.groups, self.responses, self.experts
         return partial(pack_pieces, pieces, self.device, *rows)
 
     def numbers(self, pieces: Sequence[Piece]) -> list[int]:
-        """The row numbers of a micro-batch."""
+        """Return the row numbers of a micro-batch."""
         return [self.groups[piece.group].rows[row] for piece in pieces for row in piece.rows]
 
 
 @dataclass(frozen=True, eq=False)
 class MiniBatch:
-    """What one optimizer step trains on."""
+    """The rows and micro-batches that one optimizer step trains on."""
 
     batch: TrainBatch
 
@@ -93,13 +94,13 @@ class TrainingStep:
 
         whole = algorithm.unit == "group"
         trained = train_batch.trained.tolist()
-        own = [
+        triples = [
             (group.number, place, trained[row])
             for group in rows.groups
             for place, row in zip(group.places, group.rows, strict=True)
         ]
         tokens: dict[int, dict[int, int]] = {}
-        for number, place, count in self._parallel.all_gather_rows(torch.tensor(own)).tolist():
+        for number, place, count in self._parallel.all_gather_rows(torch.tensor(triples)).tolist():
             tokens.setdefault(number, {})[place] = count
         cut = cut_mini_batches(tokens, algorithm.mini_batches, whole=whole)
         parts = []
@@ -112,7 +113,10 @@ class TrainingStep:
         least = algorithm.least_group_size if whole else 1
         mini_batches = []
         for places, part, plan, (fewest, most) in zip(cut, parts, plans, passes, strict=True):
-            counts = [[tokens[number][place] for place in of] for number, of in places.items()]
+            counts = [
+                [tokens[number][place] for place in group_places]
+                for number, group_places in places.items()
+            ]
             trained_rows = [sum(count > 0 for count in of_group) for of_group in counts]
             totals = {
                 "total_tokens": sum(map(sum, counts)),

@@ -46,8 +46,8 @@ Result = TypeVar("Result")
 
 
 def _repeatable(compute: Callable[..., Result]) -> Callable[..., Result]:
-    """Of an engine's methods: with its number of threads, which decides the order of sums, and
-    deterministic algorithms."""
+    """Wrap a method of an engine: it runs with the engine's number of threads, which decides the
+    order of sums, and deterministic algorithms."""
 
     @wraps(compute)
     def wrapped(self: TorchTrainEngine, *arguments: Any) -> Result:
@@ -68,26 +68,23 @@ class TorchTrainEngine:
     ``token_budget``: tokens fed to the model at once, which bounds the memory of activations; None:
     the whole batch is one micro-batch. ``grad_clip``: bound of the gradient's 2-norm, or None.
     ``weight_decay`` applies to matrices only, and to no bias of stacked experts. ``temperature``:
-    of the logprobs, that at which the responses were sampled.
-    ``threads``: torch's number of CPU threads, set at each call. On one device a step is
-    deterministic bit for bit, given the batch and the number of threads, whatever the order of the
-    batch's rows. The engine draws no random numbers.
+    of the logprobs, that at which the responses were sampled. ``threads``: torch's number of CPU
+    threads, set at each call. On one device a step is deterministic bit for bit, given the batch
+    and the number of threads, whatever the order of the batch's rows. The engine draws no random
+    numbers.
 
     ``kernels``: "plain" leaves norms and linear layers as the model has them, without faster
-    functions of the device.
-    ``compute``: dtype of the arithmetic and of :meth:`weights` (default: the model's). A lower one
-    than the model's is mixed precision: ``model`` becomes a copy in it, renewed after each step;
-    the weights that it had are the master weights, in whose dtype gradients are added up and
-    clipped and AdamW works. Checkpoints hold the master weights.
+    functions of the device. ``compute``: dtype of the arithmetic and of :meth:`weights` (default:
+    the model's). A lower one than the model's is mixed precision: ``model`` becomes a copy in it,
+    renewed after each step; the weights that it had are the master weights, in whose dtype
+    gradients are added up and clipped and AdamW works. Checkpoints hold the master weights.
 
     ``undoable``: keep what :meth:`undo` takes for batches of one optimizer step too.
 
     ``value_head``: train a linear layer too, whose output is ``TokenBatch.values``; checkpoints
-    hold it, exports do not.
-    ``context``: tokens of the longest sequence, by which a model with longrope takes its long
-    factors for all sequences.
-    ``vocabulary``: only so many of the first tokens have a probability; None: all that the model's
-    head has.
+    hold it, exports do not. ``context``: tokens of the longest sequence, by which a model with
+    longrope takes its long factors for all sequences. ``vocabulary``: only so many of the first
+    tokens have a probability; None: all that the model's head has.
 
     ``adapters``: freeze the model, and train low-rank matrices beside its linear layers. They alone
     are in :meth:`weights` and :meth:`state_dict`; an export is the merged model, and beside its
@@ -171,20 +168,20 @@ class TorchTrainEngine:
         add_value_head(self._optimizer, self.value_head, weight_decay)
 
     def shards(self) -> dict[str, torch.Tensor]:
-        """The weights that are trained, as this process holds them, by name, tied ones once: the
-        master weights where there are any."""
+        """Return the weights that are trained, as this process holds them, by name, tied ones once:
+        the master weights where there are any."""
         masters = {name: self.trained[name].detach() for name in self.parallel.copies}
         return local_weights(self.model) | masters
 
     def held(self) -> Iterator[torch.Tensor]:
-        """What this process holds beside :meth:`shards`: gradients, optimizer state, and the copies
-        of master weights."""
+        """Return the tensors that this process holds beside :meth:`shards`: gradients, optimizer
+        state, and the copies of master weights."""
         yield from training_state(self._optimizer)
         yield from (copy.detach() for copy in self.parallel.copies.values())
 
     @_repeatable
     def train_batch(self, batch: TensorDictBase, algorithm: AlgorithmLike) -> Mapping[str, float]:
-        """The algorithm's epochs and mini-batches; see
+        """Run the algorithm's epochs and mini-batches; see
         :class:`stages.engines.protocols.TrainEngine`. ``fed_tokens`` in the result counts the
         tokens that went through the model."""
         self._undo.forget()
@@ -296,7 +293,7 @@ class TorchTrainEngine:
     @torch.no_grad()
     @_repeatable
     def logprobs(self, batch: TensorDictBase) -> torch.Tensor:
-        """Logprobs of the response tokens, float32 jagged [B, T_i] on the CPU.
+        """Return the logprobs of the response tokens, float32 jagged [B, T_i] on the CPU.
 
         Each group is computed alone, so its bits do not depend on the other groups.
         """
@@ -309,11 +306,13 @@ class TorchTrainEngine:
         return self.parallel.weights()
 
     def state_dict(self) -> dict[str, Any]:
-        """The live tensors (not copies) of the model and of AdamW's moments, by parameter name,
-        tied ones once, and the numbers of optimizer steps and of train batches. Names and shapes do
-        not depend on the layout, nor on whether ``model`` is the master weights."""
-        own = [*self.parallel.copies, *self.value_head]
-        model = self.model.state_dict() | {name: self.trained[name].detach() for name in own}
+        """Return the live tensors (not copies) of the model and of AdamW's moments, by parameter
+        name, tied ones once, and the numbers of optimizer steps and of train batches. Names and
+        shapes do not depend on the layout, nor on whether ``model`` is the master weights."""
+        extra_names = [*self.parallel.copies, *self.value_head]
+        model = self.model.state_dict() | {
+            name: self.trained[name].detach() for name in extra_names
+        }
         once = {name for name, _ in self.model.named_parameters()}
         tied = {name for name, _ in self.model.named_parameters(remove_duplicate=False)} - once
         moments = {
@@ -323,9 +322,9 @@ class TorchTrainEngine:
             }
             for moment in ("exp_avg", "exp_avg_sq")
         }
-        left = model.keys() - self.trained.keys() if self.packed_model.adapters else tied
+        unsaved_names = model.keys() - self.trained.keys() if self.packed_model.adapters else tied
         return {
-            "model": {n: value for n, value in model.items() if n not in left},
+            "model": {n: value for n, value in model.items() if n not in unsaved_names},
             **moments,
             "step": self.step,
             "version": self.version,
@@ -333,14 +332,14 @@ class TorchTrainEngine:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises ValueError when ``state`` belongs to another model.
+        """Copy ``state``, whose tensors may be this engine's own, into the live tensors.
 
-        Its tensors may be this engine's own.
+        Raises ValueError when it belongs to another model.
         """
-        mine = self.state_dict()
-        _check_names(mine, state)
+        current = self.state_dict()
+        _check_names(current, state)
         for part in ("model", "exp_avg", "exp_avg_sq"):
-            for name, value in mine[part].items():
+            for name, value in current[part].items():
                 local_part(value).copy_(local_part(state[part][name]))
         renew(self.parallel.copies, self.trained)
         self.step = state["step"]

@@ -38,9 +38,8 @@ class WrittenAdapter:
 
 class VllmAdapters:
     """Brings adapters of ``options`` on ``model`` (a folder) in ``dtype`` to ``llm``, in the place
-    of :class:`VllmWeights`.
-    ``shared``: folder in shared memory of this engine alone. ``first``: the adapters that it begins
-    with (None: none)."""
+    of :class:`VllmWeights`. ``shared``: folder in shared memory of this engine alone. ``first``:
+    the adapters that it begins with (None: none)."""
 
     def __init__(
         self,
@@ -68,7 +67,8 @@ class VllmAdapters:
 
     @staticmethod
     def arguments(options: AdapterOptions) -> dict[str, Any]:
-        """What vLLM is started with: it has room for adapters of some ranks only."""
+        """Return the arguments that vLLM is started with: it has room for adapters of some ranks
+        only."""
         with extra("vllm"):
             from vllm.config.lora import MaxLoRARanks
 
@@ -77,7 +77,7 @@ class VllmAdapters:
 
     @property
     def request(self) -> Any:
-        """What each request names its adapter by."""
+        """Return the object by which each request names its adapter."""
         return self._vllm.LoRARequest(NAME, NUMBER, str(self._shared))
 
     async def start(self, llm: Any, version: int) -> None:
@@ -111,7 +111,7 @@ class VllmAdapters:
         return version
 
     def abandon(self) -> None:
-        """Does nothing: the adapters that were loaded before are unchanged."""
+        """Do nothing: the adapters that were loaded before are unchanged."""
 
     def close(self) -> None:
         shutil.rmtree(self._shared, ignore_errors=True)

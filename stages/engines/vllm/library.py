@@ -43,12 +43,12 @@ _STARTING = threading.Lock()  # all threads share the environment
 
 
 def import_vllm() -> Any:
-    """Returns a namespace of :data:`NAMES`, and ``counts_versions``: whether a response says which
+    """Return a namespace of :data:`NAMES`, and ``counts_versions``: whether a response says which
     weights made which of its tokens (vLLM 0.32). Raises ``EngineMissing`` when vLLM is not
     installed or is too old."""
     with vllm_environment(None):
         try:
-            found = {
+            namespace = {
                 name: getattr(importlib.import_module(module), name)
                 for name, module in NAMES.items()
             }
@@ -58,8 +58,8 @@ def import_vllm() -> Any:
                 "update_weight_version",
                 "get_weight_version",
             ):
-                getattr(found["AsyncLLM"], call)
-            found["counts_versions"] = hasattr(
+                getattr(namespace["AsyncLLM"], call)
+            namespace["counts_versions"] = hasattr(
                 importlib.import_module("vllm.outputs"), "WeightVersionSpan"
             )
         except (ImportError, AttributeError) as error:
@@ -67,11 +67,11 @@ def import_vllm() -> Any:
                 f"rollout.engine = 'vllm' needs vLLM {VERSIONS} ({error}); {install_vllm()} "
                 f"({ON_A_CPU})"
             ) from error
-    return type("Vllm", (), found)
+    return type("Vllm", (), namespace)
 
 
 def engine_arguments(vllm: Any, own: Mapping[str, Any], further: Mapping[str, Any]) -> Any:
-    """Returns vLLM's ``AsyncEngineArgs`` with an engine's ``own`` arguments and ``further`` ones of
+    """Return vLLM's ``AsyncEngineArgs`` with an engine's ``own`` arguments and ``further`` ones of
     ``rollout.vllm``. Raises ``ValueError`` for one that it does not have, or that is in ``own``."""
     own = {**own, "trust_remote_code": False}
     known = {field.name for field in dataclasses.fields(vllm.AsyncEngineArgs)}
@@ -91,8 +91,8 @@ def engine_arguments(vllm: Any, own: Mapping[str, Any], further: Mapping[str, An
 
 
 def ascend_config() -> dict[str, Any]:
-    """What vllm-ascend needs as ``additional_config``: its workers refuse new weights while their
-    matrices are in the layout FRACTAL_NZ. Empty where it is not installed."""
+    """Return the ``additional_config`` that vllm-ascend needs: its workers refuse new weights while
+    their matrices are in the layout FRACTAL_NZ. Empty where it is not installed."""
     return {"weight_nz_mode": 0} if is_installed("vllm_ascend") else {}
 
 

@@ -53,9 +53,9 @@ class VllmRolloutEngine:
     """A :class:`~stages.engines.protocols.RolloutEngine` over vLLM's ``AsyncLLM``.
 
     ``model``: folder in Hugging Face format. ``shared``: folder in shared memory, of this engine
-    alone, for new weights.
-    ``max_rows``: rows that decode at once. ``filters``: requests will use top-k or top-p; vLLM then
-    gives logprobs before temperature only, so such requests need temperature 0 or 1.
+    alone, for new weights. ``max_rows``: rows that decode at once. ``filters``: requests will use
+    top-k or top-p; vLLM then gives logprobs before temperature only, so such requests need
+    temperature 0 or 1.
 
     ``pause``: what a swap does with rows in flight. ``keep`` holds them in vLLM; ``abort`` aborts
     them and requests the rest afterwards. ``kv_cache`` (with ``keep``): rows go on with the keys
@@ -63,14 +63,13 @@ class VllmRolloutEngine:
     always does).
 
     ``kv_cache_bytes``: memory for keys and values; None lets vLLM take ``gpu_memory_utilization``
-    of the device.
-    ``max_model_len``: tokens of prompt and response together (None: the model's limit).
-    ``block_size``: tokens of a KV block; rows of a group share whole blocks of their prompt (None:
-    vLLM's default, 128 on the CPU). ``threads``: CPU threads. ``transfer_timeout``: seconds for new
-    weights to reach vLLM's workers. ``adapters``: the weights that the engine takes are those of
-    adapters on the model, ``first`` of them at its start (None: zeros). ``sampled``: tokens from it
-    on pad the head and are never sampled (with ``filters``, logprobs count them). ``arguments``:
-    further engine arguments.
+    of the device. ``max_model_len``: tokens of prompt and response together (None: the model's
+    limit). ``block_size``: tokens of a KV block; rows of a group share whole blocks of their prompt
+    (None: vLLM's default, 128 on the CPU). ``threads``: CPU threads. ``transfer_timeout``: seconds
+    for new weights to reach vLLM's workers. ``adapters``: the weights that the engine takes are
+    those of adapters on the model, ``first`` of them at its start (None: zeros). ``sampled``:
+    tokens from it on pad the head and are never sampled (with ``filters``, logprobs count them).
+    ``arguments``: further engine arguments.
 
     Raises ``EngineMissing``, and what vLLM raises for a model that it cannot serve.
     """
@@ -117,7 +116,7 @@ class VllmRolloutEngine:
         # cleared during a swap: rows wait before they request again
         self._swapped = asyncio.Event()
         self._swapped.set()
-        own: dict[str, Any] = dict(
+        fixed_arguments: dict[str, Any] = dict(
             model=str(model),
             dtype=str(dtype).removeprefix("torch."),
             max_model_len=max_model_len,
@@ -137,7 +136,7 @@ class VllmRolloutEngine:
         )
         with vllm_environment(threads):
             self._llm = self._vllm.AsyncLLM.from_engine_args(
-                engine_arguments(self._vllm, own, arguments or {})
+                engine_arguments(self._vllm, fixed_arguments, arguments or {})
             )
         self.context: int = self._llm.model_config.max_model_len
         self._vocabulary = self._llm.model_config.get_vocab_size()
@@ -228,7 +227,7 @@ class VllmRolloutEngine:
                 max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False
             )
             prompt = {"prompt_token_ids": ids, "cache_salt": str(self._version)}
-            found: list[Any] = []
+            prompt_logprobs: list[Any] = []
             if self._paused:
                 await self._llm.resume_generation()
             try:
@@ -237,11 +236,11 @@ class VllmRolloutEngine:
                     self._llm.generate(*asked, lora_request=self._weights.request)
                 ) as outputs:
                     async for output in outputs:
-                        found = found or output.prompt_logprobs or []
+                        prompt_logprobs = prompt_logprobs or output.prompt_logprobs or []
             finally:
                 if self._paused:
                     await self._llm.pause_generation(mode="keep", clear_cache=False)
-        after = zip(ids[len(prompt_ids) :], found[len(prompt_ids) :], strict=True)
+        after = zip(ids[len(prompt_ids) :], prompt_logprobs[len(prompt_ids) :], strict=True)
         return torch.tensor(
             [position[token].logprob for token, position in after], dtype=torch.float32
         )

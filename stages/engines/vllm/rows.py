@@ -39,9 +39,8 @@ class VllmRow(ResponseInProgress):
 
     def add(self, piece: Any, asked: int, version: int, counts_versions: bool) -> None:
         """Append ``piece`` of vLLM's output, to a request that was made at the version ``asked``;
-        it is ``version`` now.
-        ``counts_versions``: the last piece has the versions of all tokens. Where vLLM does not
-        count, those that arrive at a version were made by it."""
+        it is ``version`` now. ``counts_versions``: the last piece has the versions of all tokens.
+        Where vLLM does not count, those that arrive at a version were made by it."""
         made_by: int | None = version
         if not counts_versions:
             self.add_version(version, len(piece.token_ids))
@@ -115,18 +114,18 @@ def check_request(
         fix = "top_k and top_p need an engine made with filters=True"
         raise refused("top_p" if params.top_p < 1 else "top_k", f"{params}", fix)
     if 0 < params.temperature < LEAST_VLLM:
-        wrong = (
+        problem = (
             f"temperature is {params.temperature:g}, which vLLM would change to {LEAST_VLLM:g} or "
             f"to 0"
         )
-        raise refused("temperature", wrong, f"give 0, or {LEAST_VLLM:g} at least")
+        raise refused("temperature", problem, f"give 0, or {LEAST_VLLM:g} at least")
     if filters and params.temperature not in (0.0, 1.0):
         fix = "an engine made with filters=True gives logprobs at temperature 0 or 1"
         raise refused("temperature", f"{params}", fix)
 
 
 def sampling_params(vllm: Any, row: VllmRow) -> Any:
-    """Returns vLLM's ``SamplingParams`` for the rest of ``row``."""
+    """Return vLLM's ``SamplingParams`` for the rest of ``row``."""
     params = row.request.params
     begun = len(row.tokens)
     return vllm.SamplingParams(
@@ -148,7 +147,7 @@ def sampling_params(vllm: Any, row: VllmRow) -> Any:
 
 
 def seed_of(seed: int, place: int, begun: int) -> int:
-    """Seed of vLLM's random generator for the tokens from ``begun`` on of the response at
-    ``place``."""
+    """Return the seed of vLLM's random generator for the tokens from ``begun`` on of the response
+    at ``place``."""
     digest = hashlib.blake2b(f"{seed} {place} {begun}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -93,7 +93,7 @@ class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._buffers = saved_buffers(self.model_config.model, self._kind)
 
     def start_weight_update(self) -> None:
-        """Does nothing: the model is unchanged until the bytes have been verified."""
+        """Do nothing: the model is unchanged until the bytes have been verified."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         self.receive_weights(self.parse_update_info(update_info))
@@ -163,7 +163,7 @@ class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
                 method.moe_kernel = None
 
     def finish_weight_update(self) -> None:
-        """Does nothing: ``update_weights`` has loaded the weights."""
+        """Do nothing: ``update_weights`` has loaded the weights."""
 
     def shutdown(self) -> None:
         if hasattr(self, "_store"):

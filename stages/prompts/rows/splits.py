@@ -57,7 +57,8 @@ class DataFiles:
 
 
 def describe_left_out(counts: dict[str, int]) -> str:
-    """
+    """Say which splits are left out, as the end of a sentence.
+
     >>> describe_left_out({"test": 2}), describe_left_out({})
     ("; left out: split 'test' (2 files)", '')
     """
@@ -96,7 +97,7 @@ def data_files(
     splits = by_split(top, sorted(files))
     chosen = choose_split(str(path), split, splits)
     assert chosen is not None
-    others = {name: len(of) for name, of in splits.items() if name != chosen}
+    others = {name: len(split_files) for name, split_files in splits.items() if name != chosen}
     return DataFiles(tuple(splits[chosen]), chosen if others or split else None, others)
 
 
@@ -111,20 +112,20 @@ def by_split(folder: Path, files: Iterable[Path]) -> dict[str, list[Path]]:
         for file, parts in paths.items()
         if len(parts) == 2 and parts[0] == "data"
     }
-    found: dict[str, list[Path]] = {}
+    splits: dict[str, list[Path]] = {}
     for file, shard in shards.items():
         if shard:
-            found.setdefault(shard[1], []).append(file)
+            splits.setdefault(shard[1], []).append(file)
     for patterns, part_of in ((IN_FOLDER, slice(-1)), (IN_FILE, slice(-1, None))):
-        if found:
-            return found
+        if splits:
+            return splits
         for split, pattern in patterns.items():
-            of = [
+            split_files = [
                 file for file, parts in paths.items() if any(map(pattern.fullmatch, parts[part_of]))
             ]
-            if of:
-                found[split] = of
-    return found or {TRAIN: list(paths)}
+            if split_files:
+                splits[split] = split_files
+    return splits or {TRAIN: list(paths)}
 
 
 def choose_split(path: str, split: str | None, splits: Collection[str] | None) -> str | None:
@@ -136,7 +137,7 @@ def choose_split(path: str, split: str | None, splits: Collection[str] | None) -
         return None
     if (name := split or TRAIN) not in splits:
         default = "" if split else f"which means {TRAIN!r}, "
-        wrong = f"{default}is not in {path}"
+        problem = f"{default}is not in {path}"
         fix = f"use one of {sorted(splits)}"
-        raise PromptError(wrong, fix, "prompts.split", split)
+        raise PromptError(problem, fix, "prompts.split", split)
     return name

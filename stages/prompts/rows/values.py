@@ -80,7 +80,8 @@ def plain_row(
 
 
 def describe(changes: Changes) -> list[str]:
-    """
+    """Return a sentence for each change of a column's values.
+
     >>> describe({"when": {"datetime": "an ISO 8601 text"}})
     ["column 'when': a value of type datetime becomes an ISO 8601 text"]
     """
@@ -148,8 +149,10 @@ def _integer(value: int) -> int:
 
 
 def _text(value: str) -> str:
-    """Raises NotPlain for a text that UTF-8 cannot write: JSON can hold half of a surrogate
-    pair."""
+    """Return ``value``.
+
+    Raises NotPlain for a text that UTF-8 cannot write: JSON can hold half of a surrogate pair.
+    """
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -206,7 +209,8 @@ def _moment(value: Any, changes: dict[str, str]) -> str | None:
 
 
 def _duration(nanoseconds: int) -> str:
-    """
+    """Return an ISO 8601 duration.
+
     >>> _duration(93_784_500_000_000), _duration(-60 * 10**9), _duration(0)
     ('P1DT2H3M4.5S', '-PT1M', 'PT0S')
     """

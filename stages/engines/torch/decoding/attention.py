@@ -31,7 +31,7 @@ class PrefillStep:
 
 @dataclass(frozen=True)
 class SharedPrompts:
-    """Which of R rows share which of g prompts, at most n rows a prompt."""
+    """The prompts that rows share: R rows, g prompts, at most n rows a prompt."""
 
     members: torch.Tensor  # int64 [g, n]: rows of each prompt, padded with 0
     place: torch.Tensor  # int64 [R]: index of each row in the flattened members
@@ -55,23 +55,24 @@ class DecodeStep:
         return cls(sharing, torch.arange(len(own), device=own.device), own, longest)
 
     def bias(self, window: int | None) -> torch.Tensor:
-        """float32 [R, 1, 1, P + L]: 0, or -inf where a key is masked, also beyond ``window``.
+        """Return float32 [R, 1, 1, P + L]: 0, or -inf where a key is masked, also beyond
+        ``window``.
 
         Computed on the device, once a window, without a synchronisation.
         """
         if window not in self.biases:
             sharing = self.sharing
-            own = self.own[:, None]
+            newest = self.own[:, None]
             device = self.own.device
             lengths = sharing.prompt_lengths[:, None]
             columns = torch.arange(max(sharing.longest, self.longest), device=device)[None]
             of_prompt = columns[:, : sharing.longest]
             of_own = columns[:, : self.longest]
             prompt_part = of_prompt >= lengths
-            own_part = of_own > own
+            own_part = of_own > newest
             if window is not None:
-                prompt_part |= of_prompt <= lengths + own - window
-                own_part |= of_own <= own - window
+                prompt_part |= of_prompt <= lengths + newest - window
+                own_part |= of_own <= newest - window
             hidden = torch.cat([prompt_part, own_part], 1)
             bias = torch.zeros(hidden.shape, device=device).masked_fill_(hidden, -torch.inf)
             self.biases[window] = bias[:, None, None]
@@ -102,7 +103,7 @@ class TwoPartAttention:
         self.grown += 1
 
     def nbytes(self) -> int:
-        """Bytes of the keys and values that the pools have room for."""
+        """Return the number of bytes of the keys and values that the pools have room for."""
         return sum(
             kv.untyped_storage().nbytes()
             for pool in (self.prompts, self.rows)
@@ -169,7 +170,7 @@ class TwoPartAttention:
     ) -> torch.Tensor:
         scores, sinks = self.layers[layer]
         sharing = step.sharing
-        (g, n), shared, own, rows = (
+        (g, n), longest_prompt, longest_row, rows = (
             sharing.members.shape,
             sharing.longest,
             step.longest,
@@ -177,8 +178,8 @@ class TwoPartAttention:
         )
         heads = key.shape[1]
         width = query.shape[1] // key.shape[1]
-        keys, values = self._room(self.rows, layer, rows, own, key, value)
-        prompt_keys, prompt_values = self._room(self.prompts, layer, g, shared, key, value)
+        keys, values = self._room(self.rows, layer, rows, longest_row, key, value)
+        prompt_keys, prompt_values = self._room(self.prompts, layer, g, longest_prompt, key, value)
         keys[step.rows, :, step.own] = key
         values[step.rows, :, step.own] = value
 
@@ -198,9 +199,11 @@ class TwoPartAttention:
         # bmm of [heads of all rows or prompts, …]: matmul would take as long as it before it calls
         # it, with one row.
         q = (query * scores.scaling).view(rows, heads, width, -1)
-        of_prompt = by_row(torch.bmm(by_prompt(q), _flat(prompt_keys, g, shared).transpose(1, 2)))
-        of_own = torch.bmm(q.flatten(0, 1), _flat(keys, rows, own).transpose(1, 2)).view(
-            rows, heads, width, own
+        of_prompt = by_row(
+            torch.bmm(by_prompt(q), _flat(prompt_keys, g, longest_prompt).transpose(1, 2))
+        )
+        of_own = torch.bmm(q.flatten(0, 1), _flat(keys, rows, longest_row).transpose(1, 2)).view(
+            rows, heads, width, longest_row
         )
         weights = torch.cat([of_prompt, of_own], -1).float()
         if scores.softcap is not None:
@@ -211,16 +214,20 @@ class TwoPartAttention:
             weights = torch.cat([weights, sink], -1).softmax(-1)[..., :-1].to(q.dtype)
         else:
             weights = weights.softmax(-1).to(q.dtype)
-        out = torch.bmm(weights[..., shared:].flatten(0, 1), _flat(values, rows, own))
-        of_prompt = torch.bmm(by_prompt(weights[..., :shared]), _flat(prompt_values, g, shared))
+        out = torch.bmm(
+            weights[..., longest_prompt:].flatten(0, 1), _flat(values, rows, longest_row)
+        )
+        of_prompt = torch.bmm(
+            by_prompt(weights[..., :longest_prompt]), _flat(prompt_values, g, longest_prompt)
+        )
         return out.view(rows, -1).add_(by_row(of_prompt).flatten(1))
 
     def _room(
         self, pool: Pool, layer: int, slots: int, tokens: int, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The layer's keys and values with room for ``slots`` × ``tokens`` like ``k`` and ``v``
-        [any, KV heads, …, D], grown by copying where needed. New room is zero: a masked value is
-        multiplied by probability 0 and must be finite."""
+        """Return the layer's keys and values with room for ``slots`` × ``tokens`` like ``k`` and
+        ``v`` [any, KV heads, …, D], grown by copying where needed. New room is zero: a masked value
+        is multiplied by probability 0 and must be finite."""
         have = pool.get(layer)
         if have is not None and have[0].shape[0] >= slots and have[0].shape[2] >= tokens:
             return have
@@ -240,12 +247,12 @@ class TwoPartAttention:
 
 
 def _flat(pool: torch.Tensor, slots: int, tokens: int) -> torch.Tensor:
-    """The first ``tokens`` of the first ``slots`` as [slots * KV heads, tokens, D], without a
-    copy."""
+    """Return the first ``tokens`` of the first ``slots`` as [slots * KV heads, tokens, D], without
+    a copy."""
     return pool.flatten(0, 1)[: slots * pool.shape[1], :tokens]
 
 
 def _grow(need: int, have: int, step: int) -> int:
-    """Room for ``need``, in multiples of ``step``: at least half more than ``have``, so that growth
-    copies little."""
+    """Return room for ``need``, in multiples of ``step``: at least half more than ``have``, so that
+    growth copies little."""
     return have if need <= have else max(-(-need // step) * step, have + have // 2)

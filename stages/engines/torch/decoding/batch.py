@@ -162,11 +162,14 @@ class ContinuousBatch:
             self._leave_queue(row.group)
         first = len(self.rows) - len(started)
         try:
-            made: Sequence[Made | Exception] = _read(self._draw(started, torch.stack(logits)))
+            results: Sequence[Made | Exception] = _read(self._draw(started, torch.stack(logits)))
         except Exception as error:
             _warn_of_one_by_one(error)
-            made = [self._draw_alone(row, own) for row, own in zip(started, logits, strict=True)]
-        self._append(first, made)
+            results = [
+                self._draw_alone(row, row_logits)
+                for row, row_logits in zip(started, logits, strict=True)
+            ]
+        self._append(first, results)
         self._deliver_ended()
         return True
 
@@ -240,8 +243,8 @@ class ContinuousBatch:
             launched = self._draw(self.rows, self.decoder.decode(fed), unread=1 if before else 0)
         except Exception as error:
             _warn_of_one_by_one(error)
-            for own, length in zip(self.decoder.rows, cached, strict=True):
-                own.length = length
+            for decoder_row, length in zip(self.decoder.rows, cached, strict=True):
+                decoder_row.length = length
             self.read_launched()
             self._decode_each()
             return
@@ -270,8 +273,8 @@ class ContinuousBatch:
         return self._draw_alone(row, logits[0])
 
     def _next_may_end(self) -> bool:
-        """Whether the launched token may be a row's last one; then nothing is launched beyond
-        it."""
+        """Return whether the launched token may be a row's last one; then nothing is launched
+        beyond it."""
         return any(len(row.tokens) + 1 >= row.request.params.max_tokens for row in self.rows)
 
     def _draw(self, rows: Sequence[ResponseRow], logits: torch.Tensor, unread: int = 0) -> Drawn:
@@ -286,10 +289,10 @@ class ContinuousBatch:
         Returns the error with which that fails.
         """
         try:
-            (made,) = _read(self._draw([row], logits[None].clone()))
+            (result,) = _read(self._draw([row], logits[None].clone()))
         except Exception as error:
             return error
-        return made
+        return result
 
     def _append(self, first: int, made: Sequence[Made | Exception]) -> bool:
         """Append the ``made`` tokens to the rows from number ``first`` on that have not ended.
@@ -298,11 +301,11 @@ class ContinuousBatch:
         """
         ended = False
         streamed = dict[int, tuple[Submission, list[Token]]]()
-        for row, one in zip(self.rows[first:], made, strict=True):
+        for row, result in zip(self.rows[first:], made, strict=True):
             if row.done:
                 continue
             try:
-                token = self._extend(row, one)
+                token = self._extend(row, result)
             except Exception as error:
                 row.failure = error
             else:
@@ -327,7 +330,7 @@ class ContinuousBatch:
         row.ended = self._finish_reason(row)
         likeliest = list(zip(others, logprobs, strict=True))[: row.submission.alternatives or 0]
         # tokens that pad the head have no probability
-        possible = tuple(one for one in likeliest if one[1] > -math.inf)
+        possible = tuple(alternative for alternative in likeliest if alternative[1] > -math.inf)
         return Token(row.request.group, row.place, token, logprob, self.version, possible)
 
     def _deliver_ended(self) -> None:
@@ -366,7 +369,7 @@ class ContinuousBatch:
         return "cut" if params.budget and len(row.tokens) - row.begun >= params.budget else None
 
     def _has_stop_string(self, row: ResponseRow, *, whole: bool) -> bool:
-        """Whether the text of ``row`` has one of its stop strings.
+        """Return whether the text of ``row`` has one of its stop strings.
 
         ``whole``: no more tokens follow.
         """

@@ -93,11 +93,11 @@ class TorchDecoder:
     All calls but those of ``weights.check`` and ``weights.prepare`` come from one thread.
     ``static``: decode steps have few sizes and are recorded where the device can. ``packed``:
     weights are copied into oneDNN's layout (None: on a CPU that has it). ``context``: see
-    :func:`~stages.engines.torch.attention_interface.fix_rope`.
-    ``adapters``: computed beside the linear layers, and zero at first. ``routed_experts``: record
-    in ``routing`` the experts of each token of the last forward, uint8 or int16 [T, layers *
-    top-k]. ``sampled``: tokens from this number on, which pad the head, have no probability. Raises
-    ``ValueError`` for a model that keeps its own attention, or cannot have the adapters.
+    :func:`~stages.engines.torch.attention_interface.fix_rope`. ``adapters``: computed beside the
+    linear layers, and zero at first. ``routed_experts``: record in ``routing`` the experts of each
+    token of the last forward, uint8 or int16 [T, layers * top-k]. ``sampled``: tokens from this
+    number on, which pad the head, have no probability. Raises ``ValueError`` for a model that keeps
+    its own attention, or cannot have the adapters.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class TorchDecoder:
         return handles, logits
 
     def score(self, prompt_ids: torch.Tensor, response_ids: torch.Tensor) -> torch.Tensor:
-        """Returns float32 [T, V] logits that predict each of ``response_ids`` [T] after
+        """Return float32 [T, V] logits that predict each of ``response_ids`` [T] after
         ``prompt_ids``."""
         ids = torch.cat([prompt_ids, response_ids[:-1]]).cpu()
         positions = torch.arange(len(ids))
@@ -234,11 +234,11 @@ class TorchDecoder:
             longest = -(-longest // ROOM_TOKENS) * ROOM_TOKENS
         if self._sharing is None or len(self._sharing.place) != rows:
             self._sharing = self._share(rows)
-        own = self._put(torch.tensor([row.length for row in self.rows] + [0] * (rows - count)))
+        lengths = self._put(torch.tensor([row.length for row in self.rows] + [0] * (rows - count)))
         newest = torch.zeros(rows, dtype=torch.int64, device=self.device)
         newest[:count] = self._put(torch.as_tensor(tokens))
         step = self._decode_recorded if self._static else self._decode_step
-        logits = step(newest, own, self._sharing, longest)[:count]
+        logits = step(newest, lengths, self._sharing, longest)[:count]
         self.routing = None if self.routing is None else self.routing[:count]
         for row in self.rows:
             row.length += 1
@@ -288,7 +288,7 @@ class TorchDecoder:
 
     @contextmanager
     def alone(self, row: int) -> Iterator[None]:
-        """Within it the batch is row number ``row`` alone.
+        """Reduce the batch to row number ``row`` inside the context.
 
         No static step: its padding would overwrite other rows.
         """
@@ -331,7 +331,7 @@ class TorchDecoder:
 
     @property
     def fused(self) -> bool:
-        """Whether q, k and v are one tensor, and gate and up another."""
+        """Return whether q, k and v are one tensor, and gate and up another."""
         return self._llama is not None
 
     # -- inside
@@ -343,7 +343,7 @@ class TorchDecoder:
     def _forward(
         self, ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | None
     ) -> torch.Tensor:
-        """Returns float32 [K, V] logits of the tokens ``keep`` of ``ids`` [T] (None: of all)."""
+        """Return float32 [K, V] logits of the tokens ``keep`` of ``ids`` [T] (None: of all)."""
         if self._llama is not None:
             attend = self.attention.attend
             return self._masked(
@@ -359,13 +359,13 @@ class TorchDecoder:
         return self._masked(out.logits[0].float())
 
     def _masked(self, logits: torch.Tensor) -> torch.Tensor:
-        """``logits`` [K, V], overwritten: no token that pads the head is sampled."""
+        """Return ``logits`` [K, V], overwritten: no token that pads the head is sampled."""
         if self._sampled is not None:
             logits[:, self._sampled :] = -torch.inf
         return logits
 
     def _share(self, count: int) -> SharedPrompts:
-        """Index tensors for the rows, and for rows that pad a static step to ``count``."""
+        """Return index tensors for the rows, and for rows that pad a static step to ``count``."""
         members: list[list[int]] = [[] for _ in self.prompts]
         for number, row in enumerate(self.rows):
             members[row.prompt.slot].append(number)
@@ -448,7 +448,7 @@ class TorchDecoder:
 
 
 def _size(need: int, least: int) -> int:
-    """Returns the size of a static step for ``need``: ``least`` times the smallest sufficient power
+    """Return the size of a static step for ``need``: ``least`` times the smallest sufficient power
     of two."""
     while least < need:
         least *= 2
@@ -463,7 +463,8 @@ def _two_part_attention(
     attention_mask: torch.Tensor | None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention function that transformers calls in the forward of a :class:`TorchDecoder`."""
+    """Serve as the attention function that transformers calls in the forward of a
+    :class:`TorchDecoder`."""
     attention: TwoPartAttention = state_of(module)
     layer: int = module.layer_idx  # type: ignore[assignment]
     attention.layers[layer] = Scores.of(query, options), options.get("s_aux")

@@ -26,7 +26,7 @@ PACK_ROWS = 64
 
 @functools.cache
 def can_pack_in(dtype: torch.dtype) -> bool:
-    """Whether oneDNN packs weights of ``dtype`` on this CPU: bfloat16 needs AVX-512 or
+    """Return whether oneDNN packs weights of ``dtype`` on this CPU: bfloat16 needs AVX-512 or
     AVX-NE-CONVERT."""
     try:
         torch.ops.mkldnn._reorder_linear_weight(torch.zeros(16, 16, dtype=dtype), PACK_ROWS)
@@ -41,8 +41,8 @@ Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Where parameters are kept: ``holder.attribute`` has the tensor that ``build`` makes from the
-    parameters ``names``."""
+    """The place where parameters are kept: ``holder.attribute`` has the tensor that ``build`` makes
+    from the parameters ``names``."""
 
     names: tuple[str, ...]
     holder: Any
@@ -53,8 +53,8 @@ class Place:
 class PackedLinear(nn.Module):
     """Linear layers with the same input, joined to one weight in oneDNN's blocked layout (CPU
     only). ``dtype`` (None: the layers'): of the weight, the input and the output. The layers' own
-    weights are freed, unless ``shared`` by others.
-    ``adapter``: whose output is added (``decoding.weights``)."""
+    weights are freed, unless ``shared`` by others. ``adapter``: whose output is added
+    (``decoding.weights``)."""
 
     adapter: Any = None
 
@@ -82,7 +82,7 @@ class PackedLinear(nn.Module):
             layer.weight.data = part.to(layer.weight.dtype)
 
     def forward(self, hidden: torch.Tensor, after: str = "none") -> torch.Tensor:
-        """``after``: "none", or "swish" of what is returned."""
+        """Return the linear layers' output. ``after``: "none", or "swish" of what is returned."""
         if self.adapter is None:
             return torch.ops.mkldnn._linear_pointwise(hidden, self.packed, self.bias, after, [], "")
         out = self._adapted(
@@ -92,7 +92,7 @@ class PackedLinear(nn.Module):
         return nn.functional.silu(out, inplace=True) if after == "swish" else out
 
     def then(self, operation: str, hidden: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        """``self(hidden)``, then ``add`` or ``mul`` with ``other`` in the same pass."""
+        """Return ``self(hidden)``, then ``add`` or ``mul`` with ``other`` in the same pass."""
         if self.adapter is not None and operation == "mul":
             return self(hidden).mul_(other)
         out = torch.ops.mkldnn._linear_pointwise.binary(
@@ -111,7 +111,7 @@ class PackedLinear(nn.Module):
         return torch.ops.mkldnn._reorder_linear_weight(self.join(weights), PACK_ROWS)
 
     def places(self, names: Mapping[int, str]) -> Iterator[Place]:
-        """Where its parameters are kept; ``names`` has their names by id."""
+        """Return the places of its parameters; ``names`` has their names by id."""
         yield Place(
             tuple(names[id(layer.weight)] for layer in self.layers), self, "packed", self.pack
         )
@@ -123,8 +123,7 @@ class PackedLinear(nn.Module):
 
 class JoinedLinear:
     """Linear layers with the same input as one weight in torch's layout. The modules' parameters
-    become views of it.
-    ``adapter``: as in :class:`PackedLinear`."""
+    become views of it. ``adapter``: as in :class:`PackedLinear`."""
 
     adapter: Any = None
 
@@ -176,8 +175,8 @@ class _Layer:
         self.heads = attention.q_proj.out_features // self.width
 
     def gated(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``silu(gate(x)) * up(x)``: activation and product inside the packed matmuls, or one
-        joined matmul."""
+        """Return ``silu(gate(x)) * up(x)``: activation and product inside the packed matmuls, or
+        one joined matmul."""
         if len(self.gates) == 2:
             gate, up = self.gates
             return up.then("mul", hidden, gate(hidden, "swish"))
@@ -214,8 +213,8 @@ class LlamaForward:
     def __call__(
         self, ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | None, attend: Attend
     ) -> torch.Tensor:
-        """Logits [K, V] of the tokens ``keep`` (all when None) among ``ids`` int64 [T] at
-        ``positions`` [T]."""
+        """Return the logits [K, V] of the tokens ``keep`` (all when None) among ``ids`` int64 [T]
+        at ``positions`` [T]."""
         hidden = nn.functional.embedding(ids, self.embedding.weight)
         angles = positions[:, None, None].float() * self.frequencies
         cos = (angles.cos() * self.amplitude).to(hidden.dtype)
@@ -239,7 +238,7 @@ class LlamaForward:
         return self.head(_normed(self.norm, hidden).to(self.head_dtype))
 
     def linears(self) -> list[Any]:
-        """Every :class:`PackedLinear` or :class:`JoinedLinear`."""
+        """Return every :class:`PackedLinear` or :class:`JoinedLinear`."""
         linears = [
             linear
             for layer in self.layers
@@ -249,17 +248,17 @@ class LlamaForward:
 
 
 def own_places(modules: Iterable[nn.Module], names: Mapping[int, str]) -> list[Place]:
-    """Where the modules' own parameters are kept; shared parameters once."""
-    found = {
+    """Return the places of the modules' own parameters; shared parameters once."""
+    places = {
         id(parameter): Place((names[id(parameter)],), module, attribute, copied)
         for module in modules
         for attribute, parameter in module.named_parameters(recurse=False)
     }
-    return list(found.values())
+    return list(places.values())
 
 
 def copied(weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A copy of the one weight."""
+    """Return a copy of the one weight."""
     (weight,) = weights
     return weight.clone()
 
@@ -269,8 +268,8 @@ def _normed(norm: Any, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def is_llama(model: Any) -> bool:
-    """Whether the modules of ``model`` that have parameters are those of a Llama: no parameter is
-    left out of the forward. The caller compares what is computed between them."""
+    """Return whether the modules of ``model`` that have parameters are those of a Llama: no
+    parameter is left out of the forward. The caller compares what is computed between them."""
     body = getattr(model, "model", None)
     head = getattr(model, "lm_head", None)
     rotary = getattr(body, "rotary_emb", None)

@@ -33,8 +33,7 @@ class PendingGroup:
 @dataclass(eq=False)
 class Submission:
     """One call of ``generate`` or ``stream``: the loop, and the queue for its completions and, of a
-    stream, tokens.
-    ``alternatives``: to each token; None: it is no stream."""
+    stream, tokens. ``alternatives``: to each token; None: it is no stream."""
 
     loop: asyncio.AbstractEventLoop
     results: asyncio.Queue[Token | Completion | Exception]

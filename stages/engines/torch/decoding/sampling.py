@@ -34,7 +34,7 @@ class Drawn:
         )
 
     def read(self) -> tuple[list[list[int]], list[list[float]]]:
-        """Returns of each row its token and the alternatives, and their logprobs.
+        """Return of each row its token and the alternatives, and their logprobs.
 
         Those of a row with logits that were not finite are NaN, since an earlier check would wait
         for the device.
@@ -44,7 +44,7 @@ class Drawn:
 
 
 def uniform(seed: int, place: int, index: int) -> float:
-    """Returns the number in [0, 1) that token ``index`` of response ``place`` is drawn with: a hash
+    """Return the number in [0, 1) that token ``index`` of response ``place`` is drawn with: a hash
     of the arguments alone. It has 52 bits, so that scaling never rounds it up to the end of a
     range."""
     digest = hashlib.blake2b(f"{seed} {place} {index}".encode(), digest_size=8).digest()
@@ -88,17 +88,19 @@ def draw(
         if likeliest is not None:
             tokens = torch.where(devices.put(torch.tensor(greedy), device), likeliest, tokens)
     # Softmax makes NaN of a row with a logit that is NaN or infinite.
-    own = tokens[:, None]
+    index = tokens[:, None]
     if exact is None:
-        return Drawn(tokens, own, weights.gather(-1, own).log())
+        return Drawn(tokens, index, weights.gather(-1, index).log())
     top = exact.topk(min(alternatives, exact.shape[1]))
     return Drawn(
-        tokens, torch.cat([own, top.indices], 1), torch.cat([exact.gather(-1, own), top.values], 1)
+        tokens,
+        torch.cat([index, top.indices], 1),
+        torch.cat([exact.gather(-1, index), top.values], 1),
     )
 
 
 def keep_from(weights: torch.Tensor, top_k: Sequence[int], top_p: Sequence[float]) -> torch.Tensor:
-    """Returns the least weight [R] that top-k and then top-p keep of ``weights`` [R, V] >= 0 (0 and
+    """Return the least weight [R] that top-k and then top-p keep of ``weights`` [R, V] >= 0 (0 and
     1.0: off; ties are kept).
 
     On CPU only the largest weights are sorted: 64, or the largest k, and eight times more while
@@ -114,16 +116,16 @@ def keep_from(weights: torch.Tensor, top_k: Sequence[int], top_p: Sequence[float
         top = weights.topk(width).values
         ranked = torch.arange(width, device=weights.device) < k[:, None]
         mass = torch.where(k <= width, (top * ranked).sum(-1), weights.sum(-1))
-        kept = ranked & (top.cumsum(-1) - top < (p * mass)[:, None])
-        if width == vocabulary or not bool((kept[:, -1] & (k > width)).any()):
+        is_kept = ranked & (top.cumsum(-1) - top < (p * mass)[:, None])
+        if width == vocabulary or not bool((is_kept[:, -1] & (k > width)).any()):
             # the likeliest is kept, also of weights that are NaN
-            last = (kept.sum(-1, keepdim=True) - 1).clamp_(min=0)
+            last = (is_kept.sum(-1, keepdim=True) - 1).clamp_(min=0)
             return top.gather(-1, last)[:, 0]
         width *= 8
 
 
 def invert(weights: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
-    """For each row of ``weights`` [R, V] >= 0: the index at which its cumulative sum exceeds
+    """Return for each row of ``weights`` [R, V] >= 0 the index at which its cumulative sum exceeds
     ``points`` [R] of the total. Works in two levels, blocks and then the members of one block, so
     that weights are read once. Never returns an index of weight 0. Sums have the dtype of
     ``points``."""
@@ -132,7 +134,7 @@ def invert(weights: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
     below_one = 1.0 - torch.finfo(dtype).eps  # this part of a sum is not rounded up to the sum
 
     def pass_point(masses: torch.Tensor, points: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the index at which the sum exceeds the point, and how far inside it the point is,
+        """Return the index at which the sum exceeds the point, and how far inside it the point is,
         in [0, 1)."""
         ends = masses.to(dtype).cumsum(-1)
         target = (points * ends[:, -1])[:, None]
@@ -149,7 +151,8 @@ def invert(weights: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
 
 
 def _in_blocks(rows: torch.Tensor, filling: float) -> torch.Tensor:
-    """[R, V] as [R, V / size, size]. Only odd vocabularies are padded, because padding copies."""
+    """Return [R, V] as [R, V / size, size]. Only odd vocabularies are padded, because padding
+    copies."""
     vocabulary = rows.shape[1]
     size = math.gcd(vocabulary, BLOCK)
     if size < 32:
@@ -159,7 +162,8 @@ def _in_blocks(rows: torch.Tensor, filling: float) -> torch.Tensor:
 
 
 def _likeliest(logits: torch.Tensor) -> torch.Tensor:
-    """The first index [R] of each row's maximum, in two levels: the plain argmax is slow on CPU."""
+    """Return the first index [R] of each row's maximum, in two levels: the plain argmax is slow on
+    CPU."""
     blocks = _in_blocks(logits, -torch.inf)
     block = blocks.amax(-1).argmax(-1)
     return block * blocks.shape[-1] + _one_block(blocks, block).argmax(-1)

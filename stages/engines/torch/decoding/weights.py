@@ -63,12 +63,14 @@ class DecoderWeights:
         if self.packed:
             linears = llama.linears() if llama is not None else self._pack_modules()
         layers = [layer for linear in linears for layer in linear.layers]
-        own = own_places(
+        module_places = own_places(
             [module for module in self.model.modules() if module not in layers], self._names
         )
-        self._places = [place for linear in linears for place in linear.places(self._names)] + own
+        self._places = [
+            place for linear in linears for place in linear.places(self._names)
+        ] + module_places
         if self.packed:  # the file that they were mapped from would stay in memory with them
-            separate(getattr(place.holder, place.attribute) for place in own)
+            separate(getattr(place.holder, place.attribute) for place in module_places)
         if self._adapters is not None:
             joined = linears or (llama.linears() if llama is not None else [])
             self._places = self._adapters.put_beside(joined, self.model, self._names)
@@ -79,7 +81,8 @@ class DecoderWeights:
         check_weights(weights, self._layout)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors that the decoder computes with, which the caller may write between two calls.
+        """Return the tensors that the decoder computes with, which the caller may write between two
+        calls.
 
         Their names are those of Hugging Face, and of vLLM where several parameters are one tensor.
         Raises ValueError when they are packed.
@@ -89,23 +92,23 @@ class DecoderWeights:
                 "packed: the weights are copies in oneDNN's layout; make the decoder "
                 "with packed=False"
             )
-        found = dict[str, torch.Tensor]()
+        tensors = dict[str, torch.Tensor]()
         parts = set[str]()
         for linear in self._llama.linears() if self._llama else ():
             for kind, whole in (("weight", linear.weight), ("bias", linear.bias)):
                 if whole is not None:
-                    of = [self._names[id(getattr(layer, kind))] for layer in linear.layers]
-                    found[
-                        of[0]
+                    names = [self._names[id(getattr(layer, kind))] for layer in linear.layers]
+                    tensors[
+                        names[0]
                         .replace(".q_proj.", ".qkv_proj.")
                         .replace(".gate_proj.", ".gate_up_proj.")
                     ] = whole
-                    parts.update(of)
+                    parts.update(names)
         if self._adapters is not None:
-            found |= {
+            tensors |= {
                 place.names[0]: getattr(place.holder, place.attribute) for place in self._places
             }
-        return found | {n: p.detach() for n, p in self.model.named_parameters() if n not in parts}
+        return tensors | {n: p.detach() for n, p in self.model.named_parameters() if n not in parts}
 
     @torch.no_grad()
     def prepare(self, weights: Mapping[str, torch.Tensor]) -> WeightSet:
@@ -176,11 +179,11 @@ class JoinedAdapter:
         )
 
     def add_to(self, out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """``out`` [T, out] with the adapters' outputs for ``x`` [T, in] added."""
+        """Return ``out`` [T, out] with the adapters' outputs for ``x`` [T, in] added."""
         return out + nn.functional.linear(nn.functional.linear(x, self.down), self.up)
 
     def places(self, downs: Sequence[str], ups: Sequence[str]) -> Iterator[Place]:
-        """Where the matrices of these names are kept."""
+        """Return the places of the matrices of these names."""
         yield Place(tuple(downs), self, "down", lambda parts: torch.cat(parts))
         yield Place(tuple(ups), self, "up", self._diagonal)
 
@@ -217,28 +220,30 @@ class DecoderAdapters:
         joined = {id(layer) for linear in linears for layer in linear.layers}
         places: list[Place] = []
         for linear in linears:
-            adapter, found = self._adapter(linear.layers, names)
+            adapter, adapter_places = self._adapter(linear.layers, names)
             if adapter is not None:
                 linear.adapter = adapter
-                places += found
+                places += adapter_places
         for module in model.modules():
             if type(module) is nn.Linear and id(module) not in joined:
-                adapter, found = self._adapter([module], names)
+                adapter, adapter_places = self._adapter([module], names)
                 if adapter is not None:
                     module.forward = partial(_adapted, module, adapter)  # type: ignore[method-assign]
-                    places += found
+                    places += adapter_places
         return places
 
     def _adapter(
         self, layers: Sequence[nn.Linear], names: Mapping[int, str]
     ) -> tuple[JoinedAdapter | None, list[Place]]:
-        of = [names[id(layer.weight)].removesuffix(".weight") for layer in layers]
-        has = [down_of(name) in self.layout for name in of]
+        layer_names = [names[id(layer.weight)].removesuffix(".weight") for layer in layers]
+        has = [down_of(name) in self.layout for name in layer_names]
         if not any(has):
             return None, []
         adapter = JoinedAdapter(layers, has, self._options.rank, self._options.scale)
-        named = [name for name, adapted in zip(of, has, strict=True) if adapted]
-        return adapter, list(adapter.places([down_of(n) for n in named], [up_of(n) for n in named]))
+        adapted_names = [name for name, adapted in zip(layer_names, has, strict=True) if adapted]
+        return adapter, list(
+            adapter.places([down_of(n) for n in adapted_names], [up_of(n) for n in adapted_names])
+        )
 
 
 def _adapted(module: nn.Linear, adapter: JoinedAdapter, x: torch.Tensor) -> torch.Tensor:

@@ -43,8 +43,8 @@ class ExpertLoad:
             self.counts[layer] += torch.bincount(experts, minlength=self.counts.shape[1])
 
     def metrics(self, total: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
-        """``max_expert_load``: tokens of the expert that got most, over those of the mean expert
-        of its layer; the largest of all layers. ``total`` adds up over ranks."""
+        """Return ``max_expert_load``: tokens of the expert that got most, over those of the mean
+        expert of its layer; the largest of all layers. ``total`` adds up over ranks."""
         if not len(self.counts):
             return {}
         counts = total(self.counts).cpu().double()

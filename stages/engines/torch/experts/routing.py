@@ -28,7 +28,8 @@ ROUTER = "TopKRouter"
 
 
 def routers_of(model: nn.Module) -> list[Any]:
-    """The routers of ``model``, one for each layer with experts, in the order of the layers."""
+    """Return the routers of ``model``, one for each layer with experts, in the order of the
+    layers."""
     return [module for module in model.modules() if type(module).__name__.endswith(ROUTER)]
 
 
@@ -55,7 +56,7 @@ class RoutingRecorder:
         self._found[number] = output[2]
 
     def last(self) -> torch.Tensor:
-        """The choices of the last forward, uint8 or int16 [T, layers * top-k]."""
+        """Return the choices of the last forward, uint8 or int16 [T, layers * top-k]."""
         return torch.cat(self._found, 1).to(self._dtype)
 
 
@@ -75,8 +76,9 @@ class RoutingReplay:
             router.forward = self._following(number, router, router.forward)
 
     def rows(self, batch: TensorDictBase) -> list[torch.Tensor]:
-        """The choices [fed tokens, layers * top-k] of each row of ``batch``; empty where it has
-        none. Raises ``ValueError`` for choices of another number of tokens or of another model."""
+        """Return the choices [fed tokens, layers * top-k] of each row of ``batch``; empty where it
+        has none. Raises ``ValueError`` for choices of another number of tokens or of another
+        model."""
         self._follows = ROUTED in batch
         if not self._follows:
             return []
@@ -86,18 +88,18 @@ class RoutingReplay:
         return [row.view(-1, width) for row in jagged_rows(batch, ROUTED, fed * width)]
 
     def metrics(self, total: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
-        """``routing_agreement`` since the last call: the share of the choices followed in training
-        that the routers would have made too. Empty where none were followed. ``total`` adds a
-        tensor up over all ranks."""
+        """Return ``routing_agreement`` since the last call: the share of the choices followed in
+        training that the routers would have made too. Empty where none were followed. ``total``
+        adds a tensor up over all ranks."""
         if not self._follows:
             return {}
         agreed = torch.stack(
             [torch.zeros((), dtype=torch.int64), *(each.cpu() for each in self._agreed)]
         ).sum()
-        found, followed = total(torch.stack([agreed, torch.tensor(self._followed)])).tolist()
+        agreements, followed = total(torch.stack([agreed, torch.tensor(self._followed)])).tolist()
         self._agreed = []
         self._followed = 0
-        return {"routing_agreement": found / followed} if followed else {}
+        return {"routing_agreement": agreements / followed} if followed else {}
 
     def _following(self, number: int, router: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*arguments: Any, **options: Any) -> Any:
@@ -137,8 +139,8 @@ class _Following(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        found = func(*args, **(kwargs or {}))
-        if func not in (torch.topk, torch.Tensor.topk) or found.indices.shape != self.chosen.shape:
-            return found
-        self.agreed = (found.indices[:, :, None] == self.chosen[:, None]).sum()
+        result = func(*args, **(kwargs or {}))
+        if func not in (torch.topk, torch.Tensor.topk) or result.indices.shape != self.chosen.shape:
+            return result
+        self.agreed = (result.indices[:, :, None] == self.chosen[:, None]).sum()
         return torch.return_types.topk((args[0].gather(-1, self.chosen), self.chosen))

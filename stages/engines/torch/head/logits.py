@@ -23,8 +23,8 @@ PIECE = 2**20
 
 
 def logit_scale(config: Any) -> tuple[float, float | None]:
-    """What a model of ``config`` divides the products of hidden states and head by, and its softcap
-    of them, or None."""
+    """Return the divisor of the products of hidden states and head in a model of ``config``, and
+    its softcap of them, or None."""
     text = config.get_text_config()
     divisor = float(getattr(text, "logits_scaling", None) or 1.0) / float(
         getattr(text, "logit_scale", None) or 1.0
@@ -36,9 +36,9 @@ def logit_scale(config: Any) -> tuple[float, float | None]:
 def float32_logits(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """Logits float32 [..., V] of ``hidden`` [..., d] by ``weight`` [V, d] and ``bias`` [V], without
-    a gradient. In float32 they are those of :func:`~stages.engines.torch.layers.linear`, bit for
-    bit."""
+    """Return the logits float32 [..., V] of ``hidden`` [..., d] by ``weight`` [V, d] and ``bias``
+    [V], without a gradient. In float32 they are those of
+    :func:`~stages.engines.torch.layers.linear`, bit for bit."""
     if weight.dtype == torch.float32:
         return linear(hidden, weight, bias)
     rows = hidden.reshape(-1, hidden.shape[-1])
@@ -77,8 +77,8 @@ def value_head(model: PreTrainedModel, device: torch.device) -> dict[str, nn.Par
 def values_of(
     hidden: torch.Tensor, head: Mapping[str, nn.Parameter], source: torch.Tensor
 ) -> torch.Tensor:
-    """Values float32 [T] of the hidden states [U, d] at ``source`` int64 [T]; empty without a
-    ``head``."""
+    """Return the values float32 [T] of the hidden states [U, d] at ``source`` int64 [T]; empty
+    without a ``head``."""
     if not head:
         return hidden.new_empty(0)
     return nn.functional.linear(hidden.float(), *head.values())[:, 0].index_select(0, source)

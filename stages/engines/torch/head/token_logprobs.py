@@ -46,18 +46,18 @@ class TokenLogprobs(torch.autograd.Function):
         entropies = torch.empty(
             len(hidden) if with_entropy else 0, dtype=torch.float32, device=hidden.device
         )
-        kept = None
+        saved_logits = None
         for start in range(0, len(hidden), size):
             logits = scaled_logits(hidden[start : start + size], weight, bias, temperature, softcap)
-            own = (source >= start) & (source < start + size)
-            at = source[own] - start
-            wanted = logits[at, targets[own]]
+            in_chunk = (source >= start) & (source < start + size)
+            at = source[in_chunk] - start
+            wanted = logits[at, targets[in_chunk]]
             peak, log_total = _softmax_in_place(
                 logits, entropies[start : start + size] if with_entropy else None
             )
-            chosen[own] = wanted - peak[at] - log_total[at]
-            kept = logits if size >= len(hidden) and softcap is None else None
-        ctx.save_for_backward(hidden, weight, bias, source, targets, kept)
+            chosen[in_chunk] = wanted - peak[at] - log_total[at]
+            saved_logits = logits if size >= len(hidden) and softcap is None else None
+        ctx.save_for_backward(hidden, weight, bias, source, targets, saved_logits)
         ctx.temperature = temperature
         ctx.size = size
         ctx.softcap = softcap
@@ -67,7 +67,7 @@ class TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, bias, source, targets, kept = ctx.saved_tensors
+        hidden, weight, bias, source, targets, saved_logits = ctx.saved_tensors
         gradient = gradients[0] / ctx.temperature  # [T]
         of_place = gradient.new_zeros(len(hidden)).index_add_(0, source, gradient)
         to_hidden = torch.zeros_like(hidden, dtype=torch.float32)
@@ -77,18 +77,18 @@ class TokenLogprobs(torch.autograd.Function):
             to_weight[len(weight) :] = 0
         for start in range(0, len(hidden), ctx.size):
             part = hidden[start : start + ctx.size]
-            if (probabilities := kept) is None:
+            if (probabilities := saved_logits) is None:
                 probabilities = scaled_logits(part, weight, bias, ctx.temperature, ctx.softcap)
                 if ctx.softcap is not None:
                     # of the cap
                     slope = 1 - (probabilities * (ctx.temperature / ctx.softcap)).square_()
                 _softmax_in_place(probabilities, None)
-            own = (source >= start) & (source < start + ctx.size)
+            in_chunk = (source >= start) & (source < start + ctx.size)
             for words in _pieces(len(weight), len(part), weight.device):
                 to_logits = probabilities[:, words] * -of_place[start : start + ctx.size, None]
-                found = own & (targets >= words.start) & (targets < words.stop)
-                at = source[found] - start, targets[found] - words.start
-                to_logits.index_put_(at, gradient[found], accumulate=True)
+                in_slice = in_chunk & (targets >= words.start) & (targets < words.stop)
+                at = source[in_slice] - start, targets[in_slice] - words.start
+                to_logits.index_put_(at, gradient[in_slice], accumulate=True)
                 if ctx.softcap is not None:
                     to_logits.mul_(slope[:, words])
                 to_logits = to_logits.to(weight.dtype)
@@ -111,7 +111,8 @@ def scaled_logits(
     temperature: float,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """Logits divided by ``temperature``, after ``softcap`` · tanh(logit / ``softcap``)."""
+    """Return the logits divided by ``temperature``, after ``softcap`` · tanh(logit /
+    ``softcap``)."""
     logits = float32_logits(hidden, weight, bias)
     if softcap is not None:
         logits.div_(softcap).tanh_().mul_(softcap)
@@ -143,7 +144,7 @@ def _softmax_in_place(
 
 
 def _pieces(count: int, width: int, device: torch.device) -> Iterator[slice]:
-    """Slices of ``count`` rows of ``width`` numbers, of at most ``PIECE_BYTES`` each."""
+    """Yield the slices of ``count`` rows of ``width`` numbers, of at most ``PIECE_BYTES`` each."""
     size = max(1, PIECE_BYTES.get(device.type, LOGITS_BYTES // 8) // (4 * max(1, width)))
     for start in range(0, count, size):
         yield slice(start, min(start + size, count))

@@ -10,19 +10,19 @@ import torch.distributed as dist
 
 
 def own_slice(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """This rank's slice of ``x`` [T, ...] by torch's chunk rule."""
+    """Return this rank's slice of ``x`` [T, ...] by torch's chunk rule."""
     step = -(-len(x) // group.size())
     return x[group.rank() * step : (group.rank() + 1) * step]
 
 
 def _joined(part: torch.Tensor, count: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """The slices of all ranks, ``count`` rows."""
+    """Return the slices of all ranks, ``count`` rows."""
     step = -(-count // group.size())
     padded = part.new_zeros(step, *part.shape[1:])
     padded[: len(part)] = part
     parts = [torch.empty_like(padded) for _ in range(group.size())]
     dist.all_gather(parts, padded, group=group)
-    return torch.cat([one[: max(0, count - at * step)] for at, one in enumerate(parts)])
+    return torch.cat([rank_part[: max(0, count - at * step)] for at, rank_part in enumerate(parts)])
 
 
 class Join(torch.autograd.Function):

@@ -29,7 +29,7 @@ from stages.parallel.options import ContextParallel
 
 
 def divide(packed: PackedBatch, group: dist.ProcessGroup, method: ContextParallel) -> Share:
-    """Returns the share of this rank of ``group`` in ``packed``, which is the same on all of them.
+    """Return the share of this rank of ``group`` in ``packed``, which is the same on all of them.
 
     Ranks have equally many tokens: some feed the first one again, where nothing reads it.
     """
@@ -52,15 +52,15 @@ def divide(packed: PackedBatch, group: dist.ProcessGroup, method: ContextParalle
     of_ranks = [(predicts // parts.shape[1] == at).nonzero()[:, 0] for at in range(size)]
     targets = pad_sequence(of_ranks, batch_first=True, padding_value=-1)
     places, source = (predicts[targets[rank]] % parts.shape[1]).unique(return_inverse=True)
-    own = parts[rank].clamp(min=0).to(device)
+    local_tokens = parts[rank].clamp(min=0).to(device)
     fed = replace(
         packed,
-        ids=packed.ids[:, own],
-        positions=packed.positions[:, own],
+        ids=packed.ids[:, local_tokens],
+        positions=packed.positions[:, local_tokens],
         places=places.to(device),
         source=source.to(device),
         targets=packed.targets[targets[rank].to(device)],
-        experts=None if packed.experts is None else packed.experts[own],
+        experts=None if packed.experts is None else packed.experts[local_tokens],
         attend=attend,
     )
     return Share(fed, partial(_whole, inverse(targets, len(predicts)).to(device), group))

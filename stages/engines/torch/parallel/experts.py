@@ -26,9 +26,8 @@ from stages.engines.torch.parallel.mesh import Meshes
 
 def deal_experts(model: nn.Module, meshes: Meshes) -> list[nn.Module]:
     """Deal the experts of ``model`` out to the ranks of ``meshes``. Returns the modules to be
-    sharded over
-    ``meshes.experts``: none where ranks share neither experts nor tokens. Raises ValueError for a
-    number of experts that the ranks cannot share evenly."""
+    sharded over ``meshes.experts``: none where ranks share neither experts nor tokens. Raises
+    ValueError for a number of experts that the ranks cannot share evenly."""
     if meshes.ep is None and meshes.tp is None:
         return []
     ep = 1 if meshes.ep is None else meshes.ep.size()
@@ -45,8 +44,8 @@ def deal_experts(model: nn.Module, meshes: Meshes) -> list[nn.Module]:
             )
         for name, whole in parameters.items() if ep > 1 else ():
             # every rank has all
-            own = distribute_tensor(whole.detach(), meshes.ep, [Shard(0)], src_data_rank=None)
-            parameters[name] = nn.Parameter(own, requires_grad=whole.requires_grad)
+            shard = distribute_tensor(whole.detach(), meshes.ep, [Shard(0)], src_data_rank=None)
+            parameters[name] = nn.Parameter(shard, requires_grad=whole.requires_grad)
         module.num_experts //= ep
         module.forward = partial(
             _dispatched, module, plain, None if meshes.ep is None else meshes.ep.get_group()
@@ -62,7 +61,7 @@ def _dispatched(
     experts: torch.Tensor,
     weights: torch.Tensor,
 ) -> torch.Tensor:
-    """What ``plain``, the module's own forward, returns with all experts."""
+    """Return the output of ``plain``, the module's own forward, with all experts."""
     chosen = experts.shape[-1]
     pairs, order = experts.flatten().sort(stable=True)
     rows = tokens[order // chosen]
@@ -94,18 +93,18 @@ def _dispatched(
 def _computed(
     module: Any, plain: Callable[..., torch.Tensor], rows: torch.Tensor, experts: torch.Tensor
 ) -> torch.Tensor:
-    """The outputs of this rank's ``experts`` for ``rows`` [N, H].
+    """Return the outputs of this rank's ``experts`` for ``rows`` [N, H].
 
     Without rows they compute a row of zeros: their gradients are waited for by the ranks that shard
     them.
     """
-    given = rows if len(rows) else rows.sum(0, keepdim=True)
+    inputs = rows if len(rows) else rows.sum(0, keepdim=True)
     experts = experts if len(rows) else experts.new_zeros(1, 1)
     parameters = dict(module._parameters)
     try:
         for name, weight in parameters.items():
             if isinstance(weight, DTensor):
                 module._parameters[name] = weight.to_local()
-        return plain(given, experts, given.new_ones(len(given), 1))[: len(rows)]
+        return plain(inputs, experts, inputs.new_ones(len(inputs), 1))[: len(rows)]
     finally:
         module._parameters.update(parameters)

@@ -1,4 +1,4 @@
-"""How the ranks of a train engine share its work; this is a single rank's way.
+"""The interface by which the ranks of a train engine share its work, and a single rank's way.
 
     start ─▶ place the parameters ─▶ for each batch: count and add up over ranks
                                                      runner: micro-batches, forward and backward

@@ -48,35 +48,37 @@ def join(
 
 
 def _interface(coordinates: RankCoordinates, store: dist.Store) -> str:
-    """Returns the network interface for gloo's ports.
+    """Return the network interface for gloo's ports.
 
     They ask for no credentials, so where all ranks are on one node they are opened on loopback.
     """
     if address := getattr(store, "own_address", ""):
         store.set(f"node {coordinates.rank}", node_id(shared_memory_directory()))
         if len({bytes(store.get(f"node {rank}")) for rank in range(coordinates.world)}) > 1:
-            found = psutil.net_if_addrs().items()
+            interfaces = psutil.net_if_addrs().items()
             return next(
-                name for name, addresses in found if address in [each.address for each in addresses]
+                name
+                for name, addresses in interfaces
+                if address in [each.address for each in addresses]
             )
     return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
 
 
 def prove(secret: bytes, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
-    """Each rank of ``group`` proves to the others that it knows ``secret``, which it read from the
-    store in which the ranks met. A process of another user that has connected to a rank's port
-    cannot. Raises ``PermissionError``."""
+    """Prove to the other ranks of ``group`` that this one knows ``secret``, which it read from the
+    store in which the ranks met, and check their proofs. A process of another user that has
+    connected to a rank's port cannot. Raises ``PermissionError``."""
 
     def proof(rank: int) -> bytes:
         return hmac.digest(
             secret, f"{dist.get_process_group_ranks(group)} {rank}".encode(), "sha256"
         )
 
-    own = torch.frombuffer(bytearray(proof(dist.get_rank(group))), dtype=torch.uint8).to(device)
-    proofs = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(proofs, own, group=group)
-    for rank, found in enumerate(proofs):
-        if not hmac.compare_digest(bytes(found.cpu().numpy()), proof(rank)):
+    local = torch.frombuffer(bytearray(proof(dist.get_rank(group))), dtype=torch.uint8).to(device)
+    proofs = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(proofs, local, group=group)
+    for rank, rank_proof in enumerate(proofs):
+        if not hmac.compare_digest(bytes(rank_proof.cpu().numpy()), proof(rank)):
             raise PermissionError(
                 f"rank {rank} of a train engine's group is a process that did not meet the others; "
                 f"start again"
@@ -118,8 +120,8 @@ class Meshes:
         )
 
     def _mesh(self, use: str) -> DeviceMesh:
-        """The mesh for ``use`` over all ranks, with dimensions of one rank left out but for ``dp``
-        and ``tp``."""
+        """Return the mesh for ``use`` over all ranks, with dimensions of one rank left out but for
+        ``dp`` and ``tp``."""
         sizes = {
             name: size
             for name, size in self.layout.meshes[use].items()
@@ -131,7 +133,8 @@ class Meshes:
         return mesh
 
     def copies(self, parameter: DTensor) -> int:
-        """How many ranks hold the same shard of ``parameter`` and get the same gradient."""
+        """Return the number of ranks that hold the same shard of ``parameter`` and get the same
+        gradient."""
         distinct = 1
         for size, placement in zip(parameter.device_mesh.shape, parameter.placements, strict=True):
             distinct *= 1 if placement.is_replicate() else size
@@ -143,5 +146,5 @@ def _names(mesh: DeviceMesh) -> tuple[str, ...]:
 
 
 def _data(mesh: DeviceMesh) -> DeviceMesh:
-    """The data-parallel dimensions of ``mesh``."""
+    """Return the data-parallel dimensions of ``mesh``."""
     return mesh["dp_replicate", "dp"] if "dp_replicate" in _names(mesh) else mesh["dp"]

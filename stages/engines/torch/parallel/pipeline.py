@@ -71,7 +71,7 @@ class Placeholder(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class PipelineStage:
-    """What a rank has of the model for one virtual stage."""
+    """The part of the model that a rank has for one virtual stage."""
 
     number: int
 
@@ -85,7 +85,7 @@ class PipelineStage:
 
 
 def planned(model: PreTrainedModel) -> list[str]:
-    """The names of embeddings, layers and norm in the decoder of ``model``, by its plan in
+    """Return the names of embeddings, layers and norm in the decoder of ``model``, by its plan in
     transformers. Raises ValueError for a model without one."""
     names = list(getattr(model.config.get_text_config(), "base_model_pp_plan", None) or ())
     children = model.base_model.named_children()
@@ -95,8 +95,8 @@ def planned(model: PreTrainedModel) -> list[str]:
         if name not in names and any(True for _ in child.parameters())
     ]
     if len(names) != 3 or others:
-        wrong = f"{type(model).__name__} comes without a plan for pipeline stages"
-        raise ModelRefused("pp", wrong, "use pp = 1")
+        problem = f"{type(model).__name__} comes without a plan for pipeline stages"
+        raise ModelRefused("pp", problem, "use pp = 1")
     return names
 
 
@@ -119,43 +119,52 @@ def keep_own(
     (embedding, words), (stack, layers), (norm, last_norm) = (
         (name, decoder.get_submodule(name)) for name in names
     )
-    of: dict[str, int] = {}
+    stage_of: dict[str, int] = {}
     for name in chain(
-        *(dict(found).keys() for found in (model.named_parameters(), model.named_buffers()))
+        *(
+            dict(named_tensors).keys()
+            for named_tensors in (model.named_parameters(), model.named_buffers())
+        )
     ):
         _, _, inside = name.partition(f"{model.base_model_prefix}.{stack}.")
         layer = int(inside.partition(".")[0]) if inside else -1
-        of[name] = next(
+        stage_of[name] = next(
             (stage for stage, layers_of in enumerate(dealt) if layer in layers_of), count - 1
         )
         if name.startswith(f"{model.base_model_prefix}.{embedding}."):
-            of[name] = 0
+            stage_of[name] = 0
     whole: list[Any] = list(layers)  # type: ignore[call-overload]
     stages = []
     for number in at.virtual_stages:
-        mine = dealt[number]
-        entry = Placeholder(whole[mine[0] - 1])
+        layer_numbers = dealt[number]
+        entry = Placeholder(whole[layer_numbers[0] - 1])
         placed = [
-            layer if place in mine else Placeholder(layer) for place, layer in enumerate(whole)
+            layer if place in layer_numbers else Placeholder(layer)
+            for place, layer in enumerate(whole)
         ]
         if number:
-            placed[mine[0] - 1] = entry  # the decoder may change what comes from its embeddings
+            # the decoder may change what comes from its embeddings
+            placed[layer_numbers[0] - 1] = entry
         modules = {
             embedding: words if number == 0 else entry,
             stack: nn.ModuleList(placed),
             norm: last_norm if number == count - 1 else Placeholder(),
         }
-        stages.append(PipelineStage(number, modules, [whole[layer] for layer in mine], entry))
+        stages.append(
+            PipelineStage(number, modules, [whole[layer] for layer in layer_numbers], entry)
+        )
     is_first = at.stage == 0
     is_last = at.stage == layout.last_stage
-    own = {id(layer) for stage in stages for layer in stage.layers}
-    kept = nn.ModuleList([layer if id(layer) in own else Placeholder(layer) for layer in whole])
+    local_layers = {id(layer) for stage in stages for layer in stage.layers}
+    local_stack = nn.ModuleList(
+        [layer if id(layer) in local_layers else Placeholder(layer) for layer in whole]
+    )
     has_words = is_first or (is_last and bool(state.tied))
-    decoder._modules.update({stack: kept, embedding: words if has_words else Placeholder()})
+    decoder._modules.update({stack: local_stack, embedding: words if has_words else Placeholder()})
     decoder._modules[norm] = last_norm if is_last else Placeholder()
     if not is_last and not (is_first and state.tied):
         model.set_output_embeddings(Placeholder())
-    return stages, of
+    return stages, stage_of
 
 
 class Pipeline(MicroBatchRunner):
@@ -272,29 +281,29 @@ class Pipeline(MicroBatchRunner):
             _, virtual_stage, number = action
             stage = self._stages[virtual_stage]
             if action.kind == "F":
-                given = mail.receive(action.needs) if virtual_stage else None
-                if given is not None and learn is not None:
-                    given.requires_grad_()
-                with self._as(stage, given):
+                hidden = mail.receive(action.needs) if virtual_stage else None
+                if hidden is not None and learn is not None:
+                    hidden.requires_grad_()
+                with self._as(stage, hidden):
                     out = compute(number, virtual_stage == self.last)
                 if virtual_stage < self.last:
                     mail.send(action, out.detach())
                 if learn is not None:
-                    under_way[virtual_stage, number] = given, out
+                    under_way[virtual_stage, number] = hidden, out
             elif action.kind == "W" and self._deferred is not None:
                 self._deferred.compute(
                     action, [unit for layer in stage.layers for unit in _units(layer)]
                 )
             elif learn is not None:
-                given, out = under_way.pop((virtual_stage, number))
+                hidden, out = under_way.pop((virtual_stage, number))
                 gradient = mail.receive(action.needs) if virtual_stage < self.last else None
                 learn(number)
                 self._model.set_modules_to_backward_prefetch([_units(stage.layers[-1])[-1]])
                 torch.autograd.backward(out, gradient)
                 if self._deferred is not None:
                     self._deferred.keep(action)
-                if given is not None and given.grad is not None:
-                    mail.send(action, given.grad)
+                if hidden is not None and hidden.grad is not None:
+                    mail.send(action, hidden.grad)
         mail.close()
 
     def _packed(self, batches: Sequence[Packing], count: int) -> list[PackedBatch]:
@@ -314,28 +323,28 @@ class Pipeline(MicroBatchRunner):
             stage.entry.given = None
 
     def rank_of(self, stage: int) -> int:
-        """The rank with which this one exchanges what stage ``stage`` sends or receives."""
+        """Return the rank with which this one exchanges what stage ``stage`` sends or receives."""
         return self._ranks[self._layout.stage_of(stage)]
 
     def group(self, source: int, target: int) -> dist.ProcessGroup:
         return self._up if source < target else self._down
 
     def broadcast(self, value: torch.Tensor, stage: int | None = None) -> torch.Tensor:
-        """``value`` as stage ``stage`` (default: the last) has it; it is overwritten on the
+        """Return ``value`` as stage ``stage`` (default: the last) has it; it is overwritten on the
         others."""
         source = self.rank_of(self.last if stage is None else stage)
         dist.broadcast(value, source, group=self._up)
         return value
 
     def broadcast_from_last(self, value: Value) -> Value:
-        """``value``, which JSON can write, as the last stage has it."""
+        """Return ``value``, which JSON can write, as the last stage has it."""
         text = json.dumps(value).encode().ljust(SHARED_BYTES)
         buffer = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self._packed_model.device)
         shared: Value = json.loads(bytes(self.broadcast(buffer).cpu().numpy()))
         return shared
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
-        """``values`` added up over the stages."""
+        """Return ``values`` added up over the stages."""
         summed = values.to(self._packed_model.device, copy=True)
         dist.all_reduce(summed, group=self._up)
         return summed.cpu()
@@ -347,15 +356,15 @@ class Pipeline(MicroBatchRunner):
             return
         me = self._own.rank
         other = self.rank_of(self.last if self._own.stage == 0 else 0)
-        given = torch.empty_like(gradient)
+        other_gradient = torch.empty_like(gradient)
         sending: Any = dist.isend(gradient.clone(), other, group=self.group(me, other))
-        dist.recv(given, other, group=self.group(other, me))
-        gradient += given
+        dist.recv(other_gradient, other, group=self.group(other, me))
+        gradient += other_gradient
         sending.wait()
 
 
 class _Mail:
-    """What this rank sends and receives while a pipeline runs.
+    """The messages that this rank sends and receives while a pipeline runs.
 
     From each other rank it receives what comes next in that rank's order; one of them is always
     asked for ahead.
@@ -386,7 +395,7 @@ class _Mail:
             self._ask(rank)
 
     def _to(self, action: Action) -> int:
-        """The rank that needs the result of ``action``; -1: none."""
+        """Return the rank that needs the result of ``action``; -1: none."""
         if action.kind == "W":
             return -1
         stage = action.stage + 1 if action.kind == "F" else action.stage - 1
@@ -409,7 +418,7 @@ class _Mail:
             return
         # gloo's sends say that they are complete only to those who wait
         if self._packed_model.device.type != "cpu":
-            self._sent = [one for one in self._sent if not one[0].is_completed()]
+            self._sent = [message for message in self._sent if not message[0].is_completed()]
         self._sent.append(
             (dist.isend(hidden, to, group=self._pipeline.group(self._me, to)), hidden)
         )
@@ -417,9 +426,9 @@ class _Mail:
     def receive(self, action: Action) -> torch.Tensor:
         rank = self._pipeline.rank_of(action.stage)
         while action not in self._held:
-            found, asked, buffer = self._asked.pop(rank)
-            asked.wait()
-            self._held[found] = buffer
+            incoming, work, buffer = self._asked.pop(rank)
+            work.wait()
+            self._held[incoming] = buffer
             self._ask(rank)
         return self._held.pop(action)
 
@@ -429,7 +438,7 @@ class _Mail:
 
 
 def _units(layer: Any) -> list[Any]:
-    """The modules of ``layer`` that FSDP gathers, in the order in which their forward passes
+    """Return the modules of ``layer`` that FSDP gathers, in the order in which their forward passes
     end."""
     inside = [
         each

@@ -53,8 +53,8 @@ class Tile:
 
 
 def _tile(own: Segment, at: int, first: int, keys: slice) -> Tile:
-    """Of ``own``, which is at ``at``, over ``keys``, of which the first one has position
-    ``first``."""
+    """Return the tile of ``own``, which is at ``at``, over ``keys``, of which the first one has
+    position ``first``."""
     return Tile(
         slice(at, at + own.length),
         keys,
@@ -63,7 +63,7 @@ def _tile(own: Segment, at: int, first: int, keys: slice) -> Tile:
 
 
 class Ring:
-    """How the ranks of ``group`` compute the attention of ``packed`` together.
+    """The plan by which the ranks of ``group`` compute the attention of ``packed`` together.
 
     ``tokens`` int64 [ranks, n]: which of them each has, its parts of ``prompts`` first, then those
     of responses; -1: none. ``of_prompts``: this rank's tiles over the keys of all prompts;
@@ -88,15 +88,17 @@ class Ring:
         lengths = [piece.prompt.stop - piece.prompt.start for piece in packed.pieces]
         begins = list(accumulate(lengths, initial=0))
         self.of_prompts = []
-        for own, at in _offsets(prompts[rank]):
+        for segment, at in _offsets(prompts[rank]):
             # its own keys, and all before them
-            for first, length in ((own.first, own.length), (0, own.first)):
-                keys = slice(begins[own.piece] + first, begins[own.piece] + first + length)
-                self.of_prompts += [_tile(own, at, first, keys)] if length else []
-        mine = list(_offsets(rows[rank], self.prompts))
-        for piece, members in groupby(mine, key=lambda member: member[0].piece):
+            for first, length in ((segment.first, segment.length), (0, segment.first)):
+                keys = slice(begins[segment.piece] + first, begins[segment.piece] + first + length)
+                self.of_prompts += [_tile(segment, at, first, keys)] if length else []
+        row_segments = list(_offsets(rows[rank], self.prompts))
+        for piece, members in groupby(row_segments, key=lambda member: member[0].piece):
             some = list(members)
-            seen = torch.cat([torch.arange(own.first, own.first + own.length) for own, _ in some])
+            seen = torch.cat(
+                [torch.arange(segment.first, segment.first + segment.length) for segment, _ in some]
+            )
             queries = slice(some[0][1], some[0][1] + len(seen))
             self.of_prompts.append(Tile(queries, slice(*begins[piece : piece + 2]), seen))
         self.steps = []
@@ -105,14 +107,14 @@ class Ring:
             for other, at in _offsets(rows[(rank - step) % self.size]):
                 theirs.setdefault((other.piece, other.row), []).append((other, at))
             pairs = [
-                (*own, *other)
-                for own in mine
-                for other in theirs.get((own[0].piece, own[0].row), ())
+                (*query, *other)
+                for query in row_segments
+                for other in theirs.get((query[0].piece, query[0].row), ())
             ]
             tiles = (
-                _tile(own, at, key.first, slice(to, to + key.length))
-                for own, at, key, to in pairs
-                if key <= own
+                _tile(query, at, key.first, slice(to, to + key.length))
+                for query, at, key, to in pairs
+                if key <= query
             )
             self.steps.append(list(tiles))
 
@@ -125,40 +127,40 @@ class Ring:
         packed: PackedBatch,
         scores: Scores,
     ) -> Tensor:
-        """As :func:`~stages.engines.torch.packing.attention`, of this rank's tokens."""
+        """Compute :func:`~stages.engines.torch.packing.attention` of this rank's tokens."""
         return _RingAttention.apply(q, torch.cat([k, v], -1), sinks, self, scores)  # type: ignore[no-any-return, no-untyped-call]
 
     def all_prompts(self, kv: Tensor) -> Tensor:
-        """Keys and values of all prompts, one prompt after the other."""
+        """Return the keys and values of all prompts, one prompt after the other."""
         ranks = [torch.empty_like(kv[: self.prompts]) for _ in range(self.size)]
         dist.all_gather(ranks, kv[: self.prompts].contiguous(), group=self.group)
         return torch.cat(ranks).index_select(0, self.order)
 
     def sum_prompts(self, gradient: Tensor) -> Tensor:
-        """The gradient of this rank's tokens of prompts, summed over the ranks, from that of all
-        prompts."""
+        """Return the gradient of this rank's tokens of prompts, summed over the ranks, from that of
+        all prompts."""
         ranks = gradient.new_zeros(self.size * self.prompts, *gradient.shape[1:]).index_copy_(
             0, self.order, gradient
         )
-        own = torch.empty_like(ranks[: self.prompts])
-        dist.reduce_scatter(own, list(ranks.chunk(self.size)), group=self.group)
-        return own
+        local_sum = torch.empty_like(ranks[: self.prompts])
+        dist.reduce_scatter(local_sum, list(ranks.chunk(self.size)), group=self.group)
+        return local_sum
 
     def pass_on(self, sent: Tensor, tag: int = 0) -> tuple[Tensor, list[dist.Work]]:
         """Begin to send ``sent`` to the next rank.
 
         Returns what the rank before sends, when the work is done.
         """
-        found = torch.empty_like(sent)
+        incoming = torch.empty_like(sent)
         rank = self.group.rank()
         after, before = (
             dist.get_global_rank(self.group, (rank + by) % self.size) for by in (1, -1)
         )
         calls = [
             dist.P2POp(dist.isend, sent, after, self.group, tag),
-            dist.P2POp(dist.irecv, found, before, self.group, tag),
+            dist.P2POp(dist.irecv, incoming, before, self.group, tag),
         ]
-        return found, dist.batch_isend_irecv(calls)
+        return incoming, dist.batch_isend_irecv(calls)
 
 
 class _RingAttention(torch.autograd.Function):
@@ -178,11 +180,11 @@ class _RingAttention(torch.autograd.Function):
         def add(tiles: Iterable[Tile], buffer: Tensor) -> None:
             for tile in tiles:
                 keys = as_batch(buffer, tile.keys)
-                found, sums = attend(
+                tile_out, sums = attend(
                     as_batch(q, tile.queries), keys[..., :width], keys[..., width:], tile.at, scores
                 )
                 before = as_batch(out, tile.queries), as_batch(total, tile.queries)
-                put(out, total, tile.queries, *merge(*before, found.to(dtype), sums))
+                put(out, total, tile.queries, *merge(*before, tile_out.to(dtype), sums))
 
         held = kv[ring.prompts :].contiguous()
         coming, work = ring.pass_on(held) if ring.steps else (held, [])
@@ -214,8 +216,8 @@ class _RingAttention(torch.autograd.Function):
             for tile in tiles:
                 g, queries, o, t = (as_batch(x, tile.queries) for x in (gradient, q, out, total))
                 keys = as_batch(buffer, tile.keys)
-                given = keys[..., :width], keys[..., width:], o, t, tile.at, ctx.scores
-                of_query, *of_keys = attend_backward(g, queries, *given)
+                arguments = keys[..., :width], keys[..., width:], o, t, tile.at, ctx.scores
+                of_query, *of_keys = attend_backward(g, queries, *arguments)
                 to_q[tile.queries] += of_query[0].transpose(0, 1)
                 to_buffer[tile.keys] += torch.cat(of_keys, -1)[0].transpose(0, 1)
             return to_buffer
@@ -241,17 +243,17 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _zigzag(packed: PackedBatch, ranks: int, rank: int) -> Iterator[Segment]:
-    """The parts that ``rank`` has of each prompt and response.
+    """Yield the parts that ``rank`` has of each prompt and response.
 
     With each sequence ranks change places: where one is shorter than the parts are many, some get
     none.
     """
     sequences = []
-    for piece, of in enumerate(packed.pieces):
-        length = of.prompt.stop - of.prompt.start
-        start = of.prompt.stop
-        sequences.append(Segment(piece, -1, 0, of.prompt.start, length))
-        for row, tokens in enumerate(of.rows):
+    for piece, packed_piece in enumerate(packed.pieces):
+        length = packed_piece.prompt.stop - packed_piece.prompt.start
+        start = packed_piece.prompt.stop
+        sequences.append(Segment(piece, -1, 0, packed_piece.prompt.start, length))
+        for row, tokens in enumerate(packed_piece.rows):
             sequences.append(Segment(piece, row, length, start, tokens))
             start += tokens
     for number, whole in enumerate(sequences):
@@ -265,18 +267,18 @@ def _zigzag(packed: PackedBatch, ranks: int, rank: int) -> Iterator[Segment]:
 
 
 def _places(segments: Sequence[Sequence[Segment]]) -> Tensor:
-    """int64 [ranks, n]: places of the tokens of each rank's ``segments``; -1 where it has fewer
-    than others."""
+    """Return int64 [ranks, n]: places of the tokens of each rank's ``segments``; -1 where it has
+    fewer than others."""
     parts = [
         [torch.arange(s.start, s.start + s.length) for s in (*some, Segment(0, 0, 0, 0, 0))]
         for some in segments
     ]
-    return pad_sequence([torch.cat(of) for of in parts], batch_first=True, padding_value=-1)
+    return pad_sequence([torch.cat(ranges) for ranges in parts], batch_first=True, padding_value=-1)
 
 
 def inverse(parts: Tensor, count: int) -> Tensor:
-    """int64 [count]: where each of ``count`` tokens is in ``parts`` [ranks, n], flat; -1 of one
-    that is in none."""
+    """Return int64 [count]: where each of ``count`` tokens is in ``parts`` [ranks, n], flat; -1 of
+    one that is in none."""
     flat = parts.flatten()
     where = torch.full((count,), -1)
     where[flat[flat >= 0]] = (flat >= 0).nonzero()[:, 0]
@@ -284,5 +286,6 @@ def inverse(parts: Tensor, count: int) -> Tensor:
 
 
 def _offsets(segments: Sequence[Segment], start: int = 0) -> Iterator[tuple[Segment, int]]:
-    """Each of ``segments`` and where it begins, when they lie side by side from ``start`` on."""
+    """Return each of ``segments`` and where it begins, when they lie side by side from ``start``
+    on."""
     return zip(segments, accumulate((s.length for s in segments), initial=start), strict=False)

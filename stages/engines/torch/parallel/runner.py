@@ -99,7 +99,7 @@ class MicroBatchRunner:
 
 
 def idle_batch(device: torch.device) -> PackedBatch:
-    """A micro-batch of one token, to compute while other ranks have work."""
+    """Return a micro-batch of one token, to compute while other ranks have work."""
     token = torch.zeros(1, dtype=torch.int64)
     return pack([token], [[token]], device)
 

@@ -95,7 +95,7 @@ class Sharded(Parallel):
         return device
 
     def place(self, packed_model: PackedModel, compute: torch.dtype) -> dict[str, nn.Parameter]:
-        own = self.coordinates
+        coordinates = self.coordinates
         layout = self.coordinates.layout
         _check(packed_model, layout)
         self.packed_model = packed_model
@@ -110,7 +110,7 @@ class Sharded(Parallel):
         packed_model.dtype = compute
         # On rank 0: what exports add adapters to, where no file has it.
         self._base: dict[str, torch.Tensor] = {}
-        if adapters is not None and self._weights is None and own.rank == 0:
+        if adapters is not None and self._weights is None and coordinates.rank == 0:
             self._base = {name: value.clone() for name, value in base_weights(model).items()}
         # Of the whole model, also where pipeline stages have parts of it: what is learned, and
         # what else it saves.
@@ -118,7 +118,7 @@ class Sharded(Parallel):
         buffers = dict(model.named_buffers())
         self._learned = {n: _like(p) for n, p in model.named_parameters()}
         self._fixed = {n: _like(saved[n]) for n in buffers.keys() & saved.keys()}
-        stages, self._stage_of = keep_own(model, own) if self.meshes.pipes else ([], {})
+        stages, self._stage_of = keep_own(model, coordinates) if self.meshes.pipes else ([], {})
         # Of these each rank has the gradient of its tokens or heads.
         self._partial: set[str] = set()
         if self.meshes.tp:
@@ -134,7 +134,7 @@ class Sharded(Parallel):
         model.forward = lambda compute, *arguments: compute(*arguments)
         self._pipeline: Pipeline | None = None
         if stages:
-            self._pipeline = Pipeline(packed_model, self._share, stages, self.meshes, own)
+            self._pipeline = Pipeline(packed_model, self._share, stages, self.meshes, coordinates)
         self.runner = self._pipeline or MicroBatchRunner(packed_model, self._share, model)
         install_packed_attention(packed_model, self.runner)
         self.reshard()
@@ -172,10 +172,11 @@ class Sharded(Parallel):
         if self._pipeline.rank_of(self._pipeline.last) == self._pipeline.rank_of(0):
             return ""
         ties = getattr(self.packed_model.model, "_tied_weights_keys", None) or {}
-        return next((of for name, of in ties.items() if name not in self._learned), "")
+        return next((source for name, source in ties.items() if name not in self._learned), "")
 
     def _share(self, packed: PackedBatch) -> Share:
-        """This rank's tokens of ``packed``, with the experts of those that its routers see."""
+        """Return this rank's tokens of ``packed``, with the experts of those that its routers
+        see."""
         cp = self.meshes.cp
         tp = self.meshes.tp
         share = Share(packed)
@@ -220,8 +221,8 @@ class Sharded(Parallel):
             lines = bytes(self.all_gather_rows(letters[:, None]).numpy()).splitlines()
             names = sorted({name for line in lines for name in json.loads(line)})
         neutral = {name: -math.inf if name.startswith("max_") else 0.0 for name in names}
-        own = list((neutral | metrics).values())
-        values = self._gathered(torch.tensor(own, dtype=torch.float32)).double()
+        local_values = list((neutral | metrics).values())
+        values = self._gathered(torch.tensor(local_values, dtype=torch.float32)).double()
         totals = values.sum(0).tolist()
         peaks = values.amax(0).tolist()
         reduced = {
@@ -234,9 +235,9 @@ class Sharded(Parallel):
         """Return the tensors [n, …] of all replicas: [dp, n, …]."""
         widest = devices.widest_float(self._device)
         dtype = widest if values.dtype == torch.float64 else values.dtype
-        own = values.to(self._device, dtype)
-        replicas = [torch.empty_like(own) for _ in range(self.coordinates.layout.replicas)]
-        dist.all_gather(replicas, own, group=self.meshes.replicas.get_group())
+        local_values = values.to(self._device, dtype)
+        replicas = [torch.empty_like(local_values) for _ in range(self.coordinates.layout.replicas)]
+        dist.all_gather(replicas, local_values, group=self.meshes.replicas.get_group())
         return torch.stack(replicas).cpu().to(values.dtype)
 
     def clip(self, trained: Mapping[str, nn.Parameter], limit: float | None) -> float:
@@ -275,17 +276,17 @@ class Sharded(Parallel):
             dist.destroy_process_group()
 
     def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
-        own = dict(self.packed_model.model.named_parameters())
+        parameters = dict(self.packed_model.model.named_parameters())
         dtype = self.packed_model.dtype
         for name, like in self._learned.items():
             if like.requires_grad:
-                value = whole(own[name].detach().to(dtype)) if name in own else None
+                value = whole(parameters[name].detach().to(dtype)) if name in parameters else None
                 yield name, self._broadcast_from_stage(name, value, like)
 
     def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        own = dict(self.packed_model.model.named_buffers())
+        buffers = dict(self.packed_model.model.named_buffers())
         for name, like in self._fixed.items():
-            yield name, self._broadcast_from_stage(name, own.get(name), like)
+            yield name, self._broadcast_from_stage(name, buffers.get(name), like)
 
     def _broadcast_from_stage(
         self, name: str, value: torch.Tensor | None, like: torch.Tensor
@@ -311,8 +312,8 @@ class Sharded(Parallel):
         )
 
     def save_pretrained(self, path: Path, state: Mapping[str, Any] | None) -> None:
-        """Every rank calls this, unless ``state`` is given. Rank 0 writes files of at most
-        ``FILE_BYTES``, or of one tensor."""
+        """Write the model in files of at most ``FILE_BYTES``, or of one tensor, on rank 0. Every
+        rank calls this, unless ``state`` is given."""
         packed_model = self.packed_model
         model = packed_model.model
         dtype = packed_model.dtype
@@ -404,8 +405,8 @@ def _layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def whole(parameter: torch.Tensor) -> torch.Tensor:
-    """The full tensor, gathered over dp first: torch warns about a gather over both dimensions,
-    which it does in this order too."""
+    """Return the full tensor, gathered over dp first: torch warns about a gather over both
+    dimensions, which it does in this order too."""
     if not isinstance(parameter, DTensor):
         return parameter
     placements = parameter.placements

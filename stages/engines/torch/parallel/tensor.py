@@ -53,36 +53,36 @@ SUMMED = "replicated_with_grad_allreduce"
 
 
 def cuts(model: PreTrainedModel, tp: int) -> list[tuple[nn.Module, str]]:
-    """Returns the modules that ``tp`` ranks split and how, from the model's tensor-parallel plan in
+    """Return the modules that ``tp`` ranks split and how, from the model's tensor-parallel plan in
     transformers. Embeddings and head stay whole. Raises ValueError for a plan that this engine does
     not support."""
     config = model.config.get_text_config()
     kind = type(model).__name__
     for name in ("num_attention_heads", "num_key_value_heads"):
         if (heads := getattr(config, name, 0)) % tp:
-            wrong = f"{kind} has {name} = {heads}, which {tp} ranks cannot share evenly"
-            raise ModelRefused("tp", wrong)
+            problem = f"{kind} has {name} = {heads}, which {tp} ranks cannot share evenly"
+            raise ModelRefused("tp", problem)
     return planned_cuts(model)
 
 
 def planned_cuts(model: PreTrainedModel) -> list[tuple[nn.Module, str]]:
-    """:func:`cuts` for any number of ranks: the numbers of heads are not looked at."""
+    """Return :func:`cuts` for any number of ranks: the numbers of heads are not looked at."""
     config = model.config.get_text_config()
     kind = type(model).__name__
     plan = config.base_model_tp_plan
     if not plan:
         raise ModelRefused("tp", f"{kind} comes without a tensor-parallel plan", "use tp = 1")
-    found = [
+    modules = [
         # the plan has * for a layer's number
         (name, module, plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name)))
         for name, module in model.base_model.named_modules()
     ]
-    for name, _, style in found:
+    for name, _, style in modules:
         if style not in (None, SUMMED, EXPERTS, *STYLES):
             known = ", ".join([*STYLES, SUMMED, EXPERTS])
-            wrong = f"{kind} wants {name} {style!r}; this engine knows {known}"
-            raise ModelRefused("tp", wrong, "use tp = 1")
-    return [(module, style) for _, module, style in found if style not in (None, EXPERTS)]
+            problem = f"{kind} wants {name} {style!r}; this engine knows {known}"
+            raise ModelRefused("tp", problem, "use tp = 1")
+    return [(module, style) for _, module, style in modules if style not in (None, EXPERTS)]
 
 
 def cut_matrices(model: PreTrainedModel, mesh: DeviceMesh, feeding: Feeding) -> set[str]:
@@ -121,13 +121,15 @@ def cut_matrices(model: PreTrainedModel, mesh: DeviceMesh, feeding: Feeding) -> 
         for part in parts:
             # every rank has the whole weight
             parallelize_module(part, mesh, STYLES[style](), src_data_rank=None)
-    found = {id(parameter) for module in partial_ones for parameter in module._parameters.values()}
-    return {name for name, parameter in model.named_parameters() if id(parameter) in found}
+    partial_ids = {
+        id(parameter) for module in partial_ones for parameter in module._parameters.values()
+    }
+    return {name for name, parameter in model.named_parameters() if id(parameter) in partial_ids}
 
 
 def _stacks(model: PreTrainedModel, cut: Collection[nn.Module]) -> list[nn.ModuleList]:
-    """The lists of layers with modules that are ``cut``."""
-    found = []
+    """Return the lists of layers with modules that are ``cut``."""
+    stacks = []
     inside = set[nn.Module]()
     for module in model.base_model.modules():
         if (
@@ -135,27 +137,27 @@ def _stacks(model: PreTrainedModel, cut: Collection[nn.Module]) -> list[nn.Modul
             and module not in inside
             and any(each in cut for each in module.modules())
         ):
-            found.append(module)
+            stacks.append(module)
             inside.update(module.modules())
-    return found
+    return stacks
 
 
 def _blocks(stack: nn.ModuleList, cut: Collection[nn.Module]) -> list[nn.Module]:
-    """The modules of the layers ``stack`` that compute with all tokens: attention, and those that
-    have matrices ``cut``."""
-    found = []
+    """Return the modules of the layers ``stack`` that compute with all tokens: attention, and those
+    that have matrices ``cut``."""
+    blocks = []
     inside = set[nn.Module]()
     for module in stack.modules():
         if module not in inside and (
             hasattr(module, "is_causal") or any(each in cut for each in module.children())
         ):
-            found.append(module)
+            blocks.append(module)
             inside.update(module.modules())
-    return found
+    return blocks
 
 
 def _shares_input(block: nn.Module, columns: Collection[nn.Module]) -> bool:
-    """Whether ``block`` gives its input to modules that are split by columns alone, such as
+    """Return whether ``block`` gives its input to modules that are split by columns alone, such as
     queries, keys and values. As one DTensor its gradients from them are summed over the ranks once,
     not each by itself."""
     linear = [child for child in block.children() if isinstance(child, nn.Linear)]
@@ -173,7 +175,7 @@ class _Tokens:
         self._feeding = feeding
 
     def whole(self, own: torch.Tensor) -> DTensor:
-        """All ranks' tokens; their gradients are summed over the ranks."""
+        """Return all ranks' tokens; their gradients are summed over the ranks."""
         # None: the model computes the probe, before it is fed anything else
         packed = self._feeding.packed
         count = PROBE if packed is None else packed.ids.shape[1]
@@ -185,7 +187,7 @@ class _Tokens:
         return part.redistribute(placements=[Replicate()])
 
     def whole_alike(self, own: torch.Tensor) -> torch.Tensor:
-        """All ranks' tokens, from which all ranks compute the same."""
+        """Return all ranks' tokens, from which all ranks compute the same."""
         return self.whole(own).to_local()
 
     def own(self, whole: torch.Tensor) -> torch.Tensor:
@@ -193,16 +195,16 @@ class _Tokens:
         return alike.redistribute(placements=[Shard(whole.ndim - 2)]).to_local()
 
     def of_words(self, whole: torch.Tensor) -> torch.Tensor:
-        """:meth:`own` of [1, S, H] from embeddings.
+        """Return :meth:`own` of [1, S, H] from embeddings.
 
         Nothing is sent for their gradient: a rank has that of its tokens, times the ranks, since
         FSDP takes the mean over tensor-parallel ranks of what lies outside of layers.
         """
         group = self._mesh.get_group()
-        own = own_slice(whole[0], group)[None].clone()
-        if own.requires_grad:
-            own.register_hook(lambda gradient: gradient * group.size())
-        return own
+        local_tokens = own_slice(whole[0], group)[None].clone()
+        if local_tokens.requires_grad:
+            local_tokens.register_hook(lambda gradient: gradient * group.size())
+        return local_tokens
 
 
 def _on_input(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:

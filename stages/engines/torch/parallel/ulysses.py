@@ -28,22 +28,22 @@ def attention_by_heads(
     packed: PackedBatch,
     scores: Scores,
 ) -> Tensor:
-    """:func:`~stages.engines.torch.packing.attention` of this rank's n tokens: ``q`` [n, H, D],
-    ``k`` [n, KV heads, D], ``v`` [n, KV heads, E]. ``where`` int64 [S]: place of each packed token
-    among those of all ranks, [ranks · n]."""
+    """Compute :func:`~stages.engines.torch.packing.attention` of this rank's n tokens: ``q`` [n, H,
+    D], ``k`` [n, KV heads, D], ``v`` [n, KV heads, E]. ``where`` int64 [S]: place of each packed
+    token among those of all ranks, [ranks · n]."""
     size = group.size()
     even = [len(q)] * group.size()
     copies = math.lcm(k.shape[1], size) // k.shape[1]
     # [ranks, n, heads of a rank, …]: for each rank its heads
-    given = [
+    rank_heads = [
         x.unflatten(1, (size, -1)).transpose(0, 1)
         for x in (q, *(x.repeat_interleave(copies, 1) for x in (k, v)))
     ]
-    sent = torch.cat([x.flatten(2) for x in given], -1).flatten(0, 1)
-    found = AllToAll.apply(sent, even, even, group).index_select(0, where)  # type: ignore[no-untyped-call]
-    parts = found.split([x.shape[2] * x.shape[3] for x in given], 1)
+    sent = torch.cat([x.flatten(2) for x in rank_heads], -1).flatten(0, 1)
+    all_tokens = AllToAll.apply(sent, even, even, group).index_select(0, where)  # type: ignore[no-untyped-call]
+    parts = all_tokens.split([x.shape[2] * x.shape[3] for x in rank_heads], 1)
     own_q, own_k, own_v = [
-        part.unflatten(1, x.shape[2:]) for part, x in zip(parts, given, strict=True)
+        part.unflatten(1, x.shape[2:]) for part, x in zip(parts, rank_heads, strict=True)
     ]
     out = attention(
         own_q,
