@@ -63,5 +63,5 @@ def _release() -> str:
     another server."""
     top = Path(__file__).parents[2]
     files = sorted(path for package in PACKAGES for path in (top / package).rglob("*.py"))
-    found = [sys.executable, *(f"{path} {path.stat().st_mtime_ns}" for path in files)]
-    return hashlib.sha256("\n".join(found).encode()).hexdigest()[:8]
+    lines = [sys.executable, *(f"{path} {path.stat().st_mtime_ns}" for path in files)]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:8]

@@ -51,10 +51,10 @@ def place(
     placed: dict[Worker, str] = {}
     for unit in _units(recipe, workers):
         room = {worker: needs(recipe, worker, devices) for worker in unit}
-        found = _pack(_replicas(recipe, unit), room, free)
-        for worker, node in found.items():
+        unit_placement = _pack(_replicas(recipe, unit), room, free)
+        for worker, node in unit_placement.items():
             _take(free[node], room[worker])
-        placed |= found
+        placed |= unit_placement
     return placed
 
 
@@ -131,16 +131,18 @@ def _pack(
         *([] if len(workers) == 1 else [([workers], narrowest)]),
         (replicas, widest),
     ):
-        left = {name: dict(free[name]) for name in names}
-        found = dict[Worker, str]()
+        remaining = {name: dict(free[name]) for name in names}
+        placement = dict[Worker, str]()
         for piece in pieces:
             needed = _sum(room[worker] for worker in piece)
-            if (name := next((name for name in names if _fits(needed, left[name])), None)) is None:
+            if (
+                name := next((name for name in names if _fits(needed, remaining[name])), None)
+            ) is None:
                 break
-            _take(left[name], needed)
-            found |= dict.fromkeys(piece, name)
+            _take(remaining[name], needed)
+            placement |= dict.fromkeys(piece, name)
         else:
-            return found
+            return placement
     return {}
 
 

@@ -64,9 +64,9 @@ def find(
     """Return the cluster of ``address``, the value of ``key``. Raises ClusterRefused."""
     if address != AUTO:
         return _open(address, f"{key} = {address!r}", environment)
-    given = environment.get("RAY_ADDRESS", "")
-    if given not in ("", AUTO):
-        return _open(given, f"{key} = 'auto', RAY_ADDRESS = {given!r}", environment)
+    ray_address = environment.get("RAY_ADDRESS", "")
+    if ray_address not in ("", AUTO):
+        return _open(ray_address, f"{key} = 'auto', RAY_ADDRESS = {ray_address!r}", environment)
     began = _address_of_ray_start(environment)
     by_itself = _asks_by_itself(environment)
     has_ended = ("UNAVAILABLE", "DEADLINE_EXCEEDED")
@@ -92,10 +92,10 @@ def look(address: str) -> Cluster:
     """Return what :func:`find` does, from a process of its own: the threads of gRPC would not
     outlive a fork."""
     command = [sys.executable, "-P", "-m", __spec__.name, address]
-    found = subprocess.run(
+    process = subprocess.run(
         command, env=importable(os.environ), stdout=subprocess.PIPE, text=True, check=True
     )
-    reply = json.loads(found.stdout)
+    reply = json.loads(process.stdout)
     if "failed" in reply:
         raise ClusterRefused(reply["failed"])
     return Cluster(**reply)
@@ -107,11 +107,11 @@ def _open(address: str, where: str, environment: Mapping[str, str]) -> Cluster:
     ``where``: how it is called in messages.
     """
     if address == LOCAL:
-        own = {"RAY_worker_niceness": "0", "RAY_memory_monitor_refresh_ms": "0"}
+        ray_environment = {"RAY_worker_niceness": "0", "RAY_memory_monitor_refresh_ms": "0"}
         if environment.get("RAY_AUTH_MODE", "token") == "token":
             # which no other program knows
-            own |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        return Cluster(LOCAL, ray=importlib.metadata.version("ray"), environment=own)
+            ray_environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        return Cluster(LOCAL, ray=importlib.metadata.version("ray"), environment=ray_environment)
     server = address.removeprefix(CLIENT)
     if not re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):[0-9]{1,5}", server):
         raise ClusterRefused(
