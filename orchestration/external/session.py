@@ -116,8 +116,10 @@ class External(ExternalWeights):
         Raises NotExternal when the run has its own.
         """
         if self.recipe.prompts.source != "external":
-            wrong = f"prompts.source = {self.recipe.prompts.source!r}: the run has its own prompts"
-            raise NotExternal(wrong, "open one with prompts.source = 'external'")
+            problem = (
+                f"prompts.source = {self.recipe.prompts.source!r}: the run has its own prompts"
+            )
+            raise NotExternal(problem, "open one with prompts.source = 'external'")
         column = self.recipe.prompts.column
         return await put_prompts(
             self.index, rows, column=column, first=first, last=last, timeout=timeout
@@ -184,18 +186,18 @@ class External(ExternalWeights):
             due = WAIT_SECONDS
             if state == CLAIMED:
                 home = (await self._warehouses()).home
-                found = await self.index.claim(
+                outcome = await self.index.claim(
                     stage, f"{PREFIX}{worker}", most, lease, generated, home, owner=owner
                 )
-                if isinstance(found, Claim):
-                    return found, state, reason
+                if isinstance(outcome, Claim):
+                    return outcome, state, reason
                 if version is not None:
                     await self._refuse_old(stage, version)
-                topics[found.topic], due = found.wait, min(found.due or due, due)
-            left = deadline - time.monotonic()
-            if state in OVER or left <= 0:
+                topics[outcome.topic], due = outcome.wait, min(outcome.due or due, due)
+            remaining = deadline - time.monotonic()
+            if state in OVER or remaining <= 0:
                 return None, state, reason
-            await self.index.wait_any(topics, min(left, due))
+            await self.index.wait_any(topics, min(remaining, due))
 
     async def _experience(
         self,
@@ -220,14 +222,19 @@ class External(ExternalWeights):
             rows = [
                 ExperienceRow(*row, group_seed(self.recipe.seed, row.group)) for row in claim.rows
             ]
-            found, begun = await self._fetch(claim, columns)
+            column_values, begun = await self._fetch(claim, columns)
             sampling = (await self.terms()).sampling if stage == "rollout" else {}
         except BaseException:
             if claim is not None:
                 await asyncio.shield(self.index.hand_back(claim))
             raise
         return replace(
-            empty, token=claim.token, rows=rows, columns=found, begun=begun, sampling=sampling
+            empty,
+            token=claim.token,
+            rows=rows,
+            columns=column_values,
+            begun=begun,
+            sampling=sampling,
         )
 
     async def _fetch(
@@ -236,15 +243,15 @@ class External(ExternalWeights):
         """Returns the columns of ``claim`` (default: those that its stage needs), and its parked
         rows: their ids and what they have so far."""
         dock = await self._warehouses()
-        found = await dock.fetch_packed(
+        column_values = await dock.fetch_packed(
             claim, list(columns) or dock.schema.names(await self._of_stage(claim, "needs"))
         )
         if claim.stage != "rollout":
-            return found, ([], {})
+            return column_values, ([], {})
         refs = claim.refs[await dock.warehouses.producer("response_ids")]
         positions = np.flatnonzero(refs["block"])
         progress = await dock.gather(refs[positions], list(PROGRESS)) if len(positions) else {}
-        return found, (claim.row[positions].tolist(), progress)
+        return column_values, (claim.row[positions].tolist(), progress)
 
     async def _of_stage(self, claim: Claim, what: str) -> Any:
         """Returns the columns that the stage of ``claim`` ``needs`` or ``makes``, as the run
@@ -287,7 +294,7 @@ class External(ExternalWeights):
         """Commits ``columns`` of ``rows`` (ids) under a lease, or parks them (``park``) to be
         continued by any worker. Returns the number of rows that the lease still holds. Raises
         LeaseLost, NotExternal, Misfit, ColumnError, IndexRefused."""
-        claim, left = await self._lease(token, owner)
+        claim, held_rows = await self._lease(token, owner)
         positions = _positions(claim, rows)
         dock = await self._warehouses()
         part = claim.part(positions)
@@ -310,17 +317,20 @@ class External(ExternalWeights):
                     torch.from_numpy(part.tokens.astype("int64")),
                 )
             await dock.commit(claim, positions, columns)
-            return self._times.put(part, left - len(positions), int(part.tokens.sum()))
+            return self._times.put(part, held_rows - len(positions), int(part.tokens.sum()))
         wanted = PROGRESS if park else tuple(RESPONSE)
         check_columns(dock.schema, columns, wanted, len(positions))
         newest = (await self.index.status()).published
-        made = check_responses(columns, await self.terms(), newest, parked=park)
-        await self._refuse_stale(part, [oldest for oldest, _ in made])
+        generations = check_responses(columns, await self.terms(), newest, parked=park)
+        await self._refuse_stale(part, [oldest for oldest, _ in generations])
         put = dock.park if park else dock.commit
-        await put(claim, positions, columns, generated=made)
-        begun = int(part.tokens.sum())  # made before the rows were parked
+        await put(claim, positions, columns, generated=generations)
+        parked_tokens = int(part.tokens.sum())  # made before the rows were parked
         return self._times.put(
-            part, left - len(positions), sum(tokens for _, tokens in made) - begun, park=park
+            part,
+            held_rows - len(positions),
+            sum(tokens for _, tokens in generations) - parked_tokens,
+            park=park,
         )
 
     async def _refuse_stale(self, claim: Claim, oldest: Sequence[int]) -> None:
@@ -395,11 +405,11 @@ class External(ExternalWeights):
 
         Does nothing to a lease that has ended, or that another owner has.
         """
-        found = await self.index.lease(token, owner)
-        if found is None:
+        lease = await self.index.lease(token, owner)
+        if lease is None:
             return
-        self._check_external(found[0].stage)
-        await self.index.hand_back(found[0])
+        self._check_external(lease[0].stage)
+        await self.index.hand_back(lease[0])
         self._times.ended(token)
 
     async def _lease(self, token: str, owner: str) -> tuple[Claim, int]:
@@ -408,14 +418,14 @@ class External(ExternalWeights):
         A lease of another owner is treated as one that has ended, so that a caller learns nothing
         of it.
         """
-        found = await self.index.lease(token, owner)
-        if found is None:
+        lease = await self.index.lease(token, owner)
+        if lease is None:
             raise LeaseLost(
                 f"token {token} has no lease any more: it expired, all of its rows are committed, "
                 f"or another caller has it"
             )
-        self._check_external(found[0].stage)
-        return found
+        self._check_external(lease[0].stage)
+        return lease
 
     async def _warehouses(self) -> Dock:
         async with self._opening:

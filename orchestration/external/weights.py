@@ -44,19 +44,19 @@ class ExternalWeights:
         """Returns the published version when it is newer than ``after``; waits up to ``wait``
         seconds for one."""
         if not self.recipe.external.stages:
-            wrong = "external.stages is empty: the run's own workers execute all stages"
-            raise NotExternal(wrong, "open a run with some in it")
+            problem = "external.stages is empty: the run's own workers execute all stages"
+            raise NotExternal(problem, "open a run with some in it")
         deadline = time.monotonic() + wait
         while True:
             newest = await self.index.published_weights()
             if newest.record and newest.version > after:
                 return Published.from_record(newest.record)
             state, _, position = await self.index.state()
-            left = deadline - time.monotonic()
-            if left <= 0 or state in OVER:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0 or state in OVER:
                 return None
             await self.index.wait_any(
-                {VERSION: newest.wait, STATE: position}, min(left, WAIT_SECONDS)
+                {VERSION: newest.wait, STATE: position}, min(remaining, WAIT_SECONDS)
             )
 
     async def read_weights(self, version: int) -> dict[str, torch.Tensor]:
@@ -182,8 +182,8 @@ class ExternalWeights:
 
     def _check_external(self, stage: str) -> None:
         if stage not in self.recipe.external.stages:
-            wrong = f"the run's own workers execute stage {stage!r}"
-            raise NotExternal(wrong, f"open a run with external.stages = [{stage!r}]")
+            problem = f"the run's own workers execute stage {stage!r}"
+            raise NotExternal(problem, f"open a run with external.stages = [{stage!r}]")
 
     async def _weight_store(self) -> WeightStore:
         if self._store is None:
