@@ -86,11 +86,11 @@ class Guard:
         """The alarms that ``event`` raises: at most one for each metric."""
         match event:
             case StepEvent(skipped=""):
-                found = list(self._of_step(event))
+                alarms = list(self._of_step(event))
                 self._steps += 1
             case SyncEvent(gap_mean=float() as gap, gap_mean_limit=float() as limit) if limit > 0:
                 self._gap_limit = limit
-                found = list(
+                alarms = list(
                     self._trends(
                         event.version - 1,
                         {"probe_share": gap / limit},
@@ -98,8 +98,8 @@ class Guard:
                     )
                 )
             case _:
-                found = []
-        return found
+                alarms = []
+        return alarms
 
     def _of_step(self, event: StepEvent) -> Iterator[AlarmEvent]:
         values = finite_numbers({**asdict(event), **event.metrics})

@@ -77,8 +77,8 @@ class Liveness:
 
     async def _look_for_progress(self, passed: float) -> None:
         status = await self._index.status()
-        found = await self._index.waiting()
-        progress = found.settled, status.published, status.admitted
+        missing = await self._index.waiting()
+        progress = missing.settled, status.published, status.admitted
         running = (await self._index.state())[0] == "running"
         self._still = self._still + passed if running and progress == self._progress else 0.0
         self._progress = progress

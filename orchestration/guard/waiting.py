@@ -60,12 +60,12 @@ async def waiting_chain(index: Index) -> list[Wait]:
         raise LookupError(f"run: {index.run!r} is not in this index; give the id of a run that is")
     if state in ENDED:
         return []
-    found = await index.waiting()
+    missing = await index.waiting()
     alive = await index.alive()
     status = await index.status()
-    chain = _Chain(recipe, found, alive)
-    since = seconds(found.state_age)
-    published = seconds(found.version_age)
+    chain = _Chain(recipe, missing, alive)
+    since = seconds(missing.state_age)
+    published = seconds(missing.version_age)
     if state == "paused":
         return [Wait("the run", "`resume`", since, reason)]
     beginning = state in ("created", "starting")
@@ -89,9 +89,9 @@ async def waiting_chain(index: Index) -> list[Wait]:
                 ]
         return [
             Wait("the end of the run", "its workers to end", published, "all steps are trained"),
-            *chain.stages(found.trainer),
+            *chain.stages(missing.trainer),
         ]
-    first, *others = await _of_step(index, found, status, recipe, chain)
+    first, *others = await _of_step(index, missing, status, recipe, chain)
     return [
         replace(first, why="; ".join(filter(None, (first.why, await _dropped(index, status))))),
         *others,
@@ -235,8 +235,8 @@ class _Chain:
             on = "a sign of life"
             seconds = quiet
             why = "its process hangs or is stopped, or its machine is away"
-            left = max(0.0, launch.hang_timeout - quiet)
-            bound = f"launch.hang_timeout = {launch.hang_timeout:g} s ends it in {left:.1f} s"
+            remaining = max(0.0, launch.hang_timeout - quiet)
+            bound = f"launch.hang_timeout = {launch.hang_timeout:g} s ends it in {remaining:.1f} s"
         elif sign.version is not None:
             why += f", with version {sign.version}"
         return Wait(shown(name), on, seconds, why, bound, name)
