@@ -82,12 +82,12 @@ def detail_begins(path: Path) -> str:
 
 def detail_after(path: Path, event_id: str, count: int) -> list[Event]:
     """The next ``count`` events of the detail beside ``path`` after ``event_id``."""
-    found: list[Event] = []
+    events: list[Event] = []
     for file in files_of(path):
-        last = order(found[-1].id if found else event_id)
+        last = order(events[-1].id if events else event_id)
         with contextlib.suppress(FileNotFoundError), file.open("rb") as lines:
-            found += events_after(lines, last, count - len(found)) if len(found) < count else []
-    return found
+            events += events_after(lines, last, count - len(events)) if len(events) < count else []
+    return events
 
 
 def with_detail(events: Iterable[Event], detail: Iterable[Event]) -> Iterator[Event]:
@@ -111,4 +111,4 @@ def _ends_whole(path: Path) -> bool:
 def _last_id(path: Path) -> str:
     with path.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - (64 << 10)))
-        return max((found for line in file if (found := id_of(line))), key=order, default="")
+        return max((event_id for line in file if (event_id := id_of(line))), key=order, default="")

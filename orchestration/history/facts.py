@@ -44,10 +44,10 @@ class Facts:
         if (
             kind
             and kind[1] == b"span"
-            and (found := ID_OF_LINE.match(line))
+            and (id_match := ID_OF_LINE.match(line))
             and line.endswith(b"}\n")
         ):
-            self._pass("span", found[1].decode())
+            self._pass("span", id_match[1].decode())
             return None
         if (event := event_of(line)) is not None:
             self.add(event)

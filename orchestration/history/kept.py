@@ -100,10 +100,10 @@ class Kept:
         if len(slot.waiting) == 1 and (
             slot.begins or abs(event.time - slot.kept.time) >= self.seconds
         ):
-            kept = replace(slot.waiting[0], id=event.id)
-            self._slots[key] = _Slot(kept)
+            kept_event = replace(slot.waiting[0], id=event.id)
+            self._slots[key] = _Slot(kept_event)
             self._due.pop(key, None)
-            yield kept
+            yield kept_event
         elif len(slot.waiting) > 1:
             self._due[key] = None
 

@@ -84,8 +84,8 @@ def event_of(line: bytes) -> Event | None:
 
 def id_of(line: bytes) -> str:
     """Returns the id of the event of ``line``; "" where the line does not begin with one."""
-    found = ID_OF_LINE.match(line)
-    return found[1].decode() if found else ""
+    id_match = ID_OF_LINE.match(line)
+    return id_match[1].decode() if id_match else ""
 
 
 def finite_numbers(data: Mapping[str, Any]) -> dict[str, float]:

@@ -160,11 +160,11 @@ def _of_parts(catalog: Catalog, past: Series, begin: float, end: float) -> None:
 
 def _names(catalog: Catalog, wanted: Wanted | None) -> dict[str, list[str]]:
     """The numbers that are wanted, by series."""
-    found = dict[str, list[str]]()
+    names = dict[str, list[str]]()
     for series, name in catalog.database.execute("SELECT series, name FROM names"):
         if wanted is None or wanted(series.partition("/")[0], series, name):
-            found.setdefault(series, []).append(name)
-    return found
+            names.setdefault(series, []).append(name)
+    return names
 
 
 def _plan(
@@ -190,7 +190,7 @@ def _pieces(
     """The points of each part of ``plan``, in order."""
     blobs = dict[Part, dict[str, bytes]]()
     for level in sorted(set(plan.values())):
-        numbers = [number for (number, _), of in plan.items() if of == level]
+        numbers = [number for (number, _), part_level in plan.items() if part_level == level]
         for name in ["", *names]:
             rows = catalog.database.execute(
                 _DATA, (series, name, level, min(numbers), max(numbers))

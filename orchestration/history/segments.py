@@ -95,7 +95,7 @@ def folder_of(path: Path) -> Path:
 
 def closed(path: Path) -> list[Segment]:
     """The closed parts of ``path``, in order."""
-    found: dict[int, Segment] = {}
+    segments: dict[int, Segment] = {}
     with (
         contextlib.suppress(FileNotFoundError, NotADirectoryError),
         os.scandir(folder_of(path)) as entries,
@@ -103,9 +103,9 @@ def closed(path: Path) -> list[Segment]:
         for entry in entries:
             if name := _NAME.fullmatch(entry.name):
                 number = int(name[1])
-                if name[2] or number not in found:  # the compressed one is whole
-                    found[number] = Segment(number, Path(entry.path))
-    return [found[number] for number in sorted(found)]
+                if name[2] or number not in segments:  # the compressed one is whole
+                    segments[number] = Segment(number, Path(entry.path))
+    return [segments[number] for number in sorted(segments)]
 
 
 def parts(path: Path) -> tuple[list[Segment], BinaryIO | None]:
@@ -182,18 +182,18 @@ class EventLog:
         """
         last = order(event_id)
         segments, file = parts(self._path)
-        found: list[Event] = []
+        events: list[Event] = []
         with file or contextlib.nullcontext():
             for segment in segments[self._place(segments, last) :]:
                 with self._opened(segment) as lines:
-                    found += events_after(lines, last, count - len(found))
-                if len(found) == count:
-                    return found
-                last = order(found[-1].id) if found else last
+                    events += events_after(lines, last, count - len(events))
+                if len(events) == count:
+                    return events
+                last = order(events[-1].id) if events else last
             self._content = None
             if file:
-                found += events_after(file, last, count - len(found))
-        return found
+                events += events_after(file, last, count - len(events))
+        return events
 
     def _place(self, segments: list[Segment], last: tuple[int, int]) -> int:
         """Which of ``segments`` is the first with ids past ``last``, or the one before it."""
@@ -219,15 +219,15 @@ class EventLog:
 
 def events_after(file: IO[bytes], last: tuple[int, int], count: int) -> list[Event]:
     """The next ``count`` events of the lines of ``file`` whose ids are past ``last``."""
-    found: list[Event] = []
+    events: list[Event] = []
     file.seek(_place_in(file, last))
     for line in file:
         if (event := event_of(line)) is not None and order(event.id) > last:
             last = order(event.id)
-            found.append(event)
-            if len(found) >= count:
+            events.append(event)
+            if len(events) >= count:
                 break
-    return found
+    return events
 
 
 def _place_in(file: IO[bytes], wanted: tuple[int, int]) -> int:
@@ -239,10 +239,12 @@ def _place_in(file: IO[bytes], wanted: tuple[int, int]) -> int:
         file.seek(middle)
         file.readline()  # the rest of a line
         at = file.tell()
-        found = None
-        while at < high and (line := file.readline()) and (found := ID_OF_LINE.match(line)) is None:
+        id_match = None
+        while (
+            at < high and (line := file.readline()) and (id_match := ID_OF_LINE.match(line)) is None
+        ):
             at = file.tell()  # a line that was cut short
-        if found is None or order(found[1].decode()) > wanted:
+        if id_match is None or order(id_match[1].decode()) > wanted:
             high = middle
         else:
             low = at
