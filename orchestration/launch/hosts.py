@@ -179,7 +179,7 @@ class Host:
             # other runs may use the folder too
             out = paths.out if self._shared else self._folder / self._index.run
             out.mkdir(parents=True, exist_ok=True)
-            own = {
+            host_record = {
                 "name": self.name,
                 "warehouse": node_id(shared),
                 "out": str(out),
@@ -188,7 +188,11 @@ class Host:
             method = SPAWN if recipe.rollout.engine == "vllm" else recipe.launch.start_method
             logs = (out if self._shared else self._folder) / "logs"
             launcher = ProcessLauncher(
-                logs, method, self._forks, self._devices.given, {HOST_VARIABLE: json.dumps(own)}
+                logs,
+                method,
+                self._forks,
+                self._devices.given,
+                {HOST_VARIABLE: json.dumps(host_record)},
             )
             stack.callback(launcher.close)
             await WAREHOUSE.put(self._index, node_id(shared), host=self.name)
@@ -262,10 +266,10 @@ class Host:
         return False
 
     async def _emit(self, change: str) -> None:
-        own = self.name
+        name = self.name
         node = platform.node()
         event = WorkerEvent(
-            stage="host", worker=own, change=change, pid=os.getpid(), node=node, host=own
+            stage="host", worker=name, change=change, pid=os.getpid(), node=node, host=name
         )
         await self._index.emit(event)
 

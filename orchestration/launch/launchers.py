@@ -132,7 +132,7 @@ class ProcessLauncher:
 
     async def launch(self, run: str, url: str, kind: str, number: int, name: str) -> Life:
         self._logs.mkdir(parents=True, exist_ok=True)
-        given = self._devices.get((kind, number))
+        devices = self._devices.get((kind, number))
         options = {"run": run, "kind": kind, "number": str(number), "name": name}
         launch = Launch(
             "orchestration.run.worker:main",
@@ -141,7 +141,7 @@ class ProcessLauncher:
                 **without_secrets(os.environ),
                 **self._environment,
                 INDEX_VARIABLE: url,
-                **(given.environment() if given else {}),
+                **(devices.environment() if devices else {}),
             },
             os.getcwd(),
             str(self._logs / f"{kind}-{number}.log"),
