@@ -62,12 +62,12 @@ class PolicyEngines:
     async def open(self, version: int, checkpoint: Path | None) -> None:
         """Make the first engine, or for a new checkpoint one in the place of a free one."""
         self._begin = (version, checkpoint)
-        made = await self._new_slot()
+        new_slot = await self._new_slot()
         await self._until(
             lambda: len(self._slots) < 2 or any(not slot.requests for slot in self._slots)
         )
         free = next((slot for slot in self._slots if not slot.requests), None)
-        self._slots = [slot for slot in self._slots if slot is not free] + [made]
+        self._slots = [slot for slot in self._slots if slot is not free] + [new_slot]
         if free is not None:
             await free.engine.close()
 
@@ -118,8 +118,8 @@ class PolicyEngines:
 
     async def _new_slot(self) -> _Slot:
         begin = self._begin
-        made = await asyncio.to_thread(run_in_temporary_thread, lambda: self._make(*begin))
-        return _Slot(made, Rows(self._max_rows, spare_of(self._max_rows)))
+        engine = await asyncio.to_thread(run_in_temporary_thread, lambda: self._make(*begin))
+        return _Slot(engine, Rows(self._max_rows, spare_of(self._max_rows)))
 
     async def _until(self, holds: Callable[[], bool]) -> None:
         async with self._changed:

@@ -171,16 +171,16 @@ async def shared(
             granted = 0
 
     tasks.append(asyncio.create_task(feed(granted)))
-    left = len(places)
+    remaining_rows = len(places)
     try:
-        while left:
-            made = await queue.get()
-            if isinstance(made, Exception):
-                raise made
-            if isinstance(made, Completion):
-                left -= 1
+        while remaining_rows:
+            outcome = await queue.get()
+            if isinstance(outcome, Exception):
+                raise outcome
+            if isinstance(outcome, Completion):
+                remaining_rows -= 1
                 claim.end()
-            yield made
+            yield outcome
     finally:
         await cancel_all(*tasks)
 

@@ -241,17 +241,17 @@ class _Follower:
         """
         await self._look()
         while True:
-            known = {
-                found.version: found.model
-                for found in await asyncio.to_thread(usable, self._checkpoints)
+            models = {
+                checkpoint.version: checkpoint.model
+                for checkpoint in await asyncio.to_thread(usable, self._checkpoints)
             }
-            wanted = max(known, default=0) if version is None else version
-            if wanted not in known and wanted != 0:
+            wanted = max(models, default=0) if version is None else version
+            if wanted not in models and wanted != 0:
                 break
             try:
-                await self._engines.open(wanted, known.get(wanted))
+                await self._engines.open(wanted, models.get(wanted))
             except Exception:
-                if wanted not in known or known[wanted].exists():
+                if wanted not in models or models[wanted].exists():
                     raise
                 continue  # it was removed meanwhile, for a newer one
             if version is None:
@@ -261,7 +261,7 @@ class _Follower:
             await self._engines.open(0, None)
             with contextlib.suppress(WeightsDamaged, WeightsUnreachable):
                 return await self._load(record)
-        have = f"it has {[*known]} as checkpoints"
+        have = f"it has {[*models]} as checkpoints"
         raise PolicyUnknown(f"run {self._index.run!r} has no version {wanted} any more; {have}")
 
     async def run(self, *, swaps: bool) -> None:
@@ -285,17 +285,17 @@ class _Follower:
         """Load a newer version than that of the engines. Returns whether there was one."""
         await self._engines.free()
         newest = await self._index.published_weights()
-        kept = self._engines.version
-        if newest.version > kept and newest.record:
+        current_version = self._engines.version
+        if newest.version > current_version and newest.record:
             try:
                 await self._load(newest.record)
                 return True
             except (WeightsDamaged, WeightsUnreachable, WeightMismatch) as refused:
                 if self._policy.trains:
-                    log.warning("weights not taken", kept=kept, reason=str(refused))
+                    log.warning("weights not taken", kept=current_version, reason=str(refused))
                     await asyncio.sleep(AGAIN_SECONDS)
         checkpoints = await asyncio.to_thread(usable, self._checkpoints)
-        if not checkpoints or checkpoints[-1].version <= kept:
+        if not checkpoints or checkpoints[-1].version <= current_version:
             return False
         await self._engines.open(checkpoints[-1].version, checkpoints[-1].model)
         return True

@@ -29,8 +29,8 @@ TOO_LARGE = {
 
 @lru_cache(4)
 def _opened(recipe: str) -> tuple[Recipe, Tokenizer]:
-    made = Recipe.from_json(recipe)
-    return made, tokenizer_of(made)
+    parsed_recipe = Recipe.from_json(recipe)
+    return parsed_recipe, tokenizer_of(parsed_recipe)
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
