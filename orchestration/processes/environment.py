@@ -63,7 +63,7 @@ def of_user_code(environment: Mapping[str, str], names: Collection[str] | None) 
 def take(name: str) -> str:
     """The value of a variable, which this process then shows nowhere. Raises KeyError."""
     value = os.environ[name]
-    show({other: kept for other, kept in os.environ.items() if other != name})
+    show({other: other_value for other, other_value in os.environ.items() if other != name})
     return value
 
 

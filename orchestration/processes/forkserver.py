@@ -324,8 +324,8 @@ class StandingForkServer(ForkServer):
     def __init__(self, folder: Path, owner: int, preload: Sequence[str]) -> None:
         self._folder = folder
         folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()
-        if found.st_uid != os.getuid() or found.st_mode & 0o77:
+        folder_stat = folder.lstat()
+        if folder_stat.st_uid != os.getuid() or folder_stat.st_mode & 0o77:
             raise ForkServerDied(f"{folder} belongs to another user, or is open to others")
         with open(folder / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -386,10 +386,10 @@ class _Server:
 
     def serve(self) -> int:
         while True:
-            found = self._selector.select(IDLE_SECONDS if self._listens else None)
-            if not found and len(self._selector.get_map()) == self._unused:
+            events = self._selector.select(IDLE_SECONDS if self._listens else None)
+            if not events and len(self._selector.get_map()) == self._unused:
                 return 0
-            for key, _ in found:
+            for key, _ in events:
                 ready = cast("socket.socket", key.fileobj)
                 if key.data:  # the handle of a child, which has ended
                     self._report_end(key.fd, key.data)
