@@ -37,19 +37,19 @@ def found_sandbox(names: Sequence[str], sandbox: Sandbox) -> Sandbox | None:
     Where it gives none, functions that are installed go without, as ours evaluate nothing. Raises
     RewardError for the user's own.
     """
-    found = available()
-    if not found.mechanism:
-        if own := [name for name in names if ":" in name]:
-            raise RewardError(f"rewards {own}: {found.shortfall}; {WAY_OUT}")
+    support = available()
+    if not support.mechanism:
+        if user_functions := [name for name in names if ":" in name]:
+            raise RewardError(f"rewards {user_functions}: {support.shortfall}; {WAY_OUT}")
         log.warning(
-            "reward functions run without a sandbox", functions=names, reason=found.shortfall
+            "reward functions run without a sandbox", functions=names, reason=support.shortfall
         )
         return None
-    if found.shortfall:
+    if support.shortfall:
         log.warning(
-            "reward functions run in a weaker sandbox", functions=names, reason=found.shortfall
+            "reward functions run in a weaker sandbox", functions=names, reason=support.shortfall
         )
-    return as_given(sandbox, found, [name for name in names if name not in REWARDS], ENTRY_POINTS)
+    return as_given(sandbox, support, [name for name in names if name not in REWARDS], ENTRY_POINTS)
 
 
 def preload_of(names: Sequence[str]) -> tuple[str, ...]:
