@@ -171,10 +171,10 @@ def not_finite(state: Any, name: str = "") -> str | None:
     from torch.distributed.tensor import DTensor
 
     if isinstance(state, Mapping):
-        found = (
+        names = (
             not_finite(value, f"{name}.{key}" if name else str(key)) for key, value in state.items()
         )
-        return next((each for each in found if each is not None), None)
+        return next((tensor_name for tensor_name in names if tensor_name is not None), None)
     if not isinstance(state, torch.Tensor) or not state.is_floating_point():
         return None
     local: torch.Tensor = state.to_local() if isinstance(state, DTensor) else state
@@ -225,30 +225,34 @@ def begin(directory: Path, version: int) -> Path:
 
 def clean(directory: Path) -> None:
     """Remove what is neither a checkpoint nor being written."""
-    for left in directory.glob(".step-*"):
-        shutil.rmtree(left, ignore_errors=True)
+    for leftover in directory.glob(".step-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def lasting_refusal(error: BaseException, directory: Path, version: int) -> DiskRefused | None:
     """Returns ``error``, with which writing the checkpoint of ``version`` has failed, as one that a
     restart does not mend; None when a restart may. Writers wrap what the disk has said, so a disk
     without room is looked at."""
-    found = next(
-        (each for each in _causes(error) if isinstance(each, OSError) and each.errno in _LASTING),
+    disk_error = next(
+        (
+            cause
+            for cause in _causes(error)
+            if isinstance(cause, OSError) and cause.errno in _LASTING
+        ),
         None,
     )
     try:
         full = shutil.disk_usage(directory).free < LEAST_FREE
     except OSError as refused:
-        found = found or refused
+        disk_error = disk_error or refused
         full = False
-    if found is None and not full:
+    if disk_error is None and not full:
         return None
-    why = found or f"its disk is full: {error}"
+    reason = disk_error or f"its disk is full: {error}"
     newest = latest(directory)
     goes_on = f"from the checkpoint of version {newest.version}" if newest else "from the beginning"
     return DiskRefused(
-        f"checkpoint: version {version} cannot be written below {directory} ({why}); free room "
+        f"checkpoint: version {version} cannot be written below {directory} ({reason}); free room "
         f"there, or make it writable; `asyncdock resume` then goes on {goes_on}"
     )
 
@@ -458,8 +462,8 @@ def _no_warning() -> Iterator[None]:
 
 def latest(directory: Path) -> Checkpoint | None:
     """Returns the newest checkpoint under ``directory``; None when there is none."""
-    found = whole(directory)
-    return open_checkpoint(found[-1]) if found else None
+    folders = whole(directory)
+    return open_checkpoint(folders[-1]) if folders else None
 
 
 def newest(
@@ -469,18 +473,18 @@ def newest(
     or where the one here is older than version ``known`` or has not all ``parts`` (default: all);
     from there it is copied to ``directory`` first. -1: the newest is not known. ``url`` may be
     empty."""
-    found = latest(directory)
+    local_checkpoint = latest(directory)
     lacks = (
-        found is None
-        or found.version < known
-        or any(not (found.path / part).exists() for part in parts)
+        local_checkpoint is None
+        or local_checkpoint.version < known
+        or any(not (local_checkpoint.path / part).exists() for part in parts)
     )
     if not url or (known >= 0 and not lacks):
-        return found
+        return local_checkpoint
     store = CheckpointStore(url)
     for _ in range(PULLS):
         names = store.names()
-        if not names or (found is not None and names[-1] < found.path.name):
+        if not names or (local_checkpoint is not None and names[-1] < local_checkpoint.path.name):
             break
         try:
             pulled = store.pull(names[-1], directory, parts)
@@ -494,7 +498,7 @@ def newest(
             if old.name < pulled.name and not ((old / MODEL).exists() and (old / TRAIN).exists()):
                 _remove(old)  # parts of it were copied here for an engine that had no newer one
         return open_checkpoint(pulled)
-    return found
+    return local_checkpoint
 
 
 def latest_of_run(
@@ -503,16 +507,16 @@ def latest_of_run(
     """Returns the newest checkpoint under ``directory``, or at ``url``, of a run whose newest one
     is of version ``known`` at least (0: it may have none). ``parts``: see :func:`newest`. Raises
     CheckpointMissing."""
-    found = newest(directory, url, known, parts) if known else latest(directory)
-    if known > (found.version if found else 0):
-        here = f"none newer than that of version {found.version}" if found else "none"
+    checkpoint = newest(directory, url, known, parts) if known else latest(directory)
+    if known > (checkpoint.version if checkpoint else 0):
+        here = f"none newer than that of version {checkpoint.version}" if checkpoint else "none"
         raise CheckpointMissing(
             f"checkpoint: the run's newest is of version {known}, and this node "
             f"({platform.node()}) has {here} below {directory}; set checkpoint.url, mount the "
             f"run's folder here at the same path, or copy the checkpoint there; "
             "or resume the run with --from and the version of an older one (0: from the beginning)"
         )
-    return found
+    return checkpoint
 
 
 def whole(directory: Path) -> list[Path]:
@@ -550,15 +554,15 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 def usable(directory: Path) -> list[Checkpoint]:
     """Returns the checkpoints below ``directory`` that can be opened, oldest first."""
-    found = []
+    checkpoints = []
     for path in whole(directory):
         try:
-            found.append(open_checkpoint(path))
+            checkpoints.append(open_checkpoint(path))
         except FileNotFoundError:  # removed meanwhile
             continue
         except (CheckpointUnusable, OSError) as damaged:
             log.warning("a checkpoint cannot be opened", reason=str(damaged))
-    return found
+    return checkpoints
 
 
 def set_aside(path: Path) -> Path:

@@ -116,9 +116,14 @@ def terms_of(recipe: Recipe, tokenizer: Tokenizer) -> Terms:
         weights = {
             name: (recipe.model.dtype, shape) for name, shape in weight_shapes(source).items()
         }
-    own = fingerprint(tokenizer.get_vocab())
+    vocabulary_fingerprint = fingerprint(tokenizer.get_vocab())
     return Terms(
-        vocabulary, asdict(sampling), recipe.seed, len(recipe.reward.functions), weights, own
+        vocabulary,
+        asdict(sampling),
+        recipe.seed,
+        len(recipe.reward.functions),
+        weights,
+        vocabulary_fingerprint,
     )
 
 
@@ -176,15 +181,20 @@ def rollout_engine(
         case "torch":
             return _torch_rollout(devices.select(rollout.device), recipe, version, weights)
         case "vllm":
-            own = shared or Path(
+            shared_folder = shared or Path(
                 tempfile.mkdtemp(prefix="asyncdock-rollout-", dir=shared_memory_directory())
             )
             try:
                 return _vllm_rollout(
-                    own, recipe, version, weights, secret, depot=shared.parent if shared else own
+                    shared_folder,
+                    recipe,
+                    version,
+                    weights,
+                    secret,
+                    depot=shared.parent if shared else shared_folder,
                 )
             except BaseException:  # once the engine exists, its close removes the folder
-                shutil.rmtree(own, ignore_errors=True)
+                shutil.rmtree(shared_folder, ignore_errors=True)
                 raise
         case "mock":
             from stages.engines.mock.engines import MockRolloutEngine
@@ -212,9 +222,9 @@ def _by_factory(side: Side, recipe: Recipe, protocol: type, **arguments: Any) ->
         name for name in vars(protocol) if not name.startswith("_") and not hasattr(engine, name)
     ]
     if lacks:
-        wrong = f"has made a {type(engine).__name__}, which has no {' and no '.join(lacks)}"
+        problem = f"has made a {type(engine).__name__}, which has no {' and no '.join(lacks)}"
         fix = f"make what has all of {protocol.__name__} in stages/engines/protocols.py"
-        raise EngineUnknown(Problem(f"{side}.engine", section.engine, wrong, fix))
+        raise EngineUnknown(Problem(f"{side}.engine", section.engine, problem, fix))
     return engine
 
 

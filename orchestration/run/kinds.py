@@ -122,13 +122,16 @@ def workers_of(recipe: Recipe) -> list[tuple[str, int]]:
     programs run."""
     from orchestration.recipe.flow import declarations_of
 
-    own = [kind for kind in _ALL if kind.name not in (*recipe.external.stages, "stage")]
+    builtin_kinds = [kind for kind in _ALL if kind.name not in (*recipe.external.stages, "stage")]
     stages = [
         (declared.name, number)
         for declared in declarations_of(recipe)
         for number in range(declared.workers)
     ]
-    return [*((kind.name, number) for kind in own for number in kind.numbers(recipe)), *stages]
+    return [
+        *((kind.name, number) for kind in builtin_kinds for number in kind.numbers(recipe)),
+        *stages,
+    ]
 
 
 def remote_workers(recipe: Recipe) -> set[tuple[str, int]]:

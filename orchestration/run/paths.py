@@ -40,10 +40,10 @@ class RunPaths:
     def at_host(self) -> tuple[RunPaths, str]:
         """Returns the folders as a worker in this process finds them, and the warehouse that it
         writes to: those of its host, where one has started it (:mod:`orchestration.launch.hosts`)."""
-        if not (given := os.environ.get(HOST_VARIABLE)):
+        if not (host_json := os.environ.get(HOST_VARIABLE)):
             return self, "local"
-        own = json.loads(given)
-        return replace(self, out=Path(own["out"]), shared=Path(own["shared"])), own["warehouse"]
+        host = json.loads(host_json)
+        return replace(self, out=Path(host["out"]), shared=Path(host["shared"])), host["warehouse"]
 
     @staticmethod
     def host_name() -> str:

@@ -155,11 +155,11 @@ def index_of(recipe: Recipe, folder: Path) -> RunIndex:
 async def reached_at(recipe: Recipe, hosts: RayHosts | None) -> str:
     """The address by which other machines reach this one: that of the index, if it is given, or by
     which the nodes of the Ray cluster reach it, or that of its network."""
-    own = await (hosts.connect() if hosts is not None else asyncio.to_thread(own_address))
+    address = await (hosts.connect() if hosts is not None else asyncio.to_thread(own_address))
     if (text := recipe.index_address) not in ("", AUTO):
         host = Address.split(text)[0]
-        own = str((await asyncio.to_thread(socket.getaddrinfo, host, 0))[0][4][0])
-    return own
+        address = str((await asyncio.to_thread(socket.getaddrinfo, host, 0))[0][4][0])
+    return address
 
 
 async def _start(server: EmbeddedIndex) -> None:

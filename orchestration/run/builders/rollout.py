@@ -97,24 +97,26 @@ class RolloutJob(Job):
 
 async def refuse_other_tokenizer(job: Job, engine: TokenizingEngine) -> None:
     """Raises ValueError, after an alarm, when the engine's vocabulary is not the run's."""
-    own = job.tokenizer.get_vocab()
-    other = engine.tokenizer.get_vocab()
-    wrong = sorted(
-        token for token in own.keys() | other.keys() if own.get(token) != other.get(token)
+    run_vocabulary = job.tokenizer.get_vocab()
+    engine_vocabulary = engine.tokenizer.get_vocab()
+    differing = sorted(
+        token
+        for token in run_vocabulary.keys() | engine_vocabulary.keys()
+        if run_vocabulary.get(token) != engine_vocabulary.get(token)
     )
-    if not wrong:
+    if not differing:
         return
     example = (
-        f"{wrong[0]!r} is {own.get(wrong[0], 'none')} in the run and "
-        f"{other.get(wrong[0], 'none')} in the engine"
+        f"{differing[0]!r} is {run_vocabulary.get(differing[0], 'none')} in the run and "
+        f"{engine_vocabulary.get(differing[0], 'none')} in the engine"
     )
     reason = (
-        f"{TOKENIZER}: the rollout engine has another vocabulary: {len(wrong):,} tokens "
+        f"{TOKENIZER}: the rollout engine has another vocabulary: {len(differing):,} tokens "
         f"differ; {example}"
     )
     look = "Look at which tokenizer the engine loads: the run's is that of model.source."
     worker = f"{job.kind}-{job.number}"
-    count = float(len(wrong))
+    count = float(len(differing))
     alarm = AlarmEvent(
         metric=TOKENIZER, step=-1, value=count, limit=0.0, reason=reason, look=look, worker=worker
     )

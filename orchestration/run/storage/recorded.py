@@ -56,15 +56,15 @@ def recorded_version(out: Path) -> int:
 
 
 def _in_index(folder: Path) -> list[int]:
-    found: list[int] = []
+    versions: list[int] = []
     for path in folder.rglob("*.aof"):
         if path.stat().st_size:
             with (
                 path.open("rb") as file,
                 mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
             ):
-                found += [int(match[1]) for match in _REPORTED.finditer(content)]
-    return found
+                versions += [int(match[1]) for match in _REPORTED.finditer(content)]
+    return versions
 
 
 def _in_summary(path: Path) -> list[int]:

@@ -63,8 +63,8 @@ class Reader(dcp.FileSystemReader):
         try:
             return super().read_data(plan, planner)
         except pickle.UnpicklingError as error:
-            found = _GLOBAL.search(str(error))
-            names = f"names {found[1]}" if found else "is damaged"
+            global_match = _GLOBAL.search(str(error))
+            names = f"names {global_match[1]}" if global_match else "is damaged"
             raise ShardsRefused(
                 f"a shard in {self.path} {names}, where a checkpoint has tensors alone"
             ) from None
@@ -81,8 +81,8 @@ class Planner(dcp.DefaultLoadPlanner):
         try:
             number = torch.load(value, weights_only=True)
         except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as error:
-            found = _GLOBAL.search(str(error))
-            names = f"names {found[1]}" if found else "is damaged"
+            global_match = _GLOBAL.search(str(error))
+            names = f"names {global_match[1]}" if global_match else "is damaged"
             raise ShardsRefused(
                 f"the checkpoint's value of {name!r} {names}, where it has a number"
             ) from None
