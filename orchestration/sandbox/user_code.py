@@ -28,8 +28,8 @@ def import_path(names: Sequence[str]) -> list[str]:
         os.path.abspath(entry) if not entry or os.path.exists(entry) else entry
         for entry in sys.path
     ]
-    own = any(":" in name for name in names)
-    return [entry for entry in path if own or entry != here or entry == str(PACKAGES)]
+    calls_user_code = any(":" in name for name in names)
+    return [entry for entry in path if calls_user_code or entry != here or entry == str(PACKAGES)]
 
 
 def as_given(sandbox: Sandbox, found: Available, names: Sequence[str], group: str) -> Sandbox:
