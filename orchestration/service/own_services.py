@@ -139,8 +139,8 @@ def services_folder() -> Path:
 def _announce(path: Path, content: dict[str, str]) -> BinaryIO:
     """Write the file, locked before it has its name. Returns it; closing it frees the lock."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    found = path.parent.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+    folder_stat = path.parent.lstat()
+    if not stat.S_ISDIR(folder_stat.st_mode) or folder_stat.st_uid != os.geteuid():
         raise NotPrivate(
             f"{path.parent} is no folder of user {os.geteuid()}; remove it, or set XDG_STATE_HOME"
         )
