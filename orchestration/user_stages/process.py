@@ -127,11 +127,11 @@ async def _answer(
     answer = {"id": head["id"]}
     columns = bytearray()
     try:
-        made = await calls.call(unpacked_rows(needs, body, head["rows"]), head["rows"])
-        if isinstance(made, Drop):
-            answer["dropped"] = str(made.reason)
+        result = await calls.call(unpacked_rows(needs, body, head["rows"]), head["rows"])
+        if isinstance(result, Drop):
+            answer["dropped"] = str(result.reason)
         else:
-            columns = packed_rows(makes, made)
+            columns = packed_rows(makes, result)
     except TimeLimit as late:
         answer["late"] = late.place
     except StageError as error:
