@@ -71,7 +71,7 @@ class MetricsFile:
         for event in self._read_open():
             self._kept.recall(event)
         before = next(
-            (found for part in reversed(segments) if (found := _last_id(part)) != "0"), "0"
+            (last_id for part in reversed(segments) if (last_id := _last_id(part)) != "0"), "0"
         )
         self._detail = DetailFile(path)
         written = max(self._facts.last_id, before, key=order)
@@ -132,8 +132,8 @@ class MetricsFile:
             self.rewind(event.data["version"])
         if event.kind in LIVE:
             self._detail.write(event)
-        for kept in self._kept.of(event):
-            self._add(kept)
+        for kept_event in self._kept.of(event):
+            self._add(kept_event)
         self.last = max(self.last, self._kept.seen, key=order)
         self._write()
         if len(self._waiting) > MOST_KEPT:
@@ -252,7 +252,9 @@ def _last_id(segment: Segment) -> str:
     """The greatest id in the end of a closed part; "0": none."""
     with segment.open() as lines:
         lines.seek(max(0, lines.seek(0, os.SEEK_END) - TAIL_BYTES))
-        return max((found for line in lines if (found := id_of(line))), key=order, default="0")
+        return max(
+            (event_id for line in lines if (event_id := id_of(line))), key=order, default="0"
+        )
 
 
 def _remove_after(segment: Segment, version: int) -> None:
