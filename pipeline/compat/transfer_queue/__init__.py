@@ -61,17 +61,19 @@ def init(conf: Mapping[str, Any] | None = None) -> dict[str, Any]:
     parent process has started, or else a new one, which ends with this process; a worker of Ray
     never opens one. TransferQueue's own sections are accepted and have no effect."""
     global _queue
-    given = {
+    settings = {
         name: value for name, value in (conf or {}).items() if name not in _TRANSFER_QUEUES_OWN
     }
-    if unknown := set(given) - set(DEFAULTS):
+    if unknown := set(settings) - set(DEFAULTS):
         raise ValueError(f"conf: {sorted(unknown)} is not known; it takes {sorted(DEFAULTS)}")
-    chosen = given.get("url") is not None
+    chosen = settings.get("url") is not None
     opens = _queue is None or _queue.pid != os.getpid()
     if opens:
-        found = {} if chosen else find_queue()
+        cluster_queue = {} if chosen else find_queue()
         _queue = Queue(
-            DEFAULTS | found | {name: value for name, value in given.items() if value is not None}
+            DEFAULTS
+            | cluster_queue
+            | {name: value for name, value in settings.items() if value is not None}
         )
     assert _queue is not None
     try:

@@ -104,16 +104,16 @@ def announce(conf: Mapping[str, Any], *, chosen: bool) -> bool:
     with extra("ray"):
         from ray.experimental.internal_kv import _internal_kv_put
 
-    own = {"url": conf["url"], "run": conf["run"], "node": _node()}
-    put = partial(_internal_kv_put, _KEY, json.dumps(own).encode(), namespace=_NAMESPACE)
+    announcement = {"url": conf["url"], "run": conf["run"], "node": _node()}
+    put = partial(_internal_kv_put, _KEY, json.dumps(announcement).encode(), namespace=_NAMESPACE)
     other = _announced() if put(overwrite=False) else None
     if other is None or _has_ended(other):
         put(overwrite=True)
         return True
-    if not chosen and (other["url"], other["run"]) != (own["url"], own["run"]):
+    if not chosen and (other["url"], other["run"]) != (announcement["url"], announcement["run"]):
         raise RuntimeError(
             f"this Ray cluster has a queue, run {other['run']!r}, and this process another one, "
-            f"run {own['run']!r}; close() "
+            f"run {announcement['run']!r}; close() "
             "one of them, or call init() after ray.init(), which finds the cluster's"
         )
     return False

@@ -82,7 +82,7 @@ class Fields:
         Raises ColumnError for values that are not of their field's kind, and cannot become so
         without a change.
         """
-        new = [found for found, _ in encoded if found.name not in self.by_name]
+        new = [field for field, _ in encoded if field.name not in self.by_name]
         if len(self.by_name) + len(new) > MAX_FIELDS:
             name = new[MAX_FIELDS - len(self.by_name)].name
             raise IndexRefused(
@@ -93,12 +93,12 @@ class Fields:
         fields = self
         if new:
             fields = Fields(
-                self.packed + "".join(json.dumps([found.name, found.kind]) + "\n" for found in new)
+                self.packed + "".join(json.dumps([field.name, field.kind]) + "\n" for field in new)
             )
         values = {}
-        for found, value in encoded:
-            bit, known = fields.by_name[found.name]
-            values[bit] = value if known == found else _converted(value, found, known, partition)
+        for field, value in encoded:
+            bit, known = fields.by_name[field.name]
+            values[bit] = value if known == field else _converted(value, field, known, partition)
         return fields, values
 
 
@@ -142,7 +142,7 @@ def encode_field(name: str, value: Any, rows: int) -> tuple[Field, Packed]:
     if parts is not None and parts[2] is None and int(parts[1][0]) == 0:
         flat = parts[0]
         steps = parts[1].to("cpu", torch.int64)
-        found = Field(name, value.dtype, tuple(flat.shape[1:]))
+        field = Field(name, value.dtype, tuple(flat.shape[1:]))
     elif value.is_nested:
         unbound = value.unbind()
         shapes = {tuple(part.shape[1:]) for part in unbound}
@@ -154,21 +154,21 @@ def encode_field(name: str, value: Any, rows: int) -> tuple[Field, Packed]:
             )
         flat = torch.cat(unbound)
         steps = offsets_of([len(part) for part in unbound])
-        found = Field(name, value.dtype, shapes.pop())
+        field = Field(name, value.dtype, shapes.pop())
     else:
         flat = value
         length = value.shape[1] if value.dim() > 1 else 1
         steps = torch.arange((value.shape[0] if value.dim() else 0) + 1) * length
-        found = Field(name, value.dtype, tuple(value.shape[2:]) if value.dim() > 1 else None)
+        field = Field(name, value.dtype, tuple(value.shape[2:]) if value.dim() > 1 else None)
     _check_rows(name, len(steps) - 1, rows)
-    if found.nbytes == 0:
+    if field.nbytes == 0:
         raise field_error(
             name,
             f"rows of shape {list(value.shape[1:])} hold nothing",
             "leave the field out",
         )
     flat = flat.detach().cpu().reshape(-1).contiguous()
-    return found, Packed(flat.view(torch.uint8), steps * found.nbytes)
+    return field, Packed(flat.view(torch.uint8), steps * field.nbytes)
 
 
 def as_tensor(name: str, value: Any) -> Any:
