@@ -86,12 +86,12 @@ def with_password(url: str, password: str) -> str:
 
     Raises ValueError where it has another one already.
     """
-    bare, own = split_password(url)
-    if own and password:
+    bare, url_password = split_password(url)
+    if url_password and password:
         raise ValueError(
             f"join: {redacted(url)} has a password, and there is a token too; leave out one of them"
         )
     parts = urlsplit(bare)
     user, _, server = parts.netloc.rpartition("@")
-    secret = quote(own or password, safe="")
+    secret = quote(url_password or password, safe="")
     return parts._replace(netloc=f"{user}:{secret}@{server}").geturl() if secret else url

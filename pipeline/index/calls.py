@@ -72,7 +72,8 @@ class Calls:
         code = code or library()
         name = code.partition("\n")[0].rpartition("=")[2]
         if not any(
-            code.encode() in found for found in await self._redis.function_list(name, withcode=True)
+            code.encode() in library_info
+            for library_info in await self._redis.function_list(name, withcode=True)
         ):
             await self._redis.function_load(code, replace=True)
 
@@ -138,8 +139,8 @@ class Calls:
     async def woken(self, topic: Topic, after: str, timeout: float) -> str:
         """Like :meth:`wait`; returns the position of the last wake-up, or ``after`` ("": from the
         topic's beginning)."""
-        found = await self._read({f"wake:{topic}": after or "0"}, timeout, 1)
-        return found[0][1][0][0].decode() if found else after
+        streams = await self._read({f"wake:{topic}": after or "0"}, timeout, 1)
+        return streams[0][1][0][0].decode() if streams else after
 
     async def _read(self, streams: Mapping[str, str], timeout: float, count: int) -> Any:
         """Entries of ``streams`` after their positions, waiting for some."""

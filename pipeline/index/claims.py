@@ -270,8 +270,8 @@ class Claims(Calls):
 
     async def ledger_event(self) -> LedgerEvent:
         """The ledger of this moment as an event, with what was dropped by reason."""
-        found = await self.call("ledger_event")
-        return LedgerEvent.of({**found, **{name: dict(found[name] or {}) for name in DROPPED}})
+        ledger = await self.call("ledger_event")
+        return LedgerEvent.of({**ledger, **{name: dict(ledger[name] or {}) for name in DROPPED}})
 
     async def spare_groups(self, groups: Sequence[int]) -> None:
         """Record that these groups will be trained though they teach nothing, because their step

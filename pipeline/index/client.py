@@ -131,12 +131,14 @@ def _producers_before(needs: int, stages: Sequence[Mapping[str, Any]]) -> list[i
     """The producers that have written before a stage that ``needs`` these columns runs, so that it
     may fetch theirs."""
     makers = {stage["producer"]: stage for stage in stages if stage["producer"] > 0}
-    found: set[int] = set()
-    while more := {p for p, maker in makers.items() if maker["makes"] & needs and p not in found}:
-        found |= more
-        for producer in more:
+    producers: set[int] = set()
+    while new_producers := {
+        p for p, maker in makers.items() if maker["makes"] & needs and p not in producers
+    }:
+        producers |= new_producers
+        for producer in new_producers:
             needs |= makers[producer]["needs"]
-    return sorted(found)
+    return sorted(producers)
 
 
 @dataclass(frozen=True)
@@ -290,8 +292,8 @@ class Index(Claims, Training, Warehouses, ExternalPromptCalls, PassRateCalls, Ke
         """State and reason of several runs of this server, in one round trip; empty strings for an
         unknown run."""
         reads = [("HMGET", key_prefix(run) + "state", "state", "reason") for run in runs]
-        found = await self._link.send_all(reads) if runs else []
-        return [((state or b"").decode(), (reason or b"").decode()) for state, reason in found]
+        replies = await self._link.send_all(reads) if runs else []
+        return [((state or b"").decode(), (reason or b"").decode()) for state, reason in replies]
 
     async def status(self, versions: Sequence[int] = ()) -> RunStatus:
         """Where the run is, with the gates of ``versions``: the i-th may make tokens of groups
@@ -351,13 +353,15 @@ class Index(Claims, Training, Warehouses, ExternalPromptCalls, PassRateCalls, Ke
         """
         reply = await self.call("resume_point")
         rates = reply["rates"]
-        kept = (
+        rates_record = (
             {**rates, "chosen": list(rates["chosen"]), "rates": list(rates["rates"])}
             if rates
             else None
         )
         return ResumePoint(
-            reply["counters"], list(reply["remake"] or ()), json.dumps(kept) if kept else ""
+            reply["counters"],
+            list(reply["remake"] or ()),
+            json.dumps(rates_record) if rates_record else "",
         )
 
     async def beat(
@@ -377,15 +381,15 @@ class Index(Claims, Training, Warehouses, ExternalPromptCalls, PassRateCalls, Ke
 
     async def waiting(self) -> Missing:
         """What training waits for now."""
-        found = await self.call("waiting")
-        holders = tuple((worker, int(since)) for worker, since in found["holders"] or ())
-        group = None if found["group"] is False else found["group"]
-        names = {name: found[name] or "" for name in ("trainer", "stage")}
+        reply = await self.call("waiting")
+        holders = tuple((worker, int(since)) for worker, since in reply["holders"] or ())
+        group = None if reply["group"] is False else reply["group"]
+        names = {name: reply[name] or "" for name in ("trainer", "stage")}
         ages = {
-            name: None if found[name] is False else found[name]
+            name: None if reply[name] is False else reply[name]
             for name in ("state_age", "version_age")
         }
-        return Missing(**found | names | ages | {"group": group, "holders": holders})
+        return Missing(**reply | names | ages | {"group": group, "holders": holders})
 
     async def forget_worker(self, worker: str) -> None:
         """``worker`` is dead: end its leases now, and free the blocks that it holds open."""
@@ -431,12 +435,12 @@ class Index(Claims, Training, Warehouses, ExternalPromptCalls, PassRateCalls, Ke
     async def erase(self, keep: Sequence[str] = ()) -> None:
         """Remove every key of the run except ``keep`` (a name that ends in ``*``: all that begin
         so)."""
-        kept = tuple(name.removesuffix("*") for name in keep if name.endswith("*"))
+        kept_prefixes = tuple(name.removesuffix("*") for name in keep if name.endswith("*"))
         async for key in self._redis.scan_iter(
             match=self.prefix.replace("[", "\\[") + "*", count=1000
         ):
             name = key.decode().removeprefix(self.prefix)
-            if name not in keep and not (kept and name.startswith(kept)):
+            if name not in keep and not (kept_prefixes and name.startswith(kept_prefixes)):
                 await self._redis.unlink(key)
 
 

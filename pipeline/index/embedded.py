@@ -123,9 +123,9 @@ class EmbeddedIndex:
             "daemonize": "no",
             "logfile": str(self.log),
         }
-        given = ""  # on its standard input: other users of the machine can read command lines
+        config = ""  # on its standard input: other users of the machine can read command lines
         if (address := self.address) is not None:
-            given = f"user default off\nuser {USER} on >{address.password} ~* &* +@all\n"
+            config = f"user default off\nuser {USER} on >{address.password} ~* &* +@all\n"
             if not address.authority:
                 options |= {"port": str(address.port), "bind": address.host}
         arguments = [part for name, value in options.items() for part in (f"--{name}", value)]
@@ -151,7 +151,7 @@ class EmbeddedIndex:
         assert self.process.stdin is not None
         # it may have been killed by now
         with contextlib.suppress(BrokenPipeError), self.process.stdin as stdin:
-            stdin.write(given.encode())
+            stdin.write(config.encode())
 
     def _answers(self) -> bool:
         client = redis.Redis.from_url(self.url, socket_timeout=ANSWER_SECONDS)

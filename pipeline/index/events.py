@@ -56,8 +56,8 @@ class Events(Calls):
     async def events(self, after: str = "0", timeout: float = 1.0) -> list[Event]:
         """The next events after id ``after``, waiting for them; empty when none came within
         ``timeout`` seconds."""
-        found = await self._read({"events": after}, timeout, EVENTS_AT_ONCE)
-        return [_event(entry, fields) for _, entries in found or () for entry, fields in entries]
+        streams = await self._read({"events": after}, timeout, EVENTS_AT_ONCE)
+        return [_event(entry, fields) for _, entries in streams or () for entry, fields in entries]
 
     async def past_events(self, after: str = "0", count: int = EVENTS_AT_ONCE) -> list[Event]:
         """At most ``count`` events after id ``after``, without waiting.
@@ -65,10 +65,10 @@ class Events(Calls):
         The stream keeps about :data:`EVENTS_KEPT`; use :meth:`event_ends` to find out whether
         ``after`` is still in it.
         """
-        found = await self._redis.xrange(
+        entries = await self._redis.xrange(
             f"{self.prefix}events", min=f"({after}", max="+", count=count
         )
-        return [_event(entry, fields) for entry, fields in found]
+        return [_event(entry, fields) for entry, fields in entries]
 
     async def give_events_up(self, newest: str, last: str) -> None:
         """Remove the events up to the id ``newest``.
@@ -93,17 +93,21 @@ class Events(Calls):
         """The ids of the oldest and the newest event in the stream; "0" and "0" when it is
         empty."""
         key = f"{self.prefix}events"
-        both = [("XRANGE", key, "-", "+", "COUNT", 1), ("XREVRANGE", key, "+", "-", "COUNT", 1)]
-        found = await self._link.send_all(both)
-        oldest, newest = (entries[0][0].decode() if entries else "0" for entries in found)
+        commands = [("XRANGE", key, "-", "+", "COUNT", 1), ("XREVRANGE", key, "+", "-", "COUNT", 1)]
+        replies = await self._link.send_all(commands)
+        oldest, newest = (entries[0][0].decode() if entries else "0" for entries in replies)
         return oldest, newest
 
     async def newest(self, kind: str, within: int = 1000) -> Event | None:
         """The newest event of this kind among the last ``within`` events; None when there is
         none."""
-        found = await self._redis.xrevrange(f"{self.prefix}events", count=within)
+        entries = await self._redis.xrevrange(f"{self.prefix}events", count=within)
         return next(
-            (_event(entry, fields) for entry, fields in found if fields[b"kind"] == kind.encode()),
+            (
+                _event(entry, fields)
+                for entry, fields in entries
+                if fields[b"kind"] == kind.encode()
+            ),
             None,
         )
 
@@ -138,18 +142,18 @@ class Logs(Calls):
 
     async def log_end(self, log: str) -> int:
         """The number of the entry that ``log`` gets next."""
-        found = await self._redis.xrevrange(self.prefix + log, count=1)
-        return int(found[0][0].decode().partition("-")[0]) if found else 0
+        entries = await self._redis.xrevrange(self.prefix + log, count=1)
+        return int(entries[0][0].decode().partition("-")[0]) if entries else 0
 
     async def read_log(self, log: str, number: int, timeout: float) -> bytes | None:
         """Entry ``number`` of ``log``, waiting ``timeout`` seconds for it.
 
         Raises IndexRefused when it was trimmed.
         """
-        found = await self._read({log: f"{number}-0"}, timeout, 1)
-        if not found:
+        streams = await self._read({log: f"{number}-0"}, timeout, 1)
+        if not streams:
             return None
-        position, fields = found[0][1][0]
+        position, fields = streams[0][1][0]
         if position != f"{number + 1}-0".encode():
             raise IndexRefused(
                 f"entry {number} of log {log!r} was removed: all of its readers had "

@@ -85,11 +85,11 @@ class Keys(Calls):
         reply = await self._call_raw(
             "list_keys", partition=False if partition is None else partition
         )
-        found: dict[str, dict[str, Mapping[bytes, bytes]]] = {}
+        partitions: dict[str, dict[str, Mapping[bytes, bytes]]] = {}
         for name, keys in reply["partitions"] or ():
             ordered = sorted(keys or (), key=lambda each: int.from_bytes(each[1], "little"))
-            found[name.decode()] = {key.decode(): tags or {} for key, _, tags in ordered}
-        return found
+            partitions[name.decode()] = {key.decode(): tags or {} for key, _, tags in ordered}
+        return partitions
 
     async def clear_keys(self, partition: str, keys: Sequence[str]) -> bool:
         """Remove ``keys`` with their values and tags; returns whether the partition has keys

@@ -79,11 +79,11 @@ class PipelinedConnection(asyncio.Protocol):
         """
         self._watch = None
         if self._waiting:
-            left = self._heard + self._patience - time.monotonic()
-            if left <= 0:
+            remaining = self._heard + self._patience - time.monotonic()
+            if remaining <= 0:
                 self.close(TimeoutError(f"no reply for {self._patience:.0f} s"))
             else:
-                self._watch = self._loop.call_later(left, self._check)
+                self._watch = self._loop.call_later(remaining, self._check)
 
     def close(self, reason: Exception | None = None) -> None:
         """Close the connection; calls under way raise ConnectionError."""
@@ -230,8 +230,8 @@ class Link:
         async def once(again: bool) -> Any:
             return (self.connection or await self._connect()).own_address
 
-        found = await self.retry(once)
-        return str(found[0]) if isinstance(found, tuple) else ""
+        address = await self.retry(once)
+        return str(address[0]) if isinstance(address, tuple) else ""
 
     async def read(self, streams: Mapping[str, str], timeout: float, count: int) -> Any:
         """Block until one of ``streams`` has entries after its position, for at most ``timeout``
@@ -248,8 +248,8 @@ class Link:
         key = (tuple(sorted(streams.items())), count)
         while (shared := self._reads.get(key)) is not None:
             await asyncio.wait([shared], timeout=max(0.0, deadline - time.monotonic()))
-            if shared.done() and (found := shared.result()):
-                return found
+            if shared.done() and (reply := shared.result()):
+                return reply
             if time.monotonic() >= deadline:
                 return None
         shared = self._reads[key] = asyncio.get_running_loop().create_future()

@@ -84,19 +84,19 @@ class Warehouses(Calls):
 
     async def warehouses(self) -> list[WarehouseRecord]:
         """The warehouses of the run."""
-        found = await self.call("warehouses") or {}
+        records = await self.call("warehouses") or {}
         return [
             WarehouseRecord(
                 int(number),
-                w["name"],
-                w["node"],
-                Path(w["path"]),
-                w["bytes"],
-                w["host"],
-                w["port"],
-                w["leaving"],
+                record["name"],
+                record["node"],
+                Path(record["path"]),
+                record["bytes"],
+                record["host"],
+                record["port"],
+                record["leaving"],
             )
-            for number, w in found.items()
+            for number, record in records.items()
         ]
 
     async def allocate(
