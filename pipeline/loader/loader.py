@@ -327,10 +327,10 @@ class _Link(LoopThread):
                 )
             self.stages = (await self.index.config())["stages"]
             self.takes = _checked(stream, self.stages)["takes"]
-            found = sorted(
+            warehouses = sorted(
                 await self.index.warehouses(), key=lambda w: (w.leaving, not w.is_near(stream.node))
             )
-            names = [warehouse.name for warehouse in found]
+            names = [warehouse.name for warehouse in warehouses]
             tls = (
                 ssl.create_default_context(cafile=stream.tls_authority)
                 if stream.tls_authority
@@ -408,9 +408,9 @@ def _checked(stream: SampleStream, stages: Sequence[dict[str, Any]]) -> dict[str
             f"{[s['name'] for s in stages]}"
         )
     if stage["makes"]:
-        made = stream.schema.names(stage["makes"])
+        columns = stream.schema.names(stage["makes"])
         raise ValueError(
-            f"stage {stream.stage!r} makes {made}, which a loader cannot write; use "
+            f"stage {stream.stage!r} makes {columns}, which a loader cannot write; use "
             f"Dock.claim and commit"
         )
     if stage["takes"] == "batch" and not stage["releases"] and stream.commits == "next":
@@ -445,18 +445,18 @@ class _Reading:
         dock = await self.link.dock()
         if stream.readers == 1:
             claim = await self._claim(dock)
-            own = None
+            positions = None
         elif stream.first:
             claim = await self._claim(dock)
             parts = await self._deal(dock, claim) if claim is not None else []
             entry = {"workers": self.workers, "parts": parts, "claim": claim and claim.record()}
             await self.log.append(self.link.index, self.number, entry)
-            own = parts[stream.replica] if parts else None
+            positions = parts[stream.replica] if parts else None
         else:
-            claim, own = await self._read()
+            claim, positions = await self._read()
         if claim is None:
             return None
-        part = claim if own is None else claim.part(own)
+        part = claim if positions is None else claim.part(positions)
         self.link.held.add(claim.token)
         if len(part):
             columns = await dock.fetch_packed(part, stream.columns)
@@ -487,7 +487,7 @@ class _Reading:
         least = 1 if self.link.takes == "batch" else stream.batch_size
         deadline = time.monotonic() + stream.idle
         while True:
-            found = await index.claim(
+            outcome = await index.claim(
                 stream.stage,
                 dock.worker,
                 stream.batch_size,
@@ -495,14 +495,15 @@ class _Reading:
                 home=dock.home,
                 least=least,
             )
-            if isinstance(found, Claim) or over:
-                return found if isinstance(found, Claim) else None
+            if isinstance(outcome, Claim) or over:
+                return outcome if isinstance(outcome, Claim) else None
             state, _, position = await index.state()
-            left = deadline - time.monotonic()
-            over = left <= 0 or (state in ENDED and await self._drained())
+            remaining = deadline - time.monotonic()
+            over = remaining <= 0 or (state in ENDED and await self._drained())
             if not over:
                 await index.wait_any(
-                    {found.topic: found.wait, STATE: position}, min(left, found.due or left)
+                    {outcome.topic: outcome.wait, STATE: position},
+                    min(remaining, outcome.due or remaining),
                 )
             elif not stream.drop_last:
                 least = 1
