@@ -110,15 +110,15 @@ def pack(schema: Schema, rows: Mapping[str, Any] | TensorDictBase) -> PackedRows
     tensor, a :class:`Packed` or a sequence of B tensors [n_i], a text one a sequence of B strings.
     Raises :class:`ColumnError`; nothing is ever cast.
     """
-    given = dict(rows.items())
-    if not given:
+    columns = dict(rows.items())
+    if not columns:
         raise ColumnError("", "no column given", "write at least one", subject="rows")
-    first = next(iter(given))
+    first = next(iter(columns))
     count = 0
     sections = []
-    for name in sorted(given, key=schema.bit):
+    for name in sorted(columns, key=schema.bit):
         column = schema[name]
-        value = given[name]
+        value = columns[name]
         if isinstance(value, str):  # its length is not a number of rows
             raise ColumnError(
                 name,
@@ -135,7 +135,7 @@ def pack(schema: Schema, rows: Mapping[str, Any] | TensorDictBase) -> PackedRows
                 "give all the same rows",
             )
         sections.append(_section(schema.bit(name), column, value, size))
-    return PackedRows(count, schema.mask(given), sections)
+    return PackedRows(count, schema.mask(columns), sections)
 
 
 def _section(bit: int, column: Column, value: Any, rows: int) -> _Section:
@@ -565,10 +565,10 @@ class BlockReader:
         np.cumsum(offsets[1:] != offsets[:-1], out=head_of[1:])
         at = np.empty(head_of[-1] + 1, np.int64)
         at[head_of] = offsets
-        wrong = (at < 0) | (at > room - _ALIGN) | (at & 7 != 0)
-        if wrong.any():
+        invalid = (at < 0) | (at > room - _ALIGN) | (at & 7 != 0)
+        if invalid.any():
             raise BlockError(
-                f"read: offset {at[wrong][0]} is not a block's in an arena of {room} bytes; use "
+                f"read: offset {at[invalid][0]} is not a block's in an arena of {room} bytes; use "
                 f"what the index gave"
             )
         head = at >> 3

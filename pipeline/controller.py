@@ -166,13 +166,15 @@ class Controller:
         if room < 1:
             await self._woken.wait()
             return None
-        found = await self.dock.try_claim(self.stage.name, room, version=self.stage.version())
-        self.is_idle = not isinstance(found, Claim)
-        if isinstance(found, Claim):
-            return found
+        outcome = await self.dock.try_claim(self.stage.name, room, version=self.stage.version())
+        self.is_idle = not isinstance(outcome, Claim)
+        if isinstance(outcome, Claim):
+            return outcome
         self.on_nothing()
         with self.clock.during("waiting"):
-            await first_of(self.dock.wait(self.stage.name, found, WAIT_SECONDS), self._woken.wait())
+            await first_of(
+                self.dock.wait(self.stage.name, outcome, WAIT_SECONDS), self._woken.wait()
+            )
         return None
 
     async def _handle(self, claim: Claim) -> None:
@@ -229,8 +231,8 @@ class Controller:
             held = [token for token in self._tasks if token not in self._settled]
             if not held:
                 continue
-            kept = await self.dock.index.renew(self.stage.name, held, self.dock.lease)
-            for token in set(held) - kept:
+            renewed_tokens = await self.dock.index.renew(self.stage.name, held, self.dock.lease)
+            for token in set(held) - renewed_tokens:
                 if (
                     token in self._tasks
                     and token not in self._settled

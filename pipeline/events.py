@@ -68,12 +68,12 @@ class Payload:
         """Names and defaults of the fields; ``dataclasses.MISSING`` where there is no default."""
         return tuple(
             (
-                one.name,
-                one.default
-                if one.default_factory is dataclasses.MISSING
-                else one.default_factory(),
+                field.name,
+                field.default
+                if field.default_factory is dataclasses.MISSING
+                else field.default_factory(),
             )
-            for one in dataclasses.fields(cls)  # type: ignore[arg-type]
+            for field in dataclasses.fields(cls)  # type: ignore[arg-type]
         )
 
     def wire(self) -> dict[str, Any]:

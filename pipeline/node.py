@@ -30,8 +30,8 @@ _PROCESSES = Path("/proc/self/ns/pid")
 def folder_id(folder: Path) -> str:
     """Returns a digest of ``folder`` that no other folder has, also not the one at the same path in
     another container or on another machine. Raises FileNotFoundError."""
-    found = folder.stat()
-    return _digest(_boot(), found.st_dev, found.st_ino, folder.resolve())
+    folder_stat = folder.stat()
+    return _digest(_boot(), folder_stat.st_dev, folder_stat.st_ino, folder.resolve())
 
 
 def node_id(folder: Path) -> str:
@@ -72,8 +72,8 @@ def route_to(host: str, family: int = socket.AF_UNSPEC) -> str:
 def is_own(address: str) -> bool:
     """Whether ``address``, or all that the name ``address`` stands for, is of this machine."""
     try:
-        found = socket.getaddrinfo(address, 0, type=socket.SOCK_DGRAM)
-        for family, kind, _, _, place in found:
+        address_infos = socket.getaddrinfo(address, 0, type=socket.SOCK_DGRAM)
+        for family, kind, _, _, place in address_infos:
             with socket.socket(family, kind) as probe:
                 probe.bind(place)
     except OSError:
@@ -85,11 +85,12 @@ def is_loopback(host: str) -> bool:
     """Whether ``host`` is reached from this machine alone; no for unspecified addresses, and names
     that are not known."""
     try:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+        address_infos = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         return False
     return all(
-        ipaddress.ip_address(str(info[4][0]).partition("%")[0]).is_loopback for info in found
+        ipaddress.ip_address(str(info[4][0]).partition("%")[0]).is_loopback
+        for info in address_infos
     )
 
 
