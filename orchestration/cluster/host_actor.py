@@ -59,7 +59,7 @@ class HostActor:
 
 
 def _release() -> str:
-    """Returns a digest of this interpreter and the program's files: another release is forked from
+    """Return a digest of this interpreter and the program's files: another release is forked from
     another server."""
     top = Path(__file__).parents[2]
     files = sorted(path for package in PACKAGES for path in (top / package).rglob("*.py"))

@@ -155,7 +155,7 @@ def _open(address: str, where: str, environment: Mapping[str, str]) -> Cluster:
 
 
 def _asks_by_itself(environment: Mapping[str, str]) -> bool:
-    """Whether Ray connects in a way that is not imitated here: TLS of its own, tokens of
+    """Return whether Ray connects in a way that is not imitated here: TLS of its own, tokens of
     Kubernetes."""
     own_tls = environment.get("RAY_USE_TLS", "0").lower() in ("1", "true")
     return own_tls or environment.get("RAY_AUTH_MODE") == "k8s" or not is_installed("grpc")
@@ -179,7 +179,7 @@ def _reply(server: str, call: tuple[str, bytes], token: str) -> tuple[str, Any]:
 
 
 def _last_part(text: str) -> str:
-    """The cause at the end of a message of gRPC.
+    """Return the cause at the end of a message of gRPC.
 
     >>> _last_part("failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:1: Connection refused")
     'Connection refused'
@@ -232,7 +232,7 @@ def _compare(cluster: Mapping[str, str], where: str, environment: Mapping[str, s
 
 
 def _temporary_folder(environment: Mapping[str, str]) -> Path:
-    """The folder in which `ray start` records its cluster."""
+    """Return the folder in which `ray start` records its cluster."""
     return Path(environment.get("RAY_TMPDIR") or environment.get("TMPDIR") or "/tmp") / "ray"  # noqa: S108  (read, as Ray has it)
 
 
@@ -248,7 +248,8 @@ def _address_of_ray_start(environment: Mapping[str, str]) -> str:
 
 
 def _began_by_ray_start(address: str, environment: Mapping[str, str]) -> bool:
-    """Whether the cluster at ``address`` is not that of another program, which ends it with itself.
+    """Return whether the cluster at ``address`` is not that of another program, which ends it with
+    itself.
 
     One that does not tell without its token counts.
     """
@@ -283,8 +284,8 @@ def _nodes_here(environment: Mapping[str, str]) -> Iterator[dict[str, str]]:
 
 
 def _has_node_here(server: str) -> bool:
-    """Whether a raylet of this machine, of any user, has a head on the port of ``server``: its host
-    has several names."""
+    """Return whether a raylet of this machine, of any user, has a head on the port of ``server``:
+    its host has several names."""
     port = server.rpartition(":")[2]
     return any(
         _options(process).get("gcs-address", "").rpartition(":")[2] == port

@@ -151,7 +151,7 @@ class Driver:
 
 
 def _free_resources() -> dict[str, dict[str, float]]:
-    """Returns the free resources of each node, by its id."""
+    """Return the free resources of each node, by its id."""
     from ray._private.state import available_resources_per_node
 
     return available_resources_per_node()

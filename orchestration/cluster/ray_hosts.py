@@ -173,7 +173,7 @@ class RayHosts:
         await self._send({"do": "start", "hosts": start})
 
     async def _ask(self) -> dict[str, Any]:
-        """Returns the nodes of the cluster, from a driver that is started where there is none; none
+        """Return the nodes of the cluster, from a driver that is started where there is none; none
         while it cannot be reached. Raises Unplaceable before the first host, where there is no
         cluster, or its nodes cannot reach the index."""
         answer = self._first or await self._answer()
@@ -203,7 +203,7 @@ class RayHosts:
         return nodes
 
     async def _answer(self) -> dict[str, Any]:
-        """Returns the driver's answer about its nodes: what it says, or "failed" with a reason."""
+        """Return the driver's answer about its nodes: what it says, or "failed" with a reason."""
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
                 if self._driver is None:
