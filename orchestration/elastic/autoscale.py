@@ -66,7 +66,7 @@ class AutoscalePolicy:
     _fewer: list[int] = field(default_factory=list)
 
     def decide(self, asked: int, load: Load) -> int:
-        """Returns how many rollouts to ask for after a window with ``load``, when ``asked`` were
+        """Return how many rollouts to ask for after a window with ``load``, when ``asked`` were
         asked for until now."""
         need = load.busy / max(1e-3, 1 - load.waits)
         if load.waits > WAITS:
@@ -109,7 +109,7 @@ class Window:
             self._now[worker] = figures
 
     def load(self) -> Load | None:
-        """Returns the load, and begins the next window; None, and the window goes on, while the
+        """Return the load, and begin the next window; None, and the window goes on, while the
         trainer, or each rollout, has not reported a time."""
 
         def spent(stage: str, key: str) -> list[float]:
