@@ -73,7 +73,7 @@ class External(ExternalWeights):
 
     @classmethod
     async def open(cls, url: str, run: str, *, worker: str = "external") -> External:
-        """Opens the run with id ``run`` on the index at ``url``.
+        """Open the run with id ``run`` on the index at ``url``.
 
         Raises LookupError when the index has no such run.
         """
@@ -95,7 +95,7 @@ class External(ExternalWeights):
         return flow_of(self.recipe).schema
 
     async def close(self) -> None:
-        """Closes the warehouses and the connections. Leases stay valid."""
+        """Close the warehouses and the connections. Leases stay valid."""
         await self._times.close()
         if self._dock is not None:
             await self._dock.close()
@@ -111,7 +111,7 @@ class External(ExternalWeights):
         last: bool = False,
         timeout: float = 30.0,
     ) -> int:
-        """Adds prompts, as :func:`stages.prompts.external.put_prompts`.
+        """Add prompts, as :func:`stages.prompts.external.put_prompts`.
 
         Raises NotExternal when the run has its own.
         """
@@ -140,8 +140,8 @@ class External(ExternalWeights):
         tokenizer: str | None = None,
         owner: str = DIRECT,
     ) -> Experience:
-        """Leases up to ``most`` rows of ``stage`` to ``worker`` (groups for stages that take
-        groups, one batch for a trainer), waiting up to ``wait`` seconds for some.
+        """Lease up to ``most`` rows of ``stage`` to ``worker`` (groups for stages that take groups,
+        one batch for a trainer), waiting up to ``wait`` seconds for some.
 
         ``columns``: those to fetch; default: those that the stage needs. ``version``: the policy
         version that a rollout has loaded; default: that of its last :meth:`notify`. ``lease`` in
@@ -173,7 +173,7 @@ class External(ExternalWeights):
         lease: float,
         owner: str,
     ) -> tuple[Claim | None, str, str]:
-        """Returns a claim, or None when ``wait`` seconds passed or the run ended, and the run's
+        """Return a claim, or None when ``wait`` seconds passed or the run ended, and the run's
         state with its reason."""
         deadline = time.monotonic() + wait
         most = max(
@@ -208,7 +208,7 @@ class External(ExternalWeights):
         reason: str,
         columns: Sequence[str] = (),
     ) -> Experience:
-        """Returns the rows of ``claim``, or the answer without rows.
+        """Return the rows of ``claim``, or the answer without rows.
 
         Gives back rows that cannot be fetched.
         """
@@ -240,7 +240,7 @@ class External(ExternalWeights):
     async def _fetch(
         self, claim: Claim, columns: Sequence[str]
     ) -> tuple[dict[str, Packed], tuple[list[int], dict[str, Packed]]]:
-        """Returns the columns of ``claim`` (default: those that its stage needs), and its parked
+        """Return the columns of ``claim`` (default: those that its stage needs), and its parked
         rows: their ids and what they have so far."""
         dock = await self._warehouses()
         column_values = await dock.fetch_packed(
@@ -254,13 +254,13 @@ class External(ExternalWeights):
         return column_values, (claim.row[positions].tolist(), progress)
 
     async def _of_stage(self, claim: Claim, what: str) -> Any:
-        """Returns the columns that the stage of ``claim`` ``needs`` or ``makes``, as the run
-        declares them."""
+        """Return the columns that the stage of ``claim`` needs or makes, as the run declares them.
+        ``what``: "needs" or "makes"."""
         config = await self.index.config()
         return next(stage[what] for stage in config["stages"] if stage["name"] == claim.stage)
 
     async def _version(self, worker: str, version: int | None, owner: str) -> int:
-        """Returns the version with which a rollout claims."""
+        """Return the version with which a rollout claims."""
         if version is None:
             version = await LOADED.get(self.index, owner=owner, worker=worker)
             if version is None:
@@ -291,8 +291,8 @@ class External(ExternalWeights):
         park: bool = False,
         owner: str = DIRECT,
     ) -> int:
-        """Commits ``columns`` of ``rows`` (ids) under a lease, or parks them (``park``) to be
-        continued by any worker. Returns the number of rows that the lease still holds. Raises
+        """Commit ``columns`` of ``rows`` (ids) under a lease, or park them (``park``) to be
+        continued by any worker. Return the number of rows that the lease still holds. Raises
         LeaseLost, NotExternal, Misfit, ColumnError, IndexRefused."""
         claim, held_rows = await self._lease(token, owner)
         positions = _positions(claim, rows)
@@ -349,7 +349,7 @@ class External(ExternalWeights):
     async def train(
         self, token: str, step: int, metrics: Mapping[str, float], *, owner: str = DIRECT
     ) -> int:
-        """Ends the train batch under ``token``: the trainer made its optimizer step.
+        """End the train batch under ``token``: the trainer made its optimizer step.
 
         ``step``: the ``trained`` of its claim. ``metrics`` go into the step's event. Returns the
         trainer's new version, to be published next. Raises LeaseLost, NotExternal, BoundBroken,
@@ -377,7 +377,7 @@ class External(ExternalWeights):
         return version
 
     async def replay(self, step: int) -> Experience:
-        """Returns the rows of a trained step that no checkpoint covers, without a lease, for an
+        """Return the rows of a trained step that no checkpoint covers, without a lease, for an
         external trainer that lost its state. Raises NotExternal, StaleHandle."""
         self._check_external("update")
         claim = await self.index.replay(step)
@@ -388,7 +388,7 @@ class External(ExternalWeights):
         )
 
     async def renew(self, token: str, lease: float | None = None, *, owner: str = DIRECT) -> float:
-        """Holds a lease for ``lease`` seconds from now, and returns these.
+        """Hold a lease for ``lease`` seconds from now, and return these.
 
         Raises LeaseLost, NotExternal.
         """
@@ -401,7 +401,7 @@ class External(ExternalWeights):
         return lease
 
     async def release(self, token: str, *, owner: str = DIRECT) -> None:
-        """Gives back the rows that a lease still holds, to be claimed by others at once.
+        """Give back the rows that a lease still holds, to be claimed by others at once.
 
         Does nothing to a lease that has ended, or that another owner has.
         """
@@ -413,7 +413,7 @@ class External(ExternalWeights):
         self._times.ended(token)
 
     async def _lease(self, token: str, owner: str) -> tuple[Claim, int]:
-        """Returns the claim under ``token`` and the number of rows that it still holds.
+        """Return the claim under ``token`` and the number of rows that it still holds.
 
         A lease of another owner is treated as one that has ended, so that a caller learns nothing
         of it.
@@ -448,7 +448,7 @@ class External(ExternalWeights):
 
 
 def _positions(claim: Claim, rows: Sequence[int]) -> list[int]:
-    """Returns the positions in ``claim`` of the rows with these ids."""
+    """Return the positions in ``claim`` of the rows with these ids."""
     at = {row: position for position, row in enumerate(claim.row.tolist())}
     if lost := [row for row in rows if row not in at]:
         raise LeaseLost(

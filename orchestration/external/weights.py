@@ -41,8 +41,8 @@ class ExternalWeights:
         self._store: WeightStore | None = None
 
     async def weights(self, after: int = -1, wait: float = 0.0) -> Published | None:
-        """Returns the published version when it is newer than ``after``; waits up to ``wait``
-        seconds for one."""
+        """Return the published version when it is newer than ``after``; wait up to ``wait`` seconds
+        for one."""
         if not self.recipe.external.stages:
             problem = "external.stages is empty: the run's own workers execute all stages"
             raise NotExternal(problem, "open a run with some in it")
@@ -60,8 +60,7 @@ class ExternalWeights:
             )
 
     async def read_weights(self, version: int) -> dict[str, torch.Tensor]:
-        """Returns a private, verified copy of one of the two newest versions. Raises
-        WeightsGone."""
+        """Return a private, verified copy of one of the two newest versions. Raises WeightsGone."""
         record = await self.index.weights_record(version)
         if not record:
             raise WeightsGone(f"weights of version {version} are not held; ask for the newest")
@@ -80,7 +79,7 @@ class ExternalWeights:
         hidden: float = 0.0,
         owner: str = DIRECT,
     ) -> None:
-        """Records that ``worker`` has loaded ``version``, with which it claims from now on.
+        """Record that ``worker`` has loaded ``version``, with which it claims from now on.
 
         ``exposed`` and ``hidden``: seconds without and beside generation. Raises Misfit for a
         version that is not published.
@@ -95,7 +94,7 @@ class ExternalWeights:
     async def publish(
         self, version: int, weights: Iterable[tuple[str, torch.Tensor]], *, covered: int = 0
     ) -> Published:
-        """Publishes an external trainer's weights.
+        """Publish an external trainer's weights.
 
         ``version``: the one that :meth:`train` returned, or the one that the run begins with.
         ``covered``: the trainer's own checkpoint covers the steps below; of the others at most
@@ -113,10 +112,10 @@ class ExternalWeights:
         return published
 
     async def may_publish(self, version: int, layout: Layout | None = None) -> Layout | None:
-        """Returns the names, dtypes and shapes that the weights of ``version`` must have (None:
-        any, the model is not known). Raises NotExternal, NotBegun, Misfit unless ``version`` is the
-        next to be published and ``layout``, where it is given, fits, and NoRoom when it does not
-        fit into shared memory."""
+        """Return the names, dtypes and shapes that the weights of ``version`` must have (None: any,
+        the model is not known). Raises NotExternal, NotBegun, Misfit unless ``version`` is the next
+        to be published and ``layout``, where it is given, fits, and NoRoom when it does not fit
+        into shared memory."""
         self._check_external("update")
         place = await self.place()
         terms = await self.terms()
@@ -159,7 +158,7 @@ class ExternalWeights:
             raise Misfit("version", f"{version} is not published", f"give one of 0 .. {newest}")
 
     async def terms(self) -> Terms:
-        """Returns what an external program must know of the run.
+        """Return what an external program must know of the run.
 
         Raises NotBegun before its workers have written it.
         """
@@ -168,11 +167,11 @@ class ExternalWeights:
         return self._terms
 
     async def place(self) -> RunPaths:
-        """Returns where the run's files are. Raises NotBegun."""
+        """Return where the run's files are. Raises NotBegun."""
         return await self._begun(RUN_PATHS)
 
     async def _begun(self, document: Document[T]) -> T:
-        """Returns a document of the index that the run writes when it begins. Raises NotBegun."""
+        """Return a document of the index that the run writes when it begins. Raises NotBegun."""
         value = await document.get(self.index)
         if value is None:
             raise NotBegun(
