@@ -58,7 +58,7 @@ class Window:
         return statistics.median(self.values)
 
     def deviations(self, value: float, floor: float) -> float:
-        """How far ``value`` is above the median, in deviations of at least ``floor``.
+        """Return how far ``value`` is above the median, in deviations of at least ``floor``.
 
         >>> window = Window(9); window.values.extend([1, 2, 3, 4, 5]); round(window.deviations(5.9652, 0.1), 4)
         2.0
@@ -83,7 +83,7 @@ class Guard:
         self._steps = 0
 
     def observe(self, event: EventData) -> list[AlarmEvent]:
-        """The alarms that ``event`` raises: at most one for each metric."""
+        """Return the alarms that ``event`` raises: at most one for each metric."""
         match event:
             case StepEvent(skipped=""):
                 alarms = list(self._of_step(event))
@@ -116,7 +116,7 @@ class Guard:
                 self._window(name).values.append(values[name])
 
     def _limited(self, step: int, values: Mapping[str, float], rule: Rule) -> Iterator[AlarmEvent]:
-        """Of a mean difference at equal weights, whose limit follows from the dtype."""
+        """Judge a mean difference at equal weights, whose limit follows from the dtype."""
         value = values.get(rule.metric)
         limit = MARGIN * self._gap_limit
         if value is None or not limit:
@@ -131,7 +131,7 @@ class Guard:
     def _constant(
         self, step: int, values: Mapping[str, float], groups: int
     ) -> Iterator[AlarmEvent]:
-        """Of the share of groups with equal rewards: all of them are, which by the last steps'
+        """Judge the share of groups with equal rewards: all of them are, which by the last steps'
         share is most unlikely."""
         share = values.get(CONSTANT.metric)
         if share is None:
@@ -172,8 +172,8 @@ class Guard:
     def _collapsed(
         self, step: int, values: Mapping[str, float], rows: int, groups: int
     ) -> Iterator[AlarmEvent]:
-        """Of the share of distinct responses: all of a step's are one text, which is unusual in the
-        run."""
+        """Judge the share of distinct responses: all of a step's are one text, which is unusual in
+        the run."""
         share = values.get(COLLAPSED.metric)
         if share is None:
             return
@@ -232,7 +232,7 @@ class Guard:
         limit: float | None,
         reason: str,
     ) -> Iterator[AlarmEvent]:
-        """The alarm, where one begins."""
+        """Yield the alarm, where one begins."""
         name = rule.metric
         if name in self.options.off:
             return
