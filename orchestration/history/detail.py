@@ -61,19 +61,19 @@ class DetailFile:
 
 
 def files_of(path: Path) -> list[Path]:
-    """The files of detail beside ``path``, the older one first."""
+    """Return the files of detail beside ``path``, the older one first."""
     return [file for name in (OLD, DETAIL) if (file := path.with_name(name)).is_file()]
 
 
 def detail_of(path: Path) -> Iterator[Event]:
-    """The events of the detail beside ``path``."""
+    """Yield the events of the detail beside ``path``."""
     for file in files_of(path):
         with contextlib.suppress(FileNotFoundError), file.open("rb") as lines:
             yield from (event for line in lines if (event := event_of(line)) is not None)
 
 
 def detail_begins(path: Path) -> str:
-    """The id with which the detail beside ``path`` begins; "": there is none."""
+    """Return the id with which the detail beside ``path`` begins; "": there is none."""
     for file in files_of(path):
         with contextlib.suppress(FileNotFoundError), file.open("rb") as lines:
             return id_of(lines.readline())
@@ -81,7 +81,7 @@ def detail_begins(path: Path) -> str:
 
 
 def detail_after(path: Path, event_id: str, count: int) -> list[Event]:
-    """The next ``count`` events of the detail beside ``path`` after ``event_id``."""
+    """Return the next ``count`` events of the detail beside ``path`` after ``event_id``."""
     events: list[Event] = []
     for file in files_of(path):
         last = order(events[-1].id if events else event_id)
@@ -91,7 +91,7 @@ def detail_after(path: Path, event_id: str, count: int) -> list[Event]:
 
 
 def with_detail(events: Iterable[Event], detail: Iterable[Event]) -> Iterator[Event]:
-    """Both in the order of their ids, each once, as precise as it was sent."""
+    """Yield both in the order of their ids, each once, as precise as it was sent."""
     last = ""
     for event in heapq.merge(detail, events, key=lambda event: order(event.id)):
         if event.id != last:

@@ -83,8 +83,8 @@ class Facts:
 
 
 def version_of(event: Event) -> int:
-    """The version to before which a rewind removes ``event``; -1: it stays in any case, as a ledger
-    of an older program, which does not say its version."""
+    """Return the version to before which a rewind removes ``event``; -1: it stays in any case, as a
+    ledger of an older program, which does not say its version."""
     data: Mapping[str, Any] = event.data
     if event.kind == "alarm":
         return _whole(data, "step") + 1
@@ -96,12 +96,13 @@ def version_of(event: Event) -> int:
 
 
 def _whole(data: Mapping[str, Any], name: str) -> int:
-    """0 where there is no such number: an event may be of any program."""
+    """Return the whole number ``name`` of ``data``; 0 where there is no such number: an event may
+    be of any program."""
     value = data.get(name)
     return value if isinstance(value, int) else 0
 
 
 def made_after(version: int, event: Event) -> bool:
-    """Whether ``event`` is of a step after ``version``: what reports it, or its versions, or the
-    ledger then."""
+    """Return whether ``event`` is of a step after ``version``: what reports it, or its versions, or
+    the ledger then."""
     return version_of(event) > version

@@ -55,7 +55,7 @@ class Kept:
 
     @property
     def seconds(self) -> float:
-        """Between two kept events of one worker and kind."""
+        """Seconds between two kept events of one worker and kind."""
         return self._every * max(1.0, len(self._slots) / MANY)
 
     def recall(self, event: Event) -> None:
@@ -77,7 +77,7 @@ class Kept:
             self._wait(slot, event)
 
     def of(self, event: Event) -> Iterator[Event]:
-        """What is to be kept now that ``event`` has come, in the order of ids."""
+        """Yield the events that are to be kept now that ``event`` has come, in the order of ids."""
         if event.kind == "checkpoint":
             self._saved = _version(event)
         for ending in self._ending(event):
@@ -108,7 +108,7 @@ class Kept:
             self._due[key] = None
 
     def rest(self) -> Iterator[Event]:
-        """What still waits: no more events come."""
+        """Yield what still waits: no more events come."""
         yield from self._take(list(self._slots))
 
     def rewind(self, version: int) -> None:
@@ -121,7 +121,7 @@ class Kept:
                 slot.waiting = [event for event in slot.waiting if _version(event) <= version]
 
     def _ending(self, event: Event) -> list[Key]:
-        """Whose waiting events are kept because of ``event``."""
+        """Return the keys whose waiting events are kept because of ``event``."""
         if event.kind == "state" and event.data.get("state") in ENDED:
             return list(self._slots)
         if event.kind == "worker":
@@ -151,7 +151,7 @@ class Kept:
         slot.begins = begins
 
     def _are_apart(self, first: Event, second: Event) -> bool:
-        """Whether two sync events are not merged: a checkpoint is between them, or one is a
+        """Return whether two sync events are not merged: a checkpoint is between them, or one is a
         publication."""
         if first.kind != "sync":
             return False
@@ -183,8 +183,8 @@ def _key(event: Event) -> Key | None:
 
 
 def merged(first: Event, second: Event) -> Event:
-    """One sync event in place of two of a worker: sums of seconds and bytes, the largest gaps, the
-    rest of the newer one.
+    """Return one sync event in place of two of a worker: sums of seconds and bytes, the largest
+    gaps, the rest of the newer one.
 
     >>> one = Event("1-0", 1.0, "sync", {"worker": "rollout-0", "version": 1, "bytes": 8, "gap_max": 0.2})
     >>> merged(one, Event("2-0", 2.0, "sync", {**one.data, "version": 2, "gap_max": 0.1})).data
@@ -204,12 +204,12 @@ def merged(first: Event, second: Event) -> Event:
 
 
 def merged_count(data: Mapping[str, Any]) -> int:
-    """How many sync events ``data`` stands for."""
+    """Return how many sync events ``data`` stands for."""
     return int(data.get("merged") or 1)
 
 
 def of_one(data: Mapping[str, Any]) -> dict[str, Any]:
-    """``data`` of a sync event with the mean seconds and bytes of those that it stands for.
+    """Return ``data`` of a sync event with the mean seconds and bytes of those that it stands for.
 
     >>> of_one({"worker": "rollout-0", "exposed_seconds": 3.0, "merged": 2})
     {'worker': 'rollout-0', 'exposed_seconds': 1.5}

@@ -46,7 +46,8 @@ class Segment:
         return self.path.suffix == ".gz"
 
     def open(self) -> BinaryIO:
-        """Its lines. Raises FileNotFoundError where a writer has taken it away."""
+        """Open it, and return its lines. Raises FileNotFoundError where a writer has taken it
+        away."""
         if self.compressed:
             return io.BytesIO(gzip.decompress(self.path.read_bytes()))
         try:
@@ -60,7 +61,7 @@ class Segment:
         return Segment(self.number, self.path.with_name(f"{self.path.name}.gz"))
 
     def head(self) -> bytes:
-        """Its first line."""
+        """Return its first line."""
         if self.compressed:
             with gzip.open(self.path, "rb") as lines:
                 return lines.readline()
@@ -69,7 +70,7 @@ class Segment:
 
     @property
     def stamp(self) -> str:
-        """What says that its content is the same: gzip's checksum and size; of one that is not
+        """Text that is the same while its content is: gzip's checksum and size; of one that is not
         compressed, its size."""
         if not self.compressed:
             return str(self.size)
@@ -89,12 +90,12 @@ class Segment:
 
 
 def folder_of(path: Path) -> Path:
-    """Where the closed parts of the file ``path`` (a ``metrics.jsonl``) are."""
+    """Return where the closed parts of the file ``path`` (a ``metrics.jsonl``) are."""
     return path.with_name(FOLDER)
 
 
 def closed(path: Path) -> list[Segment]:
-    """The closed parts of ``path``, in order."""
+    """Return the closed parts of ``path``, in order."""
     segments: dict[int, Segment] = {}
     with (
         contextlib.suppress(FileNotFoundError, NotADirectoryError),
@@ -109,8 +110,8 @@ def closed(path: Path) -> list[Segment]:
 
 
 def parts(path: Path) -> tuple[list[Segment], BinaryIO | None]:
-    """The closed parts of ``path`` and the open one, of one moment; None where there is no open
-    one."""
+    """Return the closed parts of ``path`` and the open one, of one moment; None where there is no
+    open one."""
     for _ in range(LOOKS):
         file = None
         with contextlib.suppress(FileNotFoundError):
@@ -141,7 +142,7 @@ def close_part(path: Path) -> Segment:
 
 
 def compress(segment: Segment) -> Segment:
-    """Returns ``segment`` compressed.
+    """Return ``segment`` compressed.
 
     One that is large, or is compressed already, is left as it is. Raises OSError.
     """
@@ -176,7 +177,8 @@ class EventLog:
         self._content: tuple[Segment, str, bytes] | None = None
 
     def after(self, event_id: str, count: int) -> list[Event]:
-        """The next ``count`` events after ``event_id``; empty when there are none, or no file.
+        """Return the next ``count`` events after ``event_id``; empty when there are none, or no
+        file.
 
         Torn lines are skipped.
         """
@@ -196,7 +198,8 @@ class EventLog:
         return events
 
     def _place(self, segments: list[Segment], last: tuple[int, int]) -> int:
-        """Which of ``segments`` is the first with ids past ``last``, or the one before it."""
+        """Return the position of the first of ``segments`` with ids past ``last``, or of the one
+        before it."""
         low = 0
         high = len(segments)
         while high - low > 1:
@@ -218,7 +221,7 @@ class EventLog:
 
 
 def events_after(file: IO[bytes], last: tuple[int, int], count: int) -> list[Event]:
-    """The next ``count`` events of the lines of ``file`` whose ids are past ``last``."""
+    """Return the next ``count`` events of the lines of ``file`` whose ids are past ``last``."""
     events: list[Event] = []
     file.seek(_place_in(file, last))
     for line in file:
@@ -252,9 +255,9 @@ def _place_in(file: IO[bytes], wanted: tuple[int, int]) -> int:
 
 
 def lines_of(path: Path, last_bytes: int = 0) -> Iterator[tuple[Path, int, bytes]]:
-    """The lines of ``path`` and of its closed parts in order, or those in their last bytes: the
-    file, the line's number in it (from 1, or from where reading begins), the line. Lines that are
-    closed and compressed meanwhile are not missed."""
+    """Yield the lines of ``path`` and of its closed parts in order, or those in their last bytes:
+    the file, the line's number in it (from 1, or from where reading begins), the line. Lines that
+    are closed and compressed meanwhile are not missed."""
     segments, file = parts(path)
     skipped = _beyond(segments, file, last_bytes) if last_bytes else 0
     with file or contextlib.nullcontext():
@@ -272,13 +275,13 @@ def lines_of(path: Path, last_bytes: int = 0) -> Iterator[tuple[Path, int, bytes
 
 
 def lines_of_open(path: Path) -> Iterator[bytes]:
-    """The lines of the open part of ``path``."""
+    """Yield the lines of the open part of ``path``."""
     with contextlib.suppress(FileNotFoundError), path.open("rb") as lines:
         yield from lines
 
 
 def _beyond(segments: list[Segment], file: BinaryIO | None, last_bytes: int) -> int:
-    """Bytes before the last ones."""
+    """Return the bytes before the last ones."""
     sizes = sum(segment.size for segment in segments)
     return max(0, sizes + (os.fstat(file.fileno()).st_size if file else 0) - last_bytes)
 
