@@ -337,7 +337,7 @@ def forked(arguments: Sequence[str]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None, forks: ForkServer | None = None) -> None:
-    """The process of a host of a cluster, whose workers are those that are placed on it.
+    """Run the process of a host of a cluster, whose workers are those that are placed on it.
 
     ``arguments``: the run, the host's folder and name.
     """
