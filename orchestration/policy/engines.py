@@ -56,7 +56,7 @@ class PolicyEngines:
         return [slot.engine for slot in self._slots]
 
     def rows_of(self, engine: RolloutEngine) -> Rows:
-        """The rows of ``engine``, which its requests share."""
+        """Return the rows of ``engine``, which its requests share."""
         return next(slot.rows for slot in self._slots if slot.engine is engine)
 
     async def open(self, version: int, checkpoint: Path | None) -> None:

@@ -27,7 +27,7 @@ SPARE_SHARE = 4  # one row of so many is spare, beyond them
 
 
 def spare_of(most: int) -> int:
-    """Rows beyond ``most`` that an engine has for requests without any."""
+    """Return the number of rows beyond ``most`` that an engine has for requests without any."""
     return max(2, most // SPARE_SHARE)
 
 
@@ -53,7 +53,7 @@ class Claim:
         return granted
 
     def end(self, rows: int = 1) -> None:
-        """So many rows have left the engine."""
+        """Note that so many rows have left the engine."""
         self.rows.leave(self, rows)
 
 
@@ -109,7 +109,7 @@ class Rows:
                 self._claims[claim.owner] = self._claims.pop(claim.owner)
 
     def _next(self) -> Claim | None:
-        """The claim that gets the next row; None where there is no room for any."""
+        """Return the claim that gets the next row; None where there is no room for any."""
         if self.running >= self.most + self.spare:
             return None
         for owner in sorted(self._claims, key=lambda owner: self._of.get(owner, 0)):
@@ -186,7 +186,7 @@ async def shared(
 
 
 def _part(places: Sequence[tuple[GroupRequest, int]]) -> list[GroupRequest]:
-    """Requests for some ``places`` of their groups."""
+    """Return the requests for some ``places`` of their groups."""
     members = itertools.groupby(places, key=lambda one: one[0].group)
     parts = ([*part] for _, part in members)
     return [replace(part[0][0], places=tuple(place for _, place in part)) for part in parts]

@@ -178,7 +178,7 @@ class Policies:
     async def _policy(
         self, recipe: Recipe, secret: bytes, stack: contextlib.AsyncExitStack, *, trusted: bool
     ) -> ServedPolicy:
-        """Returns the policy of ``recipe``, whose engines ``stack`` closes.
+        """Return the policy of ``recipe``, whose engines ``stack`` closes.
 
         ``secret``: of the run; ``trusted``: its tokenizer is one of the service's owner.
         """
@@ -199,7 +199,7 @@ class Policies:
 
 
 def _served_recipe(recipe: Recipe) -> Recipe:
-    """Returns ``recipe`` with an engine that has a device for itself, spare rows, and the filters
+    """Return ``recipe`` with an engine that has a device for itself, spare rows, and the filters
     that a request may ask for. Tokens that pad the embedding are not sampled, unless the recipe
     says that they are."""
     launch = recipe.launch.model_copy(update={"placement": "separate"})
@@ -215,7 +215,7 @@ def _served_recipe(recipe: Recipe) -> Recipe:
 
 
 def _recipe_of(folder: str) -> Recipe:
-    """Returns a recipe whose model is the checkpoint in ``folder``."""
+    """Return a recipe whose model is the checkpoint in ``folder``."""
     unused: dict[str, Any] = {
         "prompts": {"source": "builtin", "task": "repeat"},
         "train": {"steps": 1},
