@@ -314,7 +314,7 @@ def answer_questions(
 
 
 def _data_bytes() -> int:
-    """Bytes of this process that RLIMIT_DATA counts; 0 where the system does not say."""
+    """Return the bytes of this process that RLIMIT_DATA counts; 0 where the system does not say."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:

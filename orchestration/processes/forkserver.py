@@ -283,7 +283,7 @@ class ForkServer:
         os._exit(_Server(theirs).serve())
 
     def connect(self) -> Connection:
-        """Raises ForkServerDied."""
+        """Connect to the server. Raises ForkServerDied."""
         ours, theirs = _socketpair()
         with theirs:
             try:
@@ -350,7 +350,7 @@ class StandingForkServer(ForkServer):
             raise ForkServerDied(self.last_output()) from None
 
     def close(self) -> None:
-        """Does nothing: others may use it."""
+        """Do nothing: others may use it."""
 
     def last_output(self) -> str:
         return (self._folder / "log").read_text(errors="replace")[-OUTPUT_BYTES:].strip()
