@@ -24,15 +24,15 @@ log = structlog.get_logger()
 
 
 def sandbox_of(function: RewardFunction, memory: int) -> Sandbox | None:
-    """The sandbox of ``function``, whose processes may each hold ``memory`` bytes of data; None
-    where it has none."""
+    """Return the sandbox of ``function``, whose processes may each hold ``memory`` bytes of data;
+    None where it has none."""
     if not function.is_sandboxed and function.name not in COMPUTED:
         return None
     return Sandbox(read=readable(function.read), network=function.network, memory=memory)
 
 
 def found_sandbox(names: Sequence[str], sandbox: Sandbox) -> Sandbox | None:
-    """``sandbox`` as this machine gives it to the functions ``names``.
+    """Return ``sandbox`` as this machine gives it to the functions ``names``.
 
     Where it gives none, functions that are installed go without, as ours evaluate nothing. Raises
     RewardError for the user's own.
@@ -53,8 +53,8 @@ def found_sandbox(names: Sequence[str], sandbox: Sandbox) -> Sandbox | None:
 
 
 def preload_of(names: Sequence[str]) -> tuple[str, ...]:
-    """What the fork server imports, so that each process has it: of libraries what we call them
-    for, and nothing of a user's."""
+    """Return the modules that the fork server imports, so that each process has them: of libraries
+    what we call them for, and nothing of a user's."""
     libraries = {"reasoning_gym": "reasoning_gym", **dict.fromkeys(COMPUTED, "math_verify")}
     wanted = dict.fromkeys(libraries[name] for name in names if name in libraries)
     return (
