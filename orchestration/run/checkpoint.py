@@ -99,7 +99,7 @@ class Checkpoint:
         return self.path / MODEL
 
     def nothing_left(self, steps: int) -> str:
-        """Returns why a run of ``steps`` steps cannot be resumed from here; "" when it can."""
+        """Return why a run of ``steps`` steps cannot be resumed from here; "" when it can."""
         done = f"has made {self.version} of {steps} steps: there is nothing to resume"
         return done if self.version >= steps else ""
 
@@ -147,7 +147,7 @@ class Checkpoint:
 
 
 def way_back(path: Path, names: Iterable[str] = ()) -> str:
-    """Returns the words by which a run goes on without the checkpoint in the folder ``path``;
+    """Return the words by which a run goes on without the checkpoint in the folder ``path``;
     ``names``: of checkpoints that its URL has."""
     older = sorted(
         name for name in {*names, *(each.name for each in whole(path.parent))} if name < path.name
@@ -165,7 +165,7 @@ def way_back(path: Path, names: Iterable[str] = ()) -> str:
 
 
 def not_finite(state: Any, name: str = "") -> str | None:
-    """Returns the name of a tensor in ``state``, nested tables, with values that are not finite on
+    """Return the name of a tensor in ``state``, nested tables, with values that are not finite on
     this rank; None: all are."""
     import torch
     from torch.distributed.tensor import DTensor
@@ -185,9 +185,8 @@ def not_finite(state: Any, name: str = "") -> str | None:
 
 
 def _verifying_reader(folder: Path, part: Path) -> Any:
-    """Returns torch's reader of the distributed checkpoint in ``part`` of the checkpoint
-    ``folder``. Files are hashed beside the reading; a damaged one is reported in any case, as
-    FilesDamaged."""
+    """Return torch's reader of the distributed checkpoint in ``part`` of the checkpoint ``folder``.
+    Files are hashed beside the reading; a damaged one is reported in any case, as FilesDamaged."""
     from orchestration.run.storage import shards
 
     def verify(names: Iterable[str]) -> None:
@@ -230,7 +229,7 @@ def clean(directory: Path) -> None:
 
 
 def lasting_refusal(error: BaseException, directory: Path, version: int) -> DiskRefused | None:
-    """Returns ``error``, with which writing the checkpoint of ``version`` has failed, as one that a
+    """Return ``error``, with which writing the checkpoint of ``version`` has failed, as one that a
     restart does not mend; None when a restart may. Writers wrap what the disk has said, so a disk
     without room is looked at."""
     disk_error = next(
@@ -258,7 +257,7 @@ def lasting_refusal(error: BaseException, directory: Path, version: int) -> Disk
 
 
 def unusable_state(error: BaseException) -> CheckpointUnusable | None:
-    """Returns the CheckpointUnusable that ``error`` was raised from; None where it was not."""
+    """Return the CheckpointUnusable that ``error`` was raised from; None where it was not."""
     return next((cause for cause in _causes(error) if isinstance(cause, CheckpointUnusable)), None)
 
 
@@ -444,7 +443,7 @@ def _remove(checkpoint: Path) -> None:
 
 
 def _sharded(state: Any) -> bool:
-    """Whether ``state`` is spread over several ranks."""
+    """Return whether ``state`` is spread over several ranks."""
     from torch.distributed.tensor import DTensor
 
     if isinstance(state, dict):
@@ -461,7 +460,7 @@ def _no_warning() -> Iterator[None]:
 
 
 def latest(directory: Path) -> Checkpoint | None:
-    """Returns the newest checkpoint under ``directory``; None when there is none."""
+    """Return the newest checkpoint under ``directory``; None when there is none."""
     folders = whole(directory)
     return open_checkpoint(folders[-1]) if folders else None
 
@@ -469,7 +468,7 @@ def latest(directory: Path) -> Checkpoint | None:
 def newest(
     directory: Path, url: str, known: int = -1, parts: Sequence[str] = ()
 ) -> Checkpoint | None:
-    """Returns the newest checkpoint under ``directory``, or of ``url`` where that has a newer one,
+    """Return the newest checkpoint under ``directory``, or of ``url`` where that has a newer one,
     or where the one here is older than version ``known`` or has not all ``parts`` (default: all);
     from there it is copied to ``directory`` first. -1: the newest is not known. ``url`` may be
     empty."""
@@ -504,8 +503,8 @@ def newest(
 def latest_of_run(
     directory: Path, known: int, url: str = "", parts: Sequence[str] = ()
 ) -> Checkpoint | None:
-    """Returns the newest checkpoint under ``directory``, or at ``url``, of a run whose newest one
-    is of version ``known`` at least (0: it may have none). ``parts``: see :func:`newest`. Raises
+    """Return the newest checkpoint under ``directory``, or at ``url``, of a run whose newest one is
+    of version ``known`` at least (0: it may have none). ``parts``: see :func:`newest`. Raises
     CheckpointMissing."""
     checkpoint = newest(directory, url, known, parts) if known else latest(directory)
     if known > (checkpoint.version if checkpoint else 0):
@@ -520,23 +519,23 @@ def latest_of_run(
 
 
 def whole(directory: Path) -> list[Path]:
-    """Returns the complete checkpoints below ``directory``, oldest first."""
+    """Return the complete checkpoints below ``directory``, oldest first."""
     paths = directory.glob("step-*")
     return sorted(path for path in paths if STEP.fullmatch(path.name) and (path / STATE).is_file())
 
 
 def name_of(version: int) -> str:
-    """Returns the name of the folder of the checkpoint of ``version``."""
+    """Return the name of the folder of the checkpoint of ``version``."""
     return f"step-{version:08d}"
 
 
 def version_of(name: str) -> int:
-    """Returns the version of the checkpoint in the folder ``name``."""
+    """Return the version of the checkpoint in the folder ``name``."""
     return int(name.removeprefix("step-"))
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Returns the checkpoint at ``path``.
+    """Return the checkpoint at ``path``.
 
     Raises FileNotFoundError where it was removed, and CheckpointUnusable.
     """
@@ -553,7 +552,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def usable(directory: Path) -> list[Checkpoint]:
-    """Returns the checkpoints below ``directory`` that can be opened, oldest first."""
+    """Return the checkpoints below ``directory`` that can be opened, oldest first."""
     checkpoints = []
     for path in whole(directory):
         try:

@@ -57,7 +57,7 @@ _LOADING = threading.Lock()
 
 
 def tokenizer_of(recipe: Recipe) -> Tokenizer:
-    """Returns the model's tokenizer; the mock model uses that of the tiny model, which reads
+    """Return the model's tokenizer; the mock model uses that of the tiny model, which reads
     characters. Checkpoints keep it, with the chat template of the recipe."""
     tokenizer = load_tokenizer("tiny" if recipe.model.source == "mock" else recipe.model.source)
     if recipe.prompts.chat_template:
@@ -66,7 +66,7 @@ def tokenizer_of(recipe: Recipe) -> Tokenizer:
 
 
 def sampling_of(recipe: Recipe, tokenizer: Tokenizer) -> SamplingParams:
-    """Returns how responses are sampled.
+    """Return how responses are sampled.
 
     One ends with the tokenizer's end token, one of those that the model's generation_config.json
     names, or one of ``rollout.stop_token_ids``.
@@ -86,7 +86,7 @@ def sampling_of(recipe: Recipe, tokenizer: Tokenizer) -> SamplingParams:
 
 
 def unpadded_vocabulary(recipe: Recipe) -> int | None:
-    """Returns the number of the first tokens that the tokenizer has or that end a response; None
+    """Return the number of the first tokens that the tokenizer has or that end a response; None
     where the model's embedding has no further ones, which pad it."""
     size = vocabulary_of(recipe)
     tokenizer = tokenizer_of(recipe)
@@ -96,12 +96,12 @@ def unpadded_vocabulary(recipe: Recipe) -> int | None:
 
 
 def _known_vocabulary(recipe: Recipe) -> int | None:
-    """How many of the first tokens have a probability; None: all of the model's."""
+    """Return how many of the first tokens have a probability; None: all of the model's."""
     return unpadded_vocabulary(recipe) if recipe.masks_padding else None
 
 
 def terms_of(recipe: Recipe, tokenizer: Tokenizer) -> Terms:
-    """Returns what another program must know to run one of the recipe's stages."""
+    """Return what another program must know to run one of the recipe's stages."""
     source = recipe.model.source
     if source == "mock":
         vocabulary = len(tokenizer)
@@ -128,13 +128,13 @@ def terms_of(recipe: Recipe, tokenizer: Tokenizer) -> Terms:
 
 
 def probe_tokens(recipe: Recipe) -> int:
-    """Returns the least number of tokens that a swap is probed with: one row where each token is
+    """Return the least number of tokens that a swap is probed with: one row where each token is
     judged, else enough for a percentile; 0 without probes."""
     return (1 if recipe.model.dtype == "float32" else 128) if recipe.sync.probe else 0
 
 
 def probe_rule(recipe: Recipe) -> ProbeRule | None:
-    """Returns how far probed logprobs may lie from the trainer's; None: nothing is probed."""
+    """Return how far probed logprobs may lie from the trainer's; None: nothing is probed."""
     sync = recipe.sync
     source = recipe.model.source
     if not sync.probe:
@@ -265,13 +265,13 @@ def _torch_rollout(
 
 
 def _base(recipe: Recipe, weights: Path | None) -> Path | None:
-    """The folder of the weights that an engine begins with: with adapters, the recipe's own model
-    in any case."""
+    """Return the folder of the weights that an engine begins with: with adapters, the recipe's own
+    model in any case."""
     return None if recipe.adapters else weights
 
 
 def _first_adapters(recipe: Recipe, weights: Path | None) -> dict[str, torch.Tensor] | None:
-    """The adapters of the checkpoint whose model is in the folder ``weights``."""
+    """Return the adapters of the checkpoint whose model is in the folder ``weights``."""
     if recipe.adapters is None or weights is None:
         return None
     from stages.adapters.export import ADAPTER, load_adapter
@@ -345,7 +345,7 @@ def train_engine(
 def teacher_options(
     recipe: Recipe, timeout: float = 0.0, retries: int | None = None
 ) -> TeacherOptions:
-    """Returns how to reach ``teacher.url``; ``timeout`` and ``retries`` replace the recipe's.
+    """Return how to reach ``teacher.url``; ``timeout`` and ``retries`` replace the recipe's.
 
     Raises TeacherRefused where the key is not set.
     """
@@ -376,7 +376,9 @@ def critic_engine(
 ) -> TorchCriticEngine:
     """Make the critic's engine: its model is ``critic.source``, or that of the policy as the run
     begins.
-    ``coordinates``, ``meeting``: as for :func:`train_engine`."""
+
+    ``coordinates``, ``meeting``: as for :func:`train_engine`.
+    """
     from stages.engines.torch.critic import VALUE_HEAD, TorchCriticEngine
 
     critic = recipe.critic

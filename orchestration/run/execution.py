@@ -215,7 +215,7 @@ class Execution:
         await index.transition([""], "created")
 
     def _standing(self) -> tuple[RunConfig, Mapping[str, int], Sequence[int], str]:
-        """What the index is told of the flow, and of where the run starts: the flow's
+        """Return what the index is told of the flow, and of where the run starts: the flow's
         configuration, counters, groups to make again, and pass rates."""
         config = flow_of(self.recipe).config(
             self.recipe.staleness_plan, self.recipe.algorithm.max_dropped
@@ -232,7 +232,7 @@ class Execution:
             await index.set_slack(self.recipe.first_slack)
 
     async def _require_newest_checkpoint(self, index: Index) -> None:
-        """Raises RunError on a machine that does not have the run's folder: it would begin from the
+        """Raise RunError on a machine that does not have the run's folder: it would begin from the
         start, or from an older checkpoint."""
         reported = await CHECKPOINT_REPORTED.get(index) or 0
         checkpoints = self.folder.path / "checkpoints"
@@ -346,7 +346,7 @@ class Execution:
 
 
 def _joining_command(join: str, token: str, run: str, workers: int) -> str:
-    """Returns the command by which another machine starts ``workers`` workers of ``run``."""
+    """Return the command by which another machine starts ``workers`` workers of ``run``."""
     variables = {INDEX_VARIABLE: join, **({"ASYNCDOCK_HOST_TOKEN": token} if token else {})}
     assigned = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
     several = ["--workers", str(workers)] if workers > 1 else []
@@ -354,7 +354,7 @@ def _joining_command(join: str, token: str, run: str, workers: int) -> str:
 
 
 def _reason(error: Exception, out: Path) -> str:
-    """Returns why the run in ``out`` has failed with ``error``."""
+    """Return why the run in ``out`` has failed with ``error``."""
     if isinstance(error, IndexUnwritable):  # the server does not say where its file is
         refused = OSError(errno.ENOSPC, str(error))
         needed = sum(file.stat().st_size for file in (out / "index").rglob("*.aof"))
@@ -363,7 +363,7 @@ def _reason(error: Exception, out: Path) -> str:
 
 
 def _launcher(recipe: Recipe, out: Path, forks: ForkServer | None) -> Launcher:
-    """Returns what starts the workers of this machine."""
+    """Return what starts the workers of this machine."""
     if recipe.launch.launcher == "inline":
         return InlineLauncher()
     # vLLM brings processes and threads of its own, and has not been tried in a fork.

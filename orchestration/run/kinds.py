@@ -112,13 +112,13 @@ KINDS = {kind.name: kind for kind in _ALL}
 
 
 def kind_of(name: str) -> WorkerKind:
-    """The kind of the workers called ``name``: a name that is no kind is that of a recipe's
+    """Return the kind of the workers called ``name``: a name that is no kind is that of a recipe's
     stage."""
     return KINDS.get(name, KINDS["stage"])
 
 
 def workers_of(recipe: Recipe) -> list[tuple[str, int]]:
-    """Returns the workers that ``recipe`` needs, as (kind, number): none for stages that other
+    """Return the workers that ``recipe`` needs, as (kind, number): none for stages that other
     programs run."""
     from orchestration.recipe.flow import declarations_of
 
@@ -135,7 +135,7 @@ def workers_of(recipe: Recipe) -> list[tuple[str, int]]:
 
 
 def remote_workers(recipe: Recipe) -> set[tuple[str, int]]:
-    """Returns those of the workers that hosts start: all with an engine on a cluster, otherwise the
+    """Return those of the workers that hosts start: all with an engine on a cluster, otherwise the
     last rollout workers."""
     if recipe.launch.on_cluster:
         return {worker for worker in workers_of(recipe) if kind_of(worker[0]).computes}

@@ -38,8 +38,9 @@ class RunPaths:
         return cls(Path(data["out"]), Path(data["shared"]), start, data.get("url", ""))
 
     def at_host(self) -> tuple[RunPaths, str]:
-        """Returns the folders as a worker in this process finds them, and the warehouse that it
-        writes to: those of its host, where one has started it (:mod:`orchestration.launch.hosts`)."""
+        """Return the folders as a worker in this process finds them, and the warehouse that it
+        writes to: those of its host, where one has started it
+        (:mod:`orchestration.launch.hosts`)."""
         if not (host_json := os.environ.get(HOST_VARIABLE)):
             return self, "local"
         host = json.loads(host_json)
@@ -47,7 +48,7 @@ class RunPaths:
 
     @staticmethod
     def host_name() -> str:
-        """Returns the name of the host that has started this process; "" on the head."""
+        """Return the name of the host that has started this process; "" on the head."""
         return str(json.loads(os.environ.get(HOST_VARIABLE) or "{}").get("name", ""))
 
     @property

@@ -96,7 +96,7 @@ class RolloutJob(Job):
 
 
 async def refuse_other_tokenizer(job: Job, engine: TokenizingEngine) -> None:
-    """Raises ValueError, after an alarm, when the engine's vocabulary is not the run's."""
+    """Raise ValueError, after an alarm, when the engine's vocabulary is not the run's."""
     run_vocabulary = job.tokenizer.get_vocab()
     engine_vocabulary = engine.tokenizer.get_vocab()
     differing = sorted(
@@ -125,7 +125,7 @@ async def refuse_other_tokenizer(job: Job, engine: TokenizingEngine) -> None:
 
 
 def held_out_prompts(job: Job) -> list[Prompt]:
-    """Returns what evaluations answer: on worker 0, where the recipe asks for evaluation, else
+    """Return what evaluations answer: on worker 0, where the recipe asks for evaluation, else
     nothing."""
     recipe = job.recipe
     if not recipe.evaluate.every or job.number:
@@ -140,7 +140,7 @@ def held_out_prompts(job: Job) -> list[Prompt]:
 def make_rollout(
     job: Job, engine: RolloutEngine, prompts: Sequence[Prompt]
 ) -> tuple[Rollout, Evaluator | None]:
-    """Returns the rollout stage of ``engine``, and the evaluator that answers ``prompts``, if there
+    """Return the rollout stage of ``engine``, and the evaluator that answers ``prompts``, if there
     are any."""
     recipe = job.recipe
     sampling = sampling_of(job.recipe, job.tokenizer)

@@ -204,7 +204,7 @@ class UpdateJob(Job):
             await self._saving
 
     async def _has_room(self) -> bool:
-        """Whether what is in flight surely fits beside the samples that no checkpoint covers
+        """Return whether what is in flight surely fits beside the samples that no checkpoint covers
         yet."""
         warehouses = (await self.index.stats())["warehouses"].values()
         share = share_of_trained(self.recipe)
@@ -284,7 +284,7 @@ class UpdateJob(Job):
                 raise checkpoint.DiskRefused(str(refused)) from refused
 
     async def _end_writing(self) -> None:
-        """What was begun ends, so that nothing writes beside a next process of this worker."""
+        """End what was begun, so that nothing writes beside a next process of this worker."""
         await asyncio.gather(self._saving, self._writer.close(), return_exceptions=True)
 
     async def _report(

@@ -79,7 +79,7 @@ def sources(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def refuse_missing(recipe: Recipe, out: Path, moved: Collection[str]) -> None:
-    """Raises RunError when the folder of a base model is not there, and none of the keys ``moved``
+    """Raise RunError when the folder of a base model is not there, and none of the keys ``moved``
     has it elsewhere."""
     for key, source in sources(recipe):
         if key not in moved and not Path(source).is_dir():
@@ -91,7 +91,7 @@ def refuse_missing(recipe: Recipe, out: Path, moved: Collection[str]) -> None:
 
 
 def moved(before: Recipe, overrides: Mapping[str, Any], out: Path) -> set[str]:
-    """Returns the keys in ``overrides`` that name another folder with the files of the one before,
+    """Return the keys in ``overrides`` that name another folder with the files of the one before,
     and records that. Raises BaseModelDiffers where the files differ, or are not known."""
     known = _recorded(out)
     moved_keys = set[str]()
@@ -128,7 +128,7 @@ def _present(old: Path, key: str, new: Path) -> Files:
 
 
 def difference(folder: Path, files: Files) -> str:
-    """Returns in words how ``folder`` differs from ``files``; "" where it does not.
+    """Return in words how ``folder`` differs from ``files``; "" where it does not.
 
     Sizes are compared first.
     """
@@ -146,7 +146,7 @@ def difference(folder: Path, files: Files) -> str:
 
 
 def model_files(folder: Path) -> Sequence[str]:
-    """Returns the names of the files below ``folder``, without hidden ones: of a download, or of
+    """Return the names of the files below ``folder``, without hidden ones: of a download, or of
     Git."""
     return [
         name

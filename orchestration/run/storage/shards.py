@@ -101,7 +101,7 @@ def load(state: dict[str, Any], reader: dcp.FileSystemReader, *, no_dist: bool) 
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Returns what the distributed checkpoint in ``folder`` holds. Raises ShardsRefused."""
+    """Return what the distributed checkpoint in ``folder`` holds. Raises ShardsRefused."""
     path = folder / METADATA
     with path.open("rb") as file:
         content = file.read(MOST_BYTES + 1)
@@ -255,7 +255,7 @@ def _size(record: Any) -> torch.Size:
 
 
 def _paths(planner_data: Mapping[Any, Iterable[Any]]) -> dict[str, tuple[str | int, ...]]:
-    """Returns where each flat name is in the nested state."""
+    """Return where each flat name is in the nested state."""
     paths = {}
     for name, path in planner_data.items():
         if not all(type(part) in (str, int) for part in path):

@@ -87,7 +87,7 @@ class CheckpointStore:
             self._files.mkdir(path, create_parents=False)
 
     def names(self) -> list[str]:
-        """Returns the folders of the complete checkpoints, oldest first."""
+        """Return the folders of the complete checkpoints, oldest first."""
         paths = self._files.glob(f"{self._root}/step-*/{FILES}")
         names = [PurePosixPath(path).parent.name for path in paths]
         return sorted(name for name in names if STEP.fullmatch(name))
@@ -149,7 +149,7 @@ class CheckpointStore:
         )
 
     def _has(self, checkpoint: Path) -> bool:
-        """Whether the URL has this checkpoint, by its digests: a copy is not removed to make
+        """Return whether the URL has this checkpoint, by its digests: a copy is not removed to make
         another one."""
         path = checkpoint / MANIFEST
         if checkpoint.name not in self.names() or not path.is_file():
@@ -183,7 +183,7 @@ class CheckpointStore:
             sync(root)
 
     def _sizes(self, name: str) -> dict[str, int]:
-        """Returns the files of the checkpoint ``name`` with their bytes.
+        """Return the files of the checkpoint ``name`` with their bytes.
 
         Raises FilesDamaged, and FileNotFoundError.
         """
