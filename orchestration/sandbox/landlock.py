@@ -45,7 +45,8 @@ OF_THE_KERNEL = (
 
 
 def version() -> int:
-    """The version of Landlock that this kernel has. Raises SandboxRefused where it has none."""
+    """Return the version of Landlock that this kernel has. Raises SandboxRefused where it has
+    none."""
     abi_version = LIBC.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION_FLAG)
     if abi_version < 1:
         reason = os.strerror(ctypes.get_errno())
@@ -95,7 +96,7 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
 
 
 def _refused(has: int, network: bool) -> list[Rule]:
-    """What Landlock of version ``has`` does not know."""
+    """Return what Landlock of version ``has`` does not know."""
     rules = [
         # A socket at a path, or of another family, may lead to any program of the machine.
         Rule("socket", argument=0, allowed=(2, 10) if network else ()),

@@ -203,7 +203,7 @@ class Rule:
 
 
 def program(rules: Sequence[Rule], machine: str) -> bytes:
-    """The filter of ``rules`` as the kernel reads it.
+    """Return the filter of ``rules`` as the kernel reads it.
 
     Raises SandboxRefused for an unknown ``machine``.
     """

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 
 def possible(parent: int) -> dict[str, bool]:
-    """Which of these things are possible that a sandbox without a network must refuse.
+    """Return which of these things are possible that a sandbox without a network must refuse.
 
     ``parent``: a process outside.
     """

@@ -21,8 +21,8 @@ PACKAGES = Path(__file__).resolve().parents[2]  # the folder of our packages
 
 
 def import_path(names: Sequence[str]) -> list[str]:
-    """The path of imports of a process that calls ``names``, absolute: it may work in another
-    folder. The working folder is not part of it where all of them are installed."""
+    """Return the path of imports of a process that calls ``names``, absolute: it may work in
+    another folder. The working folder is not part of it where all of them are installed."""
     here = os.getcwd()
     path = [
         os.path.abspath(entry) if not entry or os.path.exists(entry) else entry
@@ -33,21 +33,21 @@ def import_path(names: Sequence[str]) -> list[str]:
 
 
 def as_given(sandbox: Sandbox, found: Available, names: Sequence[str], group: str) -> Sandbox:
-    """``sandbox`` by the mechanism that was ``found`` here, in which the code ``names`` can be
-    imported. ``group``: of the entry points that register such code."""
+    """Return ``sandbox`` by the mechanism that was ``found`` here, in which the code ``names`` can
+    be imported. ``group``: of the entry points that register such code."""
     read = (*sandbox.read, *(place for name in names for place in _places(name, group)))
     modules = (*import_path(names), str(PACKAGES))
     return dataclasses.replace(sandbox, read=read, modules=modules, mechanism=found.mechanism)
 
 
 def readable(paths: Sequence[str]) -> tuple[str, ...]:
-    """``paths`` of a recipe, absolute."""
+    """Return ``paths`` of a recipe, absolute."""
     return tuple(os.path.abspath(os.path.expanduser(path)) for path in paths)
 
 
 def _places(name: str, group: str) -> Iterator[str]:
-    """The file or the folders of the module of ``name``, wherever it is installed; none for code of
-    ours."""
+    """Yield the file or the folders of the module of ``name``, wherever it is installed; none for
+    code of ours."""
     module = name.partition(":")[0]
     if ":" not in name:
         entries = importlib.metadata.entry_points(group=group)
