@@ -176,8 +176,8 @@ class Agent:
                 self._supervise(run, reason=f"its agent {record.agent} is gone")
 
     async def _has(self, run: str, folder: str) -> bool:
-        """Whether ``folder`` is the run's, below this agent's own: another machine may have one at
-        the same path."""
+        """Return whether ``folder`` is the run's, below this agent's own: another machine may have
+        one at the same path."""
         path = Path(folder)
         return path == self.folders / run and await asyncio.to_thread(
             (path / "recipe.json").is_file
@@ -349,7 +349,7 @@ class Agent:
                 await asyncio.to_thread(shutil.rmtree, shared_folder, ignore_errors=True)
 
     async def _knows_end(self, run: str) -> bool:
-        """Whether the list has ``run`` as ended, or it was deleted.
+        """Return whether the list has ``run`` as ended, or it was deleted.
 
         A list that does not know a run whose folder is here is another one: the service's index is
         on a disk that is not mounted.

@@ -131,7 +131,7 @@ class ServiceIndex:
 
 
 def _is_private(folder: Path) -> bool:
-    """Whether no other user can have created files in ``folder``."""
+    """Return whether no other user can have created files in ``folder``."""
     try:
         folder_stat = folder.lstat()
     except OSError:

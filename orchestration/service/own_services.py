@@ -50,7 +50,7 @@ class OwnService:
 
     @property
     def listens(self) -> bool:
-        """Whether its server still listens. False for ever once it has ended."""
+        """Return whether its server still listens. False for ever once it has ended."""
         return _is_locked(self._file)
 
     def close(self) -> None:
@@ -128,7 +128,7 @@ def find_service(server: str) -> OwnService | None:
 
 
 def services_folder() -> Path:
-    """``$XDG_STATE_HOME/asyncdock/services``, by default below ``~/.local/state``."""
+    """Return ``$XDG_STATE_HOME/asyncdock/services``, by default below ``~/.local/state``."""
     return (
         Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
         / "asyncdock"

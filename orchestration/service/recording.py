@@ -25,7 +25,7 @@ EVERY = 60.0  # seconds between two versions of TOTALS
 
 
 async def recorded_totals(index: Index) -> RecordedTotals:
-    """The totals that the index has of the run; empty ones where it has none."""
+    """Return the totals that the index has of the run; empty ones where it has none."""
     return await TOTALS.get(index) or RecordedTotals(RunTotals())
 
 
@@ -47,7 +47,7 @@ class Recording:
         return cls(index, path, await recorded_totals(index))
 
     async def take(self, event: Event) -> None:
-        """Raises OSError when the disk takes no more."""
+        """Take ``event``. Raises OSError when the disk takes no more."""
         if order(event.id) > order(self._file.after):
             self._file.event(event)
         if order(event.id) > order(self._after):

@@ -173,7 +173,7 @@ class Registry:
         return await self.get(reply["run"]), reply["made"]
 
     async def get(self, run: str) -> RunRecord:
-        """Raises :class:`UnknownRun`."""
+        """Return the record of ``run``. Raises :class:`UnknownRun`."""
         if not (entry := await self._call("get", run=run)):
             raise UnknownRun(run)
         return (await self._records([entry]))[0]
