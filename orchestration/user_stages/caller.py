@@ -48,7 +48,8 @@ LONGEST = 4000  # characters of a text from the process
 def stage_process(
     recipe: Recipe, section: StageSection, declared: StageDeclaration, log: Path, worker: str
 ) -> StageProcess:
-    """What calls the stage of ``section`` for ``worker``, whose log is ``log``."""
+    """Return the process that calls the stage of ``section`` for ``worker``, whose log is
+    ``log``."""
     model = recipe.model.source
     tokenizer = ""
     if "response_ids" in declared.needs:
@@ -113,7 +114,7 @@ class StageProcess(StageCaller):
         process.begin()
 
     def _found_sandbox(self, sandbox: Sandbox) -> Sandbox:
-        """``sandbox`` as this machine gives it. Raises StageError where it gives none."""
+        """Return ``sandbox`` as this machine gives it. Raises StageError where it gives none."""
         support = available()
         name = self._declared.name
         if not support.mechanism:

@@ -54,12 +54,12 @@ class Setup:
     sandbox: Sandbox | None = None
 
     def to_head(self) -> dict[str, Any]:
-        """This as the head of a message."""
+        """Return this as the head of a message."""
         return dataclasses.asdict(self)
 
     @classmethod
     def of(cls, head: dict[str, Any]) -> Setup:
-        """The setup that :meth:`to_head` wrote."""
+        """Return the setup that :meth:`to_head` wrote."""
         declared = StageDeclaration(**head["declared"])
         sandbox = head["sandbox"]
         return cls(
