@@ -13,7 +13,7 @@ from orchestration.recipe.values import format_size
 
 
 def refusal(path: Path, need: int, error: OSError) -> str:
-    """Returns in words that ``path`` could not be written for ``error``; ``need``: bytes, 0 where
+    """Return in words that ``path`` could not be written for ``error``; ``need``: bytes, 0 where
     that is not known."""
     reason = error.strerror or str(error)
     try:

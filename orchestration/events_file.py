@@ -116,15 +116,16 @@ class MetricsFile:
         )
 
     def _made_since(self, version: int) -> list[Segment]:
-        """The closed parts that hold steps after ``version``, the newest first: what a kill leaves
-        has no gap."""
+        """Return the closed parts that hold steps after ``version``, the newest first: what a kill
+        leaves has no gap."""
         numbers = {
             number for (number, _), facts in facts_of(self.path).items() if facts.made > version
         }
         return [segment for segment in reversed(closed(self.path)) if segment.number in numbers]
 
     def event(self, event: Event) -> None:
-        """Raises OSError when the disk has refused :data:`MOST_KEPT` bytes of events."""
+        """Add ``event``. Raises OSError when the disk has refused :data:`MOST_KEPT` bytes of
+        events."""
         if order(event.id) <= order(self._former):
             self._kept.again(event)
             return
@@ -249,7 +250,7 @@ def _cut(path: Path) -> None:
 
 
 def _last_id(segment: Segment) -> str:
-    """The greatest id in the end of a closed part; "0": none."""
+    """Return the greatest id in the end of a closed part; "0": none."""
     with segment.open() as lines:
         lines.seek(max(0, lines.seek(0, os.SEEK_END) - TAIL_BYTES))
         return max(
@@ -280,9 +281,11 @@ def _stays(line: bytes, version: int) -> bool:
 
 
 def read_metrics(path: Path, last_bytes: int = 0, *, detail: bool = False) -> Iterator[Event]:
-    """The events of ``path`` and of its closed parts, or those in their last bytes; torn lines are
-    left out, and logged.
-    ``detail``: with the stage and span events of the last minutes, as they were sent."""
+    """Return the events of ``path`` and of its closed parts, or those in their last bytes. Torn
+    lines are left out, and logged.
+
+    ``detail``: with the stage and span events of the last minutes, as they were sent.
+    """
     events = _events(path, last_bytes)
     return with_detail(events, detail_of(path)) if detail else events
 
@@ -307,7 +310,7 @@ def _say_torn(path: Path, numbers: Sequence[int], count: int) -> None:
 
 
 def newest_id(path: Path) -> str:
-    """The greatest id of an event in ``path`` and its closed parts; "0": none."""
+    """Return the greatest id of an event in ``path`` and its closed parts; "0": none."""
     newest = max(
         (id_of(line) for file, _, line in lines_of(path, TAIL_BYTES)), key=order, default=""
     )
@@ -315,8 +318,8 @@ def newest_id(path: Path) -> str:
 
 
 def newest_checkpoint(path: Path) -> int:
-    """The newest version of which a checkpoint is recorded in ``path`` and its closed parts; 0:
-    none."""
+    """Return the newest version of which a checkpoint is recorded in ``path`` and its closed parts;
+    0: none."""
     facts = Facts()
     with contextlib.suppress(FileNotFoundError), path.open("rb") as lines:
         for line in lines:
@@ -325,8 +328,8 @@ def newest_checkpoint(path: Path) -> int:
 
 
 def facts_of(path: Path) -> dict[tuple[int, int], Facts]:
-    """What is known of the closed parts of ``path``, by number and piece; those that are not known
-    yet are read."""
+    """Return what is known of the closed parts of ``path``, by number and piece; those that are not
+    known yet are read."""
     if not closed(path):
         return {}
     from orchestration.history.catalog import Catalog  # SQLite, for runs that are long

@@ -83,7 +83,7 @@ class Repeats:
     def __call__(
         self, logger: Any, name: str, event: structlog.typing.EventDict
     ) -> structlog.typing.EventDict:
-        """The limit as a structlog processor."""
+        """Apply the limit as a structlog processor."""
         if name in LIMITED:
             if (dropped := self.count(event.get("event"))) < 0:
                 raise structlog.DropEvent
@@ -92,7 +92,7 @@ class Repeats:
         return event
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """The limit as a filter of the standard library's loggers."""
+        """Apply the limit as a filter of the standard library's loggers."""
         if record.levelno >= logging.WARNING:
             if (dropped := self.count(record.msg)) < 0:
                 return False

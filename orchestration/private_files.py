@@ -129,7 +129,7 @@ def open_private(path: Path) -> BinaryIO:
 
 
 def _is_shared(path: Path) -> bool:
-    """Whether every user may create entries in a folder that leads to ``path``."""
+    """Return whether every user may create entries in a folder that leads to ``path``."""
     return any(stat.S_IMODE(parent.stat().st_mode) & 0o002 for parent in path.resolve().parents)
 
 
