@@ -77,7 +77,7 @@ class Fields:
     def joined(
         self, encoded: Sequence[tuple[Field, Packed]], partition: str
     ) -> tuple[Fields, dict[int, Packed]]:
-        """These fields and those of ``encoded`` that are new, and its values by bit.
+        """Return these fields and those of ``encoded`` that are new, and its values by bit.
 
         Raises ColumnError for values that are not of their field's kind, and cannot become so
         without a change.
@@ -103,7 +103,7 @@ class Fields:
 
 
 def _converted(packed: Packed, found: Field, known: Field, partition: str) -> Packed:
-    """``packed`` in the dtype of its field, where no value changes by that.
+    """Return ``packed`` in the dtype of its field, where no value changes by that.
 
     Raises ColumnError otherwise.
     """
@@ -131,7 +131,7 @@ def field_error(name: str, wrong: str, fix: str) -> ColumnError:
 
 
 def encode_field(name: str, value: Any, rows: int) -> tuple[Field, Packed]:
-    """The kind of ``value``, and its ``rows`` rows as bytes."""
+    """Return the kind of ``value``, and its ``rows`` rows as bytes."""
     value = as_tensor(name, value)
     if not isinstance(value, torch.Tensor):
         texts = [to_json(f"field {name!r}", item).encode() for item in as_list(name, value)]
@@ -172,7 +172,7 @@ def encode_field(name: str, value: Any, rows: int) -> tuple[Field, Packed]:
 
 
 def as_tensor(name: str, value: Any) -> Any:
-    """``value`` as a tensor, when it is an array of numbers or a list of tensors or arrays;
+    """Return ``value`` as a tensor, when it is an array of numbers or a list of tensors or arrays;
     anything else as it is."""
     if isinstance(value, np.ndarray | np.generic):
         if value.dtype.kind not in "biufc":
@@ -235,8 +235,8 @@ def _check_rows(name: str, found: int, rows: int) -> None:
 
 
 def to_json(what: str, value: Any) -> str:
-    """Raises TypeError for what does not come back as it was: nothing is pickled, and nothing
-    changes its type, except that numpy's scalars become Python's."""
+    """Return ``value`` as JSON. Raises TypeError for what does not come back as it was: nothing is
+    pickled, and nothing changes its type, except that numpy's scalars become Python's."""
     if isinstance(value, np.generic):
         value = value.item()
     try:
@@ -265,7 +265,8 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def decode_field(found: Field, packed: Packed) -> Any:
-    """A tensor [B] of scalars, a jagged nested tensor [B, j, …], or a stack of JSON values."""
+    """Return a tensor [B] of scalars, a jagged nested tensor [B, j, …], or a stack of JSON
+    values."""
     if found.dtype is None:
         return NonTensorStack(*map(json.loads, packed.texts()))
     values = packed.values.view(found.dtype)
@@ -284,7 +285,7 @@ def encode_tags(tags: Tag) -> dict[str, str]:
 
 
 def decode_tags(tags: Mapping[Any, Any]) -> Tag:
-    """Tags from their stored form."""
+    """Return the tags from their stored form."""
     return {
         tag.decode() if isinstance(tag, bytes) else tag: json.loads(value)
         for tag, value in tags.items()

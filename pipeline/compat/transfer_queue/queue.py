@@ -211,8 +211,8 @@ class Queue(LoopThread):
     async def get(
         self, keys: list[str], partition: str, select: Sequence[str] | None
     ) -> TensorDict:
-        """Rows may be replaced or cleared, and their bytes used again, while they are copied: so
-        they are looked up before and after, until both say the same."""
+        """Return the rows of ``keys``. They may be replaced or cleared, and their bytes used again,
+        while they are copied: so they are looked up before and after, until both say the same."""
         deadline = time.monotonic() + self.index.timeout
         reply = await self.index.look_up_keys(partition, keys)
         while True:
