@@ -31,7 +31,7 @@ class Address:
 
     @classmethod
     def parse(cls, text: str, authority: str = "") -> Address:
-        """Returns the address in ``text``, HOST or HOST:PORT, with a free port where none is given.
+        """Return the address in ``text``, HOST or HOST:PORT, with a free port where none is given.
 
         Raises ValueError where it is none, and OSError where it cannot be listened on.
         """
@@ -42,7 +42,7 @@ class Address:
 
     @staticmethod
     def split(text: str) -> tuple[str, int]:
-        """Returns host and port of HOST, HOST:PORT or [HOST]:PORT; 0 for no port.
+        """Return host and port of HOST, HOST:PORT or [HOST]:PORT; 0 for no port.
 
         Raises ValueError where it is none.
 
@@ -67,14 +67,15 @@ class Address:
 
 
 def redacted(url: str) -> str:
-    """``url`` without its password, which may lie before the server's name or in the query."""
+    """Return ``url`` without its password, which may lie before the server's name or in the
+    query."""
     scheme, separator, rest = url.partition("://")
     rest = re.sub(r"([?&]password=)[^&#]*", r"\1***", rest)
     return f"{scheme}{separator}{'***@' + rest.rpartition('@')[2] if '@' in rest else rest}"
 
 
 def split_password(url: str) -> tuple[str, str]:
-    """Returns ``url`` without its password, and the password; "" where it has none."""
+    """Return ``url`` without its password, and the password; "" where it has none."""
     parts = urlsplit(url)
     user, at, server = parts.netloc.rpartition("@")
     name, _, password = user.partition(":")
@@ -82,7 +83,7 @@ def split_password(url: str) -> tuple[str, str]:
 
 
 def with_password(url: str, password: str) -> str:
-    """Returns ``url`` with ``password``; "" for its own.
+    """Return ``url`` with ``password``; "" for its own.
 
     Raises ValueError where it has another one already.
     """

@@ -108,7 +108,7 @@ class RunConfig:
             )
 
     def packed(self) -> dict[str, Any]:
-        """The configuration as the function library stores it."""
+        """Return the configuration as the function library stores it."""
         stages: list[dict[str, Any]] = []
         producers = 1  # 0 is the admission
         for i, stage in enumerate(self.stages):
@@ -128,8 +128,8 @@ class RunConfig:
 
 
 def _producers_before(needs: int, stages: Sequence[Mapping[str, Any]]) -> list[int]:
-    """The producers that have written before a stage that ``needs`` these columns runs, so that it
-    may fetch theirs."""
+    """Return the producers that have written before a stage that ``needs`` these columns runs, so
+    that it may fetch theirs."""
     makers = {stage["producer"]: stage for stage in stages if stage["producer"] > 0}
     producers: set[int] = set()
     while new_producers := {
@@ -162,7 +162,7 @@ class RunStatus:
     dropped_before: int
 
     def droppable(self, most: int) -> int:
-        """Returns the number below which a group may be dropped now, where a step may drop ``most``
+        """Return the number below which a group may be dropped now, where a step may drop ``most``
         groups. Groups that were dropped ahead of their step count in it. With η = 0 it does not
         depend on when the groups of a step are dropped."""
         return self.planned + min(self.dropped_before, self.trained * most) + most
@@ -234,7 +234,7 @@ class Index(Claims, Training, Warehouses, ExternalPromptCalls, PassRateCalls, Ke
     """
 
     async def reach(self) -> tuple[str, str]:
-        """Returns the address of this machine on the way to the index, "" over a Unix socket; and
+        """Return the address of this machine on the way to the index, "" over a Unix socket; and
         the one by which other machines reach it, where the first is on this machine alone and the
         run's head, which is here too, knows it."""
         route = await self.own_address()
@@ -269,7 +269,7 @@ class Index(Claims, Training, Warehouses, ExternalPromptCalls, PassRateCalls, Ke
         return bool(await self.call("init", config=config.packed(), **start))
 
     async def config(self) -> dict[str, Any]:
-        """The configuration that :meth:`init` was called with, packed."""
+        """Return the configuration that :meth:`init` was called with, packed."""
         return await self.call("config")  # type: ignore[no-any-return]
 
     async def transition(
@@ -285,19 +285,19 @@ class Index(Claims, Training, Warehouses, ExternalPromptCalls, PassRateCalls, Ke
         return reply["state"], reply["changed"]
 
     async def state(self) -> tuple[str, str, str]:
-        """The run's state, its reason, and the position of the topic `state`."""
+        """Return the run's state, its reason, and the position of the topic `state`."""
         return tuple(await self.call("state"))  # type: ignore[return-value]
 
     async def states(self, runs: Sequence[str]) -> list[tuple[str, str]]:
-        """State and reason of several runs of this server, in one round trip; empty strings for an
-        unknown run."""
+        """Return the state and reason of several runs of this server, in one round trip; empty
+        strings for an unknown run."""
         reads = [("HMGET", key_prefix(run) + "state", "state", "reason") for run in runs]
         replies = await self._link.send_all(reads) if runs else []
         return [((state or b"").decode(), (reason or b"").decode()) for state, reason in replies]
 
     async def status(self, versions: Sequence[int] = ()) -> RunStatus:
-        """Where the run is, with the gates of ``versions``: the i-th may make tokens of groups
-        below its gate. Without ``versions`` it can be called before :meth:`init`."""
+        """Return where the run is, with the gates of ``versions``: the i-th may make tokens of
+        groups below its gate. Without ``versions`` it can be called before :meth:`init`."""
         reply = await self.call("status", versions=list(versions))
         remake = tuple(int(group) for group in reply["remake"] or ())
         gates = dict(zip(versions, reply["gates"] or (), strict=True))
@@ -316,38 +316,39 @@ class Index(Claims, Training, Warehouses, ExternalPromptCalls, PassRateCalls, Ke
         )
 
     async def set_slack(self, slack: int) -> None:
-        """From now on admission runs ``slack`` steps ahead, from 1 to the slack of the run's
+        """Let admission run ``slack`` steps ahead from now on, from 1 to the slack of the run's
         config. What was admitted stays."""
         await self.call("set_slack", slack=slack)
 
     async def progress(self) -> tuple[int, int]:
-        """Returns how many groups were admitted; and how many of them were trained, are held by the
+        """Return how many groups were admitted; and how many of them were trained, are held by the
         trainer, or could be picked by its next steps. Both without the filtered ones."""
         admitted, done = await self.call("progress")
         return int(admitted), int(done)
 
     async def queue_depth(self, stage: str) -> int:
-        """How many rows (or groups) of a stage are ready to be claimed."""
+        """Return how many rows (or groups) of a stage are ready to be claimed."""
         return int(await self.call("queue_depth", stage=stage))
 
     async def queue(self, stage: str) -> StageQueue:
-        """How much of a stage's work is ready, leased and parked. Ends expired leases first."""
+        """Return how much of a stage's work is ready, leased and parked. Ends expired leases
+        first."""
         return StageQueue(**await self.call("queue", stage=stage))
 
     async def stats(self) -> dict[str, Any]:
-        """Figures for people: queues, leases, warehouses.
+        """Return figures for people: queues, leases, warehouses.
 
         Code that needs one figure uses :meth:`status`.
         """
         return await self.call("stats")  # type: ignore[no-any-return]
 
     async def ledger(self) -> dict[str, int]:
-        """Samples and tokens generated, trained, filtered, made again, in flight and
+        """Return the samples and tokens generated, trained, filtered, made again, in flight and
         redelivered."""
         return await self.call("ledger")  # type: ignore[no-any-return]
 
     async def resume_point(self) -> ResumePoint:
-        """What a checkpoint of this moment records of the flow.
+        """Return what a checkpoint of this moment records of the flow.
 
         Groups that are admitted and not trained are made again.
         """
@@ -371,7 +372,8 @@ class Index(Claims, Training, Warehouses, ExternalPromptCalls, PassRateCalls, Ke
         await self.call("beat", worker=worker, stages=list(stages), version=version, ready=ready)
 
     async def alive(self) -> dict[str, SignOfLife]:
-        """The last sign of life of each worker that has given one and was not forgotten since."""
+        """Return the last sign of life of each worker that has given one and was not forgotten
+        since."""
         signs = {}
         for name, (at, stages, version, ready) in (await self.call("alive") or {}).items():
             signs[name] = SignOfLife(
@@ -380,7 +382,7 @@ class Index(Claims, Training, Warehouses, ExternalPromptCalls, PassRateCalls, Ke
         return signs
 
     async def waiting(self) -> Missing:
-        """What training waits for now."""
+        """Return what training waits for now."""
         reply = await self.call("waiting")
         holders = tuple((worker, int(since)) for worker, since in reply["holders"] or ())
         group = None if reply["group"] is False else reply["group"]
@@ -392,7 +394,7 @@ class Index(Claims, Training, Warehouses, ExternalPromptCalls, PassRateCalls, Ke
         return Missing(**reply | names | ages | {"group": group, "holders": holders})
 
     async def forget_worker(self, worker: str) -> None:
-        """``worker`` is dead: end its leases now, and free the blocks that it holds open."""
+        """End the leases of the dead ``worker`` now, and free the blocks that it holds open."""
         await self.call("forget_worker", worker=worker)
 
     async def write_document(self, name: str, text: str, *, once: bool = False) -> None:
@@ -401,7 +403,7 @@ class Index(Claims, Training, Warehouses, ExternalPromptCalls, PassRateCalls, Ke
         await self._redis.set(f"{self.prefix}doc:{name}", text, nx=once)
 
     async def read_document(self, name: str) -> str | None:
-        """The text of a document; None when it does not exist."""
+        """Return the text of a document; None when it does not exist."""
         text = await self._redis.get(f"{self.prefix}doc:{name}")
         return None if text is None else text.decode()
 
@@ -445,6 +447,6 @@ class Index(Claims, Training, Warehouses, ExternalPromptCalls, PassRateCalls, Ke
 
 
 def worker_name(stage: str, number: int) -> str:
-    """A name for a worker's process that no earlier process of the same worker had, so that their
-    leases are distinct."""
+    """Return a name for a worker's process that no earlier process of the same worker had, so that
+    their leases are distinct."""
     return f"{stage}-{number}-{os.getpid()}-{uuid.uuid4().hex[:6]}"

@@ -87,8 +87,8 @@ class EmbeddedIndex:
             time.sleep(pause)
 
     def starting(self, timeout: float = 15.0) -> Iterator[float]:
-        """Like :meth:`start`, for callers that must not block: yields the seconds to sleep before
-        the next ping, until the server answers."""
+        """Start like :meth:`start`, for callers that must not block: yield the seconds to sleep
+        before the next ping, until the server answers."""
         self.directory.mkdir(parents=True, exist_ok=True)
         os.chmod(self.directory, 0o700)
         deadline = time.monotonic() + timeout
@@ -163,7 +163,7 @@ class EmbeddedIndex:
             client.close()
 
     def _last_log_line(self) -> str:
-        """The last line of the server's log, which usually names the cause."""
+        """Return the last line of the server's log, which usually names the cause."""
         try:
             lines = self.log.read_text(errors="replace").splitlines()
         except OSError:

@@ -93,7 +93,6 @@ _CODES: dict[str, type[Exception]] = {
 
 
 def from_reply(error: ResponseError) -> Exception:
-    """Returns the exception for an error reply, which begins with a code of the function
-    library."""
+    """Return the exception for an error reply, which begins with a code of the function library."""
     code, _, text = str(error).partition(" ")
     return _CODES.get(code, IndexRefused)(text or code)

@@ -54,13 +54,13 @@ class Events(Calls):
         )
 
     async def events(self, after: str = "0", timeout: float = 1.0) -> list[Event]:
-        """The next events after id ``after``, waiting for them; empty when none came within
+        """Return the next events after id ``after``, waiting for them; empty when none came within
         ``timeout`` seconds."""
         streams = await self._read({"events": after}, timeout, EVENTS_AT_ONCE)
         return [_event(entry, fields) for _, entries in streams or () for entry, fields in entries]
 
     async def past_events(self, after: str = "0", count: int = EVENTS_AT_ONCE) -> list[Event]:
-        """At most ``count`` events after id ``after``, without waiting.
+        """Return at most ``count`` events after id ``after``, without waiting.
 
         The stream keeps about :data:`EVENTS_KEPT`; use :meth:`event_ends` to find out whether
         ``after`` is still in it.
@@ -82,7 +82,7 @@ class Events(Calls):
             await self._place(last)
 
     async def last_event_id(self) -> str:
-        """The id of the newest event that the stream has had; "0": it has had none."""
+        """Return the id of the newest event that the stream has had; "0": it has had none."""
         key = f"{self.prefix}events"
         if not await self._redis.exists(key):
             return "0"
@@ -90,7 +90,7 @@ class Events(Calls):
         return last_id.decode() if isinstance(last_id, bytes) else str(last_id)
 
     async def event_ends(self) -> tuple[str, str]:
-        """The ids of the oldest and the newest event in the stream; "0" and "0" when it is
+        """Return the ids of the oldest and the newest event in the stream; "0" and "0" when it is
         empty."""
         key = f"{self.prefix}events"
         commands = [("XRANGE", key, "-", "+", "COUNT", 1), ("XREVRANGE", key, "+", "-", "COUNT", 1)]
@@ -99,7 +99,7 @@ class Events(Calls):
         return oldest, newest
 
     async def newest(self, kind: str, within: int = 1000) -> Event | None:
-        """The newest event of this kind among the last ``within`` events; None when there is
+        """Return the newest event of this kind among the last ``within`` events; None when there is
         none."""
         entries = await self._redis.xrevrange(f"{self.prefix}events", count=within)
         return next(
@@ -141,12 +141,12 @@ class Logs(Calls):
         await self._link.retry(once)
 
     async def log_end(self, log: str) -> int:
-        """The number of the entry that ``log`` gets next."""
+        """Return the number of the entry that ``log`` gets next."""
         entries = await self._redis.xrevrange(self.prefix + log, count=1)
         return int(entries[0][0].decode().partition("-")[0]) if entries else 0
 
     async def read_log(self, log: str, number: int, timeout: float) -> bytes | None:
-        """Entry ``number`` of ``log``, waiting ``timeout`` seconds for it.
+        """Return entry ``number`` of ``log``, waiting ``timeout`` seconds for it.
 
         Raises IndexRefused when it was trimmed.
         """
@@ -162,7 +162,7 @@ class Logs(Calls):
         return fields[b"e"]
 
     async def next_entry(self, log: str, number: int) -> bytes:
-        """Entry ``number`` of ``log``, waiting for it as long as it takes.
+        """Return entry ``number`` of ``log``, waiting for it as long as it takes.
 
         Raises IndexRefused when it was trimmed.
         """
@@ -188,7 +188,7 @@ class Logs(Calls):
 
 
 def stamped(event: EventData) -> dict[str, Any]:
-    """The fields of an event of this moment, without its kind."""
+    """Return the fields of an event of this moment, without its kind."""
     return {"time": repr(time.time()), "data": msgpack.packb(event.wire())}
 
 

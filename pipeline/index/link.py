@@ -191,7 +191,7 @@ class Link:
         return await (self.connection or await self._connect()).send(command)
 
     async def send_retried(self, command: tuple[Any, ...]) -> Any:
-        """Like :meth:`send`, repeated after a lost connection."""
+        """Send like :meth:`send`, repeated after a lost connection."""
         return await self.retry(lambda again: self.send(command))
 
     async def send_all(self, commands: Iterable[tuple[Any, ...]]) -> list[Any]:
@@ -224,7 +224,7 @@ class Link:
             return self._connection
 
     async def own_address(self) -> str:
-        """Returns the address of this machine on the way to the server; "" where that is a Unix
+        """Return the address of this machine on the way to the server; "" where that is a Unix
         socket."""
 
         async def once(again: bool) -> Any:
@@ -305,12 +305,12 @@ class Link:
 
 
 def _most_waits() -> int:
-    """How many connections of one link may block at the same time; further reads queue for one of
-    them."""
+    """Return how many connections of one link may block at the same time; further reads queue for
+    one of them."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return 4096 if files == resource.RLIM_INFINITY else max(16, files // WAITS_SHARE)
 
 
 def is_loading(refused: ResponseError) -> bool:
-    """Whether the server still reads its data file, and refuses all commands until then."""
+    """Return whether the server still reads its data file, and refuses all commands until then."""
     return "LOADING" in str(refused)

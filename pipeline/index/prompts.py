@@ -55,7 +55,7 @@ class ExternalPromptCalls(Calls):
         return PromptsPut(reply["next"], reply.get("wait"))
 
     async def read_prompts(self, start: int, most: int) -> PromptsWaiting:
-        """At most ``most`` prompts from position ``start`` on."""
+        """Return at most ``most`` prompts from position ``start`` on."""
         reply = await self.call("read_prompts", **{"from": start}, most=most)
         return PromptsWaiting(reply["prompts"] or (), reply["ended"], reply["wait"])
 
@@ -84,7 +84,7 @@ class PassRateCalls(Calls):
     :mod:`stages.difficulty` says what for."""
 
     async def pass_rates(self, groups: Sequence[int], since: int) -> PassRates:
-        """The choices of ``groups``, and the pass rates that changed after change number
+        """Return the choices of ``groups``, and the pass rates that changed after change number
         ``since``."""
         reply = await self.call("pass_rates", groups=list(groups), since=since)
         known = zip(groups, reply["chosen"] or (), strict=True)

@@ -29,8 +29,8 @@ class WarehouseRecord:
     leaving: bool
 
     def is_near(self, node: str | None) -> bool:
-        """Whether its arena can be mapped by processes of ``node`` (None: by this process, as the
-        arena's folder is found at its path)."""
+        """Return whether its arena can be mapped by processes of ``node`` (None: by this process,
+        as the arena's folder is found at its path)."""
         return self.node == node if node else is_here(self.node, self.path.parent)
 
 
@@ -83,7 +83,7 @@ class Warehouses(Calls):
         await self.call("announce_warehouse", warehouse=number, host=host, port=port)
 
     async def warehouses(self) -> list[WarehouseRecord]:
-        """The warehouses of the run."""
+        """Return the warehouses of the run."""
         records = await self.call("warehouses") or {}
         return [
             WarehouseRecord(
@@ -125,12 +125,12 @@ class Warehouses(Calls):
         return Block(reply["block"], reply["offset"]) if "block" in reply else Full(reply["wait"])
 
     async def close_blocks(self, worker: str, blocks: Sequence[int]) -> None:
-        """``worker`` writes no more to ``blocks``: their bytes are free as soon as no row points to
-        them."""
+        """Close ``blocks``, to which ``worker`` writes no more: their bytes are free as soon as no
+        row points to them."""
         await self.call("close_blocks", worker=worker, blocks=list(blocks))
 
     async def leave_warehouse(self, number: int) -> BlocksLeft:
-        """Place nothing new on a warehouse; returns the blocks that must be moved before
+        """Place nothing new on a warehouse, and return the blocks that must be moved before
         :meth:`lose_warehouse`."""
         reply = await self.call("leave_warehouse", warehouse=number)
         return BlocksLeft(
