@@ -53,7 +53,7 @@ def _differencing(lengths: Sequence[int], parts: int, equal: bool) -> list[list[
 
 
 def _greedy(lengths: Sequence[int], parts: int, equal: bool) -> list[list[int]]:
-    """The longest first, each to the lightest part that may have one more."""
+    """Give the longest first, each to the lightest part that may have one more."""
     out: list[list[int]] = [[] for _ in range(parts)]
     # with equal counts `more` of the parts have one item more
     fewest, more = divmod(len(lengths), parts)

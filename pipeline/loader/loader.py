@@ -78,7 +78,7 @@ class Batch:
         return self.columns[name].value(self.schema[name], len(self), self.ragged, self.fill)
 
     def select(self, positions: Sequence[int]) -> Batch:
-        """A copy of the rows at ``positions``: a micro-batch.
+        """Return a copy of the rows at ``positions``: a micro-batch.
 
         Commit the whole batch, not its parts.
         """
@@ -285,11 +285,11 @@ class SampleLoader(DataLoader[Batch]):
                 self.dataset.close()
 
     def commit(self, batch: Batch) -> None:
-        """:meth:`SampleStream.commit`, for a stream with ``commit="explicit"``."""
+        """Commit for a stream with ``commit="explicit"``; see :meth:`SampleStream.commit`."""
         self.dataset.commit(batch)
 
     def close(self) -> None:
-        """:meth:`SampleStream.close`."""
+        """Close; see :meth:`SampleStream.close`."""
         self.dataset.close()
 
 
@@ -314,7 +314,7 @@ class _Link(LoopThread):
         atexit.register(self.close)
 
     async def dock(self) -> Dock:
-        """The dock of this process.
+        """Return the dock of this process.
 
         Waits for a warehouse, so that readers may start before writers.
         """
@@ -400,7 +400,8 @@ class _Link(LoopThread):
 
 
 def _checked(stream: SampleStream, stages: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The stage of ``stream``. Raises ValueError when a loader cannot take batches from it."""
+    """Return the stage of ``stream``. Raises ValueError when a loader cannot take batches from
+    it."""
     stage = next((stage for stage in stages if stage["name"] == stream.stage), None)
     if stage is None:
         raise ValueError(
@@ -479,8 +480,8 @@ class _Reading:
         return batch
 
     async def _claim(self, dock: Dock) -> Claim | None:
-        """The next batch's rows: as many as it shall have, or what there is once waiting is over;
-        None at the end."""
+        """Return the next batch's rows: as many as it shall have, or what there is once waiting is
+        over; None at the end."""
         stream = self.stream
         index = self.link.index
         over = False
@@ -509,9 +510,9 @@ class _Reading:
                 least = 1
 
     async def _drained(self) -> bool:
-        """Whether no row can come any more: neither from a stage before this one, nor from another
-        reader that may die. Rows that this reader's own processes hold do not count: their consumer
-        may be waiting for this iteration's end."""
+        """Return whether no row can come any more: neither from a stage before this one, nor from
+        another reader that may die. Rows that this reader's own processes hold do not count: their
+        consumer may be waiting for this iteration's end."""
         stages = {stage["name"]: stage for stage in self.link.stages}
         before = {self.stream.stage}
         while (
@@ -535,7 +536,7 @@ class _Reading:
         )
 
     async def _deal(self, dock: Dock, claim: Claim) -> list[list[int]]:
-        """The claim's positions for each replica that shares it."""
+        """Return the claim's positions for each replica that shares it."""
         replicas = self.stream.replicas if self.stream.lockstep else 1
         if replicas == 1:
             return []
@@ -567,8 +568,8 @@ class _Reading:
 
 
 def _detached(batch: Batch) -> Batch:
-    """``batch`` for another process: columns that view a larger block are copied, so that torch
-    does not send the block."""
+    """Return ``batch`` for another process: columns that view a larger block are copied, so that
+    torch does not send the block."""
     columns = {}
     for name, packed in batch.columns.items():
         whole = packed.values.untyped_storage().nbytes() == packed.values.nbytes
