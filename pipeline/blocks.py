@@ -193,7 +193,7 @@ def _text_parts(column: Column, value: Any) -> tuple[list[torch.Tensor], torch.T
 
 
 def _ragged_parts(column: Column, value: Any) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Flat tensors that hold the rows one after the other, and the rows' offsets."""
+    """Return flat tensors that hold the rows one after the other, and the rows' offsets."""
     if isinstance(value, torch.Tensor):
         if (inner := jagged_parts(value)) is None:
             raise ColumnError(
@@ -249,7 +249,7 @@ def _ragged_parts(column: Column, value: Any) -> tuple[list[torch.Tensor], torch
 def jagged_parts(
     value: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
-    """Values, offsets and lengths of a jagged nested tensor; None for any other tensor.
+    """Return the values, offsets and lengths of a jagged nested tensor; None for any other tensor.
 
     Reads the private attributes, because each public accessor goes through torch's dispatcher,
     which takes longer than the copy of a small column.
@@ -267,7 +267,7 @@ def _are_offsets(offsets: torch.Tensor, total: int) -> bool:
 
 
 def _count(value: Any) -> int:
-    """Rows of a column's value; 0 when they cannot be counted."""
+    """Return the number of rows of a column's value; 0 when they cannot be counted."""
     if isinstance(value, torch.Tensor):
         if (inner := jagged_parts(value)) is not None:
             return len(inner[1]) - 1
@@ -371,8 +371,8 @@ class BlockReader:
     def read(
         self, blocks: np.ndarray, offsets: np.ndarray, slots: np.ndarray, names: Sequence[str]
     ) -> dict[str, Packed]:
-        """The columns ``names`` of n > 0 rows, in their order: views of the arena where the rows
-        lie side by side, copies elsewhere."""
+        """Return the columns ``names`` of n > 0 rows, in their order: views of the arena where the
+        rows lie side by side, copies elsewhere."""
         out = {}
         if near := self._side_by_side(blocks, offsets, slots, names):
             for name, (bounds, start, nbytes) in zip(names, near, strict=True):
@@ -389,7 +389,7 @@ class BlockReader:
     def find(
         self, blocks: np.ndarray, offsets: np.ndarray, slots: np.ndarray, names: Sequence[str]
     ) -> Found:
-        """Where the columns ``names`` of n > 0 rows lie."""
+        """Return where the columns ``names`` of n > 0 rows lie."""
         if near := self._side_by_side(blocks, offsets, slots, names):
             return [
                 (bounds, Runs(np.array([start]), np.array([nbytes])))
@@ -398,8 +398,8 @@ class BlockReader:
         return self._scattered(blocks, offsets, slots, names)
 
     def gather(self, runs: Runs, unit: int) -> np.ndarray:
-        """A copy of ``runs`` as an array of words of ``unit`` bytes, which must divide all starts
-        and lengths."""
+        """Return a copy of ``runs`` as an array of words of ``unit`` bytes, which must divide all
+        starts and lengths."""
         shift = unit.bit_length() - 1  # faster than a division
         starts = runs.starts >> shift
         lengths = runs.lengths >> shift
@@ -415,7 +415,7 @@ class BlockReader:
         )
 
     def _collect(self, dtype: torch.dtype, runs: Runs) -> torch.Tensor:
-        """The bytes of ``runs`` as a tensor: a view of one run, a copy of several."""
+        """Return the bytes of ``runs`` as a tensor: a view of one run, a copy of several."""
         starts, lengths = runs
         if len(starts) <= 1:
             return (
@@ -432,7 +432,8 @@ class BlockReader:
     def _side_by_side(
         self, blocks: np.ndarray, offsets: np.ndarray, slots: np.ndarray, names: Sequence[str]
     ) -> list[tuple[np.ndarray | None, int, int]] | None:
-        """Offsets, first byte and number of bytes of each column of neighbouring rows of one block.
+        """Return the offsets, first byte and number of bytes of each column of neighbouring rows of
+        one block.
 
         None when they are not neighbours, or when a number is wrong: then :meth:`_scattered` raises
         the error.
@@ -554,9 +555,9 @@ class BlockReader:
     def _headers(
         self, blocks: np.ndarray, offsets: np.ndarray, slots: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """The headers of the rows' blocks, all read at once: the byte that each begins at, the
-        header of each row, rows of each, and its columns [headers, most columns, 4], with bit -1
-        where a header has fewer."""
+        """Return the headers of the rows' blocks, all read at once: the byte that each begins at,
+        the header of each row, rows of each, and its columns [headers, most columns, 4], with bit
+        -1 where a header has fewer."""
         words = self.words
         room = len(self.memory)
         # One header for each stretch of rows in one block: reading some twice costs less than
@@ -604,7 +605,7 @@ class BlockReader:
 
 
 def _joined(starts: np.ndarray, lengths: np.ndarray) -> Runs:
-    """Runs that touch become one; empty ones are left out."""
+    """Join runs that touch; empty ones are left out."""
     some = lengths > 0
     if not some.all():
         starts = starts[some]

@@ -35,7 +35,7 @@ class Clock:
         self.began = self._since = self.now()
 
     def state(self) -> Kind:
-        """The kind of the present instant."""
+        """Return the kind of the present instant."""
         if self.working > self.blocked:
             return "busy"
         if self.blocked:
@@ -61,7 +61,7 @@ class Clock:
         self._since = now
 
     def read(self) -> dict[str, float]:
-        """Seconds of each kind, and ``wall``, their sum."""
+        """Return the seconds of each kind, and ``wall``, their sum."""
         self.account()
         return {
             **{str(kind): spent for kind, spent in self.seconds.items()},

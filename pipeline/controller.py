@@ -68,15 +68,15 @@ class Stage(Protocol):
     fetches: tuple[str, ...]
 
     def room(self, held: int) -> int:
-        """How many more rows (or groups) to claim now, while ``held`` rows are not yet committed;
-        0: none."""
+        """Return how many more rows (or groups) to claim now, while ``held`` rows are not yet
+        committed; 0: none."""
 
     def version(self) -> int | None:
-        """The policy version that a generating stage has loaded; None for other stages."""
+        """Return the policy version that a generating stage has loaded; None for other stages."""
         return None
 
     def figures(self) -> Mapping[str, Any]:
-        """Further fields of the stage's events."""
+        """Return further fields of the stage's events."""
         return {}
 
     def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
@@ -160,7 +160,7 @@ class Controller:
         self.on_end()
 
     async def _claim(self) -> Claim | None:
-        """One claim, or None after a wait."""
+        """Return one claim, or None after a wait."""
         self._woken.clear()
         room = self.stage.room(self.held)
         if room < 1:
