@@ -1,4 +1,4 @@
-"""What a run's closed parts hold, in one SQLite file beside them: facts of each, and points of
+"""Catalog of a run's closed parts, in one SQLite file beside them: facts of each, and points of
 their series.
 
     metrics/*.jsonl.gz ──Catalog.update──▶ metrics/catalog.sqlite ──▶ facts: versions, ids, steps, counts

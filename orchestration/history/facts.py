@@ -1,5 +1,5 @@
-"""What is known of a part of a run's file of events without reading it: its ids, steps, versions
-and counts."""
+"""Facts of a part of a run's file of events, known without reading it: its ids, steps, versions and
+counts."""
 
 from __future__ import annotations
 

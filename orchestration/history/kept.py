@@ -1,4 +1,5 @@
-"""Which events of a run its file keeps, so that it grows by steps and hardly by the clock.
+"""The choice of the events that a run's file keeps, so that it grows by steps and hardly by the
+clock.
 
     span ─────────────────────▶ none
     stage, ledger, turn ──────▶ of each worker the newest one a minute: they say totals, or what is now

@@ -1,4 +1,4 @@
-"""Which numbers of a run's events are series, and how several events become one point.
+"""Reduction: which numbers of a run's events are series, and how several events become one point.
 
     event ──▶ its series (`step`, `evaluation`, `ledger`, `stage/WORKER`, `sync/WORKER`)
 
