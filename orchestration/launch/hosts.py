@@ -214,7 +214,7 @@ class Host:
             return bool(again)
 
     async def _leave(self, stop: asyncio.Event, dock: Dock, timeout: float) -> None:
-        """Once ``stop`` is set, take no more orders, let the workers leave, and move the samples to
+        """Take no more orders once ``stop`` is set, let the workers leave, and move the samples to
         other machines."""
         await stop.wait()
         self._workers = 0
