@@ -133,8 +133,8 @@ class PolicyEngines:
 async def keep_share(
     busy: asyncio.Event, engines: Callable[[], Sequence[RolloutEngine]], share: Callable[[], float]
 ) -> None:
-    """While ``busy`` is set, let all of ``engines()`` together compute for at most ``share()`` of
-    the time."""
+    """Let all of ``engines()`` together compute for at most ``share()`` of the time while ``busy``
+    is set."""
     while True:
         await busy.wait()
         began = time.monotonic()

@@ -6,9 +6,8 @@ requests.
 
 An engine starts rows in the order in which they are submitted, so rows past its room wait here. A
 row that decodes is never taken away. So that long responses of one client do not keep another one
-waiting until they end, ``spare`` rows beyond
-``most`` are for requests that have none: half of them for requests of owners that have some, all
-for those of the others.
+waiting until they end, ``spare`` rows beyond ``most`` are for requests that have none: half of them
+for requests of owners that have some, all for those of the others.
 """
 
 from __future__ import annotations

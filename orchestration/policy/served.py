@@ -42,7 +42,7 @@ AGAIN_SECONDS = 0.5  # until weights that were not read are tried again
 
 @dataclass
 class ServedPolicy:
-    """What answers requests. ``trains``: whether its run does."""
+    """A policy that answers requests. ``trains``: whether its run does."""
 
     recipe: Recipe
     tokenizer: Tokenizer
@@ -149,8 +149,8 @@ class Policies:
         return policy
 
     async def keep_share(self) -> None:
-        """While there are requests, and a run of an open policy trains on this machine, let all
-        engines together compute for at most its ``serve.share`` of the time."""
+        """Let all engines together compute for at most ``serve.share`` of the time, while there are
+        requests and a run of an open policy trains on this machine."""
 
         def opened() -> list[ServedPolicy]:
             return [policy for policy, _ in self._open.values()]

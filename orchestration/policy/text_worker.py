@@ -36,7 +36,9 @@ def _opened(recipe: str) -> tuple[Recipe, Tokenizer]:
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     """Return the tokens of the ``texts``, or those of the ``messages`` as the chat template of
     ``recipe`` renders them.
-    ``most``: characters of a text, None: any number."""
+
+    ``most``: characters of a text, None: any number.
+    """
     try:
         return _answer(request)
     except TokenizerFailed as failed:
