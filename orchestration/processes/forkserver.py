@@ -97,7 +97,9 @@ class Launch:
 class Child:
     """A process forked by a server: like :class:`~orchestration.processes.handles.Process`, with a
     known exit code.
-    ``orphaned``: the connection that ended before the process did, if any."""
+
+    ``orphaned``: the connection that ended before the process did, if any.
+    """
 
     def __init__(self, pid: int, handle: int) -> None:
         self.pid = pid
@@ -132,8 +134,8 @@ class Child:
             self._code.set_result(code)
 
     def watch_handle(self, connection: Connection) -> None:
-        """When the kernel says that it has ended, expect the exit code of ``connection``'s server,
-        if that is open."""
+        """Expect the exit code of ``connection``'s server, if that is open, once the kernel says
+        that the process has ended."""
         loop = self._code.get_loop()
         if connection.open:
 
@@ -258,6 +260,7 @@ class ForkServer:
     ) -> ForkServer:
         """Start a server process. It imports the modules ``preload`` in the background; a launch
         waits for it.
+
         ``environment``: that it is started with, which its children show in /proc (default: this
         process's, without our secrets). Raises ForkServerDied where fork servers are not supported.
         """
@@ -269,7 +272,7 @@ class ForkServer:
 
     @classmethod
     def within(cls) -> ForkServer:
-        """In a child of a fork server, before it has an event loop: fork a server from it, without
+        """Fork a server from a child of a fork server, before that has an event loop, without
         importing anything."""
         ours, theirs = _socketpair()
         parent = os.getpid()
@@ -457,7 +460,7 @@ class _Server:
         self._send(connection, {"pid": pid, "code": os.waitstatus_to_exitcode(status)})
 
     def _close_inherited(self) -> None:
-        """In a child: close the server's sockets, and its handles of other children."""
+        """Close in a child the server's sockets, and its handles of other children."""
         for key in list(self._selector.get_map().values()):
             os.close(key.fd) if key.data is not None else cast("socket.socket", key.fileobj).close()
         self._selector.close()
@@ -478,7 +481,7 @@ def _fork() -> int:
 
 
 def _set_up_child(launch: Launch, log: int, files: list[int], server: int) -> None:
-    """In a child: set what a new process would have: session, output, environment, folder, random
+    """Set in a child what a new process would have: session, output, environment, folder, random
     state."""
     os.setsid()
     if not launch.outlives:
@@ -499,7 +502,7 @@ def _set_up_child(launch: Launch, log: int, files: list[int], server: int) -> No
 
 
 def run_child(launch: Launch) -> NoReturn:
-    """In a child: call the entry function, then end the process.
+    """Call the entry function in a child, then end the process.
 
     As in multiprocessing, threads are joined, exit functions called and files flushed, but the
     interpreter is not finalized: that would copy the memory shared with the server.

@@ -28,7 +28,7 @@ Message = tuple[dict[str, Any], bytes]
 
 
 class BadMessage(ValueError):
-    """What was sent is no message. ``str``: what it is."""
+    """Bytes that were sent are no message. ``str``: what they are."""
 
 
 def packed(head: Mapping[str, Any], body: bytes | bytearray = b"") -> bytes:
