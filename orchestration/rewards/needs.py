@@ -1,4 +1,4 @@
-"""What the processes of reward functions need: a sandbox, and what their fork server imports.
+"""Needs of the processes of reward functions: a sandbox, and what their fork server imports.
 
 A function that comes with us or with an installed package is sandboxed, unless it is harmless, and
 for expressions that it has math-verify compute also then; a ``module:function`` of the user where

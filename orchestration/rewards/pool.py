@@ -102,10 +102,12 @@ def scored_by(recipe: Recipe) -> tuple[str, ...]:
 
 class RewardPool(Caller):
     """Calls the functions ``names`` in ``processes`` processes, which are started as they are
-    needed, and in one more where functions are async. ``memory``: bytes of data that each may hold,
-    0 for no limit. ``log`` gets what functions print.
+    needed, and in one more where functions are async.
+
+    ``memory``: bytes of data that each may hold, 0 for no limit. ``log`` gets what functions print.
     ``sandbox``: that each enters. ``environment``: that they see (default: this process's, without
-    our own variables)."""
+    our own variables).
+    """
 
     def __init__(
         self,

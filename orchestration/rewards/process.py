@@ -36,9 +36,11 @@ FULL = 0.9  # of the limit of memory: a process that fails with more than this i
 
 @dataclass(frozen=True)
 class Setup:
-    """What a process is started with. ``memory``: bytes that its data may take, 0 for no limit.
-    ``path``: of imports.
-    ``sandbox``: fields of a :class:`~orchestration.sandbox.sandbox.Sandbox`, None for none."""
+    """Arguments of a process of reward functions.
+
+    ``memory``: bytes that its data may take, 0 for no limit. ``path``: of imports. ``sandbox``:
+    fields of a :class:`~orchestration.sandbox.sandbox.Sandbox`, None for none.
+    """
 
     names: Sequence[str]
     path: list[str]
