@@ -455,8 +455,10 @@ def _train_options(recipe: Recipe) -> dict[str, Any]:
 def sync_addresses(host: str, route: str, others: str) -> tuple[str, str]:
     """Return the address to listen on for ``host``, a recipe's `sync_address`, and the one that
     other nodes are given.
+
     ``route``, ``others``: see :func:`pipeline.node.announced`, whose errors it raises. Loopback
-    stays loopback: `check` refuses it where other machines start workers."""
+    stays loopback: `check` refuses it where other machines start workers.
+    """
     name = host if is_loopback(host) else announced(host, route, others)
     return (name if host == AUTO else host), name
 
@@ -464,10 +466,11 @@ def sync_addresses(host: str, route: str, others: str) -> tuple[str, str]:
 def weight_publisher(
     recipe: Recipe, shared: Path, secret: bytes, route: str = "", others: str = ""
 ) -> Publisher:
-    """Make what rank 0 of the train engine publishes weights with. ``shared``: the run's folder in
-    shared memory;
-    ``secret``: what engines of the run prove to know; ``route``, ``others``: addresses of this
-    node, see :func:`pipeline.node.announced`."""
+    """Make what rank 0 of the train engine publishes weights with.
+
+    ``shared``: the run's folder in shared memory; ``secret``: what engines of the run prove to
+    know; ``route``, ``others``: addresses of this node, see :func:`pipeline.node.announced`.
+    """
     store = WeightStore(shared)
     if recipe.weight_transport == "shared_memory":
         return store

@@ -78,7 +78,7 @@ HOSTS_SECONDS = 10.0  # how long the index stays up for hosts that have not seen
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a run ended. ``checkpoint`` is the newest one; its ``model`` opens with transformers."""
+    """The end of a run. ``checkpoint`` is the newest one; its ``model`` opens with transformers."""
 
     run: str
     state: str

@@ -26,11 +26,10 @@ class WorkerKind:
     ``job``: its :class:`~orchestration.run.builders.job.Job`, as "module:class". ``numbers``: the
     workers of this kind that a recipe needs. ``rank_group``: name of the group of workers that
     train together; when one dies, all of them are started again ("": each worker is alone).
-    ``ends_by_itself``: the run is finished when all workers of such kinds have ended.
-    ``writes``: they write columns into an arena. ``elastic``: the run goes on with fewer of them,
-    while one is left.
-    ``computes``: they have an engine; on a cluster they are placed on nodes, and the others stay on
-    the head.
+    ``ends_by_itself``: the run is finished when all workers of such kinds have ended. ``writes``:
+    they write columns into an arena. ``elastic``: the run goes on with fewer of them, while one is
+    left. ``computes``: they have an engine; on a cluster they are placed on nodes, and the others
+    stay on the head.
     """
 
     name: str

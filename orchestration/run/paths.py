@@ -1,4 +1,4 @@
-"""Where a run's files lie. Workers, and programs outside that join the run, read it from the
+"""Paths of a run's files. Workers, and programs outside that join the run, read them from the
 index."""
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ HOST_VARIABLE = "ASYNCDOCK_HOST"
 
 @dataclass(frozen=True)
 class RunPaths:
-    """Where a run's files lie: ``out`` on disk, ``shared`` in memory; ``start`` is the checkpoint
-    it resumed from; ``url``: where its checkpoints are copied to, "" without ``checkpoint.url``."""
+    """Paths of a run's files: ``out`` on disk, ``shared`` in memory; ``start`` is the checkpoint it
+    resumed from; ``url``: where its checkpoints are copied to, "" without ``checkpoint.url``."""
 
     out: Path
     shared: Path

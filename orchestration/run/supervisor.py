@@ -86,7 +86,7 @@ SCALE_SECONDS = 10.0  # a wait for another number of workers is renewed this oft
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: ``finished``, ``stopped`` or ``failed``, or that it is to be rewound, and
+    """The end of a run: ``finished``, ``stopped`` or ``failed``, or that it is to be rewound, and
     why."""
 
     state: str

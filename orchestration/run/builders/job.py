@@ -1,4 +1,4 @@
-"""What a worker does, from its first object to its last: the base class of all kinds.
+"""The work of a worker, from its first object to its last: the base class of all kinds.
 
 build ──▶ ready ──▶ work ──────────────────────▶ finish ──▶ close
   │                  │ set_paused, stop: as the run's state changes

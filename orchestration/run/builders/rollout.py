@@ -43,9 +43,8 @@ class RolloutJob(Job):
             shared=self.paths.shared / worker,
             secret=self.secret,
         )
-        # Loading a model starts threads that generating does not need: they end with the temporary
-        # one.
-        # beside the engine
+        # Prompts are read while the engine loads. Loading a model starts threads that generating
+        # does not need: they end with the temporary one.
         prompts = asyncio.ensure_future(asyncio.to_thread(held_out_prompts, self))
         try:
             engine = await asyncio.to_thread(run_in_temporary_thread, make)

@@ -1,4 +1,4 @@
-"""What a run's folder has recorded, and the checkpoint that a resumed run begins with.
+"""Records of a run's folder, and the checkpoint that a resumed run begins with.
 
     metrics.jsonl, the index's append-only file, summary.json ──▶ the newest version that has a checkpoint ─┐
     checkpoints/, checkpoint.url ──▶ the newest checkpoint that is there ───────────────────────────────────┴▶ compared
