@@ -74,16 +74,16 @@ _NEW_NAMESPACES = 0x7E020000  # all flags of clone that make one
 
 @dataclass(frozen=True)
 class Sandbox:
-    """What a process may see and use. Sizes in bytes.
+    """Limits of what a process may see and use. Sizes in bytes.
 
     ``read``: files and folders that it sees, as they are, beside Python's, the system's programs
-    and libraries, and what can be imported from ``modules``, a path of imports: of a folder there
-    that is no installation, modules and packages, but no other file. ``network``: it has the
-    machine's; otherwise none, not even loopback. ``memory``: data of one process, 0 for no limit;
-    of all of them together a quarter more. ``scratch``: of all files that it writes. ``processes``,
-    ``files``: as many are there, and open, at the same time. With Landlock it writes no file and
-    starts no process (threads it does).
-    ``mechanism``: NAMESPACES or LANDLOCK, "" for the first that works (:func:`available`)."""
+    and libraries, and what can be imported from ``modules``, a path of imports: of a folder
+    there that is no installation, modules and packages, but no other file. ``network``: it has
+    the machine's; otherwise none, not even loopback. ``memory``: data of one process, 0 for no
+    limit; of all of them together a quarter more. ``scratch``: of all files that it writes.
+    ``processes``, ``files``: as many are there, and open, at the same time. With Landlock it
+    writes no file and starts no process (threads it does). ``mechanism``: NAMESPACES or
+    LANDLOCK, "" for the first that works (:func:`available`)."""
 
     read: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
@@ -97,7 +97,7 @@ class Sandbox:
 
 @dataclass(frozen=True)
 class Available:
-    """What this machine gives: for each mechanism why it cannot be had, "" where it can.
+    """The mechanisms that this machine gives: for each why it cannot be had, "" where it can.
 
     ``landlock`` is tried only where namespaces cannot be had.
     """

@@ -1,4 +1,4 @@
-"""What a process in a sandbox tries, to know whether it is in one."""
+"""Trials of a process in a sandbox, to know whether it is in one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process that calls user code imports from, and the sandbox that it gets on this machine.
+"""Imports of a process that calls user code, and the sandbox that it gets on this machine.
 
 Code is named as ``module:object``, a user's own, or by the name that an installed package registers
 in an entry point.
