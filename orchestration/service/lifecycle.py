@@ -1,5 +1,4 @@
-"""Where runs are found by their folders, how a run is asked for something there, and how one of a
-service is ended."""
+"""Requests to runs, which are found by their folders, and the end of a run of a service."""
 
 from __future__ import annotations
 

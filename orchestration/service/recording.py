@@ -1,4 +1,4 @@
-"""What is kept of a run's events when the index gives its stream up.
+"""Recording of a run's events, for when the index gives its stream up.
 
     the index's stream ─▶ Recording ─┬─▶ metrics.jsonl, by steps
                                      └─▶ RunTotals ─▶ document TOTALS of the run, each minute and at the end

@@ -117,9 +117,11 @@ class RunRecord:
 
 @dataclass(frozen=True)
 class ActiveRun:
-    """A run that an agent has taken. ``token``: its lease; ``left``: seconds until the lease ends,
-    negative when it has;
-    ``process``: its runner, "" while that starts."""
+    """A run that an agent has taken.
+
+    ``token``: its lease; ``left``: seconds until the lease ends, negative when it has; ``process``:
+    its runner, "" while that starts.
+    """
 
     record: RunRecord
     token: str
