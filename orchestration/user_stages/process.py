@@ -41,7 +41,7 @@ from stages.flow.user_stage import stage_class
 
 @dataclass(frozen=True)
 class Setup:
-    """What a process is started with: the class ``use``, made with ``options``; what it declares,
+    """Arguments of a stage's process: the class ``use``, made with ``options``; what it declares,
     with the type of each column; ``timeout`` of a call in seconds; ``tokenizer``: the model whose
     tokenizer it needs, "" for none; ``path`` of imports; ``sandbox``: None for none."""
 
