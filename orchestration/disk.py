@@ -1,5 +1,4 @@
-"""What a disk that refuses a file is reported with: the path, the room that is needed, and the way
-out."""
+"""The report of a disk that refuses a file: the path, the room that is needed, and the way out."""
 
 from __future__ import annotations
 
