@@ -1,4 +1,4 @@
-"""How a process finds its queue: from its parent's environment, or in the key-value store of its
+"""Discovery of a process's queue: from its parent's environment, or in the key-value store of its
 Ray cluster.
 
 A worker of Ray inherits the environment of its node's raylet, which has no entry for a queue that
