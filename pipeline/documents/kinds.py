@@ -41,7 +41,7 @@ class DocumentDamaged(ValueError):
 
 
 class DocumentIndex(Protocol):
-    """What a document needs of the index."""
+    """The part of the index that a document needs."""
 
     @property
     def run(self) -> str: ...
@@ -58,7 +58,7 @@ class DocumentIndex(Protocol):
 
 
 class LogIndex(Protocol):
-    """What a log needs of the index."""
+    """The part of the index that a log needs."""
 
     async def append_log(self, log: str, number: int, entry: bytes) -> None: ...
 
