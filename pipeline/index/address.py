@@ -18,7 +18,7 @@ USER = "run"  # of the embedded index; the server's `default` is what has not au
 
 @dataclass(frozen=True)
 class Address:
-    """Where other machines reach an embedded index: an address of this machine.
+    """An address of this machine at which other machines reach an embedded index.
 
     ``authority``: path of the PEM file with which they check the server of a URL inside TLS; ""
     without TLS.

@@ -143,12 +143,14 @@ def _producers_before(needs: int, stages: Sequence[Mapping[str, Any]]) -> list[i
 
 @dataclass(frozen=True)
 class RunStatus:
-    """Where the run is. Groups below ``gate`` may be admitted, ``admitted`` were; ``remake`` are
-    lost groups to admit again, ``filtered`` how many groups were dropped. ``published`` and
-    ``trained`` are versions. ``gates`` has the gate of each version that was asked for. ``wait`` is
-    the position of the topic `version`.
-    ``planned``: groups that the steps up to the newest one that the bound allows train;
-    ``dropped_before``: groups that had been dropped when the newest version was trained."""
+    """Progress of a run.
+
+    Groups below ``gate`` may be admitted, ``admitted`` were; ``remake`` are lost groups to admit
+    again, ``filtered`` how many groups were dropped. ``published`` and ``trained`` are versions.
+    ``gates`` has the gate of each version that was asked for. ``wait`` is the position of the topic
+    `version`. ``planned``: groups that the steps up to the newest one that the bound allows train;
+    ``dropped_before``: groups that had been dropped when the newest version was trained.
+    """
 
     admitted: int
     gate: int
@@ -192,17 +194,16 @@ class SignOfLife:
 
 @dataclass(frozen=True)
 class Missing:
-    """What training waits for at ``now``, in ms of the time by which leases end.
+    """The rows that training waits for at ``now``, in ms of the time by which leases end.
 
     The run has its state since ``state_age`` ms, and its policy version since ``version_age``
     (None: since its beginning).
 
     ``group``: the oldest open group that ``trainer``, the stage that takes batches, cannot claim
-    (None: it could claim all).
-    ``stage``: the first one that has ``rows`` of the group to process ("": the group waits for
-    admission), of which ``parked`` are begun and free. ``holders``: (worker, ms when it claimed
-    them) of the others. ``settled``: rows that any stage has processed or parked since the run
-    began.
+    (None: it could claim all). ``stage``: the first one that has ``rows`` of the group to process
+    ("": the group waits for admission), of which ``parked`` are begun and free. ``holders``:
+    (worker, ms when it claimed them) of the others. ``settled``: rows that any stage has processed
+    or parked since the run began.
     """
 
     now: int
@@ -219,7 +220,7 @@ class Missing:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """What a run that resumes at the trainer's version starts from: its ``counters``, the groups to
+    """The start of a run that resumes at the trainer's version: its ``counters``, the groups to
     ``remake``, and as JSON the pass ``rates`` of its prompts ("": it samples uniformly)."""
 
     counters: Mapping[str, int]

@@ -142,9 +142,8 @@ class Link:
     callers wait on.
 
     ``timeout`` is the deadline of one call in seconds, retries included; after it
-    :class:`IndexUnreachable` is raised.
-    ``shares_waits``: equal waits share one connection, and the number of connections is bounded.
-    The link of a single index needs neither.
+    :class:`IndexUnreachable` is raised. ``shares_waits``: equal waits share one connection, and the
+    number of connections is bounded. The link of a single index needs neither.
     """
 
     def __init__(self, url: str, *, timeout: float = 30.0, shares_waits: bool = True) -> None:

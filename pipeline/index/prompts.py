@@ -67,11 +67,13 @@ class ExternalPromptCalls(Calls):
 
 @dataclass(frozen=True)
 class PassRates:
-    """What prompts are chosen by. ``next``: position in the source of the next candidate, None
-    before the first choice;
+    """Pass rates, by which prompts are chosen.
+
+    ``next``: position in the source of the next candidate, None before the first choice;
     ``chosen``: positions of groups that have one. ``rates``: (prompt, [mean reward, taught,
     streak]) of those that changed since, the oldest change first; ``changes`` counts all changes so
-    far."""
+    far.
+    """
 
     next: int | None
     chosen: Mapping[int, int]
@@ -80,7 +82,7 @@ class PassRates:
 
 
 class PassRateCalls(Calls):
-    """Which prompt each open group has, and how the responses to a prompt did.
+    """Calls about the prompt of each open group, and how the responses to a prompt did.
     :mod:`stages.difficulty` says what for."""
 
     async def pass_rates(self, groups: Sequence[int], since: int) -> PassRates:

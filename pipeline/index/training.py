@@ -27,7 +27,7 @@ class PublishedWeights:
 
 @dataclass(frozen=True)
 class SwapTurn:
-    """Whether a worker may swap its weights now.
+    """Answer whether a worker may swap its weights now.
 
     When not: ``wait`` is the position of the topic `swap`, and ``due`` the seconds until another
     worker's turn expires.

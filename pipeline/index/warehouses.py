@@ -52,8 +52,8 @@ class Full:
 
 @dataclass(frozen=True)
 class BlocksLeft:
-    """What lies on a leaving warehouse: ``closed`` blocks (number, offset, bytes) to move away, how
-    many are still ``open`` for writes, and the position of the topic `room`."""
+    """Blocks on a leaving warehouse: ``closed`` ones (number, offset, bytes) to move away, how many
+    are still ``open`` for writes, and the position of the topic `room`."""
 
     closed: Sequence[tuple[int, int, int]]
     open: int
@@ -62,7 +62,8 @@ class BlocksLeft:
 
 @dataclass(frozen=True)
 class Lost:
-    """How many groups, of how many rows, are made again because their warehouse was lost."""
+    """Counts of the groups, and of their rows, that are made again because their warehouse was
+    lost."""
 
     groups: int
     rows: int
