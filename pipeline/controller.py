@@ -42,10 +42,10 @@ class Output:
 
     ``rows`` are the columns to write (None: none). ``generated`` gives (oldest policy version,
     tokens) of each row when the stage makes responses; with ``parked`` the responses are
-    unfinished, and the rows can be claimed again to continue them.
-    ``step``: all rows of the claim were trained in that optimizer step, and ``event`` becomes a
-    `step` event atomically. ``tokens`` is the number to report. ``dropped``: the reason for which
-    the groups of the rows leave the run untrained.
+    unfinished, and the rows can be claimed again to continue them. ``step``: all rows of the claim
+    were trained in that optimizer step, and ``event`` becomes a `step` event atomically. ``tokens``
+    is the number to report. ``dropped``: the reason for which the groups of the rows leave the run
+    untrained.
     """
 
     positions: Sequence[int] = ()

@@ -1,4 +1,4 @@
-"""Which node this is: identities, and the address by which other nodes reach it.
+"""Identity of this node, and the address by which other nodes reach it.
 
 Two machines, or two containers of one machine, never share an identity, unlike host names, paths
 and process numbers. Each is a hash of what the kernel says: its boot (another one on each machine
