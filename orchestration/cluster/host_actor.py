@@ -23,7 +23,7 @@ PACKAGES = ("pipeline", "stages", "orchestration", "api")
 
 
 class HostActor:
-    """Runs one host of a run.
+    """The Ray actor that runs one host of a run.
 
     Ray gives it the resources of all workers that are placed on it; what it has started ends with
     it.

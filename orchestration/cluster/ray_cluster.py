@@ -48,9 +48,12 @@ class ClusterRefused(RuntimeError):
 
 @dataclass(frozen=True)
 class Cluster:
-    """``address``: for `ray.init`. ``token``: where the token is from; "" where the cluster asks
-    for none. ``environment``: of the process that imports Ray. ``ray``: the cluster's version, ""
-    where it was not told."""
+    """A Ray cluster that a run can use.
+
+    ``address``: for `ray.init`. ``token``: where the token is from; "" where the cluster asks for
+    none. ``environment``: of the process that imports Ray. ``ray``: the cluster's version, "" where
+    it was not told.
+    """
 
     address: str
     token: str = ""

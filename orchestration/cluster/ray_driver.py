@@ -43,7 +43,10 @@ END_SECONDS = 10.0  # in which hosts of an ended run end by themselves
 
 
 class Driver:
-    """``own_resource``: marks a cluster that is started for the run; "" for one that is joined."""
+    """The process that talks to Ray for a run.
+
+    ``own_resource``: marks a cluster that is started for the run; "" for one that is joined.
+    """
 
     def __init__(self, own_resource: str = "") -> None:
         self._own_resource = own_resource

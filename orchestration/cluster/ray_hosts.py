@@ -45,7 +45,7 @@ END_SECONDS = 15.0  # for the driver to end the hosts
 
 
 class RayHosts:
-    """Places the workers of one run; see :class:`orchestration.launch.launchers.Hosts`.
+    """The places of the workers of one run; see :class:`orchestration.launch.launchers.Hosts`.
 
     Connect, then :meth:`begin`.
     """
