@@ -38,8 +38,8 @@ PATIENCE = 3  # windows in a row that call for fewer rollouts, before there are 
 
 @dataclass(frozen=True)
 class Load:
-    """Of a window: how many ``rollouts`` reported, how many of them were ``busy`` on average, and
-    the share in which the trainer ``waits`` for samples."""
+    """The load of a window: how many ``rollouts`` reported, how many of them were ``busy`` on
+    average, and the share in which the trainer ``waits`` for samples."""
 
     rollouts: int
     busy: float
@@ -48,7 +48,7 @@ class Load:
 
 @dataclass
 class AutoscalePolicy:
-    """Decides the number of rollouts, from ``least`` to ``most``.
+    """The policy that decides the number of rollouts, from ``least`` to ``most``.
 
     Up at once; down by what :data:`PATIENCE` windows in a row would allow, so that a short lull
     ends no worker. Between both lies a band in which the number stays.
@@ -87,7 +87,7 @@ class AutoscalePolicy:
 
 
 class Window:
-    """Seconds between two looks at the `stage` events of a run, from the first step on."""
+    """The seconds between two looks at the `stage` events of a run, from the first step on."""
 
     def __init__(self) -> None:
         # the figures of each worker at the window's begin
