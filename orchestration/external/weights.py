@@ -32,7 +32,8 @@ WAIT_SECONDS = 10.0  # after which a wait on the server is renewed
 
 
 class ExternalWeights:
-    """Reads and publishes the weights of one run, and what external programs must know of it."""
+    """The part of a session that reads and publishes the weights of one run, and tells what
+    external programs must know of it."""
 
     def __init__(self, index: Index, recipe: Recipe) -> None:
         self.index = index
