@@ -31,12 +31,15 @@ JUMP = 4.0  # deviations of the mean reward
 
 @dataclass(frozen=True)
 class GuardOptions:
-    """``window``: steps that a value is compared with. ``sensitivity``: deviations that are an
-    alarm. ``off``: metrics that are not judged. ``gap_limit``: largest mean difference of two
-    engines' logprobs with the same weights, as far as it is known before the first probe (0: it is
-    not). ``grad_clip``: gradients up to it are no alarm. ``rebuilds``: whether the KV cache of a
-    response in flight is computed again after a swap. ``constants``: metrics that are constant by
-    construction, and why; they are not judged."""
+    """Options of a guard.
+
+    ``window``: steps that a value is compared with. ``sensitivity``: deviations that are an alarm.
+    ``off``: metrics that are not judged. ``gap_limit``: largest mean difference of two engines'
+    logprobs with the same weights, as far as it is known before the first probe (0: it is not).
+    ``grad_clip``: gradients up to it are no alarm. ``rebuilds``: whether the KV cache of a response
+    in flight is computed again after a swap. ``constants``: metrics that are constant by
+    construction, and why; they are not judged.
+    """
 
     window: int = 32
     sensitivity: float = 8.0
@@ -69,7 +72,7 @@ class Window:
 
 
 class Guard:
-    """Judges the steps and swaps of one run, in the order of its events.
+    """The judge of the steps and swaps of one run, in the order of its events.
 
     A step that comes again, in a run that went on from a checkpoint, is judged again; the alarms
     that last are kept.

@@ -27,9 +27,9 @@ UNPLACED_SECONDS = 5.0
 
 
 class Liveness:
-    """Ends those of the workers in ``lives``, by name, which hang. ``hung``: why, by name.
-    ``on_unplaced`` is called with a worker that other machines are to start, and whether none has
-    done so for :data:`UNPLACED_SECONDS`; on a cluster, or where that is less, for
+    """The watch that ends those of the workers in ``lives``, by name, which hang. ``hung``: why, by
+    name. ``on_unplaced`` is called with a worker that other machines are to start, and whether none
+    has done so for :data:`UNPLACED_SECONDS`; on a cluster, or where that is less, for
     `launch.hang_timeout`."""
 
     def __init__(
