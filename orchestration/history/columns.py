@@ -119,8 +119,8 @@ class _Table:
 
 
 class Columns:
-    """Collects the numbers of events, by series; those that ``wanted`` says, by kind, series and
-    name (None: all)."""
+    """Collector of the numbers of events, by series; those that ``wanted`` says, by kind, series
+    and name (None: all)."""
 
     def __init__(self, wanted: Wanted | None = None) -> None:
         self._wanted = wanted

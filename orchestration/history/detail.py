@@ -27,7 +27,7 @@ log = structlog.get_logger()
 
 
 class DetailFile:
-    """Appends events to the detail beside ``path``, a ``metrics.jsonl``.
+    """Writer of the detail beside ``path``, a ``metrics.jsonl``.
 
     What its disk refuses is left out.
     """

@@ -18,9 +18,12 @@ KIND_OF_LINE = re.compile(rb'"kind": ?"([a-z]+)"')
 
 @dataclass
 class Facts:
-    """``made``: greatest version that an event reports and a rewind to before it removes;
+    """Facts of some lines.
+
+    ``made``: greatest version that an event reports and a rewind to before it removes;
     ``evaluated``, ``checkpoint``: the newest versions of these; -1: none. Times in Unix seconds,
-    steps from 0."""
+    steps from 0.
+    """
 
     first_id: str = ""
     last_id: str = ""

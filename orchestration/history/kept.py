@@ -31,9 +31,12 @@ Key = tuple[str, str, str]  # kind, worker, and of a turn its phase
 
 @dataclass
 class _Slot:
-    """``kept``: the newest event that was. ``waiting``: newer ones; more than one where a worker
-    has begun again, or a checkpoint was made between them. ``begins``: the last of them is the
-    first of a worker's new process, which shows that it began again: it stays beside later ones."""
+    """The events of one worker and kind between two that are kept.
+
+    ``kept``: the newest event that was. ``waiting``: newer ones; more than one where a worker has
+    begun again, or a checkpoint was made between them. ``begins``: the last of them is the first of
+    a worker's new process, which shows that it began again: it stays beside later ones.
+    """
 
     kept: Event
     waiting: list[Event] = field(default_factory=list)
@@ -45,7 +48,8 @@ class _Slot:
 
 
 class Kept:
-    """Chooses and merges events, which are given in the order of their ids. Does no I/O."""
+    """The rule that chooses and merges events, which are given in the order of their ids. Does no
+    I/O."""
 
     def __init__(self, every: float = EVERY) -> None:
         self.seen = "0"  # greatest id of an event that was given or kept

@@ -37,9 +37,9 @@ WHERE series = ? AND name = ? AND every = ? AND number BETWEEN ? AND ?
 
 
 class Series:
-    """Collects points and events in order, ``every`` seconds to a point (0: each its own), of the
-    numbers that are ``wanted``. ``last``: the greatest id of the events in them; ``newest``: that
-    of a series, where it is known."""
+    """Collector of points and events in order, ``every`` seconds to a point (0: each its own), of
+    the numbers that are ``wanted``. ``last``: the greatest id of the events in them; ``newest``:
+    that of a series, where it is known."""
 
     def __init__(self, every: float, wanted: Wanted | None = None, most: int = MOST_POINTS) -> None:
         self.every = every

@@ -166,7 +166,8 @@ def write(target: Path, content: bytes, former: Path) -> None:
 
 
 class EventLog:
-    """Reads the events of a ``metrics.jsonl`` and of its closed parts, in the order of their ids.
+    """Reader of the events of a ``metrics.jsonl`` and of its closed parts, in the order of their
+    ids.
 
     Holds the content of one compressed part at most, for the pages that follow.
     """
