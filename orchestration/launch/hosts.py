@@ -73,10 +73,10 @@ LOOK_SECONDS = 1.0  # between two looks at a run that has not begun
 
 
 class Host:
-    """Starts up to ``workers`` workers of the run ``run`` on this machine, with their logs in the
-    run's folder, or where that is not here in ``folder``. ``serve``: the address of its warehouse
-    (`auto`: the one that leads to the index). No other host of the run has the ``name``. ``forks``
-    forks the workers; by default it starts one."""
+    """A process that starts up to ``workers`` workers of the run ``run`` on this machine, with
+    their logs in the run's folder, or where that is not here in ``folder``. ``serve``: the address
+    of its warehouse (`auto`: the one that leads to the index). No other host of the run has the
+    ``name``. ``forks`` forks the workers; by default it starts one."""
 
     def __init__(
         self,

@@ -114,8 +114,11 @@ class InlineLauncher:
 
 
 class ProcessLauncher:
-    """Each worker writes its log, JSON Lines, to ``logs/KIND-NUMBER.log``, and sees its own of
-    ``devices``, and ``environment``. See :class:`Starter` for the rest."""
+    """A launcher of worker processes.
+
+    Each worker writes its log, JSON Lines, to ``logs/KIND-NUMBER.log``, and sees its own of
+    ``devices``, and ``environment``. See :class:`Starter` for the rest.
+    """
 
     def __init__(
         self,
@@ -187,7 +190,7 @@ class Unplaceable(RuntimeError):
 
 
 class Hosts(Protocol):
-    """Hosts of a cluster: starts them, and places workers on them."""
+    """The interface to hosts of a cluster: starts them, and places workers on them."""
 
     async def host_of(self, worker: Worker) -> str:
         """Wait until a host has a place for ``worker``, and return its name. Raises Unplaceable."""
@@ -200,7 +203,8 @@ class Hosts(Protocol):
 
 
 class RemoteLauncher:
-    """Starts the workers ``remote`` on hosts, and the others by ``local``, which its owner closes.
+    """A launcher that starts the workers ``remote`` on hosts, and the others by ``local``, which
+    its owner closes.
 
     ``hosts`` places them; None: hosts that have room take them.
     """
