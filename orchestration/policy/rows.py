@@ -1,4 +1,4 @@
-"""Shares the rows of an engine between the clients of a policy: first between tokens, then between
+"""Sharing of an engine's rows between the clients of a policy: first between tokens, then between
 requests.
 
     request ──▶ claim (owner, rows) ──▶ waits ── a row is free, and its owner has the fewest ──▶ the engine ──▶ ended
@@ -57,7 +57,7 @@ class Claim:
 
 
 class Rows:
-    """``most`` rows of an engine, and ``spare`` ones.
+    """The rows of an engine: ``most``, and ``spare`` ones.
 
     Invariant: no owner's request waits while its owner has fewer rows than another one that is
     granted some.

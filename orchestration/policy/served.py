@@ -225,7 +225,7 @@ def _recipe_of(folder: str) -> Recipe:
 
 
 class _Follower:
-    """Loads the versions of a run into the engines of its policy."""
+    """The task that loads the versions of a run into the engines of its policy."""
 
     def __init__(self, index: Index, paths: RunPaths, reader: Reader, policy: ServedPolicy) -> None:
         self._index = index

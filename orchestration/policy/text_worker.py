@@ -1,5 +1,5 @@
-"""Process that renders chats and tokenises long texts for :mod:`orchestration.policy.texts`, one
-request at a time.
+"""The process that renders chats and tokenises long texts for :mod:`orchestration.policy.texts`,
+one request at a time.
 
     {"recipe", "messages" | "texts", "most"} ──▶ chat template ──▶ tokenizer ──▶ {"ids"} or {"refused", "fix"}
 

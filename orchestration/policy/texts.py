@@ -1,4 +1,4 @@
-"""Makes tokens of the texts and chats of requests, so that none delays those of another client.
+"""Tokens of the texts and chats of requests, made so that none delays those of another client.
 
 short text, tokenizer of the service's owner ──▶ at once
 any other, and every chat ──▶ too many characters? ──▶ the turn of its client ──▶ a process (text_worker.py)
