@@ -150,8 +150,8 @@ class Child:
 
 
 class Connection:
-    """Launches children through the fork server ``pid``, a child of this process, and receives
-    their exit codes. Belongs to the event loop that created it."""
+    """A connection that launches children through the fork server ``pid``, a child of this process,
+    and receives their exit codes. Belongs to the event loop that created it."""
 
     def __init__(self, server: socket.socket, pid: int) -> None:
         self.open = True
@@ -372,9 +372,9 @@ class StandingForkServer(ForkServer):
 
 
 class _Server:
-    """Forks children on request of the connections that arrive on ``line``, until ``line`` closes;
-    one that listens for them, until the process of the handle ``owner`` has ended, or nothing is
-    connected."""
+    """The server, which forks children on request of the connections that arrive on ``line``, until
+    ``line`` closes; one that listens for them, until the process of the handle ``owner`` has ended,
+    or nothing is connected."""
 
     def __init__(self, line: socket.socket, owner: int | None = None) -> None:
         self._line = line
