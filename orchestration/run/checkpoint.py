@@ -270,10 +270,10 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 class Writer:
-    """Writes checkpoints of one rank's ``engine`` beside its training, one at a time, from a copy
-    in host memory that it keeps: the size of the engine's state on this rank. All ranks make the
-    same calls. A rank on another disk than the folder of the checkpoint copies what it writes to
-    ``url``, where rank 0 fetches it."""
+    """The writer of checkpoints of one rank's ``engine`` beside its training, one at a time, from a
+    copy in host memory that it keeps: the size of the engine's state on this rank. All ranks make
+    the same calls. A rank on another disk than the folder of the checkpoint copies what it writes
+    to ``url``, where rank 0 fetches it."""
 
     def __init__(self, engine: TrainEngine, rank: int = 0, url: str = "") -> None:
         self._engine = engine

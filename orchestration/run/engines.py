@@ -1,5 +1,5 @@
-"""Makes what a recipe names: rollout and train engines, tokenizer, sampling parameters, and the
-transport of weights.
+"""Factories of what a recipe names: rollout and train engines, tokenizer, sampling parameters, and
+the transport of weights.
 
 An adapter is imported when its engine is made: a mock run loads no model code. Engines that are not
 built in are made by their factories (:mod:`stages.engines.registry`).

@@ -90,7 +90,7 @@ class RunResult:
 
 
 class Execution:
-    """Executes the run in ``folder``, once, in ``index``: by default the one of its recipe.
+    """The one execution of the run in ``folder``, in ``index`` (default: the one of its recipe).
 
     ``forks`` forks the workers; None: the run starts a fork server.
     """

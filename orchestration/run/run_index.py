@@ -37,8 +37,11 @@ Emit = Callable[[str], Coroutine[Any, Any, None]]
 
 
 class RunIndex(Protocol):
-    """``url``: by which this machine reaches the index; ``join_url``: by which other machines do.
-    Known while it is served."""
+    """The index of a run.
+
+    ``url``: by which this machine reaches the index; ``join_url``: by which other machines do.
+    Known while it is served.
+    """
 
     is_own: bool
     url: str

@@ -99,7 +99,8 @@ class _Rewind(Exception):
 
 
 class Supervisor:
-    """Runs the workers of ``recipe`` until the work is done, ``stop`` is set, or it cannot go on.
+    """The supervisor that runs the workers of ``recipe`` until the work is done, ``stop`` is set,
+    or it cannot go on.
 
     ``begins``: optimizer steps that were made before; ``folder``: of the run, with what it has
     recorded; None: nothing is forecast.

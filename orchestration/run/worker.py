@@ -100,7 +100,7 @@ FIX_OTHER = "correct what drops them: a stage of the recipe, or the algorithm's 
 
 
 class Worker:
-    """Worker ``kind``-``number`` of a run. ``name`` is another one after each restart."""
+    """The worker ``kind``-``number`` of a run. ``name`` is another one after each restart."""
 
     def __init__(self, run: str, url: str, kind: str, number: int, name: str) -> None:
         self.index = Index(url, run)

@@ -19,7 +19,7 @@ from stages.training.ranks import RankGroup, RankWorker
 
 
 class CriticJob(Job):
-    """Gives values to groups, and learns from those that the policy is trained on.
+    """The job that gives values to groups, and learns from those that the policy is trained on.
 
     It begins with the newest checkpoint.
     """

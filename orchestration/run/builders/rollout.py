@@ -25,8 +25,8 @@ from stages.threads import run_in_temporary_thread
 
 
 class RolloutJob(Job):
-    """Generates responses with an engine of its own, at the newest published weights; where the
-    prompts bring responses, for evaluations alone."""
+    """The job that generates responses with an engine of its own, at the newest published weights;
+    where the prompts bring responses, for evaluations alone."""
 
     async def build(self) -> None:
         recipe = self.recipe

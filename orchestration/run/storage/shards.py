@@ -118,8 +118,8 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 class _Record:
-    """Stands for an object in a pickle: its ``state``, or the ``arguments`` that it would be made
-    of."""
+    """A stand-in for an object in a pickle: its ``state``, or the ``arguments`` that it would be
+    made of."""
 
     def __init__(self, *arguments: Any) -> None:
         self.arguments = arguments
@@ -130,7 +130,7 @@ class _Record:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes records in place of objects.
+    """An unpickler that makes records in place of objects.
 
     No class outside of the file can be called or changed by it: each file has its own stand-ins.
     """
@@ -168,7 +168,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Metadata:
-    """Makes torch's objects of the records of ``path``.
+    """The maker of torch's objects of the records of ``path``.
 
     Any error while it does says that the file is damaged.
     """

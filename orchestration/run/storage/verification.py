@@ -1,4 +1,5 @@
-"""Verifies all checkpoints of a run: those in its folder, and those at its ``checkpoint.url``."""
+"""Verification of all checkpoints of a run: those in its folder, and those at its
+``checkpoint.url``."""
 
 from __future__ import annotations
 
