@@ -58,9 +58,9 @@ class AgentError(RuntimeError):
 
 
 class Agent:
-    """Executes up to ``runs`` runs of the service at ``url`` at once, with their folders below
-    ``data``. Keeps ``index`` running, the service's own index server. Runners are forked from
-    ``forks``, or from a fork server of its own."""
+    """The agent that executes up to ``runs`` runs of the service at ``url`` at once, with their
+    folders below ``data``. Keeps ``index`` running, the service's own index server. Runners are
+    forked from ``forks``, or from a fork server of its own."""
 
     def __init__(
         self,

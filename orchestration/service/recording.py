@@ -30,8 +30,8 @@ async def recorded_totals(index: Index) -> RecordedTotals:
 
 
 class Recording:
-    """Writes the events of the run of ``index`` to the file at ``path``, and their totals to the
-    index. ``after``: the id after which they are to be given."""
+    """The recording of the events of the run of ``index`` in the file at ``path``, and of their
+    totals in the index. ``after``: the id after which they are to be given."""
 
     def __init__(self, index: Index, path: Path, recorded: RecordedTotals) -> None:
         self._index = index
