@@ -71,8 +71,9 @@ def stage_process(
 
 
 class StageProcess(StageCaller):
-    """Calls the stage of ``setup`` in a process with ``environment``, whose output is appended to
-    ``log``. ``most``: bytes of the columns of an answer. ``title``: of the process in `ps`."""
+    """A caller of the stage of ``setup`` in a process with ``environment``, whose output is
+    appended to ``log``. ``most``: bytes of the columns of an answer. ``title``: of the process in
+    `ps`."""
 
     def __init__(
         self, setup: Setup, *, environment: Mapping[str, str], log: Path, most: int, title: str
