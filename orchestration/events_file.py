@@ -47,7 +47,7 @@ log = structlog.get_logger()
 
 
 class MetricsFile:
-    """Writes the events that :class:`Kept` chooses as JSON lines; numbers that are not finite
+    """Writer of the events that :class:`Kept` chooses as JSON lines; numbers that are not finite
     become null. An existing file is continued after its last whole line; ``last`` is the greatest
     id of an event in it ("0": no event), and ``after`` the one after which its run's events are to
     be given again: those that wait to be kept were lost with a former process. An event that the

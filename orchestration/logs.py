@@ -130,7 +130,7 @@ def _tracebacks(path: Path) -> structlog.typing.Processor:
 
 
 class _Forward(logging.Handler):
-    """Sends a library's log records to structlog."""
+    """A handler that sends a library's log records to structlog."""
 
     def emit(self, record: logging.LogRecord) -> None:
         structlog.get_logger().log(record.levelno, record.getMessage(), exc_info=record.exc_info)
