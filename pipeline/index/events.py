@@ -19,7 +19,7 @@ EVENTS_AT_ONCE = 500
 
 
 class Events(Calls):
-    """Write and read the run's event stream."""
+    """Calls that write and read the run's event stream."""
 
     async def emit(self, event: EventData, *documents: tuple[str, str]) -> None:
         """Append ``event``, with the time of this moment.
@@ -123,8 +123,8 @@ LOG_SECONDS = 10.0  # a wait on the server for an entry is renewed this often
 
 
 class Logs(Calls):
-    """Write and read logs: streams of entries 0, 1, 2, …, for :class:`pipeline.documents.kinds.Log`
-    alone."""
+    """Calls that write and read logs: streams of entries 0, 1, 2, …, for
+    :class:`pipeline.documents.kinds.Log` alone."""
 
     async def append_log(self, log: str, number: int, entry: bytes) -> None:
         """Write entry ``number`` of ``log``. Raises IndexRefused when it was written before."""

@@ -11,7 +11,7 @@ from pipeline.index.calls import Calls
 
 @dataclass(frozen=True)
 class PromptsPut:
-    """``next`` is the position after the last prompt.
+    """The reply to a put of prompts. ``next`` is the position after the last prompt.
 
     ``wait`` is None, or the position of the topic `feed` when there was no room and nothing was
     put.
@@ -23,7 +23,7 @@ class PromptsPut:
 
 @dataclass(frozen=True)
 class PromptsWaiting:
-    """Prompts in order. ``ended``: no more will come; ``wait`` is the position of the topic
+    """Waiting prompts in order. ``ended``: no more will come; ``wait`` is the position of the topic
     `fed`."""
 
     prompts: Sequence[str]
@@ -32,7 +32,7 @@ class PromptsWaiting:
 
 
 class ExternalPromptCalls(Calls):
-    """Put, read and remove waiting prompts."""
+    """Calls that put, read and remove waiting prompts."""
 
     async def put_prompts(
         self,
