@@ -1,4 +1,4 @@
-"""Splits rows into parts of nearly equal tokens."""
+"""A split of rows into parts of nearly equal tokens."""
 
 from __future__ import annotations
 
