@@ -347,7 +347,7 @@ class _Known:
 
 
 class BlockReader:
-    """Reads rows from the blocks in ``memory``, the bytes of an arena.
+    """A reader of rows from the blocks in ``memory``, the bytes of an arena.
 
     Checks every number that it takes from them, so that a damaged block raises BlockError and no
     read leaves the arena.

@@ -13,10 +13,10 @@ Kind = Literal["busy", "waiting_input", "waiting_room", "other"]
 
 @dataclass
 class Clock:
-    """Attributes every instant to one kind: ``busy`` (rows are being processed), ``waiting_room``
-    (all work in progress waits for bytes), ``waiting_input`` (there is nothing to claim),
-    ``other``. ``working`` counts the claims that are being processed, ``blocked`` those of them
-    that wait for room."""
+    """A clock that attributes every instant to one kind: ``busy`` (rows are being processed),
+    ``waiting_room`` (all work in progress waits for bytes), ``waiting_input`` (there is nothing to
+    claim), ``other``. ``working`` counts the claims that are being processed, ``blocked`` those of
+    them that wait for room."""
 
     now: Callable[[], float] = time.monotonic
     seconds: dict[Kind, float] = field(

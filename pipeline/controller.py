@@ -84,7 +84,7 @@ class Stage(Protocol):
 
 
 class Controller:
-    """Runs ``stage`` on the rows of ``dock`` until :meth:`stop`.
+    """The loop that runs ``stage`` on the rows of ``dock`` until :meth:`stop`.
 
     ``number`` distinguishes the workers of a stage. ``spans`` are reported together with the
     controller's own, one for each claim.

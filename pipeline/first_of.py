@@ -1,4 +1,4 @@
-"""Wait for the first of several awaitables, and cancel the others."""
+"""A wait for the first of several awaitables, which cancels the others."""
 
 from __future__ import annotations
 

@@ -28,7 +28,10 @@ LONGEST_LOOK = 1.0
 
 
 class Pacer:
-    """Groups are counted without the filtered ones, from the first of the run."""
+    """The rule that says when groups may enter.
+
+    Groups are counted without the filtered ones, from the first of the run.
+    """
 
     def __init__(self, plan: StalenessPlan) -> None:
         self._plan = plan
