@@ -1,4 +1,4 @@
-"""How a run lives: recipe, state machine, launchers, supervisor, checkpoint.
+"""The life of a run: recipe, state machine, launchers, supervisor, checkpoint.
 
 Knows processes and runs, not HTTP.
 """

@@ -1,5 +1,4 @@
-"""What a disk that refuses a file is reported with: the path, the room that is needed, and the way
-out."""
+"""The report of a disk that refuses a file: the path, the room that is needed, and the way out."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from orchestration.recipe.values import format_size
 
 
 def refusal(path: Path, need: int, error: OSError) -> str:
-    """Returns in words that ``path`` could not be written for ``error``; ``need``: bytes, 0 where
+    """Return in words that ``path`` could not be written for ``error``; ``need``: bytes, 0 where
     that is not known."""
     reason = error.strerror or str(error)
     try:

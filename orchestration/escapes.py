@@ -1,4 +1,5 @@
-"""Escapes characters with which foreign text (samples, reasons, logs) could control a terminal."""
+"""Escapes for characters with which foreign text (samples, reasons, logs) could control a
+terminal."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ log = structlog.get_logger()
 
 
 class MetricsFile:
-    """Writes the events that :class:`Kept` chooses as JSON lines; numbers that are not finite
+    """Writer of the events that :class:`Kept` chooses as JSON lines; numbers that are not finite
     become null. An existing file is continued after its last whole line; ``last`` is the greatest
     id of an event in it ("0": no event), and ``after`` the one after which its run's events are to
     be given again: those that wait to be kept were lost with a former process. An event that the
@@ -71,7 +71,7 @@ class MetricsFile:
         for event in self._read_open():
             self._kept.recall(event)
         before = next(
-            (found for part in reversed(segments) if (found := _last_id(part)) != "0"), "0"
+            (last_id for part in reversed(segments) if (last_id := _last_id(part)) != "0"), "0"
         )
         self._detail = DetailFile(path)
         written = max(self._facts.last_id, before, key=order)
@@ -116,15 +116,16 @@ class MetricsFile:
         )
 
     def _made_since(self, version: int) -> list[Segment]:
-        """The closed parts that hold steps after ``version``, the newest first: what a kill leaves
-        has no gap."""
+        """Return the closed parts that hold steps after ``version``, the newest first: what a kill
+        leaves has no gap."""
         numbers = {
             number for (number, _), facts in facts_of(self.path).items() if facts.made > version
         }
         return [segment for segment in reversed(closed(self.path)) if segment.number in numbers]
 
     def event(self, event: Event) -> None:
-        """Raises OSError when the disk has refused :data:`MOST_KEPT` bytes of events."""
+        """Add ``event``. Raises OSError when the disk has refused :data:`MOST_KEPT` bytes of
+        events."""
         if order(event.id) <= order(self._former):
             self._kept.again(event)
             return
@@ -132,8 +133,8 @@ class MetricsFile:
             self.rewind(event.data["version"])
         if event.kind in LIVE:
             self._detail.write(event)
-        for kept in self._kept.of(event):
-            self._add(kept)
+        for kept_event in self._kept.of(event):
+            self._add(kept_event)
         self.last = max(self.last, self._kept.seen, key=order)
         self._write()
         if len(self._waiting) > MOST_KEPT:
@@ -249,10 +250,12 @@ def _cut(path: Path) -> None:
 
 
 def _last_id(segment: Segment) -> str:
-    """The greatest id in the end of a closed part; "0": none."""
+    """Return the greatest id in the end of a closed part; "0": none."""
     with segment.open() as lines:
         lines.seek(max(0, lines.seek(0, os.SEEK_END) - TAIL_BYTES))
-        return max((found for line in lines if (found := id_of(line))), key=order, default="0")
+        return max(
+            (event_id for line in lines if (event_id := id_of(line))), key=order, default="0"
+        )
 
 
 def _remove_after(segment: Segment, version: int) -> None:
@@ -278,9 +281,11 @@ def _stays(line: bytes, version: int) -> bool:
 
 
 def read_metrics(path: Path, last_bytes: int = 0, *, detail: bool = False) -> Iterator[Event]:
-    """The events of ``path`` and of its closed parts, or those in their last bytes; torn lines are
-    left out, and logged.
-    ``detail``: with the stage and span events of the last minutes, as they were sent."""
+    """Return the events of ``path`` and of its closed parts, or those in their last bytes. Torn
+    lines are left out, and logged.
+
+    ``detail``: with the stage and span events of the last minutes, as they were sent.
+    """
     events = _events(path, last_bytes)
     return with_detail(events, detail_of(path)) if detail else events
 
@@ -305,7 +310,7 @@ def _say_torn(path: Path, numbers: Sequence[int], count: int) -> None:
 
 
 def newest_id(path: Path) -> str:
-    """The greatest id of an event in ``path`` and its closed parts; "0": none."""
+    """Return the greatest id of an event in ``path`` and its closed parts; "0": none."""
     newest = max(
         (id_of(line) for file, _, line in lines_of(path, TAIL_BYTES)), key=order, default=""
     )
@@ -313,8 +318,8 @@ def newest_id(path: Path) -> str:
 
 
 def newest_checkpoint(path: Path) -> int:
-    """The newest version of which a checkpoint is recorded in ``path`` and its closed parts; 0:
-    none."""
+    """Return the newest version of which a checkpoint is recorded in ``path`` and its closed parts;
+    0: none."""
     facts = Facts()
     with contextlib.suppress(FileNotFoundError), path.open("rb") as lines:
         for line in lines:
@@ -323,8 +328,8 @@ def newest_checkpoint(path: Path) -> int:
 
 
 def facts_of(path: Path) -> dict[tuple[int, int], Facts]:
-    """What is known of the closed parts of ``path``, by number and piece; those that are not known
-    yet are read."""
+    """Return what is known of the closed parts of ``path``, by number and piece; those that are not
+    known yet are read."""
     if not closed(path):
         return {}
     from orchestration.history.catalog import Catalog  # SQLite, for runs that are long

@@ -83,7 +83,7 @@ class Repeats:
     def __call__(
         self, logger: Any, name: str, event: structlog.typing.EventDict
     ) -> structlog.typing.EventDict:
-        """The limit as a structlog processor."""
+        """Apply the limit as a structlog processor."""
         if name in LIMITED:
             if (dropped := self.count(event.get("event"))) < 0:
                 raise structlog.DropEvent
@@ -92,7 +92,7 @@ class Repeats:
         return event
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """The limit as a filter of the standard library's loggers."""
+        """Apply the limit as a filter of the standard library's loggers."""
         if record.levelno >= logging.WARNING:
             if (dropped := self.count(record.msg)) < 0:
                 return False
@@ -130,7 +130,7 @@ def _tracebacks(path: Path) -> structlog.typing.Processor:
 
 
 class _Forward(logging.Handler):
-    """Sends a library's log records to structlog."""
+    """A handler that sends a library's log records to structlog."""
 
     def emit(self, record: logging.LogRecord) -> None:
         structlog.get_logger().log(record.levelno, record.getMessage(), exc_info=record.exc_info)

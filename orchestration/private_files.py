@@ -49,18 +49,18 @@ def private_folder(path: Path) -> None:
     but not one that this user can have put in root's way, as in /tmp.
     """
     path.mkdir(parents=True, exist_ok=True, mode=0o700)
-    found = path.stat()
+    folder_stat = path.stat()
     user = os.geteuid()
-    mode = stat.S_IMODE(found.st_mode)
+    mode = stat.S_IMODE(folder_stat.st_mode)
     if path.is_symlink() and (linked_by := path.lstat().st_uid) not in (0, user):
         raise NotPrivate(
             f"data: {path} is a link that user {linked_by} made, and this process runs as user "
             f"{user}; give the folder itself, by --data"
         )
-    if found.st_uid != user and (user != 0 or _is_shared(path)):
+    if folder_stat.st_uid != user and (user != 0 or _is_shared(path)):
         raise NotPrivate(
-            f"data: {path} belongs to user {found.st_uid}, who can read what is put there, and "
-            f"this process runs as user {user}; give a folder of its own, for example --data "
+            f"data: {path} belongs to user {folder_stat.st_uid}, who can read what is put there, "
+            f"and this process runs as user {user}; give a folder of its own, for example --data "
             f"{path / 'service'}"
         )
     if not mode & 0o077:
@@ -115,21 +115,21 @@ def open_private(path: Path) -> BinaryIO:
     """
     file = open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")  # noqa: SIM115
     # of the open file, which cannot be replaced between check and read
-    found = os.fstat(file.fileno())
-    mode = stat.S_IMODE(found.st_mode)
-    is_plain = stat.S_ISREG(found.st_mode) and found.st_nlink == 1
-    if is_plain and found.st_uid == os.geteuid() and not mode & 0o077:
+    file_stat = os.fstat(file.fileno())
+    mode = stat.S_IMODE(file_stat.st_mode)
+    is_plain = stat.S_ISREG(file_stat.st_mode) and file_stat.st_nlink == 1
+    if is_plain and file_stat.st_uid == os.geteuid() and not mode & 0o077:
         return file
     file.close()
     raise NotPrivate(
-        f"{path} has mode {mode:03o}, belongs to user {found.st_uid} and has {found.st_nlink} "
-        f"names; it must be a plain file of user {os.geteuid()} alone; run `chmod 600 {path}` as "
-        f"its owner, or remove it"
+        f"{path} has mode {mode:03o}, belongs to user {file_stat.st_uid} and has "
+        f"{file_stat.st_nlink} names; it must be a plain file of user {os.geteuid()} alone; run "
+        f"`chmod 600 {path}` as its owner, or remove it"
     )
 
 
 def _is_shared(path: Path) -> bool:
-    """Whether every user may create entries in a folder that leads to ``path``."""
+    """Return whether every user may create entries in a folder that leads to ``path``."""
     return any(stat.S_IMODE(parent.stat().st_mode) & 0o002 for parent in path.resolve().parents)
 
 

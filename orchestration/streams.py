@@ -30,7 +30,7 @@ class Output(io.FileIO):
 
     @property
     def is_gone(self) -> bool:
-        """Whether nobody reads the stream any more."""
+        """Return whether nobody reads the stream any more."""
         return self.refused is not None and self.refused.errno not in NO_ROOM
 
     def write(self, data: Any) -> int:
@@ -99,13 +99,13 @@ def _opened(stream: Any, descriptor: int, errors: str) -> TextIO:
 
 
 def output_of(stream: object) -> Output | None:
-    """Returns the :class:`Output` of a text stream; None where it has none, as in tests."""
+    """Return the :class:`Output` of a text stream; None where it has none, as in tests."""
     raw = getattr(getattr(stream, "buffer", None), "raw", None)
     return raw if isinstance(raw, Output) else None
 
 
 def output_is_gone() -> bool:
-    """Whether nobody reads standard output any more."""
+    """Return whether nobody reads standard output any more."""
     output = output_of(sys.stdout)
     return output is not None and output.is_gone
 

@@ -110,15 +110,15 @@ def pack(schema: Schema, rows: Mapping[str, Any] | TensorDictBase) -> PackedRows
     tensor, a :class:`Packed` or a sequence of B tensors [n_i], a text one a sequence of B strings.
     Raises :class:`ColumnError`; nothing is ever cast.
     """
-    given = dict(rows.items())
-    if not given:
+    columns = dict(rows.items())
+    if not columns:
         raise ColumnError("", "no column given", "write at least one", subject="rows")
-    first = next(iter(given))
+    first = next(iter(columns))
     count = 0
     sections = []
-    for name in sorted(given, key=schema.bit):
+    for name in sorted(columns, key=schema.bit):
         column = schema[name]
-        value = given[name]
+        value = columns[name]
         if isinstance(value, str):  # its length is not a number of rows
             raise ColumnError(
                 name,
@@ -135,7 +135,7 @@ def pack(schema: Schema, rows: Mapping[str, Any] | TensorDictBase) -> PackedRows
                 "give all the same rows",
             )
         sections.append(_section(schema.bit(name), column, value, size))
-    return PackedRows(count, schema.mask(given), sections)
+    return PackedRows(count, schema.mask(columns), sections)
 
 
 def _section(bit: int, column: Column, value: Any, rows: int) -> _Section:
@@ -193,7 +193,7 @@ def _text_parts(column: Column, value: Any) -> tuple[list[torch.Tensor], torch.T
 
 
 def _ragged_parts(column: Column, value: Any) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Flat tensors that hold the rows one after the other, and the rows' offsets."""
+    """Return flat tensors that hold the rows one after the other, and the rows' offsets."""
     if isinstance(value, torch.Tensor):
         if (inner := jagged_parts(value)) is None:
             raise ColumnError(
@@ -249,7 +249,7 @@ def _ragged_parts(column: Column, value: Any) -> tuple[list[torch.Tensor], torch
 def jagged_parts(
     value: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
-    """Values, offsets and lengths of a jagged nested tensor; None for any other tensor.
+    """Return the values, offsets and lengths of a jagged nested tensor; None for any other tensor.
 
     Reads the private attributes, because each public accessor goes through torch's dispatcher,
     which takes longer than the copy of a small column.
@@ -267,7 +267,7 @@ def _are_offsets(offsets: torch.Tensor, total: int) -> bool:
 
 
 def _count(value: Any) -> int:
-    """Rows of a column's value; 0 when they cannot be counted."""
+    """Return the number of rows of a column's value; 0 when they cannot be counted."""
     if isinstance(value, torch.Tensor):
         if (inner := jagged_parts(value)) is not None:
             return len(inner[1]) - 1
@@ -347,7 +347,7 @@ class _Known:
 
 
 class BlockReader:
-    """Reads rows from the blocks in ``memory``, the bytes of an arena.
+    """A reader of rows from the blocks in ``memory``, the bytes of an arena.
 
     Checks every number that it takes from them, so that a damaged block raises BlockError and no
     read leaves the arena.
@@ -371,8 +371,8 @@ class BlockReader:
     def read(
         self, blocks: np.ndarray, offsets: np.ndarray, slots: np.ndarray, names: Sequence[str]
     ) -> dict[str, Packed]:
-        """The columns ``names`` of n > 0 rows, in their order: views of the arena where the rows
-        lie side by side, copies elsewhere."""
+        """Return the columns ``names`` of n > 0 rows, in their order: views of the arena where the
+        rows lie side by side, copies elsewhere."""
         out = {}
         if near := self._side_by_side(blocks, offsets, slots, names):
             for name, (bounds, start, nbytes) in zip(names, near, strict=True):
@@ -389,7 +389,7 @@ class BlockReader:
     def find(
         self, blocks: np.ndarray, offsets: np.ndarray, slots: np.ndarray, names: Sequence[str]
     ) -> Found:
-        """Where the columns ``names`` of n > 0 rows lie."""
+        """Return where the columns ``names`` of n > 0 rows lie."""
         if near := self._side_by_side(blocks, offsets, slots, names):
             return [
                 (bounds, Runs(np.array([start]), np.array([nbytes])))
@@ -398,8 +398,8 @@ class BlockReader:
         return self._scattered(blocks, offsets, slots, names)
 
     def gather(self, runs: Runs, unit: int) -> np.ndarray:
-        """A copy of ``runs`` as an array of words of ``unit`` bytes, which must divide all starts
-        and lengths."""
+        """Return a copy of ``runs`` as an array of words of ``unit`` bytes, which must divide all
+        starts and lengths."""
         shift = unit.bit_length() - 1  # faster than a division
         starts = runs.starts >> shift
         lengths = runs.lengths >> shift
@@ -415,7 +415,7 @@ class BlockReader:
         )
 
     def _collect(self, dtype: torch.dtype, runs: Runs) -> torch.Tensor:
-        """The bytes of ``runs`` as a tensor: a view of one run, a copy of several."""
+        """Return the bytes of ``runs`` as a tensor: a view of one run, a copy of several."""
         starts, lengths = runs
         if len(starts) <= 1:
             return (
@@ -432,7 +432,8 @@ class BlockReader:
     def _side_by_side(
         self, blocks: np.ndarray, offsets: np.ndarray, slots: np.ndarray, names: Sequence[str]
     ) -> list[tuple[np.ndarray | None, int, int]] | None:
-        """Offsets, first byte and number of bytes of each column of neighbouring rows of one block.
+        """Return the offsets, first byte and number of bytes of each column of neighbouring rows of
+        one block.
 
         None when they are not neighbours, or when a number is wrong: then :meth:`_scattered` raises
         the error.
@@ -554,9 +555,9 @@ class BlockReader:
     def _headers(
         self, blocks: np.ndarray, offsets: np.ndarray, slots: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """The headers of the rows' blocks, all read at once: the byte that each begins at, the
-        header of each row, rows of each, and its columns [headers, most columns, 4], with bit -1
-        where a header has fewer."""
+        """Return the headers of the rows' blocks, all read at once: the byte that each begins at,
+        the header of each row, rows of each, and its columns [headers, most columns, 4], with bit
+        -1 where a header has fewer."""
         words = self.words
         room = len(self.memory)
         # One header for each stretch of rows in one block: reading some twice costs less than
@@ -565,10 +566,10 @@ class BlockReader:
         np.cumsum(offsets[1:] != offsets[:-1], out=head_of[1:])
         at = np.empty(head_of[-1] + 1, np.int64)
         at[head_of] = offsets
-        wrong = (at < 0) | (at > room - _ALIGN) | (at & 7 != 0)
-        if wrong.any():
+        invalid = (at < 0) | (at > room - _ALIGN) | (at & 7 != 0)
+        if invalid.any():
             raise BlockError(
-                f"read: offset {at[wrong][0]} is not a block's in an arena of {room} bytes; use "
+                f"read: offset {at[invalid][0]} is not a block's in an arena of {room} bytes; use "
                 f"what the index gave"
             )
         head = at >> 3
@@ -604,7 +605,7 @@ class BlockReader:
 
 
 def _joined(starts: np.ndarray, lengths: np.ndarray) -> Runs:
-    """Runs that touch become one; empty ones are left out."""
+    """Join runs that touch; empty ones are left out."""
     some = lengths > 0
     if not some.all():
         starts = starts[some]

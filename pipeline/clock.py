@@ -13,10 +13,10 @@ Kind = Literal["busy", "waiting_input", "waiting_room", "other"]
 
 @dataclass
 class Clock:
-    """Attributes every instant to one kind: ``busy`` (rows are being processed), ``waiting_room``
-    (all work in progress waits for bytes), ``waiting_input`` (there is nothing to claim),
-    ``other``. ``working`` counts the claims that are being processed, ``blocked`` those of them
-    that wait for room."""
+    """A clock that attributes every instant to one kind: ``busy`` (rows are being processed),
+    ``waiting_room`` (all work in progress waits for bytes), ``waiting_input`` (there is nothing to
+    claim), ``other``. ``working`` counts the claims that are being processed, ``blocked`` those of
+    them that wait for room."""
 
     now: Callable[[], float] = time.monotonic
     seconds: dict[Kind, float] = field(
@@ -35,7 +35,7 @@ class Clock:
         self.began = self._since = self.now()
 
     def state(self) -> Kind:
-        """The kind of the present instant."""
+        """Return the kind of the present instant."""
         if self.working > self.blocked:
             return "busy"
         if self.blocked:
@@ -61,7 +61,7 @@ class Clock:
         self._since = now
 
     def read(self) -> dict[str, float]:
-        """Seconds of each kind, and ``wall``, their sum."""
+        """Return the seconds of each kind, and ``wall``, their sum."""
         self.account()
         return {
             **{str(kind): spent for kind, spent in self.seconds.items()},

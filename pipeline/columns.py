@@ -148,11 +148,11 @@ class Schema:
         return self._bits[name]
 
     def mask(self, names: Iterable[str]) -> int:
-        """The bits of ``names`` as one number."""
+        """Return the bits of ``names`` as one number."""
         return sum(1 << self.bit(name) for name in set(names))
 
     def names(self, mask: int) -> list[str]:
-        """The columns with a bit in ``mask``, in the order of the schema."""
+        """Return the columns with a bit in ``mask``, in the order of the schema."""
         return [column.name for bit, column in enumerate(self.columns) if mask >> bit & 1]
 
     def to_json(self) -> str:
@@ -184,7 +184,7 @@ class Packed:
     offsets: torch.Tensor | None
 
     def __len__(self) -> int:
-        """Number of rows of a ragged column.
+        """Return the number of rows of a ragged column.
 
         Raises TypeError for a dense one, which has no offsets to count.
         """
@@ -193,14 +193,14 @@ class Packed:
         return len(self.offsets) - 1
 
     def lengths(self) -> torch.Tensor:
-        """Elements of each row of a ragged column, int64 [B]."""
+        """Return the number of elements of each row of a ragged column, int64 [B]."""
         assert self.offsets is not None, "a dense column has no lengths"
         return self.offsets.diff()
 
     def value(self, column: Column, rows: int, ragged: Ragged, fill: float = 0) -> Any:
-        """These ``rows`` rows of ``column`` for its reader: a dense column as a tensor [B, *shape],
-        text as a list of B strings, a ragged one as this object ("packed"), :meth:`jagged` or
-        :meth:`padded` with ``fill``."""
+        """Return these ``rows`` rows of ``column`` for its reader: a dense column as a tensor [B,
+        *shape], text as a list of B strings, a ragged one as this object ("packed"), :meth:`jagged`
+        or :meth:`padded` with ``fill``."""
         if column.shape is not None:
             return self.values.view(rows, *column.shape)
         if column.dtype == "utf8":
@@ -210,24 +210,25 @@ class Packed:
         return self.jagged() if ragged == "jagged" else self.padded(fill)
 
     def jagged(self) -> torch.Tensor:
-        """A jagged nested tensor [B, j] on the same memory."""
+        """Return a jagged nested tensor [B, j] on the same memory."""
         return torch.nested.nested_tensor_from_jagged(self.values, self.offsets)
 
     def padded(self, fill: float = 0) -> torch.Tensor:
-        """A new tensor [B, longest row], padded with ``fill``."""
+        """Return a new tensor [B, longest row], padded with ``fill``."""
         lengths = self.lengths()
         out = self.values.new_full((len(lengths), int(lengths.max()) if len(lengths) else 0), fill)
         out[torch.arange(out.shape[1]) < lengths[:, None]] = self.values
         return out
 
     def texts(self) -> list[str]:
-        """The strings of a text column."""
+        """Return the strings of a text column."""
         assert self.offsets is not None
         payload = self.values.numpy().tobytes()
         return [payload[a:b].decode() for a, b in pairwise(self.offsets.tolist())]
 
     def select(self, positions: np.ndarray, rows: int) -> Packed:
-        """A copy of the rows at ``positions`` (int64) of these ``rows`` rows, in that order."""
+        """Return a copy of the rows at ``positions`` (int64) of these ``rows`` rows, in that
+        order."""
         if self.offsets is None:
             values = (
                 self.values.view(rows, -1)[torch.from_numpy(positions)].view(-1)
@@ -242,8 +243,8 @@ class Packed:
 
 
 def in_order(parts: Sequence[tuple[np.ndarray, Packed]], count: int) -> Packed:
-    """One column of ``count`` rows from parts, each with the positions that its rows have in the
-    whole."""
+    """Return one column of ``count`` rows from parts, each with the positions that its rows have in
+    the whole."""
     order = np.argsort(np.concatenate([positions for positions, _ in parts]), kind="stable")
     values = torch.cat([part.values for _, part in parts])
     if parts[0][1].offsets is None:
@@ -253,15 +254,15 @@ def in_order(parts: Sequence[tuple[np.ndarray, Packed]], count: int) -> Packed:
 
 
 def offsets_of(lengths: Sequence[int] | np.ndarray) -> torch.Tensor:
-    """Offsets int64 [B + 1] of rows of these ``lengths``."""
+    """Return the offsets int64 [B + 1] of rows of these ``lengths``."""
     out = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=out[1:])
     return torch.from_numpy(out)
 
 
 def indexes_of(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """The indexes starts[0], starts[0] + 1, … of each range in turn: ``lengths[i]`` of them from
-    ``starts[i]``.
+    """Return the indexes starts[0], starts[0] + 1, … of each range in turn: ``lengths[i]`` of them
+    from ``starts[i]``.
 
     >>> indexes_of(np.array([7, 2]), np.array([2, 3])).tolist()
     [7, 8, 2, 3, 4]

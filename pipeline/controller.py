@@ -42,10 +42,10 @@ class Output:
 
     ``rows`` are the columns to write (None: none). ``generated`` gives (oldest policy version,
     tokens) of each row when the stage makes responses; with ``parked`` the responses are
-    unfinished, and the rows can be claimed again to continue them.
-    ``step``: all rows of the claim were trained in that optimizer step, and ``event`` becomes a
-    `step` event atomically. ``tokens`` is the number to report. ``dropped``: the reason for which
-    the groups of the rows leave the run untrained.
+    unfinished, and the rows can be claimed again to continue them. ``step``: all rows of the claim
+    were trained in that optimizer step, and ``event`` becomes a `step` event atomically. ``tokens``
+    is the number to report. ``dropped``: the reason for which the groups of the rows leave the run
+    untrained.
     """
 
     positions: Sequence[int] = ()
@@ -68,15 +68,15 @@ class Stage(Protocol):
     fetches: tuple[str, ...]
 
     def room(self, held: int) -> int:
-        """How many more rows (or groups) to claim now, while ``held`` rows are not yet committed;
-        0: none."""
+        """Return how many more rows (or groups) to claim now, while ``held`` rows are not yet
+        committed; 0: none."""
 
     def version(self) -> int | None:
-        """The policy version that a generating stage has loaded; None for other stages."""
+        """Return the policy version that a generating stage has loaded; None for other stages."""
         return None
 
     def figures(self) -> Mapping[str, Any]:
-        """Further fields of the stage's events."""
+        """Return further fields of the stage's events."""
         return {}
 
     def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
@@ -84,7 +84,7 @@ class Stage(Protocol):
 
 
 class Controller:
-    """Runs ``stage`` on the rows of ``dock`` until :meth:`stop`.
+    """The loop that runs ``stage`` on the rows of ``dock`` until :meth:`stop`.
 
     ``number`` distinguishes the workers of a stage. ``spans`` are reported together with the
     controller's own, one for each claim.
@@ -160,19 +160,21 @@ class Controller:
         self.on_end()
 
     async def _claim(self) -> Claim | None:
-        """One claim, or None after a wait."""
+        """Return one claim, or None after a wait."""
         self._woken.clear()
         room = self.stage.room(self.held)
         if room < 1:
             await self._woken.wait()
             return None
-        found = await self.dock.try_claim(self.stage.name, room, version=self.stage.version())
-        self.is_idle = not isinstance(found, Claim)
-        if isinstance(found, Claim):
-            return found
+        outcome = await self.dock.try_claim(self.stage.name, room, version=self.stage.version())
+        self.is_idle = not isinstance(outcome, Claim)
+        if isinstance(outcome, Claim):
+            return outcome
         self.on_nothing()
         with self.clock.during("waiting"):
-            await first_of(self.dock.wait(self.stage.name, found, WAIT_SECONDS), self._woken.wait())
+            await first_of(
+                self.dock.wait(self.stage.name, outcome, WAIT_SECONDS), self._woken.wait()
+            )
         return None
 
     async def _handle(self, claim: Claim) -> None:
@@ -229,8 +231,8 @@ class Controller:
             held = [token for token in self._tasks if token not in self._settled]
             if not held:
                 continue
-            kept = await self.dock.index.renew(self.stage.name, held, self.dock.lease)
-            for token in set(held) - kept:
+            renewed_tokens = await self.dock.index.renew(self.stage.name, held, self.dock.lease)
+            for token in set(held) - renewed_tokens:
                 if (
                     token in self._tasks
                     and token not in self._settled

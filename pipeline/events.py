@@ -65,19 +65,20 @@ class Payload:
     @classmethod
     @cache
     def defaults(cls) -> tuple[tuple[str, Any], ...]:
-        """Names and defaults of the fields; ``dataclasses.MISSING`` where there is no default."""
+        """Return the names and defaults of the fields; ``dataclasses.MISSING`` where there is no
+        default."""
         return tuple(
             (
-                one.name,
-                one.default
-                if one.default_factory is dataclasses.MISSING
-                else one.default_factory(),
+                field.name,
+                field.default
+                if field.default_factory is dataclasses.MISSING
+                else field.default_factory(),
             )
-            for one in dataclasses.fields(cls)  # type: ignore[arg-type]
+            for field in dataclasses.fields(cls)  # type: ignore[arg-type]
         )
 
     def wire(self) -> dict[str, Any]:
-        """The fields that differ from their defaults, as plain values."""
+        """Return the fields that differ from their defaults, as plain values."""
         sent: dict[str, Any] = {}
         for name, default in self.defaults():
             value = getattr(self, name)
@@ -87,7 +88,7 @@ class Payload:
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Self:
-        """The payload that was sent as ``data``.
+        """Return the payload that was sent as ``data``.
 
         A field without default that an older version did not send is None.
         """
@@ -451,13 +452,13 @@ class Event:
     data: Mapping[str, Any]
 
     def decoded(self) -> EventData | None:
-        """The payload as a dataclass; None for a kind that this version does not know."""
+        """Return the payload as a dataclass; None for a kind that this version does not know."""
         kind = EVENTS.get(self.kind)
         return None if kind is None else kind.of(self.data)
 
 
 def next_id(last: str) -> str:
-    """An id of this moment that is greater than ``last``, as the index's server gives them.
+    """Return an id of this moment that is greater than ``last``, as the index's server gives them.
 
     >>> next_id("99999999999999-7")
     '99999999999999-8'
@@ -478,5 +479,5 @@ def order(event_id: str) -> tuple[int, int]:
 
 
 def by_count(reasons: Mapping[str, int]) -> list[tuple[str, int]]:
-    """Reasons and their counts, the greatest first."""
+    """Return reasons and their counts, the greatest first."""
     return sorted(reasons.items(), key=lambda one: (-one[1], one[0]))

@@ -1,4 +1,4 @@
-"""Wait for the first of several awaitables, and cancel the others."""
+"""A wait for the first of several awaitables, which cancels the others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ async def first_of(*work: Coroutine[Any, Any, Any], timeout: float | None = None
     >>> asyncio.run(example())
     ['ready', None]
     """
-    tasks = [asyncio.create_task(one) for one in work]
+    tasks = [asyncio.create_task(coroutine) for coroutine in work]
     try:
         await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         ended = [task.done() for task in tasks]

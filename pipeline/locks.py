@@ -93,7 +93,7 @@ def _acquire(descriptor: int, path: Path, wait: float) -> None:
 
 
 def holder(path: Path) -> int:
-    """The number of the process that holds the lock file ``path``; 0 when unknown."""
+    """Return the number of the process that holds the lock file ``path``; 0 when unknown."""
     try:
         inode = path.stat().st_ino
         known = path.read_text().strip()
@@ -109,7 +109,7 @@ def holder(path: Path) -> int:
 
 
 def _named(process: int) -> str:
-    """``process`` with its command line, for people."""
+    """Return ``process`` with its command line, for people."""
     if not process:
         return "another process"
     with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Which node this is: identities, and the address by which other nodes reach it.
+"""Identity of this node, and the address by which other nodes reach it.
 
 Two machines, or two containers of one machine, never share an identity, unlike host names, paths
 and process numbers. Each is a hash of what the kernel says: its boot (another one on each machine
@@ -28,21 +28,21 @@ _PROCESSES = Path("/proc/self/ns/pid")
 
 
 def folder_id(folder: Path) -> str:
-    """Returns a digest of ``folder`` that no other folder has, also not the one at the same path in
+    """Return a digest of ``folder`` that no other folder has, also not the one at the same path in
     another container or on another machine. Raises FileNotFoundError."""
-    found = folder.stat()
-    return _digest(_boot(), found.st_dev, found.st_ino, folder.resolve())
+    folder_stat = folder.stat()
+    return _digest(_boot(), folder_stat.st_dev, folder_stat.st_ino, folder.resolve())
 
 
 def node_id(folder: Path) -> str:
-    """Returns the name of the node that has ``folder``: the host name, for people, and
+    """Return the name of the node that has ``folder``: the host name, for people, and
     :func:`folder_id`."""
     return f"{platform.node()}-{folder_id(folder)}"
 
 
 def is_here(node: str, folder: Path) -> bool:
-    """Whether ``node`` is the name that :func:`node_id` gives to ``folder`` here, so that files in
-    it are the same ones."""
+    """Return whether ``node`` is the name that :func:`node_id` gives to ``folder`` here, so that
+    files in it are the same ones."""
     try:
         return node == node_id(folder)
     except OSError:
@@ -50,7 +50,7 @@ def is_here(node: str, folder: Path) -> bool:
 
 
 def own_address() -> str:
-    """Returns the address of this machine on its network: by its default route, else of its first
+    """Return the address of this machine on its network: by its default route, else of its first
     interface that has one, else loopback."""
     for family, beyond in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
         with contextlib.suppress(OSError):
@@ -59,7 +59,7 @@ def own_address() -> str:
 
 
 def route_to(host: str, family: int = socket.AF_UNSPEC) -> str:
-    """Returns the address of this machine on the way to ``host``; nothing is sent.
+    """Return the address of this machine on the way to ``host``; nothing is sent.
 
     Raises OSError where there is no way.
     """
@@ -70,10 +70,11 @@ def route_to(host: str, family: int = socket.AF_UNSPEC) -> str:
 
 
 def is_own(address: str) -> bool:
-    """Whether ``address``, or all that the name ``address`` stands for, is of this machine."""
+    """Return whether ``address``, or all that the name ``address`` stands for, is of this
+    machine."""
     try:
-        found = socket.getaddrinfo(address, 0, type=socket.SOCK_DGRAM)
-        for family, kind, _, _, place in found:
+        address_infos = socket.getaddrinfo(address, 0, type=socket.SOCK_DGRAM)
+        for family, kind, _, _, place in address_infos:
             with socket.socket(family, kind) as probe:
                 probe.bind(place)
     except OSError:
@@ -82,19 +83,20 @@ def is_own(address: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether ``host`` is reached from this machine alone; no for unspecified addresses, and names
-    that are not known."""
+    """Return whether ``host`` is reached from this machine alone; no for unspecified addresses, and
+    names that are not known."""
     try:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+        address_infos = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         return False
     return all(
-        ipaddress.ip_address(str(info[4][0]).partition("%")[0]).is_loopback for info in found
+        ipaddress.ip_address(str(info[4][0]).partition("%")[0]).is_loopback
+        for info in address_infos
     )
 
 
 def announced(host: str, route: str, others: str = "") -> str:
-    """Returns the address by which other nodes reach a server that listens on ``host``: ``host``
+    """Return the address by which other nodes reach a server that listens on ``host``: ``host``
     itself, or where that is `auto` or stands for all addresses, the one that leads to the index, or
     ``others``.
 
@@ -128,8 +130,8 @@ def announced(host: str, route: str, others: str = "") -> str:
 
 
 def process_space() -> str:
-    """Returns a digest of where numbers of processes mean the same processes: this boot and this
-    PID namespace."""
+    """Return a digest of where numbers of processes mean the same processes: this boot and this PID
+    namespace."""
     try:
         namespace = os.readlink(_PROCESSES)
     except OSError:
@@ -138,7 +140,7 @@ def process_space() -> str:
 
 
 def owned_prefix(pid: int) -> str:
-    """Returns how the names of the temporary folders of process ``pid`` begin.
+    """Return how the names of the temporary folders of process ``pid`` begin.
 
     Containers may share them, and number their processes alike.
     """
@@ -162,7 +164,7 @@ def _interface_addresses() -> Iterator[str]:
 
 @functools.cache
 def _boot() -> str:
-    """Returns what tells this boot of this machine from all others; where the kernel gives no such
+    """Return what tells this boot of this machine from all others; where the kernel gives no such
     number, its name and network address."""
     try:
         return _BOOT.read_text().strip()

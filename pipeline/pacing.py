@@ -28,7 +28,10 @@ LONGEST_LOOK = 1.0
 
 
 class Pacer:
-    """Groups are counted without the filtered ones, from the first of the run."""
+    """The rule that says when groups may enter.
+
+    Groups are counted without the filtered ones, from the first of the run.
+    """
 
     def __init__(self, plan: StalenessPlan) -> None:
         self._plan = plan
@@ -42,8 +45,8 @@ class Pacer:
         self._leads: deque[float] = deque(maxlen=STEPS)
 
     def see(self, now: float, version: int, admitted: int, done: int) -> None:
-        """``version``: published; ``admitted``: groups; ``done``: those that were trained or can be
-        picked."""
+        """Take note of the run's progress. ``version``: published; ``admitted``: groups; ``done``:
+        those that were trained or can be picked."""
         size = self._plan.groups_per_step
         if self._version is None:
             self._version = version
@@ -69,14 +72,14 @@ class Pacer:
         return MARGIN * max(self._leads) if len(self._steps) == STEPS and self._leads else inf
 
     def limit(self, now: float) -> int:
-        """The number below which groups may enter now; the bound may allow fewer."""
+        """Return the number below which groups may enter now; the bound may allow fewer."""
         if self._version is None or self.lead == inf:
             return 1 << 62
         ahead = floor((now - self._since + self.lead) / max(min(self._steps), 1e-9))
         return (self._version + 1 + min(ahead, self._plan.slack)) * self._plan.groups_per_step
 
     def look(self) -> float:
-        """Seconds until it is time to look again."""
+        """Return the seconds until it is time to look again."""
         if not self._steps:
             return FIRST_LOOK
         return min(max(min(self._steps) / LOOKS, SHORTEST_LOOK), LONGEST_LOOK)

@@ -55,19 +55,20 @@ from dataclasses import dataclass
 
 
 def passing_steps(window: int, groups_per_step: int) -> int:
-    """Steps that a straggler can lose to groups passing it: ``(P + W - 2) // P``, 0 when W = 1."""
+    """Return the number of steps that a straggler can lose to groups passing it: ``(P + W - 2) //
+    P``, 0 when W = 1."""
     return (groups_per_step + window - 2) // groups_per_step
 
 
 def max_age(slack: int, groups_per_step: int, window: int) -> int:
-    """Largest staleness that can occur, in versions: ``((S + 1)·P + W - 2) // P``, and 0 when S =
-    0."""
+    """Return the largest staleness that can occur, in versions: ``((S + 1)·P + W - 2) // P``, and 0
+    when S = 0."""
     return slack + passing_steps(window, groups_per_step) if slack else 0
 
 
 def slack_for(bound: int, groups_per_step: int, window: int) -> int:
-    """S: the largest slack whose :func:`max_age` is within ``bound``. 0 (the synchronous order)
-    always is."""
+    """Return S, the largest slack whose :func:`max_age` is within ``bound``. 0 (the synchronous
+    order) always is."""
     return max(0, bound - passing_steps(window, groups_per_step))
 
 

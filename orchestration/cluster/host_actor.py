@@ -23,7 +23,7 @@ PACKAGES = ("pipeline", "stages", "orchestration", "api")
 
 
 class HostActor:
-    """Runs one host of a run.
+    """The Ray actor that runs one host of a run.
 
     Ray gives it the resources of all workers that are placed on it; what it has started ends with
     it.
@@ -59,9 +59,9 @@ class HostActor:
 
 
 def _release() -> str:
-    """Returns a digest of this interpreter and the program's files: another release is forked from
+    """Return a digest of this interpreter and the program's files: another release is forked from
     another server."""
     top = Path(__file__).parents[2]
     files = sorted(path for package in PACKAGES for path in (top / package).rglob("*.py"))
-    found = [sys.executable, *(f"{path} {path.stat().st_mtime_ns}" for path in files)]
-    return hashlib.sha256("\n".join(found).encode()).hexdigest()[:8]
+    lines = [sys.executable, *(f"{path} {path.stat().st_mtime_ns}" for path in files)]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:8]

@@ -30,7 +30,7 @@ class Node:
 
 
 def needs(recipe: Recipe, worker: Worker, devices: Collection[str]) -> Room:
-    """Returns the resources of one worker: a CPU for each of its threads, and its devices;
+    """Return the resources of one worker: a CPU for each of its threads, and its devices;
     ``devices``: the kinds that the cluster has, by torch's names."""
     section = getattr(
         recipe, worker[0] if worker[0] == "critic" else SIDES.get(worker[0], ""), None
@@ -45,23 +45,23 @@ def needs(recipe: Recipe, worker: Worker, devices: Collection[str]) -> Room:
 def place(
     recipe: Recipe, workers: Iterable[Worker], nodes: Sequence[Node], devices: Collection[str]
 ) -> dict[Worker, str]:
-    """Returns the node of each of ``workers`` that fits; of the ranks that train together all or
+    """Return the node of each of ``workers`` that fits; of the ranks that train together all or
     none."""
     free = {node.name: dict(node.free) for node in nodes}
     placed: dict[Worker, str] = {}
     for unit in _units(recipe, workers):
         room = {worker: needs(recipe, worker, devices) for worker in unit}
-        found = _pack(_replicas(recipe, unit), room, free)
-        for worker, node in found.items():
+        unit_placement = _pack(_replicas(recipe, unit), room, free)
+        for worker, node in unit_placement.items():
             _take(free[node], room[worker])
-        placed |= found
+        placed |= unit_placement
     return placed
 
 
 def bundles(
     recipe: Recipe, placed: Mapping[Worker, str], devices: Collection[str]
 ) -> dict[str, Room]:
-    """Returns what the workers of each node take together: the bundles of a placement group."""
+    """Return what the workers of each node take together: the bundles of a placement group."""
     reserved: dict[str, Room] = {}
     for worker, node in placed.items():
         reserved[node] = _sum([reserved.get(node, {}), needs(recipe, worker, devices)])
@@ -71,7 +71,7 @@ def bundles(
 def describe_lack(
     recipe: Recipe, missing: Iterable[Worker], nodes: Sequence[Node], devices: Collection[str]
 ) -> str:
-    """Returns in words which of ``missing`` has no room on ``nodes``."""
+    """Return in words which of ``missing`` has no room on ``nodes``."""
     wants = [
         f"{kind}-{number} ({shown(needs(recipe, (kind, number), devices))})"
         for kind, number in missing
@@ -83,7 +83,7 @@ def describe_lack(
 
 
 def shown(room: Mapping[str, float]) -> str:
-    """Resources in words.
+    """Return resources in words.
 
     >>> shown({"CPU": 2.0, "GPU": 1.0, "memory": 1e9})
     'CPU 2, GPU 1'
@@ -94,8 +94,8 @@ def shown(room: Mapping[str, float]) -> str:
 
 
 def _units(recipe: Recipe, workers: Iterable[Worker]) -> list[list[Worker]]:
-    """Workers that are placed together: first the ranks that train, then each other worker
-    alone."""
+    """Return the workers that are placed together: first the ranks that train, then each other
+    worker alone."""
     units: dict[object, list[Worker]] = {}
     for worker in sorted(workers, key=lambda worker: (list(SIDES).index(worker[0]), worker[1])):
         units.setdefault(kind_of(worker[0]).rank_group or worker, []).append(worker)
@@ -103,7 +103,7 @@ def _units(recipe: Recipe, workers: Iterable[Worker]) -> list[list[Worker]]:
 
 
 def _replicas(recipe: Recipe, unit: Sequence[Worker]) -> list[list[Worker]]:
-    """The ranks of ``unit`` by tensor-parallel replica."""
+    """Return the ranks of ``unit`` by tensor-parallel replica."""
     replicas: dict[tuple[str, tuple[int, ...]], list[Worker]] = {}
     for kind, number in unit:
         layout = (recipe.critic if kind == "critic" else recipe.train).layout
@@ -114,7 +114,8 @@ def _replicas(recipe: Recipe, unit: Sequence[Worker]) -> list[list[Worker]]:
 def _pack(
     replicas: Sequence[Sequence[Worker]], room: Mapping[Worker, Room], free: Mapping[str, Room]
 ) -> dict[Worker, str]:
-    """One worker on the node with most room.
+    """Return the nodes of ``replicas``, or nothing where they do not fit. A single worker goes to
+    the node with most room.
 
     Several on one node where they fit on one, the one with least room to spare; otherwise node by
     node, from the widest one.
@@ -131,16 +132,18 @@ def _pack(
         *([] if len(workers) == 1 else [([workers], narrowest)]),
         (replicas, widest),
     ):
-        left = {name: dict(free[name]) for name in names}
-        found = dict[Worker, str]()
+        remaining = {name: dict(free[name]) for name in names}
+        placement = dict[Worker, str]()
         for piece in pieces:
             needed = _sum(room[worker] for worker in piece)
-            if (name := next((name for name in names if _fits(needed, left[name])), None)) is None:
+            if (
+                name := next((name for name in names if _fits(needed, remaining[name])), None)
+            ) is None:
                 break
-            _take(left[name], needed)
-            found |= dict.fromkeys(piece, name)
+            _take(remaining[name], needed)
+            placement |= dict.fromkeys(piece, name)
         else:
-            return found
+            return placement
     return {}
 
 

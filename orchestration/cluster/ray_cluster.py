@@ -48,9 +48,12 @@ class ClusterRefused(RuntimeError):
 
 @dataclass(frozen=True)
 class Cluster:
-    """``address``: for `ray.init`. ``token``: where the token is from; "" where the cluster asks
-    for none. ``environment``: of the process that imports Ray. ``ray``: the cluster's version, ""
-    where it was not told."""
+    """A Ray cluster that a run can use.
+
+    ``address``: for `ray.init`. ``token``: where the token is from; "" where the cluster asks for
+    none. ``environment``: of the process that imports Ray. ``ray``: the cluster's version, "" where
+    it was not told.
+    """
 
     address: str
     token: str = ""
@@ -64,9 +67,9 @@ def find(
     """Return the cluster of ``address``, the value of ``key``. Raises ClusterRefused."""
     if address != AUTO:
         return _open(address, f"{key} = {address!r}", environment)
-    given = environment.get("RAY_ADDRESS", "")
-    if given not in ("", AUTO):
-        return _open(given, f"{key} = 'auto', RAY_ADDRESS = {given!r}", environment)
+    ray_address = environment.get("RAY_ADDRESS", "")
+    if ray_address not in ("", AUTO):
+        return _open(ray_address, f"{key} = 'auto', RAY_ADDRESS = {ray_address!r}", environment)
     began = _address_of_ray_start(environment)
     by_itself = _asks_by_itself(environment)
     has_ended = ("UNAVAILABLE", "DEADLINE_EXCEEDED")
@@ -92,10 +95,10 @@ def look(address: str) -> Cluster:
     """Return what :func:`find` does, from a process of its own: the threads of gRPC would not
     outlive a fork."""
     command = [sys.executable, "-P", "-m", __spec__.name, address]
-    found = subprocess.run(
+    process = subprocess.run(
         command, env=importable(os.environ), stdout=subprocess.PIPE, text=True, check=True
     )
-    reply = json.loads(found.stdout)
+    reply = json.loads(process.stdout)
     if "failed" in reply:
         raise ClusterRefused(reply["failed"])
     return Cluster(**reply)
@@ -107,11 +110,11 @@ def _open(address: str, where: str, environment: Mapping[str, str]) -> Cluster:
     ``where``: how it is called in messages.
     """
     if address == LOCAL:
-        own = {"RAY_worker_niceness": "0", "RAY_memory_monitor_refresh_ms": "0"}
+        ray_environment = {"RAY_worker_niceness": "0", "RAY_memory_monitor_refresh_ms": "0"}
         if environment.get("RAY_AUTH_MODE", "token") == "token":
             # which no other program knows
-            own |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        return Cluster(LOCAL, ray=importlib.metadata.version("ray"), environment=own)
+            ray_environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        return Cluster(LOCAL, ray=importlib.metadata.version("ray"), environment=ray_environment)
     server = address.removeprefix(CLIENT)
     if not re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):[0-9]{1,5}", server):
         raise ClusterRefused(
@@ -155,7 +158,7 @@ def _open(address: str, where: str, environment: Mapping[str, str]) -> Cluster:
 
 
 def _asks_by_itself(environment: Mapping[str, str]) -> bool:
-    """Whether Ray connects in a way that is not imitated here: TLS of its own, tokens of
+    """Return whether Ray connects in a way that is not imitated here: TLS of its own, tokens of
     Kubernetes."""
     own_tls = environment.get("RAY_USE_TLS", "0").lower() in ("1", "true")
     return own_tls or environment.get("RAY_AUTH_MODE") == "k8s" or not is_installed("grpc")
@@ -179,7 +182,7 @@ def _reply(server: str, call: tuple[str, bytes], token: str) -> tuple[str, Any]:
 
 
 def _last_part(text: str) -> str:
-    """The cause at the end of a message of gRPC.
+    """Return the cause at the end of a message of gRPC.
 
     >>> _last_part("failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:1: Connection refused")
     'Connection refused'
@@ -232,7 +235,7 @@ def _compare(cluster: Mapping[str, str], where: str, environment: Mapping[str, s
 
 
 def _temporary_folder(environment: Mapping[str, str]) -> Path:
-    """The folder in which `ray start` records its cluster."""
+    """Return the folder in which `ray start` records its cluster."""
     return Path(environment.get("RAY_TMPDIR") or environment.get("TMPDIR") or "/tmp") / "ray"  # noqa: S108  (read, as Ray has it)
 
 
@@ -248,7 +251,8 @@ def _address_of_ray_start(environment: Mapping[str, str]) -> str:
 
 
 def _began_by_ray_start(address: str, environment: Mapping[str, str]) -> bool:
-    """Whether the cluster at ``address`` is not that of another program, which ends it with itself.
+    """Return whether the cluster at ``address`` is not that of another program, which ends it with
+    itself.
 
     One that does not tell without its token counts.
     """
@@ -283,8 +287,8 @@ def _nodes_here(environment: Mapping[str, str]) -> Iterator[dict[str, str]]:
 
 
 def _has_node_here(server: str) -> bool:
-    """Whether a raylet of this machine, of any user, has a head on the port of ``server``: its host
-    has several names."""
+    """Return whether a raylet of this machine, of any user, has a head on the port of ``server``:
+    its host has several names."""
     port = server.rpartition(":")[2]
     return any(
         _options(process).get("gcs-address", "").rpartition(":")[2] == port

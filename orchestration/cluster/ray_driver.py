@@ -43,7 +43,10 @@ END_SECONDS = 10.0  # in which hosts of an ended run end by themselves
 
 
 class Driver:
-    """``own_resource``: marks a cluster that is started for the run; "" for one that is joined."""
+    """The process that talks to Ray for a run.
+
+    ``own_resource``: marks a cluster that is started for the run; "" for one that is joined.
+    """
 
     def __init__(self, own_resource: str = "") -> None:
         self._own_resource = own_resource
@@ -151,7 +154,7 @@ class Driver:
 
 
 def _free_resources() -> dict[str, dict[str, float]]:
-    """Returns the free resources of each node, by its id."""
+    """Return the free resources of each node, by its id."""
     from ray._private.state import available_resources_per_node
 
     return available_resources_per_node()

@@ -45,7 +45,7 @@ END_SECONDS = 15.0  # for the driver to end the hosts
 
 
 class RayHosts:
-    """Places the workers of one run; see :class:`orchestration.launch.launchers.Hosts`.
+    """The places of the workers of one run; see :class:`orchestration.launch.launchers.Hosts`.
 
     Connect, then :meth:`begin`.
     """
@@ -128,18 +128,18 @@ class RayHosts:
         """Start hosts for all workers that have no place on a living one, as far as there is
         room."""
         recipe = self._recipe
-        found = await self._ask()
-        nodes = [Node(name, node["free"]) for name, node in found.items()]
+        node_records = await self._ask()
+        nodes = [Node(name, node["free"]) for name, node in node_records.items()]
         devices = [
             kind
             for kind, name in RESOURCES.items()
-            if any(node["total"].get(name) for node in found.values())
+            if any(node["total"].get(name) for node in node_records.values())
         ]
         missing = sorted(worker for worker in remote_workers(recipe) if not self._has_place(worker))
         placed = place(recipe, missing, nodes, devices)
         if lacking := [worker for worker in missing if worker not in placed]:
             lack = describe_lack(recipe, lacking, nodes, devices)
-            empty = [Node(name, node["total"]) for name, node in found.items()]
+            empty = [Node(name, node["total"]) for name, node in node_records.items()]
             is_too_small = not self._hosts and len(place(recipe, missing, empty, devices)) < len(
                 missing
             )
@@ -173,7 +173,7 @@ class RayHosts:
         await self._send({"do": "start", "hosts": start})
 
     async def _ask(self) -> dict[str, Any]:
-        """Returns the nodes of the cluster, from a driver that is started where there is none; none
+        """Return the nodes of the cluster, from a driver that is started where there is none; none
         while it cannot be reached. Raises Unplaceable before the first host, where there is no
         cluster, or its nodes cannot reach the index."""
         answer = self._first or await self._answer()
@@ -193,17 +193,17 @@ class RayHosts:
                 if self._recipe.pipeline.index != "embedded"
                 else "pipeline.index_serve"
             )
-            wrong = (
+            problem = (
                 f"is reached from this machine alone, and the cluster has nodes at "
                 f"{', '.join(elsewhere)}"
             )
             raise Unplaceable(
-                f"{key} = {host!r}: {wrong}; leave it out, or give an address that they reach"
+                f"{key} = {host!r}: {problem}; leave it out, or give an address that they reach"
             )
         return nodes
 
     async def _answer(self) -> dict[str, Any]:
-        """Returns the driver's answer about its nodes: what it says, or "failed" with a reason."""
+        """Return the driver's answer about its nodes: what it says, or "failed" with a reason."""
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
                 if self._driver is None:

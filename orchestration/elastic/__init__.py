@@ -1,1 +1,1 @@
-"""How the number of workers changes while a run goes on: restart budgets, scaling, autoscaling."""
+"""The number of workers while a run goes on: restart budgets, scaling, autoscaling."""

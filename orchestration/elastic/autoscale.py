@@ -38,8 +38,8 @@ PATIENCE = 3  # windows in a row that call for fewer rollouts, before there are 
 
 @dataclass(frozen=True)
 class Load:
-    """Of a window: how many ``rollouts`` reported, how many of them were ``busy`` on average, and
-    the share in which the trainer ``waits`` for samples."""
+    """The load of a window: how many ``rollouts`` reported, how many of them were ``busy`` on
+    average, and the share in which the trainer ``waits`` for samples."""
 
     rollouts: int
     busy: float
@@ -48,7 +48,7 @@ class Load:
 
 @dataclass
 class AutoscalePolicy:
-    """Decides the number of rollouts, from ``least`` to ``most``.
+    """The policy that decides the number of rollouts, from ``least`` to ``most``.
 
     Up at once; down by what :data:`PATIENCE` windows in a row would allow, so that a short lull
     ends no worker. Between both lies a band in which the number stays.
@@ -66,7 +66,7 @@ class AutoscalePolicy:
     _fewer: list[int] = field(default_factory=list)
 
     def decide(self, asked: int, load: Load) -> int:
-        """Returns how many rollouts to ask for after a window with ``load``, when ``asked`` were
+        """Return how many rollouts to ask for after a window with ``load``, when ``asked`` were
         asked for until now."""
         need = load.busy / max(1e-3, 1 - load.waits)
         if load.waits > WAITS:
@@ -87,7 +87,7 @@ class AutoscalePolicy:
 
 
 class Window:
-    """Seconds between two looks at the `stage` events of a run, from the first step on."""
+    """The seconds between two looks at the `stage` events of a run, from the first step on."""
 
     def __init__(self) -> None:
         # the figures of each worker at the window's begin
@@ -109,7 +109,7 @@ class Window:
             self._now[worker] = figures
 
     def load(self) -> Load | None:
-        """Returns the load, and begins the next window; None, and the window goes on, while the
+        """Return the load, and begin the next window; None, and the window goes on, while the
         trainer, or each rollout, has not reported a time."""
 
         def spent(stage: str, key: str) -> list[float]:

@@ -9,8 +9,8 @@ from collections import deque
 
 
 class RestartBudget:
-    """``most`` restarts of one worker within ``window`` seconds: each is counted for that long, and
-    is then available again.
+    """A budget of ``most`` restarts of one worker within ``window`` seconds: each is counted for
+    that long, and is then available again.
 
     >>> budget = RestartBudget(2, window=60.0)
     >>> [budget.take(now=0.0), budget.take(now=10.0), budget.take(now=20.0)]

@@ -80,11 +80,11 @@ class WorkerGroup:
 
     @property
     def is_present(self) -> bool:
-        """Whether it may leave or become absent."""
+        """Return whether it may leave or become absent."""
         return self.state in (State.STARTING, State.WORKING)
 
     def move(self, state: State) -> None:
-        """Raises ValueError for a move that :data:`MOVES` does not have."""
+        """Move to another state. Raises ValueError for a move that :data:`MOVES` does not have."""
         if state not in MOVES[self.state]:
             now = f"{shown(self.first)} is {self.state.value}"
             raise ValueError(f"{now} and cannot be {state.value}")
@@ -95,14 +95,14 @@ class WorkerGroup:
         self.move(State.STARTING if self.unready else State.WORKING)
 
     def ready(self, worker: str) -> None:
-        """A process of ``worker``, which may be one of another group, is ready."""
+        """Note that a process of ``worker``, which may be one of another group, is ready."""
         self.unready.discard(worker)
         if self.state is State.STARTING and not self.unready:
             self.move(State.WORKING)
 
 
 def groups_of(workers: Iterable[Worker]) -> list[list[Worker]]:
-    """The workers in groups that start and end together.
+    """Return the workers in groups that start and end together.
 
     >>> groups_of([("flow", 0), ("update", 0), ("update", 1), ("critic", 0)])
     [[('flow', 0)], [('update', 0), ('update', 1), ('critic', 0)]]
@@ -116,20 +116,20 @@ def groups_of(workers: Iterable[Worker]) -> list[list[Worker]]:
 
 
 def others_work(group: WorkerGroup, groups: Iterable[WorkerGroup]) -> bool:
-    """Whether the run goes on without ``group``, because others of its elastic kind work, leave, or
-    have done all of it."""
+    """Return whether the run goes on without ``group``, because others of its elastic kind work,
+    leave, or have done all of it."""
     others = (other for other in groups if other is not group and other.kind is group.kind)
     return group.kind.elastic and any(other.state is not State.ABSENT for other in others)
 
 
 def work_is_done(groups: Iterable[WorkerGroup]) -> bool:
-    """Whether the groups that end by themselves are done. Nobody waits for an absent one."""
+    """Return whether the groups that end by themselves are done. Nobody waits for an absent one."""
     ended = (State.DONE, State.ABSENT)
     return all(group.state in ended for group in groups if group.kind.ends_by_itself)
 
 
 def engines_of(groups: Iterable[WorkerGroup]) -> list[str]:
-    """The rollout workers that must have the last version before the run ends."""
+    """Return the rollout workers that must have the last version before the run ends."""
     return [
         shown(group.first)
         for group in groups
@@ -138,8 +138,8 @@ def engines_of(groups: Iterable[WorkerGroup]) -> list[str]:
 
 
 def missing(groups: Iterable[WorkerGroup]) -> list[str]:
-    """The workers that have not been ready, and without which the run cannot train: of an elastic
-    kind one that is ready is enough.
+    """Return the workers that have not been ready, and without which the run cannot train: of an
+    elastic kind one that is ready is enough.
 
     >>> rollouts = [WorkerGroup([("rollout", n)], RestartBudget(1, window=60.0)) for n in (0, 1)]
     >>> missing(rollouts)
@@ -154,5 +154,5 @@ def missing(groups: Iterable[WorkerGroup]) -> list[str]:
 
 
 def shown(worker: Worker) -> str:
-    """KIND-NUMBER."""
+    """Return KIND-NUMBER of ``worker``."""
     return f"{worker[0]}-{worker[1]}"

@@ -54,7 +54,7 @@ class Lives:
             await self.index.emit(started)
 
     async def wait(self, group: WorkerGroup) -> dict[Worker, Ending]:
-        """Returns how the workers of ``group`` have ended, in that order. Those that were done come
+        """Return how the workers of ``group`` have ended, in that order. Those that were done come
         last. When one dies the others, which would wait for it, are ended at once."""
         lives = {worker: self.by_worker[shown(worker)] for worker in group.workers}
         codes = await _exit_codes(lives)
@@ -73,7 +73,7 @@ class Lives:
         return endings
 
     def of(self, worker: Worker) -> Life | None:
-        """The present process of ``worker``, or its last one."""
+        """Return the present process of ``worker``, or its last one."""
         return self.by_worker.get(shown(worker))
 
     def forget(self, group: WorkerGroup) -> None:
@@ -94,7 +94,8 @@ class Lives:
 
 
 async def _exit_codes(lives: dict[Worker, Life]) -> dict[Worker, int]:
-    """The exit codes, in the order of the ends. When one process dies the others are ended."""
+    """Return the exit codes, in the order of the ends. When one process dies the others are
+    ended."""
     codes: dict[Worker, int] = {}
     waiting = {asyncio.create_task(life.wait()): worker for worker, life in lives.items()}
     try:

@@ -18,7 +18,7 @@ from pipeline.problems import Problem
 
 
 def scaled(recipe: Recipe, rollouts: int) -> Recipe:
-    """Returns ``recipe`` with ``rollouts`` rollout workers.
+    """Return ``recipe`` with ``rollouts`` rollout workers.
 
     Raises RecipeError when the run cannot have so many.
     """
@@ -27,7 +27,7 @@ def scaled(recipe: Recipe, rollouts: int) -> Recipe:
 
 
 def overrides_of(recipe: Recipe, rollouts: int) -> dict[str, int]:
-    """Returns the keys that change for ``rollouts`` rollout workers: those beyond the ones that the
+    """Return the keys that change for ``rollouts`` rollout workers: those beyond the ones that the
     run's machine starts are left to hosts, where it has any. Raises RecipeError where the number
     cannot change."""
     if recipe.colocated or not recipe.runs_stage("rollout"):

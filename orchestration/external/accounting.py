@@ -61,7 +61,7 @@ class StageTime:
     active: float = 0.0  # when it last had a lease or a claim, in monotonic seconds
 
     def begin(self, token: str, rows: int, lease: float, version: int | None) -> None:
-        """Records that the worker got ``rows`` under a lease of ``lease`` seconds."""
+        """Record that the worker got ``rows`` under a lease of ``lease`` seconds."""
         self.clock.account()
         self.clock.working += 1
         now = time.monotonic()
@@ -75,7 +75,7 @@ class StageTime:
         self.spans.add(self.stage, lease.began, seconds, rows=lease.rows, version=lease.version)
 
     def is_silent(self) -> bool:
-        """Ends the leases that are past their deadline.
+        """End the leases that are past their deadline.
 
         Returns whether the worker made no claim lately.
         """
@@ -100,7 +100,7 @@ class StageTimes:
 
     @contextmanager
     def claiming(self, stage: str, worker: str) -> Iterator[StageTime]:
-        """Counts the time inside as waiting of ``worker``."""
+        """Count the time inside as waiting of ``worker``."""
         times = self._times.get((stage, worker)) or StageTime(stage, f"{PREFIX}{stage}-{worker}")
         if len(self._times) < MOST:
             self._times[stage, worker] = times
@@ -111,13 +111,13 @@ class StageTimes:
             yield times
 
     def renewed(self, token: str, lease: float) -> None:
-        """Records a new deadline, ``lease`` seconds from now."""
+        """Record a new deadline, ``lease`` seconds from now."""
         if times := self._of(token):
             times.leases[token].until = time.monotonic() + lease
 
     def put(self, part: Claim, left: int, tokens: int, *, park: bool = False) -> int:
-        """Records that the rows of ``part`` were committed, or parked, and that the lease still
-        holds ``left``, which is returned."""
+        """Record that the rows of ``part`` were committed, or parked, and that the lease still
+        holds ``left``. Return ``left``."""
         if times := self._of(part.token):
             times.tokens += tokens
             times.parked += len(part) * park
@@ -128,7 +128,7 @@ class StageTimes:
         return left
 
     def ended(self, token: str) -> None:
-        """Records that a lease was given back, or lost."""
+        """Record that a lease was given back, or lost."""
         if times := self._of(token):
             times.end(token)
 
@@ -136,7 +136,7 @@ class StageTimes:
         return next((times for times in self._times.values() if token in times.leases), None)
 
     async def _report(self) -> None:
-        """Emits the events until all workers are silent or the run is over: an ended run takes no
+        """Emit the events until all workers are silent or the run is over: an ended run takes no
         more events."""
         while self._times:
             await asyncio.sleep(EVENT_SECONDS)

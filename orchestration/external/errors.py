@@ -1,4 +1,4 @@
-"""What the interface to external stages refuses."""
+"""Refusals of the interface to external stages."""
 
 from pipeline.problems import Problem, ProblemError
 

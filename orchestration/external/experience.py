@@ -60,5 +60,5 @@ class Experience:
 
     @property
     def over(self) -> bool:
-        """No claim of this run will get rows any more."""
+        """Return whether no claim of this run will get rows any more."""
         return self.state in OVER

@@ -73,7 +73,7 @@ class External(ExternalWeights):
 
     @classmethod
     async def open(cls, url: str, run: str, *, worker: str = "external") -> External:
-        """Opens the run with id ``run`` on the index at ``url``.
+        """Open the run with id ``run`` on the index at ``url``.
 
         Raises LookupError when the index has no such run.
         """
@@ -95,7 +95,7 @@ class External(ExternalWeights):
         return flow_of(self.recipe).schema
 
     async def close(self) -> None:
-        """Closes the warehouses and the connections. Leases stay valid."""
+        """Close the warehouses and the connections. Leases stay valid."""
         await self._times.close()
         if self._dock is not None:
             await self._dock.close()
@@ -111,13 +111,15 @@ class External(ExternalWeights):
         last: bool = False,
         timeout: float = 30.0,
     ) -> int:
-        """Adds prompts, as :func:`stages.prompts.external.put_prompts`.
+        """Add prompts, as :func:`stages.prompts.external.put_prompts`.
 
         Raises NotExternal when the run has its own.
         """
         if self.recipe.prompts.source != "external":
-            wrong = f"prompts.source = {self.recipe.prompts.source!r}: the run has its own prompts"
-            raise NotExternal(wrong, "open one with prompts.source = 'external'")
+            problem = (
+                f"prompts.source = {self.recipe.prompts.source!r}: the run has its own prompts"
+            )
+            raise NotExternal(problem, "open one with prompts.source = 'external'")
         column = self.recipe.prompts.column
         return await put_prompts(
             self.index, rows, column=column, first=first, last=last, timeout=timeout
@@ -138,8 +140,8 @@ class External(ExternalWeights):
         tokenizer: str | None = None,
         owner: str = DIRECT,
     ) -> Experience:
-        """Leases up to ``most`` rows of ``stage`` to ``worker`` (groups for stages that take
-        groups, one batch for a trainer), waiting up to ``wait`` seconds for some.
+        """Lease up to ``most`` rows of ``stage`` to ``worker`` (groups for stages that take groups,
+        one batch for a trainer), waiting up to ``wait`` seconds for some.
 
         ``columns``: those to fetch; default: those that the stage needs. ``version``: the policy
         version that a rollout has loaded; default: that of its last :meth:`notify`. ``lease`` in
@@ -171,7 +173,7 @@ class External(ExternalWeights):
         lease: float,
         owner: str,
     ) -> tuple[Claim | None, str, str]:
-        """Returns a claim, or None when ``wait`` seconds passed or the run ended, and the run's
+        """Return a claim, or None when ``wait`` seconds passed or the run ended, and the run's
         state with its reason."""
         deadline = time.monotonic() + wait
         most = max(
@@ -184,18 +186,18 @@ class External(ExternalWeights):
             due = WAIT_SECONDS
             if state == CLAIMED:
                 home = (await self._warehouses()).home
-                found = await self.index.claim(
+                outcome = await self.index.claim(
                     stage, f"{PREFIX}{worker}", most, lease, generated, home, owner=owner
                 )
-                if isinstance(found, Claim):
-                    return found, state, reason
+                if isinstance(outcome, Claim):
+                    return outcome, state, reason
                 if version is not None:
                     await self._refuse_old(stage, version)
-                topics[found.topic], due = found.wait, min(found.due or due, due)
-            left = deadline - time.monotonic()
-            if state in OVER or left <= 0:
+                topics[outcome.topic], due = outcome.wait, min(outcome.due or due, due)
+            remaining = deadline - time.monotonic()
+            if state in OVER or remaining <= 0:
                 return None, state, reason
-            await self.index.wait_any(topics, min(left, due))
+            await self.index.wait_any(topics, min(remaining, due))
 
     async def _experience(
         self,
@@ -206,7 +208,7 @@ class External(ExternalWeights):
         reason: str,
         columns: Sequence[str] = (),
     ) -> Experience:
-        """Returns the rows of ``claim``, or the answer without rows.
+        """Return the rows of ``claim``, or the answer without rows.
 
         Gives back rows that cannot be fetched.
         """
@@ -220,40 +222,45 @@ class External(ExternalWeights):
             rows = [
                 ExperienceRow(*row, group_seed(self.recipe.seed, row.group)) for row in claim.rows
             ]
-            found, begun = await self._fetch(claim, columns)
+            column_values, begun = await self._fetch(claim, columns)
             sampling = (await self.terms()).sampling if stage == "rollout" else {}
         except BaseException:
             if claim is not None:
                 await asyncio.shield(self.index.hand_back(claim))
             raise
         return replace(
-            empty, token=claim.token, rows=rows, columns=found, begun=begun, sampling=sampling
+            empty,
+            token=claim.token,
+            rows=rows,
+            columns=column_values,
+            begun=begun,
+            sampling=sampling,
         )
 
     async def _fetch(
         self, claim: Claim, columns: Sequence[str]
     ) -> tuple[dict[str, Packed], tuple[list[int], dict[str, Packed]]]:
-        """Returns the columns of ``claim`` (default: those that its stage needs), and its parked
+        """Return the columns of ``claim`` (default: those that its stage needs), and its parked
         rows: their ids and what they have so far."""
         dock = await self._warehouses()
-        found = await dock.fetch_packed(
+        column_values = await dock.fetch_packed(
             claim, list(columns) or dock.schema.names(await self._of_stage(claim, "needs"))
         )
         if claim.stage != "rollout":
-            return found, ([], {})
+            return column_values, ([], {})
         refs = claim.refs[await dock.warehouses.producer("response_ids")]
         positions = np.flatnonzero(refs["block"])
         progress = await dock.gather(refs[positions], list(PROGRESS)) if len(positions) else {}
-        return found, (claim.row[positions].tolist(), progress)
+        return column_values, (claim.row[positions].tolist(), progress)
 
     async def _of_stage(self, claim: Claim, what: str) -> Any:
-        """Returns the columns that the stage of ``claim`` ``needs`` or ``makes``, as the run
-        declares them."""
+        """Return the columns that the stage of ``claim`` needs or makes, as the run declares them.
+        ``what``: "needs" or "makes"."""
         config = await self.index.config()
         return next(stage[what] for stage in config["stages"] if stage["name"] == claim.stage)
 
     async def _version(self, worker: str, version: int | None, owner: str) -> int:
-        """Returns the version with which a rollout claims."""
+        """Return the version with which a rollout claims."""
         if version is None:
             version = await LOADED.get(self.index, owner=owner, worker=worker)
             if version is None:
@@ -284,10 +291,10 @@ class External(ExternalWeights):
         park: bool = False,
         owner: str = DIRECT,
     ) -> int:
-        """Commits ``columns`` of ``rows`` (ids) under a lease, or parks them (``park``) to be
-        continued by any worker. Returns the number of rows that the lease still holds. Raises
+        """Commit ``columns`` of ``rows`` (ids) under a lease, or park them (``park``) to be
+        continued by any worker. Return the number of rows that the lease still holds. Raises
         LeaseLost, NotExternal, Misfit, ColumnError, IndexRefused."""
-        claim, left = await self._lease(token, owner)
+        claim, held_rows = await self._lease(token, owner)
         positions = _positions(claim, rows)
         dock = await self._warehouses()
         part = claim.part(positions)
@@ -310,17 +317,20 @@ class External(ExternalWeights):
                     torch.from_numpy(part.tokens.astype("int64")),
                 )
             await dock.commit(claim, positions, columns)
-            return self._times.put(part, left - len(positions), int(part.tokens.sum()))
+            return self._times.put(part, held_rows - len(positions), int(part.tokens.sum()))
         wanted = PROGRESS if park else tuple(RESPONSE)
         check_columns(dock.schema, columns, wanted, len(positions))
         newest = (await self.index.status()).published
-        made = check_responses(columns, await self.terms(), newest, parked=park)
-        await self._refuse_stale(part, [oldest for oldest, _ in made])
+        generations = check_responses(columns, await self.terms(), newest, parked=park)
+        await self._refuse_stale(part, [oldest for oldest, _ in generations])
         put = dock.park if park else dock.commit
-        await put(claim, positions, columns, generated=made)
-        begun = int(part.tokens.sum())  # made before the rows were parked
+        await put(claim, positions, columns, generated=generations)
+        parked_tokens = int(part.tokens.sum())  # made before the rows were parked
         return self._times.put(
-            part, left - len(positions), sum(tokens for _, tokens in made) - begun, park=park
+            part,
+            held_rows - len(positions),
+            sum(tokens for _, tokens in generations) - parked_tokens,
+            park=park,
         )
 
     async def _refuse_stale(self, claim: Claim, oldest: Sequence[int]) -> None:
@@ -339,7 +349,7 @@ class External(ExternalWeights):
     async def train(
         self, token: str, step: int, metrics: Mapping[str, float], *, owner: str = DIRECT
     ) -> int:
-        """Ends the train batch under ``token``: the trainer made its optimizer step.
+        """End the train batch under ``token``: the trainer made its optimizer step.
 
         ``step``: the ``trained`` of its claim. ``metrics`` go into the step's event. Returns the
         trainer's new version, to be published next. Raises LeaseLost, NotExternal, BoundBroken,
@@ -367,7 +377,7 @@ class External(ExternalWeights):
         return version
 
     async def replay(self, step: int) -> Experience:
-        """Returns the rows of a trained step that no checkpoint covers, without a lease, for an
+        """Return the rows of a trained step that no checkpoint covers, without a lease, for an
         external trainer that lost its state. Raises NotExternal, StaleHandle."""
         self._check_external("update")
         claim = await self.index.replay(step)
@@ -378,7 +388,7 @@ class External(ExternalWeights):
         )
 
     async def renew(self, token: str, lease: float | None = None, *, owner: str = DIRECT) -> float:
-        """Holds a lease for ``lease`` seconds from now, and returns these.
+        """Hold a lease for ``lease`` seconds from now, and return these.
 
         Raises LeaseLost, NotExternal.
         """
@@ -391,31 +401,31 @@ class External(ExternalWeights):
         return lease
 
     async def release(self, token: str, *, owner: str = DIRECT) -> None:
-        """Gives back the rows that a lease still holds, to be claimed by others at once.
+        """Give back the rows that a lease still holds, to be claimed by others at once.
 
         Does nothing to a lease that has ended, or that another owner has.
         """
-        found = await self.index.lease(token, owner)
-        if found is None:
+        lease = await self.index.lease(token, owner)
+        if lease is None:
             return
-        self._check_external(found[0].stage)
-        await self.index.hand_back(found[0])
+        self._check_external(lease[0].stage)
+        await self.index.hand_back(lease[0])
         self._times.ended(token)
 
     async def _lease(self, token: str, owner: str) -> tuple[Claim, int]:
-        """Returns the claim under ``token`` and the number of rows that it still holds.
+        """Return the claim under ``token`` and the number of rows that it still holds.
 
         A lease of another owner is treated as one that has ended, so that a caller learns nothing
         of it.
         """
-        found = await self.index.lease(token, owner)
-        if found is None:
+        lease = await self.index.lease(token, owner)
+        if lease is None:
             raise LeaseLost(
                 f"token {token} has no lease any more: it expired, all of its rows are committed, "
                 f"or another caller has it"
             )
-        self._check_external(found[0].stage)
-        return found
+        self._check_external(lease[0].stage)
+        return lease
 
     async def _warehouses(self) -> Dock:
         async with self._opening:
@@ -438,7 +448,7 @@ class External(ExternalWeights):
 
 
 def _positions(claim: Claim, rows: Sequence[int]) -> list[int]:
-    """Returns the positions in ``claim`` of the rows with these ids."""
+    """Return the positions in ``claim`` of the rows with these ids."""
     at = {row: position for position, row in enumerate(claim.row.tolist())}
     if lost := [row for row in rows if row not in at]:
         raise LeaseLost(

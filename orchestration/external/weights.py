@@ -32,7 +32,8 @@ WAIT_SECONDS = 10.0  # after which a wait on the server is renewed
 
 
 class ExternalWeights:
-    """Reads and publishes the weights of one run, and what external programs must know of it."""
+    """The part of a session that reads and publishes the weights of one run, and tells what
+    external programs must know of it."""
 
     def __init__(self, index: Index, recipe: Recipe) -> None:
         self.index = index
@@ -41,27 +42,26 @@ class ExternalWeights:
         self._store: WeightStore | None = None
 
     async def weights(self, after: int = -1, wait: float = 0.0) -> Published | None:
-        """Returns the published version when it is newer than ``after``; waits up to ``wait``
-        seconds for one."""
+        """Return the published version when it is newer than ``after``; wait up to ``wait`` seconds
+        for one."""
         if not self.recipe.external.stages:
-            wrong = "external.stages is empty: the run's own workers execute all stages"
-            raise NotExternal(wrong, "open a run with some in it")
+            problem = "external.stages is empty: the run's own workers execute all stages"
+            raise NotExternal(problem, "open a run with some in it")
         deadline = time.monotonic() + wait
         while True:
             newest = await self.index.published_weights()
             if newest.record and newest.version > after:
                 return Published.from_record(newest.record)
             state, _, position = await self.index.state()
-            left = deadline - time.monotonic()
-            if left <= 0 or state in OVER:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0 or state in OVER:
                 return None
             await self.index.wait_any(
-                {VERSION: newest.wait, STATE: position}, min(left, WAIT_SECONDS)
+                {VERSION: newest.wait, STATE: position}, min(remaining, WAIT_SECONDS)
             )
 
     async def read_weights(self, version: int) -> dict[str, torch.Tensor]:
-        """Returns a private, verified copy of one of the two newest versions. Raises
-        WeightsGone."""
+        """Return a private, verified copy of one of the two newest versions. Raises WeightsGone."""
         record = await self.index.weights_record(version)
         if not record:
             raise WeightsGone(f"weights of version {version} are not held; ask for the newest")
@@ -80,7 +80,7 @@ class ExternalWeights:
         hidden: float = 0.0,
         owner: str = DIRECT,
     ) -> None:
-        """Records that ``worker`` has loaded ``version``, with which it claims from now on.
+        """Record that ``worker`` has loaded ``version``, with which it claims from now on.
 
         ``exposed`` and ``hidden``: seconds without and beside generation. Raises Misfit for a
         version that is not published.
@@ -95,7 +95,7 @@ class ExternalWeights:
     async def publish(
         self, version: int, weights: Iterable[tuple[str, torch.Tensor]], *, covered: int = 0
     ) -> Published:
-        """Publishes an external trainer's weights.
+        """Publish an external trainer's weights.
 
         ``version``: the one that :meth:`train` returned, or the one that the run begins with.
         ``covered``: the trainer's own checkpoint covers the steps below; of the others at most
@@ -113,10 +113,10 @@ class ExternalWeights:
         return published
 
     async def may_publish(self, version: int, layout: Layout | None = None) -> Layout | None:
-        """Returns the names, dtypes and shapes that the weights of ``version`` must have (None:
-        any, the model is not known). Raises NotExternal, NotBegun, Misfit unless ``version`` is the
-        next to be published and ``layout``, where it is given, fits, and NoRoom when it does not
-        fit into shared memory."""
+        """Return the names, dtypes and shapes that the weights of ``version`` must have (None: any,
+        the model is not known). Raises NotExternal, NotBegun, Misfit unless ``version`` is the next
+        to be published and ``layout``, where it is given, fits, and NoRoom when it does not fit
+        into shared memory."""
         self._check_external("update")
         place = await self.place()
         terms = await self.terms()
@@ -159,7 +159,7 @@ class ExternalWeights:
             raise Misfit("version", f"{version} is not published", f"give one of 0 .. {newest}")
 
     async def terms(self) -> Terms:
-        """Returns what an external program must know of the run.
+        """Return what an external program must know of the run.
 
         Raises NotBegun before its workers have written it.
         """
@@ -168,11 +168,11 @@ class ExternalWeights:
         return self._terms
 
     async def place(self) -> RunPaths:
-        """Returns where the run's files are. Raises NotBegun."""
+        """Return where the run's files are. Raises NotBegun."""
         return await self._begun(RUN_PATHS)
 
     async def _begun(self, document: Document[T]) -> T:
-        """Returns a document of the index that the run writes when it begins. Raises NotBegun."""
+        """Return a document of the index that the run writes when it begins. Raises NotBegun."""
         value = await document.get(self.index)
         if value is None:
             raise NotBegun(
@@ -182,8 +182,8 @@ class ExternalWeights:
 
     def _check_external(self, stage: str) -> None:
         if stage not in self.recipe.external.stages:
-            wrong = f"the run's own workers execute stage {stage!r}"
-            raise NotExternal(wrong, f"open a run with external.stages = [{stage!r}]")
+            problem = f"the run's own workers execute stage {stage!r}"
+            raise NotExternal(problem, f"open a run with external.stages = [{stage!r}]")
 
     async def _weight_store(self) -> WeightStore:
         if self._store is None:

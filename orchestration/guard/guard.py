@@ -31,12 +31,15 @@ JUMP = 4.0  # deviations of the mean reward
 
 @dataclass(frozen=True)
 class GuardOptions:
-    """``window``: steps that a value is compared with. ``sensitivity``: deviations that are an
-    alarm. ``off``: metrics that are not judged. ``gap_limit``: largest mean difference of two
-    engines' logprobs with the same weights, as far as it is known before the first probe (0: it is
-    not). ``grad_clip``: gradients up to it are no alarm. ``rebuilds``: whether the KV cache of a
-    response in flight is computed again after a swap. ``constants``: metrics that are constant by
-    construction, and why; they are not judged."""
+    """Options of a guard.
+
+    ``window``: steps that a value is compared with. ``sensitivity``: deviations that are an alarm.
+    ``off``: metrics that are not judged. ``gap_limit``: largest mean difference of two engines'
+    logprobs with the same weights, as far as it is known before the first probe (0: it is not).
+    ``grad_clip``: gradients up to it are no alarm. ``rebuilds``: whether the KV cache of a response
+    in flight is computed again after a swap. ``constants``: metrics that are constant by
+    construction, and why; they are not judged.
+    """
 
     window: int = 32
     sensitivity: float = 8.0
@@ -58,7 +61,7 @@ class Window:
         return statistics.median(self.values)
 
     def deviations(self, value: float, floor: float) -> float:
-        """How far ``value`` is above the median, in deviations of at least ``floor``.
+        """Return how far ``value`` is above the median, in deviations of at least ``floor``.
 
         >>> window = Window(9); window.values.extend([1, 2, 3, 4, 5]); round(window.deviations(5.9652, 0.1), 4)
         2.0
@@ -69,7 +72,7 @@ class Window:
 
 
 class Guard:
-    """Judges the steps and swaps of one run, in the order of its events.
+    """The judge of the steps and swaps of one run, in the order of its events.
 
     A step that comes again, in a run that went on from a checkpoint, is judged again; the alarms
     that last are kept.
@@ -83,14 +86,14 @@ class Guard:
         self._steps = 0
 
     def observe(self, event: EventData) -> list[AlarmEvent]:
-        """The alarms that ``event`` raises: at most one for each metric."""
+        """Return the alarms that ``event`` raises: at most one for each metric."""
         match event:
             case StepEvent(skipped=""):
-                found = list(self._of_step(event))
+                alarms = list(self._of_step(event))
                 self._steps += 1
             case SyncEvent(gap_mean=float() as gap, gap_mean_limit=float() as limit) if limit > 0:
                 self._gap_limit = limit
-                found = list(
+                alarms = list(
                     self._trends(
                         event.version - 1,
                         {"probe_share": gap / limit},
@@ -98,8 +101,8 @@ class Guard:
                     )
                 )
             case _:
-                found = []
-        return found
+                alarms = []
+        return alarms
 
     def _of_step(self, event: StepEvent) -> Iterator[AlarmEvent]:
         values = finite_numbers({**asdict(event), **event.metrics})
@@ -116,7 +119,7 @@ class Guard:
                 self._window(name).values.append(values[name])
 
     def _limited(self, step: int, values: Mapping[str, float], rule: Rule) -> Iterator[AlarmEvent]:
-        """Of a mean difference at equal weights, whose limit follows from the dtype."""
+        """Judge a mean difference at equal weights, whose limit follows from the dtype."""
         value = values.get(rule.metric)
         limit = MARGIN * self._gap_limit
         if value is None or not limit:
@@ -131,7 +134,7 @@ class Guard:
     def _constant(
         self, step: int, values: Mapping[str, float], groups: int
     ) -> Iterator[AlarmEvent]:
-        """Of the share of groups with equal rewards: all of them are, which by the last steps'
+        """Judge the share of groups with equal rewards: all of them are, which by the last steps'
         share is most unlikely."""
         share = values.get(CONSTANT.metric)
         if share is None:
@@ -172,8 +175,8 @@ class Guard:
     def _collapsed(
         self, step: int, values: Mapping[str, float], rows: int, groups: int
     ) -> Iterator[AlarmEvent]:
-        """Of the share of distinct responses: all of a step's are one text, which is unusual in the
-        run."""
+        """Judge the share of distinct responses: all of a step's are one text, which is unusual in
+        the run."""
         share = values.get(COLLAPSED.metric)
         if share is None:
             return
@@ -232,7 +235,7 @@ class Guard:
         limit: float | None,
         reason: str,
     ) -> Iterator[AlarmEvent]:
-        """The alarm, where one begins."""
+        """Yield the alarm, where one begins."""
         name = rule.metric
         if name in self.options.off:
             return

@@ -27,9 +27,9 @@ UNPLACED_SECONDS = 5.0
 
 
 class Liveness:
-    """Ends those of the workers in ``lives``, by name, which hang. ``hung``: why, by name.
-    ``on_unplaced`` is called with a worker that other machines are to start, and whether none has
-    done so for :data:`UNPLACED_SECONDS`; on a cluster, or where that is less, for
+    """The watch that ends those of the workers in ``lives``, by name, which hang. ``hung``: why, by
+    name. ``on_unplaced`` is called with a worker that other machines are to start, and whether none
+    has done so for :data:`UNPLACED_SECONDS`; on a cluster, or where that is less, for
     `launch.hang_timeout`."""
 
     def __init__(
@@ -77,8 +77,8 @@ class Liveness:
 
     async def _look_for_progress(self, passed: float) -> None:
         status = await self._index.status()
-        found = await self._index.waiting()
-        progress = found.settled, status.published, status.admitted
+        missing = await self._index.waiting()
+        progress = missing.settled, status.published, status.admitted
         running = (await self._index.state())[0] == "running"
         self._still = self._still + passed if running and progress == self._progress else 0.0
         self._progress = progress

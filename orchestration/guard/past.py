@@ -61,8 +61,8 @@ class Past:
 
 
 def read_past(path: Path, steps: int) -> list[Event]:
-    """The last events of ``path`` of these kinds, with ``steps`` steps among them where there are
-    as many in its last READ_BYTES. Empty without a file."""
+    """Return the last events of ``path`` of these kinds, with ``steps`` steps among them where
+    there are as many in its last READ_BYTES. Empty without a file."""
     events = list[Event]()
     before = -1
     for size in READ_BYTES:

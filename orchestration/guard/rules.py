@@ -1,4 +1,4 @@
-"""What the guard judges: one row for each metric, with what to look at when it alarms.
+"""Rules of the guard: one row for each metric, with what to look at when it alarms.
 
 Importing this needs no torch.
 
@@ -23,7 +23,7 @@ SCORES = "reward_scores"
 
 @dataclass(frozen=True)
 class Rule:
-    """How one metric is judged.
+    """The rule by which one metric is judged.
 
     ``way``: the direction that is bad. ``log``: compare logarithms. ``beyond``: values that are not
     past it are never alarms. ``limit``: past it a value always is one.

@@ -50,7 +50,7 @@ class Wait:
 
 
 async def waiting_chain(index: Index) -> list[Wait]:
-    """Returns the chain of the run in ``index``; empty for one that has ended.
+    """Return the chain of the run in ``index``; empty for one that has ended.
 
     Raises LookupError for an unknown run.
     """
@@ -60,12 +60,12 @@ async def waiting_chain(index: Index) -> list[Wait]:
         raise LookupError(f"run: {index.run!r} is not in this index; give the id of a run that is")
     if state in ENDED:
         return []
-    found = await index.waiting()
+    missing = await index.waiting()
     alive = await index.alive()
     status = await index.status()
-    chain = _Chain(recipe, found, alive)
-    since = seconds(found.state_age)
-    published = seconds(found.version_age)
+    chain = _Chain(recipe, missing, alive)
+    since = seconds(missing.state_age)
+    published = seconds(missing.version_age)
     if state == "paused":
         return [Wait("the run", "`resume`", since, reason)]
     beginning = state in ("created", "starting")
@@ -89,9 +89,9 @@ async def waiting_chain(index: Index) -> list[Wait]:
                 ]
         return [
             Wait("the end of the run", "its workers to end", published, "all steps are trained"),
-            *chain.stages(found.trainer),
+            *chain.stages(missing.trainer),
         ]
-    first, *others = await _of_step(index, found, status, recipe, chain)
+    first, *others = await _of_step(index, missing, status, recipe, chain)
     return [
         replace(first, why="; ".join(filter(None, (first.why, await _dropped(index, status))))),
         *others,
@@ -101,7 +101,7 @@ async def waiting_chain(index: Index) -> list[Wait]:
 async def _of_step(
     index: Index, found: Missing, status: RunStatus, recipe: Recipe, chain: _Chain
 ) -> list[Wait]:
-    """What the next step waits for."""
+    """Return what the next step waits for."""
     step = f"step {status.trained}"
     published = seconds(found.version_age)
     if (
@@ -127,7 +127,7 @@ async def _of_step(
 
 
 async def _dropped(index: Index, status: RunStatus) -> str:
-    """The groups that left untrained since the last step, and why groups have; "" where none
+    """Return the groups that left untrained since the last step, and why groups have; "" where none
     did."""
     if not (since := status.filtered - status.dropped_before):
         return ""
@@ -140,7 +140,7 @@ async def _dropped(index: Index, status: RunStatus) -> str:
 
 
 async def _gate(index: Index, found: Missing, recipe: Recipe, chain: _Chain) -> list[Wait]:
-    """Why no group is admitted."""
+    """Return why no group is admitted."""
     for name, house in sorted(((await index.stats())["warehouses"] or {}).items()):
         if house["used"] > 0.9 * house["capacity"]:
             full = (
@@ -164,7 +164,8 @@ class _Chain:
         self._alive = alive
 
     def holders(self, stage: str) -> list[Wait]:
-        """Who holds the missing rows of ``stage``; where nobody does, who could claim them."""
+        """Return who holds the missing rows of ``stage``; where nobody does, who could claim
+        them."""
         if not (
             held := sorted(
                 self._found.holders, key=lambda holder: self._quiet(holder[0]), reverse=True
@@ -182,7 +183,7 @@ class _Chain:
         ]
 
     def stages(self, stage: str) -> list[Wait]:
-        """The workers that have ``stage``, those without a sign of life first."""
+        """Return the workers that have ``stage``, those without a sign of life first."""
         names = sorted(
             (n for n, sign in self._alive.items() if stage in sign.stages),
             key=self._quiet,
@@ -208,7 +209,7 @@ class _Chain:
         return [Wait(f"stage {stage}", f"{shown(names[0])} to claim"), self.worker(names[0])]
 
     def of(self, worker: str) -> list[Wait]:
-        """The living process of ``worker``, as KIND-NUMBER."""
+        """Return the living process of ``worker``, as KIND-NUMBER."""
         names = [name for name in self._alive if shown(name) == worker]
         return (
             [self.worker(names[-1])]
@@ -217,7 +218,7 @@ class _Chain:
         )
 
     def worker(self, name: str) -> Wait:
-        """What a worker's process waits for: the last link."""
+        """Return what a worker's process waits for: the last link."""
         launch = self._launch
         sign = self._alive.get(name)
         quiet = self._quiet(name)
@@ -235,14 +236,14 @@ class _Chain:
             on = "a sign of life"
             seconds = quiet
             why = "its process hangs or is stopped, or its machine is away"
-            left = max(0.0, launch.hang_timeout - quiet)
-            bound = f"launch.hang_timeout = {launch.hang_timeout:g} s ends it in {left:.1f} s"
+            remaining = max(0.0, launch.hang_timeout - quiet)
+            bound = f"launch.hang_timeout = {launch.hang_timeout:g} s ends it in {remaining:.1f} s"
         elif sign.version is not None:
             why += f", with version {sign.version}"
         return Wait(shown(name), on, seconds, why, bound, name)
 
     def _quiet(self, name: str) -> float:
-        """Seconds since the last sign of life."""
+        """Return the seconds since the last sign of life."""
         sign = self._alive.get(name)
         return (self._found.now - sign.at) / 1000 if sign is not None else float("inf")
 
@@ -252,5 +253,5 @@ def seconds(milliseconds: int | None) -> float | None:
 
 
 def shown(name: str) -> str:
-    """Returns KIND-NUMBER of a worker's name (:func:`pipeline.index.client.worker_name`)."""
+    """Return KIND-NUMBER of a worker's name (:func:`pipeline.index.client.worker_name`)."""
     return name.rsplit("-", 2)[0]

@@ -41,7 +41,7 @@ class GuardFailed(Exception):
 
 
 def options_of(recipe: Recipe) -> GuardOptions:
-    """Returns the options of the guard of a run of ``recipe``."""
+    """Return the options of the guard of a run of ``recipe``."""
     rollout = recipe.rollout
     sync = recipe.sync
     section = recipe.guard
@@ -97,8 +97,8 @@ class GuardWatch:
         await self.catch_up()
 
     async def _past(self) -> tuple[Past, str]:
-        """What the run stands on: its last recorded events up to the one that was judged last, and
-        what the index has behind them; and the id of the last event that was read."""
+        """Return what the run stands on: its last recorded events up to the one that was judged
+        last, and what the index has behind them; and the id of the last event that was read."""
         steps = WINDOWS * self.guard.options.window
         recorded = list[Event]()
         if self.folder is not None:
@@ -143,7 +143,8 @@ class GuardWatch:
                 await JUDGED.put(self.index, self._after)
 
     async def _judge(self, data: EventData, before: bool) -> None:
-        """``before``: a former supervisor has judged it and acted."""
+        """Judge ``event`` and act on its alarms. ``before``: a former supervisor has judged it and
+        acted."""
         alarms = self.guard.observe(data)
         if before:
             return

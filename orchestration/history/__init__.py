@@ -1,1 +1,1 @@
-"""How a run's events are kept for later: which of them, in which files, and as points of charts."""
+"""Storage of a run's events for later: which of them, in which files, and as points of charts."""

@@ -1,4 +1,4 @@
-"""What a run's closed parts hold, in one SQLite file beside them: facts of each, and points of
+"""Catalog of a run's closed parts, in one SQLite file beside them: facts of each, and points of
 their series.
 
     metrics/*.jsonl.gz ──Catalog.update──▶ metrics/catalog.sqlite ──▶ facts: versions, ids, steps, counts
@@ -117,7 +117,8 @@ def _removed(numbers: Iterable[int]) -> Iterator[tuple[str, tuple[Any, ...]]]:
 
 
 def _rows(segment: Segment, stamp: str) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Statements that write all of ``segment``; one piece of it after the other is in memory."""
+    """Yield the statements that write all of ``segment``; one piece of it after the other is in
+    memory."""
     # not needed where all parts are known
     from orchestration.history.columns import levels_of, packed
 
@@ -140,8 +141,8 @@ def _rows(segment: Segment, stamp: str) -> Iterator[tuple[str, tuple[Any, ...]]]
 
 
 def _opened(file: Path) -> sqlite3.Connection:
-    """The database in ``file``; one in memory where it cannot be made, and a new one where it is
-    damaged."""
+    """Return the database in ``file``; one in memory where it cannot be made, and a new one where
+    it is damaged."""
     if not file.parent.is_dir():
         return _prepared(sqlite3.connect(":memory:"))
     for mode in ("rwc", "ro"):
@@ -172,7 +173,7 @@ def _connected(file: Path, mode: str) -> sqlite3.Connection:
 
 
 def _prepared(database: sqlite3.Connection) -> sqlite3.Connection:
-    """``database`` with its tables; those of another version are made again."""
+    """Return ``database`` with its tables; those of another version are made again."""
     try:
         database.isolation_level = None
         (version,) = database.execute("PRAGMA user_version").fetchone()
@@ -192,8 +193,8 @@ def _prepared(database: sqlite3.Connection) -> sqlite3.Connection:
 
 
 def _pieces(segment: Segment) -> Iterator[tuple[Facts, Columns]]:
-    """What is known of ``segment``, for each :data:`SEGMENT_BYTES` of it; one with nothing where it
-    is empty."""
+    """Yield what is known of ``segment``, for each :data:`SEGMENT_BYTES` of it; one with nothing
+    where it is empty."""
     from orchestration.history.columns import Columns
 
     facts = Facts()

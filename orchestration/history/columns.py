@@ -41,17 +41,17 @@ class Points:
         return len(self.times)
 
     def within(self, begin: float, end: float) -> Points:
-        """Those from ``begin`` to ``end``."""
+        """Return the points from ``begin`` to ``end``."""
         return self.taken((self.times >= begin) & (self.times <= end))
 
     def present(self) -> Points:
-        """Those that have any number."""
+        """Return the points that have any number."""
         if not self.counts:
             return self.taken(np.zeros(len(self), dtype=bool))
         return self.taken(np.logical_or.reduce([counted > 0 for counted in self.counts.values()]))
 
     def taken(self, chosen: NDArray[np.bool_]) -> Points:
-        """Those that are ``chosen`` [points]."""
+        """Return the points that are ``chosen`` [points]."""
         if chosen.all():
             return self
         values = {name: column[chosen] for name, column in self.values.items()}
@@ -62,7 +62,7 @@ class Points:
         )
 
     def reduced(self, kind: str, every: float) -> Points:
-        """One point for each ``every`` seconds, from their beginning on; 0: as they are.
+        """Return one point for each ``every`` seconds, from their beginning on; 0: as they are.
 
         A late one is of the newest.
         """
@@ -79,7 +79,7 @@ class Points:
         return Points(buckets[starts], values, counts)
 
     def numbers(self, kind: str) -> Iterator[tuple[str, list[float | None]]]:
-        """The columns as a chart has them; None where a point has no such number."""
+        """Yield the columns as a chart has them; None where a point has no such number."""
         for name, column in self.values.items():
             counted = self.counts[name]
             shown = column / np.maximum(counted, 1) if how(kind, name) == "mean" else column
@@ -98,7 +98,7 @@ def _joined(way: str, column: Floats, counted: Counts, starts: NDArray[np.intp])
 
 
 def concatenated(pieces: Sequence[Points]) -> Points:
-    """The points of ``pieces``, one after the other; numbers that a piece lacks are absent
+    """Return the points of ``pieces``, one after the other; numbers that a piece lacks are absent
     there."""
     if len(pieces) == 1:
         return pieces[0]
@@ -119,8 +119,8 @@ class _Table:
 
 
 class Columns:
-    """Collects the numbers of events, by series; those that ``wanted`` says, by kind, series and
-    name (None: all)."""
+    """Collector of the numbers of events, by series; those that ``wanted`` says, by kind, series
+    and name (None: all)."""
 
     def __init__(self, wanted: Wanted | None = None) -> None:
         self._wanted = wanted
@@ -147,7 +147,7 @@ class Columns:
             column.append(value)
 
     def _chosen(self, kind: str, series: str, numbers: Mapping[str, float]) -> dict[str, float]:
-        """Those of ``numbers`` that are wanted. Each name is asked about once."""
+        """Return those of ``numbers`` that are wanted. Each name is asked about once."""
         assert self._wanted is not None
         answers = self._answers.setdefault(series, {})
         for number in numbers.keys() - answers.keys():
@@ -155,7 +155,7 @@ class Columns:
         return {number: value for number, value in numbers.items() if answers[number]}
 
     def series(self) -> Iterator[tuple[str, Points]]:
-        """The events of each series as points."""
+        """Yield the events of each series as points."""
         for name, table in self._tables.items():
             rows = len(table.times)
             values = {
@@ -169,8 +169,8 @@ class Columns:
 
 
 def levels_of(name: str, points: Points) -> Iterator[tuple[int, Points]]:
-    """``points`` and those of each level, but of levels that have hardly fewer points than a finer
-    one."""
+    """Yield ``points`` and those of each level, but of levels that have hardly fewer points than a
+    finer one."""
     yield 0, points
     kind = name.partition("/")[0]
     least = len(points)
@@ -182,7 +182,7 @@ def levels_of(name: str, points: Points) -> Iterator[tuple[int, Points]]:
 
 
 def levels_for(every: float) -> list[int]:
-    """The levels of which points of ``every`` seconds are made, the best one first.
+    """Return the levels of which points of ``every`` seconds are made, the best one first.
 
     >>> levels_for(120), levels_for(607), levels_for(2), levels_for(86400)
     ([60, 5, 0], [60, 5, 0], [0], [7200, 600, 60, 5, 0])
@@ -192,14 +192,14 @@ def levels_for(every: float) -> list[int]:
 
 
 def packed(points: Points) -> Iterator[tuple[str, bytes]]:
-    """The columns of ``points`` as bytes; that of the times has the name ""."""
+    """Yield the columns of ``points`` as bytes; that of the times has the name ""."""
     yield "", zlib.compress(points.times.tobytes(), 1)
     for name, column in points.values.items():
         yield name, zlib.compress(column.tobytes() + points.counts[name].tobytes(), 1)
 
 
 def unpacked(data: bytes, counted: bool = True) -> tuple[Floats, Counts]:
-    """A column as :func:`packed` makes it, and its counts; ``counted``: it has counts."""
+    """Return a column as :func:`packed` makes it, and its counts; ``counted``: it has counts."""
     content = zlib.decompress(data)
     size = len(content) // (12 if counted else 8)
     return np.frombuffer(content, np.float64, size), np.frombuffer(

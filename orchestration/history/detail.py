@@ -27,7 +27,7 @@ log = structlog.get_logger()
 
 
 class DetailFile:
-    """Appends events to the detail beside ``path``, a ``metrics.jsonl``.
+    """Writer of the detail beside ``path``, a ``metrics.jsonl``.
 
     What its disk refuses is left out.
     """
@@ -61,19 +61,19 @@ class DetailFile:
 
 
 def files_of(path: Path) -> list[Path]:
-    """The files of detail beside ``path``, the older one first."""
+    """Return the files of detail beside ``path``, the older one first."""
     return [file for name in (OLD, DETAIL) if (file := path.with_name(name)).is_file()]
 
 
 def detail_of(path: Path) -> Iterator[Event]:
-    """The events of the detail beside ``path``."""
+    """Yield the events of the detail beside ``path``."""
     for file in files_of(path):
         with contextlib.suppress(FileNotFoundError), file.open("rb") as lines:
             yield from (event for line in lines if (event := event_of(line)) is not None)
 
 
 def detail_begins(path: Path) -> str:
-    """The id with which the detail beside ``path`` begins; "": there is none."""
+    """Return the id with which the detail beside ``path`` begins; "": there is none."""
     for file in files_of(path):
         with contextlib.suppress(FileNotFoundError), file.open("rb") as lines:
             return id_of(lines.readline())
@@ -81,17 +81,17 @@ def detail_begins(path: Path) -> str:
 
 
 def detail_after(path: Path, event_id: str, count: int) -> list[Event]:
-    """The next ``count`` events of the detail beside ``path`` after ``event_id``."""
-    found: list[Event] = []
+    """Return the next ``count`` events of the detail beside ``path`` after ``event_id``."""
+    events: list[Event] = []
     for file in files_of(path):
-        last = order(found[-1].id if found else event_id)
+        last = order(events[-1].id if events else event_id)
         with contextlib.suppress(FileNotFoundError), file.open("rb") as lines:
-            found += events_after(lines, last, count - len(found)) if len(found) < count else []
-    return found
+            events += events_after(lines, last, count - len(events)) if len(events) < count else []
+    return events
 
 
 def with_detail(events: Iterable[Event], detail: Iterable[Event]) -> Iterator[Event]:
-    """Both in the order of their ids, each once, as precise as it was sent."""
+    """Yield both in the order of their ids, each once, as precise as it was sent."""
     last = ""
     for event in heapq.merge(detail, events, key=lambda event: order(event.id)):
         if event.id != last:
@@ -111,4 +111,4 @@ def _ends_whole(path: Path) -> bool:
 def _last_id(path: Path) -> str:
     with path.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - (64 << 10)))
-        return max((found for line in file if (found := id_of(line))), key=order, default="")
+        return max((event_id for line in file if (event_id := id_of(line))), key=order, default="")

@@ -1,5 +1,5 @@
-"""What is known of a part of a run's file of events without reading it: its ids, steps, versions
-and counts."""
+"""Facts of a part of a run's file of events, known without reading it: its ids, steps, versions and
+counts."""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ KIND_OF_LINE = re.compile(rb'"kind": ?"([a-z]+)"')
 
 @dataclass
 class Facts:
-    """``made``: greatest version that an event reports and a rewind to before it removes;
+    """Facts of some lines.
+
+    ``made``: greatest version that an event reports and a rewind to before it removes;
     ``evaluated``, ``checkpoint``: the newest versions of these; -1: none. Times in Unix seconds,
-    steps from 0."""
+    steps from 0.
+    """
 
     first_id: str = ""
     last_id: str = ""
@@ -44,10 +47,10 @@ class Facts:
         if (
             kind
             and kind[1] == b"span"
-            and (found := ID_OF_LINE.match(line))
+            and (id_match := ID_OF_LINE.match(line))
             and line.endswith(b"}\n")
         ):
-            self._pass("span", found[1].decode())
+            self._pass("span", id_match[1].decode())
             return None
         if (event := event_of(line)) is not None:
             self.add(event)
@@ -83,8 +86,8 @@ class Facts:
 
 
 def version_of(event: Event) -> int:
-    """The version to before which a rewind removes ``event``; -1: it stays in any case, as a ledger
-    of an older program, which does not say its version."""
+    """Return the version to before which a rewind removes ``event``; -1: it stays in any case, as a
+    ledger of an older program, which does not say its version."""
     data: Mapping[str, Any] = event.data
     if event.kind == "alarm":
         return _whole(data, "step") + 1
@@ -96,12 +99,13 @@ def version_of(event: Event) -> int:
 
 
 def _whole(data: Mapping[str, Any], name: str) -> int:
-    """0 where there is no such number: an event may be of any program."""
+    """Return the whole number ``name`` of ``data``; 0 where there is no such number: an event may
+    be of any program."""
     value = data.get(name)
     return value if isinstance(value, int) else 0
 
 
 def made_after(version: int, event: Event) -> bool:
-    """Whether ``event`` is of a step after ``version``: what reports it, or its versions, or the
-    ledger then."""
+    """Return whether ``event`` is of a step after ``version``: what reports it, or its versions, or
+    the ledger then."""
     return version_of(event) > version

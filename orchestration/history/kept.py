@@ -1,4 +1,5 @@
-"""Which events of a run its file keeps, so that it grows by steps and hardly by the clock.
+"""The choice of the events that a run's file keeps, so that it grows by steps and hardly by the
+clock.
 
     span ─────────────────────▶ none
     stage, ledger, turn ──────▶ of each worker the newest one a minute: they say totals, or what is now
@@ -30,9 +31,12 @@ Key = tuple[str, str, str]  # kind, worker, and of a turn its phase
 
 @dataclass
 class _Slot:
-    """``kept``: the newest event that was. ``waiting``: newer ones; more than one where a worker
-    has begun again, or a checkpoint was made between them. ``begins``: the last of them is the
-    first of a worker's new process, which shows that it began again: it stays beside later ones."""
+    """The events of one worker and kind between two that are kept.
+
+    ``kept``: the newest event that was. ``waiting``: newer ones; more than one where a worker has
+    begun again, or a checkpoint was made between them. ``begins``: the last of them is the first of
+    a worker's new process, which shows that it began again: it stays beside later ones.
+    """
 
     kept: Event
     waiting: list[Event] = field(default_factory=list)
@@ -44,7 +48,8 @@ class _Slot:
 
 
 class Kept:
-    """Chooses and merges events, which are given in the order of their ids. Does no I/O."""
+    """The rule that chooses and merges events, which are given in the order of their ids. Does no
+    I/O."""
 
     def __init__(self, every: float = EVERY) -> None:
         self.seen = "0"  # greatest id of an event that was given or kept
@@ -55,7 +60,7 @@ class Kept:
 
     @property
     def seconds(self) -> float:
-        """Between two kept events of one worker and kind."""
+        """Seconds between two kept events of one worker and kind."""
         return self._every * max(1.0, len(self._slots) / MANY)
 
     def recall(self, event: Event) -> None:
@@ -77,7 +82,7 @@ class Kept:
             self._wait(slot, event)
 
     def of(self, event: Event) -> Iterator[Event]:
-        """What is to be kept now that ``event`` has come, in the order of ids."""
+        """Yield the events that are to be kept now that ``event`` has come, in the order of ids."""
         if event.kind == "checkpoint":
             self._saved = _version(event)
         for ending in self._ending(event):
@@ -100,15 +105,15 @@ class Kept:
         if len(slot.waiting) == 1 and (
             slot.begins or abs(event.time - slot.kept.time) >= self.seconds
         ):
-            kept = replace(slot.waiting[0], id=event.id)
-            self._slots[key] = _Slot(kept)
+            kept_event = replace(slot.waiting[0], id=event.id)
+            self._slots[key] = _Slot(kept_event)
             self._due.pop(key, None)
-            yield kept
+            yield kept_event
         elif len(slot.waiting) > 1:
             self._due[key] = None
 
     def rest(self) -> Iterator[Event]:
-        """What still waits: no more events come."""
+        """Yield what still waits: no more events come."""
         yield from self._take(list(self._slots))
 
     def rewind(self, version: int) -> None:
@@ -121,7 +126,7 @@ class Kept:
                 slot.waiting = [event for event in slot.waiting if _version(event) <= version]
 
     def _ending(self, event: Event) -> list[Key]:
-        """Whose waiting events are kept because of ``event``."""
+        """Return the keys whose waiting events are kept because of ``event``."""
         if event.kind == "state" and event.data.get("state") in ENDED:
             return list(self._slots)
         if event.kind == "worker":
@@ -151,7 +156,7 @@ class Kept:
         slot.begins = begins
 
     def _are_apart(self, first: Event, second: Event) -> bool:
-        """Whether two sync events are not merged: a checkpoint is between them, or one is a
+        """Return whether two sync events are not merged: a checkpoint is between them, or one is a
         publication."""
         if first.kind != "sync":
             return False
@@ -183,8 +188,8 @@ def _key(event: Event) -> Key | None:
 
 
 def merged(first: Event, second: Event) -> Event:
-    """One sync event in place of two of a worker: sums of seconds and bytes, the largest gaps, the
-    rest of the newer one.
+    """Return one sync event in place of two of a worker: sums of seconds and bytes, the largest
+    gaps, the rest of the newer one.
 
     >>> one = Event("1-0", 1.0, "sync", {"worker": "rollout-0", "version": 1, "bytes": 8, "gap_max": 0.2})
     >>> merged(one, Event("2-0", 2.0, "sync", {**one.data, "version": 2, "gap_max": 0.1})).data
@@ -204,12 +209,12 @@ def merged(first: Event, second: Event) -> Event:
 
 
 def merged_count(data: Mapping[str, Any]) -> int:
-    """How many sync events ``data`` stands for."""
+    """Return how many sync events ``data`` stands for."""
     return int(data.get("merged") or 1)
 
 
 def of_one(data: Mapping[str, Any]) -> dict[str, Any]:
-    """``data`` of a sync event with the mean seconds and bytes of those that it stands for.
+    """Return ``data`` of a sync event with the mean seconds and bytes of those that it stands for.
 
     >>> of_one({"worker": "rollout-0", "exposed_seconds": 3.0, "merged": 2})
     {'worker': 'rollout-0', 'exposed_seconds': 1.5}

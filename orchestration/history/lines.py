@@ -18,14 +18,14 @@ _NUMBERS = (int, float)
 
 
 def event_json(event: Event) -> str:
-    """One line of JSON, always of finite numbers, as precise as they are."""
+    """Return one line of JSON, always of finite numbers, as precise as they are."""
     line = {"id": event.id, "time": event.time, "kind": event.kind, "data": finite(event.data)}
     return json.dumps(line, ensure_ascii=False, allow_nan=False)
 
 
 def line_of(event: Event) -> bytes:
-    """The line of ``event`` in a run's file: short, its numbers rounded by :func:`rounded`, its
-    time to milliseconds."""
+    """Return the line of ``event`` in a run's file: short, its numbers rounded by :func:`rounded`,
+    its time to milliseconds."""
     line = {
         "id": event.id,
         "time": round(event.time, 3),
@@ -39,7 +39,7 @@ def line_of(event: Event) -> bytes:
 
 
 def rounded(value: float) -> float:
-    """``value`` to :data:`DIGITS` digits; from :data:`WHOLE` on, to three decimals.
+    """Return ``value`` to :data:`DIGITS` digits; from :data:`WHOLE` on, to three decimals.
 
     >>> rounded(64.86700448983578), rounded(2419200.12345), rounded(1.0000000000000001e-07)
     (64.867, 2419200.123, 1e-07)
@@ -58,7 +58,8 @@ def _short(value: Any) -> Any:
 
 
 def finite(value: Any) -> Any:
-    """``value`` with None in place of numbers that are not finite, which JSON does not have."""
+    """Return ``value`` with None in place of numbers that are not finite, which JSON does not
+    have."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -69,7 +70,7 @@ def finite(value: Any) -> Any:
 
 
 def event_of(line: bytes) -> Event | None:
-    """Returns the event of ``line``; None where it is torn: a full disk, or a kill, has cut it
+    """Return the event of ``line``; None where it is torn: a full disk, or a kill, has cut it
     short."""
     try:
         event = json.loads(line) if line.endswith(b"\n") else None
@@ -83,13 +84,13 @@ def event_of(line: bytes) -> Event | None:
 
 
 def id_of(line: bytes) -> str:
-    """Returns the id of the event of ``line``; "" where the line does not begin with one."""
-    found = ID_OF_LINE.match(line)
-    return found[1].decode() if found else ""
+    """Return the id of the event of ``line``; "" where the line does not begin with one."""
+    id_match = ID_OF_LINE.match(line)
+    return id_match[1].decode() if id_match else ""
 
 
 def finite_numbers(data: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers among the values of ``data`` that a float holds."""
+    """Return the numbers among the values of ``data`` that a float holds."""
     numbers: dict[str, float] = {}
     for name, value in data.items():
         if not isinstance(value, _NUMBERS) or isinstance(value, bool):

@@ -37,9 +37,9 @@ WHERE series = ? AND name = ? AND every = ? AND number BETWEEN ? AND ?
 
 
 class Series:
-    """Collects points and events in order, ``every`` seconds to a point (0: each its own), of the
-    numbers that are ``wanted``. ``last``: the greatest id of the events in them; ``newest``: that
-    of a series, where it is known."""
+    """Collector of points and events in order, ``every`` seconds to a point (0: each its own), of
+    the numbers that are ``wanted``. ``last``: the greatest id of the events in them; ``newest``:
+    that of a series, where it is known."""
 
     def __init__(self, every: float, wanted: Wanted | None = None, most: int = MOST_POINTS) -> None:
         self.every = every
@@ -58,7 +58,8 @@ class Series:
             self.pieces.setdefault(name, []).append(points)
 
     def lacks(self, event: Event) -> bool:
-        """Whether an event of the index is in no point yet: some wait a minute for the file."""
+        """Return whether an event of the index is in no point yet: some wait a minute for the
+        file."""
         waits = event.kind in ("stage", "sync", "ledger")
         known = self.newest.get(series_of(event), self.last) if waits else self.last
         return order(event.id) > order(known)
@@ -70,8 +71,8 @@ class Series:
         self._events = Columns(self.wanted)
 
     def columns(self) -> Iterator[tuple[str, dict[str, list[float | None]]]]:
-        """Columns by series and number, as long as the series' ``time``; None where a point has no
-        such number. Raises TooMany past ``most`` points."""
+        """Yield the columns by series and number, as long as the series' ``time``; None where a
+        point has no such number. Raises TooMany past ``most`` points."""
         self.settle()
         reduced = {
             name: concatenated(pieces).reduced(name.partition("/")[0], self.every).present()
@@ -88,7 +89,7 @@ class Series:
 
 
 def past_of(path: Path, begin: float, end: float, every: float, wanted: Wanted) -> Series:
-    """The numbers that are ``wanted`` of the events from ``begin`` to ``end`` in ``path``, a
+    """Return the numbers that are ``wanted`` of the events from ``begin`` to ``end`` in ``path``, a
     ``metrics.jsonl``, and its closed parts. Raises TooMany."""
     past = Series(every, wanted)
     if closed(path):
@@ -104,7 +105,7 @@ def past_of(path: Path, begin: float, end: float, every: float, wanted: Wanted) 
 
 
 def _open_events(path: Path, past: Series) -> Iterator[Event]:
-    """The events of the open part that belong to series."""
+    """Yield the events of the open part that belong to series."""
     for line in lines_of_open(path):
         kind = KIND_OF_LINE.search(line, 0, 120)
         if kind is None or kind[1].decode() not in KINDS:
@@ -159,12 +160,12 @@ def _of_parts(catalog: Catalog, past: Series, begin: float, end: float) -> None:
 
 
 def _names(catalog: Catalog, wanted: Wanted | None) -> dict[str, list[str]]:
-    """The numbers that are wanted, by series."""
-    found = dict[str, list[str]]()
+    """Return the numbers that are wanted, by series."""
+    names = dict[str, list[str]]()
     for series, name in catalog.database.execute("SELECT series, name FROM names"):
         if wanted is None or wanted(series.partition("/")[0], series, name):
-            found.setdefault(series, []).append(name)
-    return found
+            names.setdefault(series, []).append(name)
+    return names
 
 
 def _plan(
@@ -173,8 +174,8 @@ def _plan(
     inside: Collection[Part],
     every: float,
 ) -> dict[Part, int]:
-    """The level that is read of each part that has the series: at an end of the time its events
-    themselves."""
+    """Return the level that is read of each part that has the series: at an end of the time its
+    events themselves."""
     serving = levels_for(every)
     plan = dict[Part, int]()
     for part, of_part in lengths.items():
@@ -187,10 +188,10 @@ def _plan(
 def _pieces(
     catalog: Catalog, series: str, names: list[str], plan: Mapping[Part, int]
 ) -> Iterator[tuple[Part, Points]]:
-    """The points of each part of ``plan``, in order."""
+    """Yield the points of each part of ``plan``, in order."""
     blobs = dict[Part, dict[str, bytes]]()
     for level in sorted(set(plan.values())):
-        numbers = [number for (number, _), of in plan.items() if of == level]
+        numbers = [number for (number, _), part_level in plan.items() if part_level == level]
         for name in ["", *names]:
             rows = catalog.database.execute(
                 _DATA, (series, name, level, min(numbers), max(numbers))

@@ -1,4 +1,4 @@
-"""Which numbers of a run's events are series, and how several events become one point.
+"""Reduction: which numbers of a run's events are series, and how several events become one point.
 
     event ──▶ its series (`step`, `evaluation`, `ledger`, `stage/WORKER`, `sync/WORKER`)
 
@@ -41,7 +41,7 @@ def series_of(event: Event) -> str:
 
 
 def how(kind: str, name: str) -> How:
-    """How the number ``name`` of events of a kind is reduced.
+    """Return how the number ``name`` of events of a kind is reduced.
 
     >>> how("step", "version"), how("step", "rows"), how("step", "staleness_max"), how("step", "loss")
     ('last', 'sum', 'max', 'mean')

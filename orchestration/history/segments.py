@@ -46,7 +46,8 @@ class Segment:
         return self.path.suffix == ".gz"
 
     def open(self) -> BinaryIO:
-        """Its lines. Raises FileNotFoundError where a writer has taken it away."""
+        """Open it, and return its lines. Raises FileNotFoundError where a writer has taken it
+        away."""
         if self.compressed:
             return io.BytesIO(gzip.decompress(self.path.read_bytes()))
         try:
@@ -60,7 +61,7 @@ class Segment:
         return Segment(self.number, self.path.with_name(f"{self.path.name}.gz"))
 
     def head(self) -> bytes:
-        """Its first line."""
+        """Return its first line."""
         if self.compressed:
             with gzip.open(self.path, "rb") as lines:
                 return lines.readline()
@@ -69,7 +70,7 @@ class Segment:
 
     @property
     def stamp(self) -> str:
-        """What says that its content is the same: gzip's checksum and size; of one that is not
+        """Text that is the same while its content is: gzip's checksum and size; of one that is not
         compressed, its size."""
         if not self.compressed:
             return str(self.size)
@@ -89,13 +90,13 @@ class Segment:
 
 
 def folder_of(path: Path) -> Path:
-    """Where the closed parts of the file ``path`` (a ``metrics.jsonl``) are."""
+    """Return where the closed parts of the file ``path`` (a ``metrics.jsonl``) are."""
     return path.with_name(FOLDER)
 
 
 def closed(path: Path) -> list[Segment]:
-    """The closed parts of ``path``, in order."""
-    found: dict[int, Segment] = {}
+    """Return the closed parts of ``path``, in order."""
+    segments: dict[int, Segment] = {}
     with (
         contextlib.suppress(FileNotFoundError, NotADirectoryError),
         os.scandir(folder_of(path)) as entries,
@@ -103,14 +104,14 @@ def closed(path: Path) -> list[Segment]:
         for entry in entries:
             if name := _NAME.fullmatch(entry.name):
                 number = int(name[1])
-                if name[2] or number not in found:  # the compressed one is whole
-                    found[number] = Segment(number, Path(entry.path))
-    return [found[number] for number in sorted(found)]
+                if name[2] or number not in segments:  # the compressed one is whole
+                    segments[number] = Segment(number, Path(entry.path))
+    return [segments[number] for number in sorted(segments)]
 
 
 def parts(path: Path) -> tuple[list[Segment], BinaryIO | None]:
-    """The closed parts of ``path`` and the open one, of one moment; None where there is no open
-    one."""
+    """Return the closed parts of ``path`` and the open one, of one moment; None where there is no
+    open one."""
     for _ in range(LOOKS):
         file = None
         with contextlib.suppress(FileNotFoundError):
@@ -141,7 +142,7 @@ def close_part(path: Path) -> Segment:
 
 
 def compress(segment: Segment) -> Segment:
-    """Returns ``segment`` compressed.
+    """Return ``segment`` compressed.
 
     One that is large, or is compressed already, is left as it is. Raises OSError.
     """
@@ -165,7 +166,8 @@ def write(target: Path, content: bytes, former: Path) -> None:
 
 
 class EventLog:
-    """Reads the events of a ``metrics.jsonl`` and of its closed parts, in the order of their ids.
+    """Reader of the events of a ``metrics.jsonl`` and of its closed parts, in the order of their
+    ids.
 
     Holds the content of one compressed part at most, for the pages that follow.
     """
@@ -176,27 +178,29 @@ class EventLog:
         self._content: tuple[Segment, str, bytes] | None = None
 
     def after(self, event_id: str, count: int) -> list[Event]:
-        """The next ``count`` events after ``event_id``; empty when there are none, or no file.
+        """Return the next ``count`` events after ``event_id``; empty when there are none, or no
+        file.
 
         Torn lines are skipped.
         """
         last = order(event_id)
         segments, file = parts(self._path)
-        found: list[Event] = []
+        events: list[Event] = []
         with file or contextlib.nullcontext():
             for segment in segments[self._place(segments, last) :]:
                 with self._opened(segment) as lines:
-                    found += events_after(lines, last, count - len(found))
-                if len(found) == count:
-                    return found
-                last = order(found[-1].id) if found else last
+                    events += events_after(lines, last, count - len(events))
+                if len(events) == count:
+                    return events
+                last = order(events[-1].id) if events else last
             self._content = None
             if file:
-                found += events_after(file, last, count - len(found))
-        return found
+                events += events_after(file, last, count - len(events))
+        return events
 
     def _place(self, segments: list[Segment], last: tuple[int, int]) -> int:
-        """Which of ``segments`` is the first with ids past ``last``, or the one before it."""
+        """Return the position of the first of ``segments`` with ids past ``last``, or of the one
+        before it."""
         low = 0
         high = len(segments)
         while high - low > 1:
@@ -218,16 +222,16 @@ class EventLog:
 
 
 def events_after(file: IO[bytes], last: tuple[int, int], count: int) -> list[Event]:
-    """The next ``count`` events of the lines of ``file`` whose ids are past ``last``."""
-    found: list[Event] = []
+    """Return the next ``count`` events of the lines of ``file`` whose ids are past ``last``."""
+    events: list[Event] = []
     file.seek(_place_in(file, last))
     for line in file:
         if (event := event_of(line)) is not None and order(event.id) > last:
             last = order(event.id)
-            found.append(event)
-            if len(found) >= count:
+            events.append(event)
+            if len(events) >= count:
                 break
-    return found
+    return events
 
 
 def _place_in(file: IO[bytes], wanted: tuple[int, int]) -> int:
@@ -239,10 +243,12 @@ def _place_in(file: IO[bytes], wanted: tuple[int, int]) -> int:
         file.seek(middle)
         file.readline()  # the rest of a line
         at = file.tell()
-        found = None
-        while at < high and (line := file.readline()) and (found := ID_OF_LINE.match(line)) is None:
+        id_match = None
+        while (
+            at < high and (line := file.readline()) and (id_match := ID_OF_LINE.match(line)) is None
+        ):
             at = file.tell()  # a line that was cut short
-        if found is None or order(found[1].decode()) > wanted:
+        if id_match is None or order(id_match[1].decode()) > wanted:
             high = middle
         else:
             low = at
@@ -250,9 +256,9 @@ def _place_in(file: IO[bytes], wanted: tuple[int, int]) -> int:
 
 
 def lines_of(path: Path, last_bytes: int = 0) -> Iterator[tuple[Path, int, bytes]]:
-    """The lines of ``path`` and of its closed parts in order, or those in their last bytes: the
-    file, the line's number in it (from 1, or from where reading begins), the line. Lines that are
-    closed and compressed meanwhile are not missed."""
+    """Yield the lines of ``path`` and of its closed parts in order, or those in their last bytes:
+    the file, the line's number in it (from 1, or from where reading begins), the line. Lines that
+    are closed and compressed meanwhile are not missed."""
     segments, file = parts(path)
     skipped = _beyond(segments, file, last_bytes) if last_bytes else 0
     with file or contextlib.nullcontext():
@@ -270,13 +276,13 @@ def lines_of(path: Path, last_bytes: int = 0) -> Iterator[tuple[Path, int, bytes
 
 
 def lines_of_open(path: Path) -> Iterator[bytes]:
-    """The lines of the open part of ``path``."""
+    """Yield the lines of the open part of ``path``."""
     with contextlib.suppress(FileNotFoundError), path.open("rb") as lines:
         yield from lines
 
 
 def _beyond(segments: list[Segment], file: BinaryIO | None, last_bytes: int) -> int:
-    """Bytes before the last ones."""
+    """Return the bytes before the last ones."""
     sizes = sum(segment.size for segment in segments)
     return max(0, sizes + (os.fstat(file.fileno()).st_size if file else 0) - last_bytes)
 

@@ -85,12 +85,12 @@ class WorkerTotals:
             self._recent.popleft()
 
     def since(self, before: Mapping[str, float]) -> dict[str, float]:
-        """What was added to the totals ``before``; {}: to none."""
+        """Return what was added to the totals ``before``; {}: to none."""
         return {name: total - before.get(name, 0) for name, total in self.totals.items()}
 
     @property
     def recent(self) -> dict[str, float]:
-        """What was added within the last :data:`RATE_SECONDS`."""
+        """Totals that were added within the last :data:`RATE_SECONDS`."""
         return self.since(self._recent[0] if len(self._recent) > 1 else {})
 
     def rate(self, name: str) -> float:
@@ -103,7 +103,7 @@ def per_second(counts: Mapping[str, float], name: str) -> float:
 
 
 def shares(counts: Mapping[str, float]) -> dict[str, float]:
-    """Parts of the wall time, which add up to 1 (all 0 before any time has passed)."""
+    """Return the parts of the wall time, which add up to 1 (all 0 before any time has passed)."""
     return {name: per_second(counts, name) for name in SHARES}
 
 
@@ -134,7 +134,7 @@ class RunTotals:
         self.alarm_counts: dict[str, int] = {}  # by metric
 
     def wire(self) -> dict[str, Any]:
-        """The totals as plain values, from which :meth:`of` makes them again."""
+        """Return the totals as plain values, from which :meth:`of` makes them again."""
         events = {
             name: event.wire() for name in _EVENTS if (event := getattr(self, name)) is not None
         }

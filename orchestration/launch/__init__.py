@@ -1,1 +1,1 @@
-"""How workers are started: in this process, in processes of their own, and on other machines."""
+"""Start of workers: in this process, in processes of their own, and on other machines."""

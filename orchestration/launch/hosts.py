@@ -73,10 +73,10 @@ LOOK_SECONDS = 1.0  # between two looks at a run that has not begun
 
 
 class Host:
-    """Starts up to ``workers`` workers of the run ``run`` on this machine, with their logs in the
-    run's folder, or where that is not here in ``folder``. ``serve``: the address of its warehouse
-    (`auto`: the one that leads to the index). No other host of the run has the ``name``. ``forks``
-    forks the workers; by default it starts one."""
+    """A process that starts up to ``workers`` workers of the run ``run`` on this machine, with
+    their logs in the run's folder, or where that is not here in ``folder``. ``serve``: the address
+    of its warehouse (`auto`: the one that leads to the index). No other host of the run has the
+    ``name``. ``forks`` forks the workers; by default it starts one."""
 
     def __init__(
         self,
@@ -179,7 +179,7 @@ class Host:
             # other runs may use the folder too
             out = paths.out if self._shared else self._folder / self._index.run
             out.mkdir(parents=True, exist_ok=True)
-            own = {
+            host_record = {
                 "name": self.name,
                 "warehouse": node_id(shared),
                 "out": str(out),
@@ -188,7 +188,11 @@ class Host:
             method = SPAWN if recipe.rollout.engine == "vllm" else recipe.launch.start_method
             logs = (out if self._shared else self._folder) / "logs"
             launcher = ProcessLauncher(
-                logs, method, self._forks, self._devices.given, {HOST_VARIABLE: json.dumps(own)}
+                logs,
+                method,
+                self._forks,
+                self._devices.given,
+                {HOST_VARIABLE: json.dumps(host_record)},
             )
             stack.callback(launcher.close)
             await WAREHOUSE.put(self._index, node_id(shared), host=self.name)
@@ -210,7 +214,7 @@ class Host:
             return bool(again)
 
     async def _leave(self, stop: asyncio.Event, dock: Dock, timeout: float) -> None:
-        """Once ``stop`` is set, take no more orders, let the workers leave, and move the samples to
+        """Take no more orders once ``stop`` is set, let the workers leave, and move the samples to
         other machines."""
         await stop.wait()
         self._workers = 0
@@ -262,10 +266,10 @@ class Host:
         return False
 
     async def _emit(self, change: str) -> None:
-        own = self.name
+        name = self.name
         node = platform.node()
         event = WorkerEvent(
-            stage="host", worker=own, change=change, pid=os.getpid(), node=node, host=own
+            stage="host", worker=name, change=change, pid=os.getpid(), node=node, host=name
         )
         await self._index.emit(event)
 
@@ -333,7 +337,7 @@ def forked(arguments: Sequence[str]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None, forks: ForkServer | None = None) -> None:
-    """The process of a host of a cluster, whose workers are those that are placed on it.
+    """Run the process of a host of a cluster, whose workers are those that are placed on it.
 
     ``arguments``: the run, the host's folder and name.
     """

@@ -64,7 +64,7 @@ class Life(Protocol):
         died alone. Its text says with what. Known once it has ended."""
 
     async def wait(self) -> int | None:
-        """Returns the exit code, :class:`EndKind` or another one; None where it is not known."""
+        """Return the exit code, :class:`EndKind` or another one; None where it is not known."""
 
     def end(self) -> None:
         """End it now. Does nothing when it has ended."""
@@ -100,10 +100,10 @@ class InlineLife:
 
 class InlineLauncher:
     def rescale(self, recipe: Recipe) -> None:
-        """Does nothing: it launches any worker."""
+        """Do nothing: it launches any worker."""
 
     def close(self) -> None:
-        """Does nothing: its workers end by themselves, or are killed one by one."""
+        """Do nothing: its workers end by themselves, or are killed one by one."""
 
     async def launch(self, run: str, url: str, kind: str, number: int, name: str) -> Life:
         from orchestration.run.worker import Worker  # imports torch
@@ -114,8 +114,11 @@ class InlineLauncher:
 
 
 class ProcessLauncher:
-    """Each worker writes its log, JSON Lines, to ``logs/KIND-NUMBER.log``, and sees its own of
-    ``devices``, and ``environment``. See :class:`Starter` for the rest."""
+    """A launcher of worker processes.
+
+    Each worker writes its log, JSON Lines, to ``logs/KIND-NUMBER.log``, and sees its own of
+    ``devices``, and ``environment``. See :class:`Starter` for the rest.
+    """
 
     def __init__(
         self,
@@ -132,7 +135,7 @@ class ProcessLauncher:
 
     async def launch(self, run: str, url: str, kind: str, number: int, name: str) -> Life:
         self._logs.mkdir(parents=True, exist_ok=True)
-        given = self._devices.get((kind, number))
+        devices = self._devices.get((kind, number))
         options = {"run": run, "kind": kind, "number": str(number), "name": name}
         launch = Launch(
             "orchestration.run.worker:main",
@@ -141,7 +144,7 @@ class ProcessLauncher:
                 **without_secrets(os.environ),
                 **self._environment,
                 INDEX_VARIABLE: url,
-                **(given.environment() if given else {}),
+                **(devices.environment() if devices else {}),
             },
             os.getcwd(),
             str(self._logs / f"{kind}-{number}.log"),
@@ -172,7 +175,7 @@ class Pulse:
         self._beat: int | None = None
 
     async def silent(self, name: str) -> float:
-        """Returns the seconds since the host ``name`` gave a sign of life, or since this object was
+        """Return the seconds since the host ``name`` gave a sign of life, or since this object was
         made. While the index did not answer, nobody could give one."""
         asked = time.monotonic()
         beat = await BEAT.get(self._index, host=name)
@@ -187,20 +190,21 @@ class Unplaceable(RuntimeError):
 
 
 class Hosts(Protocol):
-    """Hosts of a cluster: starts them, and places workers on them."""
+    """The interface to hosts of a cluster: starts them, and places workers on them."""
 
     async def host_of(self, worker: Worker) -> str:
         """Wait until a host has a place for ``worker``, and return its name. Raises Unplaceable."""
 
     def lost(self, host: str) -> str:
-        """Returns why ``host`` has ended; "" while it has not."""
+        """Return why ``host`` has ended; "" while it has not."""
 
     def rescale(self, recipe: Recipe) -> None:
         """Place the workers of ``recipe`` from now on."""
 
 
 class RemoteLauncher:
-    """Starts the workers ``remote`` on hosts, and the others by ``local``, which its owner closes.
+    """A launcher that starts the workers ``remote`` on hosts, and the others by ``local``, which
+    its owner closes.
 
     ``hosts`` places them; None: hosts that have room take them.
     """
@@ -253,11 +257,11 @@ class RemoteLauncher:
         self._local.rescale(recipe)
 
     def lost(self, host: str) -> str:
-        """Returns why ``host`` has ended without ending its workers; "" where that is not known."""
+        """Return why ``host`` has ended without ending its workers; "" where that is not known."""
         return self._lost.get(host, "") or (self.hosts.lost(host) if self.hosts else "")
 
     async def lose(self, host: str, reason: str) -> None:
-        """``host`` has ended without ending its workers.
+        """Note that ``host`` has ended without ending its workers.
 
         Its samples are made again; one event reports it.
         """

@@ -56,18 +56,18 @@ class PolicyEngines:
         return [slot.engine for slot in self._slots]
 
     def rows_of(self, engine: RolloutEngine) -> Rows:
-        """The rows of ``engine``, which its requests share."""
+        """Return the rows of ``engine``, which its requests share."""
         return next(slot.rows for slot in self._slots if slot.engine is engine)
 
     async def open(self, version: int, checkpoint: Path | None) -> None:
         """Make the first engine, or for a new checkpoint one in the place of a free one."""
         self._begin = (version, checkpoint)
-        made = await self._new_slot()
+        new_slot = await self._new_slot()
         await self._until(
             lambda: len(self._slots) < 2 or any(not slot.requests for slot in self._slots)
         )
         free = next((slot for slot in self._slots if not slot.requests), None)
-        self._slots = [slot for slot in self._slots if slot is not free] + [made]
+        self._slots = [slot for slot in self._slots if slot is not free] + [new_slot]
         if free is not None:
             await free.engine.close()
 
@@ -118,8 +118,8 @@ class PolicyEngines:
 
     async def _new_slot(self) -> _Slot:
         begin = self._begin
-        made = await asyncio.to_thread(run_in_temporary_thread, lambda: self._make(*begin))
-        return _Slot(made, Rows(self._max_rows, spare_of(self._max_rows)))
+        engine = await asyncio.to_thread(run_in_temporary_thread, lambda: self._make(*begin))
+        return _Slot(engine, Rows(self._max_rows, spare_of(self._max_rows)))
 
     async def _until(self, holds: Callable[[], bool]) -> None:
         async with self._changed:
@@ -133,8 +133,8 @@ class PolicyEngines:
 async def keep_share(
     busy: asyncio.Event, engines: Callable[[], Sequence[RolloutEngine]], share: Callable[[], float]
 ) -> None:
-    """While ``busy`` is set, let all of ``engines()`` together compute for at most ``share()`` of
-    the time."""
+    """Let all of ``engines()`` together compute for at most ``share()`` of the time while ``busy``
+    is set."""
     while True:
         await busy.wait()
         began = time.monotonic()

@@ -1,4 +1,4 @@
-"""Shares the rows of an engine between the clients of a policy: first between tokens, then between
+"""Sharing of an engine's rows between the clients of a policy: first between tokens, then between
 requests.
 
     request ──▶ claim (owner, rows) ──▶ waits ── a row is free, and its owner has the fewest ──▶ the engine ──▶ ended
@@ -6,9 +6,8 @@ requests.
 
 An engine starts rows in the order in which they are submitted, so rows past its room wait here. A
 row that decodes is never taken away. So that long responses of one client do not keep another one
-waiting until they end, ``spare`` rows beyond
-``most`` are for requests that have none: half of them for requests of owners that have some, all
-for those of the others.
+waiting until they end, ``spare`` rows beyond ``most`` are for requests that have none: half of them
+for requests of owners that have some, all for those of the others.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ SPARE_SHARE = 4  # one row of so many is spare, beyond them
 
 
 def spare_of(most: int) -> int:
-    """Rows beyond ``most`` that an engine has for requests without any."""
+    """Return the number of rows beyond ``most`` that an engine has for requests without any."""
     return max(2, most // SPARE_SHARE)
 
 
@@ -53,12 +52,12 @@ class Claim:
         return granted
 
     def end(self, rows: int = 1) -> None:
-        """So many rows have left the engine."""
+        """Note that so many rows have left the engine."""
         self.rows.leave(self, rows)
 
 
 class Rows:
-    """``most`` rows of an engine, and ``spare`` ones.
+    """The rows of an engine: ``most``, and ``spare`` ones.
 
     Invariant: no owner's request waits while its owner has fewer rows than another one that is
     granted some.
@@ -109,7 +108,7 @@ class Rows:
                 self._claims[claim.owner] = self._claims.pop(claim.owner)
 
     def _next(self) -> Claim | None:
-        """The claim that gets the next row; None where there is no room for any."""
+        """Return the claim that gets the next row; None where there is no room for any."""
         if self.running >= self.most + self.spare:
             return None
         for owner in sorted(self._claims, key=lambda owner: self._of.get(owner, 0)):
@@ -171,22 +170,22 @@ async def shared(
             granted = 0
 
     tasks.append(asyncio.create_task(feed(granted)))
-    left = len(places)
+    remaining_rows = len(places)
     try:
-        while left:
-            made = await queue.get()
-            if isinstance(made, Exception):
-                raise made
-            if isinstance(made, Completion):
-                left -= 1
+        while remaining_rows:
+            outcome = await queue.get()
+            if isinstance(outcome, Exception):
+                raise outcome
+            if isinstance(outcome, Completion):
+                remaining_rows -= 1
                 claim.end()
-            yield made
+            yield outcome
     finally:
         await cancel_all(*tasks)
 
 
 def _part(places: Sequence[tuple[GroupRequest, int]]) -> list[GroupRequest]:
-    """Requests for some ``places`` of their groups."""
+    """Return the requests for some ``places`` of their groups."""
     members = itertools.groupby(places, key=lambda one: one[0].group)
     parts = ([*part] for _, part in members)
     return [replace(part[0][0], places=tuple(place for _, place in part)) for part in parts]

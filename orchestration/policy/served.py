@@ -42,7 +42,7 @@ AGAIN_SECONDS = 0.5  # until weights that were not read are tried again
 
 @dataclass
 class ServedPolicy:
-    """What answers requests. ``trains``: whether its run does."""
+    """A policy that answers requests. ``trains``: whether its run does."""
 
     recipe: Recipe
     tokenizer: Tokenizer
@@ -149,8 +149,8 @@ class Policies:
         return policy
 
     async def keep_share(self) -> None:
-        """While there are requests, and a run of an open policy trains on this machine, let all
-        engines together compute for at most its ``serve.share`` of the time."""
+        """Let all engines together compute for at most ``serve.share`` of the time, while there are
+        requests and a run of an open policy trains on this machine."""
 
         def opened() -> list[ServedPolicy]:
             return [policy for policy, _ in self._open.values()]
@@ -178,7 +178,7 @@ class Policies:
     async def _policy(
         self, recipe: Recipe, secret: bytes, stack: contextlib.AsyncExitStack, *, trusted: bool
     ) -> ServedPolicy:
-        """Returns the policy of ``recipe``, whose engines ``stack`` closes.
+        """Return the policy of ``recipe``, whose engines ``stack`` closes.
 
         ``secret``: of the run; ``trusted``: its tokenizer is one of the service's owner.
         """
@@ -199,7 +199,7 @@ class Policies:
 
 
 def _served_recipe(recipe: Recipe) -> Recipe:
-    """Returns ``recipe`` with an engine that has a device for itself, spare rows, and the filters
+    """Return ``recipe`` with an engine that has a device for itself, spare rows, and the filters
     that a request may ask for. Tokens that pad the embedding are not sampled, unless the recipe
     says that they are."""
     launch = recipe.launch.model_copy(update={"placement": "separate"})
@@ -215,7 +215,7 @@ def _served_recipe(recipe: Recipe) -> Recipe:
 
 
 def _recipe_of(folder: str) -> Recipe:
-    """Returns a recipe whose model is the checkpoint in ``folder``."""
+    """Return a recipe whose model is the checkpoint in ``folder``."""
     unused: dict[str, Any] = {
         "prompts": {"source": "builtin", "task": "repeat"},
         "train": {"steps": 1},
@@ -225,7 +225,7 @@ def _recipe_of(folder: str) -> Recipe:
 
 
 class _Follower:
-    """Loads the versions of a run into the engines of its policy."""
+    """The task that loads the versions of a run into the engines of its policy."""
 
     def __init__(self, index: Index, paths: RunPaths, reader: Reader, policy: ServedPolicy) -> None:
         self._index = index
@@ -241,17 +241,17 @@ class _Follower:
         """
         await self._look()
         while True:
-            known = {
-                found.version: found.model
-                for found in await asyncio.to_thread(usable, self._checkpoints)
+            models = {
+                checkpoint.version: checkpoint.model
+                for checkpoint in await asyncio.to_thread(usable, self._checkpoints)
             }
-            wanted = max(known, default=0) if version is None else version
-            if wanted not in known and wanted != 0:
+            wanted = max(models, default=0) if version is None else version
+            if wanted not in models and wanted != 0:
                 break
             try:
-                await self._engines.open(wanted, known.get(wanted))
+                await self._engines.open(wanted, models.get(wanted))
             except Exception:
-                if wanted not in known or known[wanted].exists():
+                if wanted not in models or models[wanted].exists():
                     raise
                 continue  # it was removed meanwhile, for a newer one
             if version is None:
@@ -261,7 +261,7 @@ class _Follower:
             await self._engines.open(0, None)
             with contextlib.suppress(WeightsDamaged, WeightsUnreachable):
                 return await self._load(record)
-        have = f"it has {[*known]} as checkpoints"
+        have = f"it has {[*models]} as checkpoints"
         raise PolicyUnknown(f"run {self._index.run!r} has no version {wanted} any more; {have}")
 
     async def run(self, *, swaps: bool) -> None:
@@ -285,17 +285,17 @@ class _Follower:
         """Load a newer version than that of the engines. Returns whether there was one."""
         await self._engines.free()
         newest = await self._index.published_weights()
-        kept = self._engines.version
-        if newest.version > kept and newest.record:
+        current_version = self._engines.version
+        if newest.version > current_version and newest.record:
             try:
                 await self._load(newest.record)
                 return True
             except (WeightsDamaged, WeightsUnreachable, WeightMismatch) as refused:
                 if self._policy.trains:
-                    log.warning("weights not taken", kept=kept, reason=str(refused))
+                    log.warning("weights not taken", kept=current_version, reason=str(refused))
                     await asyncio.sleep(AGAIN_SECONDS)
         checkpoints = await asyncio.to_thread(usable, self._checkpoints)
-        if not checkpoints or checkpoints[-1].version <= kept:
+        if not checkpoints or checkpoints[-1].version <= current_version:
             return False
         await self._engines.open(checkpoints[-1].version, checkpoints[-1].model)
         return True

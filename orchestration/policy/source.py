@@ -14,7 +14,7 @@ class PoliciesBusy(RuntimeError):
 
 
 def parse_model(model: str) -> tuple[str, int | None]:
-    """Returns the name and the version of ``NAME@VERSION``, or of ``NAME`` and None.
+    """Return the name and the version of ``NAME@VERSION``, or of ``NAME`` and None.
 
     Raises PolicyUnknown.
 

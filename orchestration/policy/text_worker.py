@@ -1,5 +1,5 @@
-"""Process that renders chats and tokenises long texts for :mod:`orchestration.policy.texts`, one
-request at a time.
+"""The process that renders chats and tokenises long texts for :mod:`orchestration.policy.texts`,
+one request at a time.
 
     {"recipe", "messages" | "texts", "most"} ──▶ chat template ──▶ tokenizer ──▶ {"ids"} or {"refused", "fix"}
 
@@ -29,14 +29,16 @@ TOO_LARGE = {
 
 @lru_cache(4)
 def _opened(recipe: str) -> tuple[Recipe, Tokenizer]:
-    made = Recipe.from_json(recipe)
-    return made, tokenizer_of(made)
+    parsed_recipe = Recipe.from_json(recipe)
+    return parsed_recipe, tokenizer_of(parsed_recipe)
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     """Return the tokens of the ``texts``, or those of the ``messages`` as the chat template of
     ``recipe`` renders them.
-    ``most``: characters of a text, None: any number."""
+
+    ``most``: characters of a text, None: any number.
+    """
     try:
         return _answer(request)
     except TokenizerFailed as failed:

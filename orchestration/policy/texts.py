@@ -1,4 +1,4 @@
-"""Makes tokens of the texts and chats of requests, so that none delays those of another client.
+"""Tokens of the texts and chats of requests, made so that none delays those of another client.
 
 short text, tokenizer of the service's owner ──▶ at once
 any other, and every chat ──▶ too many characters? ──▶ the turn of its client ──▶ a process (text_worker.py)
@@ -150,11 +150,12 @@ class PolicyTexts:
         )
 
     def most(self, context: int | None) -> int | None:
-        """Characters of which a context of so many tokens may be made; None: any number."""
+        """Return the number of characters of which a context of so many tokens may be made; None:
+        any number."""
         return None if context is None else context * self.longest
 
     async def ids(self, texts: Sequence[str], owner: str, context: int | None) -> list[list[int]]:
-        """Tokens of each of the ``texts``. Raises TextRefused and TurnsFull."""
+        """Return the tokens of each of the ``texts``. Raises TextRefused and TurnsFull."""
         for text in texts:
             self._refuse_long(len(text), context)
         if self.trusted and sum(map(len, texts)) <= SHORT:
@@ -164,7 +165,7 @@ class PolicyTexts:
     async def chat(
         self, messages: Sequence[dict[str, str]], owner: str, context: int | None
     ) -> list[list[int]]:
-        """Tokens of the prompt that the chat template makes of ``messages``.
+        """Return the tokens of the prompt that the chat template makes of ``messages``.
 
         Raises TextRefused and TurnsFull.
         """

@@ -1,4 +1,4 @@
-"""Answers what strangers ask in processes of their own, within limits of memory and time.
+"""Answers to questions of strangers, in processes of their own, within limits of memory and time.
 
 A template, a regular expression or a simulation may take all of either, and a thread that computes
 cannot be ended.
@@ -165,7 +165,7 @@ class _Call:
 
 
 class Confined:
-    """Asks the processes that ``start`` makes in a thread, whose main function calls
+    """A pool that asks the processes that ``start`` makes in a thread, whose main function calls
     :func:`answer_questions`. At most ``most`` questions are answered at a time, and ``waiting`` of
     an owner wait. ``idle`` processes are kept; where there is none, one in use is waited for for
     ``patience`` seconds. May be used from several event loops."""
@@ -314,7 +314,7 @@ def answer_questions(
 
 
 def _data_bytes() -> int:
-    """Bytes of this process that RLIMIT_DATA counts; 0 where the system does not say."""
+    """Return the bytes of this process that RLIMIT_DATA counts; 0 where the system does not say."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:

@@ -32,12 +32,12 @@ HARMLESS = re.compile(
 
 
 def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
-    """``environment`` without passwords and tokens of ours."""
+    """Return ``environment`` without passwords and tokens of ours."""
     return {name: value for name, value in environment.items() if not SECRET.fullmatch(name)}
 
 
 def importable(environment: Mapping[str, str]) -> dict[str, str]:
-    """``environment``, in which a new interpreter finds these packages.
+    """Return ``environment``, in which a new interpreter finds these packages.
 
     It does not look into its current folder (-P), where alone this one may have found them:
     ``python -m benchmarks.gpu_check`` in a checkout that is not installed.
@@ -50,8 +50,8 @@ def importable(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def of_user_code(environment: Mapping[str, str], names: Collection[str] | None) -> dict[str, str]:
-    """What a user's code sees of ``environment``: all but our variables; or, with ``names``, those
-    and what is harmless."""
+    """Return what a user's code sees of ``environment``: all but our variables; or, with ``names``,
+    those and what is harmless."""
     others = {name: value for name, value in environment.items() if not name.startswith(OURS)}
     if names is None:
         return others
@@ -61,9 +61,9 @@ def of_user_code(environment: Mapping[str, str], names: Collection[str] | None) 
 
 
 def take(name: str) -> str:
-    """The value of a variable, which this process then shows nowhere. Raises KeyError."""
+    """Return the value of a variable, which this process then shows nowhere. Raises KeyError."""
     value = os.environ[name]
-    show({other: kept for other, kept in os.environ.items() if other != name})
+    show({other: other_value for other, other_value in os.environ.items() if other != name})
     return value
 
 

@@ -97,7 +97,9 @@ class Launch:
 class Child:
     """A process forked by a server: like :class:`~orchestration.processes.handles.Process`, with a
     known exit code.
-    ``orphaned``: the connection that ended before the process did, if any."""
+
+    ``orphaned``: the connection that ended before the process did, if any.
+    """
 
     def __init__(self, pid: int, handle: int) -> None:
         self.pid = pid
@@ -132,8 +134,8 @@ class Child:
             self._code.set_result(code)
 
     def watch_handle(self, connection: Connection) -> None:
-        """When the kernel says that it has ended, expect the exit code of ``connection``'s server,
-        if that is open."""
+        """Expect the exit code of ``connection``'s server, if that is open, once the kernel says
+        that the process has ended."""
         loop = self._code.get_loop()
         if connection.open:
 
@@ -148,8 +150,8 @@ class Child:
 
 
 class Connection:
-    """Launches children through the fork server ``pid``, a child of this process, and receives
-    their exit codes. Belongs to the event loop that created it."""
+    """A connection that launches children through the fork server ``pid``, a child of this process,
+    and receives their exit codes. Belongs to the event loop that created it."""
 
     def __init__(self, server: socket.socket, pid: int) -> None:
         self.open = True
@@ -258,6 +260,7 @@ class ForkServer:
     ) -> ForkServer:
         """Start a server process. It imports the modules ``preload`` in the background; a launch
         waits for it.
+
         ``environment``: that it is started with, which its children show in /proc (default: this
         process's, without our secrets). Raises ForkServerDied where fork servers are not supported.
         """
@@ -269,7 +272,7 @@ class ForkServer:
 
     @classmethod
     def within(cls) -> ForkServer:
-        """In a child of a fork server, before it has an event loop: fork a server from it, without
+        """Fork a server from a child of a fork server, before that has an event loop, without
         importing anything."""
         ours, theirs = _socketpair()
         parent = os.getpid()
@@ -283,7 +286,7 @@ class ForkServer:
         os._exit(_Server(theirs).serve())
 
     def connect(self) -> Connection:
-        """Raises ForkServerDied."""
+        """Connect to the server. Raises ForkServerDied."""
         ours, theirs = _socketpair()
         with theirs:
             try:
@@ -324,8 +327,8 @@ class StandingForkServer(ForkServer):
     def __init__(self, folder: Path, owner: int, preload: Sequence[str]) -> None:
         self._folder = folder
         folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()
-        if found.st_uid != os.getuid() or found.st_mode & 0o77:
+        folder_stat = folder.lstat()
+        if folder_stat.st_uid != os.getuid() or folder_stat.st_mode & 0o77:
             raise ForkServerDied(f"{folder} belongs to another user, or is open to others")
         with open(folder / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -350,7 +353,7 @@ class StandingForkServer(ForkServer):
             raise ForkServerDied(self.last_output()) from None
 
     def close(self) -> None:
-        """Does nothing: others may use it."""
+        """Do nothing: others may use it."""
 
     def last_output(self) -> str:
         return (self._folder / "log").read_text(errors="replace")[-OUTPUT_BYTES:].strip()
@@ -369,9 +372,9 @@ class StandingForkServer(ForkServer):
 
 
 class _Server:
-    """Forks children on request of the connections that arrive on ``line``, until ``line`` closes;
-    one that listens for them, until the process of the handle ``owner`` has ended, or nothing is
-    connected."""
+    """The server, which forks children on request of the connections that arrive on ``line``, until
+    ``line`` closes; one that listens for them, until the process of the handle ``owner`` has ended,
+    or nothing is connected."""
 
     def __init__(self, line: socket.socket, owner: int | None = None) -> None:
         self._line = line
@@ -386,10 +389,10 @@ class _Server:
 
     def serve(self) -> int:
         while True:
-            found = self._selector.select(IDLE_SECONDS if self._listens else None)
-            if not found and len(self._selector.get_map()) == self._unused:
+            events = self._selector.select(IDLE_SECONDS if self._listens else None)
+            if not events and len(self._selector.get_map()) == self._unused:
                 return 0
-            for key, _ in found:
+            for key, _ in events:
                 ready = cast("socket.socket", key.fileobj)
                 if key.data:  # the handle of a child, which has ended
                     self._report_end(key.fd, key.data)
@@ -457,7 +460,7 @@ class _Server:
         self._send(connection, {"pid": pid, "code": os.waitstatus_to_exitcode(status)})
 
     def _close_inherited(self) -> None:
-        """In a child: close the server's sockets, and its handles of other children."""
+        """Close in a child the server's sockets, and its handles of other children."""
         for key in list(self._selector.get_map().values()):
             os.close(key.fd) if key.data is not None else cast("socket.socket", key.fileobj).close()
         self._selector.close()
@@ -478,7 +481,7 @@ def _fork() -> int:
 
 
 def _set_up_child(launch: Launch, log: int, files: list[int], server: int) -> None:
-    """In a child: set what a new process would have: session, output, environment, folder, random
+    """Set in a child what a new process would have: session, output, environment, folder, random
     state."""
     os.setsid()
     if not launch.outlives:
@@ -499,7 +502,7 @@ def _set_up_child(launch: Launch, log: int, files: list[int], server: int) -> No
 
 
 def run_child(launch: Launch) -> NoReturn:
-    """In a child: call the entry function, then end the process.
+    """Call the entry function in a child, then end the process.
 
     As in multiprocessing, threads are joined, exit functions called and files flushed, but the
     interpreter is not finalized: that would copy the memory shared with the server.

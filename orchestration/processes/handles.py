@@ -99,8 +99,8 @@ def _born(pid: int) -> str:
         except OSError:
             return ""
         return "" if fields[0] in "ZX" else fields[19]
-    found = subprocess.run(
+    ps_result = subprocess.run(
         ["ps", "-o", "lstart=,state=", "-p", str(pid)], capture_output=True, text=True, check=False
     )
-    started, _, state = found.stdout.strip().rpartition(" ")
+    started, _, state = ps_result.stdout.strip().rpartition(" ")
     return "" if state.startswith("Z") else started.replace(" ", "-").replace(":", ".")

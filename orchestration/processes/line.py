@@ -28,11 +28,11 @@ Message = tuple[dict[str, Any], bytes]
 
 
 class BadMessage(ValueError):
-    """What was sent is no message. ``str``: what it is."""
+    """Bytes that were sent are no message. ``str``: what they are."""
 
 
 def packed(head: Mapping[str, Any], body: bytes | bytearray = b"") -> bytes:
-    """The bytes of a message before its body."""
+    """Return the bytes of a message before its body."""
     data = json.dumps(head).encode()
     return SIZES.pack(len(data), len(body)) + data
 
@@ -43,7 +43,7 @@ def send(line: socket.socket, head: Mapping[str, Any]) -> None:
 
 
 def receive(line: socket.socket) -> dict[str, Any]:
-    """In the process: the head of the next message, which has no body.
+    """Receive the head of the next message, which has no body, in the process.
 
     Raises EOFError at the end of the line.
     """
@@ -52,7 +52,7 @@ def receive(line: socket.socket) -> dict[str, Any]:
 
 
 async def receive_from(stream: asyncio.StreamReader, most: int | None = None) -> Message:
-    """The next message.
+    """Receive the next message.
 
     ``most``: bytes of a body that are taken, and HEAD_BYTES of a head; None: any number, as the
     sender is trusted. Raises IncompleteReadError and ConnectionError at the end of the line,
@@ -69,7 +69,7 @@ async def receive_from(stream: asyncio.StreamReader, most: int | None = None) ->
 
 
 def head_of(data: bytes) -> dict[str, Any]:
-    """The head of a message from its JSON. Raises BadMessage."""
+    """Return the head of a message from its JSON. Raises BadMessage."""
     try:
         head = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -94,7 +94,7 @@ def _exactly(line: socket.socket, count: int) -> bytes:
 
 
 def take_line() -> socket.socket:
-    """Standard input as a socket. Code that reads its input then reads nothing."""
+    """Return standard input as a socket. Code that reads its input then reads nothing."""
     line = socket.socket(fileno=os.dup(0))
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)

@@ -35,7 +35,7 @@ SPAWN = "spawn"
 
 
 class Starter:
-    """Starts processes.
+    """A starter of processes.
 
     ``server``: an existing fork server, which its owner closes; by default a new one is started,
     which imports ``preload``, with ``environment`` (:meth:`ForkServer.start`).

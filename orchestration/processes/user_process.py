@@ -77,12 +77,12 @@ class UserProcess:
         return cls(child, *await asyncio.open_connection(sock=ours, limit=READ_AHEAD), most)
 
     def begin(self) -> None:
-        """From now on messages are answers of :meth:`ask`."""
+        """Take messages as answers of :meth:`ask` from now on."""
         self._receiving = asyncio.create_task(self._receive_answers())
         self._closing = asyncio.create_task(self._close_line())
 
     async def ask(self, head: dict[str, Any], body: bytes | bytearray = b"") -> Message:
-        """The answer to a message. Raises ProcessEnded."""
+        """Send a message, and return its answer. Raises ProcessEnded."""
         if self.ended:
             raise ProcessEnded("was called in a process that had ended", shared=True)
         number = next(self._numbers)
@@ -101,7 +101,7 @@ class UserProcess:
             await self._writer.drain()
 
     async def receive(self) -> Message:
-        """The next message. Raises ProcessEnded."""
+        """Receive the next message. Raises ProcessEnded."""
         try:
             return await receive_from(self._stream, self._most)
         except BadMessage as bad:
@@ -152,7 +152,7 @@ class UserProcess:
         self._writer.transport.abort()
 
     async def _exit(self) -> str:
-        """How the process ended, in words; it may have closed its socket only."""
+        """Return how the process ended, in words; it may have closed its socket only."""
         code = None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(END_SECONDS):

@@ -1,4 +1,4 @@
-"""What the processes of reward functions need: a sandbox, and what their fork server imports.
+"""Needs of the processes of reward functions: a sandbox, and what their fork server imports.
 
 A function that comes with us or with an installed package is sandboxed, unless it is harmless, and
 for expressions that it has math-verify compute also then; a ``module:function`` of the user where
@@ -24,37 +24,37 @@ log = structlog.get_logger()
 
 
 def sandbox_of(function: RewardFunction, memory: int) -> Sandbox | None:
-    """The sandbox of ``function``, whose processes may each hold ``memory`` bytes of data; None
-    where it has none."""
+    """Return the sandbox of ``function``, whose processes may each hold ``memory`` bytes of data;
+    None where it has none."""
     if not function.is_sandboxed and function.name not in COMPUTED:
         return None
     return Sandbox(read=readable(function.read), network=function.network, memory=memory)
 
 
 def found_sandbox(names: Sequence[str], sandbox: Sandbox) -> Sandbox | None:
-    """``sandbox`` as this machine gives it to the functions ``names``.
+    """Return ``sandbox`` as this machine gives it to the functions ``names``.
 
     Where it gives none, functions that are installed go without, as ours evaluate nothing. Raises
     RewardError for the user's own.
     """
-    found = available()
-    if not found.mechanism:
-        if own := [name for name in names if ":" in name]:
-            raise RewardError(f"rewards {own}: {found.shortfall}; {WAY_OUT}")
+    support = available()
+    if not support.mechanism:
+        if user_functions := [name for name in names if ":" in name]:
+            raise RewardError(f"rewards {user_functions}: {support.shortfall}; {WAY_OUT}")
         log.warning(
-            "reward functions run without a sandbox", functions=names, reason=found.shortfall
+            "reward functions run without a sandbox", functions=names, reason=support.shortfall
         )
         return None
-    if found.shortfall:
+    if support.shortfall:
         log.warning(
-            "reward functions run in a weaker sandbox", functions=names, reason=found.shortfall
+            "reward functions run in a weaker sandbox", functions=names, reason=support.shortfall
         )
-    return as_given(sandbox, found, [name for name in names if name not in REWARDS], ENTRY_POINTS)
+    return as_given(sandbox, support, [name for name in names if name not in REWARDS], ENTRY_POINTS)
 
 
 def preload_of(names: Sequence[str]) -> tuple[str, ...]:
-    """What the fork server imports, so that each process has it: of libraries what we call them
-    for, and nothing of a user's."""
+    """Return the modules that the fork server imports, so that each process has them: of libraries
+    what we call them for, and nothing of a user's."""
     libraries = {"reasoning_gym": "reasoning_gym", **dict.fromkeys(COMPUTED, "math_verify")}
     wanted = dict.fromkeys(libraries[name] for name in names if name in libraries)
     return (

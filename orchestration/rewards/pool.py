@@ -42,7 +42,7 @@ Takes = dict[str, tuple[list[str] | None, bool]]
 
 
 def reward_pool(recipe: Recipe, log: Path) -> Caller | None:
-    """The pool of the reward functions that need one, or several where they need different
+    """Return the pool of the reward functions that need one, or several where they need different
     sandboxes; None where there are none, or ``reward.processes`` is 0."""
     section = recipe.reward
     if not section.processes:
@@ -72,9 +72,11 @@ def reward_pool(recipe: Recipe, log: Path) -> Caller | None:
 def reward_set(
     recipe: Recipe, pool: Caller | None = None, end_tokens: Collection[int] = ()
 ) -> RewardSet:
-    """The reward functions of ``recipe`` and what is done when they fail. Without ``pool`` they run
-    in this process.
-    ``end_tokens``: ids that end a response."""
+    """Return the reward functions of ``recipe`` and what is done when they fail. Without ``pool``
+    they run in this process.
+
+    ``end_tokens``: ids that end a response.
+    """
     section = recipe.reward
     return RewardSet(
         [(function.name, function.weight) for function in section.functions],
@@ -92,18 +94,20 @@ def reward_set(
 
 
 def scored_by(recipe: Recipe) -> tuple[str, ...]:
-    """The functions that a run of ``recipe`` calls, in the order of the column ``scores``; none
-    where another program scores."""
+    """Return the functions that a run of ``recipe`` calls, in the order of the column ``scores``;
+    none where another program scores."""
     names = tuple(function.name for function in recipe.reward.functions)
     return names if recipe.runs_stage("reward") else ()
 
 
 class RewardPool(Caller):
     """Calls the functions ``names`` in ``processes`` processes, which are started as they are
-    needed, and in one more where functions are async. ``memory``: bytes of data that each may hold,
-    0 for no limit. ``log`` gets what functions print.
+    needed, and in one more where functions are async.
+
+    ``memory``: bytes of data that each may hold, 0 for no limit. ``log`` gets what functions print.
     ``sandbox``: that each enters. ``environment``: that they see (default: this process's, without
-    our own variables)."""
+    our own variables).
+    """
 
     def __init__(
         self,
@@ -217,7 +221,7 @@ class RewardPool(Caller):
         return answer
 
     async def _start(self, *, concurrent: bool = False) -> _RewardProcess:
-        """A process that has imported the functions. Raises RewardError when it cannot."""
+        """Start a process that has imported the functions. Raises RewardError when it cannot."""
         assert self._starter is not None, "close() was called"
         sandbox = None if self._sandbox is None else asdict(self._sandbox)
         setup = Setup(self._names, import_path(self._names), self._memory, concurrent, sandbox)
@@ -279,7 +283,8 @@ class _RewardProcess(UserProcess):
     takes: Takes
 
     async def call(self, request: dict[str, Any], timeout: float) -> dict[str, Any]:
-        """The answer to ``request``. Raises CallFailed when the process ends before."""
+        """Send ``request``, and return its answer. Raises CallFailed when the process ends
+        before."""
         try:
             answer, _ = await self.ask({"timeout": timeout, **request})
         except ProcessEnded as ended:

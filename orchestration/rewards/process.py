@@ -36,9 +36,11 @@ FULL = 0.9  # of the limit of memory: a process that fails with more than this i
 
 @dataclass(frozen=True)
 class Setup:
-    """What a process is started with. ``memory``: bytes that its data may take, 0 for no limit.
-    ``path``: of imports.
-    ``sandbox``: fields of a :class:`~orchestration.sandbox.sandbox.Sandbox`, None for none."""
+    """Arguments of a process of reward functions.
+
+    ``memory``: bytes that its data may take, 0 for no limit. ``path``: of imports. ``sandbox``:
+    fields of a :class:`~orchestration.sandbox.sandbox.Sandbox`, None for none.
+    """
 
     names: Sequence[str]
     path: list[str]
@@ -62,10 +64,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (SandboxRefused, OSError) as error:
         return send(line, {"refused": f"the sandbox cannot be entered: {error}"})
     try:
-        found = {name: functions.find(name) for name in setup.names}
+        functions_by_name = {name: functions.find(name) for name in setup.names}
         takes = {
             name: (named_by(function), inspect.iscoroutinefunction(function))
-            for name, function in found.items()
+            for name, function in functions_by_name.items()
         }
     except (
         RewardError,
@@ -75,9 +77,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return send(line, {"refused": str(error)})
     send(line, {"takes": takes})
     if setup.concurrent:
-        asyncio.run(_serve_concurrently(line, found))
+        asyncio.run(_serve_concurrently(line, functions_by_name))
     else:
-        _serve(line, found)
+        _serve(line, functions_by_name)
 
 
 def _serve(line: socket.socket, functions: dict[str, Callable[..., Any]]) -> None:

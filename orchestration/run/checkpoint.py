@@ -99,7 +99,7 @@ class Checkpoint:
         return self.path / MODEL
 
     def nothing_left(self, steps: int) -> str:
-        """Returns why a run of ``steps`` steps cannot be resumed from here; "" when it can."""
+        """Return why a run of ``steps`` steps cannot be resumed from here; "" when it can."""
         done = f"has made {self.version} of {steps} steps: there is nothing to resume"
         return done if self.version >= steps else ""
 
@@ -147,7 +147,7 @@ class Checkpoint:
 
 
 def way_back(path: Path, names: Iterable[str] = ()) -> str:
-    """Returns the words by which a run goes on without the checkpoint in the folder ``path``;
+    """Return the words by which a run goes on without the checkpoint in the folder ``path``;
     ``names``: of checkpoints that its URL has."""
     older = sorted(
         name for name in {*names, *(each.name for each in whole(path.parent))} if name < path.name
@@ -165,16 +165,16 @@ def way_back(path: Path, names: Iterable[str] = ()) -> str:
 
 
 def not_finite(state: Any, name: str = "") -> str | None:
-    """Returns the name of a tensor in ``state``, nested tables, with values that are not finite on
+    """Return the name of a tensor in ``state``, nested tables, with values that are not finite on
     this rank; None: all are."""
     import torch
     from torch.distributed.tensor import DTensor
 
     if isinstance(state, Mapping):
-        found = (
+        names = (
             not_finite(value, f"{name}.{key}" if name else str(key)) for key, value in state.items()
         )
-        return next((each for each in found if each is not None), None)
+        return next((tensor_name for tensor_name in names if tensor_name is not None), None)
     if not isinstance(state, torch.Tensor) or not state.is_floating_point():
         return None
     local: torch.Tensor = state.to_local() if isinstance(state, DTensor) else state
@@ -185,9 +185,8 @@ def not_finite(state: Any, name: str = "") -> str | None:
 
 
 def _verifying_reader(folder: Path, part: Path) -> Any:
-    """Returns torch's reader of the distributed checkpoint in ``part`` of the checkpoint
-    ``folder``. Files are hashed beside the reading; a damaged one is reported in any case, as
-    FilesDamaged."""
+    """Return torch's reader of the distributed checkpoint in ``part`` of the checkpoint ``folder``.
+    Files are hashed beside the reading; a damaged one is reported in any case, as FilesDamaged."""
     from orchestration.run.storage import shards
 
     def verify(names: Iterable[str]) -> None:
@@ -225,36 +224,40 @@ def begin(directory: Path, version: int) -> Path:
 
 def clean(directory: Path) -> None:
     """Remove what is neither a checkpoint nor being written."""
-    for left in directory.glob(".step-*"):
-        shutil.rmtree(left, ignore_errors=True)
+    for leftover in directory.glob(".step-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def lasting_refusal(error: BaseException, directory: Path, version: int) -> DiskRefused | None:
-    """Returns ``error``, with which writing the checkpoint of ``version`` has failed, as one that a
+    """Return ``error``, with which writing the checkpoint of ``version`` has failed, as one that a
     restart does not mend; None when a restart may. Writers wrap what the disk has said, so a disk
     without room is looked at."""
-    found = next(
-        (each for each in _causes(error) if isinstance(each, OSError) and each.errno in _LASTING),
+    disk_error = next(
+        (
+            cause
+            for cause in _causes(error)
+            if isinstance(cause, OSError) and cause.errno in _LASTING
+        ),
         None,
     )
     try:
         full = shutil.disk_usage(directory).free < LEAST_FREE
     except OSError as refused:
-        found = found or refused
+        disk_error = disk_error or refused
         full = False
-    if found is None and not full:
+    if disk_error is None and not full:
         return None
-    why = found or f"its disk is full: {error}"
+    reason = disk_error or f"its disk is full: {error}"
     newest = latest(directory)
     goes_on = f"from the checkpoint of version {newest.version}" if newest else "from the beginning"
     return DiskRefused(
-        f"checkpoint: version {version} cannot be written below {directory} ({why}); free room "
+        f"checkpoint: version {version} cannot be written below {directory} ({reason}); free room "
         f"there, or make it writable; `asyncdock resume` then goes on {goes_on}"
     )
 
 
 def unusable_state(error: BaseException) -> CheckpointUnusable | None:
-    """Returns the CheckpointUnusable that ``error`` was raised from; None where it was not."""
+    """Return the CheckpointUnusable that ``error`` was raised from; None where it was not."""
     return next((cause for cause in _causes(error) if isinstance(cause, CheckpointUnusable)), None)
 
 
@@ -267,10 +270,10 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 class Writer:
-    """Writes checkpoints of one rank's ``engine`` beside its training, one at a time, from a copy
-    in host memory that it keeps: the size of the engine's state on this rank. All ranks make the
-    same calls. A rank on another disk than the folder of the checkpoint copies what it writes to
-    ``url``, where rank 0 fetches it."""
+    """The writer of checkpoints of one rank's ``engine`` beside its training, one at a time, from a
+    copy in host memory that it keeps: the size of the engine's state on this rank. All ranks make
+    the same calls. A rank on another disk than the folder of the checkpoint copies what it writes
+    to ``url``, where rank 0 fetches it."""
 
     def __init__(self, engine: TrainEngine, rank: int = 0, url: str = "") -> None:
         self._engine = engine
@@ -440,7 +443,7 @@ def _remove(checkpoint: Path) -> None:
 
 
 def _sharded(state: Any) -> bool:
-    """Whether ``state`` is spread over several ranks."""
+    """Return whether ``state`` is spread over several ranks."""
     from torch.distributed.tensor import DTensor
 
     if isinstance(state, dict):
@@ -457,30 +460,30 @@ def _no_warning() -> Iterator[None]:
 
 
 def latest(directory: Path) -> Checkpoint | None:
-    """Returns the newest checkpoint under ``directory``; None when there is none."""
-    found = whole(directory)
-    return open_checkpoint(found[-1]) if found else None
+    """Return the newest checkpoint under ``directory``; None when there is none."""
+    folders = whole(directory)
+    return open_checkpoint(folders[-1]) if folders else None
 
 
 def newest(
     directory: Path, url: str, known: int = -1, parts: Sequence[str] = ()
 ) -> Checkpoint | None:
-    """Returns the newest checkpoint under ``directory``, or of ``url`` where that has a newer one,
+    """Return the newest checkpoint under ``directory``, or of ``url`` where that has a newer one,
     or where the one here is older than version ``known`` or has not all ``parts`` (default: all);
     from there it is copied to ``directory`` first. -1: the newest is not known. ``url`` may be
     empty."""
-    found = latest(directory)
+    local_checkpoint = latest(directory)
     lacks = (
-        found is None
-        or found.version < known
-        or any(not (found.path / part).exists() for part in parts)
+        local_checkpoint is None
+        or local_checkpoint.version < known
+        or any(not (local_checkpoint.path / part).exists() for part in parts)
     )
     if not url or (known >= 0 and not lacks):
-        return found
+        return local_checkpoint
     store = CheckpointStore(url)
     for _ in range(PULLS):
         names = store.names()
-        if not names or (found is not None and names[-1] < found.path.name):
+        if not names or (local_checkpoint is not None and names[-1] < local_checkpoint.path.name):
             break
         try:
             pulled = store.pull(names[-1], directory, parts)
@@ -494,45 +497,45 @@ def newest(
             if old.name < pulled.name and not ((old / MODEL).exists() and (old / TRAIN).exists()):
                 _remove(old)  # parts of it were copied here for an engine that had no newer one
         return open_checkpoint(pulled)
-    return found
+    return local_checkpoint
 
 
 def latest_of_run(
     directory: Path, known: int, url: str = "", parts: Sequence[str] = ()
 ) -> Checkpoint | None:
-    """Returns the newest checkpoint under ``directory``, or at ``url``, of a run whose newest one
-    is of version ``known`` at least (0: it may have none). ``parts``: see :func:`newest`. Raises
+    """Return the newest checkpoint under ``directory``, or at ``url``, of a run whose newest one is
+    of version ``known`` at least (0: it may have none). ``parts``: see :func:`newest`. Raises
     CheckpointMissing."""
-    found = newest(directory, url, known, parts) if known else latest(directory)
-    if known > (found.version if found else 0):
-        here = f"none newer than that of version {found.version}" if found else "none"
+    checkpoint = newest(directory, url, known, parts) if known else latest(directory)
+    if known > (checkpoint.version if checkpoint else 0):
+        here = f"none newer than that of version {checkpoint.version}" if checkpoint else "none"
         raise CheckpointMissing(
             f"checkpoint: the run's newest is of version {known}, and this node "
             f"({platform.node()}) has {here} below {directory}; set checkpoint.url, mount the "
             f"run's folder here at the same path, or copy the checkpoint there; "
             "or resume the run with --from and the version of an older one (0: from the beginning)"
         )
-    return found
+    return checkpoint
 
 
 def whole(directory: Path) -> list[Path]:
-    """Returns the complete checkpoints below ``directory``, oldest first."""
+    """Return the complete checkpoints below ``directory``, oldest first."""
     paths = directory.glob("step-*")
     return sorted(path for path in paths if STEP.fullmatch(path.name) and (path / STATE).is_file())
 
 
 def name_of(version: int) -> str:
-    """Returns the name of the folder of the checkpoint of ``version``."""
+    """Return the name of the folder of the checkpoint of ``version``."""
     return f"step-{version:08d}"
 
 
 def version_of(name: str) -> int:
-    """Returns the version of the checkpoint in the folder ``name``."""
+    """Return the version of the checkpoint in the folder ``name``."""
     return int(name.removeprefix("step-"))
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Returns the checkpoint at ``path``.
+    """Return the checkpoint at ``path``.
 
     Raises FileNotFoundError where it was removed, and CheckpointUnusable.
     """
@@ -549,16 +552,16 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def usable(directory: Path) -> list[Checkpoint]:
-    """Returns the checkpoints below ``directory`` that can be opened, oldest first."""
-    found = []
+    """Return the checkpoints below ``directory`` that can be opened, oldest first."""
+    checkpoints = []
     for path in whole(directory):
         try:
-            found.append(open_checkpoint(path))
+            checkpoints.append(open_checkpoint(path))
         except FileNotFoundError:  # removed meanwhile
             continue
         except (CheckpointUnusable, OSError) as damaged:
             log.warning("a checkpoint cannot be opened", reason=str(damaged))
-    return found
+    return checkpoints
 
 
 def set_aside(path: Path) -> Path:

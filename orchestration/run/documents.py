@@ -125,7 +125,7 @@ END = Document("end:{name}", bool, topic=HOSTS)
 
 
 class EndKind(IntEnum):
-    """How a worker's process ended, which decides what follows. The value is the exit code."""
+    """The end of a worker's process, which decides what follows. The value is the exit code."""
 
     DONE = 0
     FAILED = 1  # the supervisor restarts the worker; signals and all other codes count as this
@@ -140,7 +140,7 @@ class EndKind(IntEnum):
 
 @dataclass(frozen=True)
 class Ending:
-    """How a worker's process ended, and why.
+    """The end of a worker's process, and its reason.
 
     >>> killed = Ending(-9)
     >>> killed.kind.name, str(killed)

@@ -1,5 +1,5 @@
-"""Makes what a recipe names: rollout and train engines, tokenizer, sampling parameters, and the
-transport of weights.
+"""Factories of what a recipe names: rollout and train engines, tokenizer, sampling parameters, and
+the transport of weights.
 
 An adapter is imported when its engine is made: a mock run loads no model code. Engines that are not
 built in are made by their factories (:mod:`stages.engines.registry`).
@@ -57,7 +57,7 @@ _LOADING = threading.Lock()
 
 
 def tokenizer_of(recipe: Recipe) -> Tokenizer:
-    """Returns the model's tokenizer; the mock model uses that of the tiny model, which reads
+    """Return the model's tokenizer; the mock model uses that of the tiny model, which reads
     characters. Checkpoints keep it, with the chat template of the recipe."""
     tokenizer = load_tokenizer("tiny" if recipe.model.source == "mock" else recipe.model.source)
     if recipe.prompts.chat_template:
@@ -66,7 +66,7 @@ def tokenizer_of(recipe: Recipe) -> Tokenizer:
 
 
 def sampling_of(recipe: Recipe, tokenizer: Tokenizer) -> SamplingParams:
-    """Returns how responses are sampled.
+    """Return how responses are sampled.
 
     One ends with the tokenizer's end token, one of those that the model's generation_config.json
     names, or one of ``rollout.stop_token_ids``.
@@ -86,7 +86,7 @@ def sampling_of(recipe: Recipe, tokenizer: Tokenizer) -> SamplingParams:
 
 
 def unpadded_vocabulary(recipe: Recipe) -> int | None:
-    """Returns the number of the first tokens that the tokenizer has or that end a response; None
+    """Return the number of the first tokens that the tokenizer has or that end a response; None
     where the model's embedding has no further ones, which pad it."""
     size = vocabulary_of(recipe)
     tokenizer = tokenizer_of(recipe)
@@ -96,12 +96,12 @@ def unpadded_vocabulary(recipe: Recipe) -> int | None:
 
 
 def _known_vocabulary(recipe: Recipe) -> int | None:
-    """How many of the first tokens have a probability; None: all of the model's."""
+    """Return how many of the first tokens have a probability; None: all of the model's."""
     return unpadded_vocabulary(recipe) if recipe.masks_padding else None
 
 
 def terms_of(recipe: Recipe, tokenizer: Tokenizer) -> Terms:
-    """Returns what another program must know to run one of the recipe's stages."""
+    """Return what another program must know to run one of the recipe's stages."""
     source = recipe.model.source
     if source == "mock":
         vocabulary = len(tokenizer)
@@ -116,20 +116,25 @@ def terms_of(recipe: Recipe, tokenizer: Tokenizer) -> Terms:
         weights = {
             name: (recipe.model.dtype, shape) for name, shape in weight_shapes(source).items()
         }
-    own = fingerprint(tokenizer.get_vocab())
+    vocabulary_fingerprint = fingerprint(tokenizer.get_vocab())
     return Terms(
-        vocabulary, asdict(sampling), recipe.seed, len(recipe.reward.functions), weights, own
+        vocabulary,
+        asdict(sampling),
+        recipe.seed,
+        len(recipe.reward.functions),
+        weights,
+        vocabulary_fingerprint,
     )
 
 
 def probe_tokens(recipe: Recipe) -> int:
-    """Returns the least number of tokens that a swap is probed with: one row where each token is
+    """Return the least number of tokens that a swap is probed with: one row where each token is
     judged, else enough for a percentile; 0 without probes."""
     return (1 if recipe.model.dtype == "float32" else 128) if recipe.sync.probe else 0
 
 
 def probe_rule(recipe: Recipe) -> ProbeRule | None:
-    """Returns how far probed logprobs may lie from the trainer's; None: nothing is probed."""
+    """Return how far probed logprobs may lie from the trainer's; None: nothing is probed."""
     sync = recipe.sync
     source = recipe.model.source
     if not sync.probe:
@@ -176,15 +181,20 @@ def rollout_engine(
         case "torch":
             return _torch_rollout(devices.select(rollout.device), recipe, version, weights)
         case "vllm":
-            own = shared or Path(
+            shared_folder = shared or Path(
                 tempfile.mkdtemp(prefix="asyncdock-rollout-", dir=shared_memory_directory())
             )
             try:
                 return _vllm_rollout(
-                    own, recipe, version, weights, secret, depot=shared.parent if shared else own
+                    shared_folder,
+                    recipe,
+                    version,
+                    weights,
+                    secret,
+                    depot=shared.parent if shared else shared_folder,
                 )
             except BaseException:  # once the engine exists, its close removes the folder
-                shutil.rmtree(own, ignore_errors=True)
+                shutil.rmtree(shared_folder, ignore_errors=True)
                 raise
         case "mock":
             from stages.engines.mock.engines import MockRolloutEngine
@@ -212,9 +222,9 @@ def _by_factory(side: Side, recipe: Recipe, protocol: type, **arguments: Any) ->
         name for name in vars(protocol) if not name.startswith("_") and not hasattr(engine, name)
     ]
     if lacks:
-        wrong = f"has made a {type(engine).__name__}, which has no {' and no '.join(lacks)}"
+        problem = f"has made a {type(engine).__name__}, which has no {' and no '.join(lacks)}"
         fix = f"make what has all of {protocol.__name__} in stages/engines/protocols.py"
-        raise EngineUnknown(Problem(f"{side}.engine", section.engine, wrong, fix))
+        raise EngineUnknown(Problem(f"{side}.engine", section.engine, problem, fix))
     return engine
 
 
@@ -255,13 +265,13 @@ def _torch_rollout(
 
 
 def _base(recipe: Recipe, weights: Path | None) -> Path | None:
-    """The folder of the weights that an engine begins with: with adapters, the recipe's own model
-    in any case."""
+    """Return the folder of the weights that an engine begins with: with adapters, the recipe's own
+    model in any case."""
     return None if recipe.adapters else weights
 
 
 def _first_adapters(recipe: Recipe, weights: Path | None) -> dict[str, torch.Tensor] | None:
-    """The adapters of the checkpoint whose model is in the folder ``weights``."""
+    """Return the adapters of the checkpoint whose model is in the folder ``weights``."""
     if recipe.adapters is None or weights is None:
         return None
     from stages.adapters.export import ADAPTER, load_adapter
@@ -335,7 +345,7 @@ def train_engine(
 def teacher_options(
     recipe: Recipe, timeout: float = 0.0, retries: int | None = None
 ) -> TeacherOptions:
-    """Returns how to reach ``teacher.url``; ``timeout`` and ``retries`` replace the recipe's.
+    """Return how to reach ``teacher.url``; ``timeout`` and ``retries`` replace the recipe's.
 
     Raises TeacherRefused where the key is not set.
     """
@@ -366,7 +376,9 @@ def critic_engine(
 ) -> TorchCriticEngine:
     """Make the critic's engine: its model is ``critic.source``, or that of the policy as the run
     begins.
-    ``coordinates``, ``meeting``: as for :func:`train_engine`."""
+
+    ``coordinates``, ``meeting``: as for :func:`train_engine`.
+    """
     from stages.engines.torch.critic import VALUE_HEAD, TorchCriticEngine
 
     critic = recipe.critic
@@ -443,8 +455,10 @@ def _train_options(recipe: Recipe) -> dict[str, Any]:
 def sync_addresses(host: str, route: str, others: str) -> tuple[str, str]:
     """Return the address to listen on for ``host``, a recipe's `sync_address`, and the one that
     other nodes are given.
+
     ``route``, ``others``: see :func:`pipeline.node.announced`, whose errors it raises. Loopback
-    stays loopback: `check` refuses it where other machines start workers."""
+    stays loopback: `check` refuses it where other machines start workers.
+    """
     name = host if is_loopback(host) else announced(host, route, others)
     return (name if host == AUTO else host), name
 
@@ -452,10 +466,11 @@ def sync_addresses(host: str, route: str, others: str) -> tuple[str, str]:
 def weight_publisher(
     recipe: Recipe, shared: Path, secret: bytes, route: str = "", others: str = ""
 ) -> Publisher:
-    """Make what rank 0 of the train engine publishes weights with. ``shared``: the run's folder in
-    shared memory;
-    ``secret``: what engines of the run prove to know; ``route``, ``others``: addresses of this
-    node, see :func:`pipeline.node.announced`."""
+    """Make what rank 0 of the train engine publishes weights with.
+
+    ``shared``: the run's folder in shared memory; ``secret``: what engines of the run prove to
+    know; ``route``, ``others``: addresses of this node, see :func:`pipeline.node.announced`.
+    """
     store = WeightStore(shared)
     if recipe.weight_transport == "shared_memory":
         return store

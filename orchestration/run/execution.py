@@ -78,7 +78,7 @@ HOSTS_SECONDS = 10.0  # how long the index stays up for hosts that have not seen
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a run ended. ``checkpoint`` is the newest one; its ``model`` opens with transformers."""
+    """The end of a run. ``checkpoint`` is the newest one; its ``model`` opens with transformers."""
 
     run: str
     state: str
@@ -90,7 +90,7 @@ class RunResult:
 
 
 class Execution:
-    """Executes the run in ``folder``, once, in ``index``: by default the one of its recipe.
+    """The one execution of the run in ``folder``, in ``index`` (default: the one of its recipe).
 
     ``forks`` forks the workers; None: the run starts a fork server.
     """
@@ -215,7 +215,7 @@ class Execution:
         await index.transition([""], "created")
 
     def _standing(self) -> tuple[RunConfig, Mapping[str, int], Sequence[int], str]:
-        """What the index is told of the flow, and of where the run starts: the flow's
+        """Return what the index is told of the flow, and of where the run starts: the flow's
         configuration, counters, groups to make again, and pass rates."""
         config = flow_of(self.recipe).config(
             self.recipe.staleness_plan, self.recipe.algorithm.max_dropped
@@ -232,7 +232,7 @@ class Execution:
             await index.set_slack(self.recipe.first_slack)
 
     async def _require_newest_checkpoint(self, index: Index) -> None:
-        """Raises RunError on a machine that does not have the run's folder: it would begin from the
+        """Raise RunError on a machine that does not have the run's folder: it would begin from the
         start, or from an older checkpoint."""
         reported = await CHECKPOINT_REPORTED.get(index) or 0
         checkpoints = self.folder.path / "checkpoints"
@@ -351,7 +351,7 @@ class Execution:
 
 
 def _joining_command(join: str, token: str, run: str, workers: int) -> str:
-    """Returns the command by which another machine starts ``workers`` workers of ``run``."""
+    """Return the command by which another machine starts ``workers`` workers of ``run``."""
     variables = {INDEX_VARIABLE: join, **({"ASYNCDOCK_HOST_TOKEN": token} if token else {})}
     assigned = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
     several = ["--workers", str(workers)] if workers > 1 else []
@@ -359,7 +359,7 @@ def _joining_command(join: str, token: str, run: str, workers: int) -> str:
 
 
 def _reason(error: Exception, out: Path) -> str:
-    """Returns why the run in ``out`` has failed with ``error``."""
+    """Return why the run in ``out`` has failed with ``error``."""
     if isinstance(error, IndexUnwritable):  # the server does not say where its file is
         refused = OSError(errno.ENOSPC, str(error))
         needed = sum(file.stat().st_size for file in (out / "index").rglob("*.aof"))
@@ -368,7 +368,7 @@ def _reason(error: Exception, out: Path) -> str:
 
 
 def _launcher(recipe: Recipe, out: Path, forks: ForkServer | None) -> Launcher:
-    """Returns what starts the workers of this machine."""
+    """Return what starts the workers of this machine."""
     if recipe.launch.launcher == "inline":
         return InlineLauncher()
     # vLLM brings processes and threads of its own, and has not been tried in a fork.

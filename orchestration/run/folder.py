@@ -70,7 +70,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, recipe: Recipe, path: Path) -> RunFolder:
-        """The folder of a new run; ``path`` must be new or empty.
+        """Make the folder of a new run; ``path`` must be new or empty.
 
         A new one has the mode of ``launch.readers``. Raises RunError.
         """
@@ -94,9 +94,9 @@ class RunFolder:
     def resume(
         cls, path: Path, overrides: Sequence[str] = (), start_version: int | None = None
     ) -> RunFolder:
-        """The folder of a run that has ended, to go on from its newest checkpoint (from the start
-        when it has made none), or from that of ``start_version`` (0: from the start); newer ones
-        are then set aside.
+        """Return the folder of a run that has ended, to go on from its newest checkpoint (from the
+        start when it has made none), or from that of ``start_version`` (0: from the start); newer
+        ones are then set aside.
 
         ``overrides``, ``section.key=value`` each, change the recipe for good, from that checkpoint
         on. Raises RunError, and RecipeError for what does not fit the recipe and for keys that may
@@ -128,7 +128,8 @@ class RunFolder:
 
     @classmethod
     def of_service(cls, recipe: Recipe, path: Path, run_id: str) -> RunFolder:
-        """The folder of the run ``run_id`` of a service, which another runner may have begun.
+        """Return the folder of the run ``run_id`` of a service, which another runner may have
+        begun.
 
         It is locked by :meth:`lock`.
         """
@@ -144,17 +145,17 @@ class RunFolder:
 
     @property
     def store_url(self) -> str:
-        """Where its checkpoints are copied to; "" without ``checkpoint.url``."""
+        """URL where its checkpoints are copied to; "" without ``checkpoint.url``."""
         return store_url(self.recipe, self.path, self.run_id)
 
     @property
     def paths(self) -> RunPaths:
-        """What workers must know of it."""
+        """Paths that workers must know of it."""
         start = self.start.path if self.start else None
         return RunPaths(self.path, self.shared, start, self.store_url)
 
     def newest(self) -> Checkpoint | None:
-        """The newest checkpoint on this disk."""
+        """Return the newest checkpoint on this disk."""
         return checkpoint.latest(self.path / "checkpoints")
 
     async def lock(self) -> None:
@@ -220,7 +221,7 @@ class RunFolder:
 
 
 def _refuse_used(path: Path, lock: BinaryIO | None = None) -> None:
-    """Raises RunError when ``path`` holds anything but a lock file: RunLocked when a run in it is
+    """Raise RunError when ``path`` holds anything but a lock file: RunLocked when a run in it is
     being executed."""
     if any(entry.name != LOCK for entry in path.iterdir()):
         if lock is None and (path / LOCK).exists():
@@ -232,7 +233,7 @@ def _refuse_used(path: Path, lock: BinaryIO | None = None) -> None:
 
 
 def _refuse_of_service(path: Path) -> None:
-    """Raises RunError when the run in ``path`` is a service's that has not ended."""
+    """Raise RunError when the run in ``path`` is a service's that has not ended."""
     try:
         where = json.loads((path / WHERE).read_text())
     except (OSError, ValueError):

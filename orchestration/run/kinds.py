@@ -26,11 +26,10 @@ class WorkerKind:
     ``job``: its :class:`~orchestration.run.builders.job.Job`, as "module:class". ``numbers``: the
     workers of this kind that a recipe needs. ``rank_group``: name of the group of workers that
     train together; when one dies, all of them are started again ("": each worker is alone).
-    ``ends_by_itself``: the run is finished when all workers of such kinds have ended.
-    ``writes``: they write columns into an arena. ``elastic``: the run goes on with fewer of them,
-    while one is left.
-    ``computes``: they have an engine; on a cluster they are placed on nodes, and the others stay on
-    the head.
+    ``ends_by_itself``: the run is finished when all workers of such kinds have ended. ``writes``:
+    they write columns into an arena. ``elastic``: the run goes on with fewer of them, while one is
+    left. ``computes``: they have an engine; on a cluster they are placed on nodes, and the others
+    stay on the head.
     """
 
     name: str
@@ -112,27 +111,30 @@ KINDS = {kind.name: kind for kind in _ALL}
 
 
 def kind_of(name: str) -> WorkerKind:
-    """The kind of the workers called ``name``: a name that is no kind is that of a recipe's
+    """Return the kind of the workers called ``name``: a name that is no kind is that of a recipe's
     stage."""
     return KINDS.get(name, KINDS["stage"])
 
 
 def workers_of(recipe: Recipe) -> list[tuple[str, int]]:
-    """Returns the workers that ``recipe`` needs, as (kind, number): none for stages that other
+    """Return the workers that ``recipe`` needs, as (kind, number): none for stages that other
     programs run."""
     from orchestration.recipe.flow import declarations_of
 
-    own = [kind for kind in _ALL if kind.name not in (*recipe.external.stages, "stage")]
+    builtin_kinds = [kind for kind in _ALL if kind.name not in (*recipe.external.stages, "stage")]
     stages = [
         (declared.name, number)
         for declared in declarations_of(recipe)
         for number in range(declared.workers)
     ]
-    return [*((kind.name, number) for kind in own for number in kind.numbers(recipe)), *stages]
+    return [
+        *((kind.name, number) for kind in builtin_kinds for number in kind.numbers(recipe)),
+        *stages,
+    ]
 
 
 def remote_workers(recipe: Recipe) -> set[tuple[str, int]]:
-    """Returns those of the workers that hosts start: all with an engine on a cluster, otherwise the
+    """Return those of the workers that hosts start: all with an engine on a cluster, otherwise the
     last rollout workers."""
     if recipe.launch.on_cluster:
         return {worker for worker in workers_of(recipe) if kind_of(worker[0]).computes}

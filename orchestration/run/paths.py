@@ -1,4 +1,4 @@
-"""Where a run's files lie. Workers, and programs outside that join the run, read it from the
+"""Paths of a run's files. Workers, and programs outside that join the run, read them from the
 index."""
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ HOST_VARIABLE = "ASYNCDOCK_HOST"
 
 @dataclass(frozen=True)
 class RunPaths:
-    """Where a run's files lie: ``out`` on disk, ``shared`` in memory; ``start`` is the checkpoint
-    it resumed from; ``url``: where its checkpoints are copied to, "" without ``checkpoint.url``."""
+    """Paths of a run's files: ``out`` on disk, ``shared`` in memory; ``start`` is the checkpoint it
+    resumed from; ``url``: where its checkpoints are copied to, "" without ``checkpoint.url``."""
 
     out: Path
     shared: Path
@@ -38,16 +38,17 @@ class RunPaths:
         return cls(Path(data["out"]), Path(data["shared"]), start, data.get("url", ""))
 
     def at_host(self) -> tuple[RunPaths, str]:
-        """Returns the folders as a worker in this process finds them, and the warehouse that it
-        writes to: those of its host, where one has started it (:mod:`orchestration.launch.hosts`)."""
-        if not (given := os.environ.get(HOST_VARIABLE)):
+        """Return the folders as a worker in this process finds them, and the warehouse that it
+        writes to: those of its host, where one has started it
+        (:mod:`orchestration.launch.hosts`)."""
+        if not (host_json := os.environ.get(HOST_VARIABLE)):
             return self, "local"
-        own = json.loads(given)
-        return replace(self, out=Path(own["out"]), shared=Path(own["shared"])), own["warehouse"]
+        host = json.loads(host_json)
+        return replace(self, out=Path(host["out"]), shared=Path(host["shared"])), host["warehouse"]
 
     @staticmethod
     def host_name() -> str:
-        """Returns the name of the host that has started this process; "" on the head."""
+        """Return the name of the host that has started this process; "" on the head."""
         return str(json.loads(os.environ.get(HOST_VARIABLE) or "{}").get("name", ""))
 
     @property

@@ -37,8 +37,11 @@ Emit = Callable[[str], Coroutine[Any, Any, None]]
 
 
 class RunIndex(Protocol):
-    """``url``: by which this machine reaches the index; ``join_url``: by which other machines do.
-    Known while it is served."""
+    """The index of a run.
+
+    ``url``: by which this machine reaches the index; ``join_url``: by which other machines do.
+    Known while it is served.
+    """
 
     is_own: bool
     url: str
@@ -48,8 +51,8 @@ class RunIndex(Protocol):
         """Keep it up."""
 
     def watching(self, emit: Emit) -> list[Coroutine[Any, Any, None]]:
-        """What is to run beside the run while it is served. ``emit`` reports why it was started
-        again."""
+        """Return what is to run beside the run while it is served. ``emit`` reports why it was
+        started again."""
 
 
 class GivenIndex:
@@ -105,7 +108,8 @@ class OwnIndex:
             shutil.rmtree(sockets, ignore_errors=True)
 
     async def _address(self, hosts: RayHosts | None, *, is_tls: bool) -> Address | None:
-        """Where it listens for other machines; None: it has a socket of this machine alone."""
+        """Return the address at which it listens for other machines; None: it has a socket of this
+        machine alone."""
         text = self._recipe.index_address
         if not text:
             return None
@@ -146,20 +150,20 @@ class OwnIndex:
 
 
 def index_of(recipe: Recipe, folder: Path) -> RunIndex:
-    """The index that ``recipe`` names for its run in ``folder``."""
+    """Return the index that ``recipe`` names for its run in ``folder``."""
     if recipe.pipeline.index == "embedded":
         return OwnIndex(recipe, folder / "index")
     return GivenIndex(recipe.pipeline.index)
 
 
 async def reached_at(recipe: Recipe, hosts: RayHosts | None) -> str:
-    """The address by which other machines reach this one: that of the index, if it is given, or by
-    which the nodes of the Ray cluster reach it, or that of its network."""
-    own = await (hosts.connect() if hosts is not None else asyncio.to_thread(own_address))
+    """Return the address by which other machines reach this one: that of the index, if it is given;
+    else that by which the nodes of the Ray cluster reach it; else that of its network."""
+    address = await (hosts.connect() if hosts is not None else asyncio.to_thread(own_address))
     if (text := recipe.index_address) not in ("", AUTO):
         host = Address.split(text)[0]
-        own = str((await asyncio.to_thread(socket.getaddrinfo, host, 0))[0][4][0])
-    return own
+        address = str((await asyncio.to_thread(socket.getaddrinfo, host, 0))[0][4][0])
+    return address
 
 
 async def _start(server: EmbeddedIndex) -> None:

@@ -86,7 +86,7 @@ SCALE_SECONDS = 10.0  # a wait for another number of workers is renewed this oft
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: ``finished``, ``stopped`` or ``failed``, or that it is to be rewound, and
+    """The end of a run: ``finished``, ``stopped`` or ``failed``, or that it is to be rewound, and
     why."""
 
     state: str
@@ -99,7 +99,8 @@ class _Rewind(Exception):
 
 
 class Supervisor:
-    """Runs the workers of ``recipe`` until the work is done, ``stop`` is set, or it cannot go on.
+    """The supervisor that runs the workers of ``recipe`` until the work is done, ``stop`` is set,
+    or it cannot go on.
 
     ``begins``: optimizer steps that were made before; ``folder``: of the run, with what it has
     recorded; None: nothing is forecast.
@@ -134,7 +135,7 @@ class Supervisor:
         self._began = "0"  # the last event before those of this supervisor
 
     def pids(self) -> dict[str, int]:
-        """Returns the process of each worker, by ``KIND-NUMBER``."""
+        """Return the process of each worker, by ``KIND-NUMBER``."""
         return {worker: life.pid for worker, life in self._lives.by_worker.items()}
 
     async def run(self, stop: asyncio.Event) -> Outcome:
@@ -280,7 +281,7 @@ class Supervisor:
                 raise _Rewind(str(ending))
 
     async def _take_restart(self, group: WorkerGroup, endings: dict[Worker, Ending]) -> Ending:
-        """Returns the first of ``endings`` when ``group`` may be restarted, or is to leave. Raises
+        """Return the first of ``endings`` when ``group`` may be restarted, or is to leave. Raises
         RunFailed when it may not be, and the run cannot go on without it."""
         dead, *_ = endings
         death = endings[dead]
@@ -350,7 +351,8 @@ class Supervisor:
         await self._emit(group.first, "left")
 
     async def _stays(self, group: WorkerGroup) -> bool:
-        """Whether ``group``, which has left, is to be launched again; otherwise it is forgotten."""
+        """Return whether ``group``, which has left, is to be launched again; otherwise it is
+        forgotten."""
         stays = group.first in self.workers
         if not stays:
             self._forget(group)
@@ -365,7 +367,7 @@ class Supervisor:
         self._lives.forget(group)
 
     async def _record_unplaced(self, name: str, is_unplaced: bool) -> None:
-        """A worker that no machine starts is absent, until one does: the run ends without it."""
+        """Set a worker absent that no machine starts, until one does: the run ends without it."""
         group = next(each for each in self._groups.values() if name in each.names.values())
         if not is_unplaced:
             await self._go_on(group)
@@ -373,7 +375,7 @@ class Supervisor:
             await self._set_absent(group, "no host has room for it")
 
     async def _go_on(self, group: WorkerGroup) -> None:
-        """``group`` is not absent any more."""
+        """Note that ``group`` is not absent any more."""
         if group.state is State.ABSENT:
             group.go_on()
             await self._record_engines()
@@ -403,7 +405,7 @@ class Supervisor:
                 await self.index.transition(["starting"], "running")
 
     async def _limit_start(self) -> None:
-        """Raises RunFailed when the run cannot train within ``startup_timeout``: of an elastic kind
+        """Raise RunFailed when the run cannot train within ``startup_timeout``: of an elastic kind
         one worker is enough."""
         await asyncio.sleep(self.launch.startup_timeout)
         groups = self._groups.values()
@@ -426,7 +428,7 @@ class Supervisor:
 
 
 async def _unplaced(index: Index, recipe: Recipe, groups: Iterable[WorkerGroup]) -> list[str]:
-    """The workers that hosts are to start and that have never given a sign of life."""
+    """Return the workers that hosts are to start and that have never given a sign of life."""
     alive = await index.alive()
     remote = remote_workers(recipe)
     names = {worker: name for group in groups for worker, name in group.names.items()}

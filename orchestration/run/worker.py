@@ -100,7 +100,7 @@ FIX_OTHER = "correct what drops them: a stage of the recipe, or the algorithm's 
 
 
 class Worker:
-    """Worker ``kind``-``number`` of a run. ``name`` is another one after each restart."""
+    """The worker ``kind``-``number`` of a run. ``name`` is another one after each restart."""
 
     def __init__(self, run: str, url: str, kind: str, number: int, name: str) -> None:
         self.index = Index(url, run)
@@ -201,7 +201,7 @@ class Worker:
                     await asyncio.wait_for(self._ready.wait(), seconds)
 
     async def _build(self, job: Job, paths: RunPaths) -> None:
-        """Raises CannotStart for an error that would come again.
+        """Build the job. Raises CannotStart for an error that would come again.
 
         That is known only while the run starts: later, other processes may have changed what the
         worker reads, and a worker of an elastic kind may be on a node that lacks it.
@@ -228,7 +228,7 @@ class Worker:
             raise refused(_in_words(first)) from first
 
     async def _refuse_first_work(self, error: BaseException, paths: RunPaths) -> None:
-        """Raises CannotStart or NotStarted for an ``error`` before the run has trained a step: what
+        """Raise CannotStart or NotStarted for an ``error`` before the run has trained a step: what
         an engine cannot compute then is its model, not a batch. Returns for errors of other
         processes, and for those that are fatal already."""
         causes = _causes(error)
@@ -282,7 +282,7 @@ class Worker:
 
 
 def _first(error: BaseException) -> BaseException:
-    """Returns the first error in nested exception groups that is not a cancellation."""
+    """Return the first error in nested exception groups that is not a cancellation."""
     while isinstance(error, BaseExceptionGroup):
         error = next(
             (e for e in error.exceptions if not isinstance(e, asyncio.CancelledError)),
@@ -292,7 +292,7 @@ def _first(error: BaseException) -> BaseException:
 
 
 def _causes(error: BaseException) -> list[BaseException]:
-    """Returns ``error``, its cause, the cause of that, and so on."""
+    """Return ``error``, its cause, the cause of that, and so on."""
     causes = [error]
     while (cause := causes[-1].__cause__) is not None:
         causes.append(cause)
@@ -300,7 +300,8 @@ def _causes(error: BaseException) -> list[BaseException]:
 
 
 def _dropped_in_words(error: TooManyDropped) -> str:
-    """``error`` with the recipe's key that bounds it, and a fix of the most frequent reason."""
+    """Return ``error`` with the recipe's key that bounds it, and a fix of the most frequent
+    reason."""
     reason = by_count(error.reasons)[0][0] if error.reasons else ""
     fallback = FIX_REWARD if reason.startswith(REWARD_FAILED) else FIX_OTHER
     return f"{error} (algorithm.max_dropped); {FIXES.get(reason, fallback)}"
@@ -317,7 +318,7 @@ def _in_words(error: BaseException) -> str:
 
 
 def ending_of(error: BaseException) -> Ending:
-    """Returns why a worker that fails with ``error`` ends, without its exit code."""
+    """Return why a worker that fails with ``error`` ends, without its exit code."""
     fault = []
     for cause in _causes(error):
         fault.append(type(cause).__qualname__)
@@ -329,7 +330,7 @@ def ending_of(error: BaseException) -> Ending:
 
 
 def exit_code(error: BaseException | None) -> EndKind:
-    """Returns the exit code of a worker that ended with ``error``."""
+    """Return the exit code of a worker that ended with ``error``."""
     if error is None:
         return EndKind.DONE
     if isinstance(error, FATAL):

@@ -30,7 +30,8 @@ class SandboxRefused(RuntimeError):
 
 
 def checked(what: str, result: int) -> int:
-    """``result`` of a C function. Raises OSError, which names ``what``, for a negative one."""
+    """Return ``result`` of a C function. Raises OSError, which names ``what``, for a negative
+    one."""
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
@@ -38,7 +39,7 @@ def checked(what: str, result: int) -> int:
 
 
 def end_with_parent() -> None:
-    """The kernel kills this process when its parent ends."""
+    """Have the kernel kill this process when its parent ends."""
     checked("prctl", LIBC.prctl(_SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0))
 
 
@@ -73,12 +74,12 @@ def drop_privileges(*, own_user: int = 0) -> None:
 
 
 def hide_memory() -> None:
-    """No other process may read this one's memory, environment or descriptors."""
+    """Let no other process read this one's memory, environment or descriptors."""
     checked("prctl", LIBC.prctl(_SET_DUMPABLE, 0, 0, 0, 0))
 
 
 def own_user() -> int:
-    """A number of a user for this process alone, or 0.
+    """Return a number of a user for this process alone, or 0.
 
     The kernel bounds the processes of no process of root, the real one; another user's it does. 0
     where this is not root, or may not become another user.
@@ -101,7 +102,8 @@ def own_user() -> int:
 
 
 def processes_of_user() -> int:
-    """The threads of all processes of this process's real user, which RLIMIT_NPROC counts."""
+    """Return the threads of all processes of this process's real user, which RLIMIT_NPROC
+    counts."""
     count = 0
     user = os.getuid()
     for name in os.listdir("/proc"):
@@ -115,6 +117,6 @@ def processes_of_user() -> int:
 
 
 def kernel_release() -> tuple[int, int]:
-    """The first two numbers of the kernel's release."""
+    """Return the first two numbers of the kernel's release."""
     major, minor = os.uname().release.split(".")[:2]
     return int(major), int("".join(digit for digit in minor if digit.isdecimal()) or 0)

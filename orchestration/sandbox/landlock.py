@@ -45,14 +45,15 @@ OF_THE_KERNEL = (
 
 
 def version() -> int:
-    """The version of Landlock that this kernel has. Raises SandboxRefused where it has none."""
-    found = LIBC.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION_FLAG)
-    if found < 1:
+    """Return the version of Landlock that this kernel has. Raises SandboxRefused where it has
+    none."""
+    abi_version = LIBC.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION_FLAG)
+    if abi_version < 1:
         reason = os.strerror(ctypes.get_errno())
         raise SandboxRefused(
             f"the kernel has no Landlock ({reason}); it needs Linux 5.13 with `lsm=landlock,…`"
         )
-    return int(found)
+    return int(abi_version)
 
 
 def restrict(visible: Sequence[str], listed: Sequence[str], *, network: bool) -> list[Rule]:
@@ -95,7 +96,7 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
 
 
 def _refused(has: int, network: bool) -> list[Rule]:
-    """What Landlock of version ``has`` does not know."""
+    """Return what Landlock of version ``has`` does not know."""
     rules = [
         # A socket at a path, or of another family, may lead to any program of the machine.
         Rule("socket", argument=0, allowed=(2, 10) if network else ()),
@@ -112,8 +113,8 @@ def _refused(has: int, network: bool) -> list[Rule]:
         *(Rule(call) for call in _OF_ANY_FILE),
     ]
     if has < FIRST_WITH_SCOPES:
-        own = os.getpid()
-        rules += [Rule(call, argument=0, allowed=(0, own)) for call in ("kill", "tkill", "tgkill")]
+        pid = os.getpid()
+        rules += [Rule(call, argument=0, allowed=(0, pid)) for call in ("kill", "tkill", "tgkill")]
         rules += [
             Rule(call)
             for call in ("rt_sigqueueinfo", "rt_tgsigqueueinfo", "pidfd_send_signal", "pidfd_open")

@@ -64,13 +64,14 @@ _ATTRIBUTE_NO_DEVICES = 4
 def enter(
     visible: Sequence[str], *, network: bool, memory: int, scratch: int, keep: Sequence[int]
 ) -> tuple[str, int]:
-    """Returns in the sandboxed process alone, with the folder that can be written, and the user for
+    """Return in the sandboxed process alone, with the folder that can be written, and the user for
     :func:`drop_privileges`.
+
     ``visible``: real paths that are seen, read-only. ``memory``: bytes of all processes together, 0
-    for no limit;
-    ``scratch``: bytes of files. ``keep``: descriptors that stay open, beside 0, 1 and 2. Raises
-    OSError where the kernel refuses the namespaces themselves; a later failure ends this process,
-    with a traceback in its output."""
+    for no limit; ``scratch``: bytes of files. ``keep``: descriptors that stay open, beside 0, 1 and
+    2. Raises OSError where the kernel refuses the namespaces themselves; a later failure ends this
+    process, with a traceback in its output.
+    """
     user = _new_user(network)
     ended, report = os.pipe()
     first = os.fork()
@@ -132,8 +133,8 @@ def _new_user(network: bool) -> int:
 
 @contextlib.contextmanager
 def _helper() -> Iterator[Callable[[str], None]]:
-    """A child outside of the namespaces of its parent, which gives that its users when it is told
-    them."""
+    """Keep a child outside of the namespaces of its parent, which gives that its users when it is
+    told them."""
     reading, writing = os.pipe()
     parent = os.getpid()
     child = os.fork()
@@ -212,7 +213,8 @@ def _watch(sandboxed: int, report: int, memory: int) -> NoReturn:
 
 
 def _memory() -> int:
-    """Bytes of memory that all processes hold together, without files that are mapped."""
+    """Return the bytes of memory that all processes hold together, without files that are
+    mapped."""
     total = 0
     for name in os.listdir("/proc"):
         if name.isdecimal() and name != "1":

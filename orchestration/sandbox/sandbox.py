@@ -74,16 +74,16 @@ _NEW_NAMESPACES = 0x7E020000  # all flags of clone that make one
 
 @dataclass(frozen=True)
 class Sandbox:
-    """What a process may see and use. Sizes in bytes.
+    """Limits of what a process may see and use. Sizes in bytes.
 
     ``read``: files and folders that it sees, as they are, beside Python's, the system's programs
-    and libraries, and what can be imported from ``modules``, a path of imports: of a folder there
-    that is no installation, modules and packages, but no other file. ``network``: it has the
-    machine's; otherwise none, not even loopback. ``memory``: data of one process, 0 for no limit;
-    of all of them together a quarter more. ``scratch``: of all files that it writes. ``processes``,
-    ``files``: as many are there, and open, at the same time. With Landlock it writes no file and
-    starts no process (threads it does).
-    ``mechanism``: NAMESPACES or LANDLOCK, "" for the first that works (:func:`available`)."""
+    and libraries, and what can be imported from ``modules``, a path of imports: of a folder
+    there that is no installation, modules and packages, but no other file. ``network``: it has
+    the machine's; otherwise none, not even loopback. ``memory``: data of one process, 0 for no
+    limit; of all of them together a quarter more. ``scratch``: of all files that it writes.
+    ``processes``, ``files``: as many are there, and open, at the same time. With Landlock it
+    writes no file and starts no process (threads it does). ``mechanism``: NAMESPACES or
+    LANDLOCK, "" for the first that works (:func:`available`)."""
 
     read: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
@@ -97,7 +97,7 @@ class Sandbox:
 
 @dataclass(frozen=True)
 class Available:
-    """What this machine gives: for each mechanism why it cannot be had, "" where it can.
+    """The mechanisms that this machine gives: for each why it cannot be had, "" where it can.
 
     ``landlock`` is tried only where namespaces cannot be had.
     """
@@ -118,7 +118,7 @@ class Available:
 
     @property
     def shortfall(self) -> str:
-        """What this machine does not give, and why; "" where it gives all."""
+        """Things that this machine does not give, and why; "" where it gives all."""
         if not self.namespaces:
             return ""
         if self.landlock:
@@ -131,14 +131,15 @@ class Available:
 
 
 def available() -> Available:
-    """What this machine gives. Takes about 0.1 s the first time in a process: others try it."""
+    """Return what this machine gives. Takes about 0.1 s the first time in a process: others try
+    it."""
     reason = refusal(NAMESPACES)
     return Available(reason, refusal(LANDLOCK) if reason else "")
 
 
 @functools.cache
 def refusal(mechanism: str) -> str:
-    """Why this machine does not give ``mechanism``, by a trial; "" where it does."""
+    """Return why this machine does not give ``mechanism``, by a trial; "" where it does."""
     if sys.platform != "linux":
         return f"it needs Linux, and this is {sys.platform}"
     return _tried(mechanism)
@@ -186,14 +187,14 @@ def enter(sandbox: Sandbox, keep: Sequence[int] = ()) -> None:
 
 
 def visible(sandbox: Sandbox) -> Iterator[str]:
-    """The paths that ``sandbox`` sees, those above others first.
+    """Yield the paths that ``sandbox`` sees, those above others first.
 
     Raises SandboxRefused for one of ``read`` that is not there.
     """
     paths: dict[str, None] = {}
 
     def add(path: str) -> None:
-        """``path``, and where its links lead."""
+        """Add ``path``, and where its links lead."""
         paths.setdefault(os.path.abspath(path))
         paths.setdefault(os.path.realpath(path))
 
@@ -226,7 +227,7 @@ def _is_below(path: str, folder: str) -> bool:
 
 
 def _importable(folder: str) -> Iterator[str]:
-    """What can be imported from ``folder`` of a path of imports.
+    """Yield what can be imported from ``folder`` of a path of imports.
 
     Other files there are not shown: the folder may be a home, or that of a service.
     """
@@ -382,7 +383,7 @@ _REFUSED = (
 
 
 def _tried(mechanism: str) -> str:
-    """Why ``mechanism`` cannot be entered; "" where it can."""
+    """Return why ``mechanism`` cannot be entered; "" where it can."""
     root = str(Path(__file__).resolve().parents[2])
     code = (
         f"import sys; sys.path.insert(0, {root!r}); from {__name__} import trial; "

@@ -163,7 +163,7 @@ Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, op
 
 @dataclass(frozen=True)
 class Rule:
-    """Refuses ``call`` with the error number ``error``.
+    """A rule that refuses ``call`` with the error number ``error``.
 
     With ``argument``, its place, only some calls are refused: those where all of ``bits`` are set,
     where one of ``any_bit`` is set, where one of ``needed`` is not, or where the argument is not
@@ -203,7 +203,7 @@ class Rule:
 
 
 def program(rules: Sequence[Rule], machine: str) -> bytes:
-    """The filter of ``rules`` as the kernel reads it.
+    """Return the filter of ``rules`` as the kernel reads it.
 
     Raises SandboxRefused for an unknown ``machine``.
     """

@@ -1,4 +1,4 @@
-"""What a process in a sandbox tries, to know whether it is in one."""
+"""Trials of a process in a sandbox, to know whether it is in one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 
 def possible(parent: int) -> dict[str, bool]:
-    """Which of these things are possible that a sandbox without a network must refuse.
+    """Return which of these things are possible that a sandbox without a network must refuse.
 
     ``parent``: a process outside.
     """

@@ -1,4 +1,4 @@
-"""What a process that calls user code imports from, and the sandbox that it gets on this machine.
+"""Imports of a process that calls user code, and the sandbox that it gets on this machine.
 
 Code is named as ``module:object``, a user's own, or by the name that an installed package registers
 in an entry point.
@@ -21,33 +21,33 @@ PACKAGES = Path(__file__).resolve().parents[2]  # the folder of our packages
 
 
 def import_path(names: Sequence[str]) -> list[str]:
-    """The path of imports of a process that calls ``names``, absolute: it may work in another
-    folder. The working folder is not part of it where all of them are installed."""
+    """Return the path of imports of a process that calls ``names``, absolute: it may work in
+    another folder. The working folder is not part of it where all of them are installed."""
     here = os.getcwd()
     path = [
         os.path.abspath(entry) if not entry or os.path.exists(entry) else entry
         for entry in sys.path
     ]
-    own = any(":" in name for name in names)
-    return [entry for entry in path if own or entry != here or entry == str(PACKAGES)]
+    calls_user_code = any(":" in name for name in names)
+    return [entry for entry in path if calls_user_code or entry != here or entry == str(PACKAGES)]
 
 
 def as_given(sandbox: Sandbox, found: Available, names: Sequence[str], group: str) -> Sandbox:
-    """``sandbox`` by the mechanism that was ``found`` here, in which the code ``names`` can be
-    imported. ``group``: of the entry points that register such code."""
+    """Return ``sandbox`` by the mechanism that was ``found`` here, in which the code ``names`` can
+    be imported. ``group``: of the entry points that register such code."""
     read = (*sandbox.read, *(place for name in names for place in _places(name, group)))
     modules = (*import_path(names), str(PACKAGES))
     return dataclasses.replace(sandbox, read=read, modules=modules, mechanism=found.mechanism)
 
 
 def readable(paths: Sequence[str]) -> tuple[str, ...]:
-    """``paths`` of a recipe, absolute."""
+    """Return ``paths`` of a recipe, absolute."""
     return tuple(os.path.abspath(os.path.expanduser(path)) for path in paths)
 
 
 def _places(name: str, group: str) -> Iterator[str]:
-    """The file or the folders of the module of ``name``, wherever it is installed; none for code of
-    ours."""
+    """Yield the file or the folders of the module of ``name``, wherever it is installed; none for
+    code of ours."""
     module = name.partition(":")[0]
     if ":" not in name:
         entries = importlib.metadata.entry_points(group=group)

@@ -58,9 +58,9 @@ class AgentError(RuntimeError):
 
 
 class Agent:
-    """Executes up to ``runs`` runs of the service at ``url`` at once, with their folders below
-    ``data``. Keeps ``index`` running, the service's own index server. Runners are forked from
-    ``forks``, or from a fork server of its own."""
+    """The agent that executes up to ``runs`` runs of the service at ``url`` at once, with their
+    folders below ``data``. Keeps ``index`` running, the service's own index server. Runners are
+    forked from ``forks``, or from a fork server of its own."""
 
     def __init__(
         self,
@@ -176,8 +176,8 @@ class Agent:
                 self._supervise(run, reason=f"its agent {record.agent} is gone")
 
     async def _has(self, run: str, folder: str) -> bool:
-        """Whether ``folder`` is the run's, below this agent's own: another machine may have one at
-        the same path."""
+        """Return whether ``folder`` is the run's, below this agent's own: another machine may have
+        one at the same path."""
         path = Path(folder)
         return path == self.folders / run and await asyncio.to_thread(
             (path / "recipe.json").is_file
@@ -215,16 +215,16 @@ class Agent:
         while True:
             if process is not None or not reason:
                 reason = await self._until_gone(run, process, launch.stop_timeout)
-            found = await self._registry.find_active(run)
-            if found is None or found.token != token:
+            current_run = await self._registry.find_active(run)
+            if current_run is None or current_run.token != token:
                 return
-            if found.record.state in (*ENDED, "stopping"):
+            if current_run.record.state in (*ENDED, "stopping"):
                 await conclude(
                     self._registry, run, token, "stopped", f"stopped by request; {reason}"
                 )
                 return
-            if found.record.state == "starting":  # it died while starting: the cause may pass
-                await asyncio.sleep(min(2.0 ** (found.record.attempts - 2), LONGEST_PAUSE))
+            if current_run.record.state == "starting":  # it died while starting: the cause may pass
+                await asyncio.sleep(min(2.0 ** (current_run.record.attempts - 2), LONGEST_PAUSE))
             previous = token
             token = uuid.uuid4().hex
             most = launch.max_restarts
@@ -242,7 +242,7 @@ class Agent:
                 return
             log.warning("another runner takes the run over", run=run, reason=reason)
             await self._report_takeover(run, reason)
-            process = await self._launch(found, token)
+            process = await self._launch(current_run, token)
 
     async def _report_takeover(self, run: str, reason: str) -> None:
         """Set the run's state from running to starting, and emit an event with the reason."""
@@ -342,14 +342,14 @@ class Agent:
                 log.info("removed the folder of a deleted run", run=run)
         used = {run.record.id for run in active} | self._supervised.keys()
         prefix = shared_prefix(self.folders)
-        for left in shared_memory_directory().glob(f"{prefix}*"):
-            run = left.name.removeprefix(prefix)
+        for shared_folder in shared_memory_directory().glob(f"{prefix}*"):
+            run = shared_folder.name.removeprefix(prefix)
             if run not in used and await self._knows_end(run):
-                log.info("removed shared memory of an ended run", folder=str(left))
-                await asyncio.to_thread(shutil.rmtree, left, ignore_errors=True)
+                log.info("removed shared memory of an ended run", folder=str(shared_folder))
+                await asyncio.to_thread(shutil.rmtree, shared_folder, ignore_errors=True)
 
     async def _knows_end(self, run: str) -> bool:
-        """Whether the list has ``run`` as ended, or it was deleted.
+        """Return whether the list has ``run`` as ended, or it was deleted.
 
         A list that does not know a run whose folder is here is another one: the service's index is
         on a disk that is not mounted.

@@ -112,9 +112,10 @@ class ServiceIndex:
             known = json.loads((self.data / FILE).read_text())
         except (OSError, ValueError):
             known = {}
-        found = Process.parse(known.get("process", ""))
-        if found != self._process:  # an equal one may have an exit code, as a child of this process
-            self._process = found
+        process = Process.parse(known.get("process", ""))
+        # an equal one may have an exit code, as a child of this process
+        if process != self._process:
+            self._process = process
         return known
 
     def _socket(self, known: dict[str, str]) -> Path:
@@ -130,11 +131,13 @@ class ServiceIndex:
 
 
 def _is_private(folder: Path) -> bool:
-    """Whether no other user can have created files in ``folder``."""
+    """Return whether no other user can have created files in ``folder``."""
     try:
-        found = folder.lstat()
+        folder_stat = folder.lstat()
     except OSError:
         return False
     return (
-        found.st_uid == os.getuid() and found.st_mode & 0o777 == 0o700 and not folder.is_symlink()
+        folder_stat.st_uid == os.getuid()
+        and folder_stat.st_mode & 0o777 == 0o700
+        and not folder.is_symlink()
     )

@@ -1,5 +1,4 @@
-"""Where runs are found by their folders, how a run is asked for something there, and how one of a
-service is ended."""
+"""Requests to runs, which are found by their folders, and the end of a run of a service."""
 
 from __future__ import annotations
 
@@ -44,8 +43,8 @@ def shared_prefix(folders: Path) -> str:
 
 
 async def ask_in_folder(folder: Path, ask: Callable[[Index], Awaitable[T]]) -> tuple[str, T]:
-    """Returns the id of the run that a command executes in ``folder``, and what ``ask`` returns
-    with its index. Raises LookupError when no command does."""
+    """Return the id of the run that a command executes in ``folder``, and what ``ask`` returns with
+    its index. Raises LookupError when no command does."""
     try:
         where = json.loads((folder / WHERE).read_text())
         lock_run(folder).close()

@@ -50,7 +50,7 @@ class OwnService:
 
     @property
     def listens(self) -> bool:
-        """Whether its server still listens. False for ever once it has ended."""
+        """Return whether its server still listens. False for ever once it has ended."""
         return _is_locked(self._file)
 
     def close(self) -> None:
@@ -128,7 +128,7 @@ def find_service(server: str) -> OwnService | None:
 
 
 def services_folder() -> Path:
-    """``$XDG_STATE_HOME/asyncdock/services``, by default below ``~/.local/state``."""
+    """Return ``$XDG_STATE_HOME/asyncdock/services``, by default below ``~/.local/state``."""
     return (
         Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
         / "asyncdock"
@@ -139,8 +139,8 @@ def services_folder() -> Path:
 def _announce(path: Path, content: dict[str, str]) -> BinaryIO:
     """Write the file, locked before it has its name. Returns it; closing it frees the lock."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    found = path.parent.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+    folder_stat = path.parent.lstat()
+    if not stat.S_ISDIR(folder_stat.st_mode) or folder_stat.st_uid != os.geteuid():
         raise NotPrivate(
             f"{path.parent} is no folder of user {os.geteuid()}; remove it, or set XDG_STATE_HOME"
         )

@@ -1,4 +1,4 @@
-"""What is kept of a run's events when the index gives its stream up.
+"""Recording of a run's events, for when the index gives its stream up.
 
     the index's stream ─▶ Recording ─┬─▶ metrics.jsonl, by steps
                                      └─▶ RunTotals ─▶ document TOTALS of the run, each minute and at the end
@@ -25,13 +25,13 @@ EVERY = 60.0  # seconds between two versions of TOTALS
 
 
 async def recorded_totals(index: Index) -> RecordedTotals:
-    """The totals that the index has of the run; empty ones where it has none."""
+    """Return the totals that the index has of the run; empty ones where it has none."""
     return await TOTALS.get(index) or RecordedTotals(RunTotals())
 
 
 class Recording:
-    """Writes the events of the run of ``index`` to the file at ``path``, and their totals to the
-    index. ``after``: the id after which they are to be given."""
+    """The recording of the events of the run of ``index`` in the file at ``path``, and of their
+    totals in the index. ``after``: the id after which they are to be given."""
 
     def __init__(self, index: Index, path: Path, recorded: RecordedTotals) -> None:
         self._index = index
@@ -47,7 +47,7 @@ class Recording:
         return cls(index, path, await recorded_totals(index))
 
     async def take(self, event: Event) -> None:
-        """Raises OSError when the disk takes no more."""
+        """Take ``event``. Raises OSError when the disk takes no more."""
         if order(event.id) > order(self._file.after):
             self._file.event(event)
         if order(event.id) > order(self._after):

@@ -117,9 +117,11 @@ class RunRecord:
 
 @dataclass(frozen=True)
 class ActiveRun:
-    """A run that an agent has taken. ``token``: its lease; ``left``: seconds until the lease ends,
-    negative when it has;
-    ``process``: its runner, "" while that starts."""
+    """A run that an agent has taken.
+
+    ``token``: its lease; ``left``: seconds until the lease ends, negative when it has; ``process``:
+    its runner, "" while that starts.
+    """
 
     record: RunRecord
     token: str
@@ -173,10 +175,10 @@ class Registry:
         return await self.get(reply["run"]), reply["made"]
 
     async def get(self, run: str) -> RunRecord:
-        """Raises :class:`UnknownRun`."""
-        if not (found := await self._call("get", run=run)):
+        """Return the record of ``run``. Raises :class:`UnknownRun`."""
+        if not (entry := await self._call("get", run=run)):
             raise UnknownRun(run)
-        return (await self._records([found]))[0]
+        return (await self._records([entry]))[0]
 
     async def list(
         self, *, state: str = "", name: str = "", owner: str = "", after: str = "", limit: int = 50
@@ -211,8 +213,8 @@ class Registry:
         for _ in range(LIST_CALLS):
             reply = await self._call("list", **wanted, after=after, limit=limit - len(out))
             after = reply["next"]
-            found = await self._records(list(reply["runs"] or ()))
-            out += [record for record in found if state in ("", record.state)]
+            records = await self._records(list(reply["runs"] or ()))
+            out += [record for record in records if state in ("", record.state)]
             if not after or len(out) >= limit:
                 break
         return out, after
@@ -317,9 +319,9 @@ class Registry:
         """Take the run that has waited longest for ``agent``, for ``lease`` seconds under
         ``token``, with a folder below ``folders``; of reopened runs, which go on from the
         checkpoints in their folders, only those that are ``here``. Returns None when none waits."""
-        asked = {"agent": agent, "folders": folders, "token": token, "here": list(here)}
-        found = await self._call("take", **asked, lease=int(lease * 1000))
-        return await self._active(found) if found else None
+        arguments = {"agent": agent, "folders": folders, "token": token, "here": list(here)}
+        entry = await self._call("take", **arguments, lease=int(lease * 1000))
+        return await self._active(entry) if entry else None
 
     async def retake(
         self, run: str, old: str, token: str, agent: str, lease: float, *, most: int, window: float
@@ -329,11 +331,11 @@ class Registry:
         "lost": ``old`` no longer holds the run. "used up": more than ``most`` runners have died
         within ``window`` seconds, this one among them.
         """
-        asked = {"run": run, "old": old, "token": token, "agent": agent, "most": most}
-        found: Literal["taken", "lost", "used up"] = await self._call(
-            "retake", **asked, lease=int(lease * 1000), window=int(window * 1000)
+        arguments = {"run": run, "old": old, "token": token, "agent": agent, "most": most}
+        outcome: Literal["taken", "lost", "used up"] = await self._call(
+            "retake", **arguments, lease=int(lease * 1000), window=int(window * 1000)
         )
-        return found
+        return outcome
 
     async def renew(self, run: str, token: str, process: str, lease: float = LEASE_SECONDS) -> bool:
         """Hold the run for another ``lease`` seconds. Returns False when another lease holds it."""
@@ -347,12 +349,12 @@ class Registry:
 
     async def active(self) -> Sequence[ActiveRun]:
         """Return the runs that agents have taken and that have not ended."""
-        return [await self._active(found) for found in await self._call("active") or ()]
+        return [await self._active(entry) for entry in await self._call("active") or ()]
 
     async def find_active(self, run: str) -> ActiveRun | None:
         """Return an active run; None when it is not active."""
-        found = await self._call("get", run=run)
-        return await self._active(found) if found and found["phase"] == "active" else None
+        entry = await self._call("get", run=run)
+        return await self._active(entry) if entry and entry["phase"] == "active" else None
 
     async def doomed(self) -> dict[str, str]:
         """Return deleted runs and their folders, which may still exist."""
@@ -389,9 +391,9 @@ class Registry:
 
     async def _records(self, found: Sequence[Mapping[str, Any]]) -> Sequence[RunRecord]:
         """Return entries of the list as records, with the present states of active runs."""
-        active = [kept["id"] for kept in found if kept["phase"] == "active"]
+        active = [entry["id"] for entry in found if entry["phase"] == "active"]
         states = dict(zip(active, await self._index.states(active), strict=True))
-        return [_record(kept, states.get(kept["id"])) for kept in found]
+        return [_record(entry, states.get(entry["id"])) for entry in found]
 
 
 def _record(kept: Mapping[str, Any], now: tuple[str, str] | None) -> RunRecord:

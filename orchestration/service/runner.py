@@ -48,7 +48,7 @@ class RunLost(Exception):
 
 
 class Runner:
-    """Holds the run ``run`` under the lease ``token`` and executes it."""
+    """The runner that holds the run ``run`` under the lease ``token`` and executes it."""
 
     def __init__(self, url: str, run: str, token: str, forks: ForkServer | None = None) -> None:
         self.registry = Registry(url)

@@ -48,12 +48,13 @@ LONGEST = 4000  # characters of a text from the process
 def stage_process(
     recipe: Recipe, section: StageSection, declared: StageDeclaration, log: Path, worker: str
 ) -> StageProcess:
-    """What calls the stage of ``section`` for ``worker``, whose log is ``log``."""
+    """Return the process that calls the stage of ``section`` for ``worker``, whose log is
+    ``log``."""
     model = recipe.model.source
     tokenizer = ""
     if "response_ids" in declared.needs:
-        own = "tiny" if model == "mock" else model
-        tokenizer = own if own in MADE_FROM_SEED else str(model_folder(own))
+        source = "tiny" if model == "mock" else model
+        tokenizer = source if source in MADE_FROM_SEED else str(model_folder(source))
     read = readable(section.read)
     path = import_path([section.use])
     sandbox = (
@@ -70,8 +71,9 @@ def stage_process(
 
 
 class StageProcess(StageCaller):
-    """Calls the stage of ``setup`` in a process with ``environment``, whose output is appended to
-    ``log``. ``most``: bytes of the columns of an answer. ``title``: of the process in `ps`."""
+    """A caller of the stage of ``setup`` in a process with ``environment``, whose output is
+    appended to ``log``. ``most``: bytes of the columns of an answer. ``title``: of the process in
+    `ps`."""
 
     def __init__(
         self, setup: Setup, *, environment: Mapping[str, str], log: Path, most: int, title: str
@@ -113,14 +115,14 @@ class StageProcess(StageCaller):
         process.begin()
 
     def _found_sandbox(self, sandbox: Sandbox) -> Sandbox:
-        """``sandbox`` as this machine gives it. Raises StageError where it gives none."""
-        found = available()
+        """Return ``sandbox`` as this machine gives it. Raises StageError where it gives none."""
+        support = available()
         name = self._declared.name
-        if not found.mechanism:
-            raise StageError(f"stage {name!r}: {found.shortfall}; {WAY_OUT}")
-        if found.shortfall:
-            log.warning("the stage runs in a weaker sandbox", stage=name, reason=found.shortfall)
-        return as_given(sandbox, found, [self._setup.use], ENTRY_POINTS)
+        if not support.mechanism:
+            raise StageError(f"stage {name!r}: {support.shortfall}; {WAY_OUT}")
+        if support.shortfall:
+            log.warning("the stage runs in a weaker sandbox", stage=name, reason=support.shortfall)
+        return as_given(sandbox, support, [self._setup.use], ENTRY_POINTS)
 
     async def call(self, columns: Mapping[str, Any], rows: int) -> Result:
         assert self._process is not None, "open() was not called"
@@ -128,7 +130,7 @@ class StageProcess(StageCaller):
         body = packed_rows(self._needs, columns)
         try:
             async with asyncio.timeout(self._setup.timeout + GRACE_SECONDS):
-                head, made = await self._process.ask({"rows": rows}, body)
+                head, reply_body = await self._process.ask({"rows": rows}, body)
         except TimeoutError:
             raise TimeLimit("at a place that its process could not tell") from None
         except ProcessEnded as ended:
@@ -146,10 +148,10 @@ class StageProcess(StageCaller):
                 )
             return Drop(_text(head["dropped"]))
         try:
-            return unpacked_rows(self._makes, bytearray(made), rows)
-        except BadRows as wrong:
+            return unpacked_rows(self._makes, bytearray(reply_body), rows)
+        except BadRows as error:
             raise StageError(
-                f"stage {name!r} made its process send what are not its columns: {wrong}"
+                f"stage {name!r} made its process send what are not its columns: {error}"
             ) from None
 
     async def close(self) -> None:

@@ -41,7 +41,7 @@ from stages.flow.user_stage import stage_class
 
 @dataclass(frozen=True)
 class Setup:
-    """What a process is started with: the class ``use``, made with ``options``; what it declares,
+    """Arguments of a stage's process: the class ``use``, made with ``options``; what it declares,
     with the type of each column; ``timeout`` of a call in seconds; ``tokenizer``: the model whose
     tokenizer it needs, "" for none; ``path`` of imports; ``sandbox``: None for none."""
 
@@ -54,12 +54,12 @@ class Setup:
     sandbox: Sandbox | None = None
 
     def to_head(self) -> dict[str, Any]:
-        """This as the head of a message."""
+        """Return this as the head of a message."""
         return dataclasses.asdict(self)
 
     @classmethod
     def of(cls, head: dict[str, Any]) -> Setup:
-        """The setup that :meth:`to_head` wrote."""
+        """Return the setup that :meth:`to_head` wrote."""
         declared = StageDeclaration(**head["declared"])
         sandbox = head["sandbox"]
         return cls(
@@ -127,11 +127,11 @@ async def _answer(
     answer = {"id": head["id"]}
     columns = bytearray()
     try:
-        made = await calls.call(unpacked_rows(needs, body, head["rows"]), head["rows"])
-        if isinstance(made, Drop):
-            answer["dropped"] = str(made.reason)
+        result = await calls.call(unpacked_rows(needs, body, head["rows"]), head["rows"])
+        if isinstance(result, Drop):
+            answer["dropped"] = str(result.reason)
         else:
-            columns = packed_rows(makes, made)
+            columns = packed_rows(makes, result)
     except TimeLimit as late:
         answer["late"] = late.place
     except StageError as error:

@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """Runs coroutines for callers in any thread and any loop.
+    """A thread that runs coroutines for callers in any thread and any loop.
 
     A call through ``anyio.from_thread.BlockingPortal`` takes at least twice as long
     (``benchmarks/libraries.py``), which a put of one key would notice.

@@ -1,1 +1,1 @@
-"""What the processes of a run tell each other by name in its index."""
+"""Documents: values that the processes of a run tell each other by name in its index."""

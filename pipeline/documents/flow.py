@@ -37,7 +37,7 @@ FEED = Topic("feed")
 
 
 class HeadAddress(NamedTuple):
-    """Where the head of a run is: the space of its processes, and its machine's address for
+    """The place of a run's head: the space of its processes, and its machine's address for
     others."""
 
     space: str

@@ -41,7 +41,7 @@ class DocumentDamaged(ValueError):
 
 
 class DocumentIndex(Protocol):
-    """What a document needs of the index."""
+    """The part of the index that a document needs."""
 
     @property
     def run(self) -> str: ...
@@ -58,7 +58,7 @@ class DocumentIndex(Protocol):
 
 
 class LogIndex(Protocol):
-    """What a log needs of the index."""
+    """The part of the index that a log needs."""
 
     async def append_log(self, log: str, number: int, entry: bytes) -> None: ...
 
@@ -93,8 +93,9 @@ class Document(Generic[T]):
 
     @classmethod
     def of_class(cls, key: str, place: str) -> Document[Any]:
-        """A document whose values are of the class at ``place`` (MODULE:NAME), with its methods
-        ``to_json`` and ``from_json``. The module is imported when the first value is read."""
+        """Return a document whose values are of the class at ``place`` (MODULE:NAME), with its
+        methods ``to_json`` and ``from_json``. The module is imported when the first value is
+        read."""
         module, _, name = place.partition(":")
 
         def decode(text: str) -> Any:
@@ -104,11 +105,12 @@ class Document(Generic[T]):
 
     @classmethod
     def of_json(cls, key: str, topic: Topic | None = None) -> Document[Any]:
-        """A document whose values are written as JSON: numbers, texts, lists and dicts of them."""
+        """Return a document whose values are written as JSON: numbers, texts, lists and dicts of
+        them."""
         return cls(key, json.loads, json.dumps, topic)
 
     def name(self, **fields: str | int) -> str:
-        """The name with the values of its fields.
+        """Return the name with the values of its fields.
 
         >>> Document("leave:{name}", bool).name(name="rollout-0-17-a1b2c3")
         'leave:rollout-0-17-a1b2c3'
@@ -133,7 +135,7 @@ class Document(Generic[T]):
         return value if current is None else current
 
     async def get(self, index: DocumentIndex, **fields: str | int) -> T | None:
-        """The value; None where there is none, or an empty text. Raises DocumentDamaged."""
+        """Return the value; None where there is none, or an empty text. Raises DocumentDamaged."""
         name = self.name(**fields)
         text = await index.read_document(name)
         if not text:
@@ -185,7 +187,7 @@ class Log(Generic[T]):
         self._encode = encode
 
     def at(self, **fields: str | int) -> Log[T]:
-        """The log with these values of its fields.
+        """Return the log with these values of its fields.
 
         >>> Log("ranks:{life}:{rank}").at(life="update-0-17-a1b2c3", rank=1).name
         'ranks:update-0-17-a1b2c3:1'
@@ -199,11 +201,11 @@ class Log(Generic[T]):
         await index.append_log(self.name, number, msgpack.packb(self._encode(entry)))
 
     async def end(self, index: LogIndex) -> int:
-        """The number of the entry that comes next."""
+        """Return the number of the entry that comes next."""
         return await index.log_end(self.name)
 
     async def read(self, index: LogIndex, number: int, timeout: float) -> T | None:
-        """Entry ``number``; None when it has not come after ``timeout`` seconds.
+        """Return entry ``number``; None when it has not come after ``timeout`` seconds.
 
         Raises IndexRefused when it was removed.
         """
@@ -211,8 +213,8 @@ class Log(Generic[T]):
         return None if packed is None else self._decode(msgpack.unpackb(packed))
 
     async def next(self, index: LogIndex, number: int) -> T:
-        """Entry ``number``, waiting for it as long as it takes. Raises IndexRefused when it was
-        removed."""
+        """Return entry ``number``, waiting for it as long as it takes. Raises IndexRefused when it
+        was removed."""
         return self._decode(msgpack.unpackb(await index.next_entry(self.name, number)))
 
     async def sign(self, index: LogIndex, number: int, owner: str) -> int:

@@ -18,7 +18,7 @@ USER = "run"  # of the embedded index; the server's `default` is what has not au
 
 @dataclass(frozen=True)
 class Address:
-    """Where other machines reach an embedded index: an address of this machine.
+    """An address of this machine at which other machines reach an embedded index.
 
     ``authority``: path of the PEM file with which they check the server of a URL inside TLS; ""
     without TLS.
@@ -31,7 +31,7 @@ class Address:
 
     @classmethod
     def parse(cls, text: str, authority: str = "") -> Address:
-        """Returns the address in ``text``, HOST or HOST:PORT, with a free port where none is given.
+        """Return the address in ``text``, HOST or HOST:PORT, with a free port where none is given.
 
         Raises ValueError where it is none, and OSError where it cannot be listened on.
         """
@@ -42,7 +42,7 @@ class Address:
 
     @staticmethod
     def split(text: str) -> tuple[str, int]:
-        """Returns host and port of HOST, HOST:PORT or [HOST]:PORT; 0 for no port.
+        """Return host and port of HOST, HOST:PORT or [HOST]:PORT; 0 for no port.
 
         Raises ValueError where it is none.
 
@@ -67,14 +67,15 @@ class Address:
 
 
 def redacted(url: str) -> str:
-    """``url`` without its password, which may lie before the server's name or in the query."""
+    """Return ``url`` without its password, which may lie before the server's name or in the
+    query."""
     scheme, separator, rest = url.partition("://")
     rest = re.sub(r"([?&]password=)[^&#]*", r"\1***", rest)
     return f"{scheme}{separator}{'***@' + rest.rpartition('@')[2] if '@' in rest else rest}"
 
 
 def split_password(url: str) -> tuple[str, str]:
-    """Returns ``url`` without its password, and the password; "" where it has none."""
+    """Return ``url`` without its password, and the password; "" where it has none."""
     parts = urlsplit(url)
     user, at, server = parts.netloc.rpartition("@")
     name, _, password = user.partition(":")
@@ -82,16 +83,16 @@ def split_password(url: str) -> tuple[str, str]:
 
 
 def with_password(url: str, password: str) -> str:
-    """Returns ``url`` with ``password``; "" for its own.
+    """Return ``url`` with ``password``; "" for its own.
 
     Raises ValueError where it has another one already.
     """
-    bare, own = split_password(url)
-    if own and password:
+    bare, url_password = split_password(url)
+    if url_password and password:
         raise ValueError(
             f"join: {redacted(url)} has a password, and there is a token too; leave out one of them"
         )
     parts = urlsplit(bare)
     user, _, server = parts.netloc.rpartition("@")
-    secret = quote(own or password, safe="")
+    secret = quote(url_password or password, safe="")
     return parts._replace(netloc=f"{user}:{secret}@{server}").geturl() if secret else url

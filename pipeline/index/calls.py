@@ -62,7 +62,7 @@ class Calls:
         await self.close()
 
     async def own_address(self) -> str:
-        """Returns the address of this machine on the way to the index; "" where that is a Unix
+        """Return the address of this machine on the way to the index; "" where that is a Unix
         socket."""
         return await self._link.own_address()
 
@@ -72,7 +72,8 @@ class Calls:
         code = code or library()
         name = code.partition("\n")[0].rpartition("=")[2]
         if not any(
-            code.encode() in found for found in await self._redis.function_list(name, withcode=True)
+            code.encode() in library_info
+            for library_info in await self._redis.function_list(name, withcode=True)
         ):
             await self._redis.function_load(code, replace=True)
 
@@ -83,7 +84,7 @@ class Calls:
         return msgpack.unpackb(await self._reply(function, arguments), strict_map_key=False)
 
     async def _call_raw(self, function: str, **arguments: Any) -> dict[str, Any]:
-        """Like :meth:`call`, for replies that contain bytes: strings come as bytes."""
+        """Call like :meth:`call`, for replies that contain bytes: strings come as bytes."""
         reply = msgpack.unpackb(
             await self._reply(function, arguments), raw=True, strict_map_key=False
         )
@@ -128,7 +129,7 @@ class Calls:
         return await self.wait_any({topic: after}, timeout)
 
     async def wait_any(self, after: Mapping[Topic, str], timeout: float) -> bool:
-        """:meth:`wait` on several topics at once, each from a position of its own."""
+        """Wait on several topics at once, each from a position of its own; see :meth:`wait`."""
         return bool(
             await self._read(
                 {f"wake:{topic}": position for topic, position in after.items()}, timeout, 1
@@ -136,13 +137,13 @@ class Calls:
         )
 
     async def woken(self, topic: Topic, after: str, timeout: float) -> str:
-        """Like :meth:`wait`; returns the position of the last wake-up, or ``after`` ("": from the
-        topic's beginning)."""
-        found = await self._read({f"wake:{topic}": after or "0"}, timeout, 1)
-        return found[0][1][0][0].decode() if found else after
+        """Wait like :meth:`wait`, and return the position of the last wake-up, or ``after`` ("":
+        from the topic's beginning)."""
+        streams = await self._read({f"wake:{topic}": after or "0"}, timeout, 1)
+        return streams[0][1][0][0].decode() if streams else after
 
     async def _read(self, streams: Mapping[str, str], timeout: float, count: int) -> Any:
-        """Entries of ``streams`` after their positions, waiting for some."""
+        """Return entries of ``streams`` after their positions, waiting for some."""
         keys = {self.prefix + name: position for name, position in streams.items()}
         if not self._shared:
             return await self._link.read(keys, timeout, count)
@@ -158,7 +159,7 @@ class Calls:
 
 
 def key_prefix(run: str) -> str:
-    """The beginning of all keys of a run.
+    """Return the beginning of all keys of a run.
 
     The braces make it one hash tag, so that a cluster keeps them on one node.
     """
@@ -167,8 +168,8 @@ def key_prefix(run: str) -> str:
 
 @cache
 def library(name: str = "asyncdock", functions: str = "") -> str:
-    """The code of the library of functions: the files of ``lua/`` in the order in which they use
-    each other. Or that of another one with ``functions``, which uses ``clock.lua``."""
+    """Return the code of the library of functions: the files of ``lua/`` in the order in which they
+    use each other. Or that of another one with ``functions``, which uses ``clock.lua``."""
     folder = resources.files("pipeline.index") / "lua"
     needed = _PARTS[:1] if functions else _PARTS
     parts = [folder.joinpath(f"{part}.lua").read_text(encoding="utf-8") for part in needed]

@@ -96,7 +96,7 @@ class Claim:
         return self._made["tokens"]
 
     def record(self) -> dict[str, Any]:
-        """The claim as plain values, from which another process can build it again."""
+        """Return the claim as plain values, from which another process can build it again."""
         arrays = {
             "fixed": self._fixed.tobytes(),
             "made": self._made.tobytes(),
@@ -105,7 +105,7 @@ class Claim:
         return {"token": self.token, "rows": _in_order(self.row), **arrays}
 
     def part(self, positions: Sequence[int]) -> Claim:
-        """The rows at ``positions`` under the same token."""
+        """Return the rows at ``positions`` under the same token."""
         at = np.asarray(positions, np.int64)
         part = Claim.__new__(Claim)
         part.stage = self.stage
@@ -192,8 +192,8 @@ class Claims(Calls):
         return Claim(stage, token, reply, owner)
 
     async def lease(self, token: str, owner: str = "") -> tuple[Claim, int] | None:
-        """The claim that ``token`` was given for, and how many of its rows are left; None when the
-        lease has ended or belongs to another ``owner``."""
+        """Return the claim that ``token`` was given for, and how many of its rows are left; None
+        when the lease has ended or belongs to another ``owner``."""
         reply = await self._call_raw("lease", token=token, owner=owner)
         return (
             (Claim(reply["stage"].decode(), token, reply, owner), reply["left"]) if reply else None
@@ -269,9 +269,9 @@ class Claims(Calls):
             raise TooManyDropped(since, most, (await self.ledger_event()).dropped)
 
     async def ledger_event(self) -> LedgerEvent:
-        """The ledger of this moment as an event, with what was dropped by reason."""
-        found = await self.call("ledger_event")
-        return LedgerEvent.of({**found, **{name: dict(found[name] or {}) for name in DROPPED}})
+        """Return the ledger of this moment as an event, with what was dropped by reason."""
+        ledger = await self.call("ledger_event")
+        return LedgerEvent.of({**ledger, **{name: dict(ledger[name] or {}) for name in DROPPED}})
 
     async def spare_groups(self, groups: Sequence[int]) -> None:
         """Record that these groups will be trained though they teach nothing, because their step
@@ -279,14 +279,14 @@ class Claims(Calls):
         await self.call("spare_groups", groups=list(groups))
 
     async def inspect(self, group: int) -> tuple[Claim, np.ndarray] | None:
-        """The rows of a group as a claim without lease, and their states; None when the group is
-        not in the run."""
+        """Return the rows of a group as a claim without lease, and their states; None when the
+        group is not in the run."""
         reply = await self._call_raw("inspect", group=group)
         return (Claim("", "", reply), np.frombuffer(reply["states"], _STATE)) if reply else None
 
 
 def pack_made(made: Sequence[tuple[int, int]], order: np.ndarray) -> bytes:
-    """(oldest version, tokens) of each row, as the index stores them, in ``order``."""
+    """Return (oldest version, tokens) of each row, as the index stores them, in ``order``."""
     return np.array(list(made), _MADE)[order].tobytes()
 
 

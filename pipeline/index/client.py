@@ -108,7 +108,7 @@ class RunConfig:
             )
 
     def packed(self) -> dict[str, Any]:
-        """The configuration as the function library stores it."""
+        """Return the configuration as the function library stores it."""
         stages: list[dict[str, Any]] = []
         producers = 1  # 0 is the admission
         for i, stage in enumerate(self.stages):
@@ -128,25 +128,29 @@ class RunConfig:
 
 
 def _producers_before(needs: int, stages: Sequence[Mapping[str, Any]]) -> list[int]:
-    """The producers that have written before a stage that ``needs`` these columns runs, so that it
-    may fetch theirs."""
+    """Return the producers that have written before a stage that ``needs`` these columns runs, so
+    that it may fetch theirs."""
     makers = {stage["producer"]: stage for stage in stages if stage["producer"] > 0}
-    found: set[int] = set()
-    while more := {p for p, maker in makers.items() if maker["makes"] & needs and p not in found}:
-        found |= more
-        for producer in more:
+    producers: set[int] = set()
+    while new_producers := {
+        p for p, maker in makers.items() if maker["makes"] & needs and p not in producers
+    }:
+        producers |= new_producers
+        for producer in new_producers:
             needs |= makers[producer]["needs"]
-    return sorted(found)
+    return sorted(producers)
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """Where the run is. Groups below ``gate`` may be admitted, ``admitted`` were; ``remake`` are
-    lost groups to admit again, ``filtered`` how many groups were dropped. ``published`` and
-    ``trained`` are versions. ``gates`` has the gate of each version that was asked for. ``wait`` is
-    the position of the topic `version`.
-    ``planned``: groups that the steps up to the newest one that the bound allows train;
-    ``dropped_before``: groups that had been dropped when the newest version was trained."""
+    """Progress of a run.
+
+    Groups below ``gate`` may be admitted, ``admitted`` were; ``remake`` are lost groups to admit
+    again, ``filtered`` how many groups were dropped. ``published`` and ``trained`` are versions.
+    ``gates`` has the gate of each version that was asked for. ``wait`` is the position of the topic
+    `version`. ``planned``: groups that the steps up to the newest one that the bound allows train;
+    ``dropped_before``: groups that had been dropped when the newest version was trained.
+    """
 
     admitted: int
     gate: int
@@ -160,7 +164,7 @@ class RunStatus:
     dropped_before: int
 
     def droppable(self, most: int) -> int:
-        """Returns the number below which a group may be dropped now, where a step may drop ``most``
+        """Return the number below which a group may be dropped now, where a step may drop ``most``
         groups. Groups that were dropped ahead of their step count in it. With η = 0 it does not
         depend on when the groups of a step are dropped."""
         return self.planned + min(self.dropped_before, self.trained * most) + most
@@ -190,17 +194,16 @@ class SignOfLife:
 
 @dataclass(frozen=True)
 class Missing:
-    """What training waits for at ``now``, in ms of the time by which leases end.
+    """The rows that training waits for at ``now``, in ms of the time by which leases end.
 
     The run has its state since ``state_age`` ms, and its policy version since ``version_age``
     (None: since its beginning).
 
     ``group``: the oldest open group that ``trainer``, the stage that takes batches, cannot claim
-    (None: it could claim all).
-    ``stage``: the first one that has ``rows`` of the group to process ("": the group waits for
-    admission), of which ``parked`` are begun and free. ``holders``: (worker, ms when it claimed
-    them) of the others. ``settled``: rows that any stage has processed or parked since the run
-    began.
+    (None: it could claim all). ``stage``: the first one that has ``rows`` of the group to process
+    ("": the group waits for admission), of which ``parked`` are begun and free. ``holders``:
+    (worker, ms when it claimed them) of the others. ``settled``: rows that any stage has processed
+    or parked since the run began.
     """
 
     now: int
@@ -217,7 +220,7 @@ class Missing:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """What a run that resumes at the trainer's version starts from: its ``counters``, the groups to
+    """The start of a run that resumes at the trainer's version: its ``counters``, the groups to
     ``remake``, and as JSON the pass ``rates`` of its prompts ("": it samples uniformly)."""
 
     counters: Mapping[str, int]
@@ -232,7 +235,7 @@ class Index(Claims, Training, Warehouses, ExternalPromptCalls, PassRateCalls, Ke
     """
 
     async def reach(self) -> tuple[str, str]:
-        """Returns the address of this machine on the way to the index, "" over a Unix socket; and
+        """Return the address of this machine on the way to the index, "" over a Unix socket; and
         the one by which other machines reach it, where the first is on this machine alone and the
         run's head, which is here too, knows it."""
         route = await self.own_address()
@@ -267,7 +270,7 @@ class Index(Claims, Training, Warehouses, ExternalPromptCalls, PassRateCalls, Ke
         return bool(await self.call("init", config=config.packed(), **start))
 
     async def config(self) -> dict[str, Any]:
-        """The configuration that :meth:`init` was called with, packed."""
+        """Return the configuration that :meth:`init` was called with, packed."""
         return await self.call("config")  # type: ignore[no-any-return]
 
     async def transition(
@@ -283,19 +286,19 @@ class Index(Claims, Training, Warehouses, ExternalPromptCalls, PassRateCalls, Ke
         return reply["state"], reply["changed"]
 
     async def state(self) -> tuple[str, str, str]:
-        """The run's state, its reason, and the position of the topic `state`."""
+        """Return the run's state, its reason, and the position of the topic `state`."""
         return tuple(await self.call("state"))  # type: ignore[return-value]
 
     async def states(self, runs: Sequence[str]) -> list[tuple[str, str]]:
-        """State and reason of several runs of this server, in one round trip; empty strings for an
-        unknown run."""
+        """Return the state and reason of several runs of this server, in one round trip; empty
+        strings for an unknown run."""
         reads = [("HMGET", key_prefix(run) + "state", "state", "reason") for run in runs]
-        found = await self._link.send_all(reads) if runs else []
-        return [((state or b"").decode(), (reason or b"").decode()) for state, reason in found]
+        replies = await self._link.send_all(reads) if runs else []
+        return [((state or b"").decode(), (reason or b"").decode()) for state, reason in replies]
 
     async def status(self, versions: Sequence[int] = ()) -> RunStatus:
-        """Where the run is, with the gates of ``versions``: the i-th may make tokens of groups
-        below its gate. Without ``versions`` it can be called before :meth:`init`."""
+        """Return where the run is, with the gates of ``versions``: the i-th may make tokens of
+        groups below its gate. Without ``versions`` it can be called before :meth:`init`."""
         reply = await self.call("status", versions=list(versions))
         remake = tuple(int(group) for group in reply["remake"] or ())
         gates = dict(zip(versions, reply["gates"] or (), strict=True))
@@ -314,50 +317,53 @@ class Index(Claims, Training, Warehouses, ExternalPromptCalls, PassRateCalls, Ke
         )
 
     async def set_slack(self, slack: int) -> None:
-        """From now on admission runs ``slack`` steps ahead, from 1 to the slack of the run's
+        """Let admission run ``slack`` steps ahead from now on, from 1 to the slack of the run's
         config. What was admitted stays."""
         await self.call("set_slack", slack=slack)
 
     async def progress(self) -> tuple[int, int]:
-        """Returns how many groups were admitted; and how many of them were trained, are held by the
+        """Return how many groups were admitted; and how many of them were trained, are held by the
         trainer, or could be picked by its next steps. Both without the filtered ones."""
         admitted, done = await self.call("progress")
         return int(admitted), int(done)
 
     async def queue_depth(self, stage: str) -> int:
-        """How many rows (or groups) of a stage are ready to be claimed."""
+        """Return how many rows (or groups) of a stage are ready to be claimed."""
         return int(await self.call("queue_depth", stage=stage))
 
     async def queue(self, stage: str) -> StageQueue:
-        """How much of a stage's work is ready, leased and parked. Ends expired leases first."""
+        """Return how much of a stage's work is ready, leased and parked. Ends expired leases
+        first."""
         return StageQueue(**await self.call("queue", stage=stage))
 
     async def stats(self) -> dict[str, Any]:
-        """Figures for people: queues, leases, warehouses.
+        """Return figures for people: queues, leases, warehouses.
 
         Code that needs one figure uses :meth:`status`.
         """
         return await self.call("stats")  # type: ignore[no-any-return]
 
     async def ledger(self) -> dict[str, int]:
-        """Samples and tokens generated, trained, filtered, made again, in flight and
+        """Return the samples and tokens generated, trained, filtered, made again, in flight and
         redelivered."""
         return await self.call("ledger")  # type: ignore[no-any-return]
 
     async def resume_point(self) -> ResumePoint:
-        """What a checkpoint of this moment records of the flow.
+        """Return what a checkpoint of this moment records of the flow.
 
         Groups that are admitted and not trained are made again.
         """
         reply = await self.call("resume_point")
         rates = reply["rates"]
-        kept = (
+        rates_record = (
             {**rates, "chosen": list(rates["chosen"]), "rates": list(rates["rates"])}
             if rates
             else None
         )
         return ResumePoint(
-            reply["counters"], list(reply["remake"] or ()), json.dumps(kept) if kept else ""
+            reply["counters"],
+            list(reply["remake"] or ()),
+            json.dumps(rates_record) if rates_record else "",
         )
 
     async def beat(
@@ -367,7 +373,8 @@ class Index(Claims, Training, Warehouses, ExternalPromptCalls, PassRateCalls, Ke
         await self.call("beat", worker=worker, stages=list(stages), version=version, ready=ready)
 
     async def alive(self) -> dict[str, SignOfLife]:
-        """The last sign of life of each worker that has given one and was not forgotten since."""
+        """Return the last sign of life of each worker that has given one and was not forgotten
+        since."""
         signs = {}
         for name, (at, stages, version, ready) in (await self.call("alive") or {}).items():
             signs[name] = SignOfLife(
@@ -376,19 +383,19 @@ class Index(Claims, Training, Warehouses, ExternalPromptCalls, PassRateCalls, Ke
         return signs
 
     async def waiting(self) -> Missing:
-        """What training waits for now."""
-        found = await self.call("waiting")
-        holders = tuple((worker, int(since)) for worker, since in found["holders"] or ())
-        group = None if found["group"] is False else found["group"]
-        names = {name: found[name] or "" for name in ("trainer", "stage")}
+        """Return what training waits for now."""
+        reply = await self.call("waiting")
+        holders = tuple((worker, int(since)) for worker, since in reply["holders"] or ())
+        group = None if reply["group"] is False else reply["group"]
+        names = {name: reply[name] or "" for name in ("trainer", "stage")}
         ages = {
-            name: None if found[name] is False else found[name]
+            name: None if reply[name] is False else reply[name]
             for name in ("state_age", "version_age")
         }
-        return Missing(**found | names | ages | {"group": group, "holders": holders})
+        return Missing(**reply | names | ages | {"group": group, "holders": holders})
 
     async def forget_worker(self, worker: str) -> None:
-        """``worker`` is dead: end its leases now, and free the blocks that it holds open."""
+        """End the leases of the dead ``worker`` now, and free the blocks that it holds open."""
         await self.call("forget_worker", worker=worker)
 
     async def write_document(self, name: str, text: str, *, once: bool = False) -> None:
@@ -397,7 +404,7 @@ class Index(Claims, Training, Warehouses, ExternalPromptCalls, PassRateCalls, Ke
         await self._redis.set(f"{self.prefix}doc:{name}", text, nx=once)
 
     async def read_document(self, name: str) -> str | None:
-        """The text of a document; None when it does not exist."""
+        """Return the text of a document; None when it does not exist."""
         text = await self._redis.get(f"{self.prefix}doc:{name}")
         return None if text is None else text.decode()
 
@@ -431,16 +438,16 @@ class Index(Claims, Training, Warehouses, ExternalPromptCalls, PassRateCalls, Ke
     async def erase(self, keep: Sequence[str] = ()) -> None:
         """Remove every key of the run except ``keep`` (a name that ends in ``*``: all that begin
         so)."""
-        kept = tuple(name.removesuffix("*") for name in keep if name.endswith("*"))
+        kept_prefixes = tuple(name.removesuffix("*") for name in keep if name.endswith("*"))
         async for key in self._redis.scan_iter(
             match=self.prefix.replace("[", "\\[") + "*", count=1000
         ):
             name = key.decode().removeprefix(self.prefix)
-            if name not in keep and not (kept and name.startswith(kept)):
+            if name not in keep and not (kept_prefixes and name.startswith(kept_prefixes)):
                 await self._redis.unlink(key)
 
 
 def worker_name(stage: str, number: int) -> str:
-    """A name for a worker's process that no earlier process of the same worker had, so that their
-    leases are distinct."""
+    """Return a name for a worker's process that no earlier process of the same worker had, so that
+    their leases are distinct."""
     return f"{stage}-{number}-{os.getpid()}-{uuid.uuid4().hex[:6]}"

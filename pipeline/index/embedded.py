@@ -87,8 +87,8 @@ class EmbeddedIndex:
             time.sleep(pause)
 
     def starting(self, timeout: float = 15.0) -> Iterator[float]:
-        """Like :meth:`start`, for callers that must not block: yields the seconds to sleep before
-        the next ping, until the server answers."""
+        """Start like :meth:`start`, for callers that must not block: yield the seconds to sleep
+        before the next ping, until the server answers."""
         self.directory.mkdir(parents=True, exist_ok=True)
         os.chmod(self.directory, 0o700)
         deadline = time.monotonic() + timeout
@@ -123,9 +123,9 @@ class EmbeddedIndex:
             "daemonize": "no",
             "logfile": str(self.log),
         }
-        given = ""  # on its standard input: other users of the machine can read command lines
+        config = ""  # on its standard input: other users of the machine can read command lines
         if (address := self.address) is not None:
-            given = f"user default off\nuser {USER} on >{address.password} ~* &* +@all\n"
+            config = f"user default off\nuser {USER} on >{address.password} ~* &* +@all\n"
             if not address.authority:
                 options |= {"port": str(address.port), "bind": address.host}
         arguments = [part for name, value in options.items() for part in (f"--{name}", value)]
@@ -151,7 +151,7 @@ class EmbeddedIndex:
         assert self.process.stdin is not None
         # it may have been killed by now
         with contextlib.suppress(BrokenPipeError), self.process.stdin as stdin:
-            stdin.write(given.encode())
+            stdin.write(config.encode())
 
     def _answers(self) -> bool:
         client = redis.Redis.from_url(self.url, socket_timeout=ANSWER_SECONDS)
@@ -163,7 +163,7 @@ class EmbeddedIndex:
             client.close()
 
     def _last_log_line(self) -> str:
-        """The last line of the server's log, which usually names the cause."""
+        """Return the last line of the server's log, which usually names the cause."""
         try:
             lines = self.log.read_text(errors="replace").splitlines()
         except OSError:

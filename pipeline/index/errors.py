@@ -49,7 +49,9 @@ class FieldsChanged(IndexRefused):
 class TooManyDropped(Fatal, RuntimeError):
     """More groups left the run untrained since its last step than one step may lose: ``since`` of
     at most ``most``.
-    ``reasons``: the groups dropped since the run's beginning, by reason."""
+
+    ``reasons``: the groups dropped since the run's beginning, by reason.
+    """
 
     def __init__(self, since: int, most: int, reasons: Mapping[str, int]) -> None:
         counts = ", ".join(f"{groups:,} {reason!r}" for reason, groups in by_count(reasons))
@@ -93,7 +95,6 @@ _CODES: dict[str, type[Exception]] = {
 
 
 def from_reply(error: ResponseError) -> Exception:
-    """Returns the exception for an error reply, which begins with a code of the function
-    library."""
+    """Return the exception for an error reply, which begins with a code of the function library."""
     code, _, text = str(error).partition(" ")
     return _CODES.get(code, IndexRefused)(text or code)

@@ -19,7 +19,7 @@ EVENTS_AT_ONCE = 500
 
 
 class Events(Calls):
-    """Write and read the run's event stream."""
+    """Calls that write and read the run's event stream."""
 
     async def emit(self, event: EventData, *documents: tuple[str, str]) -> None:
         """Append ``event``, with the time of this moment.
@@ -54,21 +54,21 @@ class Events(Calls):
         )
 
     async def events(self, after: str = "0", timeout: float = 1.0) -> list[Event]:
-        """The next events after id ``after``, waiting for them; empty when none came within
+        """Return the next events after id ``after``, waiting for them; empty when none came within
         ``timeout`` seconds."""
-        found = await self._read({"events": after}, timeout, EVENTS_AT_ONCE)
-        return [_event(entry, fields) for _, entries in found or () for entry, fields in entries]
+        streams = await self._read({"events": after}, timeout, EVENTS_AT_ONCE)
+        return [_event(entry, fields) for _, entries in streams or () for entry, fields in entries]
 
     async def past_events(self, after: str = "0", count: int = EVENTS_AT_ONCE) -> list[Event]:
-        """At most ``count`` events after id ``after``, without waiting.
+        """Return at most ``count`` events after id ``after``, without waiting.
 
         The stream keeps about :data:`EVENTS_KEPT`; use :meth:`event_ends` to find out whether
         ``after`` is still in it.
         """
-        found = await self._redis.xrange(
+        entries = await self._redis.xrange(
             f"{self.prefix}events", min=f"({after}", max="+", count=count
         )
-        return [_event(entry, fields) for entry, fields in found]
+        return [_event(entry, fields) for entry, fields in entries]
 
     async def give_events_up(self, newest: str, last: str) -> None:
         """Remove the events up to the id ``newest``.
@@ -82,7 +82,7 @@ class Events(Calls):
             await self._place(last)
 
     async def last_event_id(self) -> str:
-        """The id of the newest event that the stream has had; "0": it has had none."""
+        """Return the id of the newest event that the stream has had; "0": it has had none."""
         key = f"{self.prefix}events"
         if not await self._redis.exists(key):
             return "0"
@@ -90,20 +90,24 @@ class Events(Calls):
         return last_id.decode() if isinstance(last_id, bytes) else str(last_id)
 
     async def event_ends(self) -> tuple[str, str]:
-        """The ids of the oldest and the newest event in the stream; "0" and "0" when it is
+        """Return the ids of the oldest and the newest event in the stream; "0" and "0" when it is
         empty."""
         key = f"{self.prefix}events"
-        both = [("XRANGE", key, "-", "+", "COUNT", 1), ("XREVRANGE", key, "+", "-", "COUNT", 1)]
-        found = await self._link.send_all(both)
-        oldest, newest = (entries[0][0].decode() if entries else "0" for entries in found)
+        commands = [("XRANGE", key, "-", "+", "COUNT", 1), ("XREVRANGE", key, "+", "-", "COUNT", 1)]
+        replies = await self._link.send_all(commands)
+        oldest, newest = (entries[0][0].decode() if entries else "0" for entries in replies)
         return oldest, newest
 
     async def newest(self, kind: str, within: int = 1000) -> Event | None:
-        """The newest event of this kind among the last ``within`` events; None when there is
+        """Return the newest event of this kind among the last ``within`` events; None when there is
         none."""
-        found = await self._redis.xrevrange(f"{self.prefix}events", count=within)
+        entries = await self._redis.xrevrange(f"{self.prefix}events", count=within)
         return next(
-            (_event(entry, fields) for entry, fields in found if fields[b"kind"] == kind.encode()),
+            (
+                _event(entry, fields)
+                for entry, fields in entries
+                if fields[b"kind"] == kind.encode()
+            ),
             None,
         )
 
@@ -119,8 +123,8 @@ LOG_SECONDS = 10.0  # a wait on the server for an entry is renewed this often
 
 
 class Logs(Calls):
-    """Write and read logs: streams of entries 0, 1, 2, …, for :class:`pipeline.documents.kinds.Log`
-    alone."""
+    """Calls that write and read logs: streams of entries 0, 1, 2, …, for
+    :class:`pipeline.documents.kinds.Log` alone."""
 
     async def append_log(self, log: str, number: int, entry: bytes) -> None:
         """Write entry ``number`` of ``log``. Raises IndexRefused when it was written before."""
@@ -137,19 +141,19 @@ class Logs(Calls):
         await self._link.retry(once)
 
     async def log_end(self, log: str) -> int:
-        """The number of the entry that ``log`` gets next."""
-        found = await self._redis.xrevrange(self.prefix + log, count=1)
-        return int(found[0][0].decode().partition("-")[0]) if found else 0
+        """Return the number of the entry that ``log`` gets next."""
+        entries = await self._redis.xrevrange(self.prefix + log, count=1)
+        return int(entries[0][0].decode().partition("-")[0]) if entries else 0
 
     async def read_log(self, log: str, number: int, timeout: float) -> bytes | None:
-        """Entry ``number`` of ``log``, waiting ``timeout`` seconds for it.
+        """Return entry ``number`` of ``log``, waiting ``timeout`` seconds for it.
 
         Raises IndexRefused when it was trimmed.
         """
-        found = await self._read({log: f"{number}-0"}, timeout, 1)
-        if not found:
+        streams = await self._read({log: f"{number}-0"}, timeout, 1)
+        if not streams:
             return None
-        position, fields = found[0][1][0]
+        position, fields = streams[0][1][0]
         if position != f"{number + 1}-0".encode():
             raise IndexRefused(
                 f"entry {number} of log {log!r} was removed: all of its readers had "
@@ -158,7 +162,7 @@ class Logs(Calls):
         return fields[b"e"]
 
     async def next_entry(self, log: str, number: int) -> bytes:
-        """Entry ``number`` of ``log``, waiting for it as long as it takes.
+        """Return entry ``number`` of ``log``, waiting for it as long as it takes.
 
         Raises IndexRefused when it was trimmed.
         """
@@ -184,7 +188,7 @@ class Logs(Calls):
 
 
 def stamped(event: EventData) -> dict[str, Any]:
-    """The fields of an event of this moment, without its kind."""
+    """Return the fields of an event of this moment, without its kind."""
     return {"time": repr(time.time()), "data": msgpack.packb(event.wire())}
 
 

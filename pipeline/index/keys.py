@@ -35,7 +35,7 @@ class Keys(Calls):
     """Values of a partition, each under a key with fields and tags."""
 
     async def key_fields(self, partition: str) -> str:
-        """The partition's fields as packed text."""
+        """Return the partition's fields as packed text."""
         return await self.call("key_fields", partition=partition)  # type: ignore[no-any-return]
 
     async def put_keys(
@@ -70,7 +70,7 @@ class Keys(Calls):
         return KeysPut(reply["fields"], held, [tag or {} for tag in reply["tags"]])
 
     async def look_up_keys(self, partition: str, keys: Sequence[str]) -> KeysFound:
-        """Where the values of ``keys`` lie."""
+        """Return where the values of ``keys`` lie."""
         reply = await self._call_raw("look_up_keys", partition=partition, keys=list(keys))
         return KeysFound(
             reply["fields"],
@@ -81,15 +81,16 @@ class Keys(Calls):
     async def list_keys(
         self, partition: str | None = None
     ) -> dict[str, dict[str, Mapping[bytes, bytes]]]:
-        """The keys of one partition or of all, oldest first, each with its tags as stored."""
+        """Return the keys of one partition or of all, oldest first, each with its tags as
+        stored."""
         reply = await self._call_raw(
             "list_keys", partition=False if partition is None else partition
         )
-        found: dict[str, dict[str, Mapping[bytes, bytes]]] = {}
+        partitions: dict[str, dict[str, Mapping[bytes, bytes]]] = {}
         for name, keys in reply["partitions"] or ():
             ordered = sorted(keys or (), key=lambda each: int.from_bytes(each[1], "little"))
-            found[name.decode()] = {key.decode(): tags or {} for key, _, tags in ordered}
-        return found
+            partitions[name.decode()] = {key.decode(): tags or {} for key, _, tags in ordered}
+        return partitions
 
     async def clear_keys(self, partition: str, keys: Sequence[str]) -> bool:
         """Remove ``keys`` with their values and tags; returns whether the partition has keys

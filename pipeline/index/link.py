@@ -79,11 +79,11 @@ class PipelinedConnection(asyncio.Protocol):
         """
         self._watch = None
         if self._waiting:
-            left = self._heard + self._patience - time.monotonic()
-            if left <= 0:
+            remaining = self._heard + self._patience - time.monotonic()
+            if remaining <= 0:
                 self.close(TimeoutError(f"no reply for {self._patience:.0f} s"))
             else:
-                self._watch = self._loop.call_later(left, self._check)
+                self._watch = self._loop.call_later(remaining, self._check)
 
     def close(self, reason: Exception | None = None) -> None:
         """Close the connection; calls under way raise ConnectionError."""
@@ -142,9 +142,8 @@ class Link:
     callers wait on.
 
     ``timeout`` is the deadline of one call in seconds, retries included; after it
-    :class:`IndexUnreachable` is raised.
-    ``shares_waits``: equal waits share one connection, and the number of connections is bounded.
-    The link of a single index needs neither.
+    :class:`IndexUnreachable` is raised. ``shares_waits``: equal waits share one connection, and the
+    number of connections is bounded. The link of a single index needs neither.
     """
 
     def __init__(self, url: str, *, timeout: float = 30.0, shares_waits: bool = True) -> None:
@@ -191,7 +190,7 @@ class Link:
         return await (self.connection or await self._connect()).send(command)
 
     async def send_retried(self, command: tuple[Any, ...]) -> Any:
-        """Like :meth:`send`, repeated after a lost connection."""
+        """Send like :meth:`send`, repeated after a lost connection."""
         return await self.retry(lambda again: self.send(command))
 
     async def send_all(self, commands: Iterable[tuple[Any, ...]]) -> list[Any]:
@@ -224,14 +223,14 @@ class Link:
             return self._connection
 
     async def own_address(self) -> str:
-        """Returns the address of this machine on the way to the server; "" where that is a Unix
+        """Return the address of this machine on the way to the server; "" where that is a Unix
         socket."""
 
         async def once(again: bool) -> Any:
             return (self.connection or await self._connect()).own_address
 
-        found = await self.retry(once)
-        return str(found[0]) if isinstance(found, tuple) else ""
+        address = await self.retry(once)
+        return str(address[0]) if isinstance(address, tuple) else ""
 
     async def read(self, streams: Mapping[str, str], timeout: float, count: int) -> Any:
         """Block until one of ``streams`` has entries after its position, for at most ``timeout``
@@ -248,8 +247,8 @@ class Link:
         key = (tuple(sorted(streams.items())), count)
         while (shared := self._reads.get(key)) is not None:
             await asyncio.wait([shared], timeout=max(0.0, deadline - time.monotonic()))
-            if shared.done() and (found := shared.result()):
-                return found
+            if shared.done() and (reply := shared.result()):
+                return reply
             if time.monotonic() >= deadline:
                 return None
         shared = self._reads[key] = asyncio.get_running_loop().create_future()
@@ -305,12 +304,12 @@ class Link:
 
 
 def _most_waits() -> int:
-    """How many connections of one link may block at the same time; further reads queue for one of
-    them."""
+    """Return how many connections of one link may block at the same time; further reads queue for
+    one of them."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return 4096 if files == resource.RLIM_INFINITY else max(16, files // WAITS_SHARE)
 
 
 def is_loading(refused: ResponseError) -> bool:
-    """Whether the server still reads its data file, and refuses all commands until then."""
+    """Return whether the server still reads its data file, and refuses all commands until then."""
     return "LOADING" in str(refused)

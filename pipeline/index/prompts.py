@@ -11,7 +11,7 @@ from pipeline.index.calls import Calls
 
 @dataclass(frozen=True)
 class PromptsPut:
-    """``next`` is the position after the last prompt.
+    """The reply to a put of prompts. ``next`` is the position after the last prompt.
 
     ``wait`` is None, or the position of the topic `feed` when there was no room and nothing was
     put.
@@ -23,7 +23,7 @@ class PromptsPut:
 
 @dataclass(frozen=True)
 class PromptsWaiting:
-    """Prompts in order. ``ended``: no more will come; ``wait`` is the position of the topic
+    """Waiting prompts in order. ``ended``: no more will come; ``wait`` is the position of the topic
     `fed`."""
 
     prompts: Sequence[str]
@@ -32,7 +32,7 @@ class PromptsWaiting:
 
 
 class ExternalPromptCalls(Calls):
-    """Put, read and remove waiting prompts."""
+    """Calls that put, read and remove waiting prompts."""
 
     async def put_prompts(
         self,
@@ -55,7 +55,7 @@ class ExternalPromptCalls(Calls):
         return PromptsPut(reply["next"], reply.get("wait"))
 
     async def read_prompts(self, start: int, most: int) -> PromptsWaiting:
-        """At most ``most`` prompts from position ``start`` on."""
+        """Return at most ``most`` prompts from position ``start`` on."""
         reply = await self.call("read_prompts", **{"from": start}, most=most)
         return PromptsWaiting(reply["prompts"] or (), reply["ended"], reply["wait"])
 
@@ -67,11 +67,13 @@ class ExternalPromptCalls(Calls):
 
 @dataclass(frozen=True)
 class PassRates:
-    """What prompts are chosen by. ``next``: position in the source of the next candidate, None
-    before the first choice;
+    """Pass rates, by which prompts are chosen.
+
+    ``next``: position in the source of the next candidate, None before the first choice;
     ``chosen``: positions of groups that have one. ``rates``: (prompt, [mean reward, taught,
     streak]) of those that changed since, the oldest change first; ``changes`` counts all changes so
-    far."""
+    far.
+    """
 
     next: int | None
     chosen: Mapping[int, int]
@@ -80,11 +82,11 @@ class PassRates:
 
 
 class PassRateCalls(Calls):
-    """Which prompt each open group has, and how the responses to a prompt did.
+    """Calls about the prompt of each open group, and how the responses to a prompt did.
     :mod:`stages.difficulty` says what for."""
 
     async def pass_rates(self, groups: Sequence[int], since: int) -> PassRates:
-        """The choices of ``groups``, and the pass rates that changed after change number
+        """Return the choices of ``groups``, and the pass rates that changed after change number
         ``since``."""
         reply = await self.call("pass_rates", groups=list(groups), since=since)
         known = zip(groups, reply["chosen"] or (), strict=True)

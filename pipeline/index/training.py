@@ -27,7 +27,7 @@ class PublishedWeights:
 
 @dataclass(frozen=True)
 class SwapTurn:
-    """Whether a worker may swap its weights now.
+    """Answer whether a worker may swap its weights now.
 
     When not: ``wait`` is the position of the topic `swap`, and ``due`` the seconds until another
     worker's turn expires.
@@ -60,7 +60,7 @@ class Training(Calls):
         )
 
     async def replay(self, step: int) -> Claim:
-        """The rows of a step that is not released yet, as a claim without lease.
+        """Return the rows of a step that is not released yet, as a claim without lease.
 
         Raises StaleHandle for another step.
         """
@@ -77,7 +77,7 @@ class Training(Calls):
         await self.call("publish_weights", version=version, record=dict(record))
 
     async def published_weights(self) -> PublishedWeights:
-        """The newest published version and its record.
+        """Return the newest published version and its record.
 
         To read the version alone, use :meth:`Index.status`.
         """
@@ -85,7 +85,7 @@ class Training(Calls):
         return PublishedWeights(reply["version"], reply["record"] or {}, reply["wait"])
 
     async def weights_record(self, version: int) -> dict[str, Any] | None:
-        """The record of one of the two newest published versions; None for any other."""
+        """Return the record of one of the two newest published versions; None for any other."""
         return await self.call("weights_record", version=version) or None
 
     async def take_swap_turn(self, worker: str, *, most: int, lease: float) -> SwapTurn:

@@ -29,8 +29,8 @@ class WarehouseRecord:
     leaving: bool
 
     def is_near(self, node: str | None) -> bool:
-        """Whether its arena can be mapped by processes of ``node`` (None: by this process, as the
-        arena's folder is found at its path)."""
+        """Return whether its arena can be mapped by processes of ``node`` (None: by this process,
+        as the arena's folder is found at its path)."""
         return self.node == node if node else is_here(self.node, self.path.parent)
 
 
@@ -52,8 +52,8 @@ class Full:
 
 @dataclass(frozen=True)
 class BlocksLeft:
-    """What lies on a leaving warehouse: ``closed`` blocks (number, offset, bytes) to move away, how
-    many are still ``open`` for writes, and the position of the topic `room`."""
+    """Blocks on a leaving warehouse: ``closed`` ones (number, offset, bytes) to move away, how many
+    are still ``open`` for writes, and the position of the topic `room`."""
 
     closed: Sequence[tuple[int, int, int]]
     open: int
@@ -62,7 +62,8 @@ class BlocksLeft:
 
 @dataclass(frozen=True)
 class Lost:
-    """How many groups, of how many rows, are made again because their warehouse was lost."""
+    """Counts of the groups, and of their rows, that are made again because their warehouse was
+    lost."""
 
     groups: int
     rows: int
@@ -83,20 +84,20 @@ class Warehouses(Calls):
         await self.call("announce_warehouse", warehouse=number, host=host, port=port)
 
     async def warehouses(self) -> list[WarehouseRecord]:
-        """The warehouses of the run."""
-        found = await self.call("warehouses") or {}
+        """Return the warehouses of the run."""
+        records = await self.call("warehouses") or {}
         return [
             WarehouseRecord(
                 int(number),
-                w["name"],
-                w["node"],
-                Path(w["path"]),
-                w["bytes"],
-                w["host"],
-                w["port"],
-                w["leaving"],
+                record["name"],
+                record["node"],
+                Path(record["path"]),
+                record["bytes"],
+                record["host"],
+                record["port"],
+                record["leaving"],
             )
-            for number, w in found.items()
+            for number, record in records.items()
         ]
 
     async def allocate(
@@ -125,12 +126,12 @@ class Warehouses(Calls):
         return Block(reply["block"], reply["offset"]) if "block" in reply else Full(reply["wait"])
 
     async def close_blocks(self, worker: str, blocks: Sequence[int]) -> None:
-        """``worker`` writes no more to ``blocks``: their bytes are free as soon as no row points to
-        them."""
+        """Close ``blocks``, to which ``worker`` writes no more: their bytes are free as soon as no
+        row points to them."""
         await self.call("close_blocks", worker=worker, blocks=list(blocks))
 
     async def leave_warehouse(self, number: int) -> BlocksLeft:
-        """Place nothing new on a warehouse; returns the blocks that must be moved before
+        """Place nothing new on a warehouse, and return the blocks that must be moved before
         :meth:`lose_warehouse`."""
         reply = await self.call("leave_warehouse", warehouse=number)
         return BlocksLeft(

@@ -1,4 +1,4 @@
-"""Splits rows into parts of nearly equal tokens."""
+"""A split of rows into parts of nearly equal tokens."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def balanced(lengths: Sequence[int], parts: int, *, equal: bool = True) -> list[
     """
     if parts < 1:
         raise ValueError(f"parts: {parts} cannot hold anything; give at least 1")
-    found = min(
+    best_method = min(
         (_differencing, _greedy), key=lambda method: _spread(lengths, method(lengths, parts, equal))
     )
-    return [sorted(part) for part in found(lengths, parts, equal)]
+    return [sorted(part) for part in best_method(lengths, parts, equal)]
 
 
 def _spread(lengths: Sequence[int], split: Sequence[Sequence[int]]) -> int:
@@ -44,8 +44,8 @@ def _differencing(lengths: Sequence[int], parts: int, equal: bool) -> list[list[
     heapq.heapify(ways)
     number = len(ways)
     while len(ways) > 1:
-        (_, _, one), (_, _, other) = heapq.heappop(ways), heapq.heappop(ways)
-        way = [(a + b, x + y) for (a, x), (b, y) in zip(one, reversed(other), strict=True)]
+        (_, _, widest), (_, _, next_widest) = heapq.heappop(ways), heapq.heappop(ways)
+        way = [(a + b, x + y) for (a, x), (b, y) in zip(widest, reversed(next_widest), strict=True)]
         way.sort(key=lambda part: -part[0])
         heapq.heappush(ways, (way[-1][0] - way[0][0], number, way))
         number += 1
@@ -53,7 +53,7 @@ def _differencing(lengths: Sequence[int], parts: int, equal: bool) -> list[list[
 
 
 def _greedy(lengths: Sequence[int], parts: int, equal: bool) -> list[list[int]]:
-    """The longest first, each to the lightest part that may have one more."""
+    """Give the longest first, each to the lightest part that may have one more."""
     out: list[list[int]] = [[] for _ in range(parts)]
     # with equal counts `more` of the parts have one item more
     fewest, more = divmod(len(lengths), parts)

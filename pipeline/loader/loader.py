@@ -78,7 +78,7 @@ class Batch:
         return self.columns[name].value(self.schema[name], len(self), self.ragged, self.fill)
 
     def select(self, positions: Sequence[int]) -> Batch:
-        """A copy of the rows at ``positions``: a micro-batch.
+        """Return a copy of the rows at ``positions``: a micro-batch.
 
         Commit the whole batch, not its parts.
         """
@@ -285,11 +285,11 @@ class SampleLoader(DataLoader[Batch]):
                 self.dataset.close()
 
     def commit(self, batch: Batch) -> None:
-        """:meth:`SampleStream.commit`, for a stream with ``commit="explicit"``."""
+        """Commit for a stream with ``commit="explicit"``; see :meth:`SampleStream.commit`."""
         self.dataset.commit(batch)
 
     def close(self) -> None:
-        """:meth:`SampleStream.close`."""
+        """Close; see :meth:`SampleStream.close`."""
         self.dataset.close()
 
 
@@ -314,7 +314,7 @@ class _Link(LoopThread):
         atexit.register(self.close)
 
     async def dock(self) -> Dock:
-        """The dock of this process.
+        """Return the dock of this process.
 
         Waits for a warehouse, so that readers may start before writers.
         """
@@ -327,10 +327,10 @@ class _Link(LoopThread):
                 )
             self.stages = (await self.index.config())["stages"]
             self.takes = _checked(stream, self.stages)["takes"]
-            found = sorted(
+            warehouses = sorted(
                 await self.index.warehouses(), key=lambda w: (w.leaving, not w.is_near(stream.node))
             )
-            names = [warehouse.name for warehouse in found]
+            names = [warehouse.name for warehouse in warehouses]
             tls = (
                 ssl.create_default_context(cafile=stream.tls_authority)
                 if stream.tls_authority
@@ -400,7 +400,8 @@ class _Link(LoopThread):
 
 
 def _checked(stream: SampleStream, stages: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The stage of ``stream``. Raises ValueError when a loader cannot take batches from it."""
+    """Return the stage of ``stream``. Raises ValueError when a loader cannot take batches from
+    it."""
     stage = next((stage for stage in stages if stage["name"] == stream.stage), None)
     if stage is None:
         raise ValueError(
@@ -408,9 +409,9 @@ def _checked(stream: SampleStream, stages: Sequence[dict[str, Any]]) -> dict[str
             f"{[s['name'] for s in stages]}"
         )
     if stage["makes"]:
-        made = stream.schema.names(stage["makes"])
+        columns = stream.schema.names(stage["makes"])
         raise ValueError(
-            f"stage {stream.stage!r} makes {made}, which a loader cannot write; use "
+            f"stage {stream.stage!r} makes {columns}, which a loader cannot write; use "
             f"Dock.claim and commit"
         )
     if stage["takes"] == "batch" and not stage["releases"] and stream.commits == "next":
@@ -445,18 +446,18 @@ class _Reading:
         dock = await self.link.dock()
         if stream.readers == 1:
             claim = await self._claim(dock)
-            own = None
+            positions = None
         elif stream.first:
             claim = await self._claim(dock)
             parts = await self._deal(dock, claim) if claim is not None else []
             entry = {"workers": self.workers, "parts": parts, "claim": claim and claim.record()}
             await self.log.append(self.link.index, self.number, entry)
-            own = parts[stream.replica] if parts else None
+            positions = parts[stream.replica] if parts else None
         else:
-            claim, own = await self._read()
+            claim, positions = await self._read()
         if claim is None:
             return None
-        part = claim if own is None else claim.part(own)
+        part = claim if positions is None else claim.part(positions)
         self.link.held.add(claim.token)
         if len(part):
             columns = await dock.fetch_packed(part, stream.columns)
@@ -479,15 +480,15 @@ class _Reading:
         return batch
 
     async def _claim(self, dock: Dock) -> Claim | None:
-        """The next batch's rows: as many as it shall have, or what there is once waiting is over;
-        None at the end."""
+        """Return the next batch's rows: as many as it shall have, or what there is once waiting is
+        over; None at the end."""
         stream = self.stream
         index = self.link.index
         over = False
         least = 1 if self.link.takes == "batch" else stream.batch_size
         deadline = time.monotonic() + stream.idle
         while True:
-            found = await index.claim(
+            outcome = await index.claim(
                 stream.stage,
                 dock.worker,
                 stream.batch_size,
@@ -495,22 +496,23 @@ class _Reading:
                 home=dock.home,
                 least=least,
             )
-            if isinstance(found, Claim) or over:
-                return found if isinstance(found, Claim) else None
+            if isinstance(outcome, Claim) or over:
+                return outcome if isinstance(outcome, Claim) else None
             state, _, position = await index.state()
-            left = deadline - time.monotonic()
-            over = left <= 0 or (state in ENDED and await self._drained())
+            remaining = deadline - time.monotonic()
+            over = remaining <= 0 or (state in ENDED and await self._drained())
             if not over:
                 await index.wait_any(
-                    {found.topic: found.wait, STATE: position}, min(left, found.due or left)
+                    {outcome.topic: outcome.wait, STATE: position},
+                    min(remaining, outcome.due or remaining),
                 )
             elif not stream.drop_last:
                 least = 1
 
     async def _drained(self) -> bool:
-        """Whether no row can come any more: neither from a stage before this one, nor from another
-        reader that may die. Rows that this reader's own processes hold do not count: their consumer
-        may be waiting for this iteration's end."""
+        """Return whether no row can come any more: neither from a stage before this one, nor from
+        another reader that may die. Rows that this reader's own processes hold do not count: their
+        consumer may be waiting for this iteration's end."""
         stages = {stage["name"]: stage for stage in self.link.stages}
         before = {self.stream.stage}
         while (
@@ -534,7 +536,7 @@ class _Reading:
         )
 
     async def _deal(self, dock: Dock, claim: Claim) -> list[list[int]]:
-        """The claim's positions for each replica that shares it."""
+        """Return the claim's positions for each replica that shares it."""
         replicas = self.stream.replicas if self.stream.lockstep else 1
         if replicas == 1:
             return []
@@ -566,8 +568,8 @@ class _Reading:
 
 
 def _detached(batch: Batch) -> Batch:
-    """``batch`` for another process: columns that view a larger block are copied, so that torch
-    does not send the block."""
+    """Return ``batch`` for another process: columns that view a larger block are copied, so that
+    torch does not send the block."""
     columns = {}
     for name, packed in batch.columns.items():
         whole = packed.values.untyped_storage().nbytes() == packed.values.nbytes

@@ -1,1 +1,1 @@
-"""What builds the workers of a run: one file for each kind (``orchestration.run.kinds``)."""
+"""Builders of the workers of a run: one file for each kind (``orchestration.run.kinds``)."""

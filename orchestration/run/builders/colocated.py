@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 
 class ColocatedJob(UpdateJob):
-    """Trains and generates in turns. Rank 0 decides which of the two runs."""
+    """The job of a rank that trains and generates in turns. Rank 0 decides which of the two
+    runs."""
 
     async def build(self) -> None:
         recipe = self.recipe

@@ -19,7 +19,7 @@ from stages.training.ranks import RankGroup, RankWorker
 
 
 class CriticJob(Job):
-    """Gives values to groups, and learns from those that the policy is trained on.
+    """The job that gives values to groups, and learns from those that the policy is trained on.
 
     It begins with the newest checkpoint.
     """
@@ -41,10 +41,10 @@ class CriticJob(Job):
         self.resources.callback(engine.close)
         self._writer = checkpoint.Writer(engine, self.number, self.paths.url)
         self.resources.push_async_callback(self._writer.close)
-        found = await self.newest_checkpoint(checkpoint.CRITIC)
-        if found is not None:
-            await asyncio.to_thread(found.load_into, engine, checkpoint.CRITIC)
-        version = found.version if found else 0
+        newest_checkpoint = await self.newest_checkpoint(checkpoint.CRITIC)
+        if newest_checkpoint is not None:
+            await asyncio.to_thread(newest_checkpoint.load_into, engine, checkpoint.CRITIC)
+        version = newest_checkpoint.version if newest_checkpoint else 0
         if coordinates.rank:
             self.rank_worker = rank = CriticRank(
                 self.dock, engine, named, rank_group, version=version, save=self._begin_writing

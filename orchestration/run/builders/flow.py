@@ -38,7 +38,8 @@ LEAST_DROPPED = 64
 
 
 class FlowJob(Job):
-    """Admits prompts, computes rewards and advantages, and serves the warehouse to other nodes."""
+    """The job that admits prompts, computes rewards and advantages, and serves the warehouse to
+    other nodes."""
 
     _external_prompts: ExternalPrompts | None = None
 

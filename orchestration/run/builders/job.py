@@ -1,4 +1,4 @@
-"""What a worker does, from its first object to its last: the base class of all kinds.
+"""The work of a worker, from its first object to its last: the base class of all kinds.
 
 build ──▶ ready ──▶ work ──────────────────────▶ finish ──▶ close
   │                  │ set_paused, stop: as the run's state changes
@@ -76,32 +76,32 @@ class Job:
                 tasks.create_task(work)
 
     def until_stop(self) -> Sequence[Work]:
-        """Returns what goes on beside the controllers, and is cancelled when the run stops."""
+        """Return what goes on beside the controllers, and is cancelled when the run stops."""
         return ()
 
     def until_done(self) -> Sequence[Work]:
-        """Returns what goes on beside the controllers to its own end, also when the run stops."""
+        """Return what goes on beside the controllers to its own end, also when the run stops."""
         return ()
 
     async def set_paused(self, is_paused: bool) -> None:
-        """The run was paused, or goes on."""
+        """Note that the run was paused, or goes on."""
         for controller in self.controllers:
             controller.pause() if is_paused else controller.resume()
 
     async def stop(self) -> None:
-        """The run stops: claim nothing more, and finish what is held."""
+        """Claim nothing more, and finish what is held: the run stops."""
         for controller in self.controllers:
             controller.stop()
         for task in self._until_stop:
             task.cancel()
 
     async def leave(self) -> None:
-        """This worker leaves the run, which goes on: stop, and give back what is held in as short a
-        time as possible."""
+        """Leave the run, which goes on: stop, and give back what is held in as short a time as
+        possible."""
         await self.stop()
 
     async def finish(self) -> None:
-        """Called once :meth:`work` has ended without an error."""
+        """Do what remains once :meth:`work` has ended without an error."""
 
     async def close(self) -> None:
         """Release engines and files, whatever has happened before."""
@@ -120,8 +120,9 @@ class Job:
         return tokenizer_of(self.recipe)
 
     async def newest_checkpoint(self, *parts: str) -> Checkpoint | None:
-        """The run's newest checkpoint, with ``parts`` on this node at least; None where the run has
-        none. Raises CheckpointMissing where neither this node nor ``checkpoint.url`` has it."""
+        """Return the run's newest checkpoint, with ``parts`` on this node at least; None where the
+        run has none. Raises CheckpointMissing where neither this node nor ``checkpoint.url`` has
+        it."""
         reported = await CHECKPOINT_REPORTED.get(self.index) or 0
         paths = self.paths
         return await asyncio.to_thread(
@@ -129,7 +130,7 @@ class Job:
         )
 
     async def meet(self, rank_group: RankGroup) -> Store:
-        """Returns the store in which the ranks of ``rank_group`` find each other: rank 0 serves it,
+        """Return the store in which the ranks of ``rank_group`` find each other: rank 0 serves it,
         and its first order says where. Raises OSError and ValueError for an address that does not
         serve."""
         recipe = self.recipe
@@ -157,7 +158,7 @@ class Job:
         return algorithm_of(self.recipe)
 
     def rewards(self) -> RewardSet:
-        """The recipe's reward functions. They are looked up when they are first called."""
+        """Return the recipe's reward functions. They are looked up when they are first called."""
         pool = reward_pool(
             self.recipe, self.paths.out / "logs" / f"{self.kind}-{self.number}.rewards.log"
         )
@@ -168,7 +169,7 @@ class Job:
         return rewards
 
     async def reward_stage(self) -> Reward:
-        """The reward stage, with the recipe's functions looked up. Raises RewardError."""
+        """Return the reward stage, with the recipe's functions looked up. Raises RewardError."""
         rewards = self.rewards()
         await rewards.open()
         off = SCORES in self.recipe.guard.off

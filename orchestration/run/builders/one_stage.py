@@ -26,8 +26,8 @@ class RewardJob(Job):
 
 
 class ReferenceJob(Job):
-    """Gives logprobs under the model that the run began with, ``model.reference``, or the model of
-    ``teacher.url``."""
+    """The job that gives logprobs under the model that the run began with, ``model.reference``, or
+    the model of ``teacher.url``."""
 
     async def build(self) -> None:
         recipe = self.recipe
@@ -46,8 +46,8 @@ class ReferenceJob(Job):
 
 
 class StageJob(Job):
-    """Has one instance of the class of a stage under ``[[stages]]`` called: in a process of its
-    own, or with the inline launcher in this one."""
+    """The job that has one instance of the class of a stage under ``[[stages]]`` called: in a
+    process of its own, or with the inline launcher in this one."""
 
     async def build(self) -> None:
         named = zip(self.recipe.stages, declarations_of(self.recipe), strict=True)

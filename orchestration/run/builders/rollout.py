@@ -25,8 +25,8 @@ from stages.threads import run_in_temporary_thread
 
 
 class RolloutJob(Job):
-    """Generates responses with an engine of its own, at the newest published weights; where the
-    prompts bring responses, for evaluations alone."""
+    """The job that generates responses with an engine of its own, at the newest published weights;
+    where the prompts bring responses, for evaluations alone."""
 
     async def build(self) -> None:
         recipe = self.recipe
@@ -43,9 +43,8 @@ class RolloutJob(Job):
             shared=self.paths.shared / worker,
             secret=self.secret,
         )
-        # Loading a model starts threads that generating does not need: they end with the temporary
-        # one.
-        # beside the engine
+        # Prompts are read while the engine loads. Loading a model starts threads that generating
+        # does not need: they end with the temporary one.
         prompts = asyncio.ensure_future(asyncio.to_thread(held_out_prompts, self))
         try:
             engine = await asyncio.to_thread(run_in_temporary_thread, make)
@@ -96,25 +95,27 @@ class RolloutJob(Job):
 
 
 async def refuse_other_tokenizer(job: Job, engine: TokenizingEngine) -> None:
-    """Raises ValueError, after an alarm, when the engine's vocabulary is not the run's."""
-    own = job.tokenizer.get_vocab()
-    other = engine.tokenizer.get_vocab()
-    wrong = sorted(
-        token for token in own.keys() | other.keys() if own.get(token) != other.get(token)
+    """Raise ValueError, after an alarm, when the engine's vocabulary is not the run's."""
+    run_vocabulary = job.tokenizer.get_vocab()
+    engine_vocabulary = engine.tokenizer.get_vocab()
+    differing = sorted(
+        token
+        for token in run_vocabulary.keys() | engine_vocabulary.keys()
+        if run_vocabulary.get(token) != engine_vocabulary.get(token)
     )
-    if not wrong:
+    if not differing:
         return
     example = (
-        f"{wrong[0]!r} is {own.get(wrong[0], 'none')} in the run and "
-        f"{other.get(wrong[0], 'none')} in the engine"
+        f"{differing[0]!r} is {run_vocabulary.get(differing[0], 'none')} in the run and "
+        f"{engine_vocabulary.get(differing[0], 'none')} in the engine"
     )
     reason = (
-        f"{TOKENIZER}: the rollout engine has another vocabulary: {len(wrong):,} tokens "
+        f"{TOKENIZER}: the rollout engine has another vocabulary: {len(differing):,} tokens "
         f"differ; {example}"
     )
     look = "Look at which tokenizer the engine loads: the run's is that of model.source."
     worker = f"{job.kind}-{job.number}"
-    count = float(len(wrong))
+    count = float(len(differing))
     alarm = AlarmEvent(
         metric=TOKENIZER, step=-1, value=count, limit=0.0, reason=reason, look=look, worker=worker
     )
@@ -123,7 +124,7 @@ async def refuse_other_tokenizer(job: Job, engine: TokenizingEngine) -> None:
 
 
 def held_out_prompts(job: Job) -> list[Prompt]:
-    """Returns what evaluations answer: on worker 0, where the recipe asks for evaluation, else
+    """Return what evaluations answer: on worker 0, where the recipe asks for evaluation, else
     nothing."""
     recipe = job.recipe
     if not recipe.evaluate.every or job.number:
@@ -138,7 +139,7 @@ def held_out_prompts(job: Job) -> list[Prompt]:
 def make_rollout(
     job: Job, engine: RolloutEngine, prompts: Sequence[Prompt]
 ) -> tuple[Rollout, Evaluator | None]:
-    """Returns the rollout stage of ``engine``, and the evaluator that answers ``prompts``, if there
+    """Return the rollout stage of ``engine``, and the evaluator that answers ``prompts``, if there
     are any."""
     recipe = job.recipe
     sampling = sampling_of(job.recipe, job.tokenizer)

@@ -128,13 +128,13 @@ class UpdateJob(Job):
         """Make the update stage, and replay the steps that were recorded since the newest
         checkpoint."""
         recipe = self.recipe
-        found = self.checkpoint
+        newest = self.checkpoint
         self._spans = Spans()
-        if found is not None and found.path != self.paths.start:
-            if found.version > (await CHECKPOINT_REPORTED.get(self.index) or 0):
-                await self._push(found)
-                await self._report(found)  # its writer was killed before it could emit the event
-            await self.index.release_steps(found.version)
+        if newest is not None and newest.path != self.paths.start:
+            if newest.version > (await CHECKPOINT_REPORTED.get(self.index) or 0):
+                await self._push(newest)
+                await self._report(newest)  # its writer was killed before it could emit the event
+            await self.index.release_steps(newest.version)
         self.stage = Update(
             self.dock,
             self.engine,
@@ -204,11 +204,11 @@ class UpdateJob(Job):
             await self._saving
 
     async def _has_room(self) -> bool:
-        """Whether what is in flight surely fits beside the samples that no checkpoint covers
+        """Return whether what is in flight surely fits beside the samples that no checkpoint covers
         yet."""
-        found = (await self.index.stats())["warehouses"].values()
+        warehouses = (await self.index.stats())["warehouses"].values()
         share = share_of_trained(self.recipe)
-        return all(warehouse["used"] <= share * warehouse["capacity"] for warehouse in found)
+        return all(warehouse["used"] <= share * warehouse["capacity"] for warehouse in warehouses)
 
     async def _save(self, version: int, request: str = "") -> None:
         """Copy the state of ``version``, and write it beside the next steps; ``request``: for which
@@ -284,7 +284,7 @@ class UpdateJob(Job):
                 raise checkpoint.DiskRefused(str(refused)) from refused
 
     async def _end_writing(self) -> None:
-        """What was begun ends, so that nothing writes beside a next process of this worker."""
+        """End what was begun, so that nothing writes beside a next process of this worker."""
         await asyncio.gather(self._saving, self._writer.close(), return_exceptions=True)
 
     async def _report(

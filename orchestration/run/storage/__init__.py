@@ -1,1 +1,1 @@
-"""Where checkpoints are kept beside the folder of the run."""
+"""Places where checkpoints are kept beside the folder of the run."""

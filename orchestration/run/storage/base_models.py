@@ -50,8 +50,8 @@ def record_beside(recipe: Recipe, out: Path) -> None:
 
 def _record(wanted: Sequence[str], out: Path) -> None:
     try:
-        found = {source: digests_of(Path(source), model_files(Path(source))) for source in wanted}
-        write(out, _recorded(out) | found)
+        digests = {source: digests_of(Path(source), model_files(Path(source))) for source in wanted}
+        write(out, _recorded(out) | digests)
     except OSError as error:
         log.warning(
             "the files of the base model are not recorded; it cannot be moved", reason=str(error)
@@ -79,7 +79,7 @@ def sources(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def refuse_missing(recipe: Recipe, out: Path, moved: Collection[str]) -> None:
-    """Raises RunError when the folder of a base model is not there, and none of the keys ``moved``
+    """Raise RunError when the folder of a base model is not there, and none of the keys ``moved``
     has it elsewhere."""
     for key, source in sources(recipe):
         if key not in moved and not Path(source).is_dir():
@@ -91,10 +91,10 @@ def refuse_missing(recipe: Recipe, out: Path, moved: Collection[str]) -> None:
 
 
 def moved(before: Recipe, overrides: Mapping[str, Any], out: Path) -> set[str]:
-    """Returns the keys in ``overrides`` that name another folder with the files of the one before,
+    """Return the keys in ``overrides`` that name another folder with the files of the one before,
     and records that. Raises BaseModelDiffers where the files differ, or are not known."""
     known = _recorded(out)
-    found = set[str]()
+    moved_keys = set[str]()
     for key, old in sources(before):
         new = overrides.get(key)
         if not isinstance(new, str) or not Path(new).expanduser().is_dir():
@@ -103,17 +103,17 @@ def moved(before: Recipe, overrides: Mapping[str, Any], out: Path) -> set[str]:
         if str(folder) == old:
             continue
         files = known.get(old) or _present(Path(old), key, folder)
-        if wrong := difference(folder, files):
+        if problem := difference(folder, files):
             raise BaseModelDiffers(
                 key,
-                f"{folder} is not {old} elsewhere: {wrong}",
+                f"{folder} is not {old} elsewhere: {problem}",
                 "give the folder that the run began with",
             )
         known[str(folder)] = files
-        found.add(key)
-    if found:
+        moved_keys.add(key)
+    if moved_keys:
         write(out, known)
-    return found
+    return moved_keys
 
 
 def _present(old: Path, key: str, new: Path) -> Files:
@@ -128,7 +128,7 @@ def _present(old: Path, key: str, new: Path) -> Files:
 
 
 def difference(folder: Path, files: Files) -> str:
-    """Returns in words how ``folder`` differs from ``files``; "" where it does not.
+    """Return in words how ``folder`` differs from ``files``; "" where it does not.
 
     Sizes are compared first.
     """
@@ -146,7 +146,7 @@ def difference(folder: Path, files: Files) -> str:
 
 
 def model_files(folder: Path) -> Sequence[str]:
-    """Returns the names of the files below ``folder``, without hidden ones: of a download, or of
+    """Return the names of the files below ``folder``, without hidden ones: of a download, or of
     Git."""
     return [
         name

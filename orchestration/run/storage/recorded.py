@@ -1,4 +1,4 @@
-"""What a run's folder has recorded, and the checkpoint that a resumed run begins with.
+"""Records of a run's folder, and the checkpoint that a resumed run begins with.
 
     metrics.jsonl, the index's append-only file, summary.json ──▶ the newest version that has a checkpoint ─┐
     checkpoints/, checkpoint.url ──▶ the newest checkpoint that is there ───────────────────────────────────┴▶ compared
@@ -35,8 +35,8 @@ log = structlog.get_logger()
 
 
 def store_url(recipe: Recipe, out: Path, run: str = "") -> str:
-    """Returns where the checkpoints of the run in the folder ``out`` are copied to; "" when they
-    are not. The folder there has the id of the first run in ``out``: that is ``run`` where none is
+    """Return where the checkpoints of the run in the folder ``out`` are copied to; "" when they are
+    not. The folder there has the id of the first run in ``out``: that is ``run`` where none is
     known yet, and "" is returned without both."""
     if not recipe.checkpoint.url:
         return ""
@@ -46,7 +46,7 @@ def store_url(recipe: Recipe, out: Path, run: str = "") -> str:
 
 
 def recorded_version(out: Path) -> int:
-    """Returns the newest version of which the run in ``out`` has recorded a checkpoint; 0: none."""
+    """Return the newest version of which the run in ``out`` has recorded a checkpoint; 0: none."""
     metrics = out / METRICS
     versions = [newest_checkpoint(metrics), *_in_index(out / INDEX)]
     # otherwise it is newer than the summary, which is written when a run ends
@@ -56,15 +56,15 @@ def recorded_version(out: Path) -> int:
 
 
 def _in_index(folder: Path) -> list[int]:
-    found: list[int] = []
+    versions: list[int] = []
     for path in folder.rglob("*.aof"):
         if path.stat().st_size:
             with (
                 path.open("rb") as file,
                 mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
             ):
-                found += [int(match[1]) for match in _REPORTED.finditer(content)]
-    return found
+                versions += [int(match[1]) for match in _REPORTED.finditer(content)]
+    return versions
 
 
 def _in_summary(path: Path) -> list[int]:
@@ -77,10 +77,9 @@ def _in_summary(path: Path) -> list[int]:
 
 
 def start_of(out: Path, url: str, steps: int, wanted: int | None = None) -> Checkpoint | None:
-    """Returns the checkpoint from which the run in ``out`` goes on to ``steps``: the newest one, or
-    that of version
-    ``wanted`` (0: none, from the beginning). All of its files are verified. Changes nothing, but
-    copies one from ``url``. Raises RunError."""
+    """Return the checkpoint from which the run in ``out`` goes on to ``steps``: the newest one, or
+    that of version ``wanted`` (0: none, from the beginning). All of its files are verified. Changes
+    nothing, but copies one from ``url``. Raises RunError."""
     folder = out / "checkpoints"
     if folder.is_symlink() and not folder.exists():
         raise RunError(
@@ -117,7 +116,7 @@ def _refuse_missing(out: Path, start: Checkpoint | None) -> None:
 
 
 def of_version(folder: Path, url: str, version: int) -> Checkpoint | None:
-    """Returns the checkpoint of ``version`` in ``folder``, copied from ``url`` where only that has
+    """Return the checkpoint of ``version`` in ``folder``, copied from ``url`` where only that has
     it; None for version 0. Raises RunError, and CheckpointUnusable."""
     if not version:
         return None

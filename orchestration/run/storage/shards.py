@@ -63,8 +63,8 @@ class Reader(dcp.FileSystemReader):
         try:
             return super().read_data(plan, planner)
         except pickle.UnpicklingError as error:
-            found = _GLOBAL.search(str(error))
-            names = f"names {found[1]}" if found else "is damaged"
+            global_match = _GLOBAL.search(str(error))
+            names = f"names {global_match[1]}" if global_match else "is damaged"
             raise ShardsRefused(
                 f"a shard in {self.path} {names}, where a checkpoint has tensors alone"
             ) from None
@@ -81,8 +81,8 @@ class Planner(dcp.DefaultLoadPlanner):
         try:
             number = torch.load(value, weights_only=True)
         except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as error:
-            found = _GLOBAL.search(str(error))
-            names = f"names {found[1]}" if found else "is damaged"
+            global_match = _GLOBAL.search(str(error))
+            names = f"names {global_match[1]}" if global_match else "is damaged"
             raise ShardsRefused(
                 f"the checkpoint's value of {name!r} {names}, where it has a number"
             ) from None
@@ -101,7 +101,7 @@ def load(state: dict[str, Any], reader: dcp.FileSystemReader, *, no_dist: bool) 
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Returns what the distributed checkpoint in ``folder`` holds. Raises ShardsRefused."""
+    """Return what the distributed checkpoint in ``folder`` holds. Raises ShardsRefused."""
     path = folder / METADATA
     with path.open("rb") as file:
         content = file.read(MOST_BYTES + 1)
@@ -118,8 +118,8 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 class _Record:
-    """Stands for an object in a pickle: its ``state``, or the ``arguments`` that it would be made
-    of."""
+    """A stand-in for an object in a pickle: its ``state``, or the ``arguments`` that it would be
+    made of."""
 
     def __init__(self, *arguments: Any) -> None:
         self.arguments = arguments
@@ -130,7 +130,7 @@ class _Record:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes records in place of objects.
+    """An unpickler that makes records in place of objects.
 
     No class outside of the file can be called or changed by it: each file has its own stand-ins.
     """
@@ -168,7 +168,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Metadata:
-    """Makes torch's objects of the records of ``path``.
+    """The maker of torch's objects of the records of ``path``.
 
     Any error while it does says that the file is damaged.
     """
@@ -255,7 +255,7 @@ def _size(record: Any) -> torch.Size:
 
 
 def _paths(planner_data: Mapping[Any, Iterable[Any]]) -> dict[str, tuple[str | int, ...]]:
-    """Returns where each flat name is in the nested state."""
+    """Return where each flat name is in the nested state."""
     paths = {}
     for name, path in planner_data.items():
         if not all(type(part) in (str, int) for part in path):

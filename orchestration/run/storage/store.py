@@ -87,9 +87,9 @@ class CheckpointStore:
             self._files.mkdir(path, create_parents=False)
 
     def names(self) -> list[str]:
-        """Returns the folders of the complete checkpoints, oldest first."""
-        found = self._files.glob(f"{self._root}/step-*/{FILES}")
-        names = [PurePosixPath(path).parent.name for path in found]
+        """Return the folders of the complete checkpoints, oldest first."""
+        paths = self._files.glob(f"{self._root}/step-*/{FILES}")
+        names = [PurePosixPath(path).parent.name for path in paths]
         return sorted(name for name in names if STEP.fullmatch(name))
 
     def push(self, checkpoint: Path, keep: int) -> None:
@@ -149,7 +149,7 @@ class CheckpointStore:
         )
 
     def _has(self, checkpoint: Path) -> bool:
-        """Whether the URL has this checkpoint, by its digests: a copy is not removed to make
+        """Return whether the URL has this checkpoint, by its digests: a copy is not removed to make
         another one."""
         path = checkpoint / MANIFEST
         if checkpoint.name not in self.names() or not path.is_file():
@@ -183,7 +183,7 @@ class CheckpointStore:
             sync(root)
 
     def _sizes(self, name: str) -> dict[str, int]:
-        """Returns the files of the checkpoint ``name`` with their bytes.
+        """Return the files of the checkpoint ``name`` with their bytes.
 
         Raises FilesDamaged, and FileNotFoundError.
         """
@@ -202,8 +202,8 @@ class CheckpointStore:
         """Compare ``files`` of the checkpoint ``name``, copied to ``partial``, with its digests:
         there, or in ``target``. Raises FilesDamaged."""
         digests = read_manifest(partial) or read_manifest(target) or {}
-        for wrong in damages(partial, digests, [file for file in files if file in digests]):
-            raise FilesDamaged(f"{self.url}/{name} is damaged, or was copied wrongly: {wrong}")
+        for damage in damages(partial, digests, [file for file in files if file in digests]):
+            raise FilesDamaged(f"{self.url}/{name} is damaged, or was copied wrongly: {damage}")
 
     def verify(self, name: str) -> tuple[dict[str, FileDigest] | None, list[str]]:
         """Read all files of the checkpoint ``name``.
@@ -220,12 +220,14 @@ class CheckpointStore:
             where = f"{self.url}/{name}/{file}"
             try:
                 with self._files.open(f"{root}/{file}", "rb") as content:
-                    found = hashed(content)
+                    actual_digest = hashed(content)
             except FileNotFoundError:
                 damages.append(f"{where} is missing")
                 continue
-            if found != digest:
-                damages.append(f"{where} is damaged: {found} was read, and {digest} was written")
+            if actual_digest != digest:
+                damages.append(
+                    f"{where} is damaged: {actual_digest} was read, and {digest} was written"
+                )
         return digests, damages
 
     def set_aside(self, name: str, to: str) -> None:
@@ -250,13 +252,15 @@ class CheckpointStore:
         target = directory / name
         directory.mkdir(parents=True, exist_ok=True)
         with locked(directory / ".pull.lock", wait=PULL_SECONDS):
-            for left in directory.glob(".pull-*"):  # of a killed process
-                shutil.rmtree(left)
+            for leftover in directory.glob(".pull-*"):  # of a killed process
+                shutil.rmtree(leftover)
             sizes = self._sizes(name)
             partial = directory / f".pull-{uuid.uuid4().hex}"
-            found = {file.partition("/")[0] for file in sizes} - {STATE}
-            asked = found & {*(parts or found), MANIFEST}
-            lacking = [part for part in (*sorted(asked), STATE) if not (target / part).exists()]
+            stored_parts = {file.partition("/")[0] for file in sizes} - {STATE}
+            requested_parts = stored_parts & {*(parts or stored_parts), MANIFEST}
+            lacking = [
+                part for part in (*sorted(requested_parts), STATE) if not (target / part).exists()
+            ]
             wanted = {
                 file: size for file, size in sizes.items() if file.partition("/")[0] in lacking
             }

@@ -1,4 +1,5 @@
-"""Verifies all checkpoints of a run: those in its folder, and those at its ``checkpoint.url``."""
+"""Verification of all checkpoints of a run: those in its folder, and those at its
+``checkpoint.url``."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ class NoCheckpoints(LookupError):
 
 @dataclass(frozen=True)
 class Verification:
-    """What was found of the checkpoint at ``path``, a folder or a URL.
+    """Findings of the checkpoint at ``path``, a folder or a URL.
 
     ``damages``: a sentence for each damaged file; ``bytes`` of ``files`` were read.
     ``has_digests``: otherwise there was nothing to compare with.

@@ -61,17 +61,19 @@ def init(conf: Mapping[str, Any] | None = None) -> dict[str, Any]:
     parent process has started, or else a new one, which ends with this process; a worker of Ray
     never opens one. TransferQueue's own sections are accepted and have no effect."""
     global _queue
-    given = {
+    settings = {
         name: value for name, value in (conf or {}).items() if name not in _TRANSFER_QUEUES_OWN
     }
-    if unknown := set(given) - set(DEFAULTS):
+    if unknown := set(settings) - set(DEFAULTS):
         raise ValueError(f"conf: {sorted(unknown)} is not known; it takes {sorted(DEFAULTS)}")
-    chosen = given.get("url") is not None
+    chosen = settings.get("url") is not None
     opens = _queue is None or _queue.pid != os.getpid()
     if opens:
-        found = {} if chosen else find_queue()
+        cluster_queue = {} if chosen else find_queue()
         _queue = Queue(
-            DEFAULTS | found | {name: value for name, value in given.items() if value is not None}
+            DEFAULTS
+            | cluster_queue
+            | {name: value for name, value in settings.items() if value is not None}
         )
     assert _queue is not None
     try:
@@ -92,7 +94,7 @@ def close() -> None:
 
 
 def _connected() -> Queue:
-    """This process's connection, opened when its parent or its Ray cluster has a queue."""
+    """Return this process's connection, opened when its parent or its Ray cluster has a queue."""
     if _queue is None or _queue.pid != os.getpid():
         if not find_queue():
             raise RuntimeError(
@@ -106,7 +108,7 @@ def _connected() -> Queue:
 def _twins(
     work: Callable[P, Coroutine[Any, Any, T]],
 ) -> tuple[Callable[P, T], Callable[P, Awaitable[T]]]:
-    """The call ``work`` for synchronous and for asynchronous callers; both run it in the
+    """Return the call ``work`` for synchronous and for asynchronous callers; both run it in the
     connection's loop."""
 
     @functools.wraps(work)
@@ -182,7 +184,7 @@ async def _kv_batch_put(
 
 
 def _parsed(fields: TensorDictBase, parser: Parser | None) -> dict[str, Any]:
-    """The fields by name, as ``parser`` returns them."""
+    """Return the fields by name, as ``parser`` returns them."""
     out: dict[str, Any] = {str(name): fields.get(name) for name in fields.keys()}  # noqa: SIM118
     if parser is None:
         return out
@@ -207,7 +209,8 @@ def _parsed(fields: TensorDictBase, parser: Parser | None) -> dict[str, Any]:
 async def _kv_batch_get(
     keys: list[str] | str, partition_id: str, select_fields: list[str] | str | None = None
 ) -> TensorDict:
-    """The rows of ``keys``, in this order: the fields that all of them have, or ``select_fields``.
+    """Return the rows of ``keys``, in this order: the fields that all of them have, or
+    ``select_fields``.
 
     Raises ValueError for a key or a field that is not there.
     """
@@ -218,7 +221,7 @@ async def _kv_batch_get(
 async def _kv_batch_get_by_meta(
     meta: KVBatchMeta, select_fields: list[str] | str | None = None
 ) -> TensorDict:
-    """The rows of the keys in ``meta``, with its fields or ``select_fields`` of them."""
+    """Return the rows of the keys in ``meta``, with its fields or ``select_fields`` of them."""
     if meta.partition_id is None:
         raise ValueError("Must provide partition_id in the input KVBatchMeta.")
     select = [select_fields] if isinstance(select_fields, str) else select_fields

@@ -54,7 +54,7 @@ class KVBatchMeta:
         return KVBatchMeta(keys, tags, self.partition_id, self.fields, self.extra_info)
 
     def select_keys(self, keys_to_select: list[str]) -> KVBatchMeta:
-        """These keys alone, in this order."""
+        """Return these keys alone, in this order."""
         if len(set(keys_to_select)) != len(keys_to_select):
             raise ValueError("Contain duplicate keys.")
         places = {key: i for i, key in enumerate(self.keys)}
@@ -75,7 +75,7 @@ class KVBatchMeta:
         self.tags = ordered.tags
 
     def chunk(self, chunks: int) -> list[KVBatchMeta]:
-        """``chunks`` parts of neighbouring keys; their sizes differ by one at most."""
+        """Return ``chunks`` parts of neighbouring keys; their sizes differ by one at most."""
         return [self._at(part.tolist()) for part in np.array_split(np.arange(self.size), chunks)]
 
     @classmethod

@@ -1,4 +1,4 @@
-"""How a process finds its queue: from its parent's environment, or in the key-value store of its
+"""Discovery of a process's queue: from its parent's environment, or in the key-value store of its
 Ray cluster.
 
 A worker of Ray inherits the environment of its node's raylet, which has no entry for a queue that
@@ -30,7 +30,7 @@ _NAMESPACE = b"asyncdock.transfer_queue"
 
 
 def _ray() -> Any:
-    """Ray, when this process is part of a cluster."""
+    """Return Ray, when this process is part of a cluster."""
     ray = sys.modules.get("ray")
     return ray if ray is not None and getattr(ray, "is_initialized", bool)() else None
 
@@ -40,7 +40,8 @@ def _is_worker(ray: Any) -> bool:
 
 
 def _announced() -> dict[str, str] | None:
-    """The cluster's queue: ``url``, ``run``, and the ``node`` of the process that announced it."""
+    """Return the cluster's queue: ``url``, ``run``, and the ``node`` of the process that announced
+    it."""
     if _ray() is None:
         return None
     with extra("ray"):
@@ -51,12 +52,12 @@ def _announced() -> dict[str, str] | None:
 
 
 def _node() -> str:
-    """Returns the name of this node: that of processes which find each other's Unix sockets."""
+    """Return the name of this node: that of processes which find each other's Unix sockets."""
     return node_id(Path(tempfile.gettempdir()))
 
 
 def _has_ended(queue: Mapping[str, str]) -> bool:
-    """Whether the server of a queue that was opened on this node is gone."""
+    """Return whether the server of a queue that was opened on this node is gone."""
     if not queue["url"].startswith("unix://") or queue["node"] != _node():
         return False
     with socket.socket(socket.AF_UNIX) as probe:
@@ -64,7 +65,7 @@ def _has_ended(queue: Mapping[str, str]) -> bool:
 
 
 def find_queue() -> dict[str, str]:
-    """URL and run of the queue that this process belongs to; empty when it may open one.
+    """Return the URL and run of the queue that this process belongs to; empty when it may open one.
 
     Raises RuntimeError in a worker of Ray that cannot reach the cluster's queue, or finds none: no
     other process would find a queue that this worker opened, and it would end with the worker."""
@@ -104,16 +105,16 @@ def announce(conf: Mapping[str, Any], *, chosen: bool) -> bool:
     with extra("ray"):
         from ray.experimental.internal_kv import _internal_kv_put
 
-    own = {"url": conf["url"], "run": conf["run"], "node": _node()}
-    put = partial(_internal_kv_put, _KEY, json.dumps(own).encode(), namespace=_NAMESPACE)
+    announcement = {"url": conf["url"], "run": conf["run"], "node": _node()}
+    put = partial(_internal_kv_put, _KEY, json.dumps(announcement).encode(), namespace=_NAMESPACE)
     other = _announced() if put(overwrite=False) else None
     if other is None or _has_ended(other):
         put(overwrite=True)
         return True
-    if not chosen and (other["url"], other["run"]) != (own["url"], own["run"]):
+    if not chosen and (other["url"], other["run"]) != (announcement["url"], announcement["run"]):
         raise RuntimeError(
             f"this Ray cluster has a queue, run {other['run']!r}, and this process another one, "
-            f"run {own['run']!r}; close() "
+            f"run {announcement['run']!r}; close() "
             "one of them, or call init() after ray.init(), which finds the cluster's"
         )
     return False

@@ -77,12 +77,12 @@ class Fields:
     def joined(
         self, encoded: Sequence[tuple[Field, Packed]], partition: str
     ) -> tuple[Fields, dict[int, Packed]]:
-        """These fields and those of ``encoded`` that are new, and its values by bit.
+        """Return these fields and those of ``encoded`` that are new, and its values by bit.
 
         Raises ColumnError for values that are not of their field's kind, and cannot become so
         without a change.
         """
-        new = [found for found, _ in encoded if found.name not in self.by_name]
+        new = [field for field, _ in encoded if field.name not in self.by_name]
         if len(self.by_name) + len(new) > MAX_FIELDS:
             name = new[MAX_FIELDS - len(self.by_name)].name
             raise IndexRefused(
@@ -93,17 +93,17 @@ class Fields:
         fields = self
         if new:
             fields = Fields(
-                self.packed + "".join(json.dumps([found.name, found.kind]) + "\n" for found in new)
+                self.packed + "".join(json.dumps([field.name, field.kind]) + "\n" for field in new)
             )
         values = {}
-        for found, value in encoded:
-            bit, known = fields.by_name[found.name]
-            values[bit] = value if known == found else _converted(value, found, known, partition)
+        for field, value in encoded:
+            bit, known = fields.by_name[field.name]
+            values[bit] = value if known == field else _converted(value, field, known, partition)
         return fields, values
 
 
 def _converted(packed: Packed, found: Field, known: Field, partition: str) -> Packed:
-    """``packed`` in the dtype of its field, where no value changes by that.
+    """Return ``packed`` in the dtype of its field, where no value changes by that.
 
     Raises ColumnError otherwise.
     """
@@ -131,7 +131,7 @@ def field_error(name: str, wrong: str, fix: str) -> ColumnError:
 
 
 def encode_field(name: str, value: Any, rows: int) -> tuple[Field, Packed]:
-    """The kind of ``value``, and its ``rows`` rows as bytes."""
+    """Return the kind of ``value``, and its ``rows`` rows as bytes."""
     value = as_tensor(name, value)
     if not isinstance(value, torch.Tensor):
         texts = [to_json(f"field {name!r}", item).encode() for item in as_list(name, value)]
@@ -142,7 +142,7 @@ def encode_field(name: str, value: Any, rows: int) -> tuple[Field, Packed]:
     if parts is not None and parts[2] is None and int(parts[1][0]) == 0:
         flat = parts[0]
         steps = parts[1].to("cpu", torch.int64)
-        found = Field(name, value.dtype, tuple(flat.shape[1:]))
+        field = Field(name, value.dtype, tuple(flat.shape[1:]))
     elif value.is_nested:
         unbound = value.unbind()
         shapes = {tuple(part.shape[1:]) for part in unbound}
@@ -154,25 +154,25 @@ def encode_field(name: str, value: Any, rows: int) -> tuple[Field, Packed]:
             )
         flat = torch.cat(unbound)
         steps = offsets_of([len(part) for part in unbound])
-        found = Field(name, value.dtype, shapes.pop())
+        field = Field(name, value.dtype, shapes.pop())
     else:
         flat = value
         length = value.shape[1] if value.dim() > 1 else 1
         steps = torch.arange((value.shape[0] if value.dim() else 0) + 1) * length
-        found = Field(name, value.dtype, tuple(value.shape[2:]) if value.dim() > 1 else None)
+        field = Field(name, value.dtype, tuple(value.shape[2:]) if value.dim() > 1 else None)
     _check_rows(name, len(steps) - 1, rows)
-    if found.nbytes == 0:
+    if field.nbytes == 0:
         raise field_error(
             name,
             f"rows of shape {list(value.shape[1:])} hold nothing",
             "leave the field out",
         )
     flat = flat.detach().cpu().reshape(-1).contiguous()
-    return found, Packed(flat.view(torch.uint8), steps * found.nbytes)
+    return field, Packed(flat.view(torch.uint8), steps * field.nbytes)
 
 
 def as_tensor(name: str, value: Any) -> Any:
-    """``value`` as a tensor, when it is an array of numbers or a list of tensors or arrays;
+    """Return ``value`` as a tensor, when it is an array of numbers or a list of tensors or arrays;
     anything else as it is."""
     if isinstance(value, np.ndarray | np.generic):
         if value.dtype.kind not in "biufc":
@@ -235,8 +235,8 @@ def _check_rows(name: str, found: int, rows: int) -> None:
 
 
 def to_json(what: str, value: Any) -> str:
-    """Raises TypeError for what does not come back as it was: nothing is pickled, and nothing
-    changes its type, except that numpy's scalars become Python's."""
+    """Return ``value`` as JSON. Raises TypeError for what does not come back as it was: nothing is
+    pickled, and nothing changes its type, except that numpy's scalars become Python's."""
     if isinstance(value, np.generic):
         value = value.item()
     try:
@@ -265,7 +265,8 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def decode_field(found: Field, packed: Packed) -> Any:
-    """A tensor [B] of scalars, a jagged nested tensor [B, j, …], or a stack of JSON values."""
+    """Return a tensor [B] of scalars, a jagged nested tensor [B, j, …], or a stack of JSON
+    values."""
     if found.dtype is None:
         return NonTensorStack(*map(json.loads, packed.texts()))
     values = packed.values.view(found.dtype)
@@ -284,7 +285,7 @@ def encode_tags(tags: Tag) -> dict[str, str]:
 
 
 def decode_tags(tags: Mapping[Any, Any]) -> Tag:
-    """Tags from their stored form."""
+    """Return the tags from their stored form."""
     return {
         tag.decode() if isinstance(tag, bytes) else tag: json.loads(value)
         for tag, value in tags.items()

@@ -126,13 +126,13 @@ class Queue(LoopThread):
             )
 
         self.dock = dock("local")
-        found = await self.index.warehouses()
-        near = sorted(w.name for w in found if w.is_near(conf["node"]) and not w.leaving)
+        warehouses = await self.index.warehouses()
+        near = sorted(w.name for w in warehouses if w.is_near(conf["node"]) and not w.leaving)
         if near:
             self.dock = dock(near[0])
             await self.dock.warehouses.enter()
         else:
-            self.dock = dock("local" if not found else f"local-{uuid.uuid4().hex[:6]}")
+            self.dock = dock("local" if not warehouses else f"local-{uuid.uuid4().hex[:6]}")
             await self.dock.join(conf["arena"])
             if conf["serve"]:
                 await self.dock.serve(conf["serve"])
@@ -211,8 +211,8 @@ class Queue(LoopThread):
     async def get(
         self, keys: list[str], partition: str, select: Sequence[str] | None
     ) -> TensorDict:
-        """Rows may be replaced or cleared, and their bytes used again, while they are copied: so
-        they are looked up before and after, until both say the same."""
+        """Return the rows of ``keys``. They may be replaced or cleared, and their bytes used again,
+        while they are copied: so they are looked up before and after, until both say the same."""
         deadline = time.monotonic() + self.index.timeout
         reply = await self.index.look_up_keys(partition, keys)
         while True:
@@ -275,24 +275,24 @@ class Queue(LoopThread):
     def _places(records: np.ndarray, places: Sequence[Sequence[int]]) -> np.ndarray:
         table = np.array(sorted(map(tuple, places)), np.int64).reshape(-1, 3)
         at = np.searchsorted(table[:, 0], records["block"])
-        found = (
+        block_places = (
             table[np.minimum(at, len(table) - 1)]
             if len(table)
             else np.zeros((len(records), 3), np.int64)
         )
-        if (found[:, 0] != records["block"]).any():
+        if (block_places[:, 0] != records["block"]).any():
             raise StaleHandle("these keys lay on a warehouse that was lost; put them again")
         refs = np.empty(len(records), REF)
         refs["block"], refs["slot"] = records["block"], records["slot"]
         begin = records["low"].astype(np.int64) | records["high"].astype(np.int64) << 32
-        refs["place"] = found[:, 1] << 48 | found[:, 2] + begin
+        refs["place"] = block_places[:, 1] << 48 | block_places[:, 2] + begin
         return refs
 
     async def partitions(self, partition: str | None) -> dict[str, dict[str, Tag]]:
-        found = await self.index.list_keys(partition)
+        partitions = await self.index.list_keys(partition)
         return {
             name: {key: decode_tags(tags) for key, tags in keys.items()}
-            for name, keys in found.items()
+            for name, keys in partitions.items()
         }
 
     async def clear(self, keys: list[str], partition: str) -> None:
