@@ -1,8 +1,8 @@
 """Reads a recipe, applies overrides and checks it: the result is a Recipe, or one error with all
 problems.
 
-TOML + --set key=value ──▶ fields (pydantic: unknown keys, types, ranges) ──▶ checks of keys and machine ──▶ Recipe
-                                          └──────────── all problems at once ────────────┘──▶ RecipeError
+TOML ──▶ extends ──▶ --set key=value ──▶ fields (unknown keys, types, ranges) ──▶ checks of keys and machine ──▶ Recipe
+                                           └─────────────────── all problems at once ──────────────────┘──▶ RecipeError
 """
 
 from __future__ import annotations
@@ -30,12 +30,15 @@ from orchestration.recipe.checks import (  # noqa: F401  # registers their check
 )
 from orchestration.recipe.checks.registry import Environment, run_checks
 from orchestration.recipe.field_problems import field_problem, valid_part
-from orchestration.recipe.problems import RecipeError
+from orchestration.recipe.problems import RecipeError, suggest
 from orchestration.recipe.schema import Recipe
 from pipeline.problems import Problem
 from stages.prompts.files import Reading
 
 MOST_PROBLEMS = 100  # of single keys that are reported; more are counted
+SHIPPED = Path(__file__).resolve().parents[2] / "recipes"  # whose names `extends` may give
+MOST_EXTENDED = 8  # recipes that extend one another
+OWN_KEYS = ("name", "description")  # are not taken over from an extended recipe
 
 # Keys that may not change when a run is resumed, and why. Whatever was in flight is made again, so
 # every other key takes effect from the checkpoint's step on.
@@ -83,9 +86,17 @@ def load_recipe(
 def read_recipe(
     path: str | Path, overrides: Sequence[str] = ()
 ) -> tuple[dict[str, Any], list[Problem]]:
-    """Return the tables at ``path`` with ``overrides``, not checked any further, and the problems
-    of the overrides. Raises :class:`RecipeError` when there is no TOML."""
+    """Return the tables at ``path``, over those that it extends, with ``overrides``, not checked
+    any further, and the problems of the overrides. Raises :class:`RecipeError` when there is no
+    TOML."""
     path = Path(path)
+    data = extended(read_tables(path), path)
+    data.setdefault("name", path.stem)
+    return data, _override_all(data, overrides)
+
+
+def read_tables(path: Path) -> dict[str, Any]:
+    """Return the tables that the file at ``path`` itself has. Raises :class:`RecipeError`."""
     try:
         text = path.read_text(encoding="utf-8")
         data = json.loads(text) if path.suffix == ".json" else read_toml(text)
@@ -101,8 +112,79 @@ def read_recipe(
         raise RecipeError(
             str(path), [Problem("file", None, f"is not a recipe in JSON: {error}")]
         ) from error
-    data.setdefault("name", path.stem)
-    return data, _override_all(data, overrides)
+    return data
+
+
+def extended(data: Mapping[str, Any], file: Path | None = None) -> dict[str, Any]:
+    """Return the tables of ``data``, key by key over those of the recipe that its key ``extends``
+    names, and so on.
+
+    ``file``: that of ``data``, to which paths are relative; None for a request, which may name
+    recipes of the package alone. Raises :class:`RecipeError`.
+    """
+    tables = dict(data)
+    if "extends" not in tables:
+        return tables
+    files = [] if file is None else [file.resolve()]
+    layers = [tables]
+    while "extends" in layers[-1]:
+        where = str(files[-1]) if files else "recipe"
+        name = layers[-1].pop("extends")
+        problems = [*out_of_bounds(layers[-1])]  # merging could fail on such values
+        base = _extended_file(name, files[-1].parent if files else None)
+        if isinstance(base, Problem):
+            problems.append(base)
+        elif base in files:
+            circle = " → ".join(f"{path.name}" for path in [*files, base])
+            problems.append(
+                Problem("extends", name, f"leads back to itself: {circle}", "take one of them out")
+            )
+        elif len(files) >= MOST_EXTENDED:
+            wrong = f"is the {len(files)}th recipe in a row that is extended"
+            fix = f"extend at most {MOST_EXTENDED - 1} in a row"
+            problems.append(Problem("extends", name, wrong, fix))
+        if problems or isinstance(base, Problem):
+            raise RecipeError(where, problems)
+        files.append(base)
+        layers.append(
+            {key: value for key, value in read_tables(base).items() if key not in OWN_KEYS}
+        )
+    merged: dict[str, Any] = {}
+    for layer in reversed(layers):
+        merged = _merged(merged, layer)
+    return merged
+
+
+def _extended_file(name: object, folder: Path | None) -> Path | Problem:
+    """The file of the recipe ``name``, given in a recipe in ``folder``; or why there is none."""
+    names = {path.stem: path for path in SHIPPED.glob("*.toml")}
+    if not isinstance(name, str):
+        fix = 'write the name of a recipe, as extends = "tiny"'
+        return Problem("extends", name, "is no text", fix)
+    if name in names:
+        return names[name].resolve()
+    fix = f"name a recipe of the package: {suggest(name, names)}"
+    if folder is None:
+        return Problem("extends", name, "is no recipe of the package", fix)
+    try:
+        path = (folder / Path(name).expanduser()).resolve()
+        exists = path.is_file()
+    except (OSError, RuntimeError, ValueError):  # too long, no such home, a zero character
+        exists = False
+    if not exists:
+        fix = f"{fix}; or a file, by its path relative to {folder}"
+        return Problem("extends", name, "is neither a recipe of the package nor a file", fix)
+    return path
+
+
+def _merged(base: Mapping[str, Any], tables: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``tables`` over ``base``: what both have as tables key by key."""
+    merged = dict(base)
+    for key, value in tables.items():
+        below = base.get(key)
+        both = isinstance(below, Mapping) and isinstance(value, Mapping)
+        merged[key] = _merged(below, value) if both else value
+    return merged
 
 
 def parse_recipe(

@@ -19,8 +19,15 @@ from typing import Any
 from api.server import problems as answers
 from api.server.access.roots import below_root, leads_out
 from api.server.service import Settings
-from orchestration.recipe.bounds import out_of_bounds, read_toml
-from orchestration.recipe.load import fixed_problems, override, parse_recipe
+from orchestration.recipe.bounds import out_of_bounds
+from orchestration.recipe.load import (
+    SHIPPED,
+    extended,
+    fixed_problems,
+    override,
+    parse_recipe,
+    read_recipe,
+)
 from orchestration.recipe.model_files import KNOWN_MODELS
 from orchestration.recipe.problems import RecipeError, suggest
 from orchestration.recipe.schema import Recipe
@@ -35,7 +42,6 @@ from stages.prompts.files import Reading
 from stages.prompts.tasks import HARMLESS
 
 LONGEST_NAME = 64
-SHIPPED = Path(__file__).resolve().parents[3] / "recipes"
 ASK = "ask the operator for {}"
 
 
@@ -49,18 +55,19 @@ def stored_recipes(settings: Settings) -> dict[str, Path]:
 
 
 def stored_recipe(settings: Settings, name: str) -> dict[str, Any]:
-    """Return the tables of a stored recipe, unchecked.
+    """Return the tables of a stored recipe over those that it extends, unchecked.
 
     Raises LookupError, and RecipeError when it cannot be read.
     """
     path = stored_recipes(settings)[name]  # a key of this dict, never part of a path
     try:
-        data = read_toml(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise RecipeError(
-            name, [Problem("recipe_name", name, f"cannot be read ({error})")]
-        ) from error
-    data.setdefault("name", name)
+        data, _ = read_recipe(path)
+    except RecipeError as error:
+        problems = [
+            Problem("recipe_name", name, f"cannot be read: {problem.key}: {problem.wrong}")
+            for problem in error.problems
+        ]
+        raise RecipeError(name, problems) from error
     return data
 
 
@@ -81,7 +88,7 @@ def accept(
     *,
     resumed: Path | None = None,
 ) -> Recipe:
-    """Return the recipe of ``data`` with ``overrides``.
+    """Return the recipe of ``data``, which may extend one of the package, with ``overrides``.
 
     Of files below the operator's roots it reads what ``reading`` allows (default: what a check
     reads). ``resumed``: the folder of a run of ``data`` that goes on. Raises RecipeError with all
@@ -93,7 +100,7 @@ def accept(
     ]
     if too_large:  # other checks could fail on such values, or take long
         raise RecipeError("recipe", too_large)
-    submission = _Submission(settings, copy.deepcopy(dict(data)))
+    submission = _Submission(settings, copy.deepcopy(extended(data)))
     for key, value in copy.deepcopy(dict(overrides)).items():
         if problem := override(submission.data, key, value, "overrides"):
             submission.problems.append(problem)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestration.recipe.field_problems import FUTURE_KEYS
-from orchestration.recipe.load import load_recipe, parse_recipe
+from orchestration.recipe.load import MOST_EXTENDED, change_recipe, load_recipe, parse_recipe
 from orchestration.recipe.problems import RecipeError
 from orchestration.recipe.schema import Recipe
 from orchestration.run.engines import rollout_engine
@@ -356,3 +357,83 @@ def test_a_recipe_may_be_given_as_tables() -> None:
     }
     assert parse_recipe(tables).train.steps == 1
     assert "train" in tables  # left as it was
+
+
+# --- recipes that extend others
+# --------------------------------------------------------------------------------------------------
+
+
+def written(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def test_a_recipe_says_what_differs_from_the_one_that_it_extends(tmp_path: Path) -> None:
+    path = written(
+        tmp_path,
+        "mine.toml",
+        'extends = "tiny"\n[train]\nsteps = 7\n[algorithm]\noptions = {kl_coef = 0.1}\n',
+    )
+    tiny = json.loads(load_recipe(ROOT / "recipes" / "tiny.toml").to_json())
+    whole = load_recipe(path, ["seed=4"])
+    tiny |= {"name": "mine", "description": "", "seed": 4}
+    tiny["train"]["steps"] = 7
+    tiny["algorithm"]["options"] = {"kl_coef": 0.1}
+    assert json.loads(whole.to_json()) == tiny
+    # A run keeps the whole recipe, so that it goes on without the files.
+    kept = written(tmp_path, "recipe.json", whole.to_json())
+    path.unlink()
+    assert load_recipe(kept) == whole
+
+
+def test_a_file_is_extended_by_its_path_beside_the_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(tmp_path, "team/base.toml", 'extends = "tiny"\n[rollout]\nstop = ["a", "b"]\n')
+    path = written(
+        tmp_path, "mine/deep.toml", 'extends = "../team/base.toml"\n[rollout]\nstop = ["c"]\n'
+    )
+    monkeypatch.chdir(tmp_path)
+    recipe = load_recipe(Path("mine") / "deep.toml")
+    assert (recipe.name, recipe.rollout.stop, recipe.rollout.max_tokens) == ("deep", ["c"], 4)
+    path.write_text('extends = "team/base.toml"\n')  # relative to the working directory
+    [problem] = problems(path)
+    assert (problem.key, problem.value) == ("extends", "team/base.toml")
+    assert str(path.parent) in problem.fix
+
+
+def test_what_cannot_be_extended_is_named(tmp_path: Path) -> None:
+    def fault(text: str, path: Path = tmp_path / "mine.toml") -> tuple[str, str]:
+        [problem] = problems(written(tmp_path, path.name, text))
+        assert problem.key == "extends"
+        return problem.wrong, problem.fix
+
+    assert "did you mean 'tiny'?" in fault('extends = "tinny"')[1]
+    assert "is no text" in fault("extends = 3")[0]
+    assert "is no text" in fault('extends = ["tiny"]')[0]
+    for name in ("", ".", "nowhere.toml", "x" * 5000, "a\\u0000b", "~nobody-of-that-name/a.toml"):
+        fault(f'extends = "{name}"')
+    assert "mine.toml → mine.toml" in fault('extends = "mine.toml"')[0]
+    written(tmp_path, "other.toml", 'extends = "mine.toml"')
+    assert "mine.toml → other.toml → mine.toml" in fault('extends = "other.toml"')[0]
+    for index in range(MOST_EXTENDED):
+        base = f"chain{index - 1}.toml" if index else "tiny"
+        written(tmp_path, f"chain{index}.toml", f'extends = "{base}"')
+    assert load_recipe(tmp_path / f"chain{MOST_EXTENDED - 2}.toml").train.steps == 80
+    assert "in a row" in problems(tmp_path / f"chain{MOST_EXTENDED - 1}.toml")[0].wrong
+    written(tmp_path, "broken.toml", "[train\n")
+    [problem] = problems(written(tmp_path, "mine.toml", 'extends = "broken.toml"'))
+    assert "is not TOML" in problem.wrong
+    deep = ".".join(["a"] * 5000)
+    written(tmp_path, "deep.toml", f"{deep} = 1")
+    found = problems(written(tmp_path, "mine.toml", f'extends = "deep.toml"\n{deep} = 2'))
+    assert "deep" in found[0].wrong
+
+
+def test_what_is_extended_cannot_be_set_in_a_recipe_that_is_whole(minimal: Path) -> None:
+    [problem] = problems(minimal, "extends=tiny")
+    assert (problem.key, problem.fix) == ("extends", "write it at the top of the recipe's own file")
+    with pytest.raises(RecipeError, match="extends"):
+        change_recipe(load_recipe(minimal), ["extends=tiny"])
