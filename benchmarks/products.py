@@ -161,17 +161,15 @@ def products(model: Model, world: int, node: int, rows: int) -> Iterator[dict[st
                 or (experts and experts % ep)
             ):
                 continue
-            for kind in ("auto", "zbv") if vpp == 2 else ("auto",):
-                sizes = {
-                    "dp": dp,
-                    "dp_replicate": copies,
-                    "tp": tp,
-                    "cp": cp,
-                    "ep": ep,
-                    "pp": pp,
-                    "vpp": vpp,
-                }
-                yield {**sizes, "pipeline": kind}
+            yield {
+                "dp": dp,
+                "dp_replicate": copies,
+                "tp": tp,
+                "cp": cp,
+                "ep": ep,
+                "pp": pp,
+                "vpp": vpp,
+            }
 
 
 def judged(
@@ -193,9 +191,9 @@ def judged(
     again = 4 / 3 if train.activation_checkpointing else 1
     compute = again * tokens * (6 * model.active + attention) / layout.world / machine.flops
     passes = -(-rows * length // train.tokens_of_pass(train.token_budget) // layout.replicas)
-    bubble = (layout.pp - 1) / (passes * (6 if layout.defers_gradients else layout.vpp))
+    bubble = (layout.pp - 1) / (passes * layout.vpp)
     return {
-        "product": {k: v for k, v in chosen.items() if v not in (1, "auto")},
+        "product": {k: v for k, v in chosen.items() if v != 1},
         "activation_checkpointing": train.activation_checkpointing,
         "token_budget": train.token_budget,
         "passes": passes,

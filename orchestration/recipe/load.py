@@ -115,6 +115,16 @@ def read_tables(path: Path) -> dict[str, Any]:
     return data
 
 
+def recorded_recipe(path: Path) -> Recipe:
+    """Return the recipe that a run has recorded at ``path``. Raises OSError, and
+    :class:`RecipeError` for keys that are not, or no longer, those of a recipe."""
+    try:
+        return Recipe.from_json(path.read_bytes())
+    except ValidationError as error:
+        problems = [field_problem(item) for item in error.errors()[:MOST_PROBLEMS]]
+        raise RecipeError(str(path), problems) from error
+
+
 def extended(data: Mapping[str, Any], file: Path | None = None) -> dict[str, Any]:
     """Return the tables of ``data``, key by key over those of the recipe that its key ``extends``
     names, and so on.

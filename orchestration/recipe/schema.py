@@ -6,8 +6,11 @@ groups in flight from it.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field, PrivateAttr
 
@@ -34,6 +37,7 @@ from orchestration.recipe.sections import (
     TeacherSection,
     TrainSection,
 )
+from orchestration.recipe.sections.retired import without_retired
 from orchestration.recipe.values import CountOrZero
 from pipeline.node import AUTO, LOOPBACK
 from pipeline.staleness import StalenessPlan
@@ -279,9 +283,14 @@ class Recipe(Section):
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Recipe:
-        """Return the recipe that :meth:`to_json` wrote. Relations and files are not checked
-        again."""
-        return cls.model_validate_json(text)
+        """Return the recipe that :meth:`to_json` wrote: see :meth:`recorded`."""
+        return cls.recorded(json.loads(text))
+
+    @classmethod
+    def recorded(cls, tables: Mapping[str, Any]) -> Recipe:
+        """Return the recipe that a run has recorded, also one of an earlier version. Relations and
+        files are not checked again. Raises ValidationError."""
+        return cls.model_validate(without_retired(tables))
 
 
 def _absolute(value: str | None) -> str | None:

@@ -43,7 +43,7 @@ from orchestration.processes.handles import Process
 from orchestration.processes.starter import SPAWN
 from orchestration.recipe.devices import assign, on_this_node
 from orchestration.recipe.flow import declared_of, flow_of
-from orchestration.recipe.load import change_recipe, overridden
+from orchestration.recipe.load import change_recipe, overridden, recorded_recipe
 from orchestration.recipe.planner import notices_of
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sections import LaunchSection
@@ -179,7 +179,7 @@ class Run:
         checkpoint on. Raises RunError, and RecipeError for what does not fit the recipe and for
         keys that may not change (``FIXED`` in :mod:`orchestration.recipe.load`)."""
         try:
-            recipe = Recipe.from_json((out_dir / RECIPE).read_text())
+            recipe = recorded_recipe(out_dir / RECIPE)
         except OSError as error:
             raise RunError(
                 f"run: {out_dir} holds no recipe.json ({error}); give the folder of a run"

@@ -77,7 +77,7 @@ class Runner:
         reason = ""
         try:
             record = await self.registry.get(self.run)
-            recipe = Recipe.model_validate(record.recipe)
+            recipe = Recipe.recorded(record.recipe)
             keep_from_others(recipe.launch.readers)
             run = await asyncio.to_thread(Run.hosted, recipe, Path(record.folder), self.run)
             run.forks = self._forks

@@ -32,6 +32,7 @@ from orchestration.recipe.model_files import KNOWN_MODELS
 from orchestration.recipe.problems import RecipeError, suggest
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sections import TLS_FILES, VllmSection
+from orchestration.recipe.sections.retired import without_retired
 from orchestration.recipe.values import format_size
 from orchestration.run.storage import base_models
 from pipeline.index.address import redacted
@@ -100,7 +101,9 @@ def accept(
     ]
     if too_large:  # other checks could fail on such values, or take long
         raise RecipeError("recipe", too_large)
-    submission = _Submission(settings, copy.deepcopy(extended(data)))
+    submission = _Submission(
+        settings, without_retired(data) if resumed else copy.deepcopy(extended(data))
+    )
     for key, value in copy.deepcopy(dict(overrides)).items():
         if problem := override(submission.data, key, value, "overrides"):
             submission.problems.append(problem)
@@ -166,7 +169,7 @@ class _Submission:
         refused = {problem.key for problem in self.problems}
         moved = set[str]()
         try:
-            moved = base_models.moved(Recipe.model_validate(before), resolved, folder)
+            moved = base_models.moved(Recipe.recorded(before), resolved, folder)
         except base_models.BaseModelDiffers as differs:
             self.problems.append(
                 Problem(differs.key, resolved[differs.key], differs.wrong, differs.fix)

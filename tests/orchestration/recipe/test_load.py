@@ -12,10 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestration.recipe.field_problems import FUTURE_KEYS
-from orchestration.recipe.load import MOST_EXTENDED, change_recipe, load_recipe, parse_recipe
+from orchestration.recipe.load import (
+    MOST_EXTENDED,
+    change_recipe,
+    load_recipe,
+    override,
+    parse_recipe,
+    recorded_recipe,
+)
 from orchestration.recipe.problems import RecipeError
 from orchestration.recipe.schema import Recipe
+from orchestration.recipe.sections.retired import RETIRED, Retired
 from orchestration.run.engines import rollout_engine
+from orchestration.run.run import Run
 from stages.parallel.layout import parse_layout
 from tests.orchestration.recipe.minimal import MINIMAL, problems
 
@@ -162,11 +171,7 @@ FAULTS = [
     ("train.dp=33", "train.dp", "<= 32"),
     ("train.pp=3", "train.pp", "use a value <= 2"),
     ("train.vpp=2", "train.vpp", "set train.vpp = 1, or train.pp = 2"),
-    (
-        "train.pipeline=zbv",
-        "train.pipeline",
-        "set train.pp = 2 or more and train.vpp = 2, or 'auto'",
-    ),
+    ("train.pipeline=zbv", "train.pipeline", "train.vpp = 2"),
     ("train.cp=3", "train.cp", "use one of: 1, 2, or set train.context_parallel = 'ring'"),
     ("train.context_parallel=rings", "train.context_parallel", "did you mean 'ring'?"),
     (
@@ -179,24 +184,6 @@ FAULTS = [
     ("train.steps.more=1", "--set", "section"),
     ("reward.functions.7.weight=1", "--set", "section"),
 ]
-
-
-def test_deferred_gradients_need_two_parts_a_stage_and_no_adapters(minimal: Path) -> None:
-    stages = ("train.pipeline=zbv", "train.pp=2")
-    for more, fix in (
-        (("train.vpp=3",), "set train.pp = 2 or more and train.vpp = 2, or 'auto'"),
-        ((), "set train.pp = 2 or more and train.vpp = 2, or 'auto'"),
-        (("train.vpp=2", "model.lora.rank=4"), "set train.pipeline = 'auto'"),
-    ):
-        [blamed] = [
-            problem
-            for problem in problems(minimal, *stages, *more)
-            if problem.key == "train.pipeline"
-        ]
-        assert (blamed.value, blamed.fix) == ("zbv", fix)
-    assert "train.pipeline" not in {
-        problem.key for problem in problems(minimal, *stages, "train.vpp=2")
-    }
 
 
 @pytest.mark.parametrize(("override", "key", "fix"), FAULTS)
@@ -357,6 +344,46 @@ def test_a_recipe_may_be_given_as_tables() -> None:
     }
     assert parse_recipe(tables).train.steps == 1
     assert "train" in tables  # left as it was
+
+
+# --- keys that have gone
+# --------------------------------------------------------------------------------------------------
+
+
+def recorded_with(folder: Path, minimal: Path, values: dict[str, Any]) -> Path:
+    """The recipe.json of a run of an earlier version, with ``values`` by dotted key."""
+    data = json.loads(load_recipe(minimal).to_json())
+    for key, value in values.items():
+        assert override(data, key, value) is None
+    path = folder / "recipe.json"
+    path.write_text(json.dumps(data))
+    return path
+
+
+@pytest.mark.parametrize(("key", "retired"), RETIRED.items(), ids=list(RETIRED))
+def test_a_key_that_has_gone_says_what_to_write(minimal: Path, key: str, retired: Retired) -> None:
+    value = json.dumps(retired.default)
+    for text in (value, "3"):
+        [problem] = [
+            problem for problem in problems(minimal, f"{key}={text}") if problem.key == key
+        ]
+        assert problem.wrong == "is no key any more"
+        assert problem.fix == retired.fix
+
+
+def test_a_run_of_an_earlier_version_resumes_unless_it_has_set_a_key_that_has_gone(
+    minimal: Path, tmp_path: Path
+) -> None:
+    defaults = {key: retired.default for key, retired in RETIRED.items()}
+    assert recorded_recipe(recorded_with(tmp_path, minimal, defaults)) == load_recipe(minimal)
+    for key, retired in RETIRED.items():
+        path = recorded_with(tmp_path, minimal, {**defaults, key: "another"})
+        with pytest.raises(RecipeError) as raised:
+            recorded_recipe(path)
+        [problem] = raised.value.problems
+        assert (problem.key, problem.value, problem.fix) == (key, "another", retired.fix)
+        with pytest.raises(RecipeError, match=retired.fix[:20]):
+            Run.resume(tmp_path)
 
 
 # --- recipes that extend others
