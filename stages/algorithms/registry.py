@@ -59,12 +59,5 @@ def algorithm_class(name: str) -> type[Algorithm]:
     found = find(key, name, built_in(), lambda: importlib.metadata.entry_points(group=ENTRY_POINTS))
     if isinstance(found, type) and issubclass(found, Algorithm):
         return found
-    if hasattr(found, "advantages"):
-        wrong = "has the interface of an earlier version"
-        fix = (
-            "write `credit` in place of `advantages`, and `scores` and `loss_reads` in place of "
-            "`needs_reference` (docs/flow.md)"
-        )
-        raise CodeUnusable(Problem(key, name, wrong, fix))
     fix = "derive its class from stages.algorithms.Algorithm"
     raise CodeUnusable(Problem(key, name, "is not an algorithm", fix))

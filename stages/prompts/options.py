@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     GetJsonSchemaHandler,
@@ -183,10 +182,7 @@ class PromptOptions(RowOptions):
     max_prompt_tokens: Annotated[int, Field(ge=1), unit("tokens")] | None = key(
         None, "Longest prompt. Default: no limit."
     )
-    too_long: Annotated[
-        Literal["skip", "cut", "fail"],
-        BeforeValidator(lambda value: "fail" if value == "error" else value),
-    ] = key(
+    too_long: Literal["skip", "cut", "fail"] = key(
         "skip",
         "A prompt longer than `max_prompt_tokens`, or than the model has room for: `skip` it, "
         "`cut` its beginning off, or `fail` the run. Those skipped or cut are counted, and listed "
