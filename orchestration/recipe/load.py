@@ -33,31 +33,14 @@ from orchestration.recipe.field_problems import field_problem, valid_part
 from orchestration.recipe.problems import RecipeError, suggest
 from orchestration.recipe.schema import Recipe
 from pipeline.problems import Problem
+from stages.algorithms.registry import built_in
+from stages.json_schema import FixedOnResume, marked
 from stages.prompts.files import Reading
 
 MOST_PROBLEMS = 100  # of single keys that are reported; more are counted
 SHIPPED = Path(__file__).resolve().parents[2] / "recipes"  # whose names `extends` may give
 MOST_EXTENDED = 8  # recipes that extend one another
 OWN_KEYS = ("name", "description")  # are not taken over from an extended recipe
-
-# Keys that may not change when a run is resumed, and why. Whatever was in flight is made again, so
-# every other key takes effect from the checkpoint's step on.
-FIXED = {
-    "name": "the run has this name in its logs and its trackers",
-    "seed": "it decides which prompt each group gets, and which prompts are held out",
-    "model": "the checkpoint has the weights of this model in this number format",
-    "prompts.source": "what other programs put is kept by the numbers of groups, which other "
-    "sources do not keep",
-    "prompts.held_out": "evaluation would ask prompts that training has seen",
-    "algorithm.options.critic": "the checkpoint has the weights of the critic that the run began "
-    "with",
-    "critic.source": "the checkpoint has the weights of the critic that the run began with",
-    "train.engine": "the checkpoint has the state of this engine",
-    "train.precision": "the checkpoint has weights and moments in its number format",
-    "train.groups_per_step": "the gate counts the groups of all steps by it, of those already made "
-    "too",
-    "external": "it decides whether the weights are those of a checkpoint or of another program",
-}
 
 
 def load_recipe(
@@ -249,7 +232,7 @@ def change_recipe(
     """Return ``recipe`` with ``overrides``, for a run that goes on.
 
     ``runs``: it listens on its addresses already. Raises :class:`RecipeError`, also for keys in
-    :data:`FIXED` that are not in ``free``.
+    :func:`fixed_keys` that are not in ``free``.
     """
     before = json.loads(recipe.to_json())
     data = copy.deepcopy(before)
@@ -272,11 +255,22 @@ def compare_recipe(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
     return parse_recipe(data, where=recipe.name, problems=problems, files=False)
 
 
+def fixed_keys() -> dict[str, str]:
+    """Return the keys, and sections, that may not change when a run is resumed, and why. Whatever
+    was in flight is made again, so every other key takes effect from the checkpoint's step on."""
+    found = {key: mark.reason for key, mark in marked(Recipe, {}, FixedOnResume)}
+    for algorithm in built_in().values():
+        of_options = marked(algorithm, {}, FixedOnResume, "algorithm.options.")
+        found |= {key: mark.reason for key, mark in of_options}
+    return found
+
+
 def fixed_problems(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Problem]:
-    """Return a problem for each key in :data:`FIXED` that differs between two recipes, as nested
+    """Return a problem for each of :func:`fixed_keys` that differs between two recipes, as nested
     tables."""
     old = dict(_values(before))
     new = dict(_values(after))
+    reasons = fixed_keys()
     return [
         Problem(
             key,
@@ -285,7 +279,7 @@ def fixed_problems(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[
             "begin a new run with it",
         )
         for key in sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
-        for fixed, reason in FIXED.items()
+        for fixed, reason in reasons.items()
         if f"{key}.".startswith(f"{fixed}.")
     ]
 

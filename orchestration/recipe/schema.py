@@ -10,14 +10,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field, PrivateAttr
 
 from orchestration.recipe.model_files import KNOWN_MODELS
 from orchestration.recipe.problems import value_or_none
 from orchestration.recipe.sections import (
-    TLS_FILES,
     AlgorithmSection,
     CheckpointSection,
     CriticSection,
@@ -44,14 +43,8 @@ from pipeline.staleness import StalenessPlan
 from stages.adapters.options import AdapterOptions
 from stages.algorithms import build_algorithm
 from stages.flow.declarations import Declared
+from stages.json_schema import FixedOnResume, IsPath, marked
 from stages.prompts.options import PromptOptions
-
-PATHS = {  # keys that may have a path
-    "model": ("source", "reference"),
-    "critic": ("source",),
-    "prompts": ("path", "chat_template"),
-    "pipeline": TLS_FILES,
-}
 
 
 class Recipe(Section):
@@ -60,13 +53,21 @@ class Recipe(Section):
     Made by :func:`load_recipe`; frozen; travels as JSON through the index to the workers.
     """
 
-    name: str = Field(
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$",
-        description="Name of the run. Default: the recipe file's name.",
+    name: Annotated[str, FixedOnResume("the run has this name in its logs and its trackers")] = (
+        Field(
+            pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$",
+            description="Name of the run. Default: the recipe file's name.",
+        )
     )
     description: str = Field(default="", description="One line for people.")
-    seed: CountOrZero = Field(default=0, description="Seed of prompts, draws and initial weights.")
-    model: ModelSection
+    seed: Annotated[
+        CountOrZero,
+        FixedOnResume("it decides which prompt each group gets, and which prompts are held out"),
+    ] = Field(default=0, description="Seed of prompts, draws and initial weights.")
+    model: Annotated[
+        ModelSection,
+        FixedOnResume("the checkpoint has the weights of this model in this number format"),
+    ]
     prompts: PromptOptions
     rollout: RolloutSection = RolloutSection()
     reward: RewardSection = RewardSection()
@@ -81,7 +82,12 @@ class Recipe(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     guard: GuardSection = GuardSection()
     launch: LaunchSection = LaunchSection()
-    external: ExternalSection = ExternalSection()
+    external: Annotated[
+        ExternalSection,
+        FixedOnResume(
+            "it decides whether the weights are those of a checkpoint or of another program"
+        ),
+    ] = ExternalSection()
     stages: list[StageSection] = Field(
         default=[], max_length=8, description="Stages of your own, in any order."
     )
@@ -268,11 +274,10 @@ class Recipe(Section):
     def with_absolute_paths(self) -> Recipe:
         """Return the same recipe with absolute paths, so that it can be used from any folder."""
         data = self.model_dump()
-        for section, names in PATHS.items():
-            for table in (data[section], *data[section].get("sources", ())):
-                table |= {name: _absolute(table[name]) for name in names if name in table}
-        for function in data["reward"]["functions"]:
-            function["read"] = [_absolute(path) for path in function["read"]]
+        for key, _ in marked(Recipe, data, IsPath):
+            table, name = _table_of(data, key)
+            value = table[name]
+            table[name] = [*map(_absolute, value)] if isinstance(value, list) else _absolute(value)
         if (url := self.checkpoint.url) and "://" not in url:
             # a folder that the run makes
             data["checkpoint"]["url"] = str(Path(url).expanduser().resolve())
@@ -291,6 +296,14 @@ class Recipe(Section):
         """Return the recipe that a run has recorded, also one of an earlier version. Relations and
         files are not checked again. Raises ValidationError."""
         return cls.model_validate(without_retired(tables))
+
+
+def _table_of(data: Any, key: str) -> tuple[dict[str, Any], str]:
+    """The table of ``data`` that has the dotted ``key``, and the key's name in it."""
+    *sections, name = key.split(".")
+    for section in sections:
+        data = data[int(section)] if isinstance(data, list) else data[section]
+    return data, name
 
 
 def _absolute(value: str | None) -> str | None:

@@ -177,7 +177,7 @@ class Run:
         made none), or from that of ``start_version`` (0: from the start); newer ones are then set
         aside. ``overrides``, ``section.key=value`` each, change the recipe for good, from that
         checkpoint on. Raises RunError, and RecipeError for what does not fit the recipe and for
-        keys that may not change (``FIXED`` in :mod:`orchestration.recipe.load`)."""
+        keys that may not change (:func:`orchestration.recipe.load.fixed_keys`)."""
         try:
             recipe = recorded_recipe(out_dir / RECIPE)
         except OSError as error:

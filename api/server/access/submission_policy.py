@@ -31,13 +31,14 @@ from orchestration.recipe.load import (
 from orchestration.recipe.model_files import KNOWN_MODELS
 from orchestration.recipe.problems import RecipeError, suggest
 from orchestration.recipe.schema import Recipe
-from orchestration.recipe.sections import TLS_FILES, VllmSection
+from orchestration.recipe.sections import VllmSection
 from orchestration.recipe.sections.retired import without_retired
 from orchestration.recipe.values import format_size
 from orchestration.run.storage import base_models
 from pipeline.index.address import redacted
 from pipeline.node import AUTO, LOOPBACK
 from pipeline.problems import Problem
+from stages.json_schema import IsCode, IsPath, marked
 from stages.prompts.conversations import is_template_name
 from stages.prompts.files import Reading
 from stages.prompts.tasks import HARMLESS
@@ -184,23 +185,16 @@ class _Submission:
     def refuse_code(self) -> None:
         """Refuse ``module:name`` that the operator has not listed, and templates that do more than
         name columns."""
-        code = {
-            **dict.fromkeys(self._each("reward.functions", "name"), ("reward", "spelling")),
-            **dict.fromkeys(self._each("stages", "use"), ("stage", "refused")),
-            "algorithm.name": ("algorithm", "grpo"),
-            "rollout.engine": ("engine", "torch"),
-            "train.engine": ("engine", "torch"),
-            **dict.fromkeys(self._of_sources("path"), ("dataset", "refused")),
-        }
-        for key, (kind, replacement) in code.items():
+        for key, code in [*marked(Recipe, self.data, IsCode)]:
             name = self.value(key)
             if (
                 isinstance(name, str)
                 and ":" in name
-                and name not in getattr(self.settings, f"allow_{kind}s")
+                and name not in getattr(self.settings, f"allow_{code.kind}s")
             ):
-                fix = f"use an installed name, or {ASK.format(f'--allow-{kind}')}"
-                self.refuse(key, name, "is code that this server does not run", fix, replacement)
+                fix = f"use an installed name, or {ASK.format(f'--allow-{code.kind}')}"
+                wrong = "is code that this server does not run"
+                self.refuse(key, name, wrong, fix, code.harmless)
         if any(problem.key.startswith("stages.") for problem in self.problems):
             self.data["stages"] = []  # nothing of them is imported
         for key in self._of_sources("template"):
@@ -368,19 +362,17 @@ class _Submission:
         settings = self.settings
         refused = {problem.key for problem in self.problems}
         models = ("model.source", "model.reference", "critic.source")
-        keys = [*models, "prompts.chat_template", *(f"pipeline.{name}" for name in TLS_FILES)]
         paths = dict(zip(self._of_sources("path"), self._of_sources("source"), strict=True))
-        keys += [
-            path
-            for path, kind in paths.items()
-            if self.value(kind) in ("jsonl", "parquet", "datasets")
-        ]
-        for sandboxed in (*self._each("reward.functions", "read"), *self._each("stages", "read")):
-            read = self.value(sandboxed)
-            keys += [
-                f"{sandboxed}.{index}"
-                for index in range(len(read) if isinstance(read, list) else 0)
-            ]
+        keys = list[str]()
+        for key, _ in marked(Recipe, self.data, IsPath):
+            value = self.value(key)
+            if key in paths and self.value(paths[key]) not in ("jsonl", "parquet", "datasets"):
+                continue
+            keys += (
+                [f"{key}.{index}" for index in range(len(value))]
+                if isinstance(value, list)
+                else [key]
+            )
         # Values that are no paths.
         plain = {
             **dict.fromkeys(models, KNOWN_MODELS),

@@ -16,7 +16,7 @@ import torch
 
 from api.server.access.tokens import Scope, Tokens
 from api.server.service import Settings
-from orchestration.recipe.load import FIXED
+from orchestration.recipe.load import fixed_keys
 from orchestration.run.documents import CHECKPOINT_REPORTED
 from orchestration.run.storage import base_models
 from orchestration.service.registry import Registry
@@ -237,8 +237,8 @@ async def test_an_ended_run_waits_again_with_the_changes_of_its_recipe(
     }
     details = await problem(await client.post(f"/v1/runs/{run}/resume", json=body), 422)
     found = {error["field"]: error["wrong"] for error in details["errors"]}
-    assert found["seed"] == f"cannot change in a resumed run: {FIXED['seed']}"
-    assert found["model.dtype"] == f"cannot change in a resumed run: {FIXED['model']}"
+    assert found["seed"] == f"cannot change in a resumed run: {fixed_keys()['seed']}"
+    assert found["model.dtype"] == f"cannot change in a resumed run: {fixed_keys()['model']}"
     assert "is code that this server does not run" in found["algorithm.name"]
     assert "train.stepz" in found
     assert await (await client.get(f"/v1/runs/{run}")).json() == stopped
