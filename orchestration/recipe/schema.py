@@ -235,9 +235,8 @@ class Recipe(Section):
         """How many replicas may swap weights at the same time, 0 for all: ``sync.at_once``, or a
         quarter of them. So a version needs about four swaps' time with any number of replicas, and
         three quarters always generate."""
-        if not self.sync.rolling or self.replicas == 1:
-            return 0
-        return self.sync.at_once or max(1, self.replicas // 4)
+        at_once = self.sync.at_once or max(1, self.replicas // 4)
+        return at_once if at_once < self.replicas else 0
 
     @property
     def trains_critic(self) -> bool:

@@ -347,7 +347,10 @@ class TrainSection(Strategies, Section):
         "Of a model with experts: train with the trainer's `own` choices, or `replay` those of the "
         "rollout engine.",
     )
-    threads: CountOrZero = key(0, "CPU threads of one rank. 0: the launcher divides the cores.")
+    threads: CountOrZero = key(
+        0,
+        "CPU threads of one rank, also of a critic of its own. 0: the launcher divides the cores.",
+    )
     mock: Annotated[dict[str, Any], schema_of(MockTrainOptions)] = key(
         {}, 'Latency model of `engine = "mock"`.'
     )
@@ -373,7 +376,6 @@ class CriticSection(RankSizes, Section):
         1, "Context-parallel ranks, as `train.cp`, by `train.context_parallel`; default 1."
     )
     pp: Count = key(1, "Pipeline stages, as `train.pp`; default 1, whatever that is.")
-    threads: CountOrZero = key(0, "CPU threads of one rank. 0: the launcher divides the cores.")
 
 
 def _teacher_url(value: object) -> object:
@@ -492,11 +494,10 @@ class SyncSection(Section):
         "Address of the trainer's node, for `collective`. `auto`: as pipeline.serve.",
         min_length=1,
     )
-    rolling: bool = key(True, "Replicas take turns to swap, so that some always generate.")
     at_once: Annotated[int, Field(ge=0), unit("replicas")] = key(
         0,
-        "Replicas that swap at the same time, with `rolling`. 0: a quarter of "
-        "`rollout.workers`, at least one.",
+        "Replicas that swap at the same time; they take turns, so that some always generate. 0: a "
+        "quarter of `rollout.workers`, at least one. As many as there are, or more: all together.",
     )
     prefetch: bool = key(
         True,
@@ -655,24 +656,19 @@ class LaunchSection(Section):
     stop_timeout: Seconds = key(
         60.0,
         "When the run is stopped: time for workers to finish their claims, and for the trainer to "
-        "write a checkpoint.",
+        "write a checkpoint. As long has a rollout worker that leaves to park what it holds, and "
+        "a host that leaves to move its samples.",
     )
     autoscale: AutoscaleSection = AutoscaleSection()
-    leave_timeout: Seconds = key(
-        60.0, "Time for a leaving rollout worker to park, and its host to move samples."
-    )
     readers: Literal["owner", "group", "all"] = key(
         "owner",
         "Users that may read the run's folder. Its `recipe.json` and its index are its "
         "owner's in any case.",
     )
-    collective_timeout: Seconds = key(
-        300.0, "Longest wait of a rank for the others in a collective call."
-    )
     hang_timeout: Seconds = key(
         120.0,
         "Longest time without a sign of life of a worker; then it is ended, and restarted "
-        "as a dead one.",
+        "as a dead one. Ranks wait 2.5 times as long for one another in a collective call.",
     )
     stall_timeout: Seconds = key(
         3600.0,
@@ -680,6 +676,11 @@ class LaunchSection(Section):
         "all others wait for (`asyncdock why`) is ended, and restarted. Above the longest "
         "response, step and evaluation.",
     )
+
+    @property
+    def collective_seconds(self) -> float:
+        """Longest wait of a rank for the others in a collective call."""
+        return 2.5 * self.hang_timeout
 
     @property
     def beat_seconds(self) -> float:

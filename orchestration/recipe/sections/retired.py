@@ -19,6 +19,14 @@ class Retired(NamedTuple):
 
 
 RETIRED: dict[str, Retired] = {
+    "critic.threads": Retired(0, "take it out; a critic's ranks have `train.threads`"),
+    "launch.collective_timeout": Retired(
+        300.0, "take it out; ranks wait 2.5 times `launch.hang_timeout` for one another"
+    ),
+    "launch.leave_timeout": Retired(60.0, "write `launch.stop_timeout`, which holds for both"),
+    "sync.rolling": Retired(
+        True, "take it out; in place of false write `sync.at_once` = the number of replicas"
+    ),
     "train.pipeline": Retired("auto", "take it out; `train.vpp = 2` makes stages wait less"),
 }
 

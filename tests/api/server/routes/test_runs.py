@@ -71,7 +71,7 @@ async def test_a_submitted_run_waits_and_is_all_there(client: Client) -> None:
     assert (run["steps_done"], run["reward"], run["started"], run["ended"]) == (0, None, None, None)
     assert run["position"] >= 1
     assert run["recipe"]["train"]["steps"] == 3
-    assert run["recipe"]["sync"]["rolling"] is True  # with every default
+    assert run["recipe"]["sync"]["probe"] is True  # with every default
     assert await (await client.get(response.headers["Location"])).json() == run
     stages = await (await client.get(f"/v1/runs/{run['id']}/stages")).json()
     assert (stages["stages"], stages["gate"]["admitted"]) == ([], 0)
