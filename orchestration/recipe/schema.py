@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -41,7 +43,8 @@ from orchestration.recipe.values import CountOrZero
 from pipeline.node import AUTO, LOOPBACK
 from pipeline.staleness import StalenessPlan
 from stages.adapters.options import AdapterOptions
-from stages.algorithms import build_algorithm
+from stages.algorithms import Algorithm, algorithm_class, build_algorithm
+from stages.algorithms.interface import FOLLOWS
 from stages.flow.declarations import Declared
 from stages.json_schema import FixedOnResume, IsPath, marked
 from stages.prompts.options import PromptOptions
@@ -238,22 +241,27 @@ class Recipe(Section):
         at_once = self.sync.at_once or max(1, self.replicas // 4)
         return at_once if at_once < self.replicas else 0
 
+    @cached_property
+    def typed_algorithm(self) -> Algorithm:
+        """The algorithm with its options, which are parsed once; those that are not set and follow
+        another key have its value. Raises ValueError for a name or an option that is not known."""
+        options = dict(self.algorithm.options)
+        for name, field in algorithm_class(self.algorithm.name).model_fields.items():
+            extra = field.json_schema_extra
+            if isinstance(extra, dict) and FOLLOWS in extra and options.get(name) is None:
+                options[name] = attrgetter(str(extra[FOLLOWS]))(self)
+        return build_algorithm(self.algorithm.name, options)
+
     @property
     def trains_critic(self) -> bool:
         """Whether the run has a critic with an engine and a worker of its own."""
-        of = self.algorithm
-        return (
-            value_or_none(lambda: build_algorithm(of.name, of.options).critic_algorithm())
-            is not None
-        )
+        return value_or_none(lambda: self.typed_algorithm.critic_algorithm()) is not None
 
     @property
     def keeps_undo(self) -> bool:
         """Whether trainers keep a copy of their state before each train batch: it has several
         optimizer steps, or a critic of its own may skip it."""
-        algorithm = value_or_none(
-            lambda: build_algorithm(self.algorithm.name, self.algorithm.options)
-        )
+        algorithm = value_or_none(lambda: self.typed_algorithm)
         several = algorithm is not None and algorithm.epochs * algorithm.mini_batches > 1
         return several or self.trains_critic
 
