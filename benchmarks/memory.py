@@ -119,7 +119,6 @@ CASES: dict[str, tuple[Model, Changes]] = {
     "small, rows of 2k tokens, cp = 2, ring": (SMALL, {**TWICE, "train.context_parallel": "ring"}),
     "small, pp = 2": (SMALL, STAGES),
     "small, pp = 2, vpp = 2": (SMALL, {**STAGES, "train.vpp": 2}),
-    "small, pp = 2, zbv": (SMALL, {**STAGES, "train.pipeline": "zbv", "train.vpp": 2}),
     "small, pp = 2, bfloat16": (SMALL, {**STAGES, **BFLOAT16}),
     "many words, pp = 2": (MANY_WORDS, STAGES),
     "experts, dp = 2": (EXPERTS, TWO_RANKS),

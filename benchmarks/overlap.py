@@ -155,7 +155,7 @@ class Workload:
                     "max_tokens": self.longest,
                     "mock": decode,
                 },
-                "sync": {"rolling": rolling},
+                "sync": {"at_once": 0 if rolling else 1000},
                 "reward": {"functions": [{"name": "spelling"}]},
                 "algorithm": {"group_size": self.group_size},
                 "train": {
@@ -210,7 +210,7 @@ class TorchWorkload:
                     "max_tokens": self.longest,
                     "threads": 1,
                 },
-                "sync": {"rolling": rolling},
+                "sync": {"at_once": 0 if rolling else 1000},
                 "reward": {"functions": [{"name": "spelling"}]},
                 "algorithm": {"group_size": self.group_size},
                 "train": {

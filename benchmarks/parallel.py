@@ -6,7 +6,7 @@ seconds over links.
 
 **bytes**: real ranks (gloo) train one step of a small model; each collective call is seen as torch
 dispatches it and its bytes are counted as a ring would send them; the mean of the ranks, whose
-experts do not get equally many tokens. Beside it the formula (stages/parallel/costs.py), which
+experts do not get equally many tokens. Beside it the formula (benchmarks/rank_bytes.py), which
 knows sizes alone.
 
 **links**: each rank is in a network namespace of its own, whose link has ``--mbit`` both ways and a
@@ -45,11 +45,11 @@ from transformers import (
 )
 
 from benchmarks.dispatch_scale import Network
+from benchmarks.rank_bytes import Step, sent
 from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.engines.plans import GroupShape, deal, plan_micro_batches
 from stages.engines.torch.parallel.sharded import Sharded
 from stages.engines.torch.train import TorchTrainEngine
-from stages.parallel.costs import Step, sent
 from stages.parallel.layout import ContextParallel, Layout, RankCoordinates
 from stages.parallel.placement import model_state
 from tests.batches import make_batch, stack, unstack
@@ -72,9 +72,6 @@ PRODUCTS: list[dict[str, Any]] = [
     {"pp": 4},
     {"pp": 2, "vpp": 2},
     {"dp": 2, "pp": 2, "vpp": 2},
-    {"pp": 2, "vpp": 2, "pipeline": "zbv"},
-    {"dp": 2, "pp": 2, "vpp": 2, "pipeline": "zbv"},
-    {"tp": 2, "pp": 2, "vpp": 2, "pipeline": "zbv"},
     {"dp": 2, "tp": 2, "pp": 2},
     {"tp": 2, "pp": 2, "ep": 2},
     {"dp": 2, "ep": 2},

@@ -22,10 +22,10 @@ import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from benchmarks.analytic import Hardware, analytic_costs
 from benchmarks.products import SHAPES
 from orchestration.recipe.load import compare_recipe
 from orchestration.recipe.schema import Recipe
-from orchestration.simulation.analytic import Hardware, analytic_costs
 from orchestration.simulation.costs import Costs, DrawnLengths
 from orchestration.simulation.forecast import Forecast, forecast, setup_of
 from orchestration.simulation.mock_costs import mock_costs, mock_lengths

@@ -3,7 +3,7 @@ rank, and bytes it sends.
 
     every product over the ranks that `asyncdock check` would allow, with and without activation checkpointing
       ─▶ what its ranks take (orchestration/recipe/checks/memory_parts.py); products that do not fit are left out
-      ─▶ seconds of a step: compute, with the pipeline's bubble, and bytes (stages/parallel/costs.py) over their link
+      ─▶ seconds of a step: compute, with the pipeline's bubble, and bytes (benchmarks/rank_bytes.py) over their link
       ─▶ the shortest
 
     python -m benchmarks.products [--shape NAME ...] [--ranks 64] [--rows 256] [--tokens 32768] [--memory 72] [--tflops 400]
@@ -31,6 +31,7 @@ from rich.table import Table
 from transformers import AutoConfig, PretrainedConfig, Qwen2Config, Qwen3MoeConfig
 
 from benchmarks.memory import recipe_of
+from benchmarks.rank_bytes import Step, sent, spans
 from orchestration.recipe.checks.memory_parts import (
     CPU_PARTS,
     HOST_PARTS,
@@ -40,7 +41,6 @@ from orchestration.recipe.checks.memory_parts import (
 )
 from orchestration.recipe.model_files import experts_of
 from orchestration.recipe.schema import Recipe
-from stages.parallel.costs import Step, sent, spans
 from stages.parallel.layout import Layout
 from stages.parallel.placement import ModelState, model_state
 
@@ -161,17 +161,15 @@ def products(model: Model, world: int, node: int, rows: int) -> Iterator[dict[st
                 or (experts and experts % ep)
             ):
                 continue
-            for kind in ("auto", "zbv") if vpp == 2 else ("auto",):
-                sizes = {
-                    "dp": dp,
-                    "dp_replicate": copies,
-                    "tp": tp,
-                    "cp": cp,
-                    "ep": ep,
-                    "pp": pp,
-                    "vpp": vpp,
-                }
-                yield {**sizes, "pipeline": kind}
+            yield {
+                "dp": dp,
+                "dp_replicate": copies,
+                "tp": tp,
+                "cp": cp,
+                "ep": ep,
+                "pp": pp,
+                "vpp": vpp,
+            }
 
 
 def judged(
@@ -193,9 +191,9 @@ def judged(
     again = 4 / 3 if train.activation_checkpointing else 1
     compute = again * tokens * (6 * model.active + attention) / layout.world / machine.flops
     passes = -(-rows * length // train.tokens_of_pass(train.token_budget) // layout.replicas)
-    bubble = (layout.pp - 1) / (passes * (6 if layout.defers_gradients else layout.vpp))
+    bubble = (layout.pp - 1) / (passes * layout.vpp)
     return {
-        "product": {k: v for k, v in chosen.items() if v not in (1, "auto")},
+        "product": {k: v for k, v in chosen.items() if v != 1},
         "activation_checkpointing": train.activation_checkpointing,
         "token_budget": train.token_budget,
         "passes": passes,

@@ -20,7 +20,6 @@ import itertools
 import json
 import statistics
 import tempfile
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +31,7 @@ from rich.table import Table
 from benchmarks.learning import COLOURS, Trial, read_trials, trial, write_trials
 from benchmarks.waste_rows import hopeless, learnable, trivial
 from orchestration.logs import configure
-from orchestration.recipe.load import load_recipe, parse_recipe
+from orchestration.recipe.load import load_recipe, parse_recipe, read_recipe
 from orchestration.recipe.planner import prompt_limits
 from orchestration.recipe.schema import Recipe
 from orchestration.run.engines import tokenizer_of
@@ -52,7 +51,7 @@ ARMS: Mapping[str, tuple[str, ...]] = {
 
 def warm_recipe(seed: int) -> Recipe:
     """``recipes/sft.toml`` on the prompts that can be learned and are not held out."""
-    data = tomllib.loads(Path("recipes/sft.toml").read_text())
+    data = read_recipe("recipes/sft.toml")[0]
     prompts = {"source": "datasets", "path": "benchmarks.waste_rows:learnable", "held_out": 0.5}
     data["prompts"] = {**prompts, "responses": ["answer"], "max_prompt_tokens": 16}
     data["train"] |= {"steps": WARM_STEPS, "groups_per_step": 32, "learning_rate": 1e-3}
@@ -72,7 +71,7 @@ async def base(folder: Path, seed: int) -> Path:
 
 def recipe(folder: Path, model: Path) -> Path:
     """``recipes/tiny.toml`` with the sources and the reward of this benchmark, from ``model``."""
-    data = tomllib.loads(Path("recipes/tiny.toml").read_text())
+    data = read_recipe("recipes/tiny.toml")[0]
     data["model"] = {"source": str(model)}
     kinds: tuple[Callable[..., Any], ...] = (learnable, trivial, hopeless)
     sources = [

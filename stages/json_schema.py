@@ -1,16 +1,21 @@
-"""JSON Schema of keys with values that another model checks: options of an engine, an algorithm, a
-task.
+"""Keys of a table: their meaning, unit and marks (fixed on resume, a path, code), declared with
+them; and JSON Schema of keys with values that another model checks: options of an engine, an
+algorithm, a task.
 
 A recipe keeps such a table as it was given, since what it may hold depends on another key
 (``rollout.mock`` on ``rollout.engine``, ``algorithm.options`` on ``algorithm.name``). Its schema is
 that of the model that it is checked against.
+
+    source: Annotated[str, FixedOnResume("..."), IsPath()] = key(...)
+                                     └─ marked(Recipe, tables, IsPath) ──▶ ("model.source", IsPath())
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, get_type_hints
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from pydantic import (
     BaseModel,
@@ -86,3 +91,56 @@ def options_model(function: Callable[..., Any]) -> type[BaseModel]:
     return create_model(
         f"{function.__name__.capitalize()}Config", __config__=config, __module__=__name__, **fields
     )
+
+
+# --- marks of keys
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FixedOnResume:
+    """A key, or a section with all its keys, that may not change when a run is resumed: why."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class IsPath:
+    """A key that may have the path of a file or folder, or several."""
+
+
+@dataclass(frozen=True)
+class IsCode:
+    """A key that may name code, as ``module:name``.
+
+    ``kind``: of the code, in the option of `asyncdock serve` that allows it. ``harmless``: a value
+    that takes the place of code that is refused.
+    """
+
+    kind: str
+    harmless: str
+
+
+CRITIC_IN_CHECKPOINT = FixedOnResume(
+    "the checkpoint has the weights of the critic that the run began with"
+)
+Mark = TypeVar("Mark", FixedOnResume, IsPath, IsCode)
+
+
+def marked(
+    model: type[BaseModel], tables: object, kind: type[Mark], prefix: str = ""
+) -> Iterator[tuple[str, Mark]]:
+    """Yield the dotted keys of ``model`` with a mark of ``kind``, and the mark. Keys of tables in a
+    list have the number of each table that ``tables`` has."""
+    for name, field in model.model_fields.items():
+        key = f"{prefix}{name}"
+        for mark in field.metadata:
+            if isinstance(mark, kind):
+                yield key, mark
+        value = tables.get(name) if isinstance(tables, Mapping) else None
+        if isinstance(table := field.annotation, type) and issubclass(table, BaseModel):
+            yield from marked(table, value, kind, f"{key}.")
+        for part in get_args(field.annotation):
+            if isinstance(part, type) and issubclass(part, BaseModel) and isinstance(value, list):
+                for number, item in enumerate(value):
+                    yield from marked(part, item, kind, f"{key}.{number}.")

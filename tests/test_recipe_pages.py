@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from orchestration.recipe.keys import rewrite, sections
-from orchestration.recipe.load import parse_recipe
+from orchestration.recipe.load import extended, parse_recipe
 from orchestration.recipe.schema import Recipe
 from stages.models import load_model, load_tokenizer
 from stages.prompts.options import Kind
@@ -49,7 +49,7 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 TOML = [(page, text) for page in PAGES for text in blocks(page, "toml")]
-SOURCES = [text for page, text in TOML if page == KEYS]
+SOURCES = [text for page, text in TOML if page == KEYS and "[prompts]" in text]
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def completed(text: str) -> Recipe:
     """The recipe of a block. Raises RecipeError with all that ``asyncdock check`` would say."""
-    data = tomllib.loads(text)
+    data = extended(tomllib.loads(text))
     for section, keys in {**REST, "model": {"source": "models/my-model"}}.items():
         given = data.setdefault(section, {})
         if next(iter(keys)) not in given and "sources" not in given:

@@ -2,13 +2,11 @@
 runs.
 
 RECIPE ─┬─ costs: a run's folder, or the mock engines' options ─▶ simulation ─▶ throughput, shares, staleness, time
-        └─ --search --devices N ─▶ each split and staleness that fits ─▶ ranked, and the best written as a recipe
+        └─ --search --devices N ─▶ each split and staleness that fits ─▶ ranked
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -44,8 +42,6 @@ WHAT_IF = {  # numbers of a forecast that are compared, and their forms
 }
 MOST_CHOICES = 12  # that are printed
 PLOT_WIDTH = 60
-SIGMA = 0.5  # of the logarithm of a length, where none is measured
-TENSOR_PARALLEL = (1, 2, 4, 8)
 
 DevicesOption = Annotated[
     int,
@@ -73,31 +69,6 @@ def plan_run(
     steps: Annotated[
         int, typer.Option("--steps", min=0, help="Optimizer steps. Default: the recipe's.")
     ] = 0,
-    hardware: Annotated[
-        str,
-        typer.Option(
-            "--hardware",
-            metavar="NUMBERS",
-            help="Of a device, as flops=400e12,bandwidth=3e12, to derive costs.",
-        ),
-    ] = "",
-    response_tokens: Annotated[
-        float,
-        typer.Option(
-            "--response-tokens",
-            min=0,
-            help="Mean length with --hardware. Default: half of the longest.",
-        ),
-    ] = 0,
-    failures: Annotated[
-        float,
-        typer.Option(
-            "--failures", min=0, metavar="N", help="How often a rollout worker fails in an hour."
-        ),
-    ] = 0,
-    price: Annotated[
-        float, typer.Option("--price", min=0, help="Of a device, an hour: adds what the run costs.")
-    ] = 0,
     search: Annotated[
         bool, typer.Option("--search", help="Rank the splits of the devices, and the staleness.")
     ] = False,
@@ -110,41 +81,22 @@ def plan_run(
             help="Of a device, as 80GiB: leaves out what does not fit.",
         ),
     ] = "",
-    write: Annotated[
-        Path | None,
-        typer.Option(
-            "--write",
-            metavar="FILE",
-            help="With --search: write the best choice, a recipe in JSON.",
-        ),
-    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Predict what a run of RECIPE does: throughput, the share of each stage, staleness, and the
     time to its end.
 
     With --costs RUN_DIR --set KEY=VALUE it answers what that run would do with other keys."""
-    if (write or devices or device_memory) and not search:
-        refuse("--write, --devices and --device-memory: are for --search; add it")
+    if (devices or device_memory) and not search:
+        refuse("--devices and --device-memory: are for --search; add it")
     loaded = load(find(recipe), set_, files=False)
-    costs_of, lengths = _costs(loaded, costs, hardware, response_tokens)
+    costs_of, lengths = _costs(loaded, costs)
     from orchestration.simulation.forecast import forecast, setup_of
 
     have = loaded.devices
     if search:
-        tensor_parallel = TENSOR_PARALLEL if hardware else ()
-        return _search(
-            loaded,
-            costs_of,
-            lengths,
-            devices or have,
-            tensor_parallel,
-            device_memory,
-            failures,
-            write,
-            as_json=as_json,
-        )
-    setup = replace(setup_of(loaded, steps=steps), failures=failures)
+        return _search(loaded, costs_of, lengths, devices or have, device_memory, as_json=as_json)
+    setup = setup_of(loaded, steps=steps)
     of = costs_of(loaded)
     found = forecast(setup, of, lengths)
     better = forecast(replace(setup, replicas=setup.replicas + 1), of, lengths)
@@ -158,11 +110,10 @@ def plan_run(
                 "devices": have,
                 "one_more_replica": asdict(better),
                 "one_more_version": asdict(staler),
-                "price": price * have * found.seconds / 3600,
                 "costs": asdict(of),
             }
         )
-    safe_console().print(_forecast_view(loaded, found, better, staler, of, have, price, failures))
+    safe_console().print(_forecast_view(loaded, found, better, staler, of))
 
 
 def plan_profile(
@@ -232,10 +183,7 @@ def plan_what_if(
     safe_console().print(shown)
 
 
-def _costs(
-    recipe: Recipe, folder: Path | None, hardware: str, response_tokens: float
-) -> tuple[CostsOf, LengthsOf]:
-    from orchestration.simulation.costs import DrawnLengths
+def _costs(recipe: Recipe, folder: Path | None) -> tuple[CostsOf, LengthsOf]:
     from orchestration.simulation.mock_costs import mock_costs, mock_lengths
     from orchestration.simulation.search import costs_of_run, scaled
 
@@ -247,26 +195,12 @@ def _costs(
         except NotMeasured as lacking:
             refuse(f"--costs: {lacking}")
         return costs, lengths.of_groups(recipe.algorithm.group_size)
-    if hardware:
-        from orchestration.simulation.analytic import Hardware, analytic_costs
-
-        longest = recipe.rollout.max_tokens
-        size = recipe.algorithm.group_size
-        mean = response_tokens or longest / 2
-        try:
-            of = Hardware.of(hardware)
-            analytic_costs(recipe, of, mean)
-        except ValueError as error:
-            refuse(f"--hardware: {error}")
-        median = mean / math.exp(SIGMA**2 / 2)
-        lengths = DrawnLengths(size, longest, median=median, sigma=SIGMA, seed=recipe.seed)
-        return lambda changed: analytic_costs(changed, of, mean), lengths
     if {recipe.rollout.engine, recipe.train.engine} == {"mock"}:
         return scaled(mock_costs(recipe), recipe.train.ranks), mock_lengths(recipe)
     refuse(
         "--costs: what the engines of this recipe cost is not known; give the folder of a run of "
         "the same model on such devices, or make one with `asyncdock plan profile RECIPE --out "
-        "DIR`, or give numbers with --hardware"
+        "DIR`"
     )
 
 
@@ -275,14 +209,10 @@ def _search(
     costs: CostsOf,
     lengths: LengthsOf,
     devices: int,
-    tensor_parallel: Sequence[int],
     device_memory: str,
-    failures: float,
-    write: Path | None,
     *,
     as_json: bool,
 ) -> None:
-    from orchestration.recipe.load import compare_recipe
     from orchestration.recipe.values import parse_size
     from orchestration.simulation.search import search
 
@@ -296,9 +226,7 @@ def _search(
             costs,
             lengths,
             devices=devices,
-            tensor_parallel=tensor_parallel,
             device_memory=memory,
-            failures=failures,
         )
     except ValueError as error:
         refuse(error)
@@ -306,10 +234,6 @@ def _search(
         refuse(
             f"--search: no split of {devices} devices can run. "
             f"{choices[0].refused if choices else ''}"
-        )
-    if write is not None:
-        write.write_text(
-            compare_recipe(recipe, choices[0].changes).to_json() + "\n", encoding="utf-8"
         )
     if as_json:
         return print_json({"choices": [asdict(choice) for choice in choices]})
@@ -322,9 +246,6 @@ def _forecast_view(
     better: Forecast,
     staler: Forecast,
     costs: Costs,
-    devices: int,
-    price: float,
-    failures: float,
 ) -> RenderableType:
     more, later = (one.tokens_per_second / found.tokens_per_second - 1 for one in (better, staler))
     if found.busiest == "training":
@@ -354,15 +275,7 @@ def _forecast_view(
             f"mean {found.staleness_mean:.2f}, 95 % of samples {found.staleness_p95} or less, "
             f"largest {found.staleness_max} (bound {recipe.pipeline.staleness})",
         ),
-        (
-            "run",
-            duration(found.seconds)
-            + (
-                f", {price * devices * found.seconds / 3600:,.2f} for {devices} devices"
-                if price
-                else ""
-            ),
-        ),
+        ("run", duration(found.seconds)),
         (
             "one more",
             f"rollout worker {more:+.1%} tokens/s, version of pipeline.staleness {later:+.1%}",
@@ -371,9 +284,7 @@ def _forecast_view(
     shown = table("", "")
     for name, text in rows:
         shown.add_row(name, text)
-    sources = sorted(
-        {of for name, of in costs.sources.items() if name != "restart_seconds" or failures}
-    )
+    sources = sorted({of for name, of in costs.sources.items() if name != "restart_seconds"})
     return Group(shown, Text(f"\ncosts: {'; '.join(sources)}"))
 
 

@@ -64,7 +64,7 @@ def reshard_report(
 
     from stages.models import ModelNotFound
     from stages.parallel.layout import LayoutError
-    from stages.resharding.plan import memory, redundant_eq3, redundant_general, redundant_if_naive
+    from stages.resharding.plan import memory, redundant_if_naive
 
     source = _layout(train, "train") if train else recipe.train.layout
     target = _layout(rollout, "rollout") if rollout else rollout_layout(recipe, source.world)
@@ -117,11 +117,7 @@ def reshard_report(
             | {part: getattr(one, part) for part in ("host", "temporary", "live", "after")}
             for one in memory(plan, held_bytes(recipe, plan.source))
         ],
-        "naive": {
-            "redundant": redundant_if_naive(plan),
-            "general": redundant_general(model, source, target),
-            "eq3": redundant_eq3(model, source, target),
-        },
+        "naive": {"redundant": redundant_if_naive(plan)},
     }
 
 
@@ -224,13 +220,10 @@ def reshard_view(report: Mapping[str, Any]) -> RenderableType:
         )
         ranks.add_row(str(rank), *(figure(column[rank]) for column in columns))
     more = report["ranks"] - MOST_RANKS
-    naive = report["naive"]
     counted = report["naive"]["redundant"]
     redundant = figures(
         f"naive: gather, slice, keep both, {name}", "redundant, all ranks", "most of any"
     )
     redundant.add_row("counted", figure(sum(counted)), figure(max(counted)))
-    redundant.add_row("N·(TW/UTP + EW·(1/UEP − 1/GEP))", figure(naive["general"]), "")
-    redundant.add_row("MindSpeed RL, Eq. 3", figure(naive["eq3"]), "")
     below = f"and {more} ranks more, see --json" if more > 0 else TRAINING_STATE
     return Group(head, *notes, "", phases, "", ranks, below, "", redundant)

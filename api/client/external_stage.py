@@ -232,10 +232,9 @@ class HttpRun:
             "worker": worker,
             "count": most,
             "wait": min(wait, LONGEST_WAIT),
+            "tokenizer": tokenizer,
             **options,
         }
-        # servers before this field refuse it
-        asked |= {} if tokenizer is None else {"tokenizer": tokenizer}
         return decode_experience((await self._send("POST", "experience/get", asked)).body)
 
     async def _put(self, control: Mapping[str, Any], columns: Columns) -> PutView:

@@ -102,7 +102,9 @@ Overrides = Annotated[
 class WholeRecipe(Strict):
     """A whole recipe."""
 
-    recipe: RecipeTable = Field(description="As a recipe's TOML file, in JSON.")
+    recipe: RecipeTable = Field(
+        description="As a recipe's TOML file, in JSON; `extends` may name a recipe of the package."
+    )
     overrides: Overrides = {}
 
 

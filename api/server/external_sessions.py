@@ -45,7 +45,7 @@ class ExternalSessions:
         await self._close_idle()
         if run not in self._runs:
             index = Index(self._registry.link, run)
-            recipe = Recipe.model_validate(record.recipe)
+            recipe = Recipe.recorded(record.recipe)
             opened = await asyncio.to_thread(_open_session, index, recipe, self._data)
             self._runs.setdefault(run, opened)  # another request may have opened one meanwhile
         session = self._runs[run]

@@ -32,9 +32,7 @@ class Node:
 def needs(recipe: Recipe, worker: Worker, devices: Collection[str]) -> Room:
     """Return the resources of one worker: a CPU for each of its threads, and its devices;
     ``devices``: the kinds that the cluster has, by torch's names."""
-    section = getattr(
-        recipe, worker[0] if worker[0] == "critic" else SIDES.get(worker[0], ""), None
-    )
+    section = getattr(recipe, SIDES.get(worker[0], ""), None)
     room: Room = {"CPU": float(getattr(section, "threads", 0) or 1)}
     name, several = wanted_devices(recipe, worker, devices) or ("cpu", 0)
     if resource := RESOURCES.get(name.partition(":")[0]):

@@ -26,7 +26,7 @@ Worker = tuple[str, int]  # kind and number
 class State(Enum):
     STARTING = "starting"  # some of its workers have not been ready yet
     WORKING = "working"  # all of them have been ready; those that die are restarted
-    LEAVING = "leaving"  # it parks what it has, within `launch.leave_timeout`
+    LEAVING = "leaving"  # it parks what it has, within `launch.stop_timeout`
     ABSENT = "absent"  # it waits for its restart budget or for a host
     DONE = "done"
 

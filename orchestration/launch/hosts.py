@@ -204,7 +204,7 @@ class Host:
                     self._take_orders(recipe, launcher, dock),
                     self._move_when_emptied(dock),
                     self._until_over(rewinds),
-                    self._leave(stop, dock, recipe.launch.leave_timeout),
+                    self._leave(stop, dock, recipe.launch.stop_timeout),
                 )
             finally:
                 for life in self._lives.values():
@@ -226,7 +226,7 @@ class Host:
                 await asyncio.gather(*lives.values(), return_exceptions=True)
                 await self._move_away(dock)
         except TimeoutError:
-            log.warning("not all was moved away within launch.leave_timeout", seconds=timeout)
+            log.warning("not all was moved away within launch.stop_timeout", seconds=timeout)
 
     async def _move_away(self, dock: Dock) -> None:
         async with self._moving:

@@ -44,8 +44,7 @@ class Process:
         """Return the handle that ``str`` was called on; None for any other text, and for a process
         of another machine, boot or PID namespace: from here, nothing is known of it."""
         pid, born, space = (*text.split(":"), "", "")[:3]
-        # "": written by an earlier release
-        known = pid.isdigit() and born and space in ("", process_space())
+        known = pid.isdigit() and born and space == process_space()
         return cls(int(pid), born) if known else None
 
     def __str__(self) -> str:

@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails
 
 from orchestration.recipe.problems import suggest
 from orchestration.recipe.schema import Recipe
+from orchestration.recipe.sections.retired import RETIRED
 from pipeline.problems import Problem
 from stages.device_names import PATTERN, device_fix
 
@@ -87,6 +88,11 @@ def field_problem(
             wrong = f"is not there yet: {missing_parallelism(key)}"
             plan = f"`asyncdock plan reshard RECIPE --train {layout}` plans such a layout"
             return Problem(key, value, wrong, f"take it out and set train.dp and train.tp; {plan}")
+        case "extra_forbidden" if key in RETIRED:
+            return Problem(key, value, "is no key any more", RETIRED[key].fix)
+        case "extra_forbidden" if key == "extends":
+            fix = "write it at the top of the recipe's own file"
+            return Problem(key, value, "cannot be set where a recipe is whole already", fix)
         case "extra_forbidden":
             names = _keys_at(loc[:-1]) if allowed is None else allowed
             return Problem(key, value, "is not a known key", suggest(str(loc[-1]), names))

@@ -7,13 +7,11 @@ read of them.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from orchestration.recipe.model_files import experts_of, text_config
 from orchestration.recipe.problems import value_or_none
-from stages.algorithms import NamedAlgorithm, algorithm_class, build_algorithm
-from stages.algorithms.interface import FOLLOWS
+from stages.algorithms import NamedAlgorithm
 from stages.flow.catalogue import PROMPT, RESPONSE, ROUTED, Truncated, catalogue, expert_type
 from stages.flow.declarations import BASE, Columns, Declared, StageDeclaration, itemsize
 from stages.flow.resolver import Flow, resolve
@@ -70,9 +68,7 @@ def algorithm_of(recipe: Recipe) -> NamedAlgorithm:
     makes them. Raises ValueError for a name or an option that is not known.
     """
     of = recipe.algorithm
-    algorithm = build_algorithm(of.name, algorithm_options(recipe)).under(
-        recipe.pipeline.staleness
-    )[0]
+    algorithm = recipe.typed_algorithm.under(recipe.pipeline.staleness)[0]
     scores = algorithm.scores
     name = "ref_logprobs"
     from_here = (
@@ -87,17 +83,6 @@ def algorithm_of(recipe: Recipe) -> NamedAlgorithm:
         if name not in made | read:
             scores = {**scores, name: BASE}
     return NamedAlgorithm(of.name, algorithm, scores)
-
-
-def algorithm_options(recipe: Recipe) -> dict[str, Any]:
-    """The options of the recipe's algorithm, and for those that are not set and follow another key
-    its value."""
-    options = dict(recipe.algorithm.options)
-    for name, field in algorithm_class(recipe.algorithm.name).model_fields.items():
-        extra = field.json_schema_extra
-        if isinstance(extra, dict) and FOLLOWS in extra and options.get(name) is None:
-            options[name] = attrgetter(str(extra[FOLLOWS]))(recipe)
-    return options
 
 
 def declarations_of(recipe: Recipe) -> list[StageDeclaration]:

@@ -1,8 +1,8 @@
 """Reads a recipe, applies overrides and checks it: the result is a Recipe, or one error with all
 problems.
 
-TOML + --set key=value ──▶ fields (pydantic: unknown keys, types, ranges) ──▶ checks of keys and machine ──▶ Recipe
-                                          └──────────── all problems at once ────────────┘──▶ RecipeError
+TOML ──▶ extends ──▶ --set key=value ──▶ fields (unknown keys, types, ranges) ──▶ checks of keys and machine ──▶ Recipe
+                                           └─────────────────── all problems at once ──────────────────┘──▶ RecipeError
 """
 
 from __future__ import annotations
@@ -30,31 +30,17 @@ from orchestration.recipe.checks import (  # noqa: F401  # registers their check
 )
 from orchestration.recipe.checks.registry import Environment, run_checks
 from orchestration.recipe.field_problems import field_problem, valid_part
-from orchestration.recipe.problems import RecipeError
+from orchestration.recipe.problems import RecipeError, suggest
 from orchestration.recipe.schema import Recipe
 from pipeline.problems import Problem
+from stages.algorithms.registry import built_in
+from stages.json_schema import FixedOnResume, marked
 from stages.prompts.files import Reading
 
 MOST_PROBLEMS = 100  # of single keys that are reported; more are counted
-
-# Keys that may not change when a run is resumed, and why. Whatever was in flight is made again, so
-# every other key takes effect from the checkpoint's step on.
-FIXED = {
-    "name": "the run has this name in its logs and its trackers",
-    "seed": "it decides which prompt each group gets, and which prompts are held out",
-    "model": "the checkpoint has the weights of this model in this number format",
-    "prompts.source": "what other programs put is kept by the numbers of groups, which other "
-    "sources do not keep",
-    "prompts.held_out": "evaluation would ask prompts that training has seen",
-    "algorithm.options.critic": "the checkpoint has the weights of the critic that the run began "
-    "with",
-    "critic.source": "the checkpoint has the weights of the critic that the run began with",
-    "train.engine": "the checkpoint has the state of this engine",
-    "train.precision": "the checkpoint has weights and moments in its number format",
-    "train.groups_per_step": "the gate counts the groups of all steps by it, of those already made "
-    "too",
-    "external": "it decides whether the weights are those of a checkpoint or of another program",
-}
+SHIPPED = Path(__file__).resolve().parents[2] / "recipes"  # whose names `extends` may give
+MOST_EXTENDED = 8  # recipes that extend one another
+OWN_KEYS = ("name", "description")  # are not taken over from an extended recipe
 
 
 def load_recipe(
@@ -83,9 +69,17 @@ def load_recipe(
 def read_recipe(
     path: str | Path, overrides: Sequence[str] = ()
 ) -> tuple[dict[str, Any], list[Problem]]:
-    """Return the tables at ``path`` with ``overrides``, not checked any further, and the problems
-    of the overrides. Raises :class:`RecipeError` when there is no TOML."""
+    """Return the tables at ``path``, over those that it extends, with ``overrides``, not checked
+    any further, and the problems of the overrides. Raises :class:`RecipeError` when there is no
+    TOML."""
     path = Path(path)
+    data = extended(read_tables(path), path)
+    data.setdefault("name", path.stem)
+    return data, _override_all(data, overrides)
+
+
+def read_tables(path: Path) -> dict[str, Any]:
+    """Return the tables that the file at ``path`` itself has. Raises :class:`RecipeError`."""
     try:
         text = path.read_text(encoding="utf-8")
         data = json.loads(text) if path.suffix == ".json" else read_toml(text)
@@ -101,8 +95,89 @@ def read_recipe(
         raise RecipeError(
             str(path), [Problem("file", None, f"is not a recipe in JSON: {error}")]
         ) from error
-    data.setdefault("name", path.stem)
-    return data, _override_all(data, overrides)
+    return data
+
+
+def recorded_recipe(path: Path) -> Recipe:
+    """Return the recipe that a run has recorded at ``path``. Raises OSError, and
+    :class:`RecipeError` for keys that are not, or no longer, those of a recipe."""
+    try:
+        return Recipe.from_json(path.read_bytes())
+    except ValidationError as error:
+        problems = [field_problem(item) for item in error.errors()[:MOST_PROBLEMS]]
+        raise RecipeError(str(path), problems) from error
+
+
+def extended(data: Mapping[str, Any], file: Path | None = None) -> dict[str, Any]:
+    """Return the tables of ``data``, key by key over those of the recipe that its key ``extends``
+    names, and so on.
+
+    ``file``: that of ``data``, to which paths are relative; None for a request, which may name
+    recipes of the package alone. Raises :class:`RecipeError`.
+    """
+    tables = dict(data)
+    if "extends" not in tables:
+        return tables
+    files = [] if file is None else [file.resolve()]
+    layers = [tables]
+    while "extends" in layers[-1]:
+        where = str(files[-1]) if files else "recipe"
+        name = layers[-1].pop("extends")
+        problems = [*out_of_bounds(layers[-1])]  # merging could fail on such values
+        base = _extended_file(name, files[-1].parent if files else None)
+        if isinstance(base, Problem):
+            problems.append(base)
+        elif base in files:
+            circle = " → ".join(f"{path.name}" for path in [*files, base])
+            problems.append(
+                Problem("extends", name, f"leads back to itself: {circle}", "take one of them out")
+            )
+        elif len(files) >= MOST_EXTENDED:
+            wrong = f"is the {len(files)}th recipe in a row that is extended"
+            fix = f"extend at most {MOST_EXTENDED - 1} in a row"
+            problems.append(Problem("extends", name, wrong, fix))
+        if problems or isinstance(base, Problem):
+            raise RecipeError(where, problems)
+        files.append(base)
+        layers.append(
+            {key: value for key, value in read_tables(base).items() if key not in OWN_KEYS}
+        )
+    merged: dict[str, Any] = {}
+    for layer in reversed(layers):
+        merged = _merged(merged, layer)
+    return merged
+
+
+def _extended_file(name: object, folder: Path | None) -> Path | Problem:
+    """The file of the recipe ``name``, given in a recipe in ``folder``; or why there is none."""
+    names = {path.stem: path for path in SHIPPED.glob("*.toml")}
+    if not isinstance(name, str):
+        fix = 'write the name of a recipe, as extends = "tiny"'
+        return Problem("extends", name, "is no text", fix)
+    if name in names:
+        return names[name].resolve()
+    fix = f"name a recipe of the package: {suggest(name, names)}"
+    if folder is None:
+        return Problem("extends", name, "is no recipe of the package", fix)
+    try:
+        path = (folder / Path(name).expanduser()).resolve()
+        exists = path.is_file()
+    except (OSError, RuntimeError, ValueError):  # too long, no such home, a zero character
+        exists = False
+    if not exists:
+        fix = f"{fix}; or a file, by its path relative to {folder}"
+        return Problem("extends", name, "is neither a recipe of the package nor a file", fix)
+    return path
+
+
+def _merged(base: Mapping[str, Any], tables: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``tables`` over ``base``: what both have as tables key by key."""
+    merged = dict(base)
+    for key, value in tables.items():
+        below = base.get(key)
+        both = isinstance(below, Mapping) and isinstance(value, Mapping)
+        merged[key] = _merged(below, value) if both else value
+    return merged
 
 
 def parse_recipe(
@@ -157,7 +232,7 @@ def change_recipe(
     """Return ``recipe`` with ``overrides``, for a run that goes on.
 
     ``runs``: it listens on its addresses already. Raises :class:`RecipeError`, also for keys in
-    :data:`FIXED` that are not in ``free``.
+    :func:`fixed_keys` that are not in ``free``.
     """
     before = json.loads(recipe.to_json())
     data = copy.deepcopy(before)
@@ -180,11 +255,22 @@ def compare_recipe(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
     return parse_recipe(data, where=recipe.name, problems=problems, files=False)
 
 
+def fixed_keys() -> dict[str, str]:
+    """Return the keys, and sections, that may not change when a run is resumed, and why. Whatever
+    was in flight is made again, so every other key takes effect from the checkpoint's step on."""
+    found = {key: mark.reason for key, mark in marked(Recipe, {}, FixedOnResume)}
+    for algorithm in built_in().values():
+        of_options = marked(algorithm, {}, FixedOnResume, "algorithm.options.")
+        found |= {key: mark.reason for key, mark in of_options}
+    return found
+
+
 def fixed_problems(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Problem]:
-    """Return a problem for each key in :data:`FIXED` that differs between two recipes, as nested
+    """Return a problem for each of :func:`fixed_keys` that differs between two recipes, as nested
     tables."""
     old = dict(_values(before))
     new = dict(_values(after))
+    reasons = fixed_keys()
     return [
         Problem(
             key,
@@ -193,7 +279,7 @@ def fixed_problems(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[
             "begin a new run with it",
         )
         for key in sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
-        for fixed, reason in FIXED.items()
+        for fixed, reason in reasons.items()
         if f"{key}.".startswith(f"{fixed}.")
     ]
 

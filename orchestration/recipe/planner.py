@@ -18,7 +18,6 @@ from orchestration.recipe.flow import column_bytes, flow_of
 from orchestration.recipe.model_files import experts_of, parameters_in, text_config
 from orchestration.recipe.problems import value_or_none
 from pipeline.problems import Problem
-from stages.algorithms import build_algorithm
 from stages.flow.catalogue import expert_type
 from stages.flow.declarations import itemsize
 from stages.flow.graph import document
@@ -185,9 +184,7 @@ def plan(recipe: Recipe) -> Plan:
         turns=turns(recipe) if recipe.colocated and parameters else None,
         memory=memory_of(recipe),
         flow=document(flow_of(recipe)),
-        picked=build_algorithm(recipe.algorithm.name, recipe.algorithm.options).under(
-            recipe.pipeline.staleness
-        )[1],
+        picked=recipe.typed_algorithm.under(recipe.pipeline.staleness)[1],
         notices=list(map(str, notices_of(recipe))),
     )
 

@@ -6,15 +6,19 @@ groups in flight from it.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
+from typing import Annotated, Any
 
 from pydantic import Field, PrivateAttr
 
 from orchestration.recipe.model_files import KNOWN_MODELS
 from orchestration.recipe.problems import value_or_none
 from orchestration.recipe.sections import (
-    TLS_FILES,
     AlgorithmSection,
     CheckpointSection,
     CriticSection,
@@ -34,20 +38,16 @@ from orchestration.recipe.sections import (
     TeacherSection,
     TrainSection,
 )
+from orchestration.recipe.sections.retired import without_retired
 from orchestration.recipe.values import CountOrZero
 from pipeline.node import AUTO, LOOPBACK
 from pipeline.staleness import StalenessPlan
 from stages.adapters.options import AdapterOptions
-from stages.algorithms import build_algorithm
+from stages.algorithms import Algorithm, algorithm_class, build_algorithm
+from stages.algorithms.interface import FOLLOWS
 from stages.flow.declarations import Declared
+from stages.json_schema import FixedOnResume, IsPath, marked
 from stages.prompts.options import PromptOptions
-
-PATHS = {  # keys that may have a path
-    "model": ("source", "reference"),
-    "critic": ("source",),
-    "prompts": ("path", "chat_template"),
-    "pipeline": TLS_FILES,
-}
 
 
 class Recipe(Section):
@@ -56,13 +56,21 @@ class Recipe(Section):
     Made by :func:`load_recipe`; frozen; travels as JSON through the index to the workers.
     """
 
-    name: str = Field(
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$",
-        description="Name of the run. Default: the recipe file's name.",
+    name: Annotated[str, FixedOnResume("the run has this name in its logs and its trackers")] = (
+        Field(
+            pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$",
+            description="Name of the run. Default: the recipe file's name.",
+        )
     )
     description: str = Field(default="", description="One line for people.")
-    seed: CountOrZero = Field(default=0, description="Seed of prompts, draws and initial weights.")
-    model: ModelSection
+    seed: Annotated[
+        CountOrZero,
+        FixedOnResume("it decides which prompt each group gets, and which prompts are held out"),
+    ] = Field(default=0, description="Seed of prompts, draws and initial weights.")
+    model: Annotated[
+        ModelSection,
+        FixedOnResume("the checkpoint has the weights of this model in this number format"),
+    ]
     prompts: PromptOptions
     rollout: RolloutSection = RolloutSection()
     reward: RewardSection = RewardSection()
@@ -77,7 +85,12 @@ class Recipe(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     guard: GuardSection = GuardSection()
     launch: LaunchSection = LaunchSection()
-    external: ExternalSection = ExternalSection()
+    external: Annotated[
+        ExternalSection,
+        FixedOnResume(
+            "it decides whether the weights are those of a checkpoint or of another program"
+        ),
+    ] = ExternalSection()
     stages: list[StageSection] = Field(
         default=[], max_length=8, description="Stages of your own, in any order."
     )
@@ -225,26 +238,30 @@ class Recipe(Section):
         """How many replicas may swap weights at the same time, 0 for all: ``sync.at_once``, or a
         quarter of them. So a version needs about four swaps' time with any number of replicas, and
         three quarters always generate."""
-        if not self.sync.rolling or self.replicas == 1:
-            return 0
-        return self.sync.at_once or max(1, self.replicas // 4)
+        at_once = self.sync.at_once or max(1, self.replicas // 4)
+        return at_once if at_once < self.replicas else 0
+
+    @cached_property
+    def typed_algorithm(self) -> Algorithm:
+        """The algorithm with its options, which are parsed once; those that are not set and follow
+        another key have its value. Raises ValueError for a name or an option that is not known."""
+        options = dict(self.algorithm.options)
+        for name, field in algorithm_class(self.algorithm.name).model_fields.items():
+            extra = field.json_schema_extra
+            if isinstance(extra, dict) and FOLLOWS in extra and options.get(name) is None:
+                options[name] = attrgetter(str(extra[FOLLOWS]))(self)
+        return build_algorithm(self.algorithm.name, options)
 
     @property
     def trains_critic(self) -> bool:
         """Whether the run has a critic with an engine and a worker of its own."""
-        of = self.algorithm
-        return (
-            value_or_none(lambda: build_algorithm(of.name, of.options).critic_algorithm())
-            is not None
-        )
+        return value_or_none(lambda: self.typed_algorithm.critic_algorithm()) is not None
 
     @property
     def keeps_undo(self) -> bool:
         """Whether trainers keep a copy of their state before each train batch: it has several
         optimizer steps, or a critic of its own may skip it."""
-        algorithm = value_or_none(
-            lambda: build_algorithm(self.algorithm.name, self.algorithm.options)
-        )
+        algorithm = value_or_none(lambda: self.typed_algorithm)
         several = algorithm is not None and algorithm.epochs * algorithm.mini_batches > 1
         return several or self.trains_critic
 
@@ -264,11 +281,10 @@ class Recipe(Section):
     def with_absolute_paths(self) -> Recipe:
         """Return the same recipe with absolute paths, so that it can be used from any folder."""
         data = self.model_dump()
-        for section, names in PATHS.items():
-            for table in (data[section], *data[section].get("sources", ())):
-                table |= {name: _absolute(table[name]) for name in names if name in table}
-        for function in data["reward"]["functions"]:
-            function["read"] = [_absolute(path) for path in function["read"]]
+        for key, _ in marked(Recipe, data, IsPath):
+            table, name = _table_of(data, key)
+            value = table[name]
+            table[name] = [*map(_absolute, value)] if isinstance(value, list) else _absolute(value)
         if (url := self.checkpoint.url) and "://" not in url:
             # a folder that the run makes
             data["checkpoint"]["url"] = str(Path(url).expanduser().resolve())
@@ -279,9 +295,22 @@ class Recipe(Section):
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Recipe:
-        """Return the recipe that :meth:`to_json` wrote. Relations and files are not checked
-        again."""
-        return cls.model_validate_json(text)
+        """Return the recipe that :meth:`to_json` wrote: see :meth:`recorded`."""
+        return cls.recorded(json.loads(text))
+
+    @classmethod
+    def recorded(cls, tables: Mapping[str, Any]) -> Recipe:
+        """Return the recipe that a run has recorded, also one of an earlier version. Relations and
+        files are not checked again. Raises ValidationError."""
+        return cls.model_validate(without_retired(tables))
+
+
+def _table_of(data: Any, key: str) -> tuple[dict[str, Any], str]:
+    """The table of ``data`` that has the dotted ``key``, and the key's name in it."""
+    *sections, name = key.split(".")
+    for section in sections:
+        data = data[int(section)] if isinstance(data, list) else data[section]
+    return data, name
 
 
 def _absolute(value: str | None) -> str | None:

@@ -392,7 +392,7 @@ def critic_engine(
         "undoable": True,
     }
     options["learning_rate"] = critic.learning_rate or recipe.train.learning_rate
-    options["threads"] = threads_of(recipe, critic.threads)
+    options["threads"] = threads_of(recipe, recipe.train.threads)
     options["device"] = devices.select(critic.device or recipe.train.device)
     head = Path(source) / VALUE_HEAD if source else None
     options["head"] = head if head and head.is_file() else None
@@ -433,7 +433,7 @@ def _shared_model(
     with _LOADING:
         opened = model_skeleton(recipe.model.source, dtype=getattr(torch, dtype))
     model, weights = opened or (_model(recipe, dtype=dtype)[0], None)
-    timeout = recipe.launch.collective_timeout
+    timeout = recipe.launch.collective_seconds
     store = meeting or HashStore()
     return model, Sharded(coordinates, weights=weights, store=store, timeout=timeout)
 

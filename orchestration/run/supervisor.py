@@ -16,7 +16,7 @@ the trainer waits for the engines that are not. What a group of workers may beco
 ``orchestration.elastic.group``.
 
 The number of workers of such a kind changes on request (``orchestration.elastic.scale``): new ones
-are launched, and the last ones leave within ``leave_timeout`` seconds. One that leaves because its
+are launched, and the last ones leave within ``stop_timeout`` seconds. One that leaves because its
 host does is launched again, on another host.
 
 The work is done when all workers of the kinds that end by themselves (``orchestration.run.kinds``)
@@ -338,10 +338,10 @@ class Supervisor:
             await self._record_engines()
 
     async def _leave(self, worker: Worker, name: str, life: Life) -> None:
-        """Have ``worker`` leave, and end it where it does not within ``leave_timeout``."""
+        """Have ``worker`` leave, and end it where it does not within ``stop_timeout``."""
         await self._emit(worker, "leaves")
         await LEAVE.put(self.index, True, name=name)
-        await first_of(life.wait(), timeout=self.launch.leave_timeout)
+        await first_of(life.wait(), timeout=self.launch.stop_timeout)
         life.end()
 
     async def _dismiss(self, group: WorkerGroup) -> None:

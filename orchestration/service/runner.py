@@ -79,7 +79,7 @@ class Runner:
         reason = ""
         try:
             record = await self.registry.get(self.run)
-            recipe = Recipe.model_validate(record.recipe)
+            recipe = Recipe.recorded(record.recipe)
             keep_from_others(recipe.launch.readers)
             folder = await asyncio.to_thread(
                 RunFolder.of_service, recipe, Path(record.folder), self.run

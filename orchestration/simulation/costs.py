@@ -1,8 +1,7 @@
 """Costs that a simulated run is made of, each with where it comes from.
 
-a mock recipe ──▶ the options of its latency model (mock_costs.py) ───┐
-a run's events ──▶ rates, lengths and times measured (recorded.py) ───┼─▶ Costs ──▶ simulator
-a model's sizes ──▶ operations and bytes by rates given (analytic.py) ┘
+a mock recipe ──▶ the options of its latency model (mock_costs.py) ───┬─▶ Costs ──▶ simulator
+a run's events ──▶ rates, lengths and times measured (recorded.py) ───┘
 
 Importing this needs no torch.
 """

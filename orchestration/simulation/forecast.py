@@ -56,8 +56,7 @@ def setup_of(recipe: Recipe, *, steps: int = 0) -> Setup:
     replicas = recipe.replicas
     alone = replicas == 1 and not recipe.launch.autoscale.max
     overlap = recipe.pipeline.staleness > 0
-    critics = recipe.critic.ranks if recipe.trains_critic else 0
-    trainer_threads = recipe.train.ranks * threads_of(recipe, recipe.train.threads)
+    ranks = recipe.train.ranks + (recipe.critic.ranks if recipe.trains_critic else 0)
     return Setup(
         plan,
         group_size=size,
@@ -73,7 +72,7 @@ def setup_of(recipe: Recipe, *, steps: int = 0) -> Setup:
         references=1 if recipe.needs_reference else 0,
         paced=recipe.is_paced,
         replica_threads=threads_of(recipe, recipe.rollout.threads),
-        trainer_threads=trainer_threads + critics * threads_of(recipe, recipe.critic.threads),
+        trainer_threads=ranks * threads_of(recipe, recipe.train.threads),
         seed=recipe.seed,
     )
 

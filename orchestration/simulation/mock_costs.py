@@ -10,7 +10,6 @@ from orchestration.recipe.planner import prompt_limits
 from orchestration.recipe.schema import Recipe
 from orchestration.run.engines import tokenizer_of
 from orchestration.simulation.costs import ASSUMED, Costs, LengthsOf
-from stages.algorithms import build_algorithm
 from stages.engines.mock.engines import drawn_tokens
 from stages.engines.mock.options import MockRolloutOptions, MockTrainOptions
 from stages.prompts.sources import load_prompts
@@ -25,7 +24,7 @@ def mock_costs(recipe: Recipe, between_steps: float = BETWEEN_STEPS) -> Costs:
     """Of a recipe with mock engines: their options, in real seconds."""
     rollout = MockRolloutOptions(**{"max_rows": recipe.rollout.max_rows, **recipe.rollout.mock})
     train = MockTrainOptions(**recipe.train.mock)
-    algorithm = build_algorithm(recipe.algorithm.name, recipe.algorithm.options)
+    algorithm = recipe.typed_algorithm
     scale = rollout.time_scale
     learned = train.time_scale * algorithm.epochs
     known = {name: "the mock engines' options" for name in Costs.__dataclass_fields__}

@@ -25,7 +25,7 @@ from typing import Any
 from orchestration.events_file import METRICS, read_metrics
 from orchestration.history.kept import of_one
 from orchestration.recipe.devices import SIDES, cores_here, on_this_node, wanted_devices
-from orchestration.recipe.load import compare_recipe
+from orchestration.recipe.load import compare_recipe, recorded_recipe
 from orchestration.recipe.problems import RecipeError
 from orchestration.recipe.schema import Recipe
 from orchestration.run.kinds import remote_workers, workers_of
@@ -67,7 +67,7 @@ def recorded_costs(folder: Path) -> tuple[Costs, DrawnLengths]:
 def recipe_of(folder: Path) -> Recipe:
     """The recipe of the run in ``folder``. Raises NotMeasured."""
     try:
-        return Recipe.from_json((folder / RECIPE).read_bytes())
+        return recorded_recipe(folder / RECIPE)
     except FileNotFoundError:
         raise NotMeasured(folder, f"holds no {RECIPE}", "give the folder of a run") from None
 

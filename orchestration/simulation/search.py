@@ -4,14 +4,12 @@ ranked. And what a run would do with other keys.
     devices ──▶ rollout workers × ranks of training (× reference) ──┐
     staleness 0 … 8 ────────────────────────────────────────────────┴▶ check ─▶ memory ─▶ simulate ─▶ rank, Pareto
 
-With measured costs, training on n times the ranks takes 1/n of the time of its tokens, which is
-right while communication is hidden, and an engine decodes as fast as the one that was measured.
-With derived costs, bytes that ranks send count too, and tensor-parallel ranks are tried.
+Training on n times the ranks takes 1/n of the time of its tokens, which is right while
+communication is hidden, and an engine decodes as fast as the one that was measured.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,7 +39,7 @@ SIMULATED = (  # keys of a recipe whose effect is simulated
         "train.dp",
         "train.tp",
     ),
-    *("sync.rolling", "sync.at_once"),
+    "sync.at_once",
 )
 # the bound is a number, also where the recipe leaves it to the run
 FIXED = ("pipeline.staleness_min=0",)
@@ -149,28 +147,22 @@ def search(
     *,
     devices: int,
     bounds: Sequence[int] = BOUNDS,
-    tensor_parallel: Sequence[int] = (),
     device_memory: int = 0,
-    failures: float = 0.0,
 ) -> list[Choice]:
     """Simulate the splits of ``devices`` devices at each of ``bounds``; the fastest first, those
     that cannot run last.
-    ``tensor_parallel``: values of train.tp, none: the recipe's. ``device_memory``: bytes of a
-    device, 0: not looked at.
-    ``failures``: of each replica, an hour. Raises ValueError where the devices are too few."""
+    ``device_memory``: bytes of a device, 0: not looked at. Raises ValueError where the devices are
+    too few."""
     others = devices - (1 if recipe.reference_is_here else 0)
     if others < 2:
         raise ValueError(
             f"--devices: {devices} is too few; rollout, training and a reference of its own take a "
             f"device each, here {devices - others + 2}"
         )
-    wanted = list(_changes(recipe, others, bounds, tensor_parallel))
+    wanted = list(_changes(recipe, others, bounds))
     rows = recipe.train.groups_per_step * recipe.algorithm.group_size
     steps = min(MOST_STEPS, max(FEWEST_STEPS, SAMPLES // (len(wanted) * rows)))
-    found = [
-        _tried(recipe, changes, costs, lengths, steps, device_memory, failures)
-        for changes in wanted
-    ]
+    found = [_tried(recipe, changes, costs, lengths, steps, device_memory) for changes in wanted]
     runs = sorted((choice for choice in found if choice.forecast), key=_speed, reverse=True)
     freshest = float("inf")
     marked = []
@@ -186,27 +178,17 @@ def _speed(choice: Choice) -> float:
     return choice.forecast.tokens_per_second if choice.forecast else 0.0
 
 
-def _changes(
-    recipe: Recipe, devices: int, bounds: Sequence[int], tensor_parallel: Sequence[int]
-) -> Iterator[tuple[str, ...]]:
+def _changes(recipe: Recipe, devices: int, bounds: Sequence[int]) -> Iterator[tuple[str, ...]]:
     bounded = [
         (f"pipeline.staleness={bound}", *(FIXED if recipe.pipeline.staleness_min else ()))
         for bound in bounds
     ]
-    replica = recipe.train.model_copy(update={"dp": 1})
-    trainers = {
-        f"train.tp={tp}": replica.model_copy(update={"tp": tp}) for tp in tensor_parallel
-    } or {"": replica}
-    for (change, trainer), ranks in itertools.product(trainers.items(), range(1, devices)):
-        rollouts = devices - ranks * trainer.ranks
+    each = recipe.train.model_copy(update={"dp": 1}).ranks
+    for ranks in range(1, devices):
+        rollouts = devices - ranks * each
         if rollouts > 0:
-            split = (
-                f"rollout.workers={rollouts}",
-                f"train.dp={ranks}",
-                *(() if trainer == replica else (change,)),
-            )
+            split = f"rollout.workers={rollouts}", f"train.dp={ranks}"
             yield from ((*split, *bound) for bound in bounded)
-    each = replica.ranks
     if not recipe.colocated and devices % each == 0:
         together = "launch.placement=colocated", "rollout.workers=1", f"train.dp={devices // each}"
         yield from ((*together, *bound) for bound in bounded)
@@ -219,7 +201,6 @@ def _tried(
     lengths: LengthsOf,
     steps: int,
     device_memory: int,
-    failures: float,
 ) -> Choice:
     try:
         needed = arena_bytes(compare_recipe(recipe, (*changes, f"pipeline.arena={ROOM}")))
@@ -234,5 +215,5 @@ def _tried(
             if sum(parts.values()) > device_memory:
                 why = f"{engine}: {sum(parts.values())} bytes of a device's {device_memory}"
                 return Choice(changes, devices, None, refused=why)
-    setup = replace(setup_of(changed, steps=steps), failures=failures)
+    setup = setup_of(changed, steps=steps)
     return Choice(changes, devices, forecast(setup, costs(changed), lengths))

@@ -65,12 +65,5 @@ def algorithm_class(name: str) -> type[Algorithm]:
     )
     if isinstance(candidate, type) and issubclass(candidate, Algorithm):
         return candidate
-    if hasattr(candidate, "advantages"):
-        reason = "has the interface of an earlier version"
-        fix = (
-            "write `credit` in place of `advantages`, and `scores` and `loss_reads` in place of "
-            "`needs_reference` (docs/flow.md)"
-        )
-        raise CodeUnusable(Problem(key, name, reason, fix))
     fix = "derive its class from stages.algorithms.Algorithm"
     raise CodeUnusable(Problem(key, name, "is not an algorithm", fix))

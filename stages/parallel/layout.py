@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from pipeline.problems import Problem, ProblemError
-from stages.parallel.schedules import Action, Kind, filled, holder, orders
+from stages.parallel.schedules import Action, filled, holder, orders
 
 Side = Literal["train", "rollout"]
 ExpertOrder = Literal["inner", "outer"]
@@ -26,7 +26,6 @@ ContextParallel = Literal["ulysses", "ring"]
 Axis = Literal["dp", "cp", "tp", "ep", "pp"]
 
 _WORDS: dict[str, Any] = {
-    "pipeline": Kind,
     "ep_order": ExpertOrder,
     "context_parallel": ContextParallel,
 }
@@ -74,9 +73,6 @@ class Layout:
     etp: int | None = None
     """Ranks that split each expert. None: ``tp`` while ``ep`` is 1, else 1."""
 
-    pipeline: Kind = "auto"
-    """Order of passes through the pipeline."""
-
     ep_order: ExpertOrder = "inner"
     """``inner``: neighbours hold different experts (Megatron-Core, torchtitan, vLLM). ``outer``:
     the same."""
@@ -93,9 +89,6 @@ class Layout:
             elif not isinstance(value, int | None) or (value is not None and value < 1):
                 problem = f"{value!r} is no number of ranks"
                 raise LayoutError(name, problem, "use a whole number >= 1")
-        if self.pipeline == "zbv" and (self.pp == 1 or self.vpp != 2):
-            sizes = f"pp={self.pp},vpp={self.vpp}"
-            raise LayoutError("pipeline", f"'zbv' with {sizes}", "use pp > 1 and vpp=2, or 'auto'")
         among, ranks = (
             ("dp_shard", self.fsdp) if self.fsdp > 1 else ("dp_replicate", self.dp_replicate)
         )
@@ -173,18 +166,12 @@ class Layout:
         return self.stage_ranks // self.expert_parts
 
     @property
-    def defers_gradients(self) -> bool:
-        """Return whether gradients of matrices are computed apart from those of activations
-        (ZBV)."""
-        return self.pipeline == "zbv"
-
-    @property
     def virtual_stages(self) -> int:
         return self.pp * self.vpp
 
     def stage_of(self, virtual_stage: int) -> int:
         """Return the pipeline stage that has ``virtual_stage``."""
-        return holder(virtual_stage, self.pp, self.pipeline)
+        return holder(virtual_stage, self.pp)
 
     @property
     def last_stage(self) -> int:
@@ -194,12 +181,12 @@ class Layout:
     def filled(self, micro_batches: int) -> int:
         """Return the number of micro-batches of a step with the idle ones that its order of passes
         needs."""
-        return filled(self.pp, self.vpp, micro_batches, self.pipeline)
+        return filled(self.pp, self.vpp, micro_batches)
 
     def orders(self, micro_batches: int, *, backward: bool = True) -> list[list[Action]]:
         """Return the passes of each pipeline stage, in order: see
         :func:`stages.parallel.schedules.orders`."""
-        return orders(self.pp, self.vpp, micro_batches, backward=backward, kind=self.pipeline)
+        return orders(self.pp, self.vpp, micro_batches, backward=backward)
 
     def coordinates(self, rank: int) -> RankCoordinates:
         """Return the coordinates of ``rank``. Raises :class:`LayoutError` for one outside the

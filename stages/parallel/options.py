@@ -15,10 +15,9 @@ from pydantic import BaseModel, Field
 
 from stages.json_schema import key, unit
 from stages.parallel.layout import ContextParallel, Layout
-from stages.parallel.schedules import Kind
 
 Count = Annotated[int, Field(ge=1), unit("ranks")]
-STRATEGIES = ("dp", "tp", "dp_replicate", "pp", "vpp", "cp", "ep", "pipeline", "context_parallel")
+STRATEGIES = ("dp", "tp", "dp_replicate", "pp", "vpp", "cp", "ep", "context_parallel")
 
 
 class RankSizes(BaseModel):
@@ -93,12 +92,6 @@ class Strategies(RankSizes):
         1,
         "Parts of the layers that each pipeline stage has (interleaved 1F1B): stages wait less and "
         "send more.",
-    )
-    pipeline: Kind = key(
-        "auto",
-        "Order of passes through the pipeline. `auto`: 1F1B, interleaved with `vpp > 1`. `zbv`: "
-        "gradients of matrices are computed while a stage would wait. Each stage has two parts, in "
-        "a V: the first stage has the output head, too.",
     )
     ep: Count = key(
         1,

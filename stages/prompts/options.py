@@ -8,14 +8,22 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     GetJsonSchemaHandler,
     model_validator,
 )
 
-from stages.json_schema import faults, key, only_where, schema_of, unit
+from stages.json_schema import (
+    FixedOnResume,
+    IsCode,
+    IsPath,
+    faults,
+    key,
+    only_where,
+    schema_of,
+    unit,
+)
 from stages.prompts.tasks import CONFIGS, TASKS
 from stages.prompts.templates import parse_template
 
@@ -50,12 +58,18 @@ class RowOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    source: Kind | None = key(
+    source: Annotated[
+        Kind | None,
+        FixedOnResume(
+            "what other programs put is kept by the numbers of groups, which other sources do not "
+            "keep"
+        ),
+    ] = key(
         None,
         "Kind of source, required where there are no `prompts.sources`. `external`: other programs "
         "put prompts into the run while it goes on.",
     )
-    path: str | None = key(
+    path: Annotated[str | None, IsPath(), IsCode("dataset", "refused")] = key(
         None,
         "`jsonl`, `parquet`: the file, or a folder of such files. `datasets`: a folder written by "
         "`save_to_disk`, or "
@@ -171,7 +185,7 @@ class PromptOptions(RowOptions):
         "Put string prompts into the tokenizer's chat template as the user's message. "
         "Default: if it has one.",
     )
-    chat_template: str | None = key(
+    chat_template: Annotated[str | None, IsPath()] = key(
         None,
         "Jinja file with a chat template that replaces the tokenizer's, or the name of one of "
         "several that the tokenizer has. Checkpoints of the model keep it. Default: the "
@@ -183,10 +197,7 @@ class PromptOptions(RowOptions):
     max_prompt_tokens: Annotated[int, Field(ge=1), unit("tokens")] | None = key(
         None, "Longest prompt. Default: no limit."
     )
-    too_long: Annotated[
-        Literal["skip", "cut", "fail"],
-        BeforeValidator(lambda value: "fail" if value == "error" else value),
-    ] = key(
+    too_long: Literal["skip", "cut", "fail"] = key(
         "skip",
         "A prompt longer than `max_prompt_tokens`, or than the model has room for: `skip` it, "
         "`cut` its beginning off, or `fail` the run. Those skipped or cut are counted, and listed "
@@ -200,7 +211,9 @@ class PromptOptions(RowOptions):
         "the assistant are trained.",
         max_length=64,
     )
-    held_out: float = key(
+    held_out: Annotated[
+        float, FixedOnResume("evaluation would ask prompts that training has seen")
+    ] = key(
         0.0, "Share of distinct prompts that training never sees, for evaluation.", ge=0.0, lt=1.0
     )
 

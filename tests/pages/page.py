@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
     ROOT / "README.md",
     ROOT / "compose" / "README.md",
-    *(page for page in sorted((ROOT / "docs").rglob("*.md")) if page.name != "changes.md"),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
 KINDS = ("bash", "console", "json", "python", "text", "toml")
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)

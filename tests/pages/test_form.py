@@ -17,7 +17,7 @@ from tests.pages.shell import READY
 
 PAGE_IDS = [str(page.relative_to(ROOT)) for page in PAGES]
 each_page = pytest.mark.parametrize("page", PAGES, ids=PAGE_IDS)
-MARKDOWN = [*PAGES, ROOT / "docs" / "changes.md"]
+MARKDOWN = [*PAGES, ROOT / "CHANGELOG.md"]
 LINK = re.compile(r"\]\((?!https?://)([^)\s]+)\)")
 INLINE = re.compile(r"`((?:asyncdock|make|python -m) [^`]+)`")
 
@@ -144,7 +144,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in plain}
 
 
-@pytest.mark.parametrize("page", MARKDOWN, ids=[*PAGE_IDS, "docs/changes.md"])
+@pytest.mark.parametrize("page", MARKDOWN, ids=[*PAGE_IDS, "CHANGELOG.md"])
 def test_what_a_page_links_to_is_there(page: Path) -> None:
     for link in LINK.findall(page.read_text(encoding="utf-8")):
         name, _, anchor = link.partition("#")

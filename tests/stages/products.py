@@ -212,7 +212,7 @@ def figure_three(ranks: RankCoordinates, rollout: Layout) -> int:
 
 def of_stages(ranks: RankCoordinates, kind: str, folder: str) -> dict[str, Any]:
     """Gradients of a step, twice; of one whose activations are computed again, of one in bfloat16,
-    and of adapters where the order of passes allows them; and the
+    and of adapters; and the
     weights that the first one publishes, after it has written them below ``folder``."""
     found: dict[str, Any] = {}
     adapters = AdapterOptions(rank=4, alpha=8, targets=(), seed=0, dtype="float32")
@@ -222,8 +222,7 @@ def of_stages(ranks: RankCoordinates, kind: str, folder: str) -> dict[str, Any]:
         "again": {"activation_checkpointing": True},
     }
     variants["half"] = {"compute": torch.bfloat16}
-    if ranks.layout.pipeline == "auto":
-        variants["adapters"] = {"adapters": adapters}
+    variants["adapters"] = {"adapters": adapters}
     for name, more in variants.items():
         engine = TorchTrainEngine(model_of(kind), parallel=Sharded(ranks), **{**OPTIONS, **more})
         gradients, _ = gradients_of_step(engine, share(ranks), algorithm())

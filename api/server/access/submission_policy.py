@@ -19,23 +19,31 @@ from typing import Any
 from api.server import problems as answers
 from api.server.access.roots import below_root, leads_out
 from api.server.service import Settings
-from orchestration.recipe.bounds import out_of_bounds, read_toml
-from orchestration.recipe.load import fixed_problems, override, parse_recipe
+from orchestration.recipe.bounds import out_of_bounds
+from orchestration.recipe.load import (
+    SHIPPED,
+    extended,
+    fixed_problems,
+    override,
+    parse_recipe,
+    read_recipe,
+)
 from orchestration.recipe.model_files import KNOWN_MODELS
 from orchestration.recipe.problems import RecipeError, suggest
 from orchestration.recipe.schema import Recipe
-from orchestration.recipe.sections import TLS_FILES, VllmSection
+from orchestration.recipe.sections import VllmSection
+from orchestration.recipe.sections.retired import without_retired
 from orchestration.recipe.values import format_size
 from orchestration.run.storage import base_models
 from pipeline.index.address import redacted
 from pipeline.node import AUTO, LOOPBACK
 from pipeline.problems import Problem
+from stages.json_schema import IsCode, IsPath, marked
 from stages.prompts.conversations import is_template_name
 from stages.prompts.files import Reading
 from stages.prompts.tasks import HARMLESS
 
 LONGEST_NAME = 64
-SHIPPED = Path(__file__).resolve().parents[3] / "recipes"
 ASK = "ask the operator for {}"
 
 
@@ -49,18 +57,19 @@ def stored_recipes(settings: Settings) -> dict[str, Path]:
 
 
 def stored_recipe(settings: Settings, name: str) -> dict[str, Any]:
-    """Return the tables of a stored recipe, unchecked.
+    """Return the tables of a stored recipe over those that it extends, unchecked.
 
     Raises LookupError, and RecipeError when it cannot be read.
     """
     path = stored_recipes(settings)[name]  # a key of this dict, never part of a path
     try:
-        data = read_toml(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise RecipeError(
-            name, [Problem("recipe_name", name, f"cannot be read ({error})")]
-        ) from error
-    data.setdefault("name", name)
+        data, _ = read_recipe(path)
+    except RecipeError as error:
+        problems = [
+            Problem("recipe_name", name, f"cannot be read: {problem.key}: {problem.wrong}")
+            for problem in error.problems
+        ]
+        raise RecipeError(name, problems) from error
     return data
 
 
@@ -81,7 +90,7 @@ def accept(
     *,
     resumed: Path | None = None,
 ) -> Recipe:
-    """Return the recipe of ``data`` with ``overrides``.
+    """Return the recipe of ``data``, which may extend one of the package, with ``overrides``.
 
     Of files below the operator's roots it reads what ``reading`` allows (default: what a check
     reads). ``resumed``: the folder of a run of ``data`` that goes on. Raises RecipeError with all
@@ -93,7 +102,9 @@ def accept(
     ]
     if too_large:  # other checks could fail on such values, or take long
         raise RecipeError("recipe", too_large)
-    submission = _Submission(settings, copy.deepcopy(dict(data)))
+    submission = _Submission(
+        settings, without_retired(data) if resumed else copy.deepcopy(extended(data))
+    )
     for key, value in copy.deepcopy(dict(overrides)).items():
         if problem := override(submission.data, key, value, "overrides"):
             submission.problems.append(problem)
@@ -159,7 +170,7 @@ class _Submission:
         refused = {problem.key for problem in self.problems}
         moved = set[str]()
         try:
-            moved = base_models.moved(Recipe.model_validate(before), resolved, folder)
+            moved = base_models.moved(Recipe.recorded(before), resolved, folder)
         except base_models.BaseModelDiffers as differs:
             self.problems.append(
                 Problem(differs.key, resolved[differs.key], differs.wrong, differs.fix)
@@ -174,23 +185,16 @@ class _Submission:
     def refuse_code(self) -> None:
         """Refuse ``module:name`` that the operator has not listed, and templates that do more than
         name columns."""
-        code = {
-            **dict.fromkeys(self._each("reward.functions", "name"), ("reward", "spelling")),
-            **dict.fromkeys(self._each("stages", "use"), ("stage", "refused")),
-            "algorithm.name": ("algorithm", "grpo"),
-            "rollout.engine": ("engine", "torch"),
-            "train.engine": ("engine", "torch"),
-            **dict.fromkeys(self._of_sources("path"), ("dataset", "refused")),
-        }
-        for key, (kind, replacement) in code.items():
+        for key, code in [*marked(Recipe, self.data, IsCode)]:
             name = self.value(key)
             if (
                 isinstance(name, str)
                 and ":" in name
-                and name not in getattr(self.settings, f"allow_{kind}s")
+                and name not in getattr(self.settings, f"allow_{code.kind}s")
             ):
-                fix = f"use an installed name, or {ASK.format(f'--allow-{kind}')}"
-                self.refuse(key, name, "is code that this server does not run", fix, replacement)
+                fix = f"use an installed name, or {ASK.format(f'--allow-{code.kind}')}"
+                wrong = "is code that this server does not run"
+                self.refuse(key, name, wrong, fix, code.harmless)
         if any(problem.key.startswith("stages.") for problem in self.problems):
             self.data["stages"] = []  # nothing of them is imported
         for key in self._of_sources("template"):
@@ -358,19 +362,17 @@ class _Submission:
         settings = self.settings
         refused = {problem.key for problem in self.problems}
         models = ("model.source", "model.reference", "critic.source")
-        keys = [*models, "prompts.chat_template", *(f"pipeline.{name}" for name in TLS_FILES)]
         paths = dict(zip(self._of_sources("path"), self._of_sources("source"), strict=True))
-        keys += [
-            path
-            for path, kind in paths.items()
-            if self.value(kind) in ("jsonl", "parquet", "datasets")
-        ]
-        for sandboxed in (*self._each("reward.functions", "read"), *self._each("stages", "read")):
-            read = self.value(sandboxed)
-            keys += [
-                f"{sandboxed}.{index}"
-                for index in range(len(read) if isinstance(read, list) else 0)
-            ]
+        keys = list[str]()
+        for key, _ in marked(Recipe, self.data, IsPath):
+            value = self.value(key)
+            if key in paths and self.value(paths[key]) not in ("jsonl", "parquet", "datasets"):
+                continue
+            keys += (
+                [f"{key}.{index}" for index in range(len(value))]
+                if isinstance(value, list)
+                else [key]
+            )
         # Values that are no paths.
         plain = {
             **dict.fromkeys(models, KNOWN_MODELS),

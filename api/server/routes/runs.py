@@ -157,7 +157,7 @@ async def resume_run(
         return await _view(service, await service.registry.ask(path.run, "resume"))
     recipe = await _changed(service, request, record, body.overrides)
     if record.state not in ENDED:
-        if recipe != Recipe.model_validate(record.recipe):
+        if recipe != Recipe.recorded(record.recipe):
             detail = f"run {record.id!r} is {record.state}; its recipe can change when it has ended"
             fix = "stop it first; it goes on from its last step"
             raise HTTPProblem(
@@ -240,7 +240,7 @@ async def scale_run(
     A run that is resumed begins with its recipe's.
     """
     record = await service.registry.get(path.run)
-    overrides = overrides_of(Recipe.model_validate(record.recipe), body.rollout)
+    overrides = overrides_of(Recipe.recorded(record.recipe), body.rollout)
     await _changed(service, request, record, overrides)
     await request_scale(service.index(record.id), body.rollout)
     return await _view(service, record)

@@ -21,7 +21,6 @@ from urllib.parse import urlsplit
 from orchestration.recipe.checks.registry import Environment, check, machine_check, problem
 from orchestration.recipe.problems import value_or_none
 from orchestration.recipe.schema import Recipe
-from orchestration.recipe.sections import TLS_FILES
 from pipeline.compat.extras import install, is_installed
 from pipeline.index.address import Address, redacted
 from pipeline.node import AUTO, is_loopback, own_address
@@ -30,7 +29,7 @@ from pipeline.problems import Problem
 CLUSTER_FORM = re.compile(r"auto|local|(ray://)?(\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):[0-9]{1,5}")
 REACH = ("launch.remote_rollouts", "launch.launcher", "pipeline.index", "pipeline.index_serve")
 SERVED = ("pipeline.serve", "sync.transport", "sync.serve")
-TLS = tuple(f"pipeline.{name}" for name in TLS_FILES)
+TLS = ("pipeline.tls_certificate", "pipeline.tls_key", "pipeline.tls_authority")
 
 
 def index_host(recipe: Recipe) -> str:

@@ -163,9 +163,8 @@ def train_memory(recipe: Recipe, sizes: Sizes, parameters: int, prompt: int, lea
     share = -(-learned // train.shards)
     one = train.ranks == 1
     if train.pp > 1 and not recipe.adapters:
-        # The first stage has the embedding and the last the head: of tied weights, and with zbv,
-        # both are whole.
-        ends = sizes.outside if sizes.tied or train.pipeline == "zbv" else sizes.outside // 2
+        # The first stage has the embedding and the last the head: of tied weights both are whole.
+        ends = sizes.outside if sizes.tied else sizes.outside // 2
         share += -(-(ends * train.pp - sizes.outside) // train.shards)
     frozen = -(-parameters // train.shards) * item if recipe.adapters else 0
     activations, logits, gradients = max(
@@ -175,8 +174,6 @@ def train_memory(recipe: Recipe, sizes: Sizes, parameters: int, prompt: int, lea
         max(0, (parameters - sizes.outside) // sizes.layers - sizes.experts) // train.tp
         + sizes.experts // train.ep
     )
-    # Layers whose gradients wait to be scattered.
-    whole = -(-sizes.layers // train.pp) if train.pipeline == "zbv" else 0
     freed = (KEPT_ACTIVATIONS if batch.only else KEPT_SEVERAL) * activations
     kept = _kept(freed, item * batch.tokens * sizes.intermediate // train.tp)
     if not one and trained * layer < MAPPED_BYTES:
@@ -187,7 +184,7 @@ def train_memory(recipe: Recipe, sizes: Sizes, parameters: int, prompt: int, lea
         + (learned * item if recipe.mixed_precision and one else 0),
         "optimizer": 2 * share * trained,
         "gradients": gradients,
-        "gathered": 0 if one else item * (3 * layer + 2 * sizes.outside) + trained * whole * layer,
+        "gathered": 0 if one else item * (3 * layer + 2 * sizes.outside),
         "activations": activations,
         "logits": logits,
         "checkpoint copy": 3 * share * trained,
@@ -206,10 +203,8 @@ def _moments_of_a_step(
     item = ITEM_BYTES[recipe.model.dtype]
     # The outputs of a layer's two norms are of all tokens on each rank; experts take those of their
     # rank.
-    # Deferred gradients of matrices are computed from all tokens' inputs and gradients of outputs.
-    deferred = train.pipeline == "zbv"
     fed = batch.tokens * sizes.width
-    gathered = 4 if deferred else 1 if sizes.experts else 2
+    gathered = 1 if sizes.experts else 2
     one = (
         layer_bytes(sizes, item, batch.tokens) // train.tp
         + gathered * item * fed * (train.tp - 1) // train.tp
@@ -218,16 +213,11 @@ def _moments_of_a_step(
     if train.pp > 1:
         # ``vpp`` parts of a rank's layers, each as often as a micro-batch is between its passes on
         # the first rank.
-        interleaved = (
-            2 * train.pp if deferred else 2 * (train.pp - 1) + (train.vpp - 1) * train.pp + 1
-        )
+        interleaved = 2 * (train.pp - 1) + (train.vpp - 1) * train.pp + 1
         under_way = train.vpp if batch.only else train.pp if train.vpp == 1 else interleaved
         layers = under_way * -(-layers // (train.pp * train.vpp))
     # ``again``: what is computed again for the backward pass.
     each, again = (item * fed // train.tp, one) if train.activation_checkpointing else (one, 0)
-    # what parts keep from one pass to another for them is no more than their layers keep
-    if deferred:
-        again *= -(-sizes.layers // (2 * train.pp)) * (2 if batch.only else 2 * train.pp - 1)
     # Beside what the layer keeps: the gradients of its output, and of the two factors of its MLP's
     # product or inside norms.
     working = (

@@ -590,21 +590,10 @@ def experts_divide(recipe: Recipe) -> Iterator[Problem]:
         yield problem(recipe, "train.ep", wrong, f"use one of: {', '.join(fits)}")
 
 
-@check("train.pp", "train.vpp", "train.pipeline", "critic.pp", "model.source", "model.lora")
+@check("train.pp", "train.vpp", "critic.pp", "model.source")
 def layers_divide(recipe: Recipe) -> Iterator[Problem]:
-    """Checks that each part of a pipeline stage gets a layer, and that the order of passes is
-    possible."""
+    """Checks that each part of a pipeline stage gets a layer."""
     train = recipe.train
-    if train.pipeline == "zbv" and (train.pp == 1 or train.vpp != 2):
-        wrong = (
-            f"needs stages of two parts each, and train.pp = {train.pp}, train.vpp = {train.vpp}"
-        )
-        yield problem(
-            recipe, "train.pipeline", wrong, "set train.pp = 2 or more and train.vpp = 2, or 'auto'"
-        )
-    elif train.pipeline == "zbv" and recipe.adapters:
-        wrong = "defers gradients of matrices, which the adapters of model.lora.rank freeze"
-        yield problem(recipe, "train.pipeline", wrong, "set train.pipeline = 'auto'")
     if train.vpp > 1 and train.pp == 1:
         wrong = "divides the layers of pipeline stages, and train.pp = 1 makes none"
         yield problem(recipe, "train.vpp", wrong, "set train.vpp = 1, or train.pp = 2")

@@ -41,7 +41,17 @@ from stages.engines.bounds import LEAST, LEAST_TRAINED, MOST_TEMPERATURE
 from stages.engines.mock.options import MockRolloutOptions, MockTrainOptions
 from stages.engines.registry import BUILT_IN, Side
 from stages.flow.catalogue import Truncated
-from stages.json_schema import fault, key, only_where, schema_of, unit
+from stages.json_schema import (
+    CRITIC_IN_CHECKPOINT,
+    FixedOnResume,
+    IsCode,
+    IsPath,
+    fault,
+    key,
+    only_where,
+    schema_of,
+    unit,
+)
 from stages.parallel.options import RankSizes, Strategies
 
 
@@ -67,7 +77,7 @@ class LoraSection(Section):
 class ModelSection(Section):
     """The model that is trained."""
 
-    source: str = key(
+    source: Annotated[str, IsPath()] = key(
         ...,
         "`smollm2`, `tiny`, `tiny-moe`, `mock`, or the path of a folder with a Hugging Face "
         "checkpoint.",
@@ -77,7 +87,7 @@ class ModelSection(Section):
     dtype: Literal["float32", "bfloat16"] = key(
         "float32", "Number format of the weights. See also `train.precision`."
     )
-    reference: str | None = key(
+    reference: Annotated[str | None, IsPath()] = key(
         None,
         "Checkpoint of the frozen model of `ref_logprobs`. Default: the model as the run begins.",
         min_length=1,
@@ -146,7 +156,7 @@ class RolloutSection(Section):
 
     model_config = _no_options("rollout")
 
-    engine: str = key(
+    engine: Annotated[str, IsCode("engine", "torch")] = key(
         "torch",
         "`torch`, `vllm`, `mock`, an engine that an installed package registers, or "
         "`module:factory`.",
@@ -228,7 +238,7 @@ class RolloutSection(Section):
 class AlgorithmSection(Section):
     """The algorithm: credit and loss."""
 
-    name: str = key(
+    name: Annotated[str, IsCode("algorithm", "grpo")] = key(
         "grpo",
         "`grpo`, an algorithm that an installed package registers, or `module:Class`.",
         examples=["grpo", "my_algorithms:Reinforce"],
@@ -276,7 +286,11 @@ class TrainSection(Strategies, Section):
 
     model_config = _no_options("train")
 
-    engine: str = key(
+    engine: Annotated[
+        str,
+        IsCode("engine", "torch"),
+        FixedOnResume("the checkpoint has the state of this engine"),
+    ] = key(
         "torch",
         "`torch`, `mock`, an engine that an installed package registers, or `module:factory`.",
         min_length=1,
@@ -286,7 +300,10 @@ class TrainSection(Strategies, Section):
         {}, "Keyword arguments of the engine's factory. The built-in engines take none."
     )
     device: Device = key("auto", DEVICE_MEANING)
-    precision: Literal["auto", "mixed", "model"] = key(
+    precision: Annotated[
+        Literal["auto", "mixed", "model"],
+        FixedOnResume("the checkpoint has weights and moments in its number format"),
+    ] = key(
         "auto",
         "`mixed`: compute in `model.dtype`; master weights, gradient sums and optimizer state in "
         "float32. `model`: all "
@@ -295,7 +312,10 @@ class TrainSection(Strategies, Section):
         "float32.",
     )
     steps: Steps = key(..., "Optimizer steps of the whole run.")
-    groups_per_step: Groups = key(4, "Prompts of one optimizer step (P), each with its group.")
+    groups_per_step: Annotated[
+        Groups,
+        FixedOnResume("the gate counts the groups of all steps by it, of those already made too"),
+    ] = key(4, "Prompts of one optimizer step (P), each with its group.")
     learning_rate: float = key(1e-5, "Peak learning rate of AdamW.", gt=0)
     schedule: Literal["constant", "linear", "cosine"] = key(
         "constant", "Learning rate after the warm-up: constant, or down to 0 at the last step."
@@ -327,7 +347,10 @@ class TrainSection(Strategies, Section):
         "Of a model with experts: train with the trainer's `own` choices, or `replay` those of the "
         "rollout engine.",
     )
-    threads: CountOrZero = key(0, "CPU threads of one rank. 0: the launcher divides the cores.")
+    threads: CountOrZero = key(
+        0,
+        "CPU threads of one rank, also of a critic of its own. 0: the launcher divides the cores.",
+    )
     mock: Annotated[dict[str, Any], schema_of(MockTrainOptions)] = key(
         {}, 'Latency model of `engine = "mock"`.'
     )
@@ -337,7 +360,7 @@ class CriticSection(RankSizes, Section):
     """A critic of its own, for `algorithm.options.critic = "own"`. What is not set here is as in
     `train`."""
 
-    source: str | None = key(
+    source: Annotated[str | None, IsPath(), CRITIC_IN_CHECKPOINT] = key(
         None,
         "Its model, as `model.source`; a critic's checkpoint (`checkpoints/STEP/critic/model` of a "
         "run) brings its value head. Default: the model that the policy begins with.",
@@ -353,7 +376,6 @@ class CriticSection(RankSizes, Section):
         1, "Context-parallel ranks, as `train.cp`, by `train.context_parallel`; default 1."
     )
     pp: Count = key(1, "Pipeline stages, as `train.pp`; default 1, whatever that is.")
-    threads: CountOrZero = key(0, "CPU threads of one rank. 0: the launcher divides the cores.")
 
 
 def _teacher_url(value: object) -> object:
@@ -385,9 +407,6 @@ class TeacherSection(Section):
         5, "Further attempts of a request while the server is away, too slow or too busy."
     )
     in_flight: Annotated[int, Field(ge=1), unit("requests")] = key(8, "Requests at the same time.")
-
-
-TLS_FILES = ("tls_certificate", "tls_key", "tls_authority")
 
 
 class PipelineSection(Section):
@@ -441,11 +460,11 @@ class PipelineSection(Section):
         "workers, the one that leads to the index. `0.0.0.0`: all addresses of this node, of which "
         "that one is announced. Empty: it is not served.",
     )
-    tls_certificate: str = key(
+    tls_certificate: Annotated[str, IsPath()] = key(
         "", "PEM file of the warehouse's certificate. If set, nodes connect by TLS."
     )
-    tls_key: str = key("", "PEM file of its private key.")
-    tls_authority: str = key(
+    tls_key: Annotated[str, IsPath()] = key("", "PEM file of its private key.")
+    tls_authority: Annotated[str, IsPath()] = key(
         "", "PEM file of the authority that signed the other nodes' certificates."
     )
 
@@ -475,11 +494,10 @@ class SyncSection(Section):
         "Address of the trainer's node, for `collective`. `auto`: as pipeline.serve.",
         min_length=1,
     )
-    rolling: bool = key(True, "Replicas take turns to swap, so that some always generate.")
     at_once: Annotated[int, Field(ge=0), unit("replicas")] = key(
         0,
-        "Replicas that swap at the same time, with `rolling`. 0: a quarter of "
-        "`rollout.workers`, at least one.",
+        "Replicas that swap at the same time; they take turns, so that some always generate. 0: a "
+        "quarter of `rollout.workers`, at least one. As many as there are, or more: all together.",
     )
     prefetch: bool = key(
         True,
@@ -638,24 +656,19 @@ class LaunchSection(Section):
     stop_timeout: Seconds = key(
         60.0,
         "When the run is stopped: time for workers to finish their claims, and for the trainer to "
-        "write a checkpoint.",
+        "write a checkpoint. As long has a rollout worker that leaves to park what it holds, and "
+        "a host that leaves to move its samples.",
     )
     autoscale: AutoscaleSection = AutoscaleSection()
-    leave_timeout: Seconds = key(
-        60.0, "Time for a leaving rollout worker to park, and its host to move samples."
-    )
     readers: Literal["owner", "group", "all"] = key(
         "owner",
         "Users that may read the run's folder. Its `recipe.json` and its index are its "
         "owner's in any case.",
     )
-    collective_timeout: Seconds = key(
-        300.0, "Longest wait of a rank for the others in a collective call."
-    )
     hang_timeout: Seconds = key(
         120.0,
         "Longest time without a sign of life of a worker; then it is ended, and restarted "
-        "as a dead one.",
+        "as a dead one. Ranks wait 2.5 times as long for one another in a collective call.",
     )
     stall_timeout: Seconds = key(
         3600.0,
@@ -663,6 +676,11 @@ class LaunchSection(Section):
         "all others wait for (`asyncdock why`) is ended, and restarted. Above the longest "
         "response, step and evaluation.",
     )
+
+    @property
+    def collective_seconds(self) -> float:
+        """Longest wait of a rank for the others in a collective call."""
+        return 2.5 * self.hang_timeout
 
     @property
     def beat_seconds(self) -> float:
@@ -693,7 +711,7 @@ class StageSection(Section):
 
     model_config = ConfigDict(extra="allow")
 
-    use: str = key(
+    use: Annotated[str, IsCode("stage", "refused")] = key(
         ...,
         "A stage that an installed package registers, or `module:Class`.",
         min_length=1,
@@ -713,7 +731,7 @@ class StageSection(Section):
         "it always is.",
     )
     network: bool = NETWORK
-    read: list[str] = READ
+    read: Annotated[list[str], IsPath()] = READ
 
     @property
     def options(self) -> dict[str, Any]:

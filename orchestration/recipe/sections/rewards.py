@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from orchestration.recipe.values import Count, CountOrZero, Seconds, Section, SizeOrZero
-from stages.json_schema import key
+from stages.json_schema import IsCode, IsPath, key
 from stages.prompts.tasks import HARMLESS
 
 NETWORK = key(False, "In a sandbox: it uses the network, as for a judge behind a URL.")
@@ -23,7 +23,7 @@ READ = key(
 class RewardFunction(Section):
     """One reward function and its weight."""
 
-    name: str = key(
+    name: Annotated[str, IsCode("reward", "spelling")] = key(
         ...,
         "A reward of the package (`arithmetic`, `exact_number`, `reasoning_gym`, `spelling`), one "
         "that an installed package registers, or `module:function`.",
@@ -44,7 +44,7 @@ class RewardFunction(Section):
         "service.",
     )
     network: bool = NETWORK
-    read: list[str] = READ
+    read: Annotated[list[str], IsPath()] = READ
 
     @property
     def is_sandboxed(self) -> bool:

@@ -46,7 +46,7 @@ class ColocatedJob(UpdateJob):
             self.index,
             temperature=recipe.rollout.temperature,
             probe=probe_rule(recipe),
-            deadline=recipe.launch.collective_timeout,
+            deadline=recipe.launch.collective_seconds,
         )
         if self.coordinates.rank:
             self.make_rank_worker(device)

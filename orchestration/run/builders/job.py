@@ -134,7 +134,7 @@ class Job:
         and its first order says where. Raises OSError and ValueError for an address that does not
         serve."""
         recipe = self.recipe
-        timeout = self.recipe.launch.collective_timeout
+        timeout = self.recipe.launch.collective_seconds
         tls = recipe.pipeline.tls_contexts()
         if rank_group.coordinates.rank:
             order = await rank_group.receive()

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestration.recipe.schema import Recipe
+from orchestration.recipe.load import recorded_recipe
 from orchestration.recipe.values import format_size
 from orchestration.run.checkpoint import ASIDE, CheckpointUnusable, open_checkpoint, whole
 from orchestration.run.paths import RECIPE
@@ -100,7 +100,7 @@ def _verification(
 
 def _store_of(run: Path) -> CheckpointStore | None:
     try:
-        url = store_url(Recipe.from_json((run / RECIPE).read_text()), run)
+        url = store_url(recorded_recipe(run / RECIPE), run)
     except OSError:
         return None
     return CheckpointStore(url) if url else None

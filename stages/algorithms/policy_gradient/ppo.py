@@ -9,7 +9,7 @@ reward, values ─▶ prepare: GAE over each response ─▶ advantage (whitened
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 import pydantic
 from pydantic import Field
@@ -17,7 +17,7 @@ from pydantic import Field
 from stages.algorithms.interface import Algorithm, LossOutput, TokenBatch, with_defaults
 from stages.algorithms.policy_gradient.base import PolicyGradient
 from stages.flow.declarations import Columns, RunsOn
-from stages.json_schema import faults
+from stages.json_schema import CRITIC_IN_CHECKPOINT, faults
 
 if TYPE_CHECKING:
     import torch
@@ -149,7 +149,7 @@ class PPO(PolicyGradient, ValueLearner):
     credit_makes: ClassVar[Columns] = {}
     prepare_makes: ClassVar[Columns] = {"advantage": "float32 ragged", "returns": "float32 ragged"}
 
-    critic: Literal["trunk", "own"] = Field(
+    critic: Annotated[Literal["trunk", "own"], CRITIC_IN_CHECKPOINT] = Field(
         default="trunk",
         description="`trunk`: values are those of a linear layer on the policy's last hidden "
         "states, which is trained with it. `own`: of another model, with an engine and "

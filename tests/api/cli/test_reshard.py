@@ -134,7 +134,7 @@ def test_a_layout_that_the_train_engine_does_not_run_is_planned_and_named(
 ) -> None:
     code, out, _ = plan("tiny", "--train", layout, "--rollout", "dp=4")
     assert code == 0
-    assert "MindSpeed RL, Eq. 3" in out
+    assert "naive: gather, slice, keep both" in " ".join(out.split())
     assert ("! the train engine does not run this layout: " in " ".join(out.split())) == (
         expected is not None
     )
@@ -156,7 +156,7 @@ def test_a_model_that_the_engine_cannot_cut_is_named_in_its_words(tmp_path: Path
     )
 
 
-def test_the_table_fits_a_terminal_and_names_phases_ranks_and_eq3() -> None:
+def test_the_table_fits_a_terminal_and_names_phases_and_ranks() -> None:
     sets = ("--set", "model.dtype=bfloat16", "--set", "train.precision=model")
     code, out, _ = plan("tiny", "--train", "dp=4", "--rollout", "tp=2,dp=2", *sets)
     assert code == 0
@@ -168,7 +168,6 @@ def test_the_table_fits_a_terminal_and_names_phases_ranks_and_eq3() -> None:
     assert [
         line.split()[0] for line in out.splitlines() if line[:1].isdecimal() and "ranks" not in line
     ] == list("0123")
-    assert "Eq. 3" in out
 
 
 def test_a_checkpoint_is_planned_without_its_weights(tmp_path: Path) -> None:
@@ -186,7 +185,7 @@ def test_a_checkpoint_is_planned_without_its_weights(tmp_path: Path) -> None:
     report = json.loads(out)
     assert code == 0
     assert report["expert_bytes"] > 0
-    assert sum(report["naive"]["redundant"]) == report["naive"]["eq3"] == report["naive"]["general"]
+    assert sum(report["naive"]["redundant"]) > 0
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestration.recipe.field_problems import FUTURE_KEYS
-from orchestration.recipe.load import load_recipe, parse_recipe
+from orchestration.recipe.load import (
+    MOST_EXTENDED,
+    change_recipe,
+    load_recipe,
+    override,
+    parse_recipe,
+    recorded_recipe,
+)
 from orchestration.recipe.problems import RecipeError
 from orchestration.recipe.schema import Recipe
+from orchestration.recipe.sections.retired import RETIRED, Retired
 from orchestration.run.engines import rollout_engine
+from orchestration.run.run import Run
 from stages.parallel.layout import parse_layout
 from tests.orchestration.recipe.minimal import MINIMAL, problems
 
@@ -161,11 +171,7 @@ FAULTS = [
     ("train.dp=33", "train.dp", "<= 32"),
     ("train.pp=3", "train.pp", "use a value <= 2"),
     ("train.vpp=2", "train.vpp", "set train.vpp = 1, or train.pp = 2"),
-    (
-        "train.pipeline=zbv",
-        "train.pipeline",
-        "set train.pp = 2 or more and train.vpp = 2, or 'auto'",
-    ),
+    ("train.pipeline=zbv", "train.pipeline", "train.vpp = 2"),
     ("train.cp=3", "train.cp", "use one of: 1, 2, or set train.context_parallel = 'ring'"),
     ("train.context_parallel=rings", "train.context_parallel", "did you mean 'ring'?"),
     (
@@ -178,24 +184,6 @@ FAULTS = [
     ("train.steps.more=1", "--set", "section"),
     ("reward.functions.7.weight=1", "--set", "section"),
 ]
-
-
-def test_deferred_gradients_need_two_parts_a_stage_and_no_adapters(minimal: Path) -> None:
-    stages = ("train.pipeline=zbv", "train.pp=2")
-    for more, fix in (
-        (("train.vpp=3",), "set train.pp = 2 or more and train.vpp = 2, or 'auto'"),
-        ((), "set train.pp = 2 or more and train.vpp = 2, or 'auto'"),
-        (("train.vpp=2", "model.lora.rank=4"), "set train.pipeline = 'auto'"),
-    ):
-        [blamed] = [
-            problem
-            for problem in problems(minimal, *stages, *more)
-            if problem.key == "train.pipeline"
-        ]
-        assert (blamed.value, blamed.fix) == ("zbv", fix)
-    assert "train.pipeline" not in {
-        problem.key for problem in problems(minimal, *stages, "train.vpp=2")
-    }
 
 
 @pytest.mark.parametrize(("override", "key", "fix"), FAULTS)
@@ -356,3 +344,123 @@ def test_a_recipe_may_be_given_as_tables() -> None:
     }
     assert parse_recipe(tables).train.steps == 1
     assert "train" in tables  # left as it was
+
+
+# --- keys that have gone
+# --------------------------------------------------------------------------------------------------
+
+
+def recorded_with(folder: Path, minimal: Path, values: dict[str, Any]) -> Path:
+    """The recipe.json of a run of an earlier version, with ``values`` by dotted key."""
+    data = json.loads(load_recipe(minimal).to_json())
+    for key, value in values.items():
+        assert override(data, key, value) is None
+    path = folder / "recipe.json"
+    path.write_text(json.dumps(data))
+    return path
+
+
+@pytest.mark.parametrize(("key", "retired"), RETIRED.items(), ids=list(RETIRED))
+def test_a_key_that_has_gone_says_what_to_write(minimal: Path, key: str, retired: Retired) -> None:
+    value = json.dumps(retired.default)
+    for text in (value, "3"):
+        [problem] = [
+            problem for problem in problems(minimal, f"{key}={text}") if problem.key == key
+        ]
+        assert problem.wrong == "is no key any more"
+        assert problem.fix == retired.fix
+
+
+def test_a_run_of_an_earlier_version_resumes_unless_it_has_set_a_key_that_has_gone(
+    minimal: Path, tmp_path: Path
+) -> None:
+    defaults = {key: retired.default for key, retired in RETIRED.items()}
+    assert recorded_recipe(recorded_with(tmp_path, minimal, defaults)) == load_recipe(minimal)
+    for key, retired in RETIRED.items():
+        path = recorded_with(tmp_path, minimal, {**defaults, key: "another"})
+        with pytest.raises(RecipeError) as raised:
+            recorded_recipe(path)
+        [problem] = raised.value.problems
+        assert (problem.key, problem.value, problem.fix) == (key, "another", retired.fix)
+        with pytest.raises(RecipeError, match=retired.fix[:20]):
+            Run.resume(tmp_path)
+
+
+# --- recipes that extend others
+# --------------------------------------------------------------------------------------------------
+
+
+def written(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def test_a_recipe_says_what_differs_from_the_one_that_it_extends(tmp_path: Path) -> None:
+    path = written(
+        tmp_path,
+        "mine.toml",
+        'extends = "tiny"\n[train]\nsteps = 7\n[algorithm]\noptions = {kl_coef = 0.1}\n',
+    )
+    tiny = json.loads(load_recipe(ROOT / "recipes" / "tiny.toml").to_json())
+    whole = load_recipe(path, ["seed=4"])
+    tiny |= {"name": "mine", "description": "", "seed": 4}
+    tiny["train"]["steps"] = 7
+    tiny["algorithm"]["options"] = {"kl_coef": 0.1}
+    assert json.loads(whole.to_json()) == tiny
+    # A run keeps the whole recipe, so that it goes on without the files.
+    kept = written(tmp_path, "recipe.json", whole.to_json())
+    path.unlink()
+    assert load_recipe(kept) == whole
+
+
+def test_a_file_is_extended_by_its_path_beside_the_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(tmp_path, "team/base.toml", 'extends = "tiny"\n[rollout]\nstop = ["a", "b"]\n')
+    path = written(
+        tmp_path, "mine/deep.toml", 'extends = "../team/base.toml"\n[rollout]\nstop = ["c"]\n'
+    )
+    monkeypatch.chdir(tmp_path)
+    recipe = load_recipe(Path("mine") / "deep.toml")
+    assert (recipe.name, recipe.rollout.stop, recipe.rollout.max_tokens) == ("deep", ["c"], 4)
+    path.write_text('extends = "team/base.toml"\n')  # relative to the working directory
+    [problem] = problems(path)
+    assert (problem.key, problem.value) == ("extends", "team/base.toml")
+    assert str(path.parent) in problem.fix
+
+
+def test_what_cannot_be_extended_is_named(tmp_path: Path) -> None:
+    def fault(text: str, path: Path = tmp_path / "mine.toml") -> tuple[str, str]:
+        [problem] = problems(written(tmp_path, path.name, text))
+        assert problem.key == "extends"
+        return problem.wrong, problem.fix
+
+    assert "did you mean 'tiny'?" in fault('extends = "tinny"')[1]
+    assert "is no text" in fault("extends = 3")[0]
+    assert "is no text" in fault('extends = ["tiny"]')[0]
+    for name in ("", ".", "nowhere.toml", "x" * 5000, "a\\u0000b", "~nobody-of-that-name/a.toml"):
+        fault(f'extends = "{name}"')
+    assert "mine.toml → mine.toml" in fault('extends = "mine.toml"')[0]
+    written(tmp_path, "other.toml", 'extends = "mine.toml"')
+    assert "mine.toml → other.toml → mine.toml" in fault('extends = "other.toml"')[0]
+    for index in range(MOST_EXTENDED):
+        base = f"chain{index - 1}.toml" if index else "tiny"
+        written(tmp_path, f"chain{index}.toml", f'extends = "{base}"')
+    assert load_recipe(tmp_path / f"chain{MOST_EXTENDED - 2}.toml").train.steps == 80
+    assert "in a row" in problems(tmp_path / f"chain{MOST_EXTENDED - 1}.toml")[0].wrong
+    written(tmp_path, "broken.toml", "[train\n")
+    [problem] = problems(written(tmp_path, "mine.toml", 'extends = "broken.toml"'))
+    assert "is not TOML" in problem.wrong
+    deep = ".".join(["a"] * 5000)
+    written(tmp_path, "deep.toml", f"{deep} = 1")
+    found = problems(written(tmp_path, "mine.toml", f'extends = "deep.toml"\n{deep} = 2'))
+    assert "deep" in found[0].wrong
+
+
+def test_what_is_extended_cannot_be_set_in_a_recipe_that_is_whole(minimal: Path) -> None:
+    [problem] = problems(minimal, "extends=tiny")
+    assert (problem.key, problem.fix) == ("extends", "write it at the top of the recipe's own file")
+    with pytest.raises(RecipeError, match="extends"):
+        change_recipe(load_recipe(minimal), ["extends=tiny"])

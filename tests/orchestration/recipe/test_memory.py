@@ -4,7 +4,6 @@ fit."""
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from stages.engines.torch.head import token_logprobs
 from stages.engines.torch.packing import pack
 from stages.engines.torch.train import TorchTrainEngine
 from stages.models import tiny_tokenizer
-from stages.parallel.schedules import orders
 from tests.orchestration.recipe.minimal import problems
 
 CONFIG: dict[str, Any] = {
@@ -142,39 +140,6 @@ def test_the_parts_follow_the_recipe(minimal: Path) -> None:
     assert not memory_of(
         load_recipe(minimal, ["model.source=mock", "rollout.engine=mock", "train.engine=mock"])
     )
-
-
-@pytest.mark.parametrize("pp", [2, 3, 5])
-def test_parts_of_which_gradients_are_deferred_are_counted(minimal: Path, pp: int) -> None:
-    """At most 2 pp parts are between forward pass and gradients of matrices, 2 pp - 1 after the
-    backward pass; where they are not deferred 3 pp - 1 between both passes."""
-    most = {"F-B": 0, "F-W": 0, "B-W": 0}
-    for kind, pairs in (("auto", ["F-B"]), ("zbv", ["F-W", "B-W"])):
-        for order in orders(pp, 2, 4 * pp, kind=kind):
-            at = Counter[str]()
-            for action in order:
-                at[action.kind] += 1
-                most |= {pair: max(most[pair], at[pair[0]] - at[pair[-1]]) for pair in pairs}
-    assert most == {"F-B": 3 * pp - 1, "F-W": 2 * pp, "B-W": 2 * pp - 1}
-    recipe = load_recipe(minimal, [*BIG, "algorithm.group_size=8"])
-    for again in (False, True):
-        stages = {"pp": pp, "vpp": 2, "token_budget": 1024, "activation_checkpointing": again}
-        one, other = (
-            memory_of(
-                recipe.model_copy(
-                    update={"train": recipe.train.model_copy(update={**stages, **kind})}
-                )
-            )["train"]
-            for kind in ({}, {"pipeline": "zbv"})
-        )
-        assert other["gathered"] > one["gathered"]
-        if not again:
-            assert one["activations"] / other["activations"] == pytest.approx(
-                most["F-B"] / most["F-W"], rel=0.05
-            )
-    tokens = 256 + 511  # of a prompt with one response: two do not fit
-    sizes = Sizes(30, 576, 1536, 0, 0, 9, 3, 64, 49152, True)
-    assert other["activations"] >= most["B-W"] * (30 // (2 * pp)) * layer_bytes(sizes, 4, tokens)
 
 
 def test_a_step_s_peak_is_at_the_head_or_in_a_layer(minimal: Path) -> None:

@@ -154,3 +154,33 @@ def test_a_recipe_cannot_be_changed(minimal: Path) -> None:
     recipe = load_recipe(minimal)
     with pytest.raises(ValueError, match="frozen"):
         recipe.train.steps = 3  # type: ignore[misc]
+
+
+def test_every_key_that_is_a_path_is_absolute_in_the_recipe_of_a_run(
+    minimal: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in tables of a list: a host, or a resume from elsewhere, has another working folder."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "words.txt").write_text("")
+    recipe = load_recipe(minimal, files=False)
+    tables = recipe.model_dump()
+    tables["stages"] = [{"use": "my:Judge", "read": ["words.txt", "nowhere"]}]
+    tables["reward"]["functions"][0]["read"] = ["words.txt"]
+    tables["prompts"] |= {"chat_template": "words.txt"}
+    found = Recipe.model_validate(tables).with_absolute_paths()
+    words = str(tmp_path / "words.txt")
+    assert found.stages[0].read == [words, "nowhere"]
+    assert found.reward.functions[0].read == [words]
+    assert found.prompts.chat_template == words
+
+
+def test_options_of_the_algorithm_are_parsed_once_for_each_recipe(minimal: Path) -> None:
+    recipe = load_recipe(minimal, ["algorithm.name=dr_grpo"])
+    typed: Any = recipe.typed_algorithm
+    assert recipe.typed_algorithm is typed
+    assert typed.response_tokens == recipe.rollout.max_tokens == 64
+    longer = recipe.rollout.model_copy(update={"max_tokens": 65})
+    changed: Any = recipe.model_copy(update={"rollout": longer})
+    assert changed.typed_algorithm.response_tokens == 65, "what is parsed belongs to one recipe"
+    assert load_recipe(minimal, ["algorithm.name=dr_grpo"]) == recipe
+    assert "typed_algorithm" not in recipe.to_json()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from orchestration.recipe.load import FIXED, change_recipe
+from orchestration.recipe.load import change_recipe, fixed_keys
 from orchestration.recipe.problems import RecipeError
 from orchestration.run.execution import Execution, RunResult
 from orchestration.run.folder import RunFolder
@@ -181,13 +181,15 @@ def test_what_may_not_change_says_why(change: str, key: str) -> None:
     with pytest.raises(RecipeError) as refused:
         change_recipe(recipe(TINY), [change])
     found = {problem.key: problem.wrong for problem in refused.value.problems}
-    reason = next(reason for fixed, reason in FIXED.items() if f"{key}.".startswith(f"{fixed}."))
+    reason = next(
+        reason for fixed, reason in fixed_keys().items() if f"{key}.".startswith(f"{fixed}.")
+    )
     assert found[key] == f"cannot change in a resumed run: {reason}"
 
 
 def test_the_page_has_each_fixed_key_and_its_reason() -> None:
     page = (Path(__file__).parents[3] / "docs" / "cli.md").read_text(encoding="utf-8")
-    for key, reason in FIXED.items():
+    for key, reason in fixed_keys().items():
         assert f"| {reason} |" in page, key
 
 

@@ -121,9 +121,7 @@ def test_a_quarter_of_the_replicas_swap_at_the_same_time(replicas: int, at_once:
     of = recipe(MOCK, rollout__workers=replicas, launch__launcher="process")
     assert of.swaps_at_once == at_once
     assert (
-        recipe(
-            MOCK, rollout__workers=8, sync__rolling=False, launch__launcher="process"
-        ).swaps_at_once
+        recipe(MOCK, rollout__workers=8, sync__at_once=8, launch__launcher="process").swaps_at_once
         == 0
     )
     assert (

@@ -38,7 +38,6 @@ OWN: dict[str, Any] = {
     "algorithm__options": {"critic": "own", "value_epochs": 3, "critic_warmup_steps": 2},
     "pipeline__staleness": 0,
     "reward__functions": [{"name": "tests.orchestration.scores:early_letters"}],
-    "critic__threads": 1,
     "critic__learning_rate": 1e-3,
 }
 

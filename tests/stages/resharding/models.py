@@ -110,12 +110,11 @@ def layouts(draw: st.DrawFn, state: ModelState, world: int | None = None) -> Lay
         left //= sizes[axis]
     sizes["dp_replicate"] *= left
     sizes["vpp"] = draw(st.integers(1, 3)) if sizes["pp"] > 1 else 1
-    pipeline = draw(st.sampled_from(["auto", "zbv"])) if sizes["vpp"] == 2 else "auto"
     ep = draw(st.integers(1, 6)) if experts else 1
     etp = draw(st.sampled_from([None, 1, 2]))
     order = draw(st.sampled_from(["inner", "outer"]))
     for choice in (
-        {**sizes, "ep": ep, "etp": etp, "ep_order": order, "pipeline": pipeline},
+        {**sizes, "ep": ep, "etp": etp, "ep_order": order},
         sizes,
         {"dp_replicate": world},
     ):

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import Qwen2Config
 
+from benchmarks.redundant_bytes import redundant_eq3, redundant_general
 from stages.parallel.layout import Layout
 from stages.parallel.placement import ModelState, Placement, model_state, place
 from stages.resharding.plan import (
@@ -25,8 +26,6 @@ from stages.resharding.plan import (
     adamw_bytes,
     memory,
     plan_reshard,
-    redundant_eq3,
-    redundant_general,
     redundant_if_naive,
 )
 from tests.stages.resharding.models import layouts, moe_config, states

@@ -1,5 +1,5 @@
 """Pipeline parallelism: each rank has some of the layers, and hidden states go from rank to rank
-(1F1B, interleaved, ZBV).
+(1F1B, interleaved).
 
     embeddings ▸ layers ─ hidden states [1, S, H] ─▶ layers ─▶ … ─▶ layers ▸ norm ▸ head ▸ loss
                         ◀───── their gradients ────
@@ -29,7 +29,6 @@ from stages.engines.protocols import ModelRefused
 from stages.engines.torch.packed_model import Outputs, PackedModel
 from stages.engines.torch.packing import PackedBatch
 from stages.engines.torch.parallel.collectives import own_slice
-from stages.engines.torch.parallel.deferred import DeferredGradients
 from stages.engines.torch.parallel.mesh import Meshes
 from stages.engines.torch.parallel.runner import (
     LossOf,
@@ -191,8 +190,6 @@ class Pipeline(MicroBatchRunner):
         # To ranks after this one, and before: neither waits for the other.
         self._up, self._down = meshes.pipes
         self.last = self._layout.virtual_stages - 1
-        layers = [layer for stage in stages for layer in stage.layers]
-        self._deferred = DeferredGradients(layers) if self._layout.defers_gradients else None
         self._call(lambda: None)  # FSDP finds all stages before one takes the others' places
         # What the backward pass needs next: FSDP knows no order of several micro-batches that are
         # under way.
@@ -290,18 +287,12 @@ class Pipeline(MicroBatchRunner):
                     mail.send(action, out.detach())
                 if learn is not None:
                     under_way[virtual_stage, number] = hidden, out
-            elif action.kind == "W" and self._deferred is not None:
-                self._deferred.compute(
-                    action, [unit for layer in stage.layers for unit in _units(layer)]
-                )
             elif learn is not None:
                 hidden, out = under_way.pop((virtual_stage, number))
                 gradient = mail.receive(action.needs) if virtual_stage < self.last else None
                 learn(number)
                 self._model.set_modules_to_backward_prefetch([_units(stage.layers[-1])[-1]])
                 torch.autograd.backward(out, gradient)
-                if self._deferred is not None:
-                    self._deferred.keep(action)
                 if hidden is not None and hidden.grad is not None:
                     mail.send(action, hidden.grad)
         mail.close()
@@ -396,8 +387,6 @@ class _Mail:
 
     def _to(self, action: Action) -> int:
         """Return the rank that needs the result of ``action``; -1: none."""
-        if action.kind == "W":
-            return -1
         stage = action.stage + 1 if action.kind == "F" else action.stage - 1
         return self._pipeline.rank_of(stage) if 0 <= stage <= self._pipeline.last else -1
 

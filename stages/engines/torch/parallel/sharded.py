@@ -352,10 +352,6 @@ def _check(packed_model: PackedModel, layout: Layout) -> None:
             f"cp: {layout.cp} ranks cannot share {heads} heads evenly; use "
             f"context_parallel = 'ring'"
         )
-    if layout.defers_gradients and packed_model.adapters is not None:
-        raise ValueError(
-            "pipeline: 'zbv' defers gradients of matrices, which adapters freeze; use 'auto'"
-        )
 
 
 def _add_up(parameters: Iterable[DTensor], group: dist.ProcessGroup) -> None:

@@ -445,6 +445,44 @@ def test_stored_recipes_are_looked_up_and_never_joined_to_a_path(tmp_path: Path)
             stored_recipe(given, name)
 
 
+def test_a_recipe_in_a_request_extends_recipes_of_the_package_alone(tmp_path: Path) -> None:
+    """A path would show the requester a file of the server's machine, also by what is wrong with it."""
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "mine.toml").write_text('extends = "mock"\n[train]\nsteps = 7\n')
+    (tmp_path / "recipes" / "above.toml").write_text('extends = "mine.toml"\nseed = 3\n')
+    given = Settings(data=tmp_path, recipes=(tmp_path / "recipes",), roots=(tmp_path,))
+    short = accept(given, {"name": "short", "extends": "mock", "train": {"steps": 3}}, {})
+    assert (short.name, short.train.steps, short.train.engine) == ("short", 3, "mock")
+    assert stored_recipe(given, "mine")["train"] == {
+        "engine": "mock",
+        "steps": 7,
+        "groups_per_step": 4,
+    }
+    assert accept(given, stored_recipe(given, "above"), {}).train.steps == 7
+    for name in (
+        "mine",
+        str(tmp_path / "recipes" / "mine.toml"),
+        "recipes/mine.toml",
+        "../recipes/mock",
+        "mock.toml",
+        "/etc/passwd",
+        "",
+        3,
+        ["mock"],
+    ):
+        with pytest.raises(RecipeError) as raised:
+            accept(given, {"name": "x", "extends": name}, {})
+        [problem] = raised.value.problems
+        assert (problem.key, problem.value) == ("extends", name)
+        assert "mock" in problem.fix or "tiny" in problem.fix
+        assert str(tmp_path) not in f"{problem.wrong}{problem.fix}"
+    assert "extends" in refused({**MOCK}, overrides={"extends": "tiny"})
+    (tmp_path / "recipes" / "mine.toml").write_text('extends = "nothing"\n')
+    with pytest.raises(RecipeError) as raised:
+        stored_recipe(given, "mine")
+    assert [problem.key for problem in raised.value.problems] == ["recipe_name"]
+
+
 TABLES = st.recursive(
     st.none()
     | st.booleans()

@@ -16,7 +16,7 @@ import torch
 
 from api.server.access.tokens import Scope, Tokens
 from api.server.service import Settings
-from orchestration.recipe.load import FIXED
+from orchestration.recipe.load import fixed_keys
 from orchestration.run.documents import CHECKPOINT_REPORTED
 from orchestration.run.storage import base_models
 from orchestration.service.registry import Registry
@@ -71,7 +71,7 @@ async def test_a_submitted_run_waits_and_is_all_there(client: Client) -> None:
     assert (run["steps_done"], run["reward"], run["started"], run["ended"]) == (0, None, None, None)
     assert run["position"] >= 1
     assert run["recipe"]["train"]["steps"] == 3
-    assert run["recipe"]["sync"]["rolling"] is True  # with every default
+    assert run["recipe"]["sync"]["probe"] is True  # with every default
     assert await (await client.get(response.headers["Location"])).json() == run
     stages = await (await client.get(f"/v1/runs/{run['id']}/stages")).json()
     assert (stages["stages"], stages["gate"]["admitted"]) == ([], 0)
@@ -237,8 +237,8 @@ async def test_an_ended_run_waits_again_with_the_changes_of_its_recipe(
     }
     details = await problem(await client.post(f"/v1/runs/{run}/resume", json=body), 422)
     found = {error["field"]: error["wrong"] for error in details["errors"]}
-    assert found["seed"] == f"cannot change in a resumed run: {FIXED['seed']}"
-    assert found["model.dtype"] == f"cannot change in a resumed run: {FIXED['model']}"
+    assert found["seed"] == f"cannot change in a resumed run: {fixed_keys()['seed']}"
+    assert found["model.dtype"] == f"cannot change in a resumed run: {fixed_keys()['model']}"
     assert "is code that this server does not run" in found["algorithm.name"]
     assert "train.stepz" in found
     assert await (await client.get(f"/v1/runs/{run}")).json() == stopped

@@ -23,7 +23,7 @@ from tests.stages.sharded import algorithm as grpo
 
 # kind of model (see tests/stages/sharded.py), strategies, and options of the engine
 RING = {"context_parallel": "ring"}  # for any number of heads
-ZBV: dict[str, Any] = {"pp": 2, "vpp": 2, "pipeline": "zbv"}
+INTERLEAVED = {"pp": 2, "vpp": 2}
 PRODUCTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("qwen3", {"dp": 4, "dp_replicate": 2}, {}),
     ("biased", {"dp": 2, "dp_replicate": 2, "tp": 2}, {}),
@@ -51,16 +51,14 @@ PRODUCTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("biased-4", {"pp": 4}, {}),
     ("llama-4", {"dp": 2, "pp": 2}, {}),
     ("qwen3-5", {"dp": 2, "tp": 2, "pp": 2}, {}),
-    ("biased-6", {"dp": 2, "pp": 2, "vpp": 2}, {}),
+    ("biased-6", {"dp": 2, **INTERLEAVED}, {}),
     ("llama-6", {"pp": 2, "vpp": 3}, {}),
-    ("llama-5", ZBV, {}),
-    ("biased-5", {"dp": 2, **ZBV}, {}),
-    ("qwen3-5", {"tp": 2, **ZBV}, {}),
+    ("qwen3-5", {"tp": 2, **INTERLEAVED}, {}),
     ("grouped-4", {"cp": 2, "pp": 2}, {}),
     ("experts", {"tp": 2, "pp": 2, "ep": 2}, {}),
     ("moe", {"dp": 2, "pp": 2, "ep": 2}, {}),
-    ("experts-4", {"dp": 2, "ep": 2, **ZBV}, {}),
-    ("llama-8", {**ZBV, "pp": 4}, {}),
+    ("experts-4", {"dp": 2, "ep": 2, **INTERLEAVED}, {}),
+    ("llama-8", {**INTERLEAVED, "pp": 4}, {}),
 ]
 # A checkpoint of one product, resumed at the next: of models with experts, and of others.
 OF_EXPERTS = [product for product in PRODUCTS if product[0] in ("experts", "moe")]
@@ -71,10 +69,9 @@ OF_STAGES = [
 ]
 OTHERS = [product for product in PRODUCTS if "-" not in product[0] and product not in OF_EXPERTS]
 PAIRS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-    ("experts-4", {"dp": 2, "ep": 2, **ZBV}, {"dp": 2, "pp": 2, "vpp": 2, "ep": 2}),
-    ("llama-4", ZBV, {"dp": 2}),
+    ("experts-4", {"dp": 2, "ep": 2, "pp": 2}, {"dp": 2, "ep": 2, **INTERLEAVED}),
     ("qwen3-5", {"dp": 2}, {"pp": 2}),
-    ("llama-4", {"pp": 2, "vpp": 2}, {"dp": 2}),
+    ("llama-4", INTERLEAVED, {"dp": 2}),
     *(
         (kind, first, then)
         for some in (OTHERS, OF_STAGES, OF_EXPERTS)

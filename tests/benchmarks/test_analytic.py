@@ -11,8 +11,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.analytic import Hardware, analytic_costs
 from orchestration.recipe.schema import Recipe
-from orchestration.simulation.analytic import Hardware, analytic_costs
 from stages.models import tiny_tokenizer
 from tests.orchestration.runs import TINY, recipe
 

@@ -60,8 +60,6 @@ def sent(model: ModelState, at: RankCoordinates, step: Step) -> dict[str, float]
     is_first = at.stage == 0
     is_last = at.stage == layout.last_stage
     ends = is_first + is_last  # passes whose results stay on the rank
-    if layout.defers_gradients:
-        ends = 2 * (is_first + (at.stage == layout.pp - 1))
     nbytes = {
         "dp": passes * gathered * (2 * step.item + step.reduced)
         + passes * gathered_outside * (layout.vpp * step.item + step.reduced),

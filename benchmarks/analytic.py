@@ -4,14 +4,15 @@
     training    6 operations a parameter and token (8 with activation checkpointing), and attention; bytes that ranks send
     reference   2 operations a parameter and token          swap    bytes of the weights over the link
 
-Rates that are really reached, not those of data sheets, give the better forecast: a profile, or
-`--costs`, gives the best.
+Rates that are really reached, not those of data sheets, give the better forecast; costs that are
+measured (`asyncdock plan profile`) give the best.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
+from benchmarks.rank_bytes import Step, waited_for
 from orchestration.recipe.checks.memory_parts import ITEM_BYTES, Sizes
 from orchestration.recipe.model_files import experts_of
 from orchestration.recipe.planner import config_of, parameters_of, prompt_limits, trained_state
@@ -19,7 +20,6 @@ from orchestration.recipe.problems import value_or_none
 from orchestration.recipe.schema import Recipe
 from orchestration.simulation.costs import ASSUMED, Costs
 from orchestration.simulation.mock_costs import prompt_tokens_of
-from stages.parallel.costs import Step, waited_for
 
 BETWEEN_STEPS = 0.2  # seconds: claims, commits and the step's event of some thousand samples
 BETWEEN_STEPS_SOURCE = f"{BETWEEN_STEPS:g} s between two steps, as assumed"
@@ -35,31 +35,6 @@ class Hardware:
     within: float = 200e9
     between: float = 25e9
     node: int = 8
-
-    @classmethod
-    def of(cls, text: str) -> Hardware:
-        """From ``flops=400e12,bandwidth=3e12``. Raises ValueError with what is wrong."""
-        given = dict[str, float]()
-        names = [field.name for field in fields(cls)]
-        for part in filter(None, text.split(",")):
-            name, _, value = part.partition("=")
-            if name.strip() not in names:
-                raise ValueError(
-                    f"{name.strip()!r} is not known; write NAME=NUMBER of {', '.join(names)}"
-                )
-            try:
-                given[name.strip()] = float(value)
-            except ValueError:
-                raise ValueError(
-                    f"{name.strip()} = {value!r} is no number; write it as 400e12"
-                ) from None
-        lacking = [name for name in ("flops", "bandwidth") if not given.get(name, 0) > 0]
-        if lacking or min(given.values()) <= 0:
-            raise ValueError(
-                f"{', '.join(lacking) or 'each number'} must be given, above 0; as "
-                f"flops=400e12,bandwidth=3e12"
-            )
-        return cls(**{**given, "node": int(given.get("node", 8))})  # type: ignore[arg-type]
 
 
 def analytic_costs(recipe: Recipe, hardware: Hardware, response_tokens: float) -> Costs:
@@ -112,7 +87,7 @@ def analytic_costs(recipe: Recipe, hardware: Hardware, response_tokens: float) -
     sending = _sending(recipe, hardware, tokens, sizes.width, sizes.head, chosen)
     link = hardware.between if ranks + recipe.rollout.workers > hardware.node else hardware.within
     known = dict.fromkeys(
-        Costs.__dataclass_fields__, "derived from the model's sizes and --hardware"
+        Costs.__dataclass_fields__, "derived from the model's sizes and the device's rates"
     )
     return Costs(
         row_rate=1 / weights,
