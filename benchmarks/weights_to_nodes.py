@@ -58,6 +58,7 @@ from pipeline.index.client import Index, RunConfig
 from pipeline.index.embedded import EmbeddedIndex, die_with_parent
 from pipeline.spans import Spans
 from pipeline.warehouse.arena import shared_memory_directory
+from pipeline.wire.blocking import connect
 from stages.engines.mock.engines import MockRolloutEngine, MockTrainEngine
 from stages.engines.mock.options import MockRolloutOptions, MockTrainOptions
 from stages.engines.protocols import SamplingParams
@@ -68,7 +69,6 @@ from stages.weights.chain import PIECE_BYTES, receive_pieces
 from stages.weights.changes import changes
 from stages.weights.collective import WeightSender
 from stages.weights.depot import Arriving, Depot
-from stages.weights.secret_socket import connect
 from stages.weights.store import Published, WeightStore
 
 SECRET = b"of one benchmark run on one machine"

@@ -4,7 +4,7 @@ they run.
     rank 0: a store ◀── served at an address that the rank group's log has ◀── rank r: a connection for each calling thread
 
 Both ends of a connection prove that they know the run's secret
-(:mod:`stages.weights.secret_socket`), inside TLS where the recipe has certificates. The log also
+(:mod:`pipeline.wire.blocking`), inside TLS where the recipe has certificates. The log also
 orders: rank r connects when rank 0 listens.
 """
 
@@ -19,8 +19,8 @@ from typing import Any
 
 from torch.distributed import HashStore, Store
 
+from pipeline.wire.blocking import SecretServer, SecretSocket, connect
 from stages.weights.depot import CONNECT_SECONDS
-from stages.weights.secret_socket import SecretServer, SecretSocket, connect
 
 # for which the store waits for a rank's next call: another group is made much later
 IDLE_SECONDS = 14 * 86400.0

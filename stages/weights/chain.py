@@ -19,8 +19,8 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
+from pipeline.wire.blocking import SecretSocket
 from stages.weights.changes import apply_changes, changes
-from stages.weights.secret_socket import SecretSocket
 from stages.weights.store import Published
 
 PIECE_BYTES = 2**20  # that are sent on at once

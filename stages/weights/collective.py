@@ -8,7 +8,7 @@ sends them to which. Each rank of a trainer sends the buckets that it has publis
     node B: request v ───────────────────────────▶ the chain of v: A before B
         ◀── have it, from A ────────────────────── B connects to A, with the same proof
 
-Bytes travel on the proven connections themselves (``secret_socket``), from host memory to host
+Bytes travel on the proven connections themselves (``pipeline.wire``), from host memory to host
 memory. A connection serves one request: when one end dies the other gets an error, at once or after
 a timeout, and asks again.
 """
@@ -30,9 +30,9 @@ import structlog
 import torch
 
 from pipeline.node import node_id
+from pipeline.wire.blocking import SecretServer, SecretSocket
 from stages.weights.chain import Chain, pieces_of, send_pieces
 from stages.weights.depot import STALL_SECONDS, Depot
-from stages.weights.secret_socket import SecretServer, SecretSocket
 from stages.weights.store import Probe, Published, WeightStore
 
 log = structlog.get_logger()

@@ -32,9 +32,9 @@ import structlog
 import torch
 
 from pipeline.node import is_here
+from pipeline.wire.blocking import SecretServer, SecretSocket, connect
 from stages.threads import deferred
 from stages.weights.chain import SILENT_SECONDS, Address, pieces_of, receive_pieces, send_pieces
-from stages.weights.secret_socket import SecretServer, SecretSocket, connect
 from stages.weights.store import (
     Published,
     WeightsDamaged,

@@ -29,7 +29,7 @@ from orchestration.run.run import WHERE, Run, RunError, RunResult, sweep_leftove
 from pipeline.index.client import RunConfig
 from pipeline.warehouse.arena import shared_memory_directory
 from pipeline.warehouse.dock import Dock
-from pipeline.warehouse.wire.protocol import WarehouseUnreachable
+from pipeline.warehouse.requests import WarehouseUnreachable
 from stages.engines.mock.engines import MockRolloutEngine
 from stages.engines.protocols import SwapTimes
 from stages.rollout.weight_follower import ATTEMPTS

@@ -21,15 +21,15 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.warehouse.wire.protocol import proof
+from pipeline.warehouse.requests import proof
+from pipeline.wire import blocking
+from pipeline.wire.blocking import connect
 from stages.weights import depot as weight_link
-from stages.weights import secret_socket
 from stages.weights.collective import Credentials, WeightSender
 from stages.weights.depot import Depot
-from stages.weights.secret_socket import connect
 from stages.weights.store import Published, WeightsDamaged, WeightStore, WeightsUnreachable
 from tests.forked import forks
-from tests.pipeline.warehouse.wire.served import certificate
+from tests.pipeline.wire.served import certificate
 
 TIMEOUT = 20.0
 SECRET = b"the secret of this run"
@@ -375,7 +375,7 @@ def test_a_trainer_that_does_not_know_the_secret_is_not_believed(
             ) -> None:
                 sock, _ = listening.accept()
                 with sock:
-                    sock.sendall(secret_socket._HELLO.pack(b"ADKL", 1, b"\1" * 32))
+                    sock.sendall(blocking._HELLO.pack(b"ADKL", 1, b"\1" * 32))
                     request = sock.recv(64, socket.MSG_WAITALL)
                     sock.sendall(request[32:] if answer is None else answer.ljust(32))
 
@@ -424,13 +424,11 @@ def test_a_proof_is_good_for_one_connection(sender: WeightSender) -> None:
 def test_unproven_connections_keep_no_engine_out(sender: WeightSender, receiver: Depot) -> None:
     """More of them than are kept: the oldest are dropped, at the latest when their time is over."""
     published = sender.publish(1, weights(1).items())
-    unproven = [
-        socket.create_connection(address(sender)) for _ in range(3 * secret_socket.UNPROVEN)
-    ]
+    unproven = [socket.create_connection(address(sender)) for _ in range(3 * blocking.UNPROVEN)]
     try:
         assert same(receiver.read(published), 1)
         with sender._server._turn:
-            assert len(sender._server._unproven) <= secret_socket.UNPROVEN
+            assert len(sender._server._unproven) <= blocking.UNPROVEN
     finally:
         for one in unproven:
             one.close()

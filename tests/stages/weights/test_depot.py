@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 import torch
 
+from pipeline.wire.blocking import SecretSocket
 from stages.weights import chain, collective, depot
 from stages.weights.chain import Chain, pieces_of
 from stages.weights.collective import WeightSender
 from stages.weights.depot import Depot
-from stages.weights.secret_socket import SecretSocket
 from stages.weights.store import Published, WeightsDamaged, WeightStore, WeightsUnreachable, joined
 from tests.stages.weights.test_collective import SECRET, TIMEOUT, nodes, same, start, weights
 

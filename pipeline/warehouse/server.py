@@ -19,7 +19,7 @@ from pipeline.blocks import BlockError, BlockReader, Found, Runs
 from pipeline.columns import ColumnError, Schema
 from pipeline.first_of import cancel_all
 from pipeline.warehouse.arena import Arena, StaleHandle
-from pipeline.warehouse.wire.protocol import (
+from pipeline.warehouse.requests import (
     HEAD,
     HELLO,
     MAX_MESSAGE,
@@ -42,7 +42,7 @@ from pipeline.warehouse.wire.protocol import (
     proof,
     schema_digest,
 )
-from pipeline.warehouse.wire.stream import PIECE, SLICES, Stream
+from pipeline.wire.stream import PIECE, SLICES, Stream
 
 log = structlog.get_logger()
 

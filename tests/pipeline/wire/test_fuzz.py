@@ -14,15 +14,15 @@ import torch
 from pipeline.blocks import BlockError, BlockReader, pack
 from pipeline.columns import ColumnError
 from pipeline.warehouse.arena import Arena, StaleHandle
-from pipeline.warehouse.wire.protocol import (
+from pipeline.warehouse.requests import (
     Limits,
     ReadRequest,
     TransferError,
     parse_head,
     parse_request,
 )
-from pipeline.warehouse.wire.server import WarehouseServer, plan_reply, reply_batches
-from tests.pipeline.warehouse.wire.served import (
+from pipeline.warehouse.server import WarehouseServer, plan_reply, reply_batches
+from tests.pipeline.wire.served import (
     COLUMNS,
     ROWS,
     SCHEMA,

@@ -10,7 +10,7 @@ import torch
 
 from pipeline.blocks import PackedRows, pack
 from pipeline.warehouse.arena import Arena, StaleHandle
-from pipeline.warehouse.wire.protocol import (
+from pipeline.warehouse.requests import (
     WRITE,
     Limits,
     Request,
@@ -18,8 +18,8 @@ from pipeline.warehouse.wire.protocol import (
     WriteRequest,
     parse_request,
 )
-from pipeline.warehouse.wire.server import WarehouseServer
-from tests.pipeline.warehouse.wire.served import (
+from pipeline.warehouse.server import WarehouseServer
+from tests.pipeline.wire.served import (
     ROWS,
     SCHEMA,
     SECRET,

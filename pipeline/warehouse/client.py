@@ -20,7 +20,7 @@ from aiohappyeyeballs import start_connection
 from pipeline.blocks import PackedRows
 from pipeline.columns import Column, Packed, Schema
 from pipeline.warehouse.arena import StaleHandle
-from pipeline.warehouse.wire.protocol import (
+from pipeline.warehouse.requests import (
     COPY,
     HEAD,
     HELLO,
@@ -43,7 +43,7 @@ from pipeline.warehouse.wire.protocol import (
     read_head,
     schema_digest,
 )
-from pipeline.warehouse.wire.stream import Stream
+from pipeline.wire.stream import Stream
 
 T = TypeVar("T")
 

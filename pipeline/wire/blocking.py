@@ -7,7 +7,7 @@ anything else.
             ◀── HMAC(secret, all so far)    compare, else drop
     messages (msgpack, small) and bytes, both ways
 
-The same proof as the warehouse wire's (``warehouse.wire``), for threads. What follows the proof is
+The same proof as the warehouse's, for threads. What follows the proof is
 neither encrypted nor signed: where a third party could read or change packets, give TLS contexts.
 """
 
@@ -29,7 +29,7 @@ from typing import Any
 import msgpack
 import structlog
 
-from pipeline.warehouse.wire.protocol import check_secret, proof
+from pipeline.warehouse.requests import check_secret, proof
 
 log = structlog.get_logger()
 

@@ -16,13 +16,13 @@ import torch
 from pipeline.blocks import pack
 from pipeline.columns import Schema
 from pipeline.warehouse.arena import Arena
-from pipeline.warehouse.wire.protocol import (
+from pipeline.warehouse.requests import (
     Limits,
     TransferError,
     WarehouseUnreachable,
 )
-from pipeline.warehouse.wire.server import WarehouseServer
-from tests.pipeline.warehouse.wire.served import (
+from pipeline.warehouse.server import WarehouseServer
+from tests.pipeline.wire.served import (
     EIGHT,
     SCHEMA,
     SECRET,
