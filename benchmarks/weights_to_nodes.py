@@ -65,7 +65,7 @@ from stages.engines.protocols import SamplingParams
 from stages.models import model_folder
 from stages.rollout.stage import Rollout
 from stages.rollout.weight_follower import SwapPolicy, WeightFollower
-from stages.weights.chain import PIECE_BYTES, receive_pieces
+from stages.weights.chain import PIECE_BYTES, SERVICE, receive_pieces
 from stages.weights.changes import changes
 from stages.weights.collective import WeightSender
 from stages.weights.depot import Arriving, Depot
@@ -143,7 +143,9 @@ def direct(depot: Depot, published: Published) -> None:
     """A copy of this engine's own from the trainer."""
     memory = np.empty(published.nbytes, np.uint8)
     arriving = Arriving(published, memory)
-    with closing(connect(arriving.sources[0], SECRET, connecting=5.0, timeout=60.0)) as trainer:
+    with closing(
+        connect(arriving.sources[0], SECRET, SERVICE, connecting=5.0, timeout=60.0)
+    ) as trainer:
         trainer.send_message(arriving.request(0, 0, 1, serves=None, failed=[("0.0.0.0", 1)] * 2))
         assert trainer.receive_message() == {"have": True, "from": None}
         for _ in receive_pieces(trainer, memory, arriving.pieces[0], 0, 60.0):

@@ -76,6 +76,7 @@ BOUNDARIES: Mapping[str, tuple[str, ...]] = {
         "pipeline/wire/test_fuzz.py",
         "pipeline/wire/test_handshake.py",
         "pipeline/wire/test_refusals.py",
+        "pipeline/wire/test_services.py",
         "stages/training/test_rank_ports.py",
         "stages/training/test_rendezvous.py::test_a_process_without_the_secret_is_not_let_in",
         f"{_WEIGHTS}::test_an_engine_without_the_runs_secret_gets_nothing",

@@ -1,56 +1,48 @@
-"""A blocking connection: both ends prove that they know the run's secret before either reads
-anything else.
+"""The wire for threads: proven connections, their server, and frames (``frames.py``) on them.
 
-    connect ─────────────────────────────▶ accept
-            ◀── hello: magic, version, nonce
-    nonce, HMAC(secret, all so far) ─────▶ compare, else drop
-            ◀── HMAC(secret, all so far)    compare, else drop
-    messages (msgpack, small) and bytes, both ways
-
-The same proof as the warehouse's, for threads. What follows the proof is
-neither encrypted nor signed: where a third party could read or change packets, give TLS contexts.
+A connection is plain TCP after its proof (``handshake.py``), or TLS from its first byte.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-import os
 import socket
 import ssl
 import struct
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
 import msgpack
 import structlog
 
-from pipeline.warehouse.requests import check_secret, proof
+from pipeline.wire.frames import (
+    HEAD,
+    MESSAGE,
+    MESSAGE_BYTES,
+    Head,
+    Most,
+    TransferError,
+    advance,
+    parse_head,
+)
+from pipeline.wire.handshake import (
+    ANSWER,
+    HELLO,
+    HELLO_SECONDS,
+    ClientHandshake,
+    ServerHandshake,
+    Unproven,
+    check_secret,
+)
 
 log = structlog.get_logger()
 
-HELLO_SECONDS = 5.0  # for all of a handshake
-# connections that have not proven the secret yet; with one more the oldest is dropped
-UNPROVEN = 32
-MOST_MESSAGE = 2**16  # bytes
 PIECE = 2**22  # bytes that are received at once
-VERSION = 1
-_MAGIC = b"ADKL"
-_HELLO = struct.Struct("<4sH32s")  # magic, version, nonce
-_LENGTH = struct.Struct("<I")
-_PROOF = hashlib.sha256().digest_size
-_NONCE = 32
 
 
-class ProofRefused(ConnectionError):
-    """The other end has not proven that it knows the secret."""
-
-
-class SecretSocket:
+class BlockingStream:
     """One end of a proven connection.
 
     ``timeout``: seconds for which it waits for the other end, each time.
@@ -58,10 +50,11 @@ class SecretSocket:
 
     def __init__(self, sock: socket.socket, timeout: float) -> None:
         self._sock = sock
-        self._flags = 0 if isinstance(sock, ssl.SSLSocket) else socket.MSG_WAITALL
+        self._tls = isinstance(sock, ssl.SSLSocket)
+        self._flags = 0 if self._tls else socket.MSG_WAITALL
         sock.settimeout(timeout)
         # the kernel keeps the deadline: Python's own costs a call before each piece
-        if self._flags:
+        if not self._tls:
             sock.settimeout(None)
             for direction in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
                 sock.setsockopt(
@@ -77,27 +70,27 @@ class SecretSocket:
         """The address of this end."""
         return str(self._sock.getsockname()[0])
 
-    def send_message(self, message: Any) -> None:
-        packed = msgpack.packb(message)
-        self._sock.sendall(_LENGTH.pack(len(packed)) + packed)
-
-    def receive_message(self) -> Any:
-        """Returns the next message. Raises ConnectionError, also for bytes that are no message."""
-        (length,) = _LENGTH.unpack(_received(self._sock, _LENGTH.size))
-        if length > MOST_MESSAGE:
-            raise ConnectionError(
-                f"a message of {length} bytes came, at most {MOST_MESSAGE} are taken"
-            )
+    def send_frame(
+        self, kind: int, control: bytes = b"", payload: bytes | memoryview = b""
+    ) -> None:
+        """Send a frame, ``payload`` from where it lies. Raises OSError."""
+        head = HEAD.pack(kind, len(control), len(payload)) + control
+        pending = [memoryview(head)]
+        if payload:
+            pending.append(memoryview(payload))
         try:
-            return msgpack.unpackb(_received(self._sock, length))
-        except ValueError as error:
-            raise ConnectionError(f"a message came that cannot be read ({error})") from None
-
-    def send(self, data: memoryview) -> None:
-        try:
-            self._sock.sendall(data)
+            while pending:
+                if self._tls:
+                    self._sock.sendall(pending.pop(0))
+                else:
+                    advance(pending, self._sock.sendmsg(pending))
         except BlockingIOError:
             raise TimeoutError("the other end takes nothing any more") from None
+
+    def receive_head(self, most: Mapping[int, Most]) -> Head:
+        """Returns the head of the next frame, one of the kinds ``most``; what it announces is to be
+        received next. Raises OSError, and TransferError for any other head."""
+        return parse_head(self.receive(HEAD.size), most)
 
     def receive_into(self, memory: memoryview) -> None:
         """Fill ``memory``. Raises ``ConnectionError`` when the other end closes before."""
@@ -111,36 +104,58 @@ class SecretSocket:
                 raise ConnectionError("the other end closed the connection")
             at += count
 
+    def send_message(self, message: Any) -> None:
+        self.send_frame(MESSAGE, msgpack.packb(message))
+
+    def receive_message(self) -> Any:
+        """Returns the next message. Raises OSError, and TransferError for bytes that are none."""
+        head = self.receive_head({MESSAGE: Most(control=MESSAGE_BYTES)})
+        try:
+            return msgpack.unpackb(self.receive(head.control))
+        except ValueError as error:
+            raise TransferError(f"message: cannot be read ({error})") from None
+
     def close(self) -> None:
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
 
+    def receive(self, count: int) -> bytearray:
+        """Returns the next ``count`` bytes. Raises OSError."""
+        data = bytearray(count)
+        self.receive_into(memoryview(data))
+        return data
 
-class SecretServer:
-    """Listens on a free port of ``host`` alone; ``serve`` gets each proven connection, in a thread
-    of its own. Raises ``OSError`` where ``host`` is no address of this machine."""
+
+class BlockingServer:
+    """Listens on a free port of ``host`` alone; ``serve`` gets each proven connection to
+    ``service``, in a thread of its own. Raises ``OSError`` where ``host`` is no address of this
+    machine."""
 
     def __init__(
         self,
         host: str,
         secret: bytes,
-        serve: Callable[[SecretSocket], None],
+        service: bytes,
+        serve: Callable[[BlockingStream], None],
         *,
         timeout: float,
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self._secret = check_secret(secret)
+        self._service = service
         self._serve = serve
         self._timeout = timeout
         self._tls = tls
         family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         self._listening = socket.create_server(address[:2], family=family, backlog=128)
         self.address: tuple[str, int] = self._listening.getsockname()[:2]
-        self._unproven: deque[socket.socket] = deque()
+        self._unproven = Unproven[socket.socket]()
         self._turn = threading.Lock()
         self._closed = False
-        self._accepting = threading.Thread(target=self._accept, name="weights-asked", daemon=True)
+        self._accepting = threading.Thread(
+            target=self._accept, name=f"{service.decode()}-asked", daemon=True
+        )
         self._accepting.start()
 
     def close(self) -> None:
@@ -160,102 +175,89 @@ class SecretServer:
                 time.sleep(0.1)
                 continue
             with self._turn:
-                self._unproven.append(sock)
-                dropped = self._unproven.popleft() if len(self._unproven) > UNPROVEN else None
-            if dropped is not None:
+                oldest = self._unproven.add(sock)
+            if oldest is not None:
                 with suppress(OSError):
-                    dropped.shutdown(socket.SHUT_RDWR)
+                    oldest.shutdown(socket.SHUT_RDWR)
             threading.Thread(
-                target=self._greet, args=(sock,), name="weights-sent", daemon=True
+                target=self._run_connection,
+                args=(sock,),
+                name=f"{self._service.decode()}-sent",
+                daemon=True,
             ).start()
 
-    def _greet(self, sock: socket.socket) -> None:
+    def _run_connection(self, sock: socket.socket) -> None:
         try:
             try:
-                proven = _accepted(sock, self._secret, self._tls)
+                proven = self._greet(sock)
             finally:
-                with self._turn, suppress(ValueError):
-                    self._unproven.remove(sock)
+                with self._turn:
+                    self._unproven.discard(sock)
         except OSError as error:
             log.debug(
                 "a connection was dropped before it proved the run's secret", reason=str(error)
             )
             sock.close()
             return
-        peer = SecretSocket(proven, self._timeout)
+        peer = BlockingStream(proven, self._timeout)
         try:
             self._serve(peer)
         finally:
             peer.close()
 
+    def _greet(self, sock: socket.socket) -> socket.socket:
+        """Do the server's part of the handshake, and return the socket. Raises OSError."""
+        deadline = time.monotonic() + HELLO_SECONDS
+        sock.settimeout(HELLO_SECONDS)
+        if self._tls is not None:
+            sock = self._tls.wrap_socket(sock, server_side=True)
+        handshake = ServerHandshake(self._secret, self._service)
+        sock.sendall(handshake.hello)
+        sock.sendall(handshake.welcome(_received(sock, ANSWER.size, deadline)))
+        return sock
+
 
 def connect(
     address: tuple[str, int],
     secret: bytes,
+    service: bytes,
     *,
     connecting: float,
     timeout: float,
     tls: ssl.SSLContext | None = None,
-) -> SecretSocket:
-    """A proven connection to the :class:`SecretServer` at ``address``, made within ``connecting``
-    seconds. Raises ``OSError``, and :class:`ProofRefused` when what answers there does not know the
-    secret."""
-    check_secret(secret)
+) -> BlockingStream:
+    """A proven connection to the :class:`BlockingServer` of ``service`` at ``address``, made within
+    ``connecting`` seconds. Raises ``OSError``, and :class:`ProofRefused` when what answers there
+    does not know the secret."""
+    handshake = ClientHandshake(check_secret(secret), service, str(address))
     deadline = time.monotonic() + connecting
     sock = socket.create_connection(address, timeout=connecting)
     try:
         if tls is not None:
             sock = tls.wrap_socket(sock, server_hostname=address[0])
-        hello = _received(sock, _HELLO.size, deadline)
-        magic, version, _ = _HELLO.unpack(hello)
-        if magic != _MAGIC or version != VERSION:
-            raise ProofRefused(f"what answers at {address} is no trainer of this release")
-        nonce = os.urandom(_NONCE)
-        reply = nonce + proof(secret, b"engine", hello, nonce)
-        sock.sendall(reply)
+        answer = handshake.answer(_received(sock, HELLO.size, deadline))
         try:
-            given = _received(sock, _PROOF, deadline)
+            sock.sendall(answer)
+            welcome = _received(sock, handshake.welcome_bytes, deadline)
         except ConnectionError:
-            raise ProofRefused(f"{address} hung up on the proof: it has another secret") from None
-        if not hmac.compare_digest(given, proof(secret, b"trainer", hello, reply)):
-            raise ProofRefused(
-                f"what answers at {address} does not prove that it knows the run's secret"
-            )
-        return SecretSocket(sock, timeout)
+            raise handshake.hung_up() from None
+        handshake.opened(welcome)
+        return BlockingStream(sock, timeout)
     except BaseException:
         sock.close()
         raise
 
 
-def _accepted(sock: socket.socket, secret: bytes, tls: ssl.SSLContext | None) -> socket.socket:
-    """Do the server's part of the handshake, and return the socket. Raises OSError."""
-    deadline = time.monotonic() + HELLO_SECONDS
-    sock.settimeout(HELLO_SECONDS)
-    if tls is not None:
-        sock = tls.wrap_socket(sock, server_side=True)
-    hello = _HELLO.pack(_MAGIC, VERSION, os.urandom(_NONCE))
-    sock.sendall(hello)
-    reply = _received(sock, _NONCE + _PROOF, deadline)
-    if not hmac.compare_digest(reply[_NONCE:], proof(secret, b"engine", hello, reply[:_NONCE])):
-        raise ProofRefused("a wrong proof came")
-    sock.sendall(proof(secret, b"trainer", hello, reply))
-    return sock
-
-
-def _received(sock: socket.socket, count: int, deadline: float | None = None) -> bytes:
-    """Returns exactly ``count`` bytes. Raises ConnectionError, TimeoutError."""
-    out = bytearray()
-    while len(out) < count:
-        if deadline is not None:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise TimeoutError("the handshake took too long")
-            sock.settimeout(left)
-        try:
-            part = sock.recv(count - len(out))
-        except BlockingIOError:
-            raise TimeoutError("the other end has fallen silent") from None
+def _received(sock: socket.socket, count: int, deadline: float) -> bytes:
+    """Returns exactly ``count`` bytes of a handshake. Raises ConnectionError, TimeoutError."""
+    data = bytearray()
+    while len(data) < count:
+        seconds = deadline - time.monotonic()
+        if seconds <= 0:
+            raise TimeoutError("the handshake took too long")
+        sock.settimeout(seconds)
+        part = sock.recv(count - len(data))
         if not part:
             raise ConnectionError("the other end closed the connection")
-        out += part
-    return bytes(out)
+        data += part
+    return bytes(data)

@@ -30,8 +30,8 @@ import structlog
 import torch
 
 from pipeline.node import node_id
-from pipeline.wire.blocking import SecretServer, SecretSocket
-from stages.weights.chain import Chain, pieces_of, send_pieces
+from pipeline.wire.blocking import BlockingServer, BlockingStream
+from stages.weights.chain import SERVICE, Chain, pieces_of, send_pieces
 from stages.weights.depot import STALL_SECONDS, Depot
 from stages.weights.store import Probe, Published, WeightStore
 
@@ -67,7 +67,7 @@ class WeightSender:
         self._sending: Counter[int] = Counter()  # requests that read a slot
         self._turn = threading.Condition()
         self._chain = Chain()
-        self._server = SecretServer(host, secret, self._answer, timeout=timeout, tls=tls)
+        self._server = BlockingServer(host, secret, SERVICE, self._answer, timeout=timeout, tls=tls)
         store.directory.mkdir(parents=True, exist_ok=True)
         self.source = json.dumps(
             [[advertise or host, self._server.address[1], node_id(store.directory)]]
@@ -100,7 +100,7 @@ class WeightSender:
         self._server.close()
         self._store.close()
 
-    def _answer(self, node: SecretSocket) -> None:
+    def _answer(self, node: BlockingStream) -> None:
         try:
             request = node.receive_message()
             key = str(request["key"])

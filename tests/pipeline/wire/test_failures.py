@@ -17,10 +17,10 @@ from pipeline.blocks import pack
 from pipeline.warehouse.arena import Arena
 from pipeline.warehouse.requests import (
     Limits,
-    TransferError,
     WarehouseUnreachable,
 )
 from pipeline.warehouse.server import WarehouseServer
+from pipeline.wire.frames import TransferError
 from tests.pipeline.block_view import BlockView
 from tests.pipeline.wire.served import (
     COLUMNS,

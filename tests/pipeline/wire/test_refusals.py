@@ -14,11 +14,11 @@ from pipeline.warehouse.requests import (
     WRITE,
     Limits,
     Request,
-    TransferError,
     WriteRequest,
     parse_request,
 )
 from pipeline.warehouse.server import WarehouseServer
+from pipeline.wire.frames import TransferError
 from tests.pipeline.wire.served import (
     ROWS,
     SCHEMA,
@@ -84,7 +84,7 @@ async def test_more_bytes_than_the_limits_are_refused_on_either_end(arena: Arena
         with pytest.raises(TransferError, match="the warehouse takes 20000 at a time"):
             await remote(server).copy_in(0, memoryview(bytes(20_008)))
     async with WarehouseServer(arena, SCHEMA, secret=SECRET) as server:
-        with pytest.raises(TransferError, match="payload is 25600 bytes"):
+        with pytest.raises(TransferError, match="25600 bytes of payload, at most 20000"):
             await remote(server, limits=Limits(nbytes=20_000)).read(*ask)
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipeline.wire.blocking import ProofRefused
+from pipeline.wire.handshake import ProofRefused
 from stages.engines.torch.parallel.mesh import join
 from stages.parallel.layout import Layout
 from stages.training.rendezvous import Rendezvous, join_rendezvous

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.wire.blocking import SecretSocket
+from pipeline.wire.blocking import BlockingStream
 from stages.weights import chain, collective, depot
-from stages.weights.chain import Chain, pieces_of
+from stages.weights.chain import CHANGES, WHOLE, Chain, pieces_of
 from stages.weights.collective import WeightSender
 from stages.weights.depot import Depot
 from stages.weights.store import Published, WeightsDamaged, WeightStore, WeightsUnreachable, joined
@@ -452,13 +452,16 @@ def equal(found: dict[str, torch.Tensor], version: int) -> bool:
 def carried(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """What each link carries of each version: a ``kind``, whole or changes, and bytes."""
     found: list[tuple[str, int]] = []
-    send = SecretSocket.send
+    send = BlockingStream.send_frame
 
-    def counted(self: SecretSocket, data: memoryview) -> None:
-        found.append(("changes" if isinstance(data.obj, bytes) else "whole", len(data)))
-        send(self, data)
+    def counted(
+        self: BlockingStream, kind: int, control: bytes = b"", payload: bytes | memoryview = b""
+    ) -> None:
+        if kind in (WHOLE, CHANGES):
+            found.append(("changes" if kind == CHANGES else "whole", len(payload)))
+        send(self, kind, control, payload)
 
-    monkeypatch.setattr(SecretSocket, "send", counted)
+    monkeypatch.setattr(BlockingStream, "send_frame", counted)
     return found
 
 
