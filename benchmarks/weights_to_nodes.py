@@ -67,7 +67,7 @@ from stages.rollout.stage import Rollout
 from stages.rollout.weight_follower import SwapPolicy, WeightFollower
 from stages.weights.chain import PIECE_BYTES, SERVICE, receive_pieces
 from stages.weights.changes import changes
-from stages.weights.collective import WeightSender
+from stages.weights.network import WeightSender
 from stages.weights.depot import Arriving, Depot
 from stages.weights.store import Published, WeightStore
 

@@ -16,7 +16,7 @@ _SANDBOX = ("orchestration/sandbox/test_sandbox.py", "orchestration/rewards/test
 _FOLDERS = "api/cli/test_foreign_folders.py"
 _STORE = "orchestration/run/test_checkpoint_store.py"
 _TENANTS = "api/test_tenants.py"
-_WEIGHTS = "stages/weights/test_collective.py"
+_WEIGHTS = "stages/weights/test_network.py"
 _SCREEN = "api/dashboard/test_dashboard.py"
 
 BOUNDARIES: Mapping[str, tuple[str, ...]] = {

@@ -272,7 +272,7 @@ def _first_adapters(recipe: Recipe, weights: Path | None) -> dict[str, torch.Ten
 def _vllm_rollout(
     shared: Path, recipe: Recipe, version: int, weights: Path | None, secret: bytes, *, depot: Path
 ) -> RolloutEngine:
-    from stages.engines.vllm.rollout import VllmCollectiveEngine, VllmRolloutEngine
+    from stages.engines.vllm.rollout import VllmNetworkEngine, VllmRolloutEngine
 
     rollout = recipe.rollout
     pipeline = recipe.pipeline
@@ -290,10 +290,10 @@ def _vllm_rollout(
     if longrope_change(recipe) is not None:
         options["max_model_len"] = longest_row(recipe)  # vLLM chooses the factors by it
     engine: type[VllmRolloutEngine] = VllmRolloutEngine
-    if recipe.weight_transport == "collective" and recipe.adapters is None:
-        from stages.weights.collective import Credentials
+    if recipe.weight_transport == "network" and recipe.adapters is None:
+        from stages.weights.network import Credentials
 
-        engine = VllmCollectiveEngine
+        engine = VllmNetworkEngine
         files = (pipeline.tls_certificate, pipeline.tls_key, pipeline.tls_authority)
         Credentials(secret, depot, files if files[0] else None).write(shared)
     return engine(
@@ -459,7 +459,7 @@ def weight_publisher(
     store = WeightStore(shared)
     if recipe.weight_transport == "shared_memory":
         return store
-    from stages.weights.collective import WeightSender
+    from stages.weights.network import WeightSender
 
     tls = recipe.pipeline.tls_contexts()
     try:

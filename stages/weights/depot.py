@@ -214,7 +214,7 @@ class Depot:
             )
         if self._store.has(published):
             return True
-        wrong = "it was published for one node alone; set sync.transport = 'collective'"
+        wrong = "it was published for one node alone; set sync.transport = 'network'"
         raise WeightsUnreachable(f"weights of version {published.version}: {wrong}")
 
     def _held(self, published: Published) -> np.ndarray:

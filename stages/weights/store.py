@@ -32,7 +32,7 @@ from stages.algorithms.interface import MOST_LOG_RATIO
 from stages.engines.protocols import RolloutEngine, TrainEngine
 
 if TYPE_CHECKING:
-    from stages.weights.collective import WeightSender
+    from stages.weights.network import WeightSender
     from stages.weights.depot import Depot
 
 BUCKET_BYTES = 32 * 2**20
@@ -311,7 +311,7 @@ class Published:
     """The record of a version in the index: where its bytes are, and their checksums.
 
     ``buckets`` are (offset, bytes, xxh3); ``source`` is the trainer that sends it (JSON,
-    ``weights.collective``; "": it is read on the trainer's node), or the ranks that do: of n ranks,
+    ``weights.network``; "": it is read on the trainer's node), or the ranks that do: of n ranks,
     rank r the buckets r, r + n, …
     """
 

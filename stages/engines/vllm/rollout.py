@@ -425,9 +425,9 @@ def _weights(
     return VllmWeights(vllm, model, dtype, shared, timeout)
 
 
-class VllmCollectiveEngine(VllmRolloutEngine):
+class VllmNetworkEngine(VllmRolloutEngine):
     """A :class:`VllmRolloutEngine` that receives new weights in its first worker, from the trainer
-    and without another process of this engine (:mod:`stages.weights.collective`). It also accepts
+    and without another process of this engine (:mod:`stages.weights.network`). It also accepts
     weights as tensors, as any engine does."""
 
     async def receive(self, published: Published) -> Mapping[str, torch.Tensor]:

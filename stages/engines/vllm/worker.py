@@ -36,7 +36,7 @@ from pipeline.compat.extras import extra
 from stages.engines.vllm.library import ENGINE_PROCESS
 from stages.engines.vllm.weights import HALF_LOADED, TRANSPORT
 from stages.models import checkpoint_tensors, empty_model, saved_buffers
-from stages.weights.collective import Credentials
+from stages.weights.network import Credentials
 from stages.weights.depot import Depot
 from stages.weights.store import Published, WeightStore, WeightsUnreachable, tensors_of, verify
 

@@ -19,12 +19,12 @@ import pytest
 import torch
 
 from pipeline.wire.blocking import BlockingStream
-from stages.weights import chain, collective, depot
+from stages.weights import chain, depot, network
 from stages.weights.chain import CHANGES, WHOLE, Chain, pieces_of
-from stages.weights.collective import WeightSender
+from stages.weights.network import WeightSender
 from stages.weights.depot import Depot
 from stages.weights.store import Published, WeightsDamaged, WeightStore, WeightsUnreachable, joined
-from tests.stages.weights.test_collective import SECRET, TIMEOUT, nodes, same, start, weights
+from tests.stages.weights.test_network import SECRET, TIMEOUT, nodes, same, start, weights
 
 __all__ = ["nodes", "start"]  # fixtures
 A = ("10.0.0.1", 1)
@@ -63,7 +63,7 @@ class Trainer:
 
             send(peer, memory, pieces, first, wait, **base)
 
-        monkeypatch.setattr(collective, "send_pieces", noted)
+        monkeypatch.setattr(network, "send_pieces", noted)
 
     def publish(self, version: int) -> Published:
         return self.sender.publish(version, weights(version).items())
@@ -303,14 +303,14 @@ def test_a_copy_that_is_damaged_is_received_again(
     assert same(nodes("node").read(published), 1)
 
 
-@pytest.mark.parametrize("transport", ["collective", "shared_memory"])
+@pytest.mark.parametrize("transport", ["network", "shared_memory"])
 def test_engines_on_the_trainers_node_have_one_copy_of_what_lies_there(
     transport: str, trainer: Trainer, tmp_path: Path
 ) -> None:
     engines = [Depot(tmp_path / "trainer", secret=SECRET) for _ in range(3)]
     for version in (3, 4):
         published = trainer.publish(version)
-        published = published if transport == "collective" else replace(published, source="")
+        published = published if transport == "network" else replace(published, source="")
         found = [engine.read(published) for engine in engines]
         assert all(same(tensors, version) for tensors in found)
         found[0]["embedding"][0] = 7.0
@@ -390,7 +390,7 @@ def test_each_rank_of_a_trainer_sends_the_buckets_that_it_has_published(
         sent.append(sum(piece.nbytes for piece in pieces))
         send(peer, memory, pieces, first, **base)
 
-    monkeypatch.setattr(collective, "send_pieces", noted)
+    monkeypatch.setattr(network, "send_pieces", noted)
     several = [nodes(), nodes()]
     for version in (1, 2, 3):
         published = Published.from_record(

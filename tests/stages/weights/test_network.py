@@ -31,7 +31,7 @@ from pipeline.wire.handshake import (
     ClientHandshake,
 )
 from stages.weights import depot as weight_link
-from stages.weights.collective import Credentials, WeightSender
+from stages.weights.network import Credentials, WeightSender
 from stages.weights.depot import Depot
 from stages.weights.store import Published, WeightsDamaged, WeightStore, WeightsUnreachable
 from tests.forked import forks
