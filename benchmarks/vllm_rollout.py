@@ -33,8 +33,8 @@ from stages.engines.protocols import GroupRequest, SamplingParams
 from stages.engines.torch.train import TorchTrainEngine
 from stages.engines.vllm.rollout import VllmNetworkEngine, VllmRolloutEngine
 from stages.models import load_model, load_tokenizer, model_folder
-from stages.weights.network import WeightSender
 from stages.weights.store import WeightStore
+from stages.weights.transport.network import WeightSender
 
 GROUP = 8
 ARMS: list[tuple[type[VllmRolloutEngine], str, str]] = [

@@ -65,11 +65,12 @@ from stages.engines.protocols import SamplingParams
 from stages.models import model_folder
 from stages.rollout.stage import Rollout
 from stages.rollout.weight_follower import SwapPolicy, WeightFollower
-from stages.weights.chain import PIECE_BYTES, SERVICE, receive_pieces
-from stages.weights.changes import changes
-from stages.weights.network import WeightSender
-from stages.weights.depot import Arriving, Depot
-from stages.weights.store import Published, WeightStore
+from stages.weights.published import Published
+from stages.weights.store import WeightStore
+from stages.weights.transport.chain import PIECE_BYTES, SERVICE, receive_pieces
+from stages.weights.transport.changes import changes
+from stages.weights.transport.depot import Arriving, Depot
+from stages.weights.transport.network import WeightSender
 
 SECRET = b"of one benchmark run on one machine"
 DEADLINE = 300.0

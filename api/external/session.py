@@ -38,7 +38,7 @@ from pipeline.warehouse.requests import WarehouseUnreachable
 from stages.external_checks import Misfit
 from stages.prompts.external import ExternalPromptsFull
 from stages.prompts.files import PromptError
-from stages.weights.store import Published
+from stages.weights.published import Published
 
 VERSIONS = 2  # of weights, with files that are kept for further readers
 LOAD_NEWEST = "load the newest version: GET …/weights"

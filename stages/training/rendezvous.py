@@ -21,7 +21,7 @@ from torch.distributed import HashStore, Store
 
 from pipeline.wire.blocking import BlockingServer, BlockingStream, connect
 from pipeline.wire.frames import TransferError
-from stages.weights.depot import CONNECT_SECONDS
+from stages.weights.transport.depot import CONNECT_SECONDS
 
 # for which the store waits for a rank's next call: another group is made much later
 IDLE_SECONDS = 14 * 86400.0

@@ -12,7 +12,7 @@ import pytest
 from orchestration.recipe.problems import RecipeError
 from orchestration.run.engines import weight_publisher
 from orchestration.run.run import Run
-from stages.weights.depot import Depot
+from stages.weights.transport.depot import Depot
 from tests.orchestration.run.test_run import (
     assert_each_sample_once,
     assert_equal,
@@ -32,7 +32,7 @@ async def test_with_bound_zero_it_is_the_synchronous_run_bit_for_bit(
     received: list[int] = []
     if launcher == "inline":
         receive = Depot._receive_into
-        monkeypatch.setattr("stages.weights.depot.is_here", lambda *_: False)
+        monkeypatch.setattr("stages.weights.transport.depot.is_here", lambda *_: False)
         monkeypatch.setattr(
             Depot,
             "_receive_into",

@@ -19,11 +19,12 @@ import pytest
 import torch
 
 from pipeline.wire.blocking import BlockingStream
-from stages.weights import chain, depot, network
-from stages.weights.chain import CHANGES, WHOLE, Chain, pieces_of
-from stages.weights.network import WeightSender
-from stages.weights.depot import Depot
-from stages.weights.store import Published, WeightsDamaged, WeightStore, WeightsUnreachable, joined
+from stages.weights.published import Published, WeightsDamaged, WeightsUnreachable, joined
+from stages.weights.store import WeightStore
+from stages.weights.transport import chain, depot, network
+from stages.weights.transport.chain import CHANGES, WHOLE, Chain, pieces_of
+from stages.weights.transport.depot import Depot
+from stages.weights.transport.network import WeightSender
 from tests.stages.weights.test_network import SECRET, TIMEOUT, nodes, same, start, weights
 
 __all__ = ["nodes", "start"]  # fixtures

@@ -30,10 +30,11 @@ from pipeline.wire.handshake import (
     VERSION,
     ClientHandshake,
 )
-from stages.weights import depot as weight_link
-from stages.weights.network import Credentials, WeightSender
-from stages.weights.depot import Depot
-from stages.weights.store import Published, WeightsDamaged, WeightStore, WeightsUnreachable
+from stages.weights.published import Published, WeightsDamaged, WeightsUnreachable
+from stages.weights.store import WeightStore
+from stages.weights.transport import depot as weight_link
+from stages.weights.transport.depot import Depot
+from stages.weights.transport.network import Credentials, WeightSender
 from tests.forked import forks
 from tests.pipeline.wire.served import certificate
 

@@ -14,8 +14,8 @@ from benchmarks.models import Checkpoint, batch_of, generated, loaded, one_step,
 from pipeline.warehouse.arena import shared_memory_directory
 from stages.engines.torch.train import TorchTrainEngine
 from stages.engines.vllm.rollout import VllmNetworkEngine
-from stages.weights.network import Credentials, WeightSender
 from stages.weights.store import WeightStore
+from stages.weights.transport.network import Credentials, WeightSender
 
 pytestmark = pytest.mark.timeout(600)
 SECRET = b"a run's secret, for the tests"

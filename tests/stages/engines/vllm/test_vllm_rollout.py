@@ -29,8 +29,9 @@ from stages.engines.protocols import (
 from stages.engines.vllm import rollout as vllm_rollout
 from stages.engines.vllm.rollout import VllmNetworkEngine, VllmRolloutEngine
 from stages.models import load_model, load_tokenizer, model_folder
-from stages.weights.network import Credentials, WeightSender
-from stages.weights.store import Published, WeightsDamaged, WeightStore, WeightsUnreachable
+from stages.weights.published import Published, WeightsDamaged, WeightsUnreachable
+from stages.weights.store import WeightStore
+from stages.weights.transport.network import Credentials, WeightSender
 from tests.stages.engines.contract_rollout import ModelContract, collect, new_processes
 
 pytestmark = pytest.mark.timeout(900)

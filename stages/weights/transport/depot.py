@@ -35,23 +35,22 @@ from pipeline.node import is_here
 from pipeline.wire.blocking import BlockingServer, BlockingStream, connect
 from pipeline.wire.frames import TransferError
 from stages.threads import deferred
-from stages.weights.chain import (
+from stages.weights.published import (
+    Published,
+    WeightsDamaged,
+    WeightsUnreachable,
+    copy_verified,
+    tensors_of,
+    verify,
+)
+from stages.weights.store import WeightStore, mapped
+from stages.weights.transport.chain import (
     SERVICE,
     SILENT_SECONDS,
     Address,
     pieces_of,
     receive_pieces,
     send_pieces,
-)
-from stages.weights.store import (
-    Published,
-    WeightsDamaged,
-    WeightStore,
-    WeightsUnreachable,
-    copy_verified,
-    mapped,
-    tensors_of,
-    verify,
 )
 
 log = structlog.get_logger()

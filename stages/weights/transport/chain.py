@@ -21,8 +21,8 @@ import numpy as np
 
 from pipeline.wire.blocking import BlockingStream
 from pipeline.wire.frames import Most, TransferError
-from stages.weights.changes import apply_changes, changes
-from stages.weights.store import Published
+from stages.weights.published import Published
+from stages.weights.transport.changes import apply_changes, changes
 
 PIECE_BYTES = 2**20  # that are sent on at once
 ALIVE_SECONDS = 1.0  # between two signs of life
