@@ -54,7 +54,7 @@ NEAR = (
     "tests/stages/prompts/test_sources.py",
     "tests/stages/rewards/test_answers.py",
     "tests/stages/test_models.py",
-    "tests/stages/test_weight_files.py",
+    "tests/stages/weights/test_files.py",
 )
 
 

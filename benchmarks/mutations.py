@@ -71,7 +71,7 @@ TRAIN = (
     "orchestration/recipe/test_memory.py",
 )
 WIRE = tuple(
-    f"pipeline/warehouse/wire/test_{name}.py"
+    f"pipeline/wire/test_{name}.py"
     for name in ("refusals", "handshake", "reads", "failures", "fuzz")
 )
 ACCESS = tuple(f"api/server/access/test_{name}.py" for name in ("access", "submission_policy"))
@@ -92,8 +92,8 @@ TESTS: dict[str, tuple[str, ...]] = {
     "pipeline/index/client.py": (*INDEX[:-1], "pipeline/warehouse/test_nodes.py"),
     "pipeline/index/training.py": INDEX[:-1],
     "pipeline/index/address.py": ("pipeline/index/test_embedded_address.py",),
-    "pipeline/warehouse/wire/protocol.py": WIRE,
-    "pipeline/warehouse/wire/stream.py": WIRE,
+    "pipeline/warehouse/requests.py": WIRE,
+    "pipeline/wire/stream.py": WIRE,
     "stages/algorithms/batch.py": (*ALGORITHMS, *PPO, "stages/training/test_masked_rows.py"),
     "stages/algorithms/interface.py": (*ALGORITHMS, "stages/training/test_step_metrics.py"),
     "stages/algorithms/named.py": (*ALGORITHMS, "stages/training/test_step_metrics.py"),
@@ -152,7 +152,7 @@ AREAS = {
     "room": tuple(
         f"pipeline/index/lua/{name}.lua" for name in ("arrays", "blocks", "ranges", "warehouses")
     ),
-    "wire": ("pipeline/index/address.py", "pipeline/warehouse/wire/"),
+    "wire": ("pipeline/index/address.py", "pipeline/wire/", "pipeline/warehouse/requests.py"),
     "credit and loss": ("stages/algorithms/",),
     "packing": ("stages/engines/",),
     "resharding": ("stages/resharding/", "stages/parallel/"),

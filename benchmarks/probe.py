@@ -7,7 +7,7 @@ wrong: the probe's limits.
     generate ─▶ one optimizer step ─▶ the trainer scores a probe ─▶ the engine scores it: still with the weights before (an
     undelivered update), then with the new ones (equal weights); after the last step with damaged ones, layer swapped, …
  The engines are the recipe's, in one process; probes and verdict are those of a run (``probe_rows`` in
-stages/training/update.py, ``ProbeJudge`` in stages/weights/store.py). Advantages are random: a step moves the weights
+stages/training/update.py, ``ProbeJudge`` in stages/weights/probe.py). Advantages are random: a step moves the weights
 as far as any other step of AdamW. It also compares both engines with the same weights in float32, and prints where that
 error comes from: how it grows from layer to layer, and what the output layer and the softmax add in float32 and in bfloat16.
 """
@@ -42,7 +42,7 @@ from stages.engines.torch.head.logits import float32_logits
 from stages.models import load_model
 from stages.prompts.sources import load_prompts
 from stages.training.update import probe_rows
-from stages.weights.store import (
+from stages.weights.probe import (
     Gap,
     Probe,
     ProbeFailed,

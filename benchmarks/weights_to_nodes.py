@@ -58,18 +58,19 @@ from pipeline.index.client import Index, RunConfig
 from pipeline.index.embedded import EmbeddedIndex, die_with_parent
 from pipeline.spans import Spans
 from pipeline.warehouse.arena import shared_memory_directory
+from pipeline.wire.blocking import connect
 from stages.engines.mock.engines import MockRolloutEngine, MockTrainEngine
 from stages.engines.mock.options import MockRolloutOptions, MockTrainOptions
 from stages.engines.protocols import SamplingParams
 from stages.models import model_folder
 from stages.rollout.stage import Rollout
 from stages.rollout.weight_follower import SwapPolicy, WeightFollower
-from stages.weights.chain import PIECE_BYTES, receive_pieces
-from stages.weights.changes import changes
-from stages.weights.collective import WeightSender
-from stages.weights.depot import Arriving, Depot
-from stages.weights.secret_socket import connect
-from stages.weights.store import Published, WeightStore
+from stages.weights.published import Published
+from stages.weights.store import WeightStore
+from stages.weights.transport.chain import PIECE_BYTES, SERVICE, receive_pieces
+from stages.weights.transport.changes import changes
+from stages.weights.transport.depot import Arriving, Depot
+from stages.weights.transport.network import WeightSender
 
 SECRET = b"of one benchmark run on one machine"
 DEADLINE = 300.0
@@ -143,7 +144,9 @@ def direct(depot: Depot, published: Published) -> None:
     """A copy of this engine's own from the trainer."""
     memory = np.empty(published.nbytes, np.uint8)
     arriving = Arriving(published, memory)
-    with closing(connect(arriving.sources[0], SECRET, connecting=5.0, timeout=60.0)) as trainer:
+    with closing(
+        connect(arriving.sources[0], SECRET, SERVICE, connecting=5.0, timeout=60.0)
+    ) as trainer:
         trainer.send_message(arriving.request(0, 0, 1, serves=None, failed=[("0.0.0.0", 1)] * 2))
         assert trainer.receive_message() == {"have": True, "from": None}
         for _ in receive_pieces(trainer, memory, arriving.pieces[0], 0, 60.0):

@@ -44,8 +44,8 @@ import torch
 from pipeline.blocks import PackedRows, pack
 from pipeline.columns import Column, Packed, Schema
 from pipeline.warehouse.arena import Arena, shared_memory_directory
-from pipeline.warehouse.wire.client import RemoteWarehouse
-from pipeline.warehouse.wire.server import WarehouseServer
+from pipeline.warehouse.client import RemoteWarehouse
+from pipeline.warehouse.server import WarehouseServer
 
 SECRET = b"the benchmark's own secret"
 DTYPES = [torch.int64] * 3 + [torch.float32] * 2

@@ -44,7 +44,7 @@ from pipeline.compat.extras import extra
 from pipeline.locks import locked
 from pipeline.problems import Fatal
 from stages.prompts.files import PromptError
-from stages.weight_files import (
+from stages.weights.files import (
     WeightFiles,
     in_one_dtype,
     materialize,
@@ -109,7 +109,7 @@ def model_skeleton(
 ) -> tuple[PreTrainedModel, WeightFiles] | None:
     """Return the model ``source`` without weights, and the files that they can be read from one at
     a time. Returns None for one that :func:`load_model` alone can make: those of
-    ``MADE_FROM_SEED``, and what :func:`stages.weight_files.open_skeleton` does not open. A model in
+    ``MADE_FROM_SEED``, and what :func:`stages.weights.files.open_skeleton` does not open. A model in
     a checkpoint of a run is verified first. Raises :class:`ModelNotFound`, and FilesDamaged."""
     if source in MADE_FROM_SEED:
         return None

@@ -16,7 +16,7 @@ _SANDBOX = ("orchestration/sandbox/test_sandbox.py", "orchestration/rewards/test
 _FOLDERS = "api/cli/test_foreign_folders.py"
 _STORE = "orchestration/run/test_checkpoint_store.py"
 _TENANTS = "api/test_tenants.py"
-_WEIGHTS = "stages/weights/test_collective.py"
+_WEIGHTS = "stages/weights/test_network.py"
 _SCREEN = "api/dashboard/test_dashboard.py"
 
 BOUNDARIES: Mapping[str, tuple[str, ...]] = {
@@ -73,9 +73,10 @@ BOUNDARIES: Mapping[str, tuple[str, ...]] = {
         "api/server/access/test_access.py",
         "api/server/access/test_connections.py",
         "pipeline/index/test_embedded_address.py",
-        "pipeline/warehouse/wire/test_fuzz.py",
-        "pipeline/warehouse/wire/test_handshake.py",
-        "pipeline/warehouse/wire/test_refusals.py",
+        "pipeline/wire/test_fuzz.py",
+        "pipeline/wire/test_handshake.py",
+        "pipeline/wire/test_refusals.py",
+        "pipeline/wire/test_services.py",
         "stages/training/test_rank_ports.py",
         "stages/training/test_rendezvous.py::test_a_process_without_the_secret_is_not_let_in",
         f"{_WEIGHTS}::test_an_engine_without_the_runs_secret_gets_nothing",

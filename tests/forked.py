@@ -38,7 +38,7 @@ PRELOAD = [
     "peft",
     "tests.stages.sharded",
     "tests.stages.resharding.swaps",
-    "stages.weights.collective",
+    "stages.weights.transport.network",
 ]
 ROOT = Path(__file__).resolve().parents[1]
 _start = ForkServer.start

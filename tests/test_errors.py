@@ -161,7 +161,7 @@ def test_problems_stand_beside_the_message() -> None:
 # Texts of libraries, which have no other form; and lists of names, which compare no message.
 OF_LIBRARIES = {
     # torch's of a pickle, transformers' of code of a model's own
-    ("stages/weight_files.py", "str(error)"),
+    ("stages/weights/files.py", "str(error)"),
     # transformers' of a config: its first line
     ("stages/engines/torch/model_check.py", "str(error)"),
     # vLLM passes on no more of its worker's error than a text

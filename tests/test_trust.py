@@ -18,9 +18,9 @@ from tests.test_house import PACKAGES, ROOT, sources
 LOADERS = {"from_pretrained", "from_config"}
 # Calls that have no such argument, and what they read.
 WITHOUT = {
-    ("stages/weight_files.py", "kind.from_pretrained"): "a class of transformers, and no folder: "
+    ("stages/weights/files.py", "kind.from_pretrained"): "a class of transformers, and no folder: "
     "tensors are given",
-    ("stages/weight_files.py", "GenerationConfig.from_pretrained"): "JSON alone",
+    ("stages/weights/files.py", "GenerationConfig.from_pretrained"): "JSON alone",
 }
 # Reads of pickles: none but these.
 PICKLES = {

@@ -34,11 +34,11 @@ from pipeline.columns import ColumnError, Packed
 from pipeline.index.client import BoundBroken, IndexRefused, LeaseLost
 from pipeline.warehouse.arena import StaleHandle
 from pipeline.warehouse.dock import NoRoom
-from pipeline.warehouse.wire.protocol import WarehouseUnreachable
+from pipeline.warehouse.requests import WarehouseUnreachable
 from stages.external_checks import Misfit
 from stages.prompts.external import ExternalPromptsFull
 from stages.prompts.files import PromptError
-from stages.weights.store import Published
+from stages.weights.published import Published
 
 VERSIONS = 2  # of weights, with files that are kept for further readers
 LOAD_NEWEST = "load the newest version: GET …/weights"

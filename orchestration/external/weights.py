@@ -24,7 +24,8 @@ from pipeline.events import SyncEvent
 from pipeline.index.client import Index
 from pipeline.warehouse.dock import NoRoom
 from stages.external_checks import Layout, Misfit, Terms, check_layout, checked_weights, nbytes_of
-from stages.weights.store import Published, WeightsDamaged, WeightStore
+from stages.weights.published import Published, WeightsDamaged
+from stages.weights.store import WeightStore
 
 # the owner of leases that were claimed on the index's URL; "" owns those of the run's own workers
 DIRECT = "index"

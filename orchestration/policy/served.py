@@ -32,7 +32,8 @@ from stages import device as devices
 from stages.engines.protocols import EngineClosed, EngineFailed, SamplingParams, WeightMismatch
 from stages.models import Tokenizer
 from stages.threads import run_in_thread
-from stages.weights.store import Published, Reader, WeightsDamaged, WeightsUnreachable
+from stages.weights.published import Published, WeightsDamaged, WeightsUnreachable
+from stages.weights.store import Reader
 
 log = structlog.get_logger()
 

@@ -40,6 +40,9 @@ FUTURE_KEYS = {
     "train.etp": ("expert tensor", "dp=2,tp=2,etp=2"),
 }
 
+# Values that have another name now.
+RENAMED_VALUES = {("sync.transport", "collective"): "network"}
+
 # Replaces required keys that are missing or wrong, so that relations between the other keys can
 # still be checked.
 STAND_INS: dict[str, dict[str, Any]] = {
@@ -96,6 +99,9 @@ def field_problem(
         case "extra_forbidden":
             names = _keys_at(loc[:-1]) if allowed is None else allowed
             return Problem(key, value, "is not a known key", suggest(str(loc[-1]), names))
+        case "literal_error" if (key, str(value)) in RENAMED_VALUES:
+            name = RENAMED_VALUES[key, str(value)]
+            return Problem(key, value, "has another name now", f"write {name!r}")
         case "literal_error":
             choices = re.findall(r"'([^']*)'", context["expected"])
             return Problem(key, value, "is not allowed", suggest(str(value), choices))

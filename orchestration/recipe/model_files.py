@@ -195,7 +195,7 @@ def _code_faults(folder: Path) -> Iterator[Fault]:
     if not any("auto_map" in _json(folder / name) for name in names):
         return
     from stages.models import load_tokenizer
-    from stages.weight_files import NeedsOwnCode, read_config
+    from stages.weights.files import NeedsOwnCode, read_config
 
     try:
         read_config(folder)

@@ -151,7 +151,7 @@ def plan(recipe: Recipe) -> Plan:
     published = trained * ITEM_BYTES[recipe.model.dtype]
     reference = parameters_of_source(recipe.model.reference or recipe.model.source) or 0
     # vLLM's workers then receive into the slot that is counted as slot_bytes.
-    direct = recipe.rollout.engine == "vllm" and recipe.weight_transport == "collective"
+    direct = recipe.rollout.engine == "vllm" and recipe.weight_transport == "network"
     stores = (
         recipe.rollout.workers
         if recipe.rollout.engine == "vllm" and recipe.runs_stage("rollout")

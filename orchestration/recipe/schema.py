@@ -203,10 +203,10 @@ class Recipe(Section):
 
     @property
     def weight_transport(self) -> str:
-        """``sync.transport``, shared_memory or collective."""
+        """``sync.transport``, shared_memory or network."""
         if self.sync.transport != AUTO:
             return self.sync.transport
-        return "collective" if self.spans_machines else "shared_memory"
+        return "network" if self.spans_machines else "shared_memory"
 
     @property
     def sync_address(self) -> str:

@@ -41,7 +41,8 @@ from stages.models import (
 from stages.parallel.layout import ALONE, RankCoordinates
 from stages.prompts.conversations import chosen_template
 from stages.weights.manifest import verify_part
-from stages.weights.store import ProbeRule, Publisher, Reader, WeightStore
+from stages.weights.probe import ProbeRule
+from stages.weights.store import Publisher, Reader, WeightStore
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -282,7 +283,7 @@ def _first_adapters(recipe: Recipe, weights: Path | None) -> dict[str, torch.Ten
 def _vllm_rollout(
     shared: Path, recipe: Recipe, version: int, weights: Path | None, secret: bytes, *, depot: Path
 ) -> RolloutEngine:
-    from stages.engines.vllm.rollout import VllmCollectiveEngine, VllmRolloutEngine
+    from stages.engines.vllm.rollout import VllmNetworkEngine, VllmRolloutEngine
 
     rollout = recipe.rollout
     pipeline = recipe.pipeline
@@ -300,10 +301,10 @@ def _vllm_rollout(
     if longrope_change(recipe) is not None:
         options["max_model_len"] = longest_row(recipe)  # vLLM chooses the factors by it
     engine: type[VllmRolloutEngine] = VllmRolloutEngine
-    if recipe.weight_transport == "collective" and recipe.adapters is None:
-        from stages.weights.collective import Credentials
+    if recipe.weight_transport == "network" and recipe.adapters is None:
+        from stages.weights.transport.network import Credentials
 
-        engine = VllmCollectiveEngine
+        engine = VllmNetworkEngine
         files = (pipeline.tls_certificate, pipeline.tls_key, pipeline.tls_authority)
         Credentials(secret, depot, files if files[0] else None).write(shared)
     return engine(
@@ -474,7 +475,7 @@ def weight_publisher(
     store = WeightStore(shared)
     if recipe.weight_transport == "shared_memory":
         return store
-    from stages.weights.collective import WeightSender
+    from stages.weights.transport.network import WeightSender
 
     tls = recipe.pipeline.tls_contexts()
     try:
@@ -495,6 +496,6 @@ def weight_reader(recipe: Recipe, shared: Path, secret: bytes) -> Reader:
     memory of the run's workers on this node."""
     if recipe.weight_transport == "shared_memory" and recipe.replicas == 1:
         return WeightStore(shared)
-    from stages.weights.depot import Depot
+    from stages.weights.transport.depot import Depot
 
     return Depot(shared, secret=secret, tls=recipe.pipeline.tls_contexts())

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 import stamina
 
 from orchestration.private_files import MASKS, write_private
-from orchestration.recipe.load import change_recipe, overridden
+from orchestration.recipe.load import change_recipe, overridden, recorded_recipe
 from orchestration.recipe.schema import Recipe
 from orchestration.run import checkpoint
 from orchestration.run.checkpoint import Checkpoint
@@ -100,10 +100,10 @@ class RunFolder:
 
         ``overrides``, ``section.key=value`` each, change the recipe for good, from that checkpoint
         on. Raises RunError, and RecipeError for what does not fit the recipe and for keys that may
-        not change (``FIXED`` in :mod:`orchestration.recipe.load`).
+        not change (:func:`orchestration.recipe.load.fixed_keys`).
         """
         try:
-            recipe = Recipe.from_json((path / RECIPE).read_text())
+            recipe = recorded_recipe(path / RECIPE)
         except OSError as error:
             raise RunError(
                 f"run: {path} holds no recipe.json ({error}); give the folder of a run"

@@ -24,9 +24,9 @@ from pipeline.index.errors import BlockLost, WarehouseGone
 from pipeline.index.warehouses import Lost, WarehouseRecord
 from pipeline.node import AUTO, announced, node_id
 from pipeline.warehouse.arena import Arena, StaleHandle
-from pipeline.warehouse.wire.client import RemoteWarehouse
-from pipeline.warehouse.wire.protocol import WarehouseUnreachable
-from pipeline.warehouse.wire.server import WarehouseServer
+from pipeline.warehouse.client import RemoteWarehouse
+from pipeline.warehouse.requests import WarehouseUnreachable
+from pipeline.warehouse.server import WarehouseServer
 
 log = structlog.get_logger()
 

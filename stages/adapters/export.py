@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from stages.adapters.names import down_of, up_of
 from stages.models import checkpoint_tensors, write_checkpoint
-from stages.weight_files import WeightFiles, plain_name
+from stages.weights.files import WeightFiles, plain_name
 from stages.weights.manifest import verify_part
 
 ADAPTER = "adapter"  # the folder beside that of the merged model

@@ -22,7 +22,7 @@ from pipeline.compat.extras import ExtraMissing
 from pipeline.problems import Problem, ProblemError
 
 if TYPE_CHECKING:
-    from stages.weights.store import Published
+    from stages.weights.published import Published
 
 FinishReason = Literal["stop", "length", "cut"]
 

@@ -41,17 +41,9 @@ from stages.rollout.stage import Rollout
 from stages.threads import run_in_thread
 from stages.weights.documents import DAMAGED, LAST_TAKEN
 from stages.weights.fault import OTHER, UNDELIVERED, find_fault, raise_alarm, same_logprobs
-from stages.weights.store import (
-    Probe,
-    ProbeFailed,
-    ProbeJudge,
-    ProbeRule,
-    Published,
-    Reader,
-    WeightsDamaged,
-    WeightsUnreachable,
-    scored,
-)
+from stages.weights.probe import Probe, ProbeFailed, ProbeJudge, ProbeRule, scored
+from stages.weights.published import Published, WeightsDamaged, WeightsUnreachable
+from stages.weights.store import Reader
 
 log = structlog.get_logger()
 

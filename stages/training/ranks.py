@@ -36,7 +36,9 @@ from stages.flow.catalogue import AGE, MASK, STALENESS, TOKEN_STALENESS, VERSION
 from stages.parallel.layout import ALONE, RankCoordinates
 from stages.training.device_lease import DeviceLease
 from stages.weights.documents import RANK_ORDERS, RANK_PARTS
-from stages.weights.store import Published, Publisher, joined, probed
+from stages.weights.probe import probed
+from stages.weights.published import Published, joined
+from stages.weights.store import Publisher
 
 log = structlog.get_logger()
 

@@ -4,7 +4,7 @@ they run.
     rank 0: a store ◀── served at an address that the rank group's log has ◀── rank r: a connection for each calling thread
 
 Both ends of a connection prove that they know the run's secret
-(:mod:`stages.weights.secret_socket`), inside TLS where the recipe has certificates. The log also
+(:mod:`pipeline.wire`), inside TLS where the recipe has certificates. The log also
 orders: rank r connects when rank 0 listens.
 """
 
@@ -19,11 +19,13 @@ from typing import Any
 
 from torch.distributed import HashStore, Store
 
-from stages.weights.depot import CONNECT_SECONDS
-from stages.weights.secret_socket import SecretServer, SecretSocket, connect
+from pipeline.wire.blocking import BlockingServer, BlockingStream, connect
+from pipeline.wire.frames import TransferError
+from stages.weights.transport.depot import CONNECT_SECONDS
 
 # for which the store waits for a rank's next call: another group is made much later
 IDLE_SECONDS = 14 * 86400.0
+SERVICE = b"ranks"
 MARGIN_SECONDS = 5.0  # for which a rank waits for the store's answer beyond the store's own timeout
 
 
@@ -36,7 +38,7 @@ class RanksStore(Store):
 
     own_address = ""
 
-    def __init__(self, connected: Callable[[], SecretSocket]) -> None:
+    def __init__(self, connected: Callable[[], BlockingStream]) -> None:
         super().__init__()
         self._connected = connected
         self._own = threading.local()
@@ -69,7 +71,7 @@ class RanksStore(Store):
         return bool(self._ask("delete_key", key))
 
 
-def serve_store(peer: SecretSocket, store: Store) -> None:
+def serve_store(peer: BlockingStream, store: Store) -> None:
     """Answer the calls of a :class:`RanksStore` out of ``store`` until the other end hangs up."""
     try:
         while True:
@@ -80,7 +82,7 @@ def serve_store(peer: SecretSocket, store: Store) -> None:
                 peer.send_message({"is": getattr(store, do)(*arguments)})
             except RuntimeError as error:  # torch's: a key did not come in time
                 peer.send_message({"wrong": str(error)[:1000]})
-    except (OSError, ValueError, TypeError):
+    except (OSError, TransferError, ValueError, TypeError):
         return
 
 
@@ -113,8 +115,13 @@ class Rendezvous:
     ) -> None:
         self.store = HeldStore()
         self.store.set_timeout(timedelta(seconds=timeout))
-        self._server = SecretServer(
-            host, secret, lambda peer: serve_store(peer, self.store), timeout=IDLE_SECONDS, tls=tls
+        self._server = BlockingServer(
+            host,
+            secret,
+            SERVICE,
+            lambda peer: serve_store(peer, self.store),
+            timeout=IDLE_SECONDS,
+            tls=tls,
         )
         self.address = (advertise or host, self._server.address[1])
         self.store.own_address = _beyond_this_node(self.address[0])
@@ -135,8 +142,8 @@ def join_rendezvous(
         "timeout": timeout + MARGIN_SECONDS,
         "tls": tls,
     }
-    first = connect(address, secret, **options)
-    store = RanksStore(lambda: connect(address, secret, **options))
+    first = connect(address, secret, SERVICE, **options)
+    store = RanksStore(lambda: connect(address, secret, SERVICE, **options))
     store.own_address = _beyond_this_node(first.own_address)
     first.close()
     return store

@@ -24,7 +24,7 @@ from stages.resharding.plan import Phase, ReshardPlan
 from stages.resharding.swap import State, Swap, SwapError
 from stages.training.device_lease import DeviceLease
 from stages.weights.fault import OTHER, raise_alarm
-from stages.weights.store import Probe, ProbeFailed, ProbeJudge, ProbeRule, scored
+from stages.weights.probe import Probe, ProbeFailed, ProbeJudge, ProbeRule, scored
 
 if TYPE_CHECKING:
     from stages.engines.torch.train import TorchTrainEngine

@@ -45,7 +45,9 @@ from stages.training.device_lease import DeviceLease
 from stages.training.ranks import RankGroup
 from stages.training.skipped import SkippedSteps
 from stages.weights.documents import DAMAGED, ENGINES, FORECAST, LAST_TAKEN, TAKEN
-from stages.weights.store import Probe, Published, Publisher, WeightsDamaged, probed
+from stages.weights.probe import Probe, probed
+from stages.weights.published import Published, WeightsDamaged
+from stages.weights.store import Publisher
 
 log = structlog.get_logger()
 

@@ -16,7 +16,7 @@ from pipeline.events import AlarmEvent
 from pipeline.index.client import Index
 from stages.engines.protocols import RolloutEngine
 from stages.weights.documents import ALARM
-from stages.weights.store import Gap, Probe, ProbeFailed, gap, scored
+from stages.weights.probe import Gap, Probe, ProbeFailed, gap, scored
 
 METRIC = "probe"  # of the alarm
 TEMPERATURES = [3 ** (at / 6) for at in range(-6, 7)]  # factors that are tried first

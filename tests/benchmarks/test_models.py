@@ -24,7 +24,7 @@ from benchmarks.models import (
     sequences,
 )
 from stages.models import tiny_tokenizer
-from stages.weights.store import ProbeRule
+from stages.weights.probe import ProbeRule
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 

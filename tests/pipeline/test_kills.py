@@ -20,7 +20,7 @@ from pipeline.index.client import Index, IndexUnreachable, LeaseLost, RunConfig,
 from pipeline.index.embedded import EmbeddedIndex
 from pipeline.warehouse import directory
 from pipeline.warehouse.dock import Dock
-from pipeline.warehouse.wire.protocol import WarehouseUnreachable
+from pipeline.warehouse.requests import WarehouseUnreachable
 from tests.forked import program
 from tests.servers import REDIS, WITHOUT_REDIS, Cable, RedisServer, self_signed
 

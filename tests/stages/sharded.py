@@ -44,7 +44,7 @@ from stages.parallel.layout import Layout, RankCoordinates
 from stages.parallel.placement import model_state, place, train_placement
 from stages.resharding.plan import plan_reshard
 from stages.resharding.swap import Swap
-from stages.weight_files import WeightFiles, in_one_dtype
+from stages.weights.files import WeightFiles, in_one_dtype
 from tests.allocations import Allocations
 from tests.batches import RAGGED, VOCABULARY, make_batch, stack, unstack
 

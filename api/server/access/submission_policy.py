@@ -346,10 +346,10 @@ class _Submission:
             if address is not None and not self._may_listen(address):
                 self.refuse("sync.serve", address, port, fix, LOOPBACK)
             return
-        if self.value("sync.transport") != "collective" or self._may_listen(address or LOOPBACK):
+        if self.value("sync.transport") != "network" or self._may_listen(address or LOOPBACK):
             return
         if address is None:
-            self.refuse("sync.transport", "collective", port, fix, "shared_memory")
+            self.refuse("sync.transport", "network", port, fix, "shared_memory")
         else:
             self.refuse("sync.serve", address, port, fix, LOOPBACK)
 

@@ -47,7 +47,7 @@ def served_addresses(recipe: Recipe) -> dict[str, str]:
     """Returns the addresses that are given for warehouse and weights, by key; none that are derived
     or not used."""
     served = {"pipeline.serve": recipe.warehouse_address}
-    if recipe.weight_transport == "collective":
+    if recipe.weight_transport == "network":
         served["sync.serve"] = recipe.sync_address
     return {
         key: address
@@ -80,7 +80,7 @@ def tls_files_fit(recipe: Recipe) -> Iterator[Problem]:
     if (
         not recipe.warehouse_address
         and not recipe.index_address
-        and recipe.weight_transport != "collective"
+        and recipe.weight_transport != "network"
     ):
         wrong = "serves nothing: no other node connects, so that TLS protects nothing"
         fix = "set pipeline.serve to this node's address, or take the tls_ keys out"
@@ -127,9 +127,9 @@ def other_machines_reach_the_run(recipe: Recipe) -> Iterator[Problem]:
         yield problem(
             recipe, "pipeline.serve", f"is empty, but {where}, which read its prompts", fix
         )
-    if recipe.weight_transport != "collective":
+    if recipe.weight_transport != "network":
         wrong = f"is the memory of one machine, but {where}"
-        yield problem(recipe, "sync.transport", wrong, "set 'auto' or 'collective'")
+        yield problem(recipe, "sync.transport", wrong, "set 'auto' or 'network'")
 
 
 @check(

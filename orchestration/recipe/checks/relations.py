@@ -673,7 +673,7 @@ def colocation_is_possible(recipe: Recipe) -> Iterator[Problem]:
         if stage in recipe.external.stages:
             wrong = f"gives {stage!r} to another program, while {colocated} runs both on one device"
             yield problem(recipe, "external.stages", wrong, "set launch.placement = 'separate'")
-    if recipe.sync.transport == "collective":
+    if recipe.sync.transport == "network":
         wrong = f"is between separate devices, and with {colocated} trainer and engine share theirs"
         yield problem(recipe, "sync.transport", wrong, "leave it out: they exchange slices")
     if rollout.device != train.device:

@@ -483,15 +483,15 @@ class PipelineSection(Section):
 class SyncSection(Section):
     """How rollout engines take new weights."""
 
-    transport: Literal["auto", "shared_memory", "collective"] = key(
+    transport: Literal["auto", "shared_memory", "network"] = key(
         AUTO,
-        "`shared_memory`: engines read the trainer's memory on the same node. `collective`: "
+        "`shared_memory`: engines read the trainer's memory on the same node. `network`: "
         "engines may be on other nodes. Each node has one copy, which it sends on while it "
         "receives it. `auto`: the one that is needed.",
     )
     serve: str = key(
         AUTO,
-        "Address of the trainer's node, for `collective`. `auto`: as pipeline.serve.",
+        "Address of the trainer's node, for `network`. `auto`: as pipeline.serve.",
         min_length=1,
     )
     at_once: Annotated[int, Field(ge=0), unit("replicas")] = key(

@@ -144,7 +144,7 @@ class Job:
             )
             return await asyncio.to_thread(joining)
         # the ranks are on one node
-        host = recipe.sync_address if recipe.weight_transport == "collective" else LOOPBACK
+        host = recipe.sync_address if recipe.weight_transport == "network" else LOOPBACK
         try:
             host, name = await asyncio.to_thread(sync_addresses, host, *await self.index.reach())
         except ValueError as refused:

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from stages.engines.protocols import ModelRefused
 from stages.engines.registry import Side
 from stages.engines.torch.attention_interface import PROBE
-from stages.weight_files import NeedsOwnCode, read_config
+from stages.weights.files import NeedsOwnCode, read_config
 
 # of the small model, at most
 VOCABULARY = 512

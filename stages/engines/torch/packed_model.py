@@ -27,7 +27,7 @@ from stages.engines.torch.head.logits import logit_scale, value_head, values_of
 from stages.engines.torch.head.token_logprobs import TokenLogprobs, scaled_logits
 from stages.engines.torch.layers import use_fast_layers, use_fast_norms, use_fused_layers
 from stages.engines.torch.packing import ATTENTION, Feeding, PackedBatch, shared_prompt_attention
-from stages.weight_files import WeightFiles
+from stages.weights.files import WeightFiles
 
 Kernels = Literal["auto", "plain"]
 Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # see PackedModel.outputs

@@ -44,7 +44,7 @@ from stages.engines.vllm.adapters import VllmAdapters
 from stages.engines.vllm.library import engine_arguments, import_vllm, pause, vllm_environment
 from stages.engines.vllm.rows import VllmRow, check_request, sampling_params
 from stages.engines.vllm.weights import HALF_LOADED, TRANSPORT, Landed, VllmWeights
-from stages.weights.store import Published, WeightsDamaged, WeightsUnreachable
+from stages.weights.published import Published, WeightsDamaged, WeightsUnreachable
 
 SHUTDOWN_SECONDS = 30.0  # for vLLM's processes to end by themselves, before they are killed
 
@@ -424,9 +424,9 @@ def _weights(
     return VllmWeights(vllm, model, dtype, shared, timeout)
 
 
-class VllmCollectiveEngine(VllmRolloutEngine):
+class VllmNetworkEngine(VllmRolloutEngine):
     """A :class:`VllmRolloutEngine` that receives new weights in its first worker, from the trainer
-    and without another process of this engine (:mod:`stages.weights.collective`). It also accepts
+    and without another process of this engine (:mod:`stages.weights.transport.network`). It also accepts
     weights as tensors, as any engine does."""
 
     async def receive(self, published: Published) -> Mapping[str, torch.Tensor]:

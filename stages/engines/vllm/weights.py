@@ -24,7 +24,8 @@ from torch.distributed import FileStore
 
 from stages.engines.checks import check_weights
 from stages.models import weight_shapes
-from stages.weights.store import Published, WeightsDamaged, WeightStore, WeightsUnreachable
+from stages.weights.published import Published, WeightsDamaged, WeightsUnreachable
+from stages.weights.store import WeightStore
 
 TRANSPORT = "asyncdock"  # the name that stages/engines/vllm/worker.py registers
 HALF_LOADED = "the model is left half loaded"

@@ -7,7 +7,7 @@
                                └─▶ reports to the engine through a file store
 
 The engine has written the bytes to the memory that it shares with its workers, or the first worker
-copies them there out of the node's depot (``weights.depot``): then the record of the version names
+copies them there out of the node's depot (``weights.transport.depot``): then the record of the version names
 its trainer. A landing that fails leaves the model unchanged.
 
 vLLM imports this module in each worker because the engine names :class:`WorkerExtension` as
@@ -36,9 +36,10 @@ from pipeline.compat.extras import extra
 from stages.engines.vllm.library import ENGINE_PROCESS
 from stages.engines.vllm.weights import HALF_LOADED, TRANSPORT
 from stages.models import checkpoint_tensors, empty_model, saved_buffers
-from stages.weights.collective import Credentials
-from stages.weights.depot import Depot
-from stages.weights.store import Published, WeightStore, WeightsUnreachable, tensors_of, verify
+from stages.weights.published import Published, WeightsUnreachable, tensors_of, verify
+from stages.weights.store import WeightStore
+from stages.weights.transport.depot import Depot
+from stages.weights.transport.network import Credentials
 
 with extra("vllm"):
     from vllm.config import set_current_vllm_config

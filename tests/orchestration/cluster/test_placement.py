@@ -24,7 +24,7 @@ ON_RAY: dict[str, Any] = {
     "launch__launcher": "ray",
     "pipeline__index": "redis://a.server",
     "pipeline__serve": "0.0.0.0",
-    "sync__transport": "collective",
+    "sync__transport": "network",
     "sync__serve": "0.0.0.0",
 }
 

@@ -24,7 +24,7 @@ from orchestration.recipe.problems import RecipeError
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sections.retired import RETIRED, Retired
 from orchestration.run.engines import rollout_engine
-from orchestration.run.run import Run
+from orchestration.run.folder import RunFolder
 from stages.parallel.layout import parse_layout
 from tests.orchestration.recipe.minimal import MINIMAL, problems
 
@@ -383,7 +383,7 @@ def test_a_run_of_an_earlier_version_resumes_unless_it_has_set_a_key_that_has_go
         [problem] = raised.value.problems
         assert (problem.key, problem.value, problem.fix) == (key, "another", retired.fix)
         with pytest.raises(RecipeError, match=retired.fix[:20]):
-            Run.resume(tmp_path)
+            RunFolder.resume(tmp_path)
 
 
 # --- recipes that extend others

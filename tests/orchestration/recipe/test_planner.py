@@ -102,7 +102,7 @@ def test_each_vllm_engine_has_a_version_in_shared_memory_too() -> None:
     assert torch_engine.parameters is not None
     assert torch_engine.slot_bytes == 2 * 4 * torch_engine.parameters
     assert vllm.slot_bytes == (2 + 3) * 4 * torch_engine.parameters
-    straight = of(rollout={"engine": "vllm", "workers": 3}, sync={"transport": "collective"})
+    straight = of(rollout={"engine": "vllm", "workers": 3}, sync={"transport": "network"})
     assert straight.slot_bytes == vllm.slot_bytes
     assert straight.rollout_bytes == vllm.rollout_bytes / 2 == 3 * 4 * torch_engine.parameters
     elsewhere = of(rollout={"engine": "vllm", "workers": 3}, external={"stages": ["rollout"]})

@@ -153,7 +153,7 @@ async def test_a_run_goes_on_in_another_index_over_the_network_and_back(
     """
     of = recipe(TINY, pipeline__staleness=0, train__steps=1)
     await complete(Execution(RunFolder.create(of, tmp_path / "run")))
-    there = [f"pipeline.index={index_url}", "pipeline.serve=127.0.0.1", "sync.transport=collective"]
+    there = [f"pipeline.index={index_url}", "pipeline.serve=127.0.0.1", "sync.transport=network"]
     for steps, changes in (
         (2, there),
         (3, ["pipeline.index=embedded", "sync.transport=shared_memory"]),
@@ -213,7 +213,7 @@ def test_a_change_is_checked_as_a_recipe_is() -> None:
     [
         "pipeline.index=redis://there",
         "pipeline.serve=127.0.0.1",
-        "sync.transport=collective",
+        "sync.transport=network",
         "reward.workers=2",
         "description=x",
     ],

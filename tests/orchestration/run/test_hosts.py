@@ -310,8 +310,8 @@ def test_workers_that_hosts_cannot_have_are_refused(change: dict[str, Any], wron
         {"pipeline__serve": "0.0.0.0", "pipeline__index_serve": "127.0.0.1"},
         {"pipeline__serve": "::1", "pipeline__index_serve": "::1"},
         {"pipeline__serve": "0.0.0.0", "pipeline__index_serve": "localhost"},
-        {"sync__transport": "collective", "sync__serve": "0.0.0.0"},
-        {"sync__transport": "collective", "pipeline__serve": "127.0.0.1"},
+        {"sync__transport": "network", "sync__serve": "0.0.0.0"},
+        {"sync__transport": "network", "pipeline__serve": "127.0.0.1"},
     ],
     ids=lambda changes: " ".join(f"{key}={value}" for key, value in changes.items()),
 )

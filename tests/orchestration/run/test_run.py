@@ -34,11 +34,12 @@ from orchestration.service.lifecycle import WHERE
 from pipeline.index.client import RunConfig
 from pipeline.warehouse.arena import shared_memory_directory
 from pipeline.warehouse.dock import Dock
-from pipeline.warehouse.wire.protocol import WarehouseUnreachable
+from pipeline.warehouse.requests import WarehouseUnreachable
 from stages.engines.mock.engines import MockRolloutEngine
 from stages.engines.protocols import SwapTimes
 from stages.rollout.weight_follower import ATTEMPTS
-from stages.weights.store import Published, WeightsDamaged, WeightStore
+from stages.weights.published import Published, WeightsDamaged
+from stages.weights.store import WeightStore
 from tests.orchestration.runs import MOCK, TINY, Watched, complete, executing, recipe
 from tests.servers import self_signed
 from tests.stages.rollout.test_weight_follower import Faulty

@@ -21,7 +21,8 @@ from pipeline.index.errors import WarehouseGone
 from pipeline.warehouse import directory
 from pipeline.warehouse.arena import StaleHandle
 from pipeline.warehouse.dock import Dock
-from pipeline.warehouse.wire.protocol import TransferError, WarehouseUnreachable
+from pipeline.warehouse.requests import WarehouseUnreachable
+from pipeline.wire.frames import TransferError
 from tests.forked import program
 
 SECRET = b"a secret of the run, sixteen or more"

@@ -39,15 +39,9 @@ from stages.rollout.weight_follower import ATTEMPTS, SwapPolicy, SwapRefused, We
 from stages.training.ranks import RankGroup, RankWorker
 from stages.training.update import Update
 from stages.weights.documents import DAMAGED
-from stages.weights.store import (
-    Probe,
-    ProbeRule,
-    Published,
-    WeightsDamaged,
-    WeightStore,
-    gap,
-    probed,
-)
+from stages.weights.probe import Probe, ProbeRule, gap, probed
+from stages.weights.published import Published, WeightsDamaged
+from stages.weights.store import WeightStore
 from tests.stages.engines.torch.test_rollout import DEADLINE, Brake
 from tests.stages.rollout.test_evaluate import evaluator
 

@@ -19,7 +19,8 @@ from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.parallel.layout import ALONE, Layout
 from stages.training.ranks import RankGroup, RankWorker
 from stages.weights.documents import RANK_ORDERS
-from stages.weights.store import WeightStore, probed
+from stages.weights.probe import probed
+from stages.weights.store import WeightStore
 from tests.batches import unstack
 from tests.stages.training.claims import GROUPS, filled
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from pipeline.wire.handshake import ProofRefused
 from stages.engines.torch.parallel.mesh import join
 from stages.parallel.layout import Layout
 from stages.training.rendezvous import Rendezvous, join_rendezvous
-from stages.weights.secret_socket import ProofRefused
 from tests.machines import two_machines
 from tests.servers import self_signed
 

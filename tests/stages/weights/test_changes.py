@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.weights.changes import MOST_CHANGED, apply_changes, changes
+from stages.weights.transport.changes import MOST_CHANGED, apply_changes, changes
 
 
 def both(old: bytes, new: bytes) -> tuple[np.ndarray, np.ndarray]:

@@ -18,13 +18,14 @@ from typing import Any
 import pytest
 import torch
 
-from stages.weights import chain, collective, depot
-from stages.weights.chain import Chain, pieces_of
-from stages.weights.collective import WeightSender
-from stages.weights.depot import Depot
-from stages.weights.secret_socket import SecretSocket
-from stages.weights.store import Published, WeightsDamaged, WeightStore, WeightsUnreachable, joined
-from tests.stages.weights.test_collective import SECRET, TIMEOUT, nodes, same, start, weights
+from pipeline.wire.blocking import BlockingStream
+from stages.weights.published import Published, WeightsDamaged, WeightsUnreachable, joined
+from stages.weights.store import WeightStore
+from stages.weights.transport import chain, depot, network
+from stages.weights.transport.chain import CHANGES, WHOLE, Chain, pieces_of
+from stages.weights.transport.depot import Depot
+from stages.weights.transport.network import WeightSender
+from tests.stages.weights.test_network import SECRET, TIMEOUT, nodes, same, start, weights
 
 __all__ = ["nodes", "start"]  # fixtures
 A = ("10.0.0.1", 1)
@@ -63,7 +64,7 @@ class Trainer:
 
             send(peer, memory, pieces, first, wait, **base)
 
-        monkeypatch.setattr(collective, "send_pieces", noted)
+        monkeypatch.setattr(network, "send_pieces", noted)
 
     def publish(self, version: int) -> Published:
         return self.sender.publish(version, weights(version).items())
@@ -303,14 +304,14 @@ def test_a_copy_that_is_damaged_is_received_again(
     assert same(nodes("node").read(published), 1)
 
 
-@pytest.mark.parametrize("transport", ["collective", "shared_memory"])
+@pytest.mark.parametrize("transport", ["network", "shared_memory"])
 def test_engines_on_the_trainers_node_have_one_copy_of_what_lies_there(
     transport: str, trainer: Trainer, tmp_path: Path
 ) -> None:
     engines = [Depot(tmp_path / "trainer", secret=SECRET) for _ in range(3)]
     for version in (3, 4):
         published = trainer.publish(version)
-        published = published if transport == "collective" else replace(published, source="")
+        published = published if transport == "network" else replace(published, source="")
         found = [engine.read(published) for engine in engines]
         assert all(same(tensors, version) for tensors in found)
         found[0]["embedding"][0] = 7.0
@@ -390,7 +391,7 @@ def test_each_rank_of_a_trainer_sends_the_buckets_that_it_has_published(
         sent.append(sum(piece.nbytes for piece in pieces))
         send(peer, memory, pieces, first, **base)
 
-    monkeypatch.setattr(collective, "send_pieces", noted)
+    monkeypatch.setattr(network, "send_pieces", noted)
     several = [nodes(), nodes()]
     for version in (1, 2, 3):
         published = Published.from_record(
@@ -452,13 +453,16 @@ def equal(found: dict[str, torch.Tensor], version: int) -> bool:
 def carried(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """What each link carries of each version: a ``kind``, whole or changes, and bytes."""
     found: list[tuple[str, int]] = []
-    send = SecretSocket.send
+    send = BlockingStream.send_frame
 
-    def counted(self: SecretSocket, data: memoryview) -> None:
-        found.append(("changes" if isinstance(data.obj, bytes) else "whole", len(data)))
-        send(self, data)
+    def counted(
+        self: BlockingStream, kind: int, control: bytes = b"", payload: bytes | memoryview = b""
+    ) -> None:
+        if kind in (WHOLE, CHANGES):
+            found.append(("changes" if kind == CHANGES else "whole", len(payload)))
+        send(self, kind, control, payload)
 
-    monkeypatch.setattr(SecretSocket, "send", counted)
+    monkeypatch.setattr(BlockingStream, "send_frame", counted)
     return found
 
 

@@ -17,7 +17,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from stages.weights.store import Published, WeightsDamaged, WeightStore
+from stages.weights.published import Published, WeightsDamaged
+from stages.weights.store import WeightStore
 
 DTYPES = [
     torch.float32,

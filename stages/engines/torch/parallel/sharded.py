@@ -51,7 +51,7 @@ from stages.engines.torch.parallel.tensor import cut_matrices
 from stages.models import checkpoint_tensors, write_checkpoint
 from stages.parallel.layout import Layout, RankCoordinates
 from stages.parallel.options import fits_ulysses
-from stages.weight_files import WeightFiles, materialize
+from stages.weights.files import WeightFiles, materialize
 
 # Bytes of one safetensors file, which rank 0 holds in memory while it is written.
 FILE_BYTES = 4 * 2**30
@@ -64,7 +64,7 @@ class Sharded(Parallel):
     already.
 
     Every rank passes the same whole model (on the CPU) to its engine, or with ``weights`` a
-    skeleton of it, of which it reads its own shard alone (:mod:`stages.weight_files`). To
+    skeleton of it, of which it reads its own shard alone (:mod:`stages.weights.files`). To
     ``train_batch`` and ``logprobs`` it passes the rows of its replica's share: at least one,
     disjoint from those of other replicas. Mini-batches are cut from the rows of all ranks; a
     replica without a row of one makes idle passes. Results equal those of one process with all

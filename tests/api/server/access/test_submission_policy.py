@@ -280,11 +280,11 @@ def test_models_and_certificates_lie_below_the_roots_too(roots: tuple[Path, Path
         ({"pipeline__index": "unix:///run/other.sock"}, "pipeline.index"),
         ({"pipeline__serve": "0.0.0.0"}, "pipeline.serve"),
         ({"pipeline__serve": "127.0.0.1"}, "pipeline.serve"),
-        ({"sync__transport": "collective"}, "sync.transport"),
-        ({"sync__transport": "collective", "sync__serve": "127.0.0.1"}, "sync.serve"),
-        ({"sync__transport": "collective", "sync__serve": "0.0.0.0"}, "sync.serve"),
-        ({"sync__transport": "collective", "sync__serve": "::"}, "sync.serve"),
-        ({"sync__transport": "collective", "sync__serve": ["0.0.0.0"]}, "sync.serve"),
+        ({"sync__transport": "network"}, "sync.transport"),
+        ({"sync__transport": "network", "sync__serve": "127.0.0.1"}, "sync.serve"),
+        ({"sync__transport": "network", "sync__serve": "0.0.0.0"}, "sync.serve"),
+        ({"sync__transport": "network", "sync__serve": "::"}, "sync.serve"),
+        ({"sync__transport": "network", "sync__serve": ["0.0.0.0"]}, "sync.serve"),
         ({"name": "n" * 65}, "name"),
         ({"name": "../../etc"}, "name"),
         ({"rollout__workers": 100}, "rollout.workers"),
@@ -312,18 +312,18 @@ def test_a_run_may_take_all_that_the_operator_gives_to_one_and_no_more() -> None
 
 
 def test_only_the_addresses_that_the_operator_allows_are_listened_on() -> None:
-    """`sync.transport = "collective"` in a request opened a port on every address of the
+    """`sync.transport = "network"` in a request opened a port on every address of the
     machine."""
-    collective = {"sync.transport": "collective", "sync.serve": "127.0.0.7"}
-    assert "sync.serve" in refused(recipe(), overrides=collective)
+    network = {"sync.transport": "network", "sync.serve": "127.0.0.7"}
+    assert "sync.serve" in refused(recipe(), overrides=network)
     assert "sync.serve" in refused(
-        recipe(), overrides=collective, allow_listen={"127.0.0.1", "127.0.0.70"}
+        recipe(), overrides=network, allow_listen={"127.0.0.1", "127.0.0.70"}
     )
     given = Settings(data=Path(), allow_listen=frozenset(["127.0.0.7"]))
-    assert accept(given, recipe(), collective).sync.serve == "127.0.0.7"
+    assert accept(given, recipe(), network).sync.serve == "127.0.0.7"
     assert accept(given, recipe(), {"pipeline.serve": "127.0.0.7"}).pipeline.serve == "127.0.0.7"
     assert "sync.transport" in refused(
-        recipe(sync__transport="collective"), allow_listen={"127.0.0.7"}
+        recipe(sync__transport="network"), allow_listen={"127.0.0.7"}
     )
 
 
@@ -348,7 +348,7 @@ def test_checkpoints_are_copied_only_to_listed_places(tmp_path: Path) -> None:
 
 
 def test_workers_are_placed_on_listed_clusters_alone() -> None:
-    wanted = {"pipeline.serve": "0.0.0.0", "sync.transport": "collective", "sync.serve": "0.0.0.0"}
+    wanted = {"pipeline.serve": "0.0.0.0", "sync.transport": "network", "sync.serve": "0.0.0.0"}
     wanted |= {"launch.launcher": "ray", "launch.address": "ray://10.0.0.2:10001"}
     settings: dict[str, Any] = {"allow_listen": {"0.0.0.0"}, "index": "redis://:secret@10.0.0.1"}
     assert "launch.address" in refused(
@@ -359,7 +359,7 @@ def test_workers_are_placed_on_listed_clusters_alone() -> None:
 
 
 def test_hosts_may_run_workers_where_the_services_index_is_reached_from_other_machines() -> None:
-    wanted = {"pipeline.serve": "0.0.0.0", "sync.transport": "collective", "sync.serve": "0.0.0.0"}
+    wanted = {"pipeline.serve": "0.0.0.0", "sync.transport": "network", "sync.serve": "0.0.0.0"}
     wanted |= {"launch.remote_rollouts": 1, "launch.launcher": "process"}
     found = refused(recipe(), overrides=wanted, allow_listen={"0.0.0.0"})
     assert "needs an index that other machines reach" in found["launch.remote_rollouts"].wrong

@@ -32,17 +32,17 @@ def with_keys(changes: dict[str, Any]) -> Recipe:
     ("changes", "expected"),
     [
         ({}, ("shared_memory", "127.0.0.1", "", "")),
-        (HOSTS, ("collective", "auto", "auto", "auto")),
-        (RAY, ("collective", "auto", "auto", "auto")),
-        ({**RAY, "pipeline.index": "redis://10.0.0.9"}, ("collective", "auto", "auto", "")),
-        ({"sync.transport": "collective"}, ("collective", "127.0.0.1", "", "")),
+        (HOSTS, ("network", "auto", "auto", "auto")),
+        (RAY, ("network", "auto", "auto", "auto")),
+        ({**RAY, "pipeline.index": "redis://10.0.0.9"}, ("network", "auto", "auto", "")),
+        ({"sync.transport": "network"}, ("network", "127.0.0.1", "", "")),
         (
             {**HOSTS, "pipeline.serve": "0.0.0.0", "sync.serve": "0.0.0.0"},
-            ("collective", "0.0.0.0", "0.0.0.0", "auto"),
+            ("network", "0.0.0.0", "0.0.0.0", "auto"),
         ),
         (
             {**RAY, "pipeline.index_serve": "127.0.0.1:7"},
-            ("collective", "auto", "auto", "127.0.0.1:7"),
+            ("network", "auto", "auto", "127.0.0.1:7"),
         ),
     ],
 )
@@ -158,7 +158,7 @@ def test_without_other_machines_the_weights_stay_here_and_a_warehouse_is_for_who
     elsewhere = {"pipeline.index": "redis://a.server"}
     assert (
         with_keys(
-            {**elsewhere, "sync.transport": "collective", "sync.serve": "127.0.0.1"}
+            {**elsewhere, "sync.transport": "network", "sync.serve": "127.0.0.1"}
         ).sync_address
         == "127.0.0.1"
     )
@@ -169,7 +169,7 @@ def test_without_other_machines_the_weights_stay_here_and_a_warehouse_is_for_who
     ):
         with_keys({**elsewhere, "pipeline.serve": "127.0.0.1"})
     with pytest.raises(RecipeError, match=r"sync\.serve = .*cannot be listened on"):
-        with_keys({"sync.transport": "collective", "sync.serve": "10.99.99.99"})
+        with_keys({"sync.transport": "network", "sync.serve": "10.99.99.99"})
 
 
 @pytest.mark.parametrize(
@@ -211,3 +211,16 @@ def test_a_port_that_the_run_listens_on_does_not_keep_it_from_being_scaled() -> 
         assert scaled(recipe, 2).rollout.workers == 2
         with pytest.raises(RecipeError, match=r"pipeline\.index_serve = .*cannot be listened on"):
             with_keys({**HOSTS, "pipeline.index_serve": f"127.0.0.1:{port}"})
+
+
+@pytest.mark.parametrize(
+    ("transport", "wrong"),
+    [
+        ("collective", r"sync\.transport = \"collective\": has another name now; write 'network'"),
+        (["collective"], r"sync\.transport = \[.*\]: is not allowed"),
+        ("networks", r"sync\.transport = \"networks\": is not allowed; .*'network'"),
+    ],
+)
+def test_the_old_name_of_the_transport_names_the_new_one(transport: Any, wrong: str) -> None:
+    with pytest.raises(RecipeError, match=wrong):
+        with_keys({"sync.transport": transport})

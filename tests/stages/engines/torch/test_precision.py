@@ -36,17 +36,17 @@ from stages.engines.torch.rollout import TorchRolloutEngine
 from stages.engines.torch.train import TorchTrainEngine
 from stages.rollout.weight_follower import SwapPolicy
 from stages.training.update import PROBE_ROWS, probe_rows
-from stages.weights.store import (
+from stages.weights.probe import (
     Gap,
     Probe,
     ProbeFailed,
     ProbeJudge,
     ProbeLimits,
     ProbeRule,
-    WeightStore,
     gap,
     probed,
 )
+from stages.weights.store import WeightStore
 from tests.stages.rollout.test_weight_follower import events, follower
 
 SHAPE: dict[str, Any] = dict(

@@ -13,9 +13,9 @@ from benchmarks.families import CONTEXT, write
 from benchmarks.models import Checkpoint, batch_of, generated, loaded, one_step, plain_rows
 from pipeline.warehouse.arena import shared_memory_directory
 from stages.engines.torch.train import TorchTrainEngine
-from stages.engines.vllm.rollout import VllmCollectiveEngine
-from stages.weights.collective import Credentials, WeightSender
+from stages.engines.vllm.rollout import VllmNetworkEngine
 from stages.weights.store import WeightStore
+from stages.weights.transport.network import Credentials, WeightSender
 
 pytestmark = pytest.mark.timeout(600)
 SECRET = b"a run's secret, for the tests"
@@ -47,7 +47,7 @@ async def test_weights_of_each_step_reach_vllm_by_each_transport(
         "enforce_eager": True,
         "threads": 2,
     }
-    engine = VllmCollectiveEngine(checkpoint.folder, shared=shared, dtype=torch.float32, **options)
+    engine = VllmNetworkEngine(checkpoint.folder, shared=shared, dtype=torch.float32, **options)
     try:
         for version in range(3):
             if version:

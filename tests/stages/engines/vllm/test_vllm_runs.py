@@ -23,7 +23,7 @@ async def test_each_of_three_end_tokens_ends_a_response(tmp_path: Path) -> None:
     await assert_each_token_ends(of_two_ends(tmp_path, rollout__engine="vllm", rollout__vllm=vllm))
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "collective"])
+@pytest.mark.parametrize("transport", ["shared_memory", "network"])
 async def test_two_replicas_follow_a_trainer_of_two_ranks_and_one_may_be_killed(
     transport: str, model: Path, tmp_path: Path
 ) -> None:

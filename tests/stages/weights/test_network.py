@@ -21,15 +21,22 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.warehouse.wire.protocol import proof
-from stages.weights import depot as weight_link
-from stages.weights import secret_socket
-from stages.weights.collective import Credentials, WeightSender
-from stages.weights.depot import Depot
-from stages.weights.secret_socket import connect
-from stages.weights.store import Published, WeightsDamaged, WeightStore, WeightsUnreachable
+from pipeline.wire.blocking import connect
+from pipeline.wire.handshake import (
+    ANSWER,
+    HELLO,
+    MAGIC,
+    UNPROVEN,
+    VERSION,
+    ClientHandshake,
+)
+from stages.weights.published import Published, WeightsDamaged, WeightsUnreachable
+from stages.weights.store import WeightStore
+from stages.weights.transport import depot as weight_link
+from stages.weights.transport.depot import Depot
+from stages.weights.transport.network import Credentials, WeightSender
 from tests.forked import forks
-from tests.pipeline.warehouse.wire.served import certificate
+from tests.pipeline.wire.served import certificate
 
 TIMEOUT = 20.0
 SECRET = b"the secret of this run"
@@ -325,7 +332,7 @@ def test_an_engine_that_asks_nothing_or_nonsense_is_given_up(
             7,
         )
         for message in (None, *nonsense):
-            peer = connect(address(sender), SECRET, connecting=5.0, timeout=5.0)
+            peer = connect(address(sender), SECRET, b"weights", connecting=5.0, timeout=5.0)
             if message is not None:
                 peer.send_message(message)
         assert same(nodes().read(published), 1)
@@ -375,8 +382,8 @@ def test_a_trainer_that_does_not_know_the_secret_is_not_believed(
             ) -> None:
                 sock, _ = listening.accept()
                 with sock:
-                    sock.sendall(secret_socket._HELLO.pack(b"ADKL", 1, b"\1" * 32))
-                    request = sock.recv(64, socket.MSG_WAITALL)
+                    sock.sendall(HELLO.pack(MAGIC, VERSION, b"weights", b"\1" * 32))
+                    request = sock.recv(ANSWER.size, socket.MSG_WAITALL)
                     sock.sendall(request[32:] if answer is None else answer.ljust(32))
 
             thread = threading.Thread(target=answer_one)
@@ -402,9 +409,9 @@ def test_no_message_of_a_stranger_stops_the_trainer(
         stranger.sendall(message)
         stranger.shutdown(socket.SHUT_WR)
         stranger.settimeout(TIMEOUT)
-        hello = stranger.recv(38, socket.MSG_WAITALL)
+        hello = stranger.recv(HELLO.size, socket.MSG_WAITALL)
         assert not stranger.recv(1), "it was answered more than a hello"
-        assert hello[:4] == b"ADKL"
+        assert hello[:4] == MAGIC
     assert same(receiver.read(published), 1)
 
 
@@ -413,9 +420,10 @@ def test_a_proof_is_good_for_one_connection(sender: WeightSender) -> None:
     hellos = []
     for _ in range(2):
         with socket.create_connection(address(sender)) as sock:
-            hellos.append(sock.recv(38, socket.MSG_WAITALL))
-            nonce = b"\2" * 32
-            sock.sendall(nonce + proof(SECRET, b"engine", hellos[0], nonce))
+            hellos.append(sock.recv(HELLO.size, socket.MSG_WAITALL))
+            if len(hellos) == 1:
+                answer = ClientHandshake(SECRET, b"weights", "").answer(hellos[0])
+            sock.sendall(answer)
             sock.settimeout(TIMEOUT)
             assert bool(sock.recv(32, socket.MSG_WAITALL)) == (len(hellos) == 1)
     assert hellos[0] != hellos[1]
@@ -424,13 +432,11 @@ def test_a_proof_is_good_for_one_connection(sender: WeightSender) -> None:
 def test_unproven_connections_keep_no_engine_out(sender: WeightSender, receiver: Depot) -> None:
     """More of them than are kept: the oldest are dropped, at the latest when their time is over."""
     published = sender.publish(1, weights(1).items())
-    unproven = [
-        socket.create_connection(address(sender)) for _ in range(3 * secret_socket.UNPROVEN)
-    ]
+    unproven = [socket.create_connection(address(sender)) for _ in range(3 * UNPROVEN)]
     try:
         assert same(receiver.read(published), 1)
         with sender._server._turn:
-            assert len(sender._server._unproven) <= secret_socket.UNPROVEN
+            assert len(sender._server._unproven) <= UNPROVEN
     finally:
         for one in unproven:
             one.close()

@@ -32,18 +32,25 @@ import structlog
 import torch
 
 from pipeline.node import is_here
+from pipeline.wire.blocking import BlockingServer, BlockingStream, connect
+from pipeline.wire.frames import TransferError
 from stages.threads import deferred
-from stages.weights.chain import SILENT_SECONDS, Address, pieces_of, receive_pieces, send_pieces
-from stages.weights.secret_socket import SecretServer, SecretSocket, connect
-from stages.weights.store import (
+from stages.weights.published import (
     Published,
     WeightsDamaged,
-    WeightStore,
     WeightsUnreachable,
     copy_verified,
-    mapped,
     tensors_of,
     verify,
+)
+from stages.weights.store import WeightStore, mapped
+from stages.weights.transport.chain import (
+    SERVICE,
+    SILENT_SECONDS,
+    Address,
+    pieces_of,
+    receive_pieces,
+    send_pieces,
 )
 
 log = structlog.get_logger()
@@ -53,7 +60,7 @@ STALL_SECONDS = 30.0  # for which one end waits for the other
 FOLDER = "depot"
 _LOCK_SECONDS = 0.02  # between two attempts to get the lock
 # of a connection: it fails, or what comes makes no sense
-_UNREADABLE = (OSError, ValueError, KeyError, TypeError)
+_UNREADABLE = (OSError, TransferError, ValueError, KeyError, TypeError)
 
 
 class Arriving:
@@ -103,11 +110,11 @@ class Arriving:
         }
         return {"source": source, "first": self.there[source], **keys, **more}
 
-    def receive(self, peer: SecretSocket, source: int, timeout: float) -> None:
+    def receive(self, peer: BlockingStream, source: int, timeout: float) -> None:
         """Receive the rest of one source's part, and verify each bucket when it is there.
 
-        After an error only verified buckets count as there. Raises OSError, ValueError and
-        WeightsDamaged.
+        After an error only verified buckets count as there. Raises OSError, TransferError,
+        ValueError and WeightsDamaged.
         """
         pieces = self.pieces[source]
         verified = self.there[source]
@@ -120,7 +127,7 @@ class Arriving:
         finally:
             self._set(source, verified)
 
-    def send(self, peer: SecretSocket, source: int, first: int, base: np.ndarray | None) -> None:
+    def send(self, peer: BlockingStream, source: int, first: int, base: np.ndarray | None) -> None:
         """Send one source's part from piece ``first`` on, as it arrives, as changes of ``base``
         where the other end has that. Raises OSError."""
 
@@ -171,7 +178,7 @@ class Depot:
         self._name = uuid.uuid4().hex
         self._sendable: dict[str, Arriving] = {}  # by key of the version: received here
         self._last: Published | None = None  # that was read here, and verified
-        self._server: SecretServer | None = None
+        self._server: BlockingServer | None = None
         self._starting = threading.Lock()
 
     def read(self, published: Published) -> dict[str, torch.Tensor]:
@@ -206,7 +213,7 @@ class Depot:
             )
         if self._store.has(published):
             return True
-        wrong = "it was published for one node alone; set sync.transport = 'collective'"
+        wrong = "it was published for one node alone; set sync.transport = 'network'"
         raise WeightsUnreachable(f"weights of version {published.version}: {wrong}")
 
     def _held(self, published: Published) -> np.ndarray:
@@ -345,9 +352,16 @@ class Depot:
                 )
                 failed.append(sender)
 
-    def _connect(self, address: Address, timeout: float) -> SecretSocket:
+    def _connect(self, address: Address, timeout: float) -> BlockingStream:
         tls = self._tls and self._tls[1]
-        return connect(address, self._secret, connecting=CONNECT_SECONDS, timeout=timeout, tls=tls)
+        return connect(
+            address,
+            self._secret,
+            SERVICE,
+            connecting=CONNECT_SECONDS,
+            timeout=timeout,
+            tls=tls,
+        )
 
     def _serve(self, host: str) -> Address | None:
         """Returns where the next node reaches this one, on its own address ``host``; None:
@@ -356,12 +370,12 @@ class Depot:
             if self._server is None:
                 tls = self._tls and self._tls[0]
                 with suppress(OSError):
-                    self._server = SecretServer(
-                        host, self._secret, self._answer, timeout=self._timeout, tls=tls
+                    self._server = BlockingServer(
+                        host, self._secret, SERVICE, self._answer, timeout=self._timeout, tls=tls
                     )
             return None if self._server is None else self._server.address
 
-    def _answer(self, node: SecretSocket) -> None:
+    def _answer(self, node: BlockingStream) -> None:
         try:
             request = node.receive_message()
             arriving = self._sendable.get(request["key"])

@@ -16,13 +16,14 @@ import torch
 from pipeline.blocks import pack
 from pipeline.columns import Schema
 from pipeline.warehouse.arena import Arena
-from pipeline.warehouse.wire.protocol import (
+from pipeline.warehouse.requests import (
     Limits,
-    TransferError,
     WarehouseUnreachable,
 )
-from pipeline.warehouse.wire.server import WarehouseServer
-from tests.pipeline.warehouse.wire.served import (
+from pipeline.warehouse.server import WarehouseServer
+from pipeline.wire.frames import TransferError
+from pipeline.wire.handshake import ANSWER, HELLO, MAGIC, VERSION
+from tests.pipeline.wire.served import (
     EIGHT,
     SCHEMA,
     SECRET,
@@ -56,8 +57,8 @@ async def test_a_server_that_does_not_know_the_secret_is_not_believed() -> None:
     """The server must prove the secret too: here it sends the client's own proof back."""
 
     async def mirror(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(struct.pack("<4sHxx32s", b"ADKW", 1, bytes(32)))
-        proof = (await reader.readexactly(72))[-32:]
+        writer.write(HELLO.pack(MAGIC, VERSION, b"warehouse", bytes(32)))
+        proof = (await reader.readexactly(ANSWER.size))[-32:]
         writer.write(struct.pack("<dQQQ32s32s", 0.0, 10, 10, 10, bytes(32), proof))
         await reader.read()
         writer.close()
@@ -70,8 +71,9 @@ async def test_a_server_that_does_not_know_the_secret_is_not_believed() -> None:
 @pytest.mark.parametrize(
     ("hello", "message"),
     [
-        (struct.pack("<4sHxx32s", b"HTTP", 1, bytes(32)), "what answers there is no warehouse"),
-        (struct.pack("<4sHxx32s", b"ADKW", 2, bytes(32)), "speaks version 2, we speak 1"),
+        (HELLO.pack(b"HTTP", VERSION, b"warehouse", bytes(32)), "serves no warehouse"),
+        (HELLO.pack(MAGIC, VERSION, b"weights", bytes(32)), "serves no warehouse"),
+        (HELLO.pack(MAGIC, 1, b"warehouse", bytes(32)), f"speaks version 1, we speak {VERSION}"),
     ],
 )
 async def test_what_answers_must_speak_our_version(hello: bytes, message: str) -> None:
@@ -99,7 +101,7 @@ async def test_a_recorded_handshake_opens_nothing(arena: Arena) -> None:
             warehouse = remote(address)
             await warehouse.copy_in(0, EIGHT)
             await warehouse.close()
-        assert len(heard) > 72
+        assert len(heard) > ANSWER.size
         reader, writer = await asyncio.open_connection(*server.address)
         writer.write(heard)
         async with asyncio.timeout(10):
@@ -107,12 +109,12 @@ async def test_a_recorded_handshake_opens_nothing(arena: Arena) -> None:
                 answer = await reader.read()
             except ConnectionResetError:
                 answer = b""
-        assert len(answer) <= 40, "no more than its hello"
+        assert len(answer) <= HELLO.size, "no more than its hello"
         writer.close()
         await until(lambda: server.connections == 0)
 
 
-@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\n\r\n", bytes(72), os.urandom(300)])
+@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\n\r\n", bytes(64), os.urandom(300)])
 async def test_a_stranger_learns_nothing_and_is_gone_in_time(sent: bytes, arena: Arena) -> None:
     async with WarehouseServer(
         arena, SCHEMA, secret=SECRET, limits=Limits(hello_seconds=0.2)
@@ -121,7 +123,7 @@ async def test_a_stranger_learns_nothing_and_is_gone_in_time(sent: bytes, arena:
         writer.write(sent)
         async with asyncio.timeout(10):
             with suppress(ConnectionResetError):  # when it sent more than a handshake's bytes
-                assert len(await reader.read()) <= 40
+                assert len(await reader.read()) <= HELLO.size
         await until(lambda: server.connections == 0)
         writer.close()
 
@@ -148,7 +150,7 @@ async def test_half_open_connections_do_not_refuse_an_authenticated_peer(arena: 
         await until(lambda: server.connections <= limits.handshakes + 1)
         for reader, _ in strangers[:80]:
             async with asyncio.timeout(10):
-                assert len(await reader.read()) <= 40
+                assert len(await reader.read()) <= HELLO.size
         await warehouse.copy_in(0, EIGHT)
         await warehouse.close()
         for _, writer in strangers:

@@ -14,15 +14,14 @@ import torch
 from pipeline.blocks import BlockError, BlockReader, pack
 from pipeline.columns import ColumnError
 from pipeline.warehouse.arena import Arena, StaleHandle
-from pipeline.warehouse.wire.protocol import (
+from pipeline.warehouse.requests import (
     Limits,
     ReadRequest,
-    TransferError,
-    parse_head,
     parse_request,
 )
-from pipeline.warehouse.wire.server import WarehouseServer, plan_reply, reply_batches
-from tests.pipeline.warehouse.wire.served import (
+from pipeline.warehouse.server import WarehouseServer, plan_reply, reply_batches
+from pipeline.wire.frames import TransferError, parse_head
+from tests.pipeline.wire.served import (
     COLUMNS,
     ROWS,
     SCHEMA,
@@ -120,7 +119,7 @@ def taken(frame: bytes, reader: BlockReader, room: int, limits: Limits) -> str:
     if len(frame) < 16:
         return "short"
     try:
-        kind, size, payload = parse_head(frame[:16], limits)
+        kind, size, payload = parse_head(frame[:16], limits.requests)
         request = parse_request(kind, frame[16 : 16 + size], payload, SCHEMA, room, limits)
         if isinstance(request, ReadRequest):
             found = plan_reply(reader, SCHEMA, request, limits)

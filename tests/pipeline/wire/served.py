@@ -21,8 +21,8 @@ import torch
 from pipeline.blocks import PackedRows
 from pipeline.columns import Column, Packed, Schema
 from pipeline.warehouse.arena import Arena
-from pipeline.warehouse.wire.client import RemoteWarehouse
-from pipeline.warehouse.wire.server import WarehouseServer
+from pipeline.warehouse.client import RemoteWarehouse
+from pipeline.warehouse.server import WarehouseServer
 from tests.pipeline.block_view import BlockView
 
 SECRET = b"known to every node of the run"
@@ -145,7 +145,7 @@ import asyncio, sys
 from pathlib import Path
 import torch
 from pipeline.columns import Column, Schema
-from pipeline.warehouse.wire.server import WarehouseServer
+from pipeline.warehouse.server import WarehouseServer
 from pipeline.warehouse.arena import Arena, StaleHandle
 
 async def main(path, secret, port):
@@ -166,7 +166,7 @@ def process(arena: Arena, port: int = 0) -> Iterator[tuple[subprocess.Popen[str]
     """A server of ``arena`` in a process of its own, and its address."""
     command = [sys.executable, "-c", PROCESS, str(arena.path), SECRET.decode(), str(port)]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[4]
+        command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3]
     ) as child:
         try:
             assert child.stdout is not None

@@ -13,7 +13,7 @@ from orchestration.recipe.problems import RecipeError
 from orchestration.run.engines import weight_publisher
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
-from stages.weights.depot import Depot
+from stages.weights.transport.depot import Depot
 from tests.orchestration.run.test_run import (
     assert_each_sample_once,
     assert_equal,
@@ -33,15 +33,13 @@ async def test_with_bound_zero_it_is_the_synchronous_run_bit_for_bit(
     received: list[int] = []
     if launcher == "inline":
         receive = Depot._receive_into
-        monkeypatch.setattr("stages.weights.depot.is_here", lambda *_: False)
+        monkeypatch.setattr("stages.weights.transport.depot.is_here", lambda *_: False)
         monkeypatch.setattr(
             Depot,
             "_receive_into",
             lambda *of: (received.append(of[1].published.version), receive(*of)),
         )  # type: ignore[attr-defined]
-    of = recipe(
-        TINY, pipeline__staleness=0, sync__transport="collective", launch__launcher=launcher
-    )
+    of = recipe(TINY, pipeline__staleness=0, sync__transport="network", launch__launcher=launcher)
     expected, weights = await synchronous(of)
     watched, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     assert result.state == "finished", result.reason
@@ -63,7 +61,7 @@ async def test_several_replicas_follow_a_trainer_of_several_ranks_and_any_of_the
         train__dp=2,
         train__steps=8,
         rollout__workers=2,
-        sync__transport="collective",
+        sync__transport="network",
         launch__launcher="process",
     )
     async with executing(Execution(RunFolder.create(of, tmp_path / "run"))) as (watched, work):
@@ -93,11 +91,11 @@ async def test_several_replicas_follow_a_trainer_of_several_ranks_and_any_of_the
 
 
 def test_an_address_that_is_not_the_trainers_is_refused_with_its_name(tmp_path: Path) -> None:
-    collective = {"sync__transport": "collective", "sync__serve": "192.0.2.1"}
+    network = {"sync__transport": "network", "sync__serve": "192.0.2.1"}
     with pytest.raises(RecipeError, match=r'sync\.serve = "192\.0\.2\.1": cannot be listened on'):
-        recipe(MOCK, **collective)
+        recipe(MOCK, **network)
     # it may be an address of the node that has the trainer
-    on_ray = recipe(MOCK, **collective, launch__launcher="ray")
+    on_ray = recipe(MOCK, **network, launch__launcher="ray")
     with pytest.raises(OSError, match=r"sync\.serve = '192\.0\.2\.1': nothing can be served there"):
         weight_publisher(on_ray, tmp_path, secret=b"sixteen or more bytes", route="192.0.2.8")
 
@@ -105,12 +103,12 @@ def test_an_address_that_is_not_the_trainers_is_refused_with_its_name(tmp_path: 
 def test_it_is_not_for_engines_that_share_the_trainers_device() -> None:
     with pytest.raises(
         RecipeError,
-        match=r"sync.transport = \"collective\": is between separate "
+        match=r"sync.transport = \"network\": is between separate "
         r"devices",
     ):
         recipe(
             TINY,
-            sync__transport="collective",
+            sync__transport="network",
             launch__placement="colocated",
             launch__launcher="process",
         )

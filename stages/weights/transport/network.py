@@ -8,7 +8,7 @@ sends them to which. Each rank of a trainer sends the buckets that it has publis
     node B: request v ───────────────────────────▶ the chain of v: A before B
         ◀── have it, from A ────────────────────── B connects to A, with the same proof
 
-Bytes travel on the proven connections themselves (``secret_socket``), from host memory to host
+Bytes travel on the proven connections themselves (``pipeline.wire``), from host memory to host
 memory. A connection serves one request: when one end dies the other gets an error, at once or after
 a timeout, and asks again.
 """
@@ -30,10 +30,12 @@ import structlog
 import torch
 
 from pipeline.node import node_id
-from stages.weights.chain import Chain, pieces_of, send_pieces
-from stages.weights.depot import STALL_SECONDS, Depot
-from stages.weights.secret_socket import SecretServer, SecretSocket
-from stages.weights.store import Probe, Published, WeightStore
+from pipeline.wire.blocking import BlockingServer, BlockingStream
+from stages.weights.probe import Probe
+from stages.weights.published import Published
+from stages.weights.store import WeightStore
+from stages.weights.transport.chain import SERVICE, Chain, pieces_of, send_pieces
+from stages.weights.transport.depot import STALL_SECONDS, Depot
 
 log = structlog.get_logger()
 
@@ -67,7 +69,7 @@ class WeightSender:
         self._sending: Counter[int] = Counter()  # requests that read a slot
         self._turn = threading.Condition()
         self._chain = Chain()
-        self._server = SecretServer(host, secret, self._answer, timeout=timeout, tls=tls)
+        self._server = BlockingServer(host, secret, SERVICE, self._answer, timeout=timeout, tls=tls)
         store.directory.mkdir(parents=True, exist_ok=True)
         self.source = json.dumps(
             [[advertise or host, self._server.address[1], node_id(store.directory)]]
@@ -100,7 +102,7 @@ class WeightSender:
         self._server.close()
         self._store.close()
 
-    def _answer(self, node: SecretSocket) -> None:
+    def _answer(self, node: BlockingStream) -> None:
         try:
             request = node.receive_message()
             key = str(request["key"])

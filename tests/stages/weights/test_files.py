@@ -15,7 +15,7 @@ from stages import models
 from stages.engines.torch.parallel.tensor import cuts
 from stages.models import load_model
 from stages.parallel.placement import model_state
-from stages.weight_files import open_skeleton
+from stages.weights.files import open_skeleton
 from tests.ranks import on_ranks
 from tests.stages.sharded import bytes_at_loading, differing
 

@@ -10,16 +10,16 @@ import torch
 
 from pipeline.blocks import PackedRows, pack
 from pipeline.warehouse.arena import Arena, StaleHandle
-from pipeline.warehouse.wire.protocol import (
+from pipeline.warehouse.requests import (
     WRITE,
     Limits,
     Request,
-    TransferError,
     WriteRequest,
     parse_request,
 )
-from pipeline.warehouse.wire.server import WarehouseServer
-from tests.pipeline.warehouse.wire.served import (
+from pipeline.warehouse.server import WarehouseServer
+from pipeline.wire.frames import TransferError
+from tests.pipeline.wire.served import (
     ROWS,
     SCHEMA,
     SECRET,
@@ -84,7 +84,7 @@ async def test_more_bytes_than_the_limits_are_refused_on_either_end(arena: Arena
         with pytest.raises(TransferError, match="the warehouse takes 20000 at a time"):
             await remote(server).copy_in(0, memoryview(bytes(20_008)))
     async with WarehouseServer(arena, SCHEMA, secret=SECRET) as server:
-        with pytest.raises(TransferError, match="payload is 25600 bytes"):
+        with pytest.raises(TransferError, match="25600 bytes of payload, at most 20000"):
             await remote(server, limits=Limits(nbytes=20_000)).read(*ask)
 
 

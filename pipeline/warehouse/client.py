@@ -4,13 +4,11 @@ memory it reads into."""
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import ssl as tls
 import struct
 import weakref
-from collections.abc import Awaitable, Callable, Sequence
-from hmac import compare_digest
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -20,40 +18,32 @@ from aiohappyeyeballs import start_connection
 from pipeline.blocks import PackedRows
 from pipeline.columns import Column, Packed, Schema
 from pipeline.warehouse.arena import StaleHandle
-from pipeline.warehouse.wire.protocol import (
+from pipeline.warehouse.requests import (
     COPY,
-    HEAD,
-    HELLO,
     MAX_MESSAGE,
     OK,
-    PROOF,
     READ,
     REFUSED,
+    SERVICE,
     STALE,
-    VERSION,
     WELCOME,
-    WIRE,
     WRITE,
     Limits,
-    TransferError,
     WarehouseUnreachable,
     check_range,
-    check_secret,
-    proof,
     read_head,
     schema_digest,
 )
-from pipeline.warehouse.wire.stream import Stream
+from pipeline.wire.frames import HEAD, Most, TransferError, parse_head
+from pipeline.wire.handshake import ClientHandshake, HungUp, ProofRefused, check_secret
+from pipeline.wire.stream import Stream
 
 T = TypeVar("T")
 
 _KEPT = 64 << 20
 _REUSED = 1 << 16  # bytes: the allocator keeps the pages of smaller buffers itself
-_CONTROL = 8 * 64  # bytes of the largest control part of a reply
-
-
-class _ProofRefused(ConnectionError):
-    """The server closed the connection in answer to our proof."""
+_MESSAGE = Most(control=MAX_MESSAGE)
+_DONE = {OK: Most(), REFUSED: _MESSAGE, STALE: _MESSAGE}  # what is taken of an answer to a write
 
 
 class _Connection:
@@ -76,30 +66,26 @@ class _Connection:
         return self._clock + when - self._at
 
     async def request(
-        self, kind: int, control: bytes, payload: memoryview | None = None
+        self,
+        kind: int,
+        control: bytes,
+        payload: memoryview | None = None,
+        most: Mapping[int, Most] = _DONE,
     ) -> tuple[bytes, int]:
-        """Send a request; returns control and bytes of payload of the reply.
+        """Send a request; returns control and bytes of payload of the reply, ``most`` of each.
 
         The caller takes the payload, then sets ``in_step``.
         """
         self.in_step = False
         head = HEAD.pack(kind, len(control), 0 if payload is None else len(payload)) + control
         await (self.stream.send(head) if payload is None else self.stream.send(head, payload))
-        status, length, size = HEAD.unpack(await self.stream.receive(HEAD.size))
-        if status == OK:
-            if length > _CONTROL:
-                raise TransferError(
-                    f"reply: {length} bytes of control, at most {_CONTROL} are taken; both ends "
-                    f"must run the same version"
-                )
-            return bytes(await self.stream.receive(length)), size
-        if status not in (REFUSED, STALE) or length > MAX_MESSAGE or size:
-            raise TransferError(
-                f"reply: status {status} is not known; both ends must run the same version"
-            )
-        message = (await self.stream.receive(length)).decode(errors="replace")
+        reply = parse_head(await self.stream.receive(HEAD.size), most)
+        answer = await self.stream.receive(reply.control)
+        if reply.kind == OK:
+            return bytes(answer), reply.payload
+        message = answer.decode(errors="replace")
         self.in_step = payload is None
-        raise (StaleHandle if status == STALE else TransferError)(message)
+        raise (StaleHandle if reply.kind == STALE else TransferError)(message)
 
 
 class _Memory:
@@ -186,6 +172,7 @@ class RemoteWarehouse:
         control = (
             read_head(self._schema).pack(mask, rows) + np.stack([blocks, offsets, slots]).tobytes()
         )
+        most = {**_DONE, OK: Most(8 * len(asked), self._limits.nbytes)}
 
         async def work(connection: _Connection, deadline: float) -> dict[str, Packed]:
             if rows > connection.rows:
@@ -193,7 +180,7 @@ class RemoteWarehouse:
                     f"read: {rows} rows, the warehouse takes {connection.rows}; "
                     f"ask for them in parts"
                 )
-            reply, payload = await connection.request(READ, control)
+            reply, payload = await connection.request(READ, control, most=most)
             found, memories = self._buffers(asked, rows, reply, payload)
             await connection.stream.receive_into(*memories)
             for name, packed in found.items():
@@ -222,11 +209,8 @@ class RemoteWarehouse:
             raise TransferError(f"reply: {len(reply)} bytes of sizes, must be {8 * len(asked)}")
         sizes = struct.unpack(f"<{len(asked)}Q", reply)
         ragged = sum(column.shape is None for column in asked)
-        if payload > self._limits.nbytes or payload != sum(sizes) + ragged * 8 * (rows + 1):
-            raise TransferError(
-                f"reply: payload is {payload} bytes for columns of {sizes}; at most "
-                f"{self._limits.nbytes} are taken"
-            )
+        if payload != sum(sizes) + ragged * 8 * (rows + 1):
+            raise TransferError(f"reply: payload is {payload} bytes for columns of {sizes}")
         found = dict[str, Packed]()
         memories = list[memoryview]()
         for column, size in zip(asked, sizes, strict=True):
@@ -314,14 +298,10 @@ class RemoteWarehouse:
                                 self._idle.append(connection)
                             else:
                                 connection.stream.close()
-                    except _ProofRefused:
+                    except HungUp as error:
                         denied += 1
                         if denied > 1:
-                            raise TransferError(
-                                f"warehouse {self._address}: hung up on our handshake, which a "
-                                f"wrong secret makes it do; "
-                                "set the secret that its server was started with"
-                            ) from None
+                            raise TransferError(str(error)) from None
                     except OSError as error:
                         lost = f"{type(error).__name__}: {error}"
                         if used:
@@ -357,34 +337,16 @@ class RemoteWarehouse:
             raise
 
     async def _greet(self, stream: Stream) -> _Connection:
-        hello = bytes(await stream.receive(HELLO.size))
-        wire, version, _ = HELLO.unpack(hello)
-        if wire != WIRE:
-            raise TransferError(
-                f"warehouse {self._address}: what answers there is no warehouse; check host, port "
-                f"and TLS"
-            )
-        if version != VERSION:
-            raise TransferError(
-                f"warehouse {self._address}: speaks version {version}, we speak {VERSION}; "
-                "install the same release on both nodes"
-            )
-        answer = PROOF.pack(WIRE, VERSION, os.urandom(32), b"")[:-32]
-        answer += proof(self._secret, b"client", hello, answer)
+        handshake = ClientHandshake(
+            self._secret, SERVICE, f"warehouse {self._address}", WELCOME.size
+        )
         try:
-            await stream.send(answer)
-            welcome = bytes(await stream.receive(WELCOME.size))
-        except ConnectionError as error:
-            raise _ProofRefused(str(error)) from None
-        clock, rows, nbytes, room, schema, given = WELCOME.unpack(welcome)
-        if not compare_digest(
-            given, proof(self._secret, b"warehouse", hello, answer, welcome[:-32])
-        ):
-            raise TransferError(
-                f"warehouse {self._address}: does not prove that it knows the secret; another "
-                f"program answers there, "
-                "or set the secret that its server was started with"
-            )
+            welcome = await stream.greet_server(handshake)
+        except HungUp:
+            raise
+        except ProofRefused as error:
+            raise TransferError(str(error)) from None
+        clock, rows, nbytes, room, schema = WELCOME.unpack(welcome)
         if schema != schema_digest(self._schema):
             raise TransferError(
                 f"warehouse {self._address}: has another schema; give both ends the same columns "

@@ -19,14 +19,20 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from stages.weights.changes import apply_changes, changes
-from stages.weights.secret_socket import SecretSocket
-from stages.weights.store import Published
+from pipeline.wire.blocking import BlockingStream
+from pipeline.wire.frames import Most, TransferError
+from stages.weights.published import Published
+from stages.weights.transport.changes import apply_changes, changes
 
 PIECE_BYTES = 2**20  # that are sent on at once
 ALIVE_SECONDS = 1.0  # between two signs of life
 SILENT_SECONDS = 5.0  # without one, a node counts as failed
 AVOIDED_SECONDS = 60.0  # for which a node that has failed sends to no other node
+SERVICE = b"weights"
+# kinds of frames: a sign of life, the bytes of a piece, a piece as its changes
+ALIVE = 1
+WHOLE = 2
+CHANGES = 3
 
 Address: TypeAlias = tuple[str, int]
 
@@ -83,7 +89,7 @@ class Chain:
 
 
 def send_pieces(
-    peer: SecretSocket,
+    peer: BlockingStream,
     memory: np.ndarray,
     pieces: Sequence[Piece],
     first: int,
@@ -99,22 +105,20 @@ def send_pieces(
     whole = -1  # the bucket of which too much has changed
     for number in range(first, len(pieces)):
         while not wait(number, ALIVE_SECONDS):
-            peer.send_message(False)
+            peer.send_frame(ALIVE)
         piece = pieces[number]
         new = _of(piece, memory)
         old = None if piece.bucket == whole else base()
         packed = None if old is None else changes(new, _of(piece, old))
         if packed is None or base() is None:
             whole = piece.bucket
-            peer.send_message(True)
-            peer.send(new.data)
+            peer.send_frame(WHOLE, payload=new.data)
         else:
-            peer.send_message(len(packed))
-            peer.send(memoryview(packed))
+            peer.send_frame(CHANGES, payload=packed)
 
 
 def receive_pieces(
-    peer: SecretSocket,
+    peer: BlockingStream,
     memory: np.ndarray,
     pieces: Sequence[Piece],
     first: int,
@@ -124,20 +128,27 @@ def receive_pieces(
     """Fill ``memory``, and yield the number of each piece when it is there.
 
     ``base``: the bytes of the older version that the sender knows of. Raises OSError, also when the
-    other end has had nothing but signs of life for ``timeout`` seconds, and ValueError.
+    other end has had nothing but signs of life for ``timeout`` seconds, ValueError and
+    TransferError.
     """
     for number in range(first, len(pieces)):
         since = time.monotonic()
         piece = pieces[number]
-        while (coming := peer.receive_message()) is False:
+        most = {ALIVE: Most(), WHOLE: Most(payload=piece.nbytes)}
+        if base is not None:
+            most[CHANGES] = Most(payload=piece.nbytes)
+        while (head := peer.receive_head(most)).kind == ALIVE:
             if time.monotonic() - since > timeout:
                 raise TimeoutError(f"the sender has had nothing to send for {timeout:g} s")
-        if coming is True:
+        if base is None or head.kind == WHOLE:
+            if head.payload != piece.nbytes:
+                raise TransferError(
+                    f"frame: a piece of {head.payload} bytes, must be {piece.nbytes}; both ends "
+                    f"must run the same version"
+                )
             peer.receive_into(_of(piece, memory).data)
-        elif base is None or not 0 < coming <= piece.nbytes:
-            raise ValueError(f"the sender announces {coming} bytes of changes")
         else:
-            packed = bytearray(coming)
+            packed = bytearray(head.payload)
             peer.receive_into(memoryview(packed))
             apply_changes(_of(piece, memory), _of(piece, base), packed)
         yield number

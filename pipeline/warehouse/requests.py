@@ -1,24 +1,21 @@
-"""The frames of the wire between nodes: numbers checked on their way out of bytes, without arena or
-socket.
+"""The requests to a warehouse on another node: numbers checked on their way out of bytes, without
+arena or socket.
 
     RemoteWarehouse (client.py)                     WarehouseServer (server.py)
-      connect ────────────────────────────────────▶ accept             (at most ``limits.connections``)
-              ◀── hello: version, nonce ───────────
-      proof: version, nonce, HMAC(secret, all) ───▶ compare, else close
-              ◀── welcome: clock, limits, HMAC ────
+      connect ─── the handshake of the wire ──────▶ accept             (at most ``limits.connections``)
+              ◀── in its welcome: clock, limits ───
       request: head │ control │ payload ──────────▶ head ─▶ control ─▶ arena    (a read plans, a write is checked first)
               ◀── reply: head │ control │ payload ─ slices of the arena
       └── the next request on this connection ───▶ waits ``limits.idle_seconds`` for it, then closes
 
-One request is in flight on a connection; a client keeps a few connections. A head is 16 bytes: kind
-or status, bytes of control, bytes of payload. Control is fixed binary fields and int64 arrays,
-never a pickle. The payload of a read's reply is, column by column in the schema's order, int64 [n +
-1] offsets (ragged and text) and the packed values. The server sends them from the arena and the
-client receives them into the tensors' memory, so a column costs one buffer whatever its rows.
+One request is in flight on a connection; a client keeps a few connections. A reply's kind is its
+status. Control is fixed binary fields and int64 arrays, never a pickle. The payload of a read's
+reply is, column by column in the schema's order, int64 [n + 1] offsets (ragged and text) and the
+packed values. The server sends them from the arena and the client receives them into the tensors'
+memory, so a column costs one buffer whatever its rows.
 
-Every wait has a deadline. Both ends prove that they know the secret before anything else is parsed;
-only TLS protects against a third party that reads or changes the packets in between. A refused
-request changes nothing in the arena.
+Every wait has a deadline. A refused request changes nothing in the arena. Handshake and frames are
+those of :mod:`pipeline.wire`.
 
 A write may be repeated: the server acknowledges a block that is already there and leaves it alone.
 Before the server takes a piece of a write it checks the client's deadline on its own clock, so no
@@ -28,23 +25,22 @@ late byte falls into room that was given back.
 from __future__ import annotations
 
 import hashlib
-import hmac
 import math
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from pipeline.blocks import MAGIC
 from pipeline.columns import MAX_COLUMNS, Schema
+from pipeline.wire.frames import Most, TransferError
+from pipeline.wire.handshake import HELLO_SECONDS, UNPROVEN
 
-VERSION = 1
-WIRE = b"ADKW"
-HELLO = struct.Struct("<4sHxx32s")  # magic, version, nonce
-PROOF = struct.Struct("<4sHxx32s32s")  # magic, version, nonce, proof
-# server's clock, rows and bytes of a frame, arena's bytes, schema, proof
-WELCOME = struct.Struct("<dQQQ32s32s")
-HEAD = struct.Struct("<B3xIQ")  # kind or status, bytes of control, bytes of payload
+SERVICE = b"warehouse"
+# server's clock, rows and bytes of a frame, arena's bytes, schema
+WELCOME = struct.Struct("<dQQQ32s")
 READ = 1
 WRITE = 2
 COPY = 4
@@ -52,14 +48,6 @@ OK = 0
 REFUSED = 1
 STALE = 2
 MAX_MESSAGE = 4096
-_MIN_SECRET = 16
-
-
-class TransferError(RuntimeError):
-    """The other end refused a frame, or is not a warehouse of this run.
-
-    The message names field, value and fix.
-    """
 
 
 class WarehouseUnreachable(ConnectionError):
@@ -76,8 +64,8 @@ class Limits:
     rows: int = 1 << 18  # of one read or one block
     nbytes: int = 4 << 30  # of one payload
     connections: int = 64  # of clients that have proven the secret
-    handshakes: int = 64  # connections that have not; one more closes the oldest of them
-    hello_seconds: float = 5.0  # for the whole handshake
+    handshakes: int = UNPROVEN  # connections that have not; one more closes the oldest of them
+    hello_seconds: float = HELLO_SECONDS  # for the whole handshake
     idle_seconds: float = 300.0  # between two requests
     frame_seconds: float = 30.0  # for a frame, plus the time of its payload
     slowest: float = 1 << 20  # bytes a second, at least, of a payload
@@ -86,6 +74,11 @@ class Limits:
     def control(self) -> int:
         """Bytes of the largest control part: three int64 for each row of a read."""
         return 1024 + 24 * self.rows
+
+    @cached_property
+    def requests(self) -> Mapping[int, Most]:
+        """What is taken of each kind of request."""
+        return dict.fromkeys((READ, WRITE, COPY), Most(self.control, self.nbytes))
 
     def seconds(self, nbytes: int) -> float:
         """Deadline of a frame with ``nbytes`` bytes."""
@@ -137,47 +130,10 @@ def schema_digest(schema: Schema) -> bytes:
     return hashlib.sha256(repr([(c.name, c.describe()) for c in schema.columns]).encode()).digest()
 
 
-def check_secret(secret: bytes) -> bytes:
-    """Returns ``secret``. Raises ValueError for one that is no bytes, or too short."""
-    if not isinstance(secret, bytes) or len(secret) < _MIN_SECRET:
-        given = f"{len(secret)} bytes" if isinstance(secret, bytes) else type(secret).__name__
-        raise ValueError(
-            f"secret: is {given}, must be {_MIN_SECRET} bytes or more; make one with "
-            f"secrets.token_bytes(32) "
-            "and give it to every node"
-        )
-    return secret
-
-
-def proof(secret: bytes, side: bytes, *messages: bytes) -> bytes:
-    """The HMAC of one side of the handshake over all messages so far."""
-    return hmac.digest(secret, side + b"".join(messages), "sha256")
-
-
 def read_head(schema: Schema) -> struct.Struct:
     """Columns as bits, and number of rows; the partitions of a transfer queue have more columns
     than a run."""
     return struct.Struct("<II" if len(schema.columns) <= MAX_COLUMNS else "<QQ")
-
-
-def parse_head(head: Bytes, limits: Limits) -> tuple[int, int, int]:
-    """Kind, bytes of control and bytes of payload of a request. Raises :class:`TransferError`."""
-    kind, control, payload = HEAD.unpack(head)
-    if kind not in (READ, WRITE, COPY) or head[1:4] != b"\0\0\0":
-        raise TransferError(
-            f"frame: kind {bytes(head[:4]).hex()} is not known; both ends must run the same version"
-        )
-    if control > limits.control:
-        raise TransferError(
-            f"frame: {control} bytes of control, at most {limits.control} are taken; ask for fewer "
-            f"rows"
-        )
-    if payload > limits.nbytes:
-        raise TransferError(
-            f"frame: {payload} bytes of payload, at most {limits.nbytes} are taken; send less at a "
-            f"time"
-        )
-    return kind, control, payload
 
 
 def parse_request(

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from pipeline.blocks import pack
 from pipeline.columns import DTYPES, Column, ColumnError, Schema
 from pipeline.warehouse.arena import Arena
-from pipeline.warehouse.wire.server import WarehouseServer
+from pipeline.warehouse.server import WarehouseServer
 from tests.pipeline.block_view import BlockView
-from tests.pipeline.warehouse.wire.served import (
+from tests.pipeline.wire.served import (
     COLUMNS,
     ROWS,
     SCHEMA,

@@ -4,13 +4,11 @@ arena."""
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import ssl as tls
 import struct
 import time
 from collections.abc import Callable, Iterable, Iterator
-from hmac import compare_digest
 
 import numpy as np
 import structlog
@@ -19,30 +17,24 @@ from pipeline.blocks import BlockError, BlockReader, Found, Runs
 from pipeline.columns import ColumnError, Schema
 from pipeline.first_of import cancel_all
 from pipeline.warehouse.arena import Arena, StaleHandle
-from pipeline.warehouse.wire.protocol import (
-    HEAD,
-    HELLO,
+from pipeline.warehouse.requests import (
     MAX_MESSAGE,
     OK,
-    PROOF,
     REFUSED,
+    SERVICE,
     STALE,
-    VERSION,
     WELCOME,
-    WIRE,
     CopyRequest,
     Limits,
     ReadRequest,
     Request,
-    TransferError,
     WriteRequest,
-    check_secret,
-    parse_head,
     parse_request,
-    proof,
     schema_digest,
 )
-from pipeline.warehouse.wire.stream import PIECE, SLICES, Stream
+from pipeline.wire.frames import HEAD, TransferError, parse_head
+from pipeline.wire.handshake import ProofRefused, ServerHandshake, Unproven, check_secret
+from pipeline.wire.stream import PIECE, SLICES, Stream
 
 log = structlog.get_logger()
 
@@ -149,8 +141,7 @@ class WarehouseServer:
         self._reader = BlockReader(arena.slice(0, arena.nbytes), schema)
         self._serving: asyncio.Task[None] | None = None
         self._open = set[Stream]()
-        # of clients that have not proven the secret, oldest first
-        self._handshakes = dict[asyncio.Task[None], None]()
+        self._handshakes = Unproven[asyncio.Task[None]](self.limits.handshakes)
         self._sent = self._received = self.payload_sent = self.payload_received = 0
 
     @property
@@ -202,19 +193,15 @@ class WarehouseServer:
                         log.warning("a connection could not be accepted", error=str(error))
                         await asyncio.sleep(0.1)
                         continue
-                    if len(self._handshakes) >= self.limits.handshakes:
-                        # A client that knows the secret proves it within a round trip: the oldest
-                        # is the least likely to.
-                        oldest = next(iter(self._handshakes))
-                        del self._handshakes[oldest]
+                    self._open.add(stream)
+                    task = tasks.create_task(self._run_connection(stream, peer))
+                    oldest = self._handshakes.add(task)
+                    task.add_done_callback(self._handshakes.discard)
+                    if oldest is not None:
                         oldest.cancel()
                         log.warning(
                             "handshake ended: too many at once", handshakes=self.limits.handshakes
                         )
-                    self._open.add(stream)
-                    task = tasks.create_task(self._run_connection(stream, peer))
-                    self._handshakes[task] = None
-                    task.add_done_callback(lambda task: self._handshakes.pop(task, None))
 
     async def _run_connection(self, stream: Stream, peer: object) -> None:
         """One connection, from its handshake to its end. An error ends this connection alone."""
@@ -223,10 +210,9 @@ class WarehouseServer:
         try:
             async with asyncio.timeout(self.limits.hello_seconds):
                 await stream.start_tls(self._ssl, None)
-                if not await self._greet(stream):
-                    log.warning("handshake refused: version or secret", peer=peer)
-                    return
-                self._handshakes.pop(task, None)
+                handshake = ServerHandshake(self._secret, SERVICE)
+                await stream.greet_client(handshake, self._welcome)
+                self._handshakes.discard(task)
             if self.connections - len(self._handshakes) > self.limits.connections:
                 log.warning(
                     "connection refused: too many", peer=peer, connections=self.limits.connections
@@ -234,6 +220,8 @@ class WarehouseServer:
                 return
             while await self._answer_one(stream):
                 pass
+        except ProofRefused as error:
+            log.warning("handshake refused", peer=peer, reason=str(error))
         except (OSError, TimeoutError) as error:
             log.info("connection ended", peer=peer, error=f"{type(error).__name__}: {error}")
         except Exception:
@@ -244,29 +232,15 @@ class WarehouseServer:
             self._received = self._received + stream.received
             stream.close()
 
-    async def _greet(self, stream: Stream) -> bool:
-        """The handshake.
-
-        Returns whether the client knows the secret; it learns nothing else before it has proven
-        that.
-        """
-        hello = HELLO.pack(WIRE, VERSION, os.urandom(32))
-        await stream.send(hello)
-        answer = bytes(await stream.receive(PROOF.size))
-        wire, version, _, given = PROOF.unpack(answer)
-        right = compare_digest(given, proof(self._secret, b"client", hello, answer[:-32]))
-        if not right or wire != WIRE or version != VERSION:
-            return False
-        welcome = WELCOME.pack(
+    def _welcome(self) -> bytes:
+        """What a client learns once it has proven that it knows the secret."""
+        return WELCOME.pack(
             time.monotonic(),
             self.limits.rows,
             self.limits.nbytes,
             self._arena.nbytes,
             schema_digest(self._schema),
-            b"",
-        )[:-32]
-        await stream.send(welcome + proof(self._secret, b"warehouse", hello, answer, welcome))
-        return True
+        )
 
     async def _answer_one(self, stream: Stream) -> bool:
         """Take one request and send its reply. Returns False when the connection must end."""
@@ -277,7 +251,7 @@ class WarehouseServer:
             return False  # the client closed it
         in_step = False
         try:
-            kind, size, payload = parse_head(head, self.limits)
+            kind, size, payload = parse_head(head, self.limits.requests)
             async with asyncio.timeout(self.limits.seconds(size)):
                 control = await stream.receive(size)
             in_step = payload == 0  # the payload of a refused request is not waited for

@@ -15,14 +15,14 @@ import torch
 
 from pipeline.blocks import pack
 from pipeline.warehouse.arena import Arena
-from pipeline.warehouse.wire.protocol import (
+from pipeline.warehouse.requests import (
     Limits,
-    TransferError,
     WarehouseUnreachable,
 )
-from pipeline.warehouse.wire.server import WarehouseServer
+from pipeline.warehouse.server import WarehouseServer
+from pipeline.wire.frames import TransferError
 from tests.pipeline.block_view import BlockView
-from tests.pipeline.warehouse.wire.served import (
+from tests.pipeline.wire.served import (
     COLUMNS,
     EIGHT,
     ROWS,

@@ -1,5 +1,5 @@
-"""A connected socket, plain or TLS, that moves bytes straight between the socket and the caller's
-memory."""
+"""The wire for asyncio: a connected socket, plain or TLS, its handshake (``handshake.py``), and bytes
+that move straight between the socket and the caller's memory."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import ssl as tls
 from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
+
+from pipeline.wire.frames import advance
+from pipeline.wire.handshake import ANSWER, HELLO, ClientHandshake, ServerHandshake
 
 T = TypeVar("T")
 
@@ -48,6 +51,26 @@ class Stream:
                 server_hostname=server,
             )
             await self._until(wrapped.do_handshake)
+
+    async def greet_client(self, handshake: ServerHandshake, body: Callable[[], bytes]) -> None:
+        """Do the server's part of the handshake; ``body`` gives that of the welcome when the answer
+        is there. Raises ProofRefused."""
+        await self.send(handshake.hello)
+        answer = bytes(await self.receive(ANSWER.size))
+        await self.send(handshake.welcome(answer, body()))
+
+    async def greet_server(self, handshake: ClientHandshake) -> bytes:
+        """Do the client's part of the handshake, and return the body of the server's welcome.
+
+        Raises ProofRefused.
+        """
+        answer = handshake.answer(bytes(await self.receive(HELLO.size)))
+        try:
+            await self.send(answer)
+            welcome = bytes(await self.receive(handshake.welcome_bytes))
+        except ConnectionError:
+            raise handshake.hung_up() from None
+        return handshake.opened(welcome)
 
     async def _until(self, step: Callable[[], T], *, sends: bool = False) -> T:
         """``step``, once the socket is ready for it.
@@ -105,7 +128,7 @@ class Stream:
             if count == 0:
                 raise ConnectionResetError("the other end closed the connection")
             self.received += count
-            _advance(pending, count)
+            advance(pending, count)
             await self._yield_after(count)
 
     def _wake_at(self, nbytes: int) -> None:
@@ -147,7 +170,7 @@ class Stream:
             else:
                 count = await self._until(partial(self.sock.sendmsg, pending), sends=True)
             self.sent += count
-            _advance(pending, count)
+            advance(pending, count)
             await self._yield_after(count)
 
     def close(self) -> None:
@@ -163,16 +186,3 @@ class Stream:
         except (OSError, TimeoutError):
             pass
         self.close()
-
-
-def _advance(pending: list[memoryview], count: int) -> None:
-    """Take the first ``count`` bytes off ``pending``."""
-    if count == sum(map(len, pending)):
-        return pending.clear()
-    full = 0
-    while full < len(pending) and count >= len(pending[full]):
-        count -= len(pending[full])
-        full += 1
-    del pending[:full]
-    if count:
-        pending[0] = pending[0][count:]

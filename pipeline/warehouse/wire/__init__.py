@@ -1,1 +1,0 @@
-"""The wire: a warehouse's arena, served to workers on other nodes."""

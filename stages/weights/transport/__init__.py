@@ -1,0 +1,1 @@
+"""How the bytes of a published version travel to the nodes of rollout engines."""
