@@ -125,8 +125,8 @@ def _tls(settings: Settings) -> ssl.SSLContext | None:
     try:
         context.load_cert_chain(settings.tls_certificate, settings.tls_key)
     except OSError as error:
-        wrong = f"tls: {settings.tls_certificate} cannot be used ({error})"
-        raise ServeError(f"{wrong}; give a PEM file and its key") from None
+        reason = f"tls: {settings.tls_certificate} cannot be used ({error})"
+        raise ServeError(f"{reason}; give a PEM file and its key") from None
     return context
 
 
@@ -167,14 +167,17 @@ async def serve(settings: Settings, stop: asyncio.Event, ready: Callable[[str, s
         registry = await _connect(settings, index)
         try:
             app = build_app(settings, registry)
-            own = await _own_token(settings, app[SERVICE].tokens)
+            own_token = await _own_token(settings, app[SERVICE].tokens)
             runner, where = await listen(app, settings)
             try:
-                with announced(where, settings.data) if own else contextlib.nullcontext():
+                with announced(where, settings.data) if own_token else contextlib.nullcontext():
                     _warn(settings)
                     app[SERVICE].checks.prepare()
                     reduce_collections()
-                    ready(where, app[SERVICE].logins.link(own, os.geteuid()) if own else "")
+                    ready(
+                        where,
+                        app[SERVICE].logins.link(own_token, os.geteuid()) if own_token else "",
+                    )
                     if settings.runs:
                         beside = [
                             Agent(registry.link.url, settings.data, settings.runs, index=index).run(

@@ -84,12 +84,12 @@ def refuse_many_values(body: bytes, most: int) -> None:
     Counts these characters inside of texts too.
     """
     count = body.count
-    for found, limit, kind in (
+    for occurrences, limit, kind in (
         (count(b","), most, "values"),
         (count(b"{") + count(b"["), most // 10, "tables and lists"),
         (count(b":"), most // 10, "keys"),
     ):
-        if found > limit:
-            detail = f"The body holds {found} {kind}; at most {limit} are read."
+        if occurrences > limit:
+            detail = f"The body holds {occurrences} {kind}; at most {limit} are read."
             fix = "send it in parts, or as bytes where that can be"
             raise HTTPProblem(413, detail, kind="too-large", field="body", fix=fix)

@@ -80,8 +80,8 @@ def _what_if(folder: Path, overrides: list[str]) -> dict[str, Any]:
         now, changed = what_if(folder, overrides)
     except NotMeasured as lacking:
         fix = "ask again after some optimizer steps"
-        [found] = lacking.problems
-        detail = f"{found.wrong}; {found.fix}"
+        [problem] = lacking.problems
+        detail = f"{problem.wrong}; {problem.fix}"
         raise HTTPProblem(409, detail, kind="not-measured", fix=fix) from None
     views = {
         "now": ForecastView.model_validate(now),

@@ -162,8 +162,10 @@ def _parameters(part: str, o: Operation) -> list[dict[str, Any]]:
         parameter = {"name": name, "in": _PLACES[part], "required": name in required}
         if "description" in field:
             parameter["description"] = field["description"]
-        kept = {key: value for key, value in field.items() if key not in ("title", "description")}
-        parameters.append({**parameter, "schema": kept})
+        field_schema = {
+            key: value for key, value in field.items() if key not in ("title", "description")
+        }
+        parameters.append({**parameter, "schema": field_schema})
     return parameters
 
 
@@ -171,12 +173,12 @@ def _without_empty_defaults(schema: Any) -> Any:
     """Return ``schema`` without the defaults null and {}, which generators of clients send or
     refuse."""
     if isinstance(schema, dict):
-        kept = {
+        entries = {
             key: value
             for key, value in schema.items()
             if not (key == "default" and value in (None, {}))
         }
-        return {key: _without_empty_defaults(value) for key, value in kept.items()}
+        return {key: _without_empty_defaults(value) for key, value in entries.items()}
     return (
         [_without_empty_defaults(value) for value in schema] if isinstance(schema, list) else schema
     )

@@ -121,13 +121,13 @@ class Operation:
     @property
     def statuses(self) -> tuple[int, ...]:
         """Every status of a problem that it may answer."""
-        found = {403, 429, *self.errors}
-        found |= {400} if self.parts else set()
-        found |= {401} if self.scope else set()
+        statuses = {403, 429, *self.errors}
+        statuses |= {400} if self.parts else set()
+        statuses |= {401} if self.scope else set()
         # tokens are looked up in the index
-        found |= {503} if self.scope or self.seconds != 0 else set()
-        found |= {400, 408, 413, 415, 422} if "body" in self.parts or self.consumes else set()
-        return tuple(sorted(found))
+        statuses |= {503} if self.scope or self.seconds != 0 else set()
+        statuses |= {400, 408, 413, 415, 422} if "body" in self.parts or self.consumes else set()
+        return tuple(sorted(statuses))
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Authorize and answer one request."""
@@ -179,14 +179,14 @@ class Operation:
                     and error.errors(include_input=False)[0]["type"] == "json_invalid"
                 ):
                     status = 400
-                found = errors_of(error, _FIELDS[name])
+                part_errors = errors_of(error, _FIELDS[name])
                 # a union: the name of the tried model is not part of the field
                 if issubclass(model, RootModel):
-                    found = [
+                    part_errors = [
                         w.model_copy(update={"field": w.field.partition(".")[2] or "body"})
-                        for w in found
+                        for w in part_errors
                     ]
-                errors += found
+                errors += part_errors
         if errors:
             raise invalid_request(status, errors)
         return arguments
@@ -222,13 +222,15 @@ def operation(
 
 def operations_of(modules: Iterable[types.ModuleType]) -> list[Operation]:
     """Return the operations that ``modules`` define, in their order."""
-    found = (getattr(value, _MARK, None) for module in modules for value in vars(module).values())
-    return list({(o.method, o.path): o for o in found if o is not None}.values())
+    candidates = (
+        getattr(value, _MARK, None) for module in modules for value in vars(module).values()
+    )
+    return list({(o.method, o.path): o for o in candidates if o is not None}.values())
 
 
 def build_routes(app: web.Application, modules: Iterable[types.ModuleType]) -> None:
-    for made in operations_of(modules):
-        app.router.add_route(made.method, made.path, made.handle)
+    for operation in operations_of(modules):
+        app.router.add_route(operation.method, operation.path, operation.handle)
 
 
 async def while_wanted(request: web.Request, work: Coroutine[Any, Any, T]) -> T:
@@ -262,11 +264,11 @@ def _part(name: str, model: type[BaseModel], request: web.Request) -> dict[str, 
     fields = {info.alias or key: info for key, info in model.model_fields.items()}
     if name == "headers":
         return {name: request.headers[name] for name in fields if name in request.headers}
-    found: dict[str, list[str]] = {}
+    query: dict[str, list[str]] = {}
     for key, value in request.query.items():
-        found.setdefault(key, []).append(value)
+        query.setdefault(key, []).append(value)
     lists = {key for key, info in fields.items() if get_origin(info.annotation) is list}
     return {
         key: values if key in lists or len(values) > 1 else values[0]
-        for key, values in found.items()
+        for key, values in query.items()
     }

@@ -145,7 +145,7 @@ async def allowed(find: Find, headers: Mapping[str, str], scope: Scope, *, neede
         return LOCAL
     token = await find(presented.strip()) if kind.lower() == "bearer" else None
     if token is None:
-        wrong = "The token is not valid." if kind else "A token is needed."
+        reason = "The token is not valid." if kind else "A token is needed."
         fix = (
             "send the header 'Authorization: Bearer TOKEN'. The user who runs the service has it "
             "in the file `authorization` of its folder (curl -H @FILE), and makes one for others "
@@ -153,7 +153,7 @@ async def allowed(find: Find, headers: Mapping[str, str], scope: Scope, *, neede
         )
         raise HTTPProblem(
             401,
-            wrong,
+            reason,
             kind="token",
             fix=fix,
             headers={"WWW-Authenticate": 'Bearer realm="asyncdock"'},
@@ -202,16 +202,16 @@ class Service:
         other connections are kept for requests that are answered at once.
         """
         of_one = self.most_held - self.most_held // OTHERS_SHARE
-        counted = {"": self.most_held, f"token {request[PRINCIPAL].id}": of_one}
-        counted[f"address {client_of(request.remote or '')}"] = of_one
-        self._held.update(counted.keys())
+        limits = {"": self.most_held, f"token {request[PRINCIPAL].id}": of_one}
+        limits[f"address {client_of(request.remote or '')}"] = of_one
+        self._held.update(limits.keys())
         try:
-            yield all(self._held[one] <= most for one, most in counted.items())
+            yield all(self._held[key] <= limit for key, limit in limits.items())
         finally:
-            self._held.subtract(counted.keys())
-            for one in counted:
-                if not self._held[one]:
-                    del self._held[one]
+            self._held.subtract(limits.keys())
+            for key in limits:
+                if not self._held[key]:
+                    del self._held[key]
 
     def folder(self, record: RunRecord) -> Path:
         """Return the folder of a run's files: recipe.json, checkpoints/, logs/, metrics.jsonl."""

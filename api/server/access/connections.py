@@ -296,11 +296,11 @@ class Connections(web.BaseSite):
         """Listen. Raises OSError."""
         await super().start()
         loop = asyncio.get_running_loop()
-        found = await loop.getaddrinfo(
+        addresses = await loop.getaddrinfo(
             self.settings.host, self.settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
         for family, address in dict.fromkeys(
-            (family, address) for family, _, _, _, address in found
+            (family, address) for family, _, _, _, address in addresses
         ):
             listening = socket.create_server(address, family=family, backlog=self._backlog)
             listening.setblocking(False)

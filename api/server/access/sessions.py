@@ -35,9 +35,9 @@ class Sessions:
 
         Raises an HTTPProblem (401) when the token loses the scope.
         """
-        left = None if token.expires is None else token.expires - time.time()
+        seconds_left = None if token.expires is None else token.expires - time.time()
         try:
-            async with asyncio.timeout(left) as ending:
+            async with asyncio.timeout(seconds_left) as ending:
                 self._open[ending] = token, scope
                 try:
                     yield

@@ -129,10 +129,10 @@ async def put_experience(service: Service, request: web.Request, path: RunPath) 
                     body.token, body.step, body.metrics, owner=owner
                 ),
             )
-        left = await session.external.put_experience(
+        remaining = await session.external.put_experience(
             body.token, body.rows, columns, park=body.park, owner=owner
         )
-        return PutView(left=left, version=None)
+        return PutView(left=remaining, version=None)
 
 
 @external_operation(

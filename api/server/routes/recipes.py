@@ -34,13 +34,13 @@ NAMED = "/v1/recipes/{name:(?!check$|schema$)[^/]+}"
 @operation("GET", "/v1/recipes", scope="read", summary="The stored recipes", tag="recipes")
 async def list_recipes(service: Service) -> RecipesView:
     def read() -> list[RecipeSummary]:
-        found = (
+        recipes = (
             (name, stored_recipe(service.settings, name))
             for name in stored_recipes(service.settings)
         )
         return [
             RecipeSummary(name=name, description=str(data.get("description", "")))
-            for name, data in found
+            for name, data in recipes
         ]
 
     return RecipesView(recipes=await asyncio.to_thread(read))

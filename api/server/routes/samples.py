@@ -60,7 +60,7 @@ async def samples(service: Service, path: RunPath, query: SamplesQuery) -> Sampl
         "oldest_step": query.step or 0,
     }
     try:
-        found, after = await asyncio.to_thread(read, folder, query.wants, **options)
+        page, after = await asyncio.to_thread(read, folder, query.wants, **options)
     except ValueError as wrong:
         fix = "give `next` of the page before, or nothing"
         raise HTTPProblem(
@@ -71,4 +71,4 @@ async def samples(service: Service, path: RunPath, query: SamplesQuery) -> Sampl
             value=query.after,
             fix=fix,
         ) from wrong
-    return SamplePage(samples=[SampleView.model_validate(sample) for sample in found], next=after)
+    return SamplePage(samples=[SampleView.model_validate(sample) for sample in page], next=after)
