@@ -244,14 +244,14 @@ def recipes(
         )
     if keys:
         return _print_keys(section, as_json=as_json)
-    found = [(name, description(path), path) for name, path in stored().items()]
+    entries = [(name, description(path), path) for name, path in stored().items()]
     if as_json:
         return print_json(
-            [{"name": name, "description": text, "path": str(path)} for name, text, path in found]
+            [{"name": name, "description": text, "path": str(path)} for name, text, path in entries]
         )
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
-    for name, text, _ in found:
+    for name, text, _ in entries:
         table.add_row(name, text)
     safe_console().print(table)
 
@@ -342,10 +342,10 @@ def main() -> None:
     open_outputs()
     sys.path.append(os.getcwd())  # last, so that it shadows nothing
     arguments = sys.argv[1:]
-    own = arguments.index("--") if "--" in arguments else len(arguments)
-    if "--trace" in arguments[:own]:  # at any place of the command
+    dashes = arguments.index("--") if "--" in arguments else len(arguments)
+    if "--trace" in arguments[:dashes]:  # at any place of the command
         os.environ[TRACE_VARIABLE] = "1"
-        arguments = [text for text in arguments[:own] if text != "--trace"] + arguments[own:]
+        arguments = [text for text in arguments[:dashes] if text != "--trace"] + arguments[dashes:]
     with errors_in_words():
         try:
             app(args=arguments, prog_name="asyncdock")

@@ -145,24 +145,26 @@ def plan_run(
             as_json=as_json,
         )
     setup = replace(setup_of(loaded, steps=steps), failures=failures)
-    of = costs_of(loaded)
-    found = forecast(setup, of, lengths)
-    better = forecast(replace(setup, replicas=setup.replicas + 1), of, lengths)
+    run_costs = costs_of(loaded)
+    baseline = forecast(setup, run_costs, lengths)
+    better = forecast(replace(setup, replicas=setup.replicas + 1), run_costs, lengths)
     later = replace(setup.plan, bound=setup.plan.bound + 1)
-    staler = forecast(replace(setup, plan=later), of, lengths)
+    staler = forecast(replace(setup, plan=later), run_costs, lengths)
     if as_json:
         return print_json(
             {
-                "forecast": asdict(found),
-                "busiest": found.busiest,
+                "forecast": asdict(baseline),
+                "busiest": baseline.busiest,
                 "devices": have,
                 "one_more_replica": asdict(better),
                 "one_more_version": asdict(staler),
-                "price": price * have * found.seconds / 3600,
-                "costs": asdict(of),
+                "price": price * have * baseline.seconds / 3600,
+                "costs": asdict(run_costs),
             }
         )
-    safe_console().print(_forecast_view(loaded, found, better, staler, of, have, price, failures))
+    safe_console().print(
+        _forecast_view(loaded, baseline, better, staler, run_costs, have, price, failures)
+    )
 
 
 def plan_profile(
@@ -226,7 +228,8 @@ def plan_what_if(
     shown = table("", "as it is", " ".join(set_ or ["unchanged"]), right=("as it is",))
     for name, form in WHAT_IF.items():
         shown.add_row(
-            name.replace("_", " "), *(format(getattr(one, name), form) for one in (now, changed))
+            name.replace("_", " "),
+            *(format(getattr(prediction, name), form) for prediction in (now, changed)),
         )
     shown.add_row("busiest", now.busiest, changed.busiest)
     safe_console().print(shown)
@@ -254,13 +257,13 @@ def _costs(
         size = recipe.algorithm.group_size
         mean = response_tokens or longest / 2
         try:
-            of = Hardware.of(hardware)
-            analytic_costs(recipe, of, mean)
+            device = Hardware.of(hardware)
+            analytic_costs(recipe, device, mean)
         except ValueError as error:
             refuse(f"--hardware: {error}")
         median = mean / math.exp(SIGMA**2 / 2)
         lengths = DrawnLengths(size, longest, median=median, sigma=SIGMA, seed=recipe.seed)
-        return lambda changed: analytic_costs(changed, of, mean), lengths
+        return lambda changed: analytic_costs(changed, device, mean), lengths
     if {recipe.rollout.engine, recipe.train.engine} == {"mock"}:
         return scaled(mock_costs(recipe), recipe.train.ranks), mock_lengths(recipe)
     refuse(
@@ -326,7 +329,9 @@ def _forecast_view(
     price: float,
     failures: float,
 ) -> RenderableType:
-    more, later = (one.tokens_per_second / found.tokens_per_second - 1 for one in (better, staler))
+    more, later = (
+        variant.tokens_per_second / found.tokens_per_second - 1 for variant in (better, staler)
+    )
     if found.busiest == "training":
         why = "training: the trainer is busy for the largest share of the time"
     elif found.busiest == "generation":
@@ -372,7 +377,7 @@ def _forecast_view(
     for name, text in rows:
         shown.add_row(name, text)
     sources = sorted(
-        {of for name, of in costs.sources.items() if name != "restart_seconds" or failures}
+        {origin for name, origin in costs.sources.items() if name != "restart_seconds" or failures}
     )
     return Group(shown, Text(f"\ncosts: {'; '.join(sources)}"))
 
@@ -391,24 +396,24 @@ def _search_view(choices: list[Choice]) -> RenderableType:
     )
     runs = [choice for choice in choices if choice.forecast is not None]
     for choice in runs[:MOST_CHOICES]:
-        one: Any = choice.forecast
+        prediction: Any = choice.forecast
         shown.add_row(
             "*" if choice.pareto else "",
             " ".join(choice.changes),
             str(choice.devices),
-            f"{one.tokens_per_second:,.0f}",
-            f"{one.step_seconds:.3g} s",
-            f"{one.generation:.0%}",
-            f"{one.training:.0%}",
-            f"{one.staleness_mean:.2f}",
+            f"{prediction.tokens_per_second:,.0f}",
+            f"{prediction.step_seconds:.3g} s",
+            f"{prediction.generation:.0%}",
+            f"{prediction.training:.0%}",
+            f"{prediction.staleness_mean:.2f}",
         )
     notes = [Text("* no other choice has both more tokens/s and a lower mean staleness")]
-    left = [choice for choice in choices if choice.forecast is None]
-    if left:
+    infeasible = [choice for choice in choices if choice.forecast is None]
+    if infeasible:
         notes.append(
             Text(
-                f"{len(left)} choices cannot run; the first: "
-                f"{' '.join(left[0].changes)}: {left[0].refused}"
+                f"{len(infeasible)} choices cannot run; the first: "
+                f"{' '.join(infeasible[0].changes)}: {infeasible[0].refused}"
             )
         )
     return Group(shown, *notes, Text(), Text(_pareto_plot(runs)))

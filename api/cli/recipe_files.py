@@ -51,10 +51,10 @@ RecipeArgument = Annotated[
 def stored() -> dict[str, Path]:
     """Return the recipes that have a name: those in ./recipes, then those of this package."""
     folders = (Path.cwd() / "recipes", Path(__file__).resolve().parents[2] / "recipes")
-    found: dict[str, Path] = {}
+    recipes: dict[str, Path] = {}
     for path in (path for folder in folders for path in sorted(folder.glob("*.toml"))):
-        found.setdefault(path.stem, path)
-    return found
+        recipes.setdefault(path.stem, path)
+    return recipes
 
 
 def description(path: Path) -> str:

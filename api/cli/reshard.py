@@ -113,9 +113,9 @@ def reshard_report(
         "received": plan.received,
         "kept": plan.kept,
         "phases": [
-            {"phase": one.phase.value, "moved": one.received}
-            | {part: getattr(one, part) for part in ("host", "temporary", "live", "after")}
-            for one in memory(plan, held_bytes(recipe, plan.source))
+            {"phase": usage.phase.value, "moved": usage.received}
+            | {part: getattr(usage, part) for part in ("host", "temporary", "live", "after")}
+            for usage in memory(plan, held_bytes(recipe, plan.source))
         ],
         "naive": {
             "redundant": redundant_if_naive(plan),
@@ -195,8 +195,8 @@ def reshard_view(report: Mapping[str, Any]) -> RenderableType:
         f"{bucket}, two in flight"
     )
     notes = [Text(f"! {note}") for note in report["notes"]]
-    largest = max(max(one["live"]) for one in report["phases"])
-    unit, name = next(one for one in UNITS if largest >= one[0] or one[0] == 1)
+    largest = max(max(phase["live"]) for phase in report["phases"])
+    unit, name = next(unit for unit in UNITS if largest >= unit[0] or unit[0] == 1)
 
     def figure(nbytes: float) -> str:
         return f"{nbytes / unit:,.2f}" if nbytes else "-"
@@ -207,10 +207,10 @@ def reshard_view(report: Mapping[str, Any]) -> RenderableType:
     phases = figures(
         f"most of any rank, {name}", "received", "to/from host", "temporary", "live", "after"
     )
-    for one in report["phases"]:
+    for phase in report["phases"]:
         keys = ("moved", "host", "temporary", "live", "after")
-        phases.add_row(one["phase"], *(figure(max(one[key])) for key in keys))
-    live = {one["phase"]: one["live"] for one in report["phases"]}
+        phases.add_row(phase["phase"], *(figure(max(phase[key])) for key in keys))
+    live = {phase["phase"]: phase["live"] for phase in report["phases"]}
     shown = [phase for phase in live if not phase.startswith("offload")]
     ranks = figures(
         f"rank, {name}", "sends", "receives", "keeps", *(f"live: {shown[0]}", *shown[1:])

@@ -126,7 +126,7 @@ def is_loopback(server: str) -> bool:
 
 
 def _closest_run(run: str, known: Sequence[RunView]) -> str:
-    close = difflib.get_close_matches(run, [one.id for one in known], n=1)
+    close = difflib.get_close_matches(run, [view.id for view in known], n=1)
     return (
         (f"did you mean {close[0]}?")
         if close
