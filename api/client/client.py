@@ -333,17 +333,17 @@ class Client(Transport):
 
         Some may have fewer than they were asked for.
         """
-        left = limit
+        remaining = limit
         after = ""
-        while left is None or left > 0:
-            size = PAGE if left is None else min(left, PAGE)
+        while remaining is None or remaining > 0:
+            size = PAGE if remaining is None else min(remaining, PAGE)
             page = await self._get(model, path, {**query, "limit": size, "after": after})
             yield page
             if not page.next:
                 return
             entries = page.runs if isinstance(page, RunPage) else page.samples
             after = page.next
-            left = None if left is None else left - len(entries)
+            remaining = None if remaining is None else remaining - len(entries)
 
     def _read(self, model: type[M], path: str, answer: Answer) -> M:
         try:
@@ -373,10 +373,10 @@ def submission(
     recipe: str | Mapping[str, Any], overrides: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     """Returns the body of a submission or a check."""
-    given: dict[str, Any] = (
+    body: dict[str, Any] = (
         {"recipe_name": recipe} if isinstance(recipe, str) else {"recipe": dict(recipe)}
     )
-    return given | ({"overrides": dict(overrides)} if overrides else {})
+    return body | ({"overrides": dict(overrides)} if overrides else {})
 
 
 def _part(name: str, value: str) -> str:

@@ -187,7 +187,7 @@ class Transport:
         """
         if self._session is None:
             self._session = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
-        given = {
+        parameters = {
             name: str(value)
             for name, value in (query or {}).items()
             if value is not None and value != ""
@@ -199,7 +199,7 @@ class Transport:
                     **(options.get("headers") or {}),
                     "Authorization": f"Bearer {token}",
                 }
-            url = URL(server + path, encoded=True).with_query(given)
+            url = URL(server + path, encoded=True).with_query(parameters)
             # Redirects are not followed: the token and the recipe are for this server alone.
             async with self._session.request(
                 method, url, allow_redirects=False, **options

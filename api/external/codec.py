@@ -51,9 +51,9 @@ def encode_experience(schema: Schema, experience: Experience) -> bytes:
 
 def decode_experience(body: bytes) -> Experience:
     """Returns the experience in ``body``. Raises Unreadable."""
-    text, found = from_body(body)
+    text, tensors = from_body(body)
     columns = {
-        n: v if isinstance(v, Packed) else Packed(v.reshape(-1), None) for n, v in found.items()
+        n: v if isinstance(v, Packed) else Packed(v.reshape(-1), None) for n, v in tensors.items()
     }
     progress = {
         name.removeprefix(BEGUN): columns.pop(name)

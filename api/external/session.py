@@ -144,15 +144,15 @@ class ExternalSession:
         try:
             yield
         except NotExternal as error:
-            [found] = error.problems
+            [problem] = error.problems
             raise HTTPProblem(
-                409, str(error), kind="not-external", field=found.key, fix=found.fix
+                409, str(error), kind="not-external", field=problem.key, fix=problem.fix
             ) from None
         except (Misfit, ColumnError, PromptError) as error:
-            [found] = error.problems
+            [problem] = error.problems
             kind = "prompt" if isinstance(error, PromptError) else "misfit"
-            field = "body" if found.key == "weights" else found.key
-            fix = found.fix or None
+            field = "body" if problem.key == "weights" else problem.key
+            fix = problem.fix or None
             raise HTTPProblem(422, str(error), kind=kind, field=field, fix=fix) from None
         except (ExternalPromptsFull, NoRoom, WarehouseUnreachable) as error:
             raise HTTPProblem(
@@ -160,6 +160,6 @@ class ExternalSession:
             ) from None
         except tuple(CONFLICTS) as error:
             kind, field, fix = next(
-                found for refused, found in CONFLICTS.items() if isinstance(error, refused)
+                details for refused, details in CONFLICTS.items() if isinstance(error, refused)
             )
             raise HTTPProblem(409, str(error), kind=kind, field=field or None, fix=fix) from None
