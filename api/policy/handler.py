@@ -160,7 +160,7 @@ class _Responder:
 
     async def parts(self) -> AsyncGenerator[bytes, None]:
         """Yield the whole answer as JSON, or its parts as tokens are made."""
-        made = 0
+        num_generated = 0
         options = self._request.stream_options
         self._prompts = await self._read_prompts()
         async with self._policy.engines.engine(mixed=bool(self._request.mix_versions)) as engine:
@@ -171,17 +171,21 @@ class _Responder:
                     if choice.reason:
                         continue  # the engine ends at a stop string a little later than the text
                     new = await self._added(choice, item)
-                    made += len(new)
+                    num_generated += len(new)
                     if any(pinned not in (None, token.version) for token in new):
                         raise RuntimeError(
                             f"an answer of version {pinned} has tokens of another one: {new}"
                         )
                     if self._request.stream and (choice.text or choice.reason):
                         yield await self._part([choice])
-                    if all(one.reason for one in self._choices):
+                    if all(choice.reason for choice in self._choices):
                         break
-        asked = sum(map(len, self._prompts))
-        usage = Usage(prompt_tokens=asked, completion_tokens=made, total_tokens=asked + made)
+        num_prompt_tokens = sum(map(len, self._prompts))
+        usage = Usage(
+            prompt_tokens=num_prompt_tokens,
+            completion_tokens=num_generated,
+            total_tokens=num_prompt_tokens + num_generated,
+        )
         if not self._request.stream:
             yield await self._part(self._choices, usage=usage)
         elif options and options.include_usage:
@@ -225,7 +229,9 @@ class _Responder:
             return engine.generate(groups)
         except ValueError as error:
             names = (
-                [found.key for found in error.problems] if isinstance(error, RequestRefused) else []
+                [problem.key for problem in error.problems]
+                if isinstance(error, RequestRefused)
+                else []
             )
             raise _refused(str(error), self._field_of(names), "change it, or see /docs") from None
 
@@ -307,12 +313,14 @@ class _Responder:
                     self._messages(self._request), self._owner, self._context
                 )
             else:
-                places = [place for place, one in enumerate(self._given) if isinstance(one, str)]
+                places = [
+                    place for place, prompt in enumerate(self._given) if isinstance(prompt, str)
+                ]
                 ids = await texts.ids(
                     [self._given[place] for place in places], self._owner, self._context
                 )
                 read = dict(zip(places, ids, strict=True))
-                prompts = [read.get(place, one) for place, one in enumerate(self._given)]
+                prompts = [read.get(place, prompt) for place, prompt in enumerate(self._given)]
         except TextRefused as refused:
             raise _refused(str(refused), field_name, refused.fix, refused.value) from None
         if not all(prompts):
@@ -323,7 +331,7 @@ class _Responder:
         if self._tokenizer.chat_template is None:
             fix = "use /v1/completions, or set prompts.chat_template in the recipe"
             raise _refused("The model has no chat template.", "messages", fix)
-        return [{"role": one.role, "content": one.text} for one in request.messages]
+        return [{"role": message.role, "content": message.text} for message in request.messages]
 
     async def _part(self, choices: Sequence[ChoiceText], **more: Any) -> bytes:
         """Returns what is new of ``choices`` as JSON."""
@@ -386,11 +394,11 @@ class _Responder:
         """``placed`` as chats have it."""
         views = [
             TokenLogprob(
-                token=self._pieces.name(one.token.token_id, one.own),
-                logprob=_finite(one.token.logprob),
-                bytes=list(one.own),
+                token=self._pieces.name(candidate.token.token_id, candidate.own),
+                logprob=_finite(candidate.token.logprob),
+                bytes=list(candidate.own),
             )
-            for one in (placed, *self._candidates(placed))
+            for candidate in (placed, *self._candidates(placed))
         ]
         return views[0].model_copy(update={"top_logprobs": views[1:]})
 
@@ -405,11 +413,11 @@ class _Responder:
         if placed not in candidates:
             candidates.append(placed)
         named: dict[str, float] = {}
-        for one in candidates:
-            name = self._name(one)
-            if one is not placed and (name in named or name == self._name(placed)):
-                name = f"token_id:{one.token.token_id}"
-            named[name] = _finite(one.token.logprob)
+        for candidate in candidates:
+            name = self._name(candidate)
+            if candidate is not placed and (name in named or name == self._name(placed)):
+                name = f"token_id:{candidate.token.token_id}"
+            named[name] = _finite(candidate.token.logprob)
         return named
 
 

@@ -73,7 +73,7 @@ def _decoders(tokenizer: Tokenizer) -> set[str]:
     if backend.decoder is None:
         return set()
     decoder = json.loads(backend.decoder.__getstate__())
-    return {one["type"] for one in (decoder, *decoder.get("decoders", ()))}
+    return {component["type"] for component in (decoder, *decoder.get("decoders", ()))}
 
 
 def _byte_characters() -> dict[str, int]:
@@ -156,7 +156,7 @@ class ChoiceText:
         self.offset = end
         sent = self._placed[:count]
         self._placed = self._placed[count:]
-        return text, [Placed(one.token, one.own, min(one.offset, end)) for one in sent]
+        return text, [Placed(placed.token, placed.own, min(placed.offset, end)) for placed in sent]
 
     def _place(self, *, all_of_them: bool = False) -> None:
         """Give the waiting tokens their places in the text, as far as it is decoded."""
@@ -166,13 +166,15 @@ class ChoiceText:
         if not tokens:
             return
         text = self._decoded.newest
-        own = [self._pieces.bytes_of(token.token_id) if self._pieces else b"" for token in tokens]
-        if b"".join(own) != text.encode() and BROKEN not in text:
-            own = [b""] * (count - 1) + [text.encode()]  # a first token may lose its space
+        token_bytes = [
+            self._pieces.bytes_of(token.token_id) if self._pieces else b"" for token in tokens
+        ]
+        if b"".join(token_bytes) != text.encode() and BROKEN not in text:
+            token_bytes = [b""] * (count - 1) + [text.encode()]  # a first token may lose its space
         characters = codecs.getincrementaldecoder("utf-8")("replace")
         begin = self._characters
         end = self._characters + len(text)
-        for token, part in zip(tokens, own, strict=True):
+        for token, part in zip(tokens, token_bytes, strict=True):
             self._placed.append(Placed(token, part, min(begin, end)))
             begin += len(characters.decode(part))
         self._characters = end
