@@ -222,8 +222,8 @@ class Fanout:
     async def _run(self) -> None:
         try:
             while self._ending is None:
-                left = self._beat + HEARTBEAT_SECONDS - time.monotonic()
-                events = await self.history.wait(self.position, max(left, 0.001))
+                timeout = self._beat + HEARTBEAT_SECONDS - time.monotonic()
+                events = await self.history.wait(self.position, max(timeout, 0.001))
                 await self._deliver(events)
                 if time.monotonic() - self._beat >= HEARTBEAT_SECONDS:
                     self._beat = time.monotonic()

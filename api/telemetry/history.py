@@ -57,9 +57,11 @@ class History:
             return await asyncio.to_thread(self._of_file, after, count)
         oldest, newest = await self._index().event_ends()
         if newest == BEGINNING or order(after) < order(oldest):
-            found = await asyncio.to_thread(self._of_file, after, count)
+            file_events = await asyncio.to_thread(self._of_file, after, count)
             older = [
-                event for event in found if newest == BEGINNING or order(event.id) < order(oldest)
+                event
+                for event in file_events
+                if newest == BEGINNING or order(event.id) < order(oldest)
             ]
             if older:
                 return older
@@ -87,8 +89,8 @@ class History:
         last = (int(until * 1000), 2**63) if until != float("inf") else None
         while page := await self.page(after):
             after = page[-1].id
-            kept = [event for event in page if order(event.id) <= last] if last else page
-            if kept:
-                yield kept
-            if len(kept) < len(page):
+            events = [event for event in page if order(event.id) <= last] if last else page
+            if events:
+                yield events
+            if len(events) < len(page):
                 return

@@ -147,12 +147,12 @@ async def trace_json(pages: AsyncIterator[Sequence[Event]], trace: Trace) -> Asy
     yield b'{"displayTimeUnit":"ms","traceEvents":['
     separator = b""
     async for page in pages:
-        made = [
-            json.dumps(one, separators=(",", ":"), allow_nan=False)
+        lines = [
+            json.dumps(trace_event, separators=(",", ":"), allow_nan=False)
             for event in page
-            for one in trace.events(event)
+            for trace_event in trace.events(event)
         ]
-        if made:
-            yield separator + ",\n".join(made).encode()
+        if lines:
+            yield separator + ",\n".join(lines).encode()
             separator = b",\n"
     yield b"]}"

@@ -365,8 +365,8 @@ class Progress(RunTotals):
             spent = worker.recent if recent else worker.totals
             if spent["wall"] > 0:
                 by_stage.setdefault(worker.latest.stage, []).append(shares(spent)["busy"])
-        found = {stage: statistics.fmean(each) for stage, each in by_stage.items()}
-        return max(found.items(), key=lambda one: one[1]) if found else None
+        busy_shares = {stage: statistics.fmean(each) for stage, each in by_stage.items()}
+        return max(busy_shares.items(), key=lambda item: item[1]) if busy_shares else None
 
     def rewards(self) -> list[float]:
         """Mean rewards of the points of :attr:`history`; NaN where none was finite."""

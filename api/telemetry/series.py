@@ -47,9 +47,9 @@ class Wanted:
     def __call__(self, kind: str, series: str, number: str) -> bool:
         if not self.names:
             return True
-        found = self.names & {kind, series, f"{kind}.{number}", f"{series}.{number}"}
-        self._found |= found
-        return bool(found)
+        matches = self.names & {kind, series, f"{kind}.{number}", f"{series}.{number}"}
+        self._found |= matches
+        return bool(matches)
 
     @property
     def missing(self) -> frozenset[str]:
@@ -82,7 +82,11 @@ def names_like(name: str, workers: Iterable[str], step: Mapping[str, object]) ->
     named = [f"{kind}/{worker}" for worker in sorted(workers)]
     of_all = [kind, *(f"{kind}.{number}" for number in numbers_of(kind))]
     return (
-        [*named, *of_all, *(f"{one}.{number}" for one in named for number in numbers_of(kind))]
+        [
+            *named,
+            *of_all,
+            *(f"{series}.{number}" for series in named for number in numbers_of(kind)),
+        ]
         if named
         else []
     )

@@ -128,9 +128,11 @@ class Points:
     def _point(
         event: Event, group: str, data: Mapping[str, Any], step: int | None = None
     ) -> Iterator[Point]:
-        found = finite_numbers(data).items()
+        measurements = finite_numbers(data).items()
         numbers = {
-            f"{group}/{name}": value for name, value in found if name not in ("step", "version")
+            f"{group}/{name}": value
+            for name, value in measurements
+            if name not in ("step", "version")
         }
         if numbers:
             yield Point(event.time, int(event.data["step"]) if step is None else step, numbers)
