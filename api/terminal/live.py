@@ -200,9 +200,9 @@ def _header(progress: Progress) -> RenderableType:
     )
     if progress.last or progress.state not in ("created", "starting"):
         name.append(f"  step {progress.steps_done}/{progress.steps}")
-        left = "" if progress.ended else f", {duration(progress.seconds_left)} left"
+        time_left = "" if progress.ended else f", {duration(progress.seconds_left)} left"
         bar = ProgressBar(total=progress.steps, completed=progress.steps_done)
-        grid.add_row(name, bar, f"{duration(progress.elapsed)} elapsed{left}")
+        grid.add_row(name, bar, f"{duration(progress.elapsed)} elapsed{time_left}")
     else:
         grid.add_row(
             name,
@@ -224,7 +224,7 @@ def _learning(progress: Progress, width: int) -> RenderableType:
         bars = sparkline(progress.rewards(), 24 if width >= WIDE else 12, counts)
         reward.append(bars, style="green")
         reward.append(unscored(step.reward_failed, step.reward_absent))
-    left = [
+    left_rows = [
         ("reward", reward),
         ("held out", _held_out(progress)),
         (
@@ -241,7 +241,7 @@ def _learning(progress: Progress, width: int) -> RenderableType:
         ("entropy", Text(f"{number(measured.get('entropy'), '.3f')} nats")),
         ("effective", Text(f"{_percent(measured.get('ess'))} of tokens   lr {rate}")),
     ]
-    right = [
+    right_rows = [
         ("tokens/s", _speed(progress, width)),
         ("tokens", _tokens(progress)),
         ("staleness", _staleness(progress)),
@@ -254,7 +254,7 @@ def _learning(progress: Progress, width: int) -> RenderableType:
     grid.add_column(no_wrap=True, overflow="ellipsis", min_width=40 if width >= WIDE else 26)
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
-    for (a, b), (c, d) in zip(left, right, strict=True):
+    for (a, b), (c, d) in zip(left_rows, right_rows, strict=True):
         grid.add_row(a, b, c, d)
     return Panel(grid, box=box.ROUNDED, border_style="dim", padding=(0, 1))
 
@@ -278,8 +278,8 @@ def _speed(progress: Progress, width: int) -> Text:
     text = Text(number(rate, ",.0f"), style="bold")
     if rate is not None:
         text.append(f"  {number(rate / progress.devices, ',.0f')} a device", style="not bold")
-    if width >= WIDE and (found := progress.busiest()):
-        text.append(f"  {found[0]} busy {_percent(found[1])}", style="not bold dim")
+    if width >= WIDE and (busiest := progress.busiest()):
+        text.append(f"  {busiest[0]} busy {_percent(busiest[1])}", style="not bold dim")
     return text
 
 
@@ -348,7 +348,9 @@ def _stages(progress: Progress, width: int) -> RenderableType:
         legend.append(f" {WORDS[name]}   ", style="dim")
     if progress.restarts:
         legend.append(f"restarts: {progress.restarts}", style="bold yellow")
-    groups = ", ".join(f"{count(found[0])} {reason}" for reason, found in progress.dropped.items())
+    groups = ", ".join(
+        f"{count(totals[0])} {reason}" for reason, totals in progress.dropped.items()
+    )
     calls = [Text(f" {line}", style="dim") for line in call_lines(progress)]
     return Group(
         table,
@@ -361,10 +363,11 @@ def _stages(progress: Progress, width: int) -> RenderableType:
 def call_lines(progress: Progress) -> list[str]:
     """The calls of each reward function by each worker's process, in one line each."""
     return [
-        f"{worker} {name}: {count(int(of['calls']))} calls, {count(int(of['failed']))} failed, "
-        f"{count(int(of['again']))} again, {short_seconds(of['seconds'] / of['calls'])} a call"
+        f"{worker} {name}: {count(int(tally['calls']))} calls, "
+        f"{count(int(tally['failed']))} failed, {count(int(tally['again']))} again, "
+        f"{short_seconds(tally['seconds'] / tally['calls'])} a call"
         for worker, totals in progress.workers.items()
-        for name, of in (totals.latest.calls or {}).items()
+        for name, tally in (totals.latest.calls or {}).items()
     ]
 
 

@@ -187,15 +187,15 @@ def summarize(progress: Progress, *, seconds: float, checkpoint: Path | None) ->
         "staleness_bound": progress.bound,
         "restarts": progress.restarts,
         "alarms": [
-            {"step": one.step, "metric": one.metric, "reason": one.reason, "look": one.look}
-            for _, one in progress.alarms
+            {"step": alarm.step, "metric": alarm.metric, "reason": alarm.reason, "look": alarm.look}
+            for _, alarm in progress.alarms
         ],
         "prompts_skipped": progress.prompts_skipped,
         "prompts_cut": progress.prompts_cut,
         "epochs": progress.epochs,
         "dropped": {
-            reason: {"groups": found[0], "tokens": found[1]}
-            for reason, found in progress.dropped.items()
+            reason: {"groups": totals[0], "tokens": totals[1]}
+            for reason, totals in progress.dropped.items()
         },
         "skipped_steps": progress.ledger.skipped_steps if progress.ledger else 0,
         "stages": {
@@ -231,7 +231,10 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
     saved = summary.get("resume_after_step")
     skipped = summary["skipped_steps"]
     dropped = dropped_text(
-        {reason: (found["groups"], found["tokens"]) for reason, found in summary["dropped"].items()}
+        {
+            reason: (totals["groups"], totals["tokens"])
+            for reason, totals in summary["dropped"].items()
+        }
     )
     return pairs_table(
         (
@@ -261,8 +264,8 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
         (
             "alarms",
             "; ".join(
-                f"step {one['step'] + 1}: {one['reason']}"
-                for one in summary["alarms"][-MOST_ALARMS:]
+                f"step {alarm['step'] + 1}: {alarm['reason']}"
+                for alarm in summary["alarms"][-MOST_ALARMS:]
             ),
         ),
         ("restarts", str(summary["restarts"] or "")),
@@ -382,8 +385,8 @@ def plan_table(recipe: Recipe, plan: Plan) -> Table:
             f"{format_size(plan.arena_bytes)} are needed",
         ),
     ]
-    if recipe.launch.launcher == "process" and (given := assign(recipe, on_this_node())):
-        rows.append(("devices", shown(given.items())))
+    if recipe.launch.launcher == "process" and (devices := assign(recipe, on_this_node())):
+        rows.append(("devices", shown(devices.items())))
     if plan.parameters:
         rows += [
             (
