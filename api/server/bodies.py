@@ -50,14 +50,14 @@ def check_media_type(request: web.Request, media_type: str) -> None:
         request.content_type != media_type
         or request.headers.get("Content-Encoding", "identity") != "identity"
     ):
-        sent = request.headers.get("Content-Type", "")
+        content_type = request.headers.get("Content-Type", "")
         fix = f"send the header 'Content-Type: {media_type}', and no Content-Encoding"
         raise HTTPProblem(
             415,
             "The body is of another media type.",
             kind="media-type",
             field="body",
-            value=sent,
+            value=content_type,
             fix=fix,
         )
 

@@ -28,13 +28,13 @@ def openapi_document(
     ``tokens``: whether the server requires tokens.
     """
     operations = [o for o in operations_of(modules) if not o.hidden]
-    wanted: dict[Any, None] = dict.fromkeys(
+    schemas: dict[Any, None] = dict.fromkeys(
         (o.parts["body"], "validation") for o in operations if "body" in o.parts
     )
     answers = [o.answer for o in operations if o.answer] + [ProblemDetails]
     messages = [model for o in operations for model in o.events.values()]
-    wanted |= dict.fromkeys((model, "serialization") for model in [*answers, *messages])
-    references, components = models_json_schema(list(wanted), ref_template=_REFERENCE)
+    schemas |= dict.fromkeys((model, "serialization") for model in [*answers, *messages])
+    references, components = models_json_schema(list(schemas), ref_template=_REFERENCE)
     paths: dict[str, dict[str, Any]] = {}
     for o in operations:
         paths.setdefault(_PATTERN.sub("", o.path), {})[o.method.lower()] = _describe(

@@ -176,8 +176,8 @@ def invalid_request(status: int, errors: Sequence[Wrong]) -> HTTPProblem:
 def several(status: int, kind: str, title: str, errors: Sequence[Wrong]) -> HTTPProblem:
     """Return one problem with ``errors``; its field, value and fix are those of the first one."""
     first = errors[0]
-    more = len(errors) - 1
-    detail = f"{first.field} {first.wrong}" + (f", and {more} more" if more else "")
+    num_others = len(errors) - 1
+    detail = f"{first.field} {first.wrong}" + (f", and {num_others} more" if num_others else "")
     return HTTPProblem(
         status,
         detail,

@@ -77,9 +77,9 @@ class RunStatuses:
 
     async def step(self, index: Index, record: RunRecord) -> StepEvent | None:
         """The newest step of the run."""
-        read, ended, step = self._steps.pop(record.id, (-math.inf, None, None))
+        read_at, ended, step = self._steps.pop(record.id, (-math.inf, None, None))
         if record.ended is None:
-            fresh = record.state not in ENDED and time.monotonic() - read <= FRESH_SECONDS
+            fresh = record.state not in ENDED and time.monotonic() - read_at <= FRESH_SECONDS
         else:
             fresh = ended == record.ended  # read after its end: it has no further step
         if record.state != "created" and not fresh:
@@ -87,10 +87,10 @@ class RunStatuses:
             newest_step = (
                 StepEvent.of(event.data) if event else (await recorded_totals(index)).totals.step
             )
-            read = time.monotonic()
+            read_at = time.monotonic()
             step = newest_step or step
         if record.state in ENDED or step is not None:
-            self._steps[record.id] = read, record.ended, step
+            self._steps[record.id] = read_at, record.ended, step
         while len(self._steps) > MOST_STEPS:
             self._steps.popitem(last=False)
         return step

@@ -253,13 +253,13 @@ class Service:
             self._owners[run] = (await self.registry.get(run)).owner
         owner = self._owners[run]
         if owner != token.name:
-            whose = f"belongs to {owner!r}" if owner else "has no owner"
+            ownership = f"belongs to {owner!r}" if owner else "has no owner"
             fix = (
                 (f"ask {owner} to do it, or use a token of scope admin")
                 if owner
                 else "use a token of scope admin"
             )
-            detail = f"Run {run!r} {whose}; the token that came is {token.name!r}'s."
+            detail = f"Run {run!r} {ownership}; the token that came is {token.name!r}'s."
             raise HTTPProblem(403, detail, kind="owner", field="path.run", value=run, fix=fix)
 
     async def give_up_events(self) -> None:

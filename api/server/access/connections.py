@@ -52,9 +52,9 @@ def raise_descriptor_limit() -> None:
     """Raise the limit of open files of this process and its children as far as allowed, at most to
     MOST_DESCRIPTORS."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    target = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < target:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
 
 
 def most_connections(settings: Settings, descriptors: int) -> tuple[int, int]:
@@ -68,11 +68,11 @@ def most_connections(settings: Settings, descriptors: int) -> tuple[int, int]:
     room = descriptors - max(64, descriptors // 4)
     total = settings.max_connections or min(room, MOST_CONNECTIONS)
     if total > room or room < 1:
-        needed = max(total + 64, math.ceil(total * 4 / 3))
+        descriptors_needed = max(total + 64, math.ceil(total * 4 / 3))
         raise ValueError(
-            f"max_connections: {total} need {needed} file descriptors, and this process may open "
-            f"{descriptors}; raise the limit (`ulimit -n {needed}`), or give --max-connections "
-            f"{max(1, room)}"
+            f"max_connections: {total} need {descriptors_needed} file descriptors, and this "
+            f"process may open {descriptors}; raise the limit (`ulimit -n {descriptors_needed}`), "
+            f"or give --max-connections {max(1, room)}"
         )
     return total, min(total, settings.max_connections_per_address or total - total // 8)
 

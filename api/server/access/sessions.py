@@ -63,11 +63,11 @@ class Sessions:
                 await asyncio.sleep(1.0)
 
     async def _end_refused(self) -> None:
-        known: dict[str, Token | None] = {}
+        tokens: dict[str, Token | None] = {}
         # more may begin meanwhile
-        while ids := {token.id for token, _ in self._open.values()} - known.keys():
-            known |= dict.fromkeys(ids) | dict(await self._tokens.of(ids))
+        while ids := {token.id for token, _ in self._open.values()} - tokens.keys():
+            tokens |= dict.fromkeys(ids) | dict(await self._tokens.of(ids))
         for ending, (token, scope) in list(self._open.items()):
-            now = known.get(token.id, token)
-            if (now is None or not now.may(scope)) and not ending.expired():
+            current = tokens.get(token.id, token)
+            if (current is None or not current.may(scope)) and not ending.expired():
                 ending.reschedule(asyncio.get_running_loop().time())

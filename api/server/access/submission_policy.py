@@ -156,7 +156,7 @@ class _Submission:
         A base model may lie elsewhere, with the same files.
         """
         resolved = {key: self.value(key) for key in overrides}
-        refused = {problem.key for problem in self.problems}
+        refused_keys = {problem.key for problem in self.problems}
         moved = set[str]()
         try:
             moved = base_models.moved(Recipe.model_validate(before), resolved, folder)
@@ -164,11 +164,11 @@ class _Submission:
             self.problems.append(
                 Problem(differs.key, resolved[differs.key], differs.wrong, differs.fix)
             )
-            refused.add(differs.key)
+            refused_keys.add(differs.key)
         self.problems += [
             problem
             for problem in fixed_problems(before, self.data)
-            if problem.key not in refused | moved
+            if problem.key not in refused_keys | moved
         ]
 
     def refuse_code(self) -> None:
@@ -360,7 +360,7 @@ class _Submission:
         """Replace each path by its real path; one outside of the roots is refused, whether or not
         anything is there."""
         settings = self.settings
-        refused = {problem.key for problem in self.problems}
+        refused_keys = {problem.key for problem in self.problems}
         models = ("model.source", "model.reference", "critic.source")
         keys = [*models, "prompts.chat_template", *(f"pipeline.{name}" for name in TLS_FILES)]
         paths = dict(zip(self._of_sources("path"), self._of_sources("source"), strict=True))
@@ -370,10 +370,10 @@ class _Submission:
             if self.value(kind) in ("jsonl", "parquet", "datasets")
         ]
         for sandboxed in (*self._each("reward.functions", "read"), *self._each("stages", "read")):
-            read = self.value(sandboxed)
+            readable = self.value(sandboxed)
             keys += [
                 f"{sandboxed}.{index}"
-                for index in range(len(read) if isinstance(read, list) else 0)
+                for index in range(len(readable) if isinstance(readable, list) else 0)
             ]
         # Values that are no paths.
         plain = {
@@ -383,7 +383,7 @@ class _Submission:
         for key in keys:
             value = self.value(key)
             if (
-                key in refused
+                key in refused_keys
                 or not isinstance(value, str)
                 or not value
                 or value in plain.get(key, ())

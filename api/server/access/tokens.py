@@ -216,5 +216,5 @@ def _hash(secret: str) -> str:
 
 def _unpack(kept: bytes) -> tuple[Token, str]:
     data = json.loads(kept)
-    known = data.pop("sha256")
-    return Token(**data), known
+    digest = data.pop("sha256")
+    return Token(**data), digest

@@ -228,13 +228,13 @@ async def history(
     begin, end = _range(record, query)
     every = width(end - begin) if query.every is None else query.every
     every = 0.0 if every < FINEST_SECONDS else every
-    wanted = Wanted(query.names)
+    selection = Wanted(query.names)
     file = service.folder(record) / METRICS
     # Clocks of workers differ a little from the service's: what is not asked for cuts nothing off.
     first = 0.0 if query.begin is None else begin
     last = math.inf if query.end is None else end
     try:
-        past = await asyncio.to_thread(_past, file, first, last, every, wanted)
+        past = await asyncio.to_thread(_past, file, first, last, every, selection)
         async for page in _pages(request, record, first, last, past.last):
             for event in page:
                 if first <= event.time <= last and past.lacks(event):
@@ -245,7 +245,7 @@ async def history(
         raise HTTPProblem(
             422, f"{many}.", kind="too-many-points", field="query.every", value=every, fix=str(many)
         ) from None
-    if missing := wanted.missing:
+    if missing := selection.missing:
         await _refuse_unknown(service, record, missing)
     return web.Response(body=body, content_type=JSON)  # type: ignore[return-value]
 

@@ -485,9 +485,9 @@ def _last_lines(path: Path, lines: int) -> list[str]:
     with path.open("rb") as file:
         size = file.seek(0, 2)
         file.seek(max(0, size - TAIL_BYTES))
-        read = file.read(TAIL_BYTES).decode("utf-8", "replace").splitlines(keepends=True)
-    whole = read if size <= TAIL_BYTES else read[1:]
-    return [line if line.endswith("\n") else line + "\n" for line in whole[-lines:]]
+        tail = file.read(TAIL_BYTES).decode("utf-8", "replace").splitlines(keepends=True)
+    complete_lines = tail if size <= TAIL_BYTES else tail[1:]
+    return [line if line.endswith("\n") else line + "\n" for line in complete_lines[-lines:]]
 
 
 def _time(line: str) -> str:
