@@ -157,9 +157,9 @@ def _with_dock(
         from orchestration.service.lifecycle import WHERE
 
         try:
-            where = json.loads((run_dir / WHERE).read_text())
-            index = str(where["index"])
-            run = str(where["run"])
+            address = json.loads((run_dir / WHERE).read_text())
+            index = str(address["index"])
+            run = str(address["run"])
         except OSError:
             refuse(
                 f"run: {run_dir} is not the folder of a run that is alive; or give --index and "

@@ -195,9 +195,9 @@ async def watch_run(
         if outcome is not None and not progress.ended:  # the index did not record the end
             ended = {"state": outcome.state, "reason": outcome.reason}
             show_event(Event(next_id(metrics.last), time.time(), "state", ended))
-        if outcome is not None and (lost := metrics.close()):
+        if outcome is not None and (problem := metrics.close()):
             return replace(
-                outcome, state="failed", reason=f"the run has {outcome.state}, and {lost}"
+                outcome, state="failed", reason=f"the run has {outcome.state}, and {problem}"
             )
         return outcome
 
@@ -280,9 +280,9 @@ def _report(run: Execution, outcome: RunResult, console: Console) -> None:
         console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
 
     model = outcome.checkpoint.model if outcome.checkpoint else None
-    saved = outcome.checkpoint.version if outcome.checkpoint else 0
+    saved_version = outcome.checkpoint.version if outcome.checkpoint else 0
     report = write_report(
-        run.folder.path, run.recipe, seconds=outcome.seconds, checkpoint=model, saved=saved
+        run.folder.path, run.recipe, seconds=outcome.seconds, checkpoint=model, saved=saved_version
     )
     # the view on standard output has shown the reason
     shown_before = {} if console.stderr else {"reason": ""}
@@ -299,5 +299,5 @@ def _report(run: Execution, outcome: RunResult, console: Console) -> None:
         line(f"  {path}")
     for missing in report.missing:
         line(f"  {missing}", "yellow")
-    if outcome.state != "finished" and saved < run.recipe.train.steps:
+    if outcome.state != "finished" and saved_version < run.recipe.train.steps:
         line(f"Go on with: asyncdock resume {run.folder.path}")

@@ -178,27 +178,27 @@ def plan_profile(
     """Measure the costs of RECIPE on this machine: execute a few optimizer steps of it in DIR, then
     its rollout engine alone, then steps of half as many groups."""
     path = find(recipe).resolve()
-    here = Path.cwd()
+    cwd = Path.cwd()
     short = [
         f"train.steps={PROFILE_STEPS}",
         f"checkpoint.every={PROFILE_STEPS}",
         "evaluate.every=0",
     ]
     with original_folder(path.parent), fork_server() as forks:
-        loaded = load(path, [*short, *(set_ or [])], here / out)
+        loaded = load(path, [*short, *(set_ or [])], cwd / out)
         from orchestration.run.folder import RunFolder
 
         code = create_and_show(
-            lambda: RunFolder.create(loaded, here / out), forks, json=False, plain=plain
+            lambda: RunFolder.create(loaded, cwd / out), forks, json=False, plain=plain
         )
         if code == 0 and loaded.runs_stage("rollout") and not loaded.prompts.responses:
             from orchestration.simulation.engine_profile import profile_engine
             from orchestration.simulation.recorded import SMALLER, with_smaller_steps
 
-            profile_engine(loaded).write(here / out)
+            profile_engine(loaded).write(cwd / out)
             if smaller := with_smaller_steps(loaded):
                 code = create_and_show(
-                    lambda: RunFolder.create(smaller, here / out / SMALLER),
+                    lambda: RunFolder.create(smaller, cwd / out / SMALLER),
                     forks,
                     json=False,
                     plain=plain,
@@ -333,12 +333,12 @@ def _forecast_view(
         variant.tokens_per_second / found.tokens_per_second - 1 for variant in (better, staler)
     )
     if found.busiest == "training":
-        why = "training: the trainer is busy for the largest share of the time"
+        limit = "training: the trainer is busy for the largest share of the time"
     elif found.busiest == "generation":
-        why = "generation: the rollout workers are busy for the largest share of the time"
+        limit = "generation: the rollout workers are busy for the largest share of the time"
     else:
         source = costs.sources.get("between_steps", "")
-        why = (
+        limit = (
             f"between steps: {costs.between_steps:.2g} s of claims, commits and publishing for "
             f"each step ({source})"
         )
@@ -353,7 +353,7 @@ def _forecast_view(
             f"generation {found.generation:.1%}, training {found.training:.1%}, trainer waits "
             f"{found.waiting:.1%}, between steps {found.between:.1%}",
         ),
-        ("limit", why),
+        ("limit", limit),
         (
             "staleness",
             f"mean {found.staleness_mean:.2f}, 95 % of samples {found.staleness_p95} or less, "

@@ -223,14 +223,16 @@ def reshard_view(report: Mapping[str, Any]) -> RenderableType:
             *(live[phase] for phase in shown),
         )
         ranks.add_row(str(rank), *(figure(column[rank]) for column in columns))
-    more = report["ranks"] - MOST_RANKS
+    num_hidden_ranks = report["ranks"] - MOST_RANKS
     naive = report["naive"]
-    counted = report["naive"]["redundant"]
+    redundant_bytes = report["naive"]["redundant"]
     redundant = figures(
         f"naive: gather, slice, keep both, {name}", "redundant, all ranks", "most of any"
     )
-    redundant.add_row("counted", figure(sum(counted)), figure(max(counted)))
+    redundant.add_row("counted", figure(sum(redundant_bytes)), figure(max(redundant_bytes)))
     redundant.add_row("N·(TW/UTP + EW·(1/UEP − 1/GEP))", figure(naive["general"]), "")
     redundant.add_row("MindSpeed RL, Eq. 3", figure(naive["eq3"]), "")
-    below = f"and {more} ranks more, see --json" if more > 0 else TRAINING_STATE
+    below = (
+        f"and {num_hidden_ranks} ranks more, see --json" if num_hidden_ranks > 0 else TRAINING_STATE
+    )
     return Group(head, *notes, "", phases, "", ranks, below, "", redundant)

@@ -350,9 +350,9 @@ class Client(Transport):
             return model.model_validate_json(answer.body)
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
-            where = ".".join(str(part) for part in first["loc"])
+            field = ".".join(str(part) for part in first["loc"])
             raise self.not_understood(
-                path, f"{where}: {first['msg']}" if where else first["msg"]
+                path, f"{field}: {first['msg']}" if field else first["msg"]
             ) from None
 
     def _position(self, path: str, event_id: str) -> tuple[int, int]:

@@ -157,9 +157,9 @@ def _read(file: Path) -> dict[str, str]:
         return {}
     except (OSError, ValueError) as error:
         # a JSON error may quote the text
-        why = type(error).__name__ if isinstance(error, ValueError) else str(error)
+        reason = type(error).__name__ if isinstance(error, ValueError) else str(error)
         raise KeyringError(
-            f"{file} cannot be read ({why}); repair it, or remove it and run `asyncdock login`"
+            f"{file} cannot be read ({reason}); repair it, or remove it and run `asyncdock login`"
         ) from None
     if not isinstance(tokens, dict) or not all(isinstance(token, str) for token in tokens.values()):
         raise KeyringError(

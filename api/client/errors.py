@@ -122,7 +122,7 @@ def problem_from(status: int, reason: str, content_type: str, body: bytes) -> Ap
     if content_type == PROBLEM:
         with contextlib.suppress(ValueError, TypeError, AttributeError):
             problem = json.loads(body)
-            known = {
+            details = {
                 name: problem[name]
                 for name in ("type", "field", "value", "fix")
                 if problem.get(name) is not None
@@ -130,7 +130,7 @@ def problem_from(status: int, reason: str, content_type: str, body: bytes) -> Ap
             errors = [error for error in problem.get("errors") or () if isinstance(error, dict)]
             title = str(problem.get("title", reason))
             detail = str(problem.get("detail", ""))
-            return kind(status, title, detail, **known, errors=errors)
+            return kind(status, title, detail, **details, errors=errors)
     quoted = " ".join(body.decode(errors="replace").split())[:QUOTED]
     detail = f"{status} {reason}" + (f": {quoted}" if quoted else "")
     return kind(status, reason, detail, fix="this is not an answer of AsyncDock; check the address")

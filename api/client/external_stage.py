@@ -115,14 +115,14 @@ class ExternalStage:
         """Leases up to ``count`` rows (groups for rollout and reference, one batch for a trainer),
         waiting up to ``wait`` seconds for some. ``version``: the version that a rollout has loaded;
         default: that of the last :meth:`weight_sync_notify`. Raises WeightsTooOld."""
-        asked: dict[str, Any] = {
+        query: dict[str, Any] = {
             "columns": list(columns),
             "version": version,
             "wait": wait,
             "lease": lease,
         }
         return await self._run.get_experience(
-            self.stage, self.worker, count, **asked, tokenizer=self._tokenizer
+            self.stage, self.worker, count, **query, tokenizer=self._tokenizer
         )
 
     async def put_experience(

@@ -224,14 +224,14 @@ class Transport:
                 )
                 raise problem
         except aiohttp.ClientConnectorCertificateError as error:
-            why = f"its certificate is not trusted ({error.certificate_error})"
-            raise Unreachable(self.server, why, is_temporary=False) from None
+            reason = f"its certificate is not trusted ({error.certificate_error})"
+            raise Unreachable(self.server, reason, is_temporary=False) from None
         except aiohttp.ClientSSLError as error:
-            why = (
+            reason = (
                 f"it does not speak TLS as https:// needs ({error}); if it listens without TLS, "
                 f"write http://"
             )
-            raise Unreachable(self.server, why, is_temporary=False) from None
+            raise Unreachable(self.server, reason, is_temporary=False) from None
         except TimeoutError:
             limit: aiohttp.ClientTimeout = options["timeout"]
             raise Unreachable(

@@ -116,10 +116,10 @@ class ExternalSession:
 
     async def publish(self, request: web.Request, version: int, covered: int) -> Published:
         """Publishes the weights in the body of ``request``."""
-        wanted = await self.external.may_publish(version)
+        layout = await self.external.may_publish(version)
         check = functools.partial(self.external.may_publish, version)
         async with self._publishing:
-            weights = await receive_weights(request, self._folder, longest_header(wanted), check)
+            weights = await receive_weights(request, self._folder, longest_header(layout), check)
             return await self.external.publish(version, weights, covered=covered)
 
     async def view(self, published: Published | None) -> WeightsView:

@@ -266,15 +266,15 @@ class _Responder:
         return self._request.max_tokens
 
     def _sampling(self) -> SamplingParams:
-        asked = self._request
+        request = self._request
         default = self._policy.recipe.rollout.max_tokens if self._chat else DEFAULT_TOKENS
         return replace(
             self._policy.sampling,
             max_tokens=self._asked_tokens or default,
-            temperature=1.0 if asked.temperature is None else asked.temperature,
-            top_p=1.0 if asked.top_p is None else asked.top_p,
-            top_k=asked.top_k or 0,
-            stop=(asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ()),
+            temperature=1.0 if request.temperature is None else request.temperature,
+            top_p=1.0 if request.top_p is None else request.top_p,
+            top_k=request.top_k or 0,
+            stop=(request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ()),
         )
 
     def _refuse_many_tokens(self, choices: int) -> None:
@@ -283,18 +283,18 @@ class _Responder:
         tokens = self._params.max_tokens
         tokens = tokens if context is None else min(tokens, context)
         field_name = "max_tokens"
-        most = MOST_TOKENS
-        what = "tokens"
+        limit = MOST_TOKENS
+        unit = "tokens"
         if self._has_logprobs:
             tokens = tokens * (1 + self._alternatives)
-            most = MOST_LOGPROBS
-            what = "logprobs"
+            limit = MOST_LOGPROBS
+            unit = "logprobs"
             field_name = "top_logprobs" if self._chat else "logprobs"
-        if choices * tokens > most:
+        if choices * tokens > limit:
             detail = (
-                f"The answer may have {choices * tokens} {what}: {choices} choices of {tokens}."
+                f"The answer may have {choices * tokens} {unit}: {choices} choices of {tokens}."
             )
-            fix = f"ask for at most {most} in one request, by max_tokens or n"
+            fix = f"ask for at most {limit} in one request, by max_tokens or n"
             raise _refused(detail, field_name, fix)
 
     @property
@@ -319,8 +319,8 @@ class _Responder:
                 ids = await texts.ids(
                     [self._given[place] for place in places], self._owner, self._context
                 )
-                read = dict(zip(places, ids, strict=True))
-                prompts = [read.get(place, prompt) for place, prompt in enumerate(self._given)]
+                tokenized = dict(zip(places, ids, strict=True))
+                prompts = [tokenized.get(place, prompt) for place, prompt in enumerate(self._given)]
         except TextRefused as refused:
             raise _refused(str(refused), field_name, refused.fix, refused.value) from None
         if not all(prompts):
@@ -412,13 +412,13 @@ class _Responder:
         candidates = self._candidates(placed)
         if placed not in candidates:
             candidates.append(placed)
-        named: dict[str, float] = {}
+        logprobs: dict[str, float] = {}
         for candidate in candidates:
             name = self._name(candidate)
-            if candidate is not placed and (name in named or name == self._name(placed)):
+            if candidate is not placed and (name in logprobs or name == self._name(placed)):
                 name = f"token_id:{candidate.token.token_id}"
-            named[name] = _finite(candidate.token.logprob)
-        return named
+            logprobs[name] = _finite(candidate.token.logprob)
+        return logprobs
 
 
 def _finite(logprob: float) -> float:

@@ -73,9 +73,9 @@ class Trace:
         pid = yield from self._process(worker)
         start = round(span["start"] * SECOND)
         duration = round(span["seconds"] * SECOND)
-        taken = self._free.setdefault((pid, span["name"]), [])
-        lane = next((at for at, until in enumerate(taken) if until <= start), len(taken))
-        taken[lane : lane + 1] = [start + duration]
+        lanes = self._free.setdefault((pid, span["name"]), [])
+        lane = next((at for at, until in enumerate(lanes) if until <= start), len(lanes))
+        lanes[lane : lane + 1] = [start + duration]
         tid = yield from self._track(pid, span["name"], lane)
         args = {name: value for name, value in span.items() if name in ("rows", "version")}
         times = {"ts": start, "dur": duration}
@@ -93,19 +93,19 @@ class Trace:
         self, worker: str, time: float, name: str, values: dict[str, Any]
     ) -> Iterator[Slice]:
         pid = yield from self._process(worker)
-        known = {
+        finite = {
             key: value
             for key, value in values.items()
             if value is not None and math.isfinite(value)
         }
-        if known:
+        if finite:
             yield {
                 "ph": "C",
                 "name": name,
                 "pid": pid,
                 "tid": 0,
                 "ts": round(time * SECOND),
-                "args": known,
+                "args": finite,
             }
 
     def _instant(
@@ -113,8 +113,8 @@ class Trace:
     ) -> Iterator[Slice]:
         pid = yield from self._process(worker)
         args = {"reason": data["reason"]} if data.get("reason") else {}
-        where = {"pid": pid, "tid": 0, "ts": round(time * SECOND)}
-        yield {"ph": "i", "name": name, "cat": "run", **where, "s": "p", "args": args}
+        position = {"pid": pid, "tid": 0, "ts": round(time * SECOND)}
+        yield {"ph": "i", "name": name, "cat": "run", **position, "s": "p", "args": args}
 
     def _process(self, worker: str) -> Any:
         """Number of a worker's process; yields its name the first time."""

@@ -362,10 +362,12 @@ class Progress(RunTotals):
         reported."""
         by_stage = dict[str, list[float]]()
         for worker in self.workers.values():
-            spent = worker.recent if recent else worker.totals
-            if spent["wall"] > 0:
-                by_stage.setdefault(worker.latest.stage, []).append(shares(spent)["busy"])
-        busy_shares = {stage: statistics.fmean(each) for stage, each in by_stage.items()}
+            seconds = worker.recent if recent else worker.totals
+            if seconds["wall"] > 0:
+                by_stage.setdefault(worker.latest.stage, []).append(shares(seconds)["busy"])
+        busy_shares = {
+            stage: statistics.fmean(worker_shares) for stage, worker_shares in by_stage.items()
+        }
         return max(busy_shares.items(), key=lambda item: item[1]) if busy_shares else None
 
     def rewards(self) -> list[float]:

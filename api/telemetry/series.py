@@ -79,14 +79,14 @@ def names_like(name: str, workers: Iterable[str], step: Mapping[str, object]) ->
     )
     if kind == "step":
         return [kind, *(f"{kind}.{number}" for number in numbers)] if numbers else []
-    named = [f"{kind}/{worker}" for worker in sorted(workers)]
-    of_all = [kind, *(f"{kind}.{number}" for number in numbers_of(kind))]
+    by_worker = [f"{kind}/{worker}" for worker in sorted(workers)]
+    over_workers = [kind, *(f"{kind}.{number}" for number in numbers_of(kind))]
     return (
         [
-            *named,
-            *of_all,
-            *(f"{series}.{number}" for series in named for number in numbers_of(kind)),
+            *by_worker,
+            *over_workers,
+            *(f"{series}.{number}" for series in by_worker for number in numbers_of(kind)),
         ]
-        if named
+        if by_worker
         else []
     )

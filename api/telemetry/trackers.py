@@ -322,9 +322,9 @@ async def events_of_folder(folder: Path, after: str) -> AsyncIterator[Event]:
     end."""
     from orchestration.service.lifecycle import WHERE
 
-    where = folder / WHERE
-    if where.exists():
-        address = json.loads(where.read_text())
+    address_file = folder / WHERE
+    if address_file.exists():
+        address = json.loads(address_file.read_text())
         async with Index(address["index"], address["run"]) as index:
             history = History(lambda: index, folder / METRICS, detail=True)
             state = ""
@@ -389,20 +389,20 @@ async def track(
     """
     into.mkdir(parents=True, exist_ok=True)  # noqa: ASYNC240
     file = into / TRACKED
-    known = _tracked(file) or {"run": run, "after": BEGINNING, "key": ""}
-    if known["run"] != run:
+    cursor = _tracked(file) or {"run": run, "after": BEGINNING, "key": ""}
+    if cursor["run"] != run:
         raise TrackError(
-            f"--into: {into} has run {known['run']!r}, and {run!r} would be mixed with it; give "
+            f"--into: {into} has run {cursor['run']!r}, and {run!r} would be mixed with it; give "
             f"another folder"
         )
-    tracker = make(into, run, recipe, known["key"])
+    tracker = make(into, run, recipe, cursor["key"])
     points = Points()
     count = 0
     waiting = deque[Point]()
     loop = asyncio.get_running_loop()
-    after = known["after"]
-    state = known.get("state", "")
-    saved = loop.time()
+    after = cursor["after"]
+    state = cursor.get("state", "")
+    saved_at = loop.time()
 
     def show() -> None:
         nonlocal count
@@ -423,9 +423,9 @@ async def track(
             waiting += points.of(event)
             after = event.id
             state = event.data["state"] if event.kind == "state" else state
-            if loop.time() - saved > SAVE_SECONDS:
+            if loop.time() - saved_at > SAVE_SECONDS:
                 save()
-                saved = loop.time()
+                saved_at = loop.time()
             elif len(waiting) >= SHOWN_AT_ONCE:
                 show()
     finally:

@@ -124,7 +124,7 @@ def unscored(failed: int, absent: int) -> str:
     ('  (3 failed)', '')
     """
     counts = {"failed": failed, "without a reward": absent}
-    text = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
+    text = ", ".join(f"{count:,} {outcome}" for outcome, count in counts.items() if count)
     return f"  ({text})" if text else ""
 
 
@@ -427,15 +427,15 @@ def plain_line(progress: Progress, event: Event) -> str:
             )
         case EvaluationEvent():
             reward = number(data.reward_mean, ".3f")
-            why = f": {data.reason}" if data.reason else ""
+            reason = f": {data.reason}" if data.reason else ""
             without = unscored(data.failed, data.absent)
             return (
                 f"evaluation v{data.version}  reward {reward} of {data.count} held-out "
-                f"prompts{without}{why}"
+                f"prompts{without}{reason}"
             )
         case AlarmEvent():
             return f"alarm at step {data.step + 1}: {data.reason}. {data.look}"
         case WorkerEvent(change="died" | "restarted"):
-            why = f": {data.reason}" if data.change == "died" and data.reason else ""
-            return f"worker {data.worker} {data.change}{why}"
+            reason = f": {data.reason}" if data.change == "died" and data.reason else ""
+            return f"worker {data.worker} {data.change}{reason}"
     return ""

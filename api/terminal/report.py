@@ -224,9 +224,9 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
     if summary["tokens_filtered"]:
         tokens += f", {summary['tokens_filtered']:,} filtered"
     too_long = " and ".join(
-        f"{summary[f'prompts_{what}']} {what}"
-        for what in ("skipped", "cut")
-        if summary[f"prompts_{what}"]
+        f"{summary[f'prompts_{treatment}']} {treatment}"
+        for treatment in ("skipped", "cut")
+        if summary[f"prompts_{treatment}"]
     )
     saved = summary.get("resume_after_step")
     skipped = summary["skipped_steps"]
@@ -281,9 +281,12 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
 
 def speed_text(summary: Mapping[str, Any]) -> str:
     """Tokens/s, of all and of each device, and the stage that sets the pace."""
-    each = number(summary["tokens_per_second_per_device"], ",.0f")
+    per_device = number(summary["tokens_per_second_per_device"], ",.0f")
     devices = summary["devices"]
-    text = f"{number(summary['tokens_per_second'], ',.0f')} tokens/s, {each} a device ({devices})"
+    text = (
+        f"{number(summary['tokens_per_second'], ',.0f')} tokens/s, {per_device} a device "
+        f"({devices})"
+    )
     if summary["busiest_stage"] is None:
         return text
     return f"{text}; {summary['busiest_stage']} busy {100 * summary['busiest_share']:.0f}%"
@@ -340,8 +343,8 @@ def resume_text(saved: int, steps: int, made: int = 0) -> str:
     begins = f"after step {saved} of {steps}" if saved else "from the beginning"
     if made <= saved:
         return begins
-    again = f"steps {saved + 1} to {made} are" if made > saved + 1 else f"step {made} is"
-    return f"{begins}; {again} made again"
+    repeated = f"steps {saved + 1} to {made} are" if made > saved + 1 else f"step {made} is"
+    return f"{begins}; {repeated} made again"
 
 
 def _mean(values: Sequence[float]) -> float | None:

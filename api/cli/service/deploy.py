@@ -84,8 +84,8 @@ def deploy_command(
         if remove:
             return serve.delete(run)
         url = index or ServiceIndex(data).start()  # type: ignore[arg-type]
-        more: dict[str, Any] = {"no_token": no_token, "rate": rate, "burst": int(2 * rate) + 1}
-        settings = Settings(data=data or Path(), index=url, host=host, port=int(port), **more)
+        access: dict[str, Any] = {"no_token": no_token, "rate": rate, "burst": int(2 * rate) + 1}
+        settings = Settings(data=data or Path(), index=url, host=host, port=int(port), **access)
         scale = {"min_replicas": least, "max_replicas": most, "target_ongoing_requests": target}
         deployment = PolicyDeployment.options(  # type: ignore[attr-defined]
             autoscaling_config={**scale, "upscale_delay_s": delay},

@@ -196,12 +196,12 @@ def resume(
     """Go on after a pause; or, when it has ended, from its newest checkpoint, with the keys that
     --set changes."""
     overrides = _overrides(set_ or [])
-    here = None if overrides or start_version is not None else _active("resume")
+    local_request = None if overrides or start_version is not None else _active("resume")
     _request(
         run,
         server,
         as_json,
-        here,
+        local_request,
         lambda client: client.resume(run, overrides, start_version=start_version),
     )
 
@@ -361,10 +361,10 @@ def logout(server: ServerOption = DEFAULT_SERVER) -> None:
     It stays valid until it is revoked.
     """
     try:
-        known = forget(server)
+        had_token = forget(server)
     except KeyringError as error:
         refuse(error)
-    complain(f"Forgotten, for {server}." if known else f"No token was kept for {server}.")
+    complain(f"Forgotten, for {server}." if had_token else f"No token was kept for {server}.")
 
 
 def _submission(
@@ -412,9 +412,11 @@ def _watch(server: str, run: str, *, as_json: bool, plain: bool) -> NoReturn:
         try:
             return await watch_run(client, run, screen, json=as_json, plain=plain, say=say)
         except asyncio.CancelledError:
-            again = advised(f"runs watch {run}")
-            stop = advised(f"runs stop {run}")
-            complain(f"\nThe run goes on. Watch it again: {again}   Stop it: {stop}")
+            watch_command = advised(f"runs watch {run}")
+            stop_command = advised(f"runs stop {run}")
+            complain(
+                f"\nThe run goes on. Watch it again: {watch_command}   Stop it: {stop_command}"
+            )
             raise
 
     view = ask(server, watching, run, on_retry=on_retry)
