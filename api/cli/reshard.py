@@ -156,7 +156,7 @@ def _cannot_train(recipe: Recipe, layout: Layout) -> Iterator[str]:
 
 
 def _layout(text: str, side: Side) -> Layout:
-    """The layout of the option ``--train`` or ``--rollout``. Raises PlanRefused."""
+    """Return the layout of the option ``--train`` or ``--rollout``. Raises PlanRefused."""
     from stages.parallel.layout import LayoutError, parse_layout
 
     try:

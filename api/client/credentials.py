@@ -44,7 +44,7 @@ def keyring_file() -> Path:
 
 
 def server_key(server: str) -> str:
-    """Returns the key of a server in the file: different spellings of one address are one key.
+    """Return the key of a server in the file: different spellings of one address are one key.
 
     >>> server_key("HTTP://Example.org:80/"), server_key("https://host:8443/dock/")
     ('http://example.org:80', 'https://host:8443/dock')
@@ -100,8 +100,8 @@ class Credential:
 
 
 def find_token(server: str) -> str | None:
-    """The token for ``server``: from the environment, else what `asyncdock login` has kept, else
-    that of a service of this user on this machine, else None. Raises :class:`KeyringError`."""
+    """Return the token for ``server``: from the environment, else what `asyncdock login` has kept,
+    else that of a service of this user on this machine, else None. Raises :class:`KeyringError`."""
     credential = Credential(server)
     try:
         return credential.find()[1]
@@ -122,14 +122,14 @@ def token_source(server: str) -> str:
 
 
 def remember(server: str, token: str) -> Path:
-    """Stores ``token`` for ``server``, and returns the file. Raises :class:`KeyringError`."""
+    """Store ``token`` for ``server``, and returns the file. Raises :class:`KeyringError`."""
     file = keyring_file()
     _write(file, _read(file) | {server_key(server): token})
     return file
 
 
 def forget(server: str) -> bool:
-    """Removes the token of ``server``; returns False when there was none.
+    """Remove the token of ``server``; returns False when there was none.
 
     Raises :class:`KeyringError`.
     """

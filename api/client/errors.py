@@ -114,7 +114,7 @@ PROBLEMS: dict[int, type[ApiProblem]] = {
 
 
 def problem_from(status: int, reason: str, content_type: str, body: bytes) -> ApiProblem:
-    """Returns the exception for an unsuccessful answer.
+    """Return the exception for an unsuccessful answer.
 
     Quotes a body that is not problem+json, such as a proxy's page.
     """

@@ -121,7 +121,7 @@ class Transport:
         headers: Mapping[str, str] | None = None,
         silence: float | None = None,
     ) -> Answer:
-        """Returns the answer.
+        """Return the answer.
 
         ``silence``: seconds without a byte that end an attempt, in place of ``timeout``. Raises
         ServiceError when the service refuses, or ``patience`` is over.
@@ -148,7 +148,7 @@ class Transport:
         headers: Mapping[str, str] | None = None,
         **options: Any,
     ) -> Answer:
-        """Sends ``value`` as JSON. As :meth:`send` otherwise."""
+        """Send ``value`` as JSON. As :meth:`send` otherwise."""
         body = json.dumps(value, allow_nan=False).encode()
         kind = {"Content-Type": "application/json"}
         return await self.send(
@@ -156,7 +156,7 @@ class Transport:
         )
 
     async def stream(self, path: str, query: Query, after: str) -> AsyncGenerator[Message]:
-        """Yields the server-sent events of one connection, from event id ``after`` on, until the
+        """Yield the server-sent events of one connection, from event id ``after`` on, until the
         connection ends."""
         headers = {"Accept": "text/event-stream"} | ({"Last-Event-ID": after} if after else {})
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=self.timeout, sock_read=SILENCE)
@@ -181,7 +181,7 @@ class Transport:
     async def _attempt(
         self, method: str, path: str, query: Query | None, **options: Any
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Sends a request once, and yields a successful answer before its body is read.
+        """Send a request once, and yields a successful answer before its body is read.
 
         Raises ServiceError.
         """
@@ -267,7 +267,7 @@ class SseParser:
         self._data: list[str] = []
 
     def feed(self, chunk: bytes) -> Iterator[Message]:
-        """Yields the events that ``chunk`` completes."""
+        """Yield the events that ``chunk`` completes."""
         *lines, self._rest = self._line_end.split(self._rest + chunk)
         for line in lines:
             if line:
@@ -300,12 +300,12 @@ class Retries:
         self.restart()
 
     def restart(self) -> None:
-        """The call made progress: the next failure is the first one."""
+        """Return the call made progress: the next failure is the first one."""
         self._since: float | None = None
         self._attempt = 0
 
     async def wait(self, failure: ServiceError) -> None:
-        """Sleeps until the next attempt.
+        """Sleep until the next attempt.
 
         Raises ``failure`` when another attempt cannot help, or comes later than ``patience``
         seconds after the first failure.
@@ -327,8 +327,8 @@ async def _pieces(body: bytes) -> AsyncGenerator[bytes]:
 
 
 def backoff(attempt: int, share: float) -> float:
-    """Returns the seconds to wait after failed attempt ``attempt`` (from 0): doubling, and spread
-    by ``share`` in [0, 1), so that clients which lost the same server do not all return at the same
+    """Return the seconds to wait after failed attempt ``attempt`` (from 0): doubling, and spread by
+    ``share`` in [0, 1), so that clients which lost the same server do not all return at the same
     moment.
 
     >>> backoff(0, 0.0), backoff(0, 1.0), backoff(3, 1.0), backoff(40, 1.0)
@@ -338,7 +338,7 @@ def backoff(attempt: int, share: float) -> float:
 
 
 def retry_after(value: str | None, now: float) -> float:
-    """Returns the seconds that a Retry-After header asks for: a number, or a date against Unix time
+    """Return the seconds that a Retry-After header asks for: a number, or a date against Unix time
     ``now``. 0 for any other value.
 
     >>> retry_after("3", 0.0), retry_after("Thu, 01 Jan 1970 00:01:00 GMT", 20.0), retry_after("soon", 0.0)
@@ -355,7 +355,7 @@ def retry_after(value: str | None, now: float) -> float:
 
 
 def checked_server(server: str) -> str:
-    """Returns ``server`` without a slash at its end.
+    """Return ``server`` without a slash at its end.
 
     Raises ValueError with the fix when it is not an address.
     """

@@ -33,7 +33,7 @@ class Unreadable(ValueError):
 
 
 def encode_experience(schema: Schema, experience: Experience) -> bytes:
-    """Returns the body of ``experience``."""
+    """Return the body of ``experience``."""
     ids, progress = experience.begun
     control = {name: getattr(experience, name) for name in FIELDS} | {
         "over": experience.over,
@@ -50,7 +50,7 @@ def encode_experience(schema: Schema, experience: Experience) -> bytes:
 
 
 def decode_experience(body: bytes) -> Experience:
-    """Returns the experience in ``body``. Raises Unreadable."""
+    """Return the experience in ``body``. Raises Unreadable."""
     text, tensors = from_body(body)
     columns = {
         n: v if isinstance(v, Packed) else Packed(v.reshape(-1), None) for n, v in tensors.items()
@@ -74,7 +74,7 @@ def decode_experience(body: bytes) -> Experience:
 
 
 def to_body(control: str, columns: Mapping[str, Packed | torch.Tensor]) -> bytes:
-    """Returns one safetensors body of the JSON text ``control`` and the columns."""
+    """Return one safetensors body of the JSON text ``control`` and the columns."""
     tensors: dict[str, torch.Tensor] = {}
     for name, value in columns.items():
         if isinstance(value, Packed) and value.offsets is not None:
@@ -85,7 +85,7 @@ def to_body(control: str, columns: Mapping[str, Packed | torch.Tensor]) -> bytes
 
 
 def from_body(body: bytes) -> tuple[str, dict[str, Packed | torch.Tensor]]:
-    """Returns the JSON text and the columns of ``body``; ragged columns as Packed.
+    """Return the JSON text and the columns of ``body``; ragged columns as Packed.
 
     Raises Unreadable.
     """

@@ -84,7 +84,7 @@ class ExternalSession:
         return await asyncio.to_thread(encode_experience, self.external.schema, experience)
 
     async def decode(self, body: bytes) -> tuple[PutExperience, dict[str, Packed | torch.Tensor]]:
-        """Returns what a body of experience controls, and its columns. Raises an HTTPProblem."""
+        """Return what a body of experience controls, and its columns. Raises an HTTPProblem."""
         try:
             control, columns = await asyncio.to_thread(from_body, body)
             return PutExperience.model_validate_json(control, strict=True), columns
@@ -97,7 +97,7 @@ class ExternalSession:
             raise invalid_request(422, errors_of(error)) from None
 
     async def weights(self, version: int) -> Weights:
-        """Returns a verified copy of a published version. Raises WeightsGone."""
+        """Return a verified copy of a published version. Raises WeightsGone."""
         async with self._copying:  # several readers share one copy
             if version not in self._held:
                 tensors = await self.external.read_weights(version)
@@ -115,7 +115,7 @@ class ExternalSession:
             return Weights(version, path.open("rb"))
 
     async def publish(self, request: web.Request, version: int, covered: int) -> Published:
-        """Publishes the weights in the body of ``request``."""
+        """Publish the weights in the body of ``request``."""
         layout = await self.external.may_publish(version)
         check = functools.partial(self.external.may_publish, version)
         async with self._publishing:
@@ -140,7 +140,7 @@ class ExternalSession:
 
     @contextlib.contextmanager
     def refusals(self) -> Iterator[None]:
-        """Turns the exceptions of the interface into problems."""
+        """Turn the exceptions of the interface into problems."""
         try:
             yield
         except NotExternal as error:

@@ -89,7 +89,7 @@ async def respond(
 
 
 def _failure(error: Exception) -> Exception:
-    """Returns ``error``, or of an engine's the problem that it is for the client."""
+    """Return ``error``, or of an engine's the problem that it is for the client."""
     match error:
         case TokenizerFailed():
             log.error("a tokenizer failed", exc_info=error)
@@ -250,7 +250,7 @@ class _Responder:
         return groups
 
     def _field_of(self, names: Sequence[str]) -> str:
-        """Returns the field of the request for an engine's ``names`` of fields that it refuses."""
+        """Return the field of the request for an engine's ``names`` of fields that it refuses."""
         for name in names:
             if name in type(self._request).model_fields and (
                 name != "max_tokens" or self._asked_tokens
@@ -304,7 +304,7 @@ class _Responder:
         return engine.context if isinstance(engine, BoundedEngine) else None
 
     async def _read_prompts(self) -> list[list[int]]:
-        """Returns the tokens of each prompt. Raises HTTPProblem."""
+        """Return the tokens of each prompt. Raises HTTPProblem."""
         field_name = "messages" if self._chat else "prompt"
         texts = self._policy.texts
         try:
@@ -334,7 +334,7 @@ class _Responder:
         return [{"role": message.role, "content": message.text} for message in request.messages]
 
     async def _part(self, choices: Sequence[ChoiceText], **more: Any) -> bytes:
-        """Returns what is new of ``choices`` as JSON."""
+        """Return what is new of ``choices`` as JSON."""
 
         def written() -> bytes:
             views = [self._view(choice) for choice in choices]
@@ -378,7 +378,8 @@ class _Responder:
         )
 
     def _candidates(self, placed: Placed) -> list[Placed]:
-        """The likeliest tokens in the place of ``placed``, with it where it is among them."""
+        """Return the likeliest tokens in the place of ``placed``, with it where it is among
+        them."""
         token = placed.token
         return [
             placed if name == token.token_id else self._candidate(token, name, logprob)
@@ -403,12 +404,12 @@ class _Responder:
         return views[0].model_copy(update={"top_logprobs": views[1:]})
 
     def _name(self, placed: Placed) -> str:
-        """The name of a token as completions have it."""
+        """Return the name of a token as completions have it."""
         return self._pieces.name(placed.token.token_id, placed.own, prefix="bytes:")
 
     def _likeliest(self, placed: Placed) -> dict[str, float]:
-        """The logprobs of the likeliest tokens, and of ``placed``, by names of which each is there
-        once."""
+        """Return the logprobs of the likeliest tokens, and of ``placed``, by names of which each is
+        there once."""
         candidates = self._candidates(placed)
         if placed not in candidates:
             candidates.append(placed)
@@ -427,7 +428,7 @@ def _finite(logprob: float) -> float:
 
 
 def _several(prompt: Any) -> list[Any]:
-    """The prompts of a request: texts, or lists of tokens."""
+    """Return the prompts of a request: texts, or lists of tokens."""
     return prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
 
 

@@ -54,7 +54,7 @@ class PolicyProcess:
     async def post(
         self, path: str, body: bytes, owner: str
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """The process's answer to a request of the token with the id ``owner``. Raises
+        """Yield the process's answer to a request of the token with the id ``owner``. Raises
         HTTPProblem."""
         self._session = session = self._session or self._begin()
         self._requests += 1

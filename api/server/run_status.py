@@ -36,8 +36,8 @@ class RunStatus:
         self.lock = asyncio.Lock()
 
     def process(self, worker: str) -> str:
-        """The process that runs a stage's worker: its own, or the one of the light stages; "" for
-        an external worker."""
+        """Return the process that runs a stage's worker: its own, or the one of the light stages;
+        "" for an external worker."""
         if worker in self.totals.processes:
             return worker
         return "" if worker.startswith(PREFIX) else "flow-0"
@@ -65,7 +65,7 @@ class RunStatuses:
         self._steps: OrderedDict[str, tuple[float, float | None, StepEvent | None]] = OrderedDict()
 
     async def of(self, index: Index) -> RunStatus:
-        """The status of the run now."""
+        """Return the status of the run now."""
         run = self._runs.setdefault(index.run, RunStatus())
         self._runs.move_to_end(index.run)
         while len(self._runs) > MOST_TOTALS:
@@ -76,7 +76,7 @@ class RunStatuses:
         return run
 
     async def step(self, index: Index, record: RunRecord) -> StepEvent | None:
-        """The newest step of the run."""
+        """Return the newest step of the run."""
         read_at, ended, step = self._steps.pop(record.id, (-math.inf, None, None))
         if record.ended is None:
             fresh = record.state not in ENDED and time.monotonic() - read_at <= FRESH_SECONDS

@@ -243,7 +243,7 @@ class Service:
         return await finds(presented)
 
     async def refuse_others(self, token: Token, run: str) -> None:
-        """Raises an HTTPProblem (403) unless ``token`` has the name that owns ``run``, or the scope
+        """Raise an HTTPProblem (403) unless ``token`` has the name that owns ``run``, or the scope
         admin; UnknownRun."""
         if token.may("admin"):
             return
@@ -276,7 +276,7 @@ class Service:
             await asyncio.sleep(GIVEN_UP_SECONDS / 4)
 
     async def _give_up(self, record: RunRecord) -> bool:
-        """Returns whether the index has given up the events of ``record``.
+        """Return whether the index has given up the events of ``record``.
 
         One that fails does not keep others waiting.
         """

@@ -303,7 +303,8 @@ def trim() -> None:
 
 
 def _ending_in(events: Sequence[Event], before: Ending | None = None) -> Ending | None:
-    """The ending in the last `state` event, if that is one; ``before`` without a `state` event."""
+    """Return the ending in the last `state` event, if that is one; ``before`` without a `state`
+    event."""
     last = next((event for event in reversed(events) if event.kind == "state"), None)
     if last is None:
         return before
@@ -326,7 +327,7 @@ class Fanouts:
 
     @asynccontextmanager
     async def listening(self, record: RunRecord, listener: Listener) -> AsyncIterator[Fanout]:
-        """The run's fanout, which ends with the last of its listeners."""
+        """Yield the run's fanout, which ends with the last of its listeners."""
         run = record.id
         fanout = self._fanouts.get(run) or self._fanouts.setdefault(run, self._make(record))
         self._listeners[listener] = fanout
@@ -353,7 +354,7 @@ class Fanouts:
         threading.Thread(target=trim, name="trim", daemon=True).start()
 
     def __len__(self) -> int:
-        """The number of listeners."""
+        """Return the number of listeners."""
         return len(self._listeners)
 
     def close(self) -> None:

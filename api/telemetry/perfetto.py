@@ -44,8 +44,8 @@ class Trace:
         self._free: dict[tuple[int, str], list[int]] = {}
 
     def events(self, event: Event) -> Iterator[Slice]:
-        """Trace events for ``event``, with the names of processes and tracks that it is the first
-        to use."""
+        """Yield trace events for ``event``, with the names of processes and tracks that it is the
+        first to use."""
         data = event.data
         if event.kind == "span":
             for span in data["spans"]:
@@ -117,7 +117,7 @@ class Trace:
         yield {"ph": "i", "name": name, "cat": "run", **position, "s": "p", "args": args}
 
     def _process(self, worker: str) -> Any:
-        """Number of a worker's process; yields its name the first time."""
+        """Yield number of a worker's process; yields its name the first time."""
         pid = self._processes.get(worker)
         if pid is None:
             pid = self._processes[worker] = len(self._processes) + 1
@@ -143,7 +143,7 @@ def _named(what: str, pid: int, tid: int, **args: Any) -> Slice:
 
 
 async def trace_json(pages: AsyncIterator[Sequence[Event]], trace: Trace) -> AsyncIterator[bytes]:
-    """The trace as pieces of one JSON document."""
+    """Yield the trace as pieces of one JSON document."""
     yield b'{"displayTimeUnit":"ms","traceEvents":['
     separator = b""
     async for page in pages:

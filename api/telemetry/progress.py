@@ -303,7 +303,7 @@ class Progress(RunTotals):
         return {point.first: point.event for point in self.evaluated.points}
 
     def _recent(self, count: int) -> list[StepPoint]:
-        """The last ``count`` steps, in their order."""
+        """Return the last ``count`` steps, in their order."""
         single = itertools.takewhile(lambda point: point.steps == 1, reversed(self.history))
         return list(itertools.islice(single, count))[::-1]
 
@@ -357,7 +357,7 @@ class Progress(RunTotals):
         return float(recent[-1].tokens_generated / (self.stepped - self.running))
 
     def busiest(self, *, recent: bool = True) -> tuple[str, float] | None:
-        """Returns the stage with the largest busy share (mean over its workers), and that share: of
+        """Return the stage with the largest busy share (mean over its workers), and that share: of
         the last seconds, or with ``recent=False`` of the whole run. None before a worker has
         reported."""
         by_stage = dict[str, list[float]]()
@@ -371,7 +371,7 @@ class Progress(RunTotals):
         return max(busy_shares.items(), key=lambda item: item[1]) if busy_shares else None
 
     def rewards(self) -> list[float]:
-        """Mean rewards of the points of :attr:`history`; NaN where none was finite."""
+        """Return mean rewards of the points of :attr:`history`; NaN where none was finite."""
         return [point.reward_mean for point in self.history]
 
     def staleness_max(self) -> float:
@@ -379,7 +379,7 @@ class Progress(RunTotals):
 
 
 def weighted_median(values: Sequence[float], weights: Sequence[int]) -> float:
-    """The median of ``values``, each of them as often as its weight says.
+    """Return the median of ``values``, each of them as often as its weight says.
 
     >>> weighted_median([3.0, 1.0, 2.0], [1, 1, 2]), weighted_median([5.0, 1.0], [1, 3])
     (2.0, 1.0)

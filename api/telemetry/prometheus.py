@@ -120,7 +120,7 @@ class ServerMetrics:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Callable[[str], None]]:
-        """Counts a reader while it is connected.
+        """Count a reader while it is connected.
 
         Yields a function to call with why it was dropped ("": it was not).
         """
@@ -264,7 +264,7 @@ class Family:
 
 
 def _of_step(number: str) -> Values:
-    """A number of the newest step, or of its metrics."""
+    """Return a number of the newest step, or of its metrics."""
 
     def read(run: RunListener) -> Mapping[Any, float | None]:
         step = run.totals.step

@@ -21,7 +21,7 @@ SERIES = re.compile(
 
 
 def width(seconds: float) -> float:
-    """Seconds for each point in a range of ``seconds``; 0: each event is a point.
+    """Return seconds for each point in a range of ``seconds``; 0: each event is a point.
 
     >>> [width(seconds) for seconds in (60, 3_600, 86_400, 30 * 86_400)]
     [0.0, 5.0, 120.0, 3600.0]
@@ -65,8 +65,8 @@ class Wanted:
 
 
 def names_like(name: str, workers: Iterable[str], step: Mapping[str, object]) -> list[str]:
-    """The names of the kind of ``name`` in a run with ``workers`` whose newest step is the event
-    ``step``; empty when there are none yet, and any name may turn out to be one.
+    """Return the names of the kind of ``name`` in a run with ``workers`` whose newest step is the
+    event ``step``; empty when there are none yet, and any name may turn out to be one.
 
     >>> names_like("step.los", [], {"loss": 0.5, "groups": [1]})
     ['step', 'step.loss']

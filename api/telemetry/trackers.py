@@ -318,8 +318,8 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 async def events_of_folder(folder: Path, after: str) -> AsyncIterator[Event]:
-    """The events of the run in ``folder`` after the id ``after``; of a run that is alive, up to its
-    end."""
+    """Yield the events of the run in ``folder`` after the id ``after``; of a run that is alive, up
+    to its end."""
     from orchestration.service.lifecycle import WHERE
 
     address_file = folder / WHERE
@@ -364,7 +364,7 @@ def _tracked(file: Path) -> dict[str, str] | None:
 
 
 def _refuse_behind(after: str, metrics: Path) -> None:
-    """Raises TrackError when all events of the ended run with ``metrics`` are before ``after``,
+    """Raise TrackError when all events of the ended run with ``metrics`` are before ``after``,
     which the tracker has shown: none would ever be shown again."""
     newest = newest_id(metrics)
     if order(after) > order(newest):

@@ -49,7 +49,8 @@ STARTING = "starting the workers (the first start of a model takes a while)"
 
 
 def weighted_mean(values: Sequence[float], counts: Sequence[int]) -> float:
-    """The mean of the finite ones of ``values``, each as often as its count says; NaN: of none."""
+    """Return the mean of the finite ones of ``values``, each as often as its count says; NaN: of
+    none."""
     pairs = zip(values, counts, strict=True)
     finite = [(value, count) for value, count in pairs if math.isfinite(value)]
     if not finite:
@@ -81,8 +82,8 @@ def sparkline(values: Sequence[float], width: int, counts: Sequence[int] = ()) -
 
 
 def _averaged(values: Sequence[float], counts: Sequence[int], width: int) -> list[float]:
-    """The means of ``values`` in ``width`` buckets of about as many counts; NaN where no value of
-    a bucket is finite."""
+    """Return the means of ``values`` in ``width`` buckets of about as many counts; NaN where no
+    value of a bucket is finite."""
     begins = list(itertools.accumulate(counts, initial=0))
     edges = [bisect.bisect_left(begins, round(i * begins[-1] / width)) for i in range(width + 1)]
     return [weighted_mean(values[a:b], counts[a:b]) for a, b in itertools.pairwise(edges)]
@@ -118,7 +119,7 @@ def duration(seconds: float | None) -> str:
 
 
 def unscored(failed: int, absent: int) -> str:
-    """The responses that a mean reward leaves out.
+    """Return the responses that a mean reward leaves out.
 
     >>> unscored(3, 0), unscored(0, 0)
     ('  (3 failed)', '')
@@ -303,7 +304,7 @@ def _tokens(progress: Progress) -> Text:
 
 
 def _weights(progress: Progress, width: int) -> Text:
-    """The newest version published, and the newest that a rollout engine has loaded."""
+    """Return the newest version published, and the newest that a rollout engine has loaded."""
     if progress.published is None:
         return Text("–")
     used = "–" if progress.swapped is None else f"v{progress.swapped.version}"
@@ -361,7 +362,7 @@ def _stages(progress: Progress, width: int) -> RenderableType:
 
 
 def call_lines(progress: Progress) -> list[str]:
-    """The calls of each reward function by each worker's process, in one line each."""
+    """Return the calls of each reward function by each worker's process, in one line each."""
     return [
         f"{worker} {name}: {count(int(tally['calls']))} calls, "
         f"{count(int(tally['failed']))} failed, {count(int(tally['again']))} again, "

@@ -105,8 +105,8 @@ def write_report(
 
 
 def _notes(progress: Progress) -> list[str]:
-    """A remark when all rewards were equal: every advantage was 0 then, and the steps have trained
-    nothing."""
+    """Return a remark when all rewards were equal: every advantage was 0 then, and the steps have
+    trained nothing."""
     history = progress.history
     rewards = {reward for point in history for reward in (point.reward_low, point.reward_high)}
     are_equal = all(point.equal_rewards and point.rewarded == point.steps for point in history)
@@ -122,8 +122,8 @@ def _notes(progress: Progress) -> list[str]:
 
 
 def log_of(out_dir: Path, worker: str) -> Path | None:
-    """The log of ``worker``, or the folder of all logs; None where there is none, as with the
-    launcher ``inline``."""
+    """Return the log of ``worker``, or the folder of all logs; None where there is none, as with
+    the launcher ``inline``."""
     logs = out_dir / "logs"
     if (log := logs / f"{worker}.log").is_file():
         return log
@@ -135,7 +135,7 @@ def log_of(out_dir: Path, worker: str) -> Path | None:
 
 
 def summarize(progress: Progress, *, seconds: float, checkpoint: Path | None) -> dict[str, Any]:
-    """The run in numbers, as ``summary.json`` keeps them."""
+    """Return the run in numbers, as ``summary.json`` keeps them."""
     history = progress.history
     rewards = progress.rewards()
     last = progress.last
@@ -211,7 +211,7 @@ def summarize(progress: Progress, *, seconds: float, checkpoint: Path | None) ->
 
 
 def summary_table(summary: Mapping[str, Any]) -> Table:
-    """The summary as a table."""
+    """Return the summary as a table."""
     compared = summary["steps_compared"]
     gain = summary["reward_gain"]
     first = number(summary["reward_first_steps"], ".3f")
@@ -348,7 +348,7 @@ def resume_text(saved: int, steps: int, made: int = 0) -> str:
 
 
 def _mean(values: Sequence[float]) -> float | None:
-    """The mean of those of ``values`` that are finite; None where none is."""
+    """Return the mean of those of ``values`` that are finite; None where none is."""
     finite = [value for value in values if math.isfinite(value)]
     return statistics.fmean(finite) if finite else None
 
@@ -358,7 +358,7 @@ def _trained(recipe: Recipe, plan: Plan) -> str:
 
 
 def plan_table(recipe: Recipe, plan: Plan) -> Table:
-    """The plan of a recipe as a table, for ``asyncdock check``."""
+    """Return the plan of a recipe as a table, for ``asyncdock check``."""
     rows = [
         ("staleness bound", f"η = {plan.bound}; the oldest that can occur is {plan.max_age}"),
         (
@@ -519,8 +519,8 @@ def write_plot(path: Path, progress: Progress) -> None:
 
 
 def samples_markdown(progress: Progress) -> str:
-    """The same held-out prompts answered by the first and the last evaluated version, side by
-    side."""
+    """Return the same held-out prompts answered by the first and the last evaluated version, side
+    by side."""
     evaluations = progress.evaluated.points
     first = evaluations[0].event
     last = evaluations[-1].event

@@ -36,7 +36,7 @@ def complain(text: str) -> None:
 
 
 def safe_console(**options: Any) -> Console:
-    """A Rich console that escapes control characters in everything it prints.
+    """Return a Rich console that escapes control characters in everything it prints.
 
     Text is markup only where ``markup`` is given to it or to its ``print``. It is as wide as its
     terminal; without a terminal it does not wrap lines.

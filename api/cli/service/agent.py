@@ -137,7 +137,7 @@ async def _host(url: str, run: str, folder: Path, workers: int, serve: str) -> N
 
 
 def _stop_by_signal() -> asyncio.Event:
-    """Returns an event that SIGTERM and Ctrl-C set."""
+    """Return an event that SIGTERM and Ctrl-C set."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -406,7 +406,7 @@ class Connections(web.BaseSite):
         opening.add_done_callback(opened)
 
     def _make_room(self, host: str) -> bool:
-        """Whether there is room for one more of ``host``.
+        """Return whether there is room for one more of ``host``.
 
         Closes a connection that waits for its client if necessary.
         """

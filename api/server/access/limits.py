@@ -67,7 +67,7 @@ class Rates:
 
 
 def known_host(host: str, settings: Settings) -> bool:
-    """Whether a Host header names this server.
+    """Return whether a Host header names this server.
 
     A server that other machines reach accepts any name: it requires a token, which a foreign page
     does not have.
@@ -85,7 +85,7 @@ def known_host(host: str, settings: Settings) -> bool:
 
 
 def own_origin(request: web.Request) -> bool:
-    """Whether a request comes from a page of this server or from no page.
+    """Return whether a request comes from a page of this server or from no page.
 
     Links from other sites may be followed.
     """

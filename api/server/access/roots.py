@@ -53,7 +53,7 @@ class PrivatePlaces:
         self._folders = tuple(f"{place}/" for place in self._places)
 
     def __contains__(self, path: str) -> bool:
-        """Whether the real ``path`` is one of them, or is in one."""
+        """Return whether the real ``path`` is one of them, or is in one."""
         if path in self._places or path.startswith(self._folders):
             return True
         run, _, name = path.removeprefix(self._runs).partition("/")

@@ -135,7 +135,7 @@ class _Submission:
         self.problems: list[Problem] = []
 
     def value(self, key: str) -> Any:
-        """The value of a dotted key; None where there is none."""
+        """Return the value of a dotted key; None where there is none."""
         value: Any = self.data
         for part in key.split("."):
             if isinstance(value, list) and part.isdecimal():
@@ -267,7 +267,7 @@ class _Submission:
             self.refuse(f"{key}.network", True, "may not use the network here", fix, False)
 
     def _each(self, table: str, key: str) -> Iterator[str]:
-        """The dotted ``key`` of each entry of a list of tables."""
+        """Return the dotted ``key`` of each entry of a list of tables."""
         entries = self.value(table)
         return (
             f"{table}.{index}.{key}"
@@ -275,7 +275,7 @@ class _Submission:
         )
 
     def _of_sources(self, key: str) -> list[str]:
-        """The dotted ``key`` of the source of prompts, and of each of several."""
+        """Return the dotted ``key`` of the source of prompts, and of each of several."""
         return [f"prompts.{key}", *self._each("prompts.sources", key)]
 
     def refuse_addresses(self) -> None:
@@ -412,8 +412,8 @@ class _Submission:
 
 
 def _only_names_columns(template: str) -> bool:
-    """Whether ``str.format`` would insert columns as they are: no attributes, items, conversions or
-    widths."""
+    """Return whether ``str.format`` would insert columns as they are: no attributes, items,
+    conversions or widths."""
     try:
         fields = [
             (name, spec, conversion)
@@ -428,7 +428,7 @@ def _only_names_columns(template: str) -> bool:
 
 
 def _beyond_limits(settings: Settings, recipe: Recipe) -> Iterator[Problem]:
-    """Problems of a valid recipe that needs more than the operator gives to one run."""
+    """Yield problems of a valid recipe that needs more than the operator gives to one run."""
     workers = recipe.rollout.workers + recipe.reward.workers + recipe.train.ranks
     workers += recipe.critic.ranks if recipe.trains_critic else 0
     workers += sum(stage.workers for stage in recipe.stages)

@@ -100,7 +100,7 @@ class Tokens:
             await self._link.close()
 
     async def ping(self) -> None:
-        """Raises IndexUnreachable unless the index answers."""
+        """Raise IndexUnreachable unless the index answers."""
         await self._ask(self._redis.ping())
 
     async def create(

@@ -243,6 +243,6 @@ async def weight_sync_notify(
 
 
 def _owner(request: web.Request) -> str:
-    """Returns the owner of the leases of this request: its bearer token, which each later call for
+    """Return the owner of the leases of this request: its bearer token, which each later call for
     them must present."""
     return f"bearer:{request[PRINCIPAL].id}"

@@ -85,7 +85,7 @@ def watch(app: web.Application) -> None:
 
 
 def _listed(given: object) -> object:
-    """The values of a key that is given several times, or once with commas."""
+    """Return the values of a key that is given several times, or once with commas."""
     return (
         [name for text in given for name in str(text).split(",") if name]
         if isinstance(given, list)
@@ -362,8 +362,8 @@ def _range(record: RunRecord, query: RangeQuery) -> tuple[float, float]:
 def _pages(
     request: web.Request, record: RunRecord, begin: float, end: float, known: str
 ) -> AsyncIterator[list[Event]]:
-    """Events of the index that the run's file, whose last event is ``known``, may lack: some wait a
-    minute for it."""
+    """Return events of the index that the run's file, whose last event is ``known``, may lack: some
+    wait a minute for it."""
     seconds = order(known)[0] / 1000 - WAITING_SECONDS
     return request.app[TELEMETRY].history(record).pages(id_at(max(begin, seconds)), end)
 
