@@ -420,8 +420,8 @@ def _search_view(choices: list[Choice]) -> RenderableType:
 
 
 def _pareto_plot(runs: list[Choice]) -> str:
-    """Tokens/s to the right, mean staleness downwards, a line for each tenth of a version that
-    occurs."""
+    """Return a plot of throughput against staleness: tokens/s to the right, mean staleness
+    downwards, a line for each tenth of a version that occurs."""
     most = max(choice.forecast.tokens_per_second for choice in runs if choice.forecast)
     lines = dict[float, list[str]]()
     for choice in runs:

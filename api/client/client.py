@@ -91,7 +91,7 @@ class Client(Transport):
     async def check(
         self, recipe: str | Mapping[str, Any], overrides: Mapping[str, Any] | None = None
     ) -> CheckedRecipe:
-        """What a run of ``recipe`` (as for :meth:`submit`) would be, or all of its errors.
+        """Return what a run of ``recipe`` (as for :meth:`submit`) would be, or all of its errors.
 
         Starts nothing.
         """
@@ -122,7 +122,7 @@ class Client(Transport):
     async def runs(
         self, *, state: str = "", name: str = "", owner: str = "", limit: int | None = None
     ) -> AsyncGenerator[RunView]:
-        """Runs, newest first, at most ``limit``; reads a page when it is needed.
+        """Yield runs, newest first, at most ``limit``; read a page when it is needed.
 
         An empty filter matches every run.
         """
@@ -193,11 +193,12 @@ class Client(Transport):
     # --- of one run
 
     async def stages(self, run: str) -> StagesView:
-        """Queues, workers, leases and the ledger, as they are now."""
+        """Return queues, workers, leases and the ledger, as they are now."""
         return await self._get(StagesView, self._run(run, "stages"))
 
     async def waiting(self, run: str) -> WaitingView:
-        """What the run waits for now: who waits for whom, for how long, and which bound ends it."""
+        """Return what the run waits for now: who waits for whom, for how long, and which bound ends
+        it."""
         return await self._get(WaitingView, self._run(run, "waiting"))
 
     async def samples(
@@ -210,7 +211,7 @@ class Client(Transport):
         staleness_min: int | None = None,
         limit: int | None = None,
     ) -> AsyncGenerator[SampleView]:
-        """Yield trained samples that match the filters, at most ``limit``; reads a page when it is
+        """Yield trained samples that match the filters, at most ``limit``; read a page when it is
         needed."""
         query = {
             "step": step,
@@ -257,7 +258,7 @@ class Client(Transport):
         self, run: str, *, after: str = "", kinds: Sequence[str] = ()
     ) -> AsyncGenerator[RunEvent]:
         """Yield every event of ``run`` after the id ``after`` (from the beginning by default) as it
-        comes; ends after the run's last event. No event is lost and none comes twice, also when
+        comes, up to the run's last event. No event is lost and none comes twice, also when
         connections are lost. ``kinds`` as ``("step",)``.
 
         Iterate to the end, or in ``contextlib.aclosing``, which closes the connection when you

@@ -35,7 +35,8 @@ class KeyringError(RuntimeError):
 
 
 def keyring_file() -> Path:
-    """``$XDG_CONFIG_HOME/asyncdock/tokens.json``, by default below ``~/.config``."""
+    """Return the path ``$XDG_CONFIG_HOME/asyncdock/tokens.json``, by default below
+    ``~/.config``."""
     return (
         Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
         / "asyncdock"
@@ -122,14 +123,14 @@ def token_source(server: str) -> str:
 
 
 def remember(server: str, token: str) -> Path:
-    """Store ``token`` for ``server``, and returns the file. Raises :class:`KeyringError`."""
+    """Store ``token`` for ``server``, and return the file. Raises :class:`KeyringError`."""
     file = keyring_file()
     _write(file, _read(file) | {server_key(server): token})
     return file
 
 
 def forget(server: str) -> bool:
-    """Remove the token of ``server``; returns False when there was none.
+    """Remove the token of ``server``. Returns False when there was none.
 
     Raises :class:`KeyringError`.
     """

@@ -137,8 +137,8 @@ def problem_from(status: int, reason: str, content_type: str, body: bytes) -> Ap
 
 
 def _sentence(field: str | None, value: Any, wrong: str, fix: str | None) -> str:
-    """``field = value: wrong; fix``, without the parts that are missing or that ``wrong`` already
-    contains."""
+    """Return ``field = value: wrong; fix``, without the parts that are missing or that ``wrong``
+    already contains."""
     name = re.sub(r"^(path|query|header)\.", "", field or "")
     head = f"{name} = {json.dumps(value)}" if name and value is not None else name
     wrong = wrong if not fix else wrong.removesuffix(".")

@@ -97,7 +97,7 @@ class ExternalStage:
         last: bool = False,
         wait: float = 30.0,
     ) -> int:
-        """Put prompts from position ``first`` on, and returns the next free position.
+        """Put prompts from position ``first`` on, and return the next free position.
 
         ``last``: no more will come.
         """
@@ -133,7 +133,7 @@ class ExternalStage:
         rows: Sequence[int] | None = None,
         park: bool = False,
     ) -> int:
-        """Commit ``columns`` of ``rows`` (ids; default: all), or parks them (``park``) to be
+        """Commit ``columns`` of ``rows`` (ids; default: all), or park them (``park``) to be
         continued by any worker. Returns the number of rows that the lease still holds. Raises
         LeaseLost when another worker has the rows, or an earlier attempt of this call succeeded and
         its answer was lost."""

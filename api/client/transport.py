@@ -181,7 +181,7 @@ class Transport:
     async def _attempt(
         self, method: str, path: str, query: Query | None, **options: Any
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Send a request once, and yields a successful answer before its body is read.
+        """Send a request once, and yield a successful answer before its body is read.
 
         Raises ServiceError.
         """
@@ -300,7 +300,7 @@ class Retries:
         self.restart()
 
     def restart(self) -> None:
-        """Return the call made progress: the next failure is the first one."""
+        """Treat the next failure as the first one: the call has made progress."""
         self._since: float | None = None
         self._attempt = 0
 

@@ -218,7 +218,7 @@ class _Responder:
                     yield item
 
     def _started(self, engine: RolloutEngine, groups: Sequence[GroupRequest]) -> Any:
-        """Submit ``groups`` to the engine. Returns the iterator of what it makes."""
+        """Submit ``groups`` to the engine. Returns the iterator over its items."""
         try:
             if isinstance(engine, StreamingEngine):
                 return engine.stream(groups, alternatives=self._alternatives)
@@ -334,7 +334,7 @@ class _Responder:
         return [{"role": message.role, "content": message.text} for message in request.messages]
 
     async def _part(self, choices: Sequence[ChoiceText], **more: Any) -> bytes:
-        """Return what is new of ``choices`` as JSON."""
+        """Return what is new in ``choices``, as JSON."""
 
         def written() -> bytes:
             views = [self._view(choice) for choice in choices]
@@ -392,7 +392,7 @@ class _Responder:
         return Placed(other, self._pieces.bytes_of(token_id), 0)
 
     def _named(self, placed: Placed) -> TokenLogprob:
-        """``placed`` as chats have it."""
+        """Return the logprob of ``placed`` in the form of chat completions."""
         views = [
             TokenLogprob(
                 token=self._pieces.name(candidate.token.token_id, candidate.own),
@@ -423,7 +423,7 @@ class _Responder:
 
 
 def _finite(logprob: float) -> float:
-    """``logprob``, or OpenAI's number for a token that is very unlikely."""
+    """Return ``logprob``, or OpenAI's number for a token that is very unlikely."""
     return logprob if math.isfinite(logprob) else UNLIKELY
 
 

@@ -64,7 +64,7 @@ MESSAGES: dict[str, type[BaseModel]] = {**MODELS, "end": EndMessage, "dropped": 
 
 
 def numbers_of(kind: str) -> list[str]:
-    """Return names of the numbers that every event of ``kind`` may have."""
+    """Return the names of the numbers that every event of ``kind`` may have."""
     return [
         name
         for name, field in MODELS[kind].model_fields.items()

@@ -125,7 +125,8 @@ def _describe(o: Operation, references: Mapping[Any, Any], tokens: bool) -> dict
 
 
 def _text_or_bytes(media_type: str) -> dict[str, Any]:
-    """Bytes have the ``format`` binary, so that generated clients do not decode them as text."""
+    """Return the content of a body of ``media_type``. Bytes have the ``format`` binary, so that
+    generated clients do not decode them as text."""
     binary = (
         {}
         if media_type.startswith("text/")

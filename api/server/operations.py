@@ -120,7 +120,7 @@ class Operation:
 
     @property
     def statuses(self) -> tuple[int, ...]:
-        """Every status of a problem that it may answer."""
+        """Every status of a problem that the operation may answer."""
         statuses = {403, 429, *self.errors}
         statuses |= {400} if self.parts else set()
         statuses |= {401} if self.scope else set()

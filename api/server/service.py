@@ -244,7 +244,7 @@ class Service:
 
     async def refuse_others(self, token: Token, run: str) -> None:
         """Raise an HTTPProblem (403) unless ``token`` has the name that owns ``run``, or the scope
-        admin; UnknownRun."""
+        admin. Raises UnknownRun."""
         if token.may("admin"):
             return
         if run not in self._owners:

@@ -100,7 +100,7 @@ class Batch:
 
 
 def encode(event: Event) -> bytes:
-    """``event`` as a server-sent event; numbers that are not finite become null."""
+    """Return ``event`` as a server-sent event; numbers that are not finite become null."""
     return f"id: {event.id}\n{_message(event.kind, {'time': event.time, **event.data})}".encode()
 
 

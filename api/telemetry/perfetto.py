@@ -117,7 +117,7 @@ class Trace:
         yield {"ph": "i", "name": name, "cat": "run", **position, "s": "p", "args": args}
 
     def _process(self, worker: str) -> Any:
-        """Yield number of a worker's process; yields its name the first time."""
+        """Return the number of a worker's process; yield its name the first time."""
         pid = self._processes.get(worker)
         if pid is None:
             pid = self._processes[worker] = len(self._processes) + 1

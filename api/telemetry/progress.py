@@ -371,7 +371,7 @@ class Progress(RunTotals):
         return max(busy_shares.items(), key=lambda item: item[1]) if busy_shares else None
 
     def rewards(self) -> list[float]:
-        """Return mean rewards of the points of :attr:`history`; NaN where none was finite."""
+        """Return the mean rewards of the points of :attr:`history`; NaN where none was finite."""
         return [point.reward_mean for point in self.history]
 
     def staleness_max(self) -> float:

@@ -129,7 +129,7 @@ class ServerMetrics:
 
     @web.middleware
     async def count(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        """Middleware that counts requests; the outermost one, so that refusals count too."""
+        """Count requests (a middleware; the outermost one, so that refusals count too)."""
         began = time.perf_counter()
         status = 500
         try:

@@ -21,7 +21,7 @@ SERIES = re.compile(
 
 
 def width(seconds: float) -> float:
-    """Return seconds for each point in a range of ``seconds``; 0: each event is a point.
+    """Return the seconds of each point in a range of ``seconds``; 0: each event is a point.
 
     >>> [width(seconds) for seconds in (60, 3_600, 86_400, 30 * 86_400)]
     [0.0, 5.0, 120.0, 3600.0]

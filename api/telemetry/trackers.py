@@ -239,7 +239,7 @@ class Mlflow(Tracker):
 
 
 def mlflow_name(name: str) -> str:
-    """``name`` with the characters that MLflow allows in it.
+    """Return ``name`` with the characters that MLflow allows in it.
 
     >>> mlflow_name("prompts.config.größe [m]")
     'prompts.config.größe _m_'
@@ -248,8 +248,8 @@ def mlflow_name(name: str) -> str:
 
 
 def shortened(value: Any) -> str:
-    """``value`` as a text that MLflow accepts as a parameter: one that is too long says so at its
-    end."""
+    """Return ``value`` as a text that MLflow accepts as a parameter: one that is too long says so
+    at its end."""
     text = str(value)
     if len(text) <= MLFLOW_VALUE:
         return text
@@ -305,7 +305,7 @@ def _module(name: str, name_of_extra: str) -> Any:
 
 
 def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """``{"train": {"steps": 3}}`` as ``train.steps``, 3."""
+    """Flatten nested tables: ``{"train": {"steps": 3}}`` becomes ``train.steps``, 3."""
     for key, item in value.items():
         if isinstance(item, Mapping) and item:
             yield from _flat(item, f"{prefix}{key}.")
@@ -346,7 +346,8 @@ async def events_of_folder(folder: Path, after: str) -> AsyncIterator[Event]:
 
 
 def _tracked(file: Path) -> dict[str, str] | None:
-    """What was shown before; None: nothing. Raises TrackError for a damaged file."""
+    """Return the record of what was shown before; None: nothing. Raises TrackError for a damaged
+    file."""
     try:
         known: dict[str, str] = json.loads(file.read_text())
         return {

@@ -59,7 +59,7 @@ def weighted_mean(values: Sequence[float], counts: Sequence[int]) -> float:
 
 
 def sparkline(values: Sequence[float], width: int, counts: Sequence[int] = ()) -> str:
-    """``values`` as at most ``width`` bars between their least and greatest; more values are
+    """Return ``values`` as at most ``width`` bars between their least and greatest; more values are
     averaged in buckets. ``counts``: for how many values each of them stands; default: one.
 
     >>> sparkline([0.0, 0.5, 1.0], width=8)
@@ -90,7 +90,7 @@ def _averaged(values: Sequence[float], counts: Sequence[int], width: int) -> lis
 
 
 def share_bar(shares: dict[str, float], width: int) -> Text:
-    """Bar of ``width`` glyphs with the shares of time.
+    """Return a bar of ``width`` glyphs with the shares of time.
 
     Its inner edges are rounded, so that the shares fill it.
     """
@@ -107,7 +107,8 @@ def share_bar(shares: dict[str, float], width: int) -> Text:
 
 
 def duration(seconds: float | None) -> str:
-    """
+    """Return ``seconds`` as hours, minutes and seconds.
+
     >>> duration(75), duration(3725), duration(None)
     ('1:15', '1:02:05', '–')
     """
@@ -119,7 +120,7 @@ def duration(seconds: float | None) -> str:
 
 
 def unscored(failed: int, absent: int) -> str:
-    """Return the responses that a mean reward leaves out.
+    """Return how many responses a mean reward leaves out, as a text.
 
     >>> unscored(3, 0), unscored(0, 0)
     ('  (3 failed)', '')
@@ -130,14 +131,15 @@ def unscored(failed: int, absent: int) -> str:
 
 
 def number(value: Any, form: str = ".3g") -> str:
-    """``value`` formatted; ``–`` for None and for numbers that are not finite."""
+    """Return ``value`` formatted; ``–`` for None and for numbers that are not finite."""
     if value is None or not math.isfinite(value):
         return "–"
     return format(value, form)
 
 
 def count(value: int) -> str:
-    """
+    """Return ``value`` with at most three digits from 100,000 on.
+
     >>> count(98_765), count(987_654), count(98_765_432)
     ('98,765', '988k', '98.8M')
     """
@@ -147,7 +149,8 @@ def count(value: int) -> str:
 
 
 def short_seconds(seconds: float | None) -> str:
-    """
+    """Return ``seconds`` in ms below 0.1 s.
+
     >>> short_seconds(0.0042), short_seconds(1.25)
     ('4.2 ms', '1.25 s')
     """
@@ -214,7 +217,7 @@ def _header(progress: Progress) -> RenderableType:
 
 
 def _learning(progress: Progress, width: int) -> RenderableType:
-    """Two columns of pairs: learning on the left, the flow of samples on the right."""
+    """Return two columns of pairs: learning on the left, the flow of samples on the right."""
     step = progress.last
     measured = step.metrics if step else {}
     rate = number(measured.get("learning_rate"), ".2g")
@@ -274,7 +277,7 @@ def _held_out(progress: Progress) -> Text:
 
 
 def _speed(progress: Progress, width: int) -> Text:
-    """Of the run and of each device, and the stage that sets the pace."""
+    """Return tokens/s of the run and of each device, and the stage that sets the pace."""
     rate = progress.tokens_per_second
     text = Text(number(rate, ",.0f"), style="bold")
     if rate is not None:
@@ -315,7 +318,7 @@ def _weights(progress: Progress, width: int) -> Text:
 
 
 def _swap(progress: Progress) -> Text:
-    """Exposed and hidden seconds of the last weight update."""
+    """Return the exposed and hidden seconds of the last weight update."""
     swap = progress.swapped
     if swap is None:
         return Text("–")
@@ -408,7 +411,8 @@ class PlainView:
 
 
 def plain_line(progress: Progress, event: Event) -> str:
-    """``event`` in one line, after ``progress`` has applied it; empty when it is not worth one."""
+    """Return ``event`` in one line, after ``progress`` has applied it; empty when it is not worth
+    one."""
     match data := event.decoded():
         case StateEvent():
             return (f"run {progress.name}: {data.state}") + (

@@ -280,7 +280,7 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
 
 
 def speed_text(summary: Mapping[str, Any]) -> str:
-    """Tokens/s, of all and of each device, and the stage that sets the pace."""
+    """Return tokens/s, of all and of each device, and the stage that sets the pace."""
     per_device = number(summary["tokens_per_second_per_device"], ",.0f")
     devices = summary["devices"]
     text = (
@@ -293,7 +293,8 @@ def speed_text(summary: Mapping[str, Any]) -> str:
 
 
 def evaluation_text(cost: Mapping[str, Any]) -> str:
-    """What the evaluations of a run took, in one line; "" without any."""
+    """Return the time and tokens that the evaluations of a run took, in one line; "" without
+    any."""
     if not cost["count"]:
         return ""
     share = cost["engine_seconds"] / cost["seconds"] if cost["seconds"] else 0.0
@@ -307,7 +308,7 @@ def evaluation_text(cost: Mapping[str, Any]) -> str:
 
 
 def samples_text(samples: Mapping[str, int]) -> str:
-    """What was made and what became of it, in one line.
+    """Return in one line how many samples were generated and what became of them.
 
     >>> samples_text({"generated": 2048, "trained": 0, "filtered": 2000, "remade": 0, "in_flight": 48})
     '2,048 generated: 0 trained, 2,000 dropped, 48 not used'
@@ -322,7 +323,7 @@ def samples_text(samples: Mapping[str, int]) -> str:
 
 
 def dropped_text(dropped: Mapping[str, tuple[int, int]]) -> str:
-    """What was dropped, groups and tokens by reason, in one line.
+    """Return in one line the dropped groups and tokens, by reason.
 
     >>> dropped_text({"equal rewards": (3, 1200), "reward exact failed": (1, 96)})
     '3 groups (1,200 tokens): equal rewards; 1 group (96 tokens): reward exact failed'
@@ -334,8 +335,8 @@ def dropped_text(dropped: Mapping[str, tuple[int, int]]) -> str:
 
 
 def resume_text(saved: int, steps: int, made: int = 0) -> str:
-    """Where a resumed run of ``steps`` begins, with ``saved`` of its ``made`` steps in the newest
-    checkpoint.
+    """Return where a resumed run of ``steps`` begins, with ``saved`` of its ``made`` steps in the
+    newest checkpoint.
 
     >>> resume_text(40, 200, 42)
     'after step 40 of 200; steps 41 to 42 are made again'
@@ -436,8 +437,8 @@ def plan_table(recipe: Recipe, plan: Plan) -> Table:
 
 
 def smooth(values: Sequence[float], span: int) -> list[float]:
-    """Centred moving average over ``span`` values, fewer at the ends, without those that are not
-    finite. It is exact to the rounding of the sum of all values."""
+    """Return the centred moving average over ``span`` values, fewer at the ends, without those that
+    are not finite. It is exact to the rounding of the sum of all values."""
     half = span // 2
     is_finite = [math.isfinite(value) for value in values]
     summands = (value if ok else 0.0 for value, ok in zip(values, is_finite, strict=True))
@@ -453,9 +454,9 @@ def smooth(values: Sequence[float], span: int) -> list[float]:
 
 
 def write_plot(path: Path, progress: Progress) -> None:
-    """Reward above, staleness below, over optimizer steps. Of a long run each point is of several
-    steps: their mean reward with its range, their largest staleness. Raises ExtraMissing without
-    matplotlib."""
+    """Plot the reward above and the staleness below, over optimizer steps. Of a long run each point
+    is of several steps: their mean reward with its range, their largest staleness. Raises
+    ExtraMissing without matplotlib."""
     with extra("quickstart"):
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -551,7 +552,7 @@ def samples_markdown(progress: Progress) -> str:
 
 
 def _scored(evaluation: EvaluationEvent) -> str:
-    """Such as "0.250 of 4 prompts with version 3  (1 failed)"."""
+    """Return a score, such as "0.250 of 4 prompts with version 3  (1 failed)"."""
     score = (
         f"{number(evaluation.reward_mean, '.3f')} of {evaluation.count} prompts with version "
         f"{evaluation.version}"
@@ -560,6 +561,6 @@ def _scored(evaluation: EvaluationEvent) -> str:
 
 
 def _cell(text: str) -> str:
-    """``text`` as the content of a cell of a Markdown table, with all markup escaped."""
+    """Return ``text`` as the content of a cell of a Markdown table, with all markup escaped."""
     text = re.sub(r"[\\|*_`]", r"\\\g<0>", text.replace("&", "&amp;").replace("<", "&lt;"))
     return text.strip().replace("\n", "<br>") or "*(nothing)*"

@@ -141,7 +141,8 @@ class Connection(web.RequestHandler):
         self.connections.flows(self)
 
     def begin(self, request: web.Request) -> None:
-        """Called when a request's headers are complete."""
+        """Note that the headers of ``request`` are complete: the connection handles it from now
+        on."""
         self.between_requests = False
         self.connections.works(self)
         if not request.content.is_eof():
@@ -206,8 +207,8 @@ class Connection(web.RequestHandler):
             super().log_exception(*args, **options)
 
     async def _refuse(self, problem: HTTPProblem) -> None:
-        """Answer, then read for a moment: the system discards the answer of a socket that is closed
-        with unread data."""
+        """Send ``problem``, then read for a moment: the system discards the answer of a socket that
+        is closed with unread data."""
         self.close()  # further data is read and not handled as requests
         self.send(problem)
         await asyncio.wait([self.ended], timeout=LINGER_SECONDS)
@@ -293,7 +294,7 @@ class Connections(web.BaseSite):
         return len(self._open)
 
     async def start(self) -> None:
-        """Listen. Raises OSError."""
+        """Listen on every address of the host. Raises OSError."""
         await super().start()
         loop = asyncio.get_running_loop()
         addresses = await loop.getaddrinfo(
@@ -325,26 +326,26 @@ class Connections(web.BaseSite):
     # ── called by connections when their state changes ──
 
     def waits(self, connection: Connection, seconds: float = math.inf) -> None:
-        """It waits for its client, at most ``seconds``."""
+        """Record that ``connection`` waits for its client, at most ``seconds``."""
         if connection in self._open:
             self._waiting[connection] = asyncio.get_running_loop().time() + seconds
             self._waiting.move_to_end(connection)
 
     def works(self, connection: Connection) -> None:
-        """It handles a request."""
+        """Record that ``connection`` handles a request."""
         self._waiting.pop(connection, None)
 
     def stalls(self, connection: Connection) -> None:
-        """Its client does not read what was written."""
+        """Record that the client of ``connection`` does not read what was written."""
         if connection in self._open:
             self._stalled[connection] = asyncio.get_running_loop().time() + WRITE_SECONDS
 
     def flows(self, connection: Connection) -> None:
-        """Its client has read most of what was written."""
+        """Record that the client of ``connection`` has read most of what was written."""
         self._stalled.pop(connection, None)
 
     def forget(self, connection: Connection) -> None:
-        """It has ended, or is about to. Does nothing when repeated."""
+        """Forget ``connection``, which has ended or is about to. Does nothing when repeated."""
         if self._open.pop(connection, None) is not None:
             self._hosts[connection.host] -= 1
             if not self._hosts[connection.host]:
@@ -470,8 +471,8 @@ class Connections(web.BaseSite):
 
 @web.middleware
 async def admit_connection(request: web.Request, handler: Any) -> web.StreamResponse:
-    """Middleware that marks a connection as handling a request and refuses requests past the
-    limit."""
+    """Mark a connection as handling a request, and refuse requests past the limit (a
+    middleware)."""
     connection = request.protocol
     if isinstance(connection, Connection):
         connection.begin(request)

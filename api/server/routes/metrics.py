@@ -251,14 +251,15 @@ async def history(
 
 
 def _past(file: Path, begin: float, end: float, every: float, wanted: Wanted) -> Series:
-    """What a run's files have of a time; read in a thread, where numpy is imported too."""
+    """Return the part of a run's files between two times. It is read in a thread, which imports
+    numpy, too."""
     from orchestration.history.past import past_of
 
     return past_of(file, begin, end, every, wanted)
 
 
 def _joined(view: MetricsView, past: Series) -> bytes:
-    """``view`` with the columns of ``past`` as JSON, column by column: writing one holds the
+    """Return ``view`` with the columns of ``past`` as JSON, column by column: writing one holds the
     interpreter lock."""
     parts = []
     for name, columns in past.columns():
@@ -363,7 +364,7 @@ def _pages(
     request: web.Request, record: RunRecord, begin: float, end: float, known: str
 ) -> AsyncIterator[list[Event]]:
     """Return events of the index that the run's file, whose last event is ``known``, may lack: some
-    wait a minute for it."""
+    wait a minute to be written."""
     seconds = order(known)[0] / 1000 - WAITING_SECONDS
     return request.app[TELEMETRY].history(record).pages(id_at(max(begin, seconds)), end)
 
