@@ -1,4 +1,4 @@
-"""Executes a run in this process and shows it in the terminal.
+"""Execution of a run in this process, shown in the terminal.
 
 Execution ─▶ events ─▶ metrics.jsonl and the view ── at the end ─▶ summary, plot, samples
     ▲
@@ -203,8 +203,8 @@ async def watch_run(
 
 
 class Reader:
-    """Watches whether the output of this command has a reader, and writes to ``log_file`` when it
-    has none any more."""
+    """Detector of the end of this command's output: it notes once in ``log_file`` that nobody reads
+    it any more."""
 
     def __init__(self, log_file: Path) -> None:
         self._log_file = log_file

@@ -1,4 +1,4 @@
-"""How every command prints: errors, JSON, tables, sizes and times."""
+"""Output of the commands: errors, JSON, tables, sizes and times."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Finds and loads the recipes that a command names: a TOML file, a run's recipe.json, or a name of
-a stored recipe."""
+"""Lookup of the recipes that a command names: a TOML file, a run's recipe.json, or a name of a
+stored recipe."""
 
 from __future__ import annotations
 

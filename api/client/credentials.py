@@ -1,4 +1,4 @@
-"""Which token a client sends to a server.
+"""The token that a client sends to a server, and the order of the places where it is looked for.
 
     the caller's ─▶ ASYNCDOCK_TOKEN ─▶ what `asyncdock login` has kept ─▶ that of a service of this user here ─▶ none
                                        tokens.json, mode 600              orchestration.service.own_services

@@ -1,4 +1,4 @@
-"""The exceptions of the clients, and how an answer of the service becomes one."""
+"""Exceptions of the clients, and the conversion of a service's answer into one."""
 
 from __future__ import annotations
 

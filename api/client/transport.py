@@ -64,8 +64,8 @@ class Message(NamedTuple):
 
 
 class Transport:
-    """Sends requests to ``server`` (``http://HOST:PORT`` or ``https://…``, with a path where a
-    proxy adds one).
+    """A sender of requests to ``server`` (``http://HOST:PORT`` or ``https://…``, with a path where
+    a proxy adds one).
 
     ``token``: a bearer token; by default the one that commands use (:mod:`api.client.credentials`).
     ``timeout``: seconds for one attempt at a call. ``patience``: seconds for which a call, or a
@@ -248,7 +248,7 @@ class Transport:
 
 
 class SseParser:
-    """Parses server-sent events (WHATWG HTML, 9.2.6) from bytes that are cut anywhere.
+    """Parser of server-sent events (WHATWG HTML, 9.2.6) from bytes that are cut anywhere.
 
     An event is complete with its empty line: what a lost connection leaves before that is dropped.
 

@@ -28,8 +28,7 @@ LONGEST_HEADER = 2 * 2**20
 
 
 class Unreadable(ValueError):
-    """Raised for a body that is not a safetensors file with experience in it. The message says
-    why."""
+    """A body is not a safetensors file with experience in it; the message says why."""
 
 
 def encode_experience(schema: Schema, experience: Experience) -> bytes:

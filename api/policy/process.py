@@ -1,4 +1,4 @@
-"""The process in which a server has its policies: it has the engines, and the server no torch.
+"""The process in which a server holds its policies. It has the engines; the server needs no torch.
 
 request ──▶ post ──▶ is there a process? ── no ──▶ start it; it ends after ten minutes without requests
               └──▶ HTTP on a Unix socket, which it gets as its standard input ──▶ api.policy.worker

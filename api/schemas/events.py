@@ -1,5 +1,5 @@
-"""Payloads of the event stream, as ``GET /v1/runs/{run}/metrics/stream`` sends them: models made
-from ``pipeline.events``.
+"""Payloads of the event stream, as ``GET /v1/runs/{run}/metrics/stream`` sends them: models that
+are built from ``pipeline.events``.
 
 A number that is not finite is null. An event may hold more keys than are named here: those of a
 newer version.

@@ -1,4 +1,4 @@
-"""Reads the bodies of requests, within limits of size and time."""
+"""Bodies of requests, read within limits of size and time."""
 
 from __future__ import annotations
 

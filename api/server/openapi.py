@@ -1,4 +1,4 @@
-"""Builds the OpenAPI 3.1 document of operations from their signatures and pydantic models."""
+"""The OpenAPI 3.1 document of operations, built from their signatures and pydantic models."""
 
 from __future__ import annotations
 

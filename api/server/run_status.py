@@ -26,8 +26,8 @@ MOST_STEPS = 10_000  # runs with their newest step in memory
 
 
 class RunStatus:
-    """The ``totals`` of a run's events up to the id ``after``; ``read`` is when, on the monotonic
-    clock."""
+    """The ``totals`` of a run's events up to the id ``after``, and the time ``read`` of the last
+    reading, on the monotonic clock."""
 
     def __init__(self) -> None:
         self.totals = RunTotals()
@@ -57,7 +57,7 @@ class RunStatus:
 
 
 class RunStatuses:
-    """Reads the status of runs, and keeps that of the runs that were asked for last."""
+    """Status of runs; that of the runs that were asked for last is kept."""
 
     def __init__(self) -> None:
         self._runs: OrderedDict[str, RunStatus] = OrderedDict()

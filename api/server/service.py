@@ -1,4 +1,4 @@
-"""What request handlers use: the settings, the registry of runs, the indexes of runs, and
+"""State that request handlers share: the settings, the registry of runs, the indexes of runs, and
 authorization.
 
 The service owns connections and nothing else: closing it does not change any run.

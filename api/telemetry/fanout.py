@@ -68,7 +68,7 @@ Kinds = frozenset[str] | None  # kinds of events that a reader wants; None: all
 
 @dataclass(frozen=True)
 class Ending:
-    """How a run ended; ``at`` in Unix seconds."""
+    """The end of a run; ``at`` in Unix seconds."""
 
     state: str
     reason: str
@@ -132,7 +132,7 @@ class Listener(Protocol):
 
 
 class Fanout:
-    """Sends one run's events to its listeners.
+    """The stream of one run's events to its listeners.
 
     ``ending`` returns how the run has ended (None: it has not). ``observe_delay`` is called with
     each event's age in seconds once it is on its way to all listeners.

@@ -30,7 +30,7 @@ Slice = dict[str, Any]
 
 
 class Trace:
-    """Makes trace events of a run's events.
+    """A converter of a run's events into trace events.
 
     Slices that overlap ``begin`` to ``end`` (Unix seconds) are kept.
     """

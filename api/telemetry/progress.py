@@ -88,7 +88,7 @@ class StepPoint:
 
     @property
     def reward_mean(self) -> float:
-        """NaN where no step has a finite one."""
+        """Mean reward; NaN where no step has a finite one."""
         return self.reward_sum / self.rewarded if self.rewarded else math.nan
 
     @property
@@ -323,7 +323,8 @@ class Progress(RunTotals):
 
     @property
     def median_step_seconds(self) -> float | None:
-        """Of all steps but the first one; of a long run, of one for each point. None before two."""
+        """Median seconds of all steps but the first one; of a long run, of one step for each point.
+        None before two steps."""
         points = self.history[1:]
         if not points:
             return None
@@ -332,7 +333,7 @@ class Progress(RunTotals):
 
     @property
     def seconds_left(self) -> float | None:
-        """By the median of the last steps; None before there are two."""
+        """Seconds to the end, by the median of the last steps; None before there are two."""
         timed = min(STEPS_OF_RATE, len(self.history) - 1)  # the first one waits for the start
         recent = [step.seconds or 0.0 for step in self._recent(max(0, timed))]
         return statistics.median(recent) * (self.steps - self.steps_done) if recent else None

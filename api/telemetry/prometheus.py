@@ -47,7 +47,7 @@ DELAYS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
 
 
 class RunListener:
-    """Adds up the events of one run, as a listener of its fanout."""
+    """The totals of the events of one run, as a listener of its fanout."""
 
     def __init__(self, record: RunRecord) -> None:
         self.run = record.id

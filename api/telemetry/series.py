@@ -1,4 +1,4 @@
-"""Names of series for charts, and how many seconds a point of them stands for."""
+"""Names of series for charts, and the seconds that one of their points covers."""
 
 from __future__ import annotations
 

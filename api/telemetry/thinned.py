@@ -25,7 +25,7 @@ MOST_MERGED = (MOST - FIRST - LAST) * 7 // 8
 
 
 class Point(Protocol):
-    """What is known of the keys from ``first`` to ``last``."""
+    """The summary of the keys from ``first`` to ``last``."""
 
     @property
     def first(self) -> int: ...

@@ -80,7 +80,7 @@ class Tracker(Protocol):
 
 
 class Points:
-    """Makes points of events.
+    """A converter of events into points.
 
     The shares and rates of workers are those between two steps, and stand at the second one.
     """

@@ -164,7 +164,8 @@ def short_seconds(seconds: float | None) -> str:
 
 
 class LiveView:
-    """Renders ``progress`` at the console's width. Used as ``Live(get_renderable=view.render)``."""
+    """A picture of ``progress`` at the console's width. Used as
+    ``Live(get_renderable=view.render)``."""
 
     def __init__(self, progress: Progress, console: Console) -> None:
         self.progress = progress
@@ -384,7 +385,7 @@ def _percent(share: float | None) -> str:
 
 
 class PlainView:
-    """Prints one line for each step, evaluation, change of state, death and restart."""
+    """A line for each step, evaluation, change of state, death and restart."""
 
     def __init__(self, progress: Progress, console: Console) -> None:
         self.progress = progress

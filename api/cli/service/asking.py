@@ -1,4 +1,4 @@
-"""Asks a service on behalf of a command, and turns every failure into a message and an exit code.
+"""Calls of a service for the commands; every failure becomes a message and an exit code.
 
 --server or ASYNCDOCK_SERVER, ASYNCDOCK_TOKEN or the kept token ──▶ api.client ──▶ result, or message and exit code
 """

@@ -1,4 +1,4 @@
-"""Which addresses are one client."""
+"""The grouping of addresses into clients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Limits the number of the server's connections, and how long each may wait for its client.
+"""Limits of the number of the server's connections, and of the time that each may wait for its
+client.
 
     accept ──▶ is there room? ──no──▶ close the connection that has waited longest for its client ──none waits──▶ 503
                  └yes─▶ Connection: headers within `header_seconds`, written bytes read within WRITE_SECONDS
@@ -256,7 +257,8 @@ def _malformed(error: HttpProcessingError) -> HTTPProblem:
 
 
 class Connections(web.BaseSite):
-    """Listens at the address of ``settings`` and keeps the connections within their limits."""
+    """The listening sockets at the address of ``settings``, and the connections within their
+    limits."""
 
     def __init__(
         self, runner: web.AppRunner, settings: Settings, tls: ssl.SSLContext | None

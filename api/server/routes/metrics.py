@@ -43,7 +43,8 @@ Time = Annotated[float, Field(ge=0, le=1e11, description="Unix seconds.")]
 
 
 class Telemetry:
-    """What the operations here share: the feeds of the runs that are watched, and the metrics."""
+    """State that the operations here share: the feeds of the runs that are watched, and the
+    metrics."""
 
     def __init__(self, service: Service) -> None:
         self.server = ServerMetrics()
