@@ -72,12 +72,14 @@ class ExternalStage:
         token: str = "",
         vocabulary: Mapping[str, int] | None = None,
     ) -> AsyncIterator[ExternalStage]:
-        """Join ``run``. ``where``: a service's URL (http, https) with its bearer ``token``, or the
-        URL of the run's index.
-        ``worker``: a name that no other worker of the stage has. On the index, leases that an
-        earlier process of that name held end at once. ``vocabulary``: the ``get_vocab()`` of this
-        program's tokenizer; one that is not the run's is refused at the first
-        :meth:`get_experience`."""
+        """Join ``run`` as a worker of ``stage``.
+
+        ``where``: a service's URL (http, https) with its bearer ``token``, or the URL of the run's
+        index. ``worker``: a name that no other worker of the stage has. On the index, leases that
+        an earlier process of that name held end at once. ``vocabulary``: the ``get_vocab()`` of
+        this program's tokenizer; one that is not the run's is refused at the first
+        :meth:`get_experience`.
+        """
         tokenizer = None if vocabulary is None else fingerprint(vocabulary)
         if where.startswith(("http://", "https://")):
             async with Transport(where, token or None, patience=PATIENCE) as http:

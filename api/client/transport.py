@@ -72,6 +72,7 @@ class Transport:
     stream that has lost its connection, is repeated before it raises; 0 means one attempt.
     ``on_retry``: called with each failure that leads to another attempt, and the seconds until
     then.
+
     A transport belongs to the event loop in which it is first used.
     """
 

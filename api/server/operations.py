@@ -69,18 +69,7 @@ class Reply(Generic[T]):
 
 @dataclass(frozen=True)
 class Operation:
-    """A handler and the arguments of its decorator.
-
-    ``owned``: only for the owner of the run of ``path``, and for scope admin. ``also``: further
-    statuses of success and their meaning. ``errors``: statuses of problems beside the general ones.
-    ``produces``: media type of an answer that is not a model. ``consumes``: media type of a body
-    that the handler reads itself. ``sends``: headers of a successful answer and their meaning.
-    ``seconds``: deadline (None: the server's; 0: none). ``body_limit``: bytes (None: the server's).
-    ``body_values``: limit of values in a JSON body, ten times that of its tables and lists, and of
-    its keys. ``body_optional``: no body is read as an empty object. ``hidden``: not in the
-    document. ``events``: payload models of an event stream. ``streams``: whether it answers an
-    event stream, too, where the body asks for one.
-    """
+    """A handler and the arguments of its decorator."""
 
     method: Method
     path: str
@@ -90,18 +79,31 @@ class Operation:
     tag: str
     status: int = 200
     owned: bool = False
+    """Only for the owner of the run of ``path``, and for scope admin."""
     also: Mapping[int, str] = field(default_factory=dict)
+    """Further statuses of success and their meaning."""
     errors: tuple[int, ...] = ()
+    """Statuses of problems beside the general ones."""
     produces: str = ""
+    """Media type of an answer that is not a model."""
     consumes: str = ""
+    """Media type of a body that the handler reads itself."""
     sends: Mapping[str, str] = field(default_factory=dict)
+    """Headers of a successful answer and their meaning."""
     seconds: float | None = None
+    """Deadline (None: the server's; 0: none)."""
     body_limit: int | None = None
+    """Bytes (None: the server's)."""
     body_values: int = BODY_VALUES
+    """Limit of values in a JSON body, ten times that of its tables and lists, and of its keys."""
     body_optional: bool = False
+    """Whether no body is read as an empty object."""
     hidden: bool = False
+    """Not in the document."""
     events: Mapping[str, type[BaseModel]] = field(default_factory=dict)
+    """Payload models of an event stream."""
     streams: bool = False
+    """Whether it answers an event stream, too, where the body asks for one."""
 
     @cached_property
     def hints(self) -> dict[str, Any]:
