@@ -75,27 +75,27 @@ def of_product(
 
 
 def _collect(results: Any, processes: list[BaseProcess]) -> list[Any]:
-    found: dict[int, Any] = {}
+    by_rank: dict[int, Any] = {}
     deadline = time.monotonic() + DEADLINE
-    while len(found) < len(processes):
+    while len(by_rank) < len(processes):
         try:
             rank, error, result = results.get(timeout=1.0)
         except queue.Empty:
             died = [
                 rank
                 for rank, p in enumerate(processes)
-                if p.exitcode is not None and rank not in found
+                if p.exitcode is not None and rank not in by_rank
             ]
             assert not died, (
                 f"rank {died[0]} ended with {processes[died[0]].exitcode} without a message"
             )
             assert time.monotonic() < deadline, (
-                f"only ranks {sorted(found)} are done after {DEADLINE:.0f} s"
+                f"only ranks {sorted(by_rank)} are done after {DEADLINE:.0f} s"
             )
             continue
         assert not error, f"rank {rank}:\n{error}"
-        found[rank] = result
-    return [found[rank] for rank in range(len(processes))]
+        by_rank[rank] = result
+    return [by_rank[rank] for rank in range(len(processes))]
 
 
 def _rank(

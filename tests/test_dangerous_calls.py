@@ -184,10 +184,10 @@ LIBRARIES = ("reasoning_gym", "math_verify", "latex2sympy2_extended")  # that sc
 
 
 def test_each_call_that_may_execute_what_it_reads_has_its_reason() -> None:
-    found = Counter[tuple[str, str]]()
+    counts = Counter[tuple[str, str]]()
     for package in PACKAGES:
-        found += calls_below(ROOT / package, ROOT)
-    assert found == {call: count for call, (count, _) in ALLOWED.items()}
+        counts += calls_below(ROOT / package, ROOT)
+    assert counts == {call: count for call, (count, _) in ALLOWED.items()}
 
 
 @pytest.mark.parametrize("library", LIBRARIES)

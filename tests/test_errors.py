@@ -65,7 +65,7 @@ def bases(node: ast.ClassDef) -> set[str]:
 
 def classes_below(*roots: str) -> dict[str, str]:
     """Module of each class of ours that has one of ``roots`` as a base, by its name."""
-    found: dict[str, str] = {}
+    modules: dict[str, str] = {}
     known = set(roots)
     while True:
         new = {
@@ -75,8 +75,8 @@ def classes_below(*roots: str) -> dict[str, str]:
             if isinstance(node, ast.ClassDef) and node.name not in known and bases(node) & known
         }
         if not new:
-            return found
-        found |= new
+            return modules
+        modules |= new
         known |= new.keys()
 
 
