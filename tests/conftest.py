@@ -1,4 +1,4 @@
-"""What the tests share: a real embedded index, and runs of their own on it."""
+"""Fixtures that the tests share: a real embedded index, and runs of their own on it."""
 
 from __future__ import annotations
 
@@ -94,7 +94,8 @@ def shared_memory() -> Iterator[dict[str, str]]:
     os.environ.pop(SHARED_VARIABLE)
     shutil.rmtree(home)
     assert not names, (
-        f"left in shared memory: { {name: appeared.get(name, 'the last module') for name in names} }"
+        f"left in shared memory: "
+        f"{ {name: appeared.get(name, 'the last module') for name in names} }"
     )
 
 

@@ -1,4 +1,4 @@
-"""Which tests take long: `make test` leaves them out, `make test-long` runs them.
+"""The tests that take long: `make test` leaves them out, `make test-long` runs them.
 
     pytest --durations=0 ─▶ python -m tests.long ─▶ tests/long.txt: the tests that took most of the time, by name
 

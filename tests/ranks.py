@@ -40,11 +40,13 @@ def of_product(
     namespaces: Sequence[str] = (),
     device: str = "cpu",
 ) -> list[Any]:
-    """``work(ranks, *arguments)`` on each rank of a group with the strategies ``chosen``, one
-    thread each; what each returned, by rank. Raises what the first of them to fail raised, as text,
-    and ends the others. ``timeout`` is that of their collectives. ``namespaces``: of the network,
-    one for each rank, where ``eth0`` leads to the others.
-    ``device``: that the group computes on."""
+    """Run ``work(ranks, *arguments)`` on each rank of a group with the strategies ``chosen``, one
+    thread each, and return the results by rank.
+
+    Raises what the first of them to fail raised, as text, and ends the others. ``timeout`` is that
+    of their collectives. ``namespaces``: of the network, one for each rank, where ``eth0`` leads to
+    the others. ``device``: that the group computes on.
+    """
     context = forks()
     results: Any = context.Queue()
     with tempfile.TemporaryDirectory(prefix="adk-ranks-") as home:

@@ -62,7 +62,7 @@ STARTS = ("os.exec", "os.spawn")  # and what follows
 
 
 def imported_names(tree: ast.AST) -> dict[str, str]:
-    """What each name that ``tree`` imports stands for, as a dotted name."""
+    """Return the dotted name that each name imported by ``tree`` stands for."""
     names: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -113,7 +113,7 @@ def _is_false(value: ast.expr) -> bool:
 
 
 def calls_below(folder: Path, root: Path) -> Counter[tuple[str, str]]:
-    """How often each file, by its path from ``root``, calls each name."""
+    """Return how often each file, by its path from ``root``, calls each name."""
     return Counter(
         (path.relative_to(root).as_posix(), name)
         for path in folder.rglob("*.py")

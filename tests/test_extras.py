@@ -1,5 +1,5 @@
-"""What the code imports is what an installation has: the declared dependencies, or an extra that an
-error names."""
+"""Imports of the code are in every installation: they are declared dependencies, or of an extra
+that an error names."""
 
 from __future__ import annotations
 

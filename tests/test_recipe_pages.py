@@ -54,7 +54,8 @@ SOURCES = [text for page, text in TOML if page == KEYS]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the pages' recipes name: rows as docs/recipe.md shows them, modules, a model."""
+    """Return a folder with all that the pages' recipes name: rows as docs/recipe.md shows them,
+    modules, a model."""
     import datasets
     import pyarrow
     import pyarrow.parquet

@@ -1,4 +1,4 @@
-"""What is loaded of files is data: no call may run code of a model's folder, or unpickle what
+"""Loaded files hold data alone: no call may run code of a model's folder, or unpickle what
 others have written."""
 
 from __future__ import annotations

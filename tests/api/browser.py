@@ -66,7 +66,7 @@ class Browser:
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
 
     def picture(self) -> bytes:
-        """What is seen, as PNG."""
+        """Return a picture of the page, as PNG."""
         shot = self.driver.execute_cdp_cmd("Page.captureScreenshot", {"format": "png"})
         return base64.b64decode(shot["data"])
 
@@ -132,7 +132,7 @@ class Browser:
         return answer.get("value")
 
     def until(self, script: str, *arguments: Any, why: str = "", seconds: float = SECONDS) -> Any:
-        """What ``script`` returns, once that is something.
+        """Return the result of ``script``, once it has one.
 
         It may ask of what is not there yet: that is not yet, too.
         """
@@ -177,8 +177,8 @@ class Browser:
         ]
 
     def axe(self, part: str = "html") -> list[str]:
-        """What axe-core finds wrong with a part of the page for people who use it otherwise than by
-        looking and pointing."""
+        """Return the faults that axe-core finds in a part of the page for people who use it
+        otherwise than by looking and pointing."""
         # The page's own policy forbids every other script; this one comes in by the debugger's
         # door.
         if not self.js("return 'axe' in window"):

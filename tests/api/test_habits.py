@@ -1,4 +1,4 @@
-"""What people do at the command by habit, and what they see: each test does what the person did."""
+"""Habits of people at the command, and what they see: each test does what the person did."""
 
 from __future__ import annotations
 
