@@ -52,7 +52,8 @@ def decode_experience(body: bytes) -> Experience:
     """Return the experience in ``body``. Raises Unreadable."""
     text, tensors = from_body(body)
     columns = {
-        n: v if isinstance(v, Packed) else Packed(v.reshape(-1), None) for n, v in tensors.items()
+        name: tensor if isinstance(tensor, Packed) else Packed(tensor.reshape(-1), None)
+        for name, tensor in tensors.items()
     }
     progress = {
         name.removeprefix(BEGUN): columns.pop(name)
@@ -64,7 +65,10 @@ def decode_experience(body: bytes) -> Experience:
         rows = [ExperienceRow(**row) for row in control["rows"]]
         begun = (control["begun"] or {"rows": []})["rows"]
         return Experience(
-            **{n: control[n] for n in FIELDS}, rows=rows, columns=columns, begun=(begun, progress)
+            **{name: control[name] for name in FIELDS},
+            rows=rows,
+            columns=columns,
+            begun=(begun, progress),
         )
     except (ValueError, KeyError, TypeError) as error:
         raise Unreadable(

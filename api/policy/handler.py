@@ -321,8 +321,8 @@ class _Responder:
                 )
                 tokenized = dict(zip(places, ids, strict=True))
                 prompts = [tokenized.get(place, prompt) for place, prompt in enumerate(self._given)]
-        except TextRefused as refused:
-            raise _refused(str(refused), field_name, refused.fix, refused.value) from None
+        except TextRefused as error:
+            raise _refused(str(error), field_name, error.fix, error.value) from None
         if not all(prompts):
             raise _refused("A prompt has no tokens.", field_name, "give a text")
         return prompts

@@ -213,8 +213,8 @@ class Exposition(Collector):
                 caught_up.set()
                 while not self._is_over(run):  # noqa: ASYNC110
                     await asyncio.sleep(10.0)
-        except (ConnectionError, LookupError) as gone:
-            log.warning("a run is not followed for /metrics", run=record.id, reason=str(gone))
+        except (ConnectionError, LookupError) as error:
+            log.warning("a run is not followed for /metrics", run=record.id, reason=str(error))
         finally:
             caught_up.set()
             self._runs.pop(record.id, None)

@@ -28,7 +28,7 @@ def width(seconds: float) -> float:
     """
     if seconds <= RAW_SECONDS:
         return 0.0
-    return float(next((w for w in WIDTHS if w * POINTS >= seconds), WIDTHS[-1]))
+    return float(next((step for step in WIDTHS if step * POINTS >= seconds), WIDTHS[-1]))
 
 
 class Wanted:

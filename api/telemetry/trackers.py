@@ -300,8 +300,8 @@ def _module(name: str, name_of_extra: str) -> Any:
     try:
         with extra(name_of_extra):
             return importlib.import_module(name)
-    except ExtraMissing as missing:
-        raise TrackError(f"--to {name_of_extra}: {missing}") from missing
+    except ExtraMissing as error:
+        raise TrackError(f"--to {name_of_extra}: {error}") from error
 
 
 def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -77,7 +77,8 @@ def sparkline(values: Sequence[float], width: int, counts: Sequence[int] = ()) -
     top = len(SPARKS) - 1
     scale = top / (high - low) if high > low else 0.0
     return "".join(
-        SPARKS[round((v - low) * scale + 1e-9)] if math.isfinite(v) else " " for v in values
+        SPARKS[round((value - low) * scale + 1e-9)] if math.isfinite(value) else " "
+        for value in values
     )
 
 

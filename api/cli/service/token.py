@@ -82,8 +82,8 @@ def adopt(
 
     try:
         token = _with_tokens(data, index, keep)
-    except TokenRevoked as revoked:
-        refuse(f"{revoked}, and put it into {file}", FAILED)
+    except TokenRevoked as error:
+        refuse(f"{error}, and put it into {file}", FAILED)
     complain(f"id {token.id}, scope {token.scope}")
 
 

@@ -160,11 +160,9 @@ class _Submission:
         moved = set[str]()
         try:
             moved = base_models.moved(Recipe.model_validate(before), resolved, folder)
-        except base_models.BaseModelDiffers as differs:
-            self.problems.append(
-                Problem(differs.key, resolved[differs.key], differs.wrong, differs.fix)
-            )
-            refused_keys.add(differs.key)
+        except base_models.BaseModelDiffers as error:
+            self.problems.append(Problem(error.key, resolved[error.key], error.wrong, error.fix))
+            refused_keys.add(error.key)
         self.problems += [
             problem
             for problem in fixed_problems(before, self.data)

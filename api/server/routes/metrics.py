@@ -242,9 +242,14 @@ async def history(
                     past.add(event)
         view = MetricsView.model_validate({"from": begin, "to": end, "every": every, "series": {}})
         body = await asyncio.to_thread(_joined, view, past)
-    except TooMany as many:
+    except TooMany as error:
         raise HTTPProblem(
-            422, f"{many}.", kind="too-many-points", field="query.every", value=every, fix=str(many)
+            422,
+            f"{error}.",
+            kind="too-many-points",
+            field="query.every",
+            value=every,
+            fix=str(error),
         ) from None
     if missing := selection.missing:
         await _refuse_unknown(service, record, missing)

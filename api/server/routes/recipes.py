@@ -99,8 +99,8 @@ async def asked_apart(
     question = {"settings": service.settings.model_dump(mode="json"), **question}
     try:
         answer = await while_wanted(request, service.checks.ask(question, request[PRINCIPAL].id))
-    except Lost as lost:
-        log.error("the process of a check was lost", reason=str(lost))
+    except Lost as error:
+        log.error("the process of a check was lost", reason=str(error))
         detail = "The recipe could not be checked: the process that does it ended."
         retry = {"Retry-After": "5"}
         raise HTTPProblem(503, detail, kind="check-lost", fix="try again", headers=retry) from None

@@ -61,7 +61,7 @@ async def samples(service: Service, path: RunPath, query: SamplesQuery) -> Sampl
     }
     try:
         page, after = await asyncio.to_thread(read, folder, query.wants, **options)
-    except ValueError as wrong:
+    except ValueError as error:
         fix = "give `next` of the page before, or nothing"
         raise HTTPProblem(
             400,
@@ -70,5 +70,5 @@ async def samples(service: Service, path: RunPath, query: SamplesQuery) -> Sampl
             field="query.after",
             value=query.after,
             fix=fix,
-        ) from wrong
+        ) from error
     return SamplePage(samples=[SampleView.model_validate(sample) for sample in page], next=after)
