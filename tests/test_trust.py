@@ -1,5 +1,5 @@
-"""Loaded files hold data alone: no call may run code of a model's folder, or unpickle what
-others have written."""
+"""Loaded files hold data alone: no call may run code of a model's folder, or unpickle what others
+have written."""
 
 from __future__ import annotations
 
