@@ -194,7 +194,7 @@ class _Responder:
     async def _added(self, choice: ChoiceText, item: Item) -> list[Token]:
         """Add ``item`` to ``choice``.
 
-        A response that comes at once is decoded in pieces, between which others go on.
+        A response that comes at once is decoded in pieces, between which other tasks run.
         """
         if not isinstance(item, Completion):
             return choice.add(item)
@@ -408,8 +408,8 @@ class _Responder:
         return self._pieces.name(placed.token.token_id, placed.own, prefix="bytes:")
 
     def _likeliest(self, placed: Placed) -> dict[str, float]:
-        """Return the logprobs of the likeliest tokens, and of ``placed``, by names of which each is
-        there once."""
+        """Return the logprobs of the likeliest tokens, and of ``placed``, by their names, each of
+        which is there once."""
         candidates = self._candidates(placed)
         if placed not in candidates:
             candidates.append(placed)

@@ -81,7 +81,7 @@ def transfer_problems(too_slow: str) -> Iterator[None]:
 def refuse_many_values(body: bytes, most: int) -> None:
     """Raise an HTTPProblem (413) for JSON that takes long to parse.
 
-    Counts these characters inside of texts too.
+    Commas, colons and brackets inside of texts are counted, too.
     """
     count = body.count
     for occurrences, limit, kind in (

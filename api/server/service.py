@@ -227,7 +227,7 @@ class Service:
 
     @contextlib.asynccontextmanager
     async def authorised(self, request: web.Request, scope: Scope) -> AsyncIterator[None]:
-        """Surround the handling of a request.
+        """Authorize a request while it is handled.
 
         Raises an HTTPProblem (401, 403) when its token is not valid or lacks ``scope``, or when it
         becomes so while the request is handled.
@@ -273,7 +273,7 @@ class Service:
     async def give_up_events(self) -> None:
         """Have the index give up the events of ended runs that this server can read in their files.
 
-        Without end.
+        Runs until it is cancelled.
         """
         while True:
             try:
@@ -286,7 +286,7 @@ class Service:
     async def _give_up(self, record: RunRecord) -> bool:
         """Return whether the index has given up the events of ``record``.
 
-        One that fails does not keep others waiting.
+        A failure with one run does not keep the others waiting.
         """
         try:
             return await give_up(self.index(record.id), self.folder(record) / METRICS)

@@ -116,8 +116,8 @@ class Listener(Protocol):
     """Receiver of a run's events. Only :meth:`ready` may wait."""
 
     async def ready(self) -> None:
-        """Wait until it takes events of the past. Raises ConnectionError when it does not in
-        time."""
+        """Wait until the listener takes events of the past. Raises ConnectionError when it does not
+        in time."""
 
     def catch_up(self, events: Sequence[Event]) -> str:
         """Take some of ``events`` from the first one on, at least one.
@@ -161,7 +161,7 @@ class Fanout:
     async def join(self, listener: Listener, after: str = BEGINNING) -> None:
         """Send ``listener`` the events after ``after``.
 
-        Returns when it is up to date; it gets later events as they come.
+        Returns when the listener is up to date; later events are delivered as they come.
         """
         ending = await self._read_ending()
         if ending is not None:
@@ -245,7 +245,7 @@ class Fanout:
     async def _deliver(self, events: Sequence[Event]) -> None:
         """Deliver to all listeners that are live now; other tasks run in between.
 
-        One that joins meanwhile is past these.
+        A listener that joins meanwhile has these events already.
         """
         if not events:
             return
@@ -288,7 +288,8 @@ def _caught_up(
 ) -> tuple[str, Ending | None]:
     """Give ``listener`` what it takes of ``page``, the events after ``after``.
 
-    Returns the id of its last event, and the ending up to there; ``ending``: before ``after``.
+    Returns the id of the last event taken, and the ending up to there. ``ending``: the one before
+    ``after``.
     """
     if not page:
         return after, ending
@@ -344,8 +345,9 @@ class Fanouts:
                 await fanout.close()
 
     def _give_back(self, left: int) -> None:
-        """Give the memory that listeners held back to the system, once no more leave than ``left``:
-        allocators keep it, and the objects of connections that ended refer to each other."""
+        """Return the memory of listeners that have left to the system, once no more leave than
+        ``left``: allocators keep it, and the objects of connections that ended refer to each
+        other."""
         if self._left != left:
             asyncio.get_running_loop().call_later(LEFT_SECONDS, self._give_back, self._left)
             return

@@ -62,9 +62,9 @@ class PrivatePlaces:
 
 
 def leads_out(roots: Sequence[Path], path: Path, data: Path) -> str:
-    """Return what in the real ``path``, by its name in it, is no file below a root, or is what only
-    the service in ``data`` may read, and why; "" where there is nothing. Folders that links lead to
-    are looked at, too."""
+    """Return a sentence about an entry of the real ``path`` that is no file below a root, or that
+    only the service in ``data`` may read; "" where there is none. Folders that links lead to are
+    looked at, too."""
     private = PrivatePlaces(data)
     if str(path) in private:
         return "it is the service's own"

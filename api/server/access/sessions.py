@@ -31,7 +31,7 @@ class Sessions:
 
     @asynccontextmanager
     async def session(self, token: Token, scope: Scope) -> AsyncIterator[None]:
-        """Surround work under ``token`` and ``scope``.
+        """Guard work that is done under ``token`` and ``scope``.
 
         Raises an HTTPProblem (401) when the token loses the scope.
         """

@@ -108,7 +108,7 @@ class Tokens:
     ) -> tuple[Token, str]:
         """Create a token called ``name``, valid for ``seconds`` (None: until revoked).
 
-        Returns it and its text.
+        Returns the token and its text.
         """
         now = time.time()
         identity = secrets.token_hex(6)

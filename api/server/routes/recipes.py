@@ -85,9 +85,12 @@ async def check_recipe(
 async def checked(
     service: Service, request: web.Request, *, plan: bool, **given: Any
 ) -> dict[str, Any]:
-    """Return ``recipe``, that of the body ``submission``, or the ``recipe`` of a run that goes on
-    with the ``overrides``, as JSON with all defaults, and if ``plan`` is true its ``plan``,
-    ``prompts`` and ``examples``. Raises an HTTPProblem with every error of the recipe."""
+    """Return a checked recipe, that of the body ``submission`` or the ``recipe`` of a run that goes
+    on with the ``overrides``.
+
+    The result has it as ``recipe``, with all defaults, and if ``plan`` is true its ``plan``,
+    ``prompts`` and ``examples``, all as JSON. Raises an HTTPProblem with every error of the recipe.
+    """
     return await asked_apart(service, request, {"plan": plan, **given})
 
 

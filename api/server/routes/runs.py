@@ -450,7 +450,8 @@ def _hosts(status: RunStatus) -> Iterator[Host]:
 
 
 def _checkpoint(found: checkpoint.Checkpoint) -> CheckpointView | None:
-    """Return None when it is removed while it is read: a run keeps only the newest ones."""
+    """Return the view of a checkpoint; None when it is removed while it is read, as a run keeps
+    only the newest ones."""
     try:
         size = sum(file.stat().st_size for file in found.path.rglob("*") if file.is_file())
         time = found.path.stat().st_mtime
