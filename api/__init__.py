@@ -1,1 +1,2 @@
-"""How people reach a run: the command line, the live terminal, the files that a run leaves."""
+"""Ways to reach a run: the command line, the REST service and its clients, the live terminal, the
+files that a run leaves."""

@@ -1,4 +1,4 @@
-"""What torch's CPU allocator gives and takes, in order."""
+"""Allocations and frees of torch's CPU allocator, in order."""
 
 from __future__ import annotations
 

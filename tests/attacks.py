@@ -114,9 +114,9 @@ def boundaries_of(nodeid: str) -> list[str]:
 def mark(items: Iterable[pytest.Item]) -> None:
     """Give tests of the hostile suite the mark ``attack``, and their reports the boundaries."""
     for item in items:
-        if found := boundaries_of(item.nodeid):
+        if boundaries := boundaries_of(item.nodeid):
             item.add_marker("attack")
-            item.user_properties += [("boundary", boundary) for boundary in found]
+            item.user_properties += [("boundary", boundary) for boundary in boundaries]
 
 
 def summary(stats: Mapping[str, list[pytest.TestReport]]) -> list[str]:

@@ -1,4 +1,4 @@
-"""What the tests share: a real embedded index, and runs of their own on it."""
+"""Fixtures that the tests share: a real embedded index, and runs of their own on it."""
 
 from __future__ import annotations
 
@@ -89,12 +89,13 @@ def shared_memory() -> Iterator[dict[str, str]]:
     appeared: dict[str, str] = {}
     yield appeared
     deadline = time.monotonic() + 20
-    while (left := [path.name for path in home.iterdir()]) and time.monotonic() < deadline:
+    while (names := [path.name for path in home.iterdir()]) and time.monotonic() < deadline:
         time.sleep(0.05)  # a killed process is about to end; nothing announces it
     os.environ.pop(SHARED_VARIABLE)
     shutil.rmtree(home)
-    assert not left, (
-        f"left in shared memory: { {name: appeared.get(name, 'the last module') for name in left} }"
+    assert not names, (
+        f"left in shared memory: "
+        f"{ {name: appeared.get(name, 'the last module') for name in names} }"
     )
 
 

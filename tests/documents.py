@@ -176,8 +176,8 @@ def _type(statement: ast.Assign | ast.AnnAssign, call: ast.Call) -> str:
         return f"JSON of `{ast.literal_eval(call.args[1])}`"
     if form == "of_json":
         return f"JSON, `{written}`"
-    found = re.search(r"lambda \w+: (\w+)", written)
-    return f"`{found[1]}`" if found else f"`{written}`"
+    match = re.search(r"lambda \w+: (\w+)", written)
+    return f"`{match[1]}`" if match else f"`{written}`"
 
 
 def _line(text: str) -> str:

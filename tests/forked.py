@@ -103,7 +103,7 @@ def asyncdock() -> list[str]:
 def fork_server(
     preload: Sequence[str] = PRELOADED, environment: Mapping[str, str] | None = None
 ) -> ForkServer:
-    """What ``ForkServer.start`` returns, with the imports made where a process of the tests
+    """Return the result of ``ForkServer.start``, with the imports made where a process of the tests
     listens. What its children show in /proc is then of that process, and not ``environment``."""
     if preload is not PRELOADED or ADDRESS not in os.environ:
         return _start(preload, environment)

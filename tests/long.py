@@ -1,4 +1,4 @@
-"""Which tests take long: `make test` leaves them out, `make test-long` runs them.
+"""The tests that take long: `make test` leaves them out, `make test-long` runs them.
 
     pytest --durations=0 ─▶ python -m tests.long ─▶ tests/long.txt: the tests that took most of the time, by name
 
@@ -41,20 +41,20 @@ def choose(seconds: dict[str, float], share: float = SHARE) -> list[str]:
     >>> choose({"a.py::x": 500.0, "a.py::y": 0.1, "b.py::z": 0.2, "c.py::v": 0.4, "c.py::w": 0.3}, share=0.0)
     ['a.py::x', 'c.py::v']
     """
-    left = sum(seconds.values())
-    most = share * left
-    very_long = VERY_LONG * left
+    remaining = sum(seconds.values())
+    most = share * remaining
+    very_long = VERY_LONG * remaining
     chosen = []
     of_file = defaultdict(set)
     for test in seconds:
         of_file[test.partition("::")[0]].add(test)
     for test in sorted(seconds, key=lambda test: -seconds[test]):
         others = of_file[test.partition("::")[0]]
-        if left <= most:
+        if remaining <= most:
             break
         if len(others) > 1 or seconds[test] > very_long:
             others.remove(test)
-            left -= seconds[test]
+            remaining -= seconds[test]
             chosen.append(test)
     return sorted(chosen)
 
@@ -62,8 +62,8 @@ def choose(seconds: dict[str, float], share: float = SHARE) -> list[str]:
 def main(lines: Iterable[str]) -> None:
     seconds: dict[str, float] = defaultdict(float)
     for line in lines:
-        if found := _LINE.match(line):
-            seconds[found[2]] += float(found[1])
+        if match := _LINE.match(line):
+            seconds[match[2]] += float(match[1])
     LIST.write_text("".join(f"{test}\n" for test in choose(seconds)), encoding="utf-8")
 
 

@@ -40,11 +40,13 @@ def of_product(
     namespaces: Sequence[str] = (),
     device: str = "cpu",
 ) -> list[Any]:
-    """``work(ranks, *arguments)`` on each rank of a group with the strategies ``chosen``, one
-    thread each; what each returned, by rank. Raises what the first of them to fail raised, as text,
-    and ends the others. ``timeout`` is that of their collectives. ``namespaces``: of the network,
-    one for each rank, where ``eth0`` leads to the others.
-    ``device``: that the group computes on."""
+    """Run ``work(ranks, *arguments)`` on each rank of a group with the strategies ``chosen``, one
+    thread each, and return the results by rank.
+
+    Raises what the first of them to fail raised, as text, and ends the others. ``timeout`` is that
+    of their collectives. ``namespaces``: of the network, one for each rank, where ``eth0`` leads to
+    the others. ``device``: that the group computes on.
+    """
     context = forks()
     results: Any = context.Queue()
     with tempfile.TemporaryDirectory(prefix="adk-ranks-") as home:
@@ -75,27 +77,27 @@ def of_product(
 
 
 def _collect(results: Any, processes: list[BaseProcess]) -> list[Any]:
-    found: dict[int, Any] = {}
+    by_rank: dict[int, Any] = {}
     deadline = time.monotonic() + DEADLINE
-    while len(found) < len(processes):
+    while len(by_rank) < len(processes):
         try:
             rank, error, result = results.get(timeout=1.0)
         except queue.Empty:
             died = [
                 rank
                 for rank, p in enumerate(processes)
-                if p.exitcode is not None and rank not in found
+                if p.exitcode is not None and rank not in by_rank
             ]
             assert not died, (
                 f"rank {died[0]} ended with {processes[died[0]].exitcode} without a message"
             )
             assert time.monotonic() < deadline, (
-                f"only ranks {sorted(found)} are done after {DEADLINE:.0f} s"
+                f"only ranks {sorted(by_rank)} are done after {DEADLINE:.0f} s"
             )
             continue
         assert not error, f"rank {rank}:\n{error}"
-        found[rank] = result
-    return [found[rank] for rank in range(len(processes))]
+        by_rank[rank] = result
+    return [by_rank[rank] for rank in range(len(processes))]
 
 
 def _rank(

@@ -100,24 +100,24 @@ def s3_server(bucket: str = "bucket") -> Iterator[str]:
         lines = []
         for line in server.stdout:
             lines.append(line)
-            if found := re.search(r"Running on (http://\S+)", line):
+            if match := re.search(r"Running on (http://\S+)", line):
                 break
         else:
             raise AssertionError("".join(lines))
         # otherwise its log of requests fills the pipe
         threading.Thread(target=server.stdout.read, daemon=True).start()
-        given = {
+        credentials = {
             "AWS_ACCESS_KEY_ID": "tests",
             "AWS_SECRET_ACCESS_KEY": "tests-only",
-            "AWS_ENDPOINT_URL": found[1],
+            "AWS_ENDPOINT_URL": match[1],
         }
         with pytest.MonkeyPatch.context() as patch:
-            for name, value in {**given, "AWS_DEFAULT_REGION": "us-east-1"}.items():
+            for name, value in {**credentials, "AWS_DEFAULT_REGION": "us-east-1"}.items():
                 patch.setenv(name, value)
             import fsspec
 
             fsspec.filesystem("s3", skip_instance_cache=True).mkdir(bucket)
-            yield found[1]
+            yield match[1]
     finally:
         server.terminate()
         server.wait()

@@ -30,12 +30,12 @@ class ShiftedClock:
 
     def processes(self) -> list[psutil.Process]:
         """The processes of this machine that have the clock."""
-        found = []
+        shifted = []
         for process in psutil.process_iter():
             with contextlib.suppress(OSError):
                 if str(self._library) in Path(f"/proc/{process.pid}/maps").read_text():
-                    found.append(process)
-        return found
+                    shifted.append(process)
+        return shifted
 
     def set(self, seconds: int) -> None:
         """Let the clock be ``seconds`` ahead of the machine's."""

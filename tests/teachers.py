@@ -38,8 +38,8 @@ class TinyTeacher:
     @torch.no_grad()
     def logprobs(self, ids: list[int]) -> list[float]:
         """Of each token but the first."""
-        given = self.model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
-        return [float(row[token]) for row, token in zip(given, ids[1:], strict=True)]
+        logprobs = self.model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+        return [float(row[token]) for row, token in zip(logprobs, ids[1:], strict=True)]
 
     async def _refuses(self, request: web.Request) -> web.Response | None:
         if self.key and request.headers.get("Authorization") != f"Bearer {self.key}":

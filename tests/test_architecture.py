@@ -56,7 +56,7 @@ def test_a_walk_names_each_file_once_with_a_function_of_it(title: str, steps: st
 
 
 def defines(file: str, name: str) -> bool:
-    """Whether ``file`` has the function, class or method ``name``."""
+    """Return whether ``file`` has the function, class or method ``name``."""
     source = (ROOT / file).read_text(encoding="utf-8")
     if file.endswith(".lua"):
         return re.search(rf"function {name}\(", source) is not None

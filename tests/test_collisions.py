@@ -270,5 +270,5 @@ def test_the_names_are_those_that_are_installed() -> None:
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"][
         "setuptools"
     ]
-    found = [pattern.removesuffix("*") for pattern in setuptools["packages"]["find"]["include"]]
-    assert sorted(found) == sorted([*PACKAGES, "recipes"])
+    packages = [pattern.removesuffix("*") for pattern in setuptools["packages"]["find"]["include"]]
+    assert sorted(packages) == sorted([*PACKAGES, "recipes"])

@@ -62,7 +62,7 @@ STARTS = ("os.exec", "os.spawn")  # and what follows
 
 
 def imported_names(tree: ast.AST) -> dict[str, str]:
-    """What each name that ``tree`` imports stands for, as a dotted name."""
+    """Return the dotted name that each name imported by ``tree`` stands for."""
     names: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -113,7 +113,7 @@ def _is_false(value: ast.expr) -> bool:
 
 
 def calls_below(folder: Path, root: Path) -> Counter[tuple[str, str]]:
-    """How often each file, by its path from ``root``, calls each name."""
+    """Return how often each file, by its path from ``root``, calls each name."""
     return Counter(
         (path.relative_to(root).as_posix(), name)
         for path in folder.rglob("*.py")
@@ -184,10 +184,10 @@ LIBRARIES = ("reasoning_gym", "math_verify", "latex2sympy2_extended")  # that sc
 
 
 def test_each_call_that_may_execute_what_it_reads_has_its_reason() -> None:
-    found = Counter[tuple[str, str]]()
+    counts = Counter[tuple[str, str]]()
     for package in PACKAGES:
-        found += calls_below(ROOT / package, ROOT)
-    assert found == {call: count for call, (count, _) in ALLOWED.items()}
+        counts += calls_below(ROOT / package, ROOT)
+    assert counts == {call: count for call, (count, _) in ALLOWED.items()}
 
 
 @pytest.mark.parametrize("library", LIBRARIES)

@@ -41,44 +41,44 @@ def named_elsewhere(path: Path, declared: list[str]) -> list[str]:
     }
     plain = {key for key in declared if "{" not in key and re.search("[:-]", key)}
     beginnings = {key.partition("{")[0] for key in declared if "{" in key}
-    wrong = []
+    violations = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
             of_index = re.search(r"\bindex$|_index$", ast.unparse(node.func.value))
-            named = [
+            arguments = [
                 node.args[0],
                 *(node.args[0].keys if isinstance(node.args[0], ast.Dict) else ()),
             ]
             by_text = any(
-                isinstance(each, ast.JoinedStr)
-                or (isinstance(each, ast.Constant) and isinstance(each.value, str))
-                for each in named
+                isinstance(argument, ast.JoinedStr)
+                or (isinstance(argument, ast.Constant) and isinstance(argument.value, str))
+                for argument in arguments
             )
             if has_index and of_index and by_text and node.func.attr in (*NAMED, *PRIMITIVES):
-                wrong.append(f"line {node.lineno}: {ast.unparse(node)}")
+                violations.append(f"line {node.lineno}: {ast.unparse(node)}")
         elif isinstance(node, ast.JoinedStr) and isinstance(first := node.values[0], ast.Constant):
             if first.value in beginnings and len(node.values) > 1:
-                wrong.append(f"line {node.lineno}: {ast.unparse(node)}")
+                violations.append(f"line {node.lineno}: {ast.unparse(node)}")
         elif isinstance(node, ast.Constant) and node.value in plain and id(node) not in documented:
-            wrong.append(f"line {node.lineno}: {node.value!r}")
-    return wrong
+            violations.append(f"line {node.lineno}: {node.value!r}")
+    return violations
 
 
 @pytest.mark.parametrize("folder", [*PACKAGES, "benchmarks"])
 def test_no_other_file_has_the_key_of_one(folder: str) -> None:
     declared = keys()
-    wrong = {
+    violations = {
         str(path.relative_to(ROOT)): lines
         for path in sources(folder)
         if path.relative_to(ROOT).as_posix() not in FILES
         and (lines := named_elsewhere(path, declared))
     }
-    assert not wrong, f"declare it in one of {FILES}, and use the declaration: {wrong}"
+    assert not violations, f"declare it in one of {FILES}, and use the declaration: {violations}"
 
 
 def test_they_are_made_in_their_files_and_read_through_their_kinds_alone() -> None:
-    made = []
-    called = []
+    constructions = []
+    primitive_calls = []
     for path in sources(*PACKAGES):
         name = path.relative_to(ROOT).as_posix()
         text = path.read_text(encoding="utf-8")
@@ -91,13 +91,13 @@ def test_they_are_made_in_their_files_and_read_through_their_kinds_alone() -> No
                 and "pipeline.documents.kinds" in text
                 and name not in (*FILES, *LISTS)
             ):
-                made.append(f"{name}: {ast.unparse(node)}")
+                constructions.append(f"{name}: {ast.unparse(node)}")
             if function.rpartition(".")[2] in PRIMITIVES and not name.startswith("pipeline/index/"):
-                called.append(f"{name}: {function}")
-    assert [each.partition(": ")[0] for each in made] == ["pipeline/index/claims.py"], (
+                primitive_calls.append(f"{name}: {function}")
+    assert [each.partition(": ")[0] for each in constructions] == ["pipeline/index/claims.py"], (
         "a stage's topic"
     )
-    assert {each.partition(":")[0] for each in called} == {"pipeline/documents/kinds.py"}
+    assert {each.partition(":")[0] for each in primitive_calls} == {"pipeline/documents/kinds.py"}
 
 
 def test_each_has_a_key_of_its_own_and_somebody_who_writes_and_reads_it() -> None:

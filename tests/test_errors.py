@@ -1,4 +1,5 @@
-"""What errors declare, and who reads it: whether another attempt may succeed, and what is wrong."""
+"""Errors declare whether another attempt may succeed and what is wrong, and their readers use these
+declarations."""
 
 from __future__ import annotations
 
@@ -65,7 +66,7 @@ def bases(node: ast.ClassDef) -> set[str]:
 
 def classes_below(*roots: str) -> dict[str, str]:
     """Module of each class of ours that has one of ``roots`` as a base, by its name."""
-    found: dict[str, str] = {}
+    modules: dict[str, str] = {}
     known = set(roots)
     while True:
         new = {
@@ -75,8 +76,8 @@ def classes_below(*roots: str) -> dict[str, str]:
             if isinstance(node, ast.ClassDef) and node.name not in known and bases(node) & known
         }
         if not new:
-            return found
-        found |= new
+            return modules
+        modules |= new
         known |= new.keys()
 
 
@@ -208,7 +209,7 @@ def errors_in(function: ast.AST) -> set[str]:
 
 
 def parsed_in(tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
-    """Where the words of an error, or the name of its class, decide something."""
+    """Yield the places where the words of an error, or the name of its class, decide something."""
     errors = errors_in(tree)
     texts = {f"str({name})" for name in errors} | {f"type({name}).__name__" for name in errors}
     for node in ast.walk(tree):

@@ -1,5 +1,5 @@
-"""What the code imports is what an installation has: the declared dependencies, or an extra that an
-error names."""
+"""Imports of the code are in every installation: they are declared dependencies, or of an extra
+that an error names."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def imports(path: Path) -> Iterator[tuple[str, str | None, int]]:
 def test_every_import_is_declared() -> None:
     declared = names(PROJECT["dependencies"])
     of_extras = {module: name for name, modules in MODULES.items() for module in modules}
-    wrong = []
+    undeclared = []
     for path in sources(*PACKAGES):
         for module, around, line in imports(path):
             if (
@@ -86,8 +86,8 @@ def test_every_import_is_declared() -> None:
             ):
                 continue
             if module not in of_extras or around not in ("any", of_extras[module]):
-                wrong.append(f"{path.relative_to(ROOT)}:{line} imports {module}")
-    assert not wrong, (
+                undeclared.append(f"{path.relative_to(ROOT)}:{line} imports {module}")
+    assert not undeclared, (
         "declare it in pyproject.toml, or import it in `with extra(...)` of pipeline.compat.extras"
     )
 

@@ -73,12 +73,12 @@ def module_of(path: Path) -> str:
 def test_no_package_imports_one_above_it(package: str) -> None:
     above = set(PACKAGES[PACKAGES.index(package) + 1 :])
     for path in sources(package):
-        wrong = {
+        violations = {
             f"{name} (line {line})"
             for name, line in imports(path)
             if name.partition(".")[0] in above
         }
-        assert not wrong, f"{path.relative_to(ROOT)} imports {wrong}"
+        assert not violations, f"{path.relative_to(ROOT)} imports {violations}"
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:

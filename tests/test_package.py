@@ -1,5 +1,5 @@
-"""What is built for the package index: the wheel, the source archive, and the checkout after a
-build."""
+"""Contents of a build for the package index: the wheel, the source archive, and the checkout
+afterwards."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ TARGET = re.compile(r"(!?)\[[^\]]*\]\(([^)\s]+)")
 
 
 def built(hook: str, checkout: Path, folder: Path) -> Path:
-    """What pip's ``hook`` of the build makes of ``checkout``, in a process of its own as pip does
-    it."""
+    """Return the file that pip's ``hook`` of the build makes of ``checkout``, in a process of its
+    own as pip does it."""
     folder.mkdir(exist_ok=True)
     code = f"import sys; from setuptools import build_meta; build_meta.{hook}(sys.argv[1])"
     done = subprocess.run(

@@ -143,8 +143,10 @@ def answers(
 def test_no_library_of_an_extra_is_there(commands: Path, folder: Path) -> None:
     from pipeline.compat.extras import MODULES
 
-    found = "[name for name in names if importlib.util.find_spec(name)]"
-    code = f"import importlib.util, sys, api; names = sys.argv[1:]; print(api.__file__, {found})"
+    installed = "[name for name in names if importlib.util.find_spec(name)]"
+    code = (
+        f"import importlib.util, sys, api; names = sys.argv[1:]; print(api.__file__, {installed})"
+    )
     names = [name for modules in MODULES.values() for name in modules]
     _, output = execute([str(commands / "python"), "-c", code, *names, "pytest"], folder)
     assert (

@@ -54,26 +54,27 @@ SOURCES = [text for page, text in TOML if page == KEYS and "[prompts]" in text]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the pages' recipes name: rows as docs/recipe.md shows them, modules, a model."""
+    """Return a folder with all that the pages' recipes name: rows as docs/recipe.md shows them,
+    modules, a model."""
     import datasets
     import pyarrow
     import pyarrow.parquet
 
-    made = tmp_path_factory.mktemp("pages")
+    directory = tmp_path_factory.mktemp("pages")
     text, conversation = blocks(KEYS, "json")
-    (made / "questions.jsonl").write_text(text)
-    (made / "words.txt").write_text("word\n")
-    (made / "conversations.jsonl").write_text(conversation)
-    (made / "sums.jsonl").write_text(blocks(ROOT / "docs" / "rewards.md", "json")[0])
+    (directory / "questions.jsonl").write_text(text)
+    (directory / "words.txt").write_text("word\n")
+    (directory / "conversations.jsonl").write_text(conversation)
+    (directory / "sums.jsonl").write_text(blocks(ROOT / "docs" / "rewards.md", "json")[0])
     template = (
         "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if enable_thinking "
         "%}<think>{% endif %}"
     )
-    (made / "chat.jinja").write_text(template)
+    (directory / "chat.jinja").write_text(template)
     rows = [{"prompt": "How high is it?", "answer": "4806"}]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), made / "questions.parquet")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), directory / "questions.parquet")
     datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)}).save_to_disk(
-        str(made / "questions")
+        str(directory / "questions")
     )
     engines = next(
         code for code in blocks(ROOT / "docs" / "engines.md", "python") if "def fast(" in code
@@ -82,15 +83,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         code for code in blocks(ROOT / "docs" / "flow.md", "python") if "class Judge(" in code
     )
     for name, code in {**MODULES, "my_engines": engines, "my_stages": stages}.items():
-        (made / f"{name}.py").write_text(f"from __future__ import annotations\n\n{code}")
+        (directory / f"{name}.py").write_text(f"from __future__ import annotations\n\n{code}")
     model, tokenizer = load_model("tiny", dtype=torch.float32, seed=0)
     model.config.max_position_embeddings = 4096  # README.md asks for responses of 2048 tokens
     model.config.head_dim = 32  # vLLM on a CPU has no attention for smaller heads
     model = type(model)(model.config)
-    model.save_pretrained(made / "models" / "my-model")
+    model.save_pretrained(directory / "models" / "my-model")
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    tokenizer.save_pretrained(made / "models" / "my-model")
-    return made
+    tokenizer.save_pretrained(directory / "models" / "my-model")
+    return directory
 
 
 @pytest.fixture
@@ -112,9 +113,9 @@ def completed(text: str) -> Recipe:
     """The recipe of a block. Raises RecipeError with all that ``asyncdock check`` would say."""
     data = extended(tomllib.loads(text))
     for section, keys in {**REST, "model": {"source": "models/my-model"}}.items():
-        given = data.setdefault(section, {})
-        if next(iter(keys)) not in given and "sources" not in given:
-            given.update(keys)
+        section_keys = data.setdefault(section, {})
+        if next(iter(keys)) not in section_keys and "sources" not in section_keys:
+            section_keys.update(keys)
     return parse_recipe({"name": "page", **data})
 
 
@@ -200,7 +201,7 @@ def test_every_default_is_what_a_recipe_without_the_key_gets() -> None:
     plain = parse_recipe({"name": "page", **REST}).model_dump()
     for key in (key for section in sections() for key in section.keys):
         parts = key.key.split(".")
-        found = plain
+        value = plain
         if (
             key.default in ("", "required")
             or parts[:2] in (["rollout", "mock"], ["train", "mock"])
@@ -210,10 +211,10 @@ def test_every_default_is_what_a_recipe_without_the_key_gets() -> None:
         if parts[1:2] in (["options"], ["config"]) or parts[-1] in REST.get(parts[0], {}):
             continue
         for part in parts:
-            found = found[part]
-        given = tomllib.loads(f"value = {key.default}")["value"]
-        assert (list(found) if isinstance(found, tuple) else found) == (
-            given if key.unit != "bytes" else _bytes(given)
+            value = value[part]
+        documented = tomllib.loads(f"value = {key.default}")["value"]
+        assert (list(value) if isinstance(value, tuple) else value) == (
+            documented if key.unit != "bytes" else _bytes(documented)
         ), key.key
 
 

@@ -1,5 +1,5 @@
-"""What is loaded of files is data: no call may run code of a model's folder, or unpickle what
-others have written."""
+"""Loaded files hold data alone: no call may run code of a model's folder, or unpickle what others
+have written."""
 
 from __future__ import annotations
 
@@ -62,19 +62,19 @@ def named(path: Path) -> str:
 
 
 def test_models_are_loaded_without_code_of_their_folders() -> None:
-    wrong = []
+    violations = []
     seen = set()
     for path in sources(*PACKAGES):
         for name, node in calls(path):
             if name.rpartition(".")[2] not in LOADERS or not isinstance(node, ast.Call):
                 continue
             seen.add((named(path), name))
-            given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
-            if given.get("trust_remote_code") != "False" and (named(path), name) not in WITHOUT:
-                wrong.append(
+            options = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+            if options.get("trust_remote_code") != "False" and (named(path), name) not in WITHOUT:
+                violations.append(
                     f"{named(path)}, line {node.lineno}: {name} without trust_remote_code=False"
                 )
-    assert not wrong, wrong
+    assert not violations, violations
     assert WITHOUT.keys() <= seen, "an exception for nothing"
     with pytest.raises(
         ValueError,
@@ -91,7 +91,7 @@ def test_models_are_loaded_without_code_of_their_folders() -> None:
 
 
 def test_nothing_unpickles_what_a_file_says() -> None:
-    wrong = []
+    violations = []
     seen = set()
     for path in sources(*PACKAGES):
         for name, node in calls(path):
@@ -103,8 +103,8 @@ def test_nothing_unpickles_what_a_file_says() -> None:
                 for keyword in node.keywords
             )
             if not safe or (named(path), name) not in PICKLES:
-                wrong.append(f"{named(path)}, line {node.lineno}: {name}")
-    assert not wrong, wrong
+                violations.append(f"{named(path)}, line {node.lineno}: {name}")
+    assert not violations, violations
     assert PICKLES.keys() == seen, "an exception for nothing"
 
 

@@ -61,8 +61,8 @@ def status(
             "ledger": dataclasses.asdict(await dock.index.ledger_event()),
         }
 
-    found = _with_dock(run_dir, index, run, read)
-    print_json(found) if as_json else safe_console().print(status_view(found))
+    snapshot = _with_dock(run_dir, index, run, read)
+    print_json(snapshot) if as_json else safe_console().print(status_view(snapshot))
 
 
 @dock_app.command()
@@ -102,9 +102,9 @@ def status_view(found: Mapping[str, Any]) -> RenderableType:
     leases = table("lease", "stage", "worker", "rows", "age", "expires in")
     for lease in stats["leases"] or ():
         age = f"{now - lease['since']:.1f} s"
-        left = f"{lease['due'] - now:.1f} s"
+        expires_in = f"{lease['due'] - now:.1f} s"
         leases.add_row(
-            lease["lease"], lease["stage"], lease["worker"], str(lease["rows"]), age, left
+            lease["lease"], lease["stage"], lease["worker"], str(lease["rows"]), age, expires_in
         )
     counts = table("ledger", "samples", "tokens")
     for name in ("generated", "trained", "filtered", "remade", "in_flight"):
@@ -137,12 +137,12 @@ def group_view(group: int, rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     for row in rows:
         version = f"oldest version {row['oldest_version']}, " if row["oldest_version"] >= 0 else ""
         stages = ", ".join(row["done"]) or "none"
-        made = table(
+        row_table = table(
             f"row {row['row']}", f"{row['state']}, {version}{row['tokens']} tokens; done: {stages}"
         )
         for name, value in row["columns"].items():
-            made.add_row(name, _short(value))
-        parts += ["", made]
+            row_table.add_row(name, _short(value))
+        parts += ["", row_table]
     return Group(*parts)
 
 
@@ -157,9 +157,9 @@ def _with_dock(
         from orchestration.service.lifecycle import WHERE
 
         try:
-            where = json.loads((run_dir / WHERE).read_text())
-            index = str(where["index"])
-            run = str(where["run"])
+            address = json.loads((run_dir / WHERE).read_text())
+            index = str(address["index"])
+            run = str(address["run"])
         except OSError:
             refuse(
                 f"run: {run_dir} is not the folder of a run that is alive; or give --index and "

@@ -1,4 +1,4 @@
-"""Executes a run in this process and shows it in the terminal.
+"""Execution of a run in this process, shown in the terminal.
 
 Execution ─▶ events ─▶ metrics.jsonl and the view ── at the end ─▶ summary, plot, samples
     ▲
@@ -195,16 +195,16 @@ async def watch_run(
         if outcome is not None and not progress.ended:  # the index did not record the end
             ended = {"state": outcome.state, "reason": outcome.reason}
             show_event(Event(next_id(metrics.last), time.time(), "state", ended))
-        if outcome is not None and (lost := metrics.close()):
+        if outcome is not None and (problem := metrics.close()):
             return replace(
-                outcome, state="failed", reason=f"the run has {outcome.state}, and {lost}"
+                outcome, state="failed", reason=f"the run has {outcome.state}, and {problem}"
             )
         return outcome
 
 
 class Reader:
-    """Watches whether the output of this command has a reader, and writes to ``log_file`` when it
-    has none any more."""
+    """Detector of the end of this command's output: it notes once in ``log_file`` that nobody reads
+    it any more."""
 
     def __init__(self, log_file: Path) -> None:
         self._log_file = log_file
@@ -280,9 +280,9 @@ def _report(run: Execution, outcome: RunResult, console: Console) -> None:
         console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
 
     model = outcome.checkpoint.model if outcome.checkpoint else None
-    saved = outcome.checkpoint.version if outcome.checkpoint else 0
+    saved_version = outcome.checkpoint.version if outcome.checkpoint else 0
     report = write_report(
-        run.folder.path, run.recipe, seconds=outcome.seconds, checkpoint=model, saved=saved
+        run.folder.path, run.recipe, seconds=outcome.seconds, checkpoint=model, saved=saved_version
     )
     # the view on standard output has shown the reason
     shown_before = {} if console.stderr else {"reason": ""}
@@ -299,5 +299,5 @@ def _report(run: Execution, outcome: RunResult, console: Console) -> None:
         line(f"  {path}")
     for missing in report.missing:
         line(f"  {missing}", "yellow")
-    if outcome.state != "finished" and saved < run.recipe.train.steps:
+    if outcome.state != "finished" and saved_version < run.recipe.train.steps:
         line(f"Go on with: asyncdock resume {run.folder.path}")

@@ -99,12 +99,12 @@ def run(
 ) -> None:
     """Train as RECIPE says, and show it live. Ctrl-C stops cleanly, a second one at once."""
     path = find(recipe).resolve()
-    here = Path.cwd()
+    cwd = Path.cwd()
     with original_folder(path.parent), fork_server() as forks:
-        loaded = load(path, set_, here / (out or "runs"))
+        loaded = load(path, set_, cwd / (out or "runs"))
         from orchestration.run.folder import RunFolder
 
-        folder = (lambda: here / out) if out else (lambda: new_folder(here / "runs", loaded))
+        folder = (lambda: cwd / out) if out else (lambda: new_folder(cwd / "runs", loaded))
         raise typer.Exit(
             create_and_show(
                 lambda: RunFolder.create(loaded, folder()), forks, json=as_json, plain=plain
@@ -244,14 +244,14 @@ def recipes(
         )
     if keys:
         return _print_keys(section, as_json=as_json)
-    found = [(name, description(path), path) for name, path in stored().items()]
+    entries = [(name, description(path), path) for name, path in stored().items()]
     if as_json:
         return print_json(
-            [{"name": name, "description": text, "path": str(path)} for name, text, path in found]
+            [{"name": name, "description": text, "path": str(path)} for name, text, path in entries]
         )
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
-    for name, text, _ in found:
+    for name, text, _ in entries:
         table.add_row(name, text)
     safe_console().print(table)
 
@@ -260,17 +260,19 @@ def _print_keys(section: str, *, as_json: bool) -> None:
     from orchestration.recipe.keys import sections
     from orchestration.recipe.problems import suggest
 
-    known = [key for part in sections() for key in part.keys]
-    wanted = [key for key in known if f"{key.key}.".startswith(f"{section}." if section else "")]
-    if not wanted:
+    all_keys = [key for part in sections() for key in part.keys]
+    section_keys = [
+        key for key in all_keys if f"{key.key}.".startswith(f"{section}." if section else "")
+    ]
+    if not section_keys:
         refuse(
             f"recipes: {section!r} is no section of a recipe; "
             f"{suggest(section, [s.name for s in sections()][1:])}"
         )
     if as_json:
-        return print_json([asdict(key) for key in wanted])
+        return print_json([asdict(key) for key in section_keys])
     screen = safe_console(markup=True, highlight=False, soft_wrap=True)
-    for key in wanted:
+    for key in section_keys:
         kind = f"{key.type}, in {key.unit}" if key.unit else key.type
         default = f"default {key.default}" if key.default not in ("", "required") else key.default
         screen.print(f"[bold]{key.key}[/]  {escape('; '.join(filter(None, (kind, default))))}")
@@ -342,10 +344,10 @@ def main() -> None:
     open_outputs()
     sys.path.append(os.getcwd())  # last, so that it shadows nothing
     arguments = sys.argv[1:]
-    own = arguments.index("--") if "--" in arguments else len(arguments)
-    if "--trace" in arguments[:own]:  # at any place of the command
+    dashes = arguments.index("--") if "--" in arguments else len(arguments)
+    if "--trace" in arguments[:dashes]:  # at any place of the command
         os.environ[TRACE_VARIABLE] = "1"
-        arguments = [text for text in arguments[:own] if text != "--trace"] + arguments[own:]
+        arguments = [text for text in arguments[:dashes] if text != "--trace"] + arguments[dashes:]
     with errors_in_words():
         try:
             app(args=arguments, prog_name="asyncdock")

@@ -1,4 +1,4 @@
-"""How every command prints: errors, JSON, tables, sizes and times."""
+"""Output of the commands: errors, JSON, tables, sizes and times."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def table(*columns: str, right: tuple[str, ...] = (), **options: Any) -> Table:
     No column but the last is broken into lines; those in ``right`` are aligned right. Columns
     without names have no row of names.
     """
-    made = Table(box=None, show_header=any(columns), pad_edge=False, show_edge=False, **options)
+    grid = Table(box=None, show_header=any(columns), pad_edge=False, show_edge=False, **options)
     for column in columns:
         justify = "right" if column in right else "left"
-        made.add_column(column, justify=justify, no_wrap=column != columns[-1])  # type: ignore[arg-type]
-    return made
+        grid.add_column(column, justify=justify, no_wrap=column != columns[-1])  # type: ignore[arg-type]
+    return grid
 
 
 def local_time(unix: float | None, absent: str = "") -> str:

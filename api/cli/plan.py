@@ -97,23 +97,23 @@ def plan_run(
     if search:
         return _search(loaded, costs_of, lengths, devices or have, device_memory, as_json=as_json)
     setup = setup_of(loaded, steps=steps)
-    of = costs_of(loaded)
-    found = forecast(setup, of, lengths)
-    better = forecast(replace(setup, replicas=setup.replicas + 1), of, lengths)
+    run_costs = costs_of(loaded)
+    baseline = forecast(setup, run_costs, lengths)
+    better = forecast(replace(setup, replicas=setup.replicas + 1), run_costs, lengths)
     later = replace(setup.plan, bound=setup.plan.bound + 1)
-    staler = forecast(replace(setup, plan=later), of, lengths)
+    staler = forecast(replace(setup, plan=later), run_costs, lengths)
     if as_json:
         return print_json(
             {
-                "forecast": asdict(found),
-                "busiest": found.busiest,
+                "forecast": asdict(baseline),
+                "busiest": baseline.busiest,
                 "devices": have,
                 "one_more_replica": asdict(better),
                 "one_more_version": asdict(staler),
-                "costs": asdict(of),
+                "costs": asdict(run_costs),
             }
         )
-    safe_console().print(_forecast_view(loaded, found, better, staler, of))
+    safe_console().print(_forecast_view(loaded, baseline, better, staler, run_costs))
 
 
 def plan_profile(
@@ -127,27 +127,27 @@ def plan_profile(
     """Measure the costs of RECIPE on this machine: execute a few optimizer steps of it in DIR, then
     its rollout engine alone, then steps of half as many groups."""
     path = find(recipe).resolve()
-    here = Path.cwd()
+    cwd = Path.cwd()
     short = [
         f"train.steps={PROFILE_STEPS}",
         f"checkpoint.every={PROFILE_STEPS}",
         "evaluate.every=0",
     ]
     with original_folder(path.parent), fork_server() as forks:
-        loaded = load(path, [*short, *(set_ or [])], here / out)
+        loaded = load(path, [*short, *(set_ or [])], cwd / out)
         from orchestration.run.folder import RunFolder
 
         code = create_and_show(
-            lambda: RunFolder.create(loaded, here / out), forks, json=False, plain=plain
+            lambda: RunFolder.create(loaded, cwd / out), forks, json=False, plain=plain
         )
         if code == 0 and loaded.runs_stage("rollout") and not loaded.prompts.responses:
             from orchestration.simulation.engine_profile import profile_engine
             from orchestration.simulation.recorded import SMALLER, with_smaller_steps
 
-            profile_engine(loaded).write(here / out)
+            profile_engine(loaded).write(cwd / out)
             if smaller := with_smaller_steps(loaded):
                 code = create_and_show(
-                    lambda: RunFolder.create(smaller, here / out / SMALLER),
+                    lambda: RunFolder.create(smaller, cwd / out / SMALLER),
                     forks,
                     json=False,
                     plain=plain,
@@ -177,7 +177,8 @@ def plan_what_if(
     shown = table("", "as it is", " ".join(set_ or ["unchanged"]), right=("as it is",))
     for name, form in WHAT_IF.items():
         shown.add_row(
-            name.replace("_", " "), *(format(getattr(one, name), form) for one in (now, changed))
+            name.replace("_", " "),
+            *(format(getattr(prediction, name), form) for prediction in (now, changed)),
         )
     shown.add_row("busiest", now.busiest, changed.busiest)
     safe_console().print(shown)
@@ -247,14 +248,16 @@ def _forecast_view(
     staler: Forecast,
     costs: Costs,
 ) -> RenderableType:
-    more, later = (one.tokens_per_second / found.tokens_per_second - 1 for one in (better, staler))
+    more, later = (
+        variant.tokens_per_second / found.tokens_per_second - 1 for variant in (better, staler)
+    )
     if found.busiest == "training":
-        why = "training: the trainer is busy for the largest share of the time"
+        limit = "training: the trainer is busy for the largest share of the time"
     elif found.busiest == "generation":
-        why = "generation: the rollout workers are busy for the largest share of the time"
+        limit = "generation: the rollout workers are busy for the largest share of the time"
     else:
         source = costs.sources.get("between_steps", "")
-        why = (
+        limit = (
             f"between steps: {costs.between_steps:.2g} s of claims, commits and publishing for "
             f"each step ({source})"
         )
@@ -269,7 +272,7 @@ def _forecast_view(
             f"generation {found.generation:.1%}, training {found.training:.1%}, trainer waits "
             f"{found.waiting:.1%}, between steps {found.between:.1%}",
         ),
-        ("limit", why),
+        ("limit", limit),
         (
             "staleness",
             f"mean {found.staleness_mean:.2f}, 95 % of samples {found.staleness_p95} or less, "
@@ -284,7 +287,9 @@ def _forecast_view(
     shown = table("", "")
     for name, text in rows:
         shown.add_row(name, text)
-    sources = sorted({of for name, of in costs.sources.items() if name != "restart_seconds"})
+    sources = sorted(
+        {origin for name, origin in costs.sources.items() if name != "restart_seconds"}
+    )
     return Group(shown, Text(f"\ncosts: {'; '.join(sources)}"))
 
 
@@ -302,32 +307,32 @@ def _search_view(choices: list[Choice]) -> RenderableType:
     )
     runs = [choice for choice in choices if choice.forecast is not None]
     for choice in runs[:MOST_CHOICES]:
-        one: Any = choice.forecast
+        prediction: Any = choice.forecast
         shown.add_row(
             "*" if choice.pareto else "",
             " ".join(choice.changes),
             str(choice.devices),
-            f"{one.tokens_per_second:,.0f}",
-            f"{one.step_seconds:.3g} s",
-            f"{one.generation:.0%}",
-            f"{one.training:.0%}",
-            f"{one.staleness_mean:.2f}",
+            f"{prediction.tokens_per_second:,.0f}",
+            f"{prediction.step_seconds:.3g} s",
+            f"{prediction.generation:.0%}",
+            f"{prediction.training:.0%}",
+            f"{prediction.staleness_mean:.2f}",
         )
     notes = [Text("* no other choice has both more tokens/s and a lower mean staleness")]
-    left = [choice for choice in choices if choice.forecast is None]
-    if left:
+    infeasible = [choice for choice in choices if choice.forecast is None]
+    if infeasible:
         notes.append(
             Text(
-                f"{len(left)} choices cannot run; the first: "
-                f"{' '.join(left[0].changes)}: {left[0].refused}"
+                f"{len(infeasible)} choices cannot run; the first: "
+                f"{' '.join(infeasible[0].changes)}: {infeasible[0].refused}"
             )
         )
     return Group(shown, *notes, Text(), Text(_pareto_plot(runs)))
 
 
 def _pareto_plot(runs: list[Choice]) -> str:
-    """Tokens/s to the right, mean staleness downwards, a line for each tenth of a version that
-    occurs."""
+    """Return a plot of throughput against staleness: tokens/s to the right, mean staleness
+    downwards, a line for each tenth of a version that occurs."""
     most = max(choice.forecast.tokens_per_second for choice in runs if choice.forecast)
     lines = dict[float, list[str]]()
     for choice in runs:

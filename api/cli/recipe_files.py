@@ -1,5 +1,5 @@
-"""Finds and loads the recipes that a command names: a TOML file, a run's recipe.json, or a name of
-a stored recipe."""
+"""Lookup of the recipes that a command names: a TOML file, a run's recipe.json, or a name of a
+stored recipe."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ RecipeArgument = Annotated[
 def stored() -> dict[str, Path]:
     """Return the recipes that have a name: those in ./recipes, then those of this package."""
     folders = (Path.cwd() / "recipes", Path(__file__).resolve().parents[2] / "recipes")
-    found: dict[str, Path] = {}
+    recipes: dict[str, Path] = {}
     for path in (path for folder in folders for path in sorted(folder.glob("*.toml"))):
-        found.setdefault(path.stem, path)
-    return found
+        recipes.setdefault(path.stem, path)
+    return recipes
 
 
 def description(path: Path) -> str:
@@ -70,7 +70,7 @@ def description(path: Path) -> str:
 def find(name: str) -> Path:
     """Return the file of the recipe ``name``. Ends the command when there is none."""
     path = Path(name)
-    known = stored()
+    recipes = stored()
     if path.is_file():
         return path
     if (path / "recipe.json").is_file():
@@ -78,13 +78,13 @@ def find(name: str) -> Path:
             f"recipe: {name!r} is the folder of a run; continue it with `asyncdock resume {name}`, "
             f"or start a run like it with `asyncdock run {path / 'recipe.json'}`"
         )
-    if name in known:
-        return known[name]
-    close = difflib.get_close_matches(path.stem, known, n=1)
+    if name in recipes:
+        return recipes[name]
+    close = difflib.get_close_matches(path.stem, recipes, n=1)
     hint = (
         (f"did you mean {close[0]!r}?")
         if close
-        else (f"use a path, or one of: {', '.join(known) or '(none found)'}")
+        else (f"use a path, or one of: {', '.join(recipes) or '(none found)'}")
     )
     refuse(f"recipe: {name!r} is neither a file nor a known name; {hint}")
 

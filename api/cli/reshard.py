@@ -113,9 +113,9 @@ def reshard_report(
         "received": plan.received,
         "kept": plan.kept,
         "phases": [
-            {"phase": one.phase.value, "moved": one.received}
-            | {part: getattr(one, part) for part in ("host", "temporary", "live", "after")}
-            for one in memory(plan, held_bytes(recipe, plan.source))
+            {"phase": usage.phase.value, "moved": usage.received}
+            | {part: getattr(usage, part) for part in ("host", "temporary", "live", "after")}
+            for usage in memory(plan, held_bytes(recipe, plan.source))
         ],
         "naive": {"redundant": redundant_if_naive(plan)},
     }
@@ -152,7 +152,7 @@ def _cannot_train(recipe: Recipe, layout: Layout) -> Iterator[str]:
 
 
 def _layout(text: str, side: Side) -> Layout:
-    """The layout of the option ``--train`` or ``--rollout``. Raises PlanRefused."""
+    """Return the layout of the option ``--train`` or ``--rollout``. Raises PlanRefused."""
     from stages.parallel.layout import LayoutError, parse_layout
 
     try:
@@ -191,8 +191,8 @@ def reshard_view(report: Mapping[str, Any]) -> RenderableType:
         f"{bucket}, two in flight"
     )
     notes = [Text(f"! {note}") for note in report["notes"]]
-    largest = max(max(one["live"]) for one in report["phases"])
-    unit, name = next(one for one in UNITS if largest >= one[0] or one[0] == 1)
+    largest = max(max(phase["live"]) for phase in report["phases"])
+    unit, name = next(unit for unit in UNITS if largest >= unit[0] or unit[0] == 1)
 
     def figure(nbytes: float) -> str:
         return f"{nbytes / unit:,.2f}" if nbytes else "-"
@@ -203,10 +203,10 @@ def reshard_view(report: Mapping[str, Any]) -> RenderableType:
     phases = figures(
         f"most of any rank, {name}", "received", "to/from host", "temporary", "live", "after"
     )
-    for one in report["phases"]:
+    for phase in report["phases"]:
         keys = ("moved", "host", "temporary", "live", "after")
-        phases.add_row(one["phase"], *(figure(max(one[key])) for key in keys))
-    live = {one["phase"]: one["live"] for one in report["phases"]}
+        phases.add_row(phase["phase"], *(figure(max(phase[key])) for key in keys))
+    live = {phase["phase"]: phase["live"] for phase in report["phases"]}
     shown = [phase for phase in live if not phase.startswith("offload")]
     ranks = figures(
         f"rank, {name}", "sends", "receives", "keeps", *(f"live: {shown[0]}", *shown[1:])
@@ -219,11 +219,13 @@ def reshard_view(report: Mapping[str, Any]) -> RenderableType:
             *(live[phase] for phase in shown),
         )
         ranks.add_row(str(rank), *(figure(column[rank]) for column in columns))
-    more = report["ranks"] - MOST_RANKS
-    counted = report["naive"]["redundant"]
+    num_hidden_ranks = report["ranks"] - MOST_RANKS
+    redundant_bytes = report["naive"]["redundant"]
     redundant = figures(
         f"naive: gather, slice, keep both, {name}", "redundant, all ranks", "most of any"
     )
-    redundant.add_row("counted", figure(sum(counted)), figure(max(counted)))
-    below = f"and {more} ranks more, see --json" if more > 0 else TRAINING_STATE
+    redundant.add_row("counted", figure(sum(redundant_bytes)), figure(max(redundant_bytes)))
+    below = (
+        f"and {num_hidden_ranks} ranks more, see --json" if num_hidden_ranks > 0 else TRAINING_STATE
+    )
     return Group(head, *notes, "", phases, "", ranks, below, "", redundant)

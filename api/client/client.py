@@ -81,24 +81,24 @@ class Client(Transport):
     # --- recipes
 
     async def recipes(self) -> list[RecipeSummary]:
-        """The recipes that the service can run by name."""
+        """Return the recipes that the service can run by name."""
         return (await self._get(RecipesView, "/v1/recipes")).recipes
 
     async def recipe(self, name: str) -> StoredRecipe:
-        """One recipe of the service."""
+        """Return one recipe of the service."""
         return await self._get(StoredRecipe, f"/v1/recipes/{_part('recipe', name)}")
 
     async def check(
         self, recipe: str | Mapping[str, Any], overrides: Mapping[str, Any] | None = None
     ) -> CheckedRecipe:
-        """What a run of ``recipe`` (as for :meth:`submit`) would be, or all of its errors.
+        """Return what a run of ``recipe`` (as for :meth:`submit`) would be, or all of its errors.
 
         Starts nothing.
         """
         return await self._post(CheckedRecipe, "/v1/recipes/check", submission(recipe, overrides))
 
     async def login_link(self) -> LinkView:
-        """A code that signs a browser in once, with what this client's token may:
+        """Return a code that signs a browser in once, with what this client's token may:
         ``SERVER/#login=CODE``."""
         return await self._post(LinkView, "/v1/login/links")
 
@@ -122,7 +122,7 @@ class Client(Transport):
     async def runs(
         self, *, state: str = "", name: str = "", owner: str = "", limit: int | None = None
     ) -> AsyncGenerator[RunView]:
-        """Runs, newest first, at most ``limit``; reads a page when it is needed.
+        """Yield runs, newest first, at most ``limit``; read a page when it is needed.
 
         An empty filter matches every run.
         """
@@ -132,7 +132,7 @@ class Client(Transport):
                 yield run
 
     async def run(self, run: str) -> RunView:
-        """One run, as it is now."""
+        """Return one run, as it is now."""
         return await self._get(RunView, self._run(run))
 
     async def pause(self, run: str) -> RunView:
@@ -193,11 +193,12 @@ class Client(Transport):
     # --- of one run
 
     async def stages(self, run: str) -> StagesView:
-        """Queues, workers, leases and the ledger, as they are now."""
+        """Return queues, workers, leases and the ledger, as they are now."""
         return await self._get(StagesView, self._run(run, "stages"))
 
     async def waiting(self, run: str) -> WaitingView:
-        """What the run waits for now: who waits for whom, for how long, and which bound ends it."""
+        """Return what the run waits for now: who waits for whom, for how long, and which bound ends
+        it."""
         return await self._get(WaitingView, self._run(run, "waiting"))
 
     async def samples(
@@ -210,7 +211,7 @@ class Client(Transport):
         staleness_min: int | None = None,
         limit: int | None = None,
     ) -> AsyncGenerator[SampleView]:
-        """Trained samples that match the filters, at most ``limit``; reads a page when it is
+        """Yield trained samples that match the filters, at most ``limit``; read a page when it is
         needed."""
         query = {
             "step": step,
@@ -223,11 +224,11 @@ class Client(Transport):
                 yield sample
 
     async def checkpoints(self, run: str) -> list[CheckpointView]:
-        """The checkpoints that the run has written and still has."""
+        """Return the checkpoints that the run has written and still has."""
         return (await self._get(CheckpointsView, self._run(run, "checkpoints"))).checkpoints
 
     async def logs(self, run: str, *, worker: str = "", lines: int = 200) -> str:
-        """The last ``lines`` lines, of one worker or of all."""
+        """Return the last ``lines`` lines, of one worker or of all."""
         answer = await self.send("GET", self._run(run, "logs"), {"worker": worker, "lines": lines})
         return answer.body.decode(errors="replace")
 
@@ -240,13 +241,13 @@ class Client(Transport):
         every: float | None = None,
         names: Sequence[str] = (),
     ) -> MetricsView:
-        """The history between two times (Unix seconds), one point per ``every`` seconds; ``names``
-        of series and numbers, as ``step.reward_mean``."""
+        """Return the history between two times (Unix seconds), one point per ``every`` seconds;
+        ``names`` of series and numbers, as ``step.reward_mean``."""
         query = {"from": from_, "to": to, "every": every, "names": ",".join(names)}
         return await self._get(MetricsView, self._run(run, "metrics"), query)
 
     async def trace(self, run: str) -> dict[str, Any]:
-        """A Chrome trace of the spans of every stage, for Perfetto or chrome://tracing."""
+        """Return a Chrome trace of the spans of every stage, for Perfetto or chrome://tracing."""
         answer = await self.send("GET", self._run(run, "trace"))
         try:
             return dict(json.loads(answer.body))
@@ -256,8 +257,8 @@ class Client(Transport):
     async def events(
         self, run: str, *, after: str = "", kinds: Sequence[str] = ()
     ) -> AsyncGenerator[RunEvent]:
-        """Every event of ``run`` after the id ``after`` (from the beginning by default) as it
-        comes; ends after the run's last event. No event is lost and none comes twice, also when
+        """Yield every event of ``run`` after the id ``after`` (from the beginning by default) as it
+        comes, up to the run's last event. No event is lost and none comes twice, also when
         connections are lost. ``kinds`` as ``("step",)``.
 
         Iterate to the end, or in ``contextlib.aclosing``, which closes the connection when you
@@ -293,7 +294,7 @@ class Client(Transport):
             await retries.wait(failure)
 
     async def wait_until_ended(self, run: str, timeout: float | None = None) -> RunView:
-        """The run once it is finished, stopped or failed.
+        """Return the run once it is finished, stopped or failed.
 
         Raises TimeoutError after ``timeout`` seconds.
         """
@@ -329,30 +330,30 @@ class Client(Transport):
     async def _pages(
         self, model: type[PageT], path: str, query: Mapping[str, Any], limit: int | None
     ) -> AsyncGenerator[PageT]:
-        """Pages of at most ``limit`` entries together.
+        """Yield pages of at most ``limit`` entries together.
 
         Some may have fewer than they were asked for.
         """
-        left = limit
+        remaining = limit
         after = ""
-        while left is None or left > 0:
-            size = PAGE if left is None else min(left, PAGE)
+        while remaining is None or remaining > 0:
+            size = PAGE if remaining is None else min(remaining, PAGE)
             page = await self._get(model, path, {**query, "limit": size, "after": after})
             yield page
             if not page.next:
                 return
             entries = page.runs if isinstance(page, RunPage) else page.samples
             after = page.next
-            left = None if left is None else left - len(entries)
+            remaining = None if remaining is None else remaining - len(entries)
 
     def _read(self, model: type[M], path: str, answer: Answer) -> M:
         try:
             return model.model_validate_json(answer.body)
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
-            where = ".".join(str(part) for part in first["loc"])
+            field = ".".join(str(part) for part in first["loc"])
             raise self.not_understood(
-                path, f"{where}: {first['msg']}" if where else first["msg"]
+                path, f"{field}: {first['msg']}" if field else first["msg"]
             ) from None
 
     def _position(self, path: str, event_id: str) -> tuple[int, int]:
@@ -372,15 +373,15 @@ class Client(Transport):
 def submission(
     recipe: str | Mapping[str, Any], overrides: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Returns the body of a submission or a check."""
-    given: dict[str, Any] = (
+    """Return the body of a submission or a check."""
+    body: dict[str, Any] = (
         {"recipe_name": recipe} if isinstance(recipe, str) else {"recipe": dict(recipe)}
     )
-    return given | ({"overrides": dict(overrides)} if overrides else {})
+    return body | ({"overrides": dict(overrides)} if overrides else {})
 
 
 def _part(name: str, value: str) -> str:
-    """Returns ``value`` as one part of a path."""
+    """Return ``value`` as one part of a path."""
     if not value or value in (".", ".."):
         raise ValueError(f"{name} = {value!r}: names nothing")
     return quote(value, safe="")
@@ -393,7 +394,7 @@ def _part(name: str, value: str) -> str:
 def _blocking(
     method: Callable[Concatenate[Client, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[SyncClient, P], T]:
-    """Returns a plain method that runs ``method`` in the client's thread."""
+    """Return a plain method that runs ``method`` in the client's thread."""
 
     @functools.wraps(method)
     def call(self: SyncClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -405,7 +406,7 @@ def _blocking(
 def _iterating(
     method: Callable[Concatenate[Client, P], AsyncGenerator[T]],
 ) -> Callable[Concatenate[SyncClient, P], Iterator[T]]:
-    """Returns a plain method that iterates over ``method`` in the client's thread."""
+    """Return a plain method that iterates over ``method`` in the client's thread."""
 
     @functools.wraps(method)
     def iterate(self: SyncClient, /, *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:

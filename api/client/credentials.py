@@ -1,4 +1,4 @@
-"""Which token a client sends to a server.
+"""The token that a client sends to a server, and the order of the places where it is looked for.
 
     the caller's ─▶ ASYNCDOCK_TOKEN ─▶ what `asyncdock login` has kept ─▶ that of a service of this user here ─▶ none
                                        tokens.json, mode 600              orchestration.service.own_services
@@ -35,7 +35,8 @@ class KeyringError(RuntimeError):
 
 
 def keyring_file() -> Path:
-    """``$XDG_CONFIG_HOME/asyncdock/tokens.json``, by default below ``~/.config``."""
+    """Return the path ``$XDG_CONFIG_HOME/asyncdock/tokens.json``, by default below
+    ``~/.config``."""
     return (
         Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
         / "asyncdock"
@@ -44,7 +45,7 @@ def keyring_file() -> Path:
 
 
 def server_key(server: str) -> str:
-    """Returns the key of a server in the file: different spellings of one address are one key.
+    """Return the key of a server in the file: different spellings of one address are one key.
 
     >>> server_key("HTTP://Example.org:80/"), server_key("https://host:8443/dock/")
     ('http://example.org:80', 'https://host:8443/dock')
@@ -100,8 +101,8 @@ class Credential:
 
 
 def find_token(server: str) -> str | None:
-    """The token for ``server``: from the environment, else what `asyncdock login` has kept, else
-    that of a service of this user on this machine, else None. Raises :class:`KeyringError`."""
+    """Return the token for ``server``: from the environment, else what `asyncdock login` has kept,
+    else that of a service of this user on this machine, else None. Raises :class:`KeyringError`."""
     credential = Credential(server)
     try:
         return credential.find()[1]
@@ -122,14 +123,14 @@ def token_source(server: str) -> str:
 
 
 def remember(server: str, token: str) -> Path:
-    """Stores ``token`` for ``server``, and returns the file. Raises :class:`KeyringError`."""
+    """Store ``token`` for ``server``, and return the file. Raises :class:`KeyringError`."""
     file = keyring_file()
     _write(file, _read(file) | {server_key(server): token})
     return file
 
 
 def forget(server: str) -> bool:
-    """Removes the token of ``server``; returns False when there was none.
+    """Remove the token of ``server``. Returns False when there was none.
 
     Raises :class:`KeyringError`.
     """
@@ -157,9 +158,9 @@ def _read(file: Path) -> dict[str, str]:
         return {}
     except (OSError, ValueError) as error:
         # a JSON error may quote the text
-        why = type(error).__name__ if isinstance(error, ValueError) else str(error)
+        reason = type(error).__name__ if isinstance(error, ValueError) else str(error)
         raise KeyringError(
-            f"{file} cannot be read ({why}); repair it, or remove it and run `asyncdock login`"
+            f"{file} cannot be read ({reason}); repair it, or remove it and run `asyncdock login`"
         ) from None
     if not isinstance(tokens, dict) or not all(isinstance(token, str) for token in tokens.values()):
         raise KeyringError(

@@ -1,4 +1,4 @@
-"""The exceptions of the clients, and how an answer of the service becomes one."""
+"""Exceptions of the clients, and the conversion of a service's answer into one."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ PROBLEMS: dict[int, type[ApiProblem]] = {
 
 
 def problem_from(status: int, reason: str, content_type: str, body: bytes) -> ApiProblem:
-    """Returns the exception for an unsuccessful answer.
+    """Return the exception for an unsuccessful answer.
 
     Quotes a body that is not problem+json, such as a proxy's page.
     """
@@ -122,7 +122,7 @@ def problem_from(status: int, reason: str, content_type: str, body: bytes) -> Ap
     if content_type == PROBLEM:
         with contextlib.suppress(ValueError, TypeError, AttributeError):
             problem = json.loads(body)
-            known = {
+            details = {
                 name: problem[name]
                 for name in ("type", "field", "value", "fix")
                 if problem.get(name) is not None
@@ -130,15 +130,15 @@ def problem_from(status: int, reason: str, content_type: str, body: bytes) -> Ap
             errors = [error for error in problem.get("errors") or () if isinstance(error, dict)]
             title = str(problem.get("title", reason))
             detail = str(problem.get("detail", ""))
-            return kind(status, title, detail, **known, errors=errors)
+            return kind(status, title, detail, **details, errors=errors)
     quoted = " ".join(body.decode(errors="replace").split())[:QUOTED]
     detail = f"{status} {reason}" + (f": {quoted}" if quoted else "")
     return kind(status, reason, detail, fix="this is not an answer of AsyncDock; check the address")
 
 
 def _sentence(field: str | None, value: Any, wrong: str, fix: str | None) -> str:
-    """``field = value: wrong; fix``, without the parts that are missing or that ``wrong`` already
-    contains."""
+    """Return ``field = value: wrong; fix``, without the parts that are missing or that ``wrong``
+    already contains."""
     name = re.sub(r"^(path|query|header)\.", "", field or "")
     head = f"{name} = {json.dumps(value)}" if name and value is not None else name
     wrong = wrong if not fix else wrong.removesuffix(".")

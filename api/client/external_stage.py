@@ -72,12 +72,14 @@ class ExternalStage:
         token: str = "",
         vocabulary: Mapping[str, int] | None = None,
     ) -> AsyncIterator[ExternalStage]:
-        """Joins ``run``. ``where``: a service's URL (http, https) with its bearer ``token``, or the
-        URL of the run's index.
-        ``worker``: a name that no other worker of the stage has. On the index, leases that an
-        earlier process of that name held end at once. ``vocabulary``: the ``get_vocab()`` of this
-        program's tokenizer; one that is not the run's is refused at the first
-        :meth:`get_experience`."""
+        """Join ``run`` as a worker of ``stage``.
+
+        ``where``: a service's URL (http, https) with its bearer ``token``, or the URL of the run's
+        index. ``worker``: a name that no other worker of the stage has. On the index, leases that
+        an earlier process of that name held end at once. ``vocabulary``: the ``get_vocab()`` of
+        this program's tokenizer; one that is not the run's is refused at the first
+        :meth:`get_experience`.
+        """
         tokenizer = None if vocabulary is None else fingerprint(vocabulary)
         if where.startswith(("http://", "https://")):
             async with Transport(where, token or None, patience=PATIENCE) as http:
@@ -97,7 +99,7 @@ class ExternalStage:
         last: bool = False,
         wait: float = 30.0,
     ) -> int:
-        """Puts prompts from position ``first`` on, and returns the next free position.
+        """Put prompts from position ``first`` on, and return the next free position.
 
         ``last``: no more will come.
         """
@@ -112,17 +114,17 @@ class ExternalStage:
         wait: float = 30.0,
         lease: float | None = None,
     ) -> Experience:
-        """Leases up to ``count`` rows (groups for rollout and reference, one batch for a trainer),
+        """Lease up to ``count`` rows (groups for rollout and reference, one batch for a trainer),
         waiting up to ``wait`` seconds for some. ``version``: the version that a rollout has loaded;
         default: that of the last :meth:`weight_sync_notify`. Raises WeightsTooOld."""
-        asked: dict[str, Any] = {
+        query: dict[str, Any] = {
             "columns": list(columns),
             "version": version,
             "wait": wait,
             "lease": lease,
         }
         return await self._run.get_experience(
-            self.stage, self.worker, count, **asked, tokenizer=self._tokenizer
+            self.stage, self.worker, count, **query, tokenizer=self._tokenizer
         )
 
     async def put_experience(
@@ -133,7 +135,7 @@ class ExternalStage:
         rows: Sequence[int] | None = None,
         park: bool = False,
     ) -> int:
-        """Commits ``columns`` of ``rows`` (ids; default: all), or parks them (``park``) to be
+        """Commit ``columns`` of ``rows`` (ids; default: all), or park them (``park``) to be
         continued by any worker. Returns the number of rows that the lease still holds. Raises
         LeaseLost when another worker has the rows, or an earlier attempt of this call succeeded and
         its answer was lost."""
@@ -141,24 +143,24 @@ class ExternalStage:
         return await self._run.put_experience(_token(experience), ids, columns, park=park)
 
     async def put_step(self, experience: Experience, metrics: Mapping[str, float]) -> int:
-        """Ends a trainer's batch: its optimizer step was made.
+        """End a trainer's batch: its optimizer step was made.
 
         Returns the version to :meth:`publish`.
         """
         return await self._run.train(_token(experience), experience.trained, metrics)
 
     async def renew(self, experience: Experience, lease: float | None = None) -> None:
-        """Holds the lease for ``lease`` seconds from now. Raises LeaseLost."""
+        """Hold the lease for ``lease`` seconds from now. Raises LeaseLost."""
         await self._run.renew(_token(experience), lease)
 
     async def release(self, experience: Experience) -> None:
-        """Gives back the rows that the lease still holds."""
+        """Give back the rows that the lease still holds."""
         await self._run.release(_token(experience))
 
     async def weights(
         self, after: int = -1, *, wait: float = 0.0
     ) -> tuple[int, dict[str, torch.Tensor]] | None:
-        """Returns the published version and a verified copy of its tensors, or None when it is not
+        """Return the published version and a verified copy of its tensors, or None when it is not
         newer than ``after``."""
         while published := await self._run.weights(after, wait):
             try:
@@ -170,12 +172,12 @@ class ExternalStage:
     async def weight_sync_notify(
         self, version: int, *, exposed: float = 0.0, hidden: float = 0.0
     ) -> None:
-        """Reports that this worker has loaded ``version``, in ``exposed`` seconds without and
+        """Report that this worker has loaded ``version``, in ``exposed`` seconds without and
         ``hidden`` seconds beside generation."""
         await self._run.notify(self.worker, version, exposed=exposed, hidden=hidden)
 
     async def publish(self, version: int, weights: Weights, *, covered: int = 0) -> None:
-        """Publishes a trainer's weights. ``covered``: its own checkpoint covers the steps below."""
+        """Publish a trainer's weights. ``covered``: its own checkpoint covers the steps below."""
         await self._run.publish(version, weights, covered=covered)
 
 
@@ -193,7 +195,7 @@ class HttpRun:
         self._path = f"/v1/runs/{run}/"
 
     async def _send(self, method: str, path: str, value: Any = None, **options: Any) -> Answer:
-        """Sends ``value`` as JSON, or a ``body`` of bytes.
+        """Send ``value`` as JSON, or a ``body`` of bytes.
 
         Raises the exception that External would raise, or ServiceError.
         """

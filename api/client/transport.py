@@ -64,14 +64,15 @@ class Message(NamedTuple):
 
 
 class Transport:
-    """Sends requests to ``server`` (``http://HOST:PORT`` or ``https://…``, with a path where a
-    proxy adds one).
+    """A sender of requests to ``server`` (``http://HOST:PORT`` or ``https://…``, with a path where
+    a proxy adds one).
 
     ``token``: a bearer token; by default the one that commands use (:mod:`api.client.credentials`).
     ``timeout``: seconds for one attempt at a call. ``patience``: seconds for which a call, or a
     stream that has lost its connection, is repeated before it raises; 0 means one attempt.
     ``on_retry``: called with each failure that leads to another attempt, and the seconds until
     then.
+
     A transport belongs to the event loop in which it is first used.
     """
 
@@ -121,7 +122,7 @@ class Transport:
         headers: Mapping[str, str] | None = None,
         silence: float | None = None,
     ) -> Answer:
-        """Returns the answer.
+        """Return the answer.
 
         ``silence``: seconds without a byte that end an attempt, in place of ``timeout``. Raises
         ServiceError when the service refuses, or ``patience`` is over.
@@ -148,7 +149,7 @@ class Transport:
         headers: Mapping[str, str] | None = None,
         **options: Any,
     ) -> Answer:
-        """Sends ``value`` as JSON. As :meth:`send` otherwise."""
+        """Send ``value`` as JSON. As :meth:`send` otherwise."""
         body = json.dumps(value, allow_nan=False).encode()
         kind = {"Content-Type": "application/json"}
         return await self.send(
@@ -156,7 +157,7 @@ class Transport:
         )
 
     async def stream(self, path: str, query: Query, after: str) -> AsyncGenerator[Message]:
-        """Yields the server-sent events of one connection, from event id ``after`` on, until the
+        """Yield the server-sent events of one connection, from event id ``after`` on, until the
         connection ends."""
         headers = {"Accept": "text/event-stream"} | ({"Last-Event-ID": after} if after else {})
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=self.timeout, sock_read=SILENCE)
@@ -181,13 +182,13 @@ class Transport:
     async def _attempt(
         self, method: str, path: str, query: Query | None, **options: Any
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Sends a request once, and yields a successful answer before its body is read.
+        """Send a request once, and yield a successful answer before its body is read.
 
         Raises ServiceError.
         """
         if self._session is None:
             self._session = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
-        given = {
+        parameters = {
             name: str(value)
             for name, value in (query or {}).items()
             if value is not None and value != ""
@@ -199,7 +200,7 @@ class Transport:
                     **(options.get("headers") or {}),
                     "Authorization": f"Bearer {token}",
                 }
-            url = URL(server + path, encoded=True).with_query(given)
+            url = URL(server + path, encoded=True).with_query(parameters)
             # Redirects are not followed: the token and the recipe are for this server alone.
             async with self._session.request(
                 method, url, allow_redirects=False, **options
@@ -224,14 +225,14 @@ class Transport:
                 )
                 raise problem
         except aiohttp.ClientConnectorCertificateError as error:
-            why = f"its certificate is not trusted ({error.certificate_error})"
-            raise Unreachable(self.server, why, is_temporary=False) from None
+            reason = f"its certificate is not trusted ({error.certificate_error})"
+            raise Unreachable(self.server, reason, is_temporary=False) from None
         except aiohttp.ClientSSLError as error:
-            why = (
+            reason = (
                 f"it does not speak TLS as https:// needs ({error}); if it listens without TLS, "
                 f"write http://"
             )
-            raise Unreachable(self.server, why, is_temporary=False) from None
+            raise Unreachable(self.server, reason, is_temporary=False) from None
         except TimeoutError:
             limit: aiohttp.ClientTimeout = options["timeout"]
             raise Unreachable(
@@ -248,7 +249,7 @@ class Transport:
 
 
 class SseParser:
-    """Parses server-sent events (WHATWG HTML, 9.2.6) from bytes that are cut anywhere.
+    """Parser of server-sent events (WHATWG HTML, 9.2.6) from bytes that are cut anywhere.
 
     An event is complete with its empty line: what a lost connection leaves before that is dropped.
 
@@ -267,7 +268,7 @@ class SseParser:
         self._data: list[str] = []
 
     def feed(self, chunk: bytes) -> Iterator[Message]:
-        """Yields the events that ``chunk`` completes."""
+        """Yield the events that ``chunk`` completes."""
         *lines, self._rest = self._line_end.split(self._rest + chunk)
         for line in lines:
             if line:
@@ -300,12 +301,12 @@ class Retries:
         self.restart()
 
     def restart(self) -> None:
-        """The call made progress: the next failure is the first one."""
+        """Treat the next failure as the first one: the call has made progress."""
         self._since: float | None = None
         self._attempt = 0
 
     async def wait(self, failure: ServiceError) -> None:
-        """Sleeps until the next attempt.
+        """Sleep until the next attempt.
 
         Raises ``failure`` when another attempt cannot help, or comes later than ``patience``
         seconds after the first failure.
@@ -327,8 +328,8 @@ async def _pieces(body: bytes) -> AsyncGenerator[bytes]:
 
 
 def backoff(attempt: int, share: float) -> float:
-    """Returns the seconds to wait after failed attempt ``attempt`` (from 0): doubling, and spread
-    by ``share`` in [0, 1), so that clients which lost the same server do not all return at the same
+    """Return the seconds to wait after failed attempt ``attempt`` (from 0): doubling, and spread by
+    ``share`` in [0, 1), so that clients which lost the same server do not all return at the same
     moment.
 
     >>> backoff(0, 0.0), backoff(0, 1.0), backoff(3, 1.0), backoff(40, 1.0)
@@ -338,7 +339,7 @@ def backoff(attempt: int, share: float) -> float:
 
 
 def retry_after(value: str | None, now: float) -> float:
-    """Returns the seconds that a Retry-After header asks for: a number, or a date against Unix time
+    """Return the seconds that a Retry-After header asks for: a number, or a date against Unix time
     ``now``. 0 for any other value.
 
     >>> retry_after("3", 0.0), retry_after("Thu, 01 Jan 1970 00:01:00 GMT", 20.0), retry_after("soon", 0.0)
@@ -355,7 +356,7 @@ def retry_after(value: str | None, now: float) -> float:
 
 
 def checked_server(server: str) -> str:
-    """Returns ``server`` without a slash at its end.
+    """Return ``server`` without a slash at its end.
 
     Raises ValueError with the fix when it is not an address.
     """

@@ -28,12 +28,11 @@ LONGEST_HEADER = 2 * 2**20
 
 
 class Unreadable(ValueError):
-    """Raised for a body that is not a safetensors file with experience in it. The message says
-    why."""
+    """A body is not a safetensors file with experience in it; the message says why."""
 
 
 def encode_experience(schema: Schema, experience: Experience) -> bytes:
-    """Returns the body of ``experience``."""
+    """Return the body of ``experience``."""
     ids, progress = experience.begun
     control = {name: getattr(experience, name) for name in FIELDS} | {
         "over": experience.over,
@@ -50,10 +49,11 @@ def encode_experience(schema: Schema, experience: Experience) -> bytes:
 
 
 def decode_experience(body: bytes) -> Experience:
-    """Returns the experience in ``body``. Raises Unreadable."""
-    text, found = from_body(body)
+    """Return the experience in ``body``. Raises Unreadable."""
+    text, tensors = from_body(body)
     columns = {
-        n: v if isinstance(v, Packed) else Packed(v.reshape(-1), None) for n, v in found.items()
+        name: tensor if isinstance(tensor, Packed) else Packed(tensor.reshape(-1), None)
+        for name, tensor in tensors.items()
     }
     progress = {
         name.removeprefix(BEGUN): columns.pop(name)
@@ -65,7 +65,10 @@ def decode_experience(body: bytes) -> Experience:
         rows = [ExperienceRow(**row) for row in control["rows"]]
         begun = (control["begun"] or {"rows": []})["rows"]
         return Experience(
-            **{n: control[n] for n in FIELDS}, rows=rows, columns=columns, begun=(begun, progress)
+            **{name: control[name] for name in FIELDS},
+            rows=rows,
+            columns=columns,
+            begun=(begun, progress),
         )
     except (ValueError, KeyError, TypeError) as error:
         raise Unreadable(
@@ -74,7 +77,7 @@ def decode_experience(body: bytes) -> Experience:
 
 
 def to_body(control: str, columns: Mapping[str, Packed | torch.Tensor]) -> bytes:
-    """Returns one safetensors body of the JSON text ``control`` and the columns."""
+    """Return one safetensors body of the JSON text ``control`` and the columns."""
     tensors: dict[str, torch.Tensor] = {}
     for name, value in columns.items():
         if isinstance(value, Packed) and value.offsets is not None:
@@ -85,7 +88,7 @@ def to_body(control: str, columns: Mapping[str, Packed | torch.Tensor]) -> bytes
 
 
 def from_body(body: bytes) -> tuple[str, dict[str, Packed | torch.Tensor]]:
-    """Returns the JSON text and the columns of ``body``; ragged columns as Packed.
+    """Return the JSON text and the columns of ``body``; ragged columns as Packed.
 
     Raises Unreadable.
     """

@@ -15,7 +15,7 @@ MOST_ROWS = 4096
 
 
 def _whole(value: object) -> object:
-    """Returns 3 for 3.0: JSON has one kind of number."""
+    """Return 3 for 3.0: JSON has one kind of number."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

@@ -84,7 +84,7 @@ class ExternalSession:
         return await asyncio.to_thread(encode_experience, self.external.schema, experience)
 
     async def decode(self, body: bytes) -> tuple[PutExperience, dict[str, Packed | torch.Tensor]]:
-        """Returns what a body of experience controls, and its columns. Raises an HTTPProblem."""
+        """Return what a body of experience controls, and its columns. Raises an HTTPProblem."""
         try:
             control, columns = await asyncio.to_thread(from_body, body)
             return PutExperience.model_validate_json(control, strict=True), columns
@@ -97,7 +97,7 @@ class ExternalSession:
             raise invalid_request(422, errors_of(error)) from None
 
     async def weights(self, version: int) -> Weights:
-        """Returns a verified copy of a published version. Raises WeightsGone."""
+        """Return a verified copy of a published version. Raises WeightsGone."""
         async with self._copying:  # several readers share one copy
             if version not in self._held:
                 tensors = await self.external.read_weights(version)
@@ -115,11 +115,11 @@ class ExternalSession:
             return Weights(version, path.open("rb"))
 
     async def publish(self, request: web.Request, version: int, covered: int) -> Published:
-        """Publishes the weights in the body of ``request``."""
-        wanted = await self.external.may_publish(version)
+        """Publish the weights in the body of ``request``."""
+        layout = await self.external.may_publish(version)
         check = functools.partial(self.external.may_publish, version)
         async with self._publishing:
-            weights = await receive_weights(request, self._folder, longest_header(wanted), check)
+            weights = await receive_weights(request, self._folder, longest_header(layout), check)
             return await self.external.publish(version, weights, covered=covered)
 
     async def view(self, published: Published | None) -> WeightsView:
@@ -140,19 +140,19 @@ class ExternalSession:
 
     @contextlib.contextmanager
     def refusals(self) -> Iterator[None]:
-        """Turns the exceptions of the interface into problems."""
+        """Turn the exceptions of the interface into problems."""
         try:
             yield
         except NotExternal as error:
-            [found] = error.problems
+            [problem] = error.problems
             raise HTTPProblem(
-                409, str(error), kind="not-external", field=found.key, fix=found.fix
+                409, str(error), kind="not-external", field=problem.key, fix=problem.fix
             ) from None
         except (Misfit, ColumnError, PromptError) as error:
-            [found] = error.problems
+            [problem] = error.problems
             kind = "prompt" if isinstance(error, PromptError) else "misfit"
-            field = "body" if found.key == "weights" else found.key
-            fix = found.fix or None
+            field = "body" if problem.key == "weights" else problem.key
+            fix = problem.fix or None
             raise HTTPProblem(422, str(error), kind=kind, field=field, fix=fix) from None
         except (ExternalPromptsFull, NoRoom, WarehouseUnreachable) as error:
             raise HTTPProblem(
@@ -160,6 +160,6 @@ class ExternalSession:
             ) from None
         except tuple(CONFLICTS) as error:
             kind, field, fix = next(
-                found for refused, found in CONFLICTS.items() if isinstance(error, refused)
+                details for refused, details in CONFLICTS.items() if isinstance(error, refused)
             )
             raise HTTPProblem(409, str(error), kind=kind, field=field or None, fix=fix) from None

@@ -42,7 +42,7 @@ CheckLayout = Callable[[Layout], Awaitable[object]]
 
 
 def longest_header(names: Iterable[str] | None) -> int:
-    """Returns the bytes that the header of a model with parameters ``names`` may have; None: the
+    """Return the bytes that the header of a model with parameters ``names`` may have; None: the
     names are not known."""
     return (
         UNKNOWN_HEADER
@@ -52,7 +52,7 @@ def longest_header(names: Iterable[str] | None) -> int:
 
 
 def parse_header(text: bytes) -> tuple[Layout, int]:
-    """Returns the layout, and the bytes of the whole file, by the header ``text`` of a safetensors
+    """Return the layout, and the bytes of the whole file, by the header ``text`` of a safetensors
     file of floating-point tensors. Raises an HTTPProblem for another one.
 
     >>> parse_header(b'{"w": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}')
@@ -90,7 +90,7 @@ def parse_header(text: bytes) -> tuple[Layout, int]:
 async def receive_weights(
     request: web.Request, folder: Path, longest: int, check: CheckLayout
 ) -> Iterable[tuple[str, torch.Tensor]]:
-    """Returns the tensors of the body, a safetensors file.
+    """Return the tensors of the body, a safetensors file.
 
     They are mapped from a file in ``folder`` that is removed with them. ``check`` may refuse the
     layout before the payload is read. The header has at most ``longest`` bytes. Raises an
@@ -105,7 +105,7 @@ async def receive_weights(
 
 
 async def _receive(request: web.Request, file: IO[bytes], longest: int, check: CheckLayout) -> None:
-    """Writes the body to ``file``.
+    """Write the body to ``file``.
 
     Raises an HTTPProblem for another number of bytes than its header declares, and below SLOWEST
     bytes a second.

@@ -75,12 +75,12 @@ class PolicyDeployment:
                 raise too_large(self._settings.body_limit)
         refuse_many_values(bytes(body), BODY_VALUES)
         try:
-            asked = model.model_validate_json(bytes(body), strict=True)
+            completion_request = model.model_validate_json(bytes(body), strict=True)
         except pydantic.ValidationError as error:
             raise invalid_request(422, errors_of(error)) from None
-        parts = respond(self._policies, asked, token.id)
+        parts = respond(self._policies, completion_request, token.id)
         return StreamingResponse(
-            _with_first(await anext(parts), parts), media_type=asked.media_type
+            _with_first(await anext(parts), parts), media_type=completion_request.media_type
         )
 
 

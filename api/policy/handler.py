@@ -89,7 +89,7 @@ async def respond(
 
 
 def _failure(error: Exception) -> Exception:
-    """Returns ``error``, or of an engine's the problem that it is for the client."""
+    """Return ``error``, or of an engine's the problem that it is for the client."""
     match error:
         case TokenizerFailed():
             log.error("a tokenizer failed", exc_info=error)
@@ -160,7 +160,7 @@ class _Responder:
 
     async def parts(self) -> AsyncGenerator[bytes, None]:
         """Yield the whole answer as JSON, or its parts as tokens are made."""
-        made = 0
+        num_generated = 0
         options = self._request.stream_options
         self._prompts = await self._read_prompts()
         async with self._policy.engines.engine(mixed=bool(self._request.mix_versions)) as engine:
@@ -171,17 +171,21 @@ class _Responder:
                     if choice.reason:
                         continue  # the engine ends at a stop string a little later than the text
                     new = await self._added(choice, item)
-                    made += len(new)
+                    num_generated += len(new)
                     if any(pinned not in (None, token.version) for token in new):
                         raise RuntimeError(
                             f"an answer of version {pinned} has tokens of another one: {new}"
                         )
                     if self._request.stream and (choice.text or choice.reason):
                         yield await self._part([choice])
-                    if all(one.reason for one in self._choices):
+                    if all(choice.reason for choice in self._choices):
                         break
-        asked = sum(map(len, self._prompts))
-        usage = Usage(prompt_tokens=asked, completion_tokens=made, total_tokens=asked + made)
+        num_prompt_tokens = sum(map(len, self._prompts))
+        usage = Usage(
+            prompt_tokens=num_prompt_tokens,
+            completion_tokens=num_generated,
+            total_tokens=num_prompt_tokens + num_generated,
+        )
         if not self._request.stream:
             yield await self._part(self._choices, usage=usage)
         elif options and options.include_usage:
@@ -190,7 +194,7 @@ class _Responder:
     async def _added(self, choice: ChoiceText, item: Item) -> list[Token]:
         """Add ``item`` to ``choice``.
 
-        A response that comes at once is decoded in pieces, between which others go on.
+        A response that comes at once is decoded in pieces, between which other tasks run.
         """
         if not isinstance(item, Completion):
             return choice.add(item)
@@ -214,7 +218,7 @@ class _Responder:
                     yield item
 
     def _started(self, engine: RolloutEngine, groups: Sequence[GroupRequest]) -> Any:
-        """Submit ``groups`` to the engine. Returns the iterator of what it makes."""
+        """Submit ``groups`` to the engine. Returns the iterator over its items."""
         try:
             if isinstance(engine, StreamingEngine):
                 return engine.stream(groups, alternatives=self._alternatives)
@@ -225,7 +229,9 @@ class _Responder:
             return engine.generate(groups)
         except ValueError as error:
             names = (
-                [found.key for found in error.problems] if isinstance(error, RequestRefused) else []
+                [problem.key for problem in error.problems]
+                if isinstance(error, RequestRefused)
+                else []
             )
             raise _refused(str(error), self._field_of(names), "change it, or see /docs") from None
 
@@ -244,7 +250,7 @@ class _Responder:
         return groups
 
     def _field_of(self, names: Sequence[str]) -> str:
-        """Returns the field of the request for an engine's ``names`` of fields that it refuses."""
+        """Return the field of the request for an engine's ``names`` of fields that it refuses."""
         for name in names:
             if name in type(self._request).model_fields and (
                 name != "max_tokens" or self._asked_tokens
@@ -260,15 +266,15 @@ class _Responder:
         return self._request.max_tokens
 
     def _sampling(self) -> SamplingParams:
-        asked = self._request
+        request = self._request
         default = self._policy.recipe.rollout.max_tokens if self._chat else DEFAULT_TOKENS
         return replace(
             self._policy.sampling,
             max_tokens=self._asked_tokens or default,
-            temperature=1.0 if asked.temperature is None else asked.temperature,
-            top_p=1.0 if asked.top_p is None else asked.top_p,
-            top_k=asked.top_k or 0,
-            stop=(asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ()),
+            temperature=1.0 if request.temperature is None else request.temperature,
+            top_p=1.0 if request.top_p is None else request.top_p,
+            top_k=request.top_k or 0,
+            stop=(request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ()),
         )
 
     def _refuse_many_tokens(self, choices: int) -> None:
@@ -277,18 +283,18 @@ class _Responder:
         tokens = self._params.max_tokens
         tokens = tokens if context is None else min(tokens, context)
         field_name = "max_tokens"
-        most = MOST_TOKENS
-        what = "tokens"
+        limit = MOST_TOKENS
+        unit = "tokens"
         if self._has_logprobs:
             tokens = tokens * (1 + self._alternatives)
-            most = MOST_LOGPROBS
-            what = "logprobs"
+            limit = MOST_LOGPROBS
+            unit = "logprobs"
             field_name = "top_logprobs" if self._chat else "logprobs"
-        if choices * tokens > most:
+        if choices * tokens > limit:
             detail = (
-                f"The answer may have {choices * tokens} {what}: {choices} choices of {tokens}."
+                f"The answer may have {choices * tokens} {unit}: {choices} choices of {tokens}."
             )
-            fix = f"ask for at most {most} in one request, by max_tokens or n"
+            fix = f"ask for at most {limit} in one request, by max_tokens or n"
             raise _refused(detail, field_name, fix)
 
     @property
@@ -298,7 +304,7 @@ class _Responder:
         return engine.context if isinstance(engine, BoundedEngine) else None
 
     async def _read_prompts(self) -> list[list[int]]:
-        """Returns the tokens of each prompt. Raises HTTPProblem."""
+        """Return the tokens of each prompt. Raises HTTPProblem."""
         field_name = "messages" if self._chat else "prompt"
         texts = self._policy.texts
         try:
@@ -307,14 +313,16 @@ class _Responder:
                     self._messages(self._request), self._owner, self._context
                 )
             else:
-                places = [place for place, one in enumerate(self._given) if isinstance(one, str)]
+                places = [
+                    place for place, prompt in enumerate(self._given) if isinstance(prompt, str)
+                ]
                 ids = await texts.ids(
                     [self._given[place] for place in places], self._owner, self._context
                 )
-                read = dict(zip(places, ids, strict=True))
-                prompts = [read.get(place, one) for place, one in enumerate(self._given)]
-        except TextRefused as refused:
-            raise _refused(str(refused), field_name, refused.fix, refused.value) from None
+                tokenized = dict(zip(places, ids, strict=True))
+                prompts = [tokenized.get(place, prompt) for place, prompt in enumerate(self._given)]
+        except TextRefused as error:
+            raise _refused(str(error), field_name, error.fix, error.value) from None
         if not all(prompts):
             raise _refused("A prompt has no tokens.", field_name, "give a text")
         return prompts
@@ -323,10 +331,10 @@ class _Responder:
         if self._tokenizer.chat_template is None:
             fix = "use /v1/completions, or set prompts.chat_template in the recipe"
             raise _refused("The model has no chat template.", "messages", fix)
-        return [{"role": one.role, "content": one.text} for one in request.messages]
+        return [{"role": message.role, "content": message.text} for message in request.messages]
 
     async def _part(self, choices: Sequence[ChoiceText], **more: Any) -> bytes:
-        """Returns what is new of ``choices`` as JSON."""
+        """Return what is new in ``choices``, as JSON."""
 
         def written() -> bytes:
             views = [self._view(choice) for choice in choices]
@@ -370,7 +378,8 @@ class _Responder:
         )
 
     def _candidates(self, placed: Placed) -> list[Placed]:
-        """The likeliest tokens in the place of ``placed``, with it where it is among them."""
+        """Return the likeliest tokens in the place of ``placed``, with it where it is among
+        them."""
         token = placed.token
         return [
             placed if name == token.token_id else self._candidate(token, name, logprob)
@@ -383,43 +392,43 @@ class _Responder:
         return Placed(other, self._pieces.bytes_of(token_id), 0)
 
     def _named(self, placed: Placed) -> TokenLogprob:
-        """``placed`` as chats have it."""
+        """Return the logprob of ``placed`` in the form of chat completions."""
         views = [
             TokenLogprob(
-                token=self._pieces.name(one.token.token_id, one.own),
-                logprob=_finite(one.token.logprob),
-                bytes=list(one.own),
+                token=self._pieces.name(candidate.token.token_id, candidate.own),
+                logprob=_finite(candidate.token.logprob),
+                bytes=list(candidate.own),
             )
-            for one in (placed, *self._candidates(placed))
+            for candidate in (placed, *self._candidates(placed))
         ]
         return views[0].model_copy(update={"top_logprobs": views[1:]})
 
     def _name(self, placed: Placed) -> str:
-        """The name of a token as completions have it."""
+        """Return the name of a token as completions have it."""
         return self._pieces.name(placed.token.token_id, placed.own, prefix="bytes:")
 
     def _likeliest(self, placed: Placed) -> dict[str, float]:
-        """The logprobs of the likeliest tokens, and of ``placed``, by names of which each is there
-        once."""
+        """Return the logprobs of the likeliest tokens, and of ``placed``, by their names, each of
+        which is there once."""
         candidates = self._candidates(placed)
         if placed not in candidates:
             candidates.append(placed)
-        named: dict[str, float] = {}
-        for one in candidates:
-            name = self._name(one)
-            if one is not placed and (name in named or name == self._name(placed)):
-                name = f"token_id:{one.token.token_id}"
-            named[name] = _finite(one.token.logprob)
-        return named
+        logprobs: dict[str, float] = {}
+        for candidate in candidates:
+            name = self._name(candidate)
+            if candidate is not placed and (name in logprobs or name == self._name(placed)):
+                name = f"token_id:{candidate.token.token_id}"
+            logprobs[name] = _finite(candidate.token.logprob)
+        return logprobs
 
 
 def _finite(logprob: float) -> float:
-    """``logprob``, or OpenAI's number for a token that is very unlikely."""
+    """Return ``logprob``, or OpenAI's number for a token that is very unlikely."""
     return logprob if math.isfinite(logprob) else UNLIKELY
 
 
 def _several(prompt: Any) -> list[Any]:
-    """The prompts of a request: texts, or lists of tokens."""
+    """Return the prompts of a request: texts, or lists of tokens."""
     return prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
 
 

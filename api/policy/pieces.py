@@ -35,13 +35,13 @@ class Pieces:
         self._known: dict[int, bytes] = {}
 
     def bytes_of(self, token: int) -> bytes:
-        """The bytes that ``token`` adds to a text; none of a special one."""
+        """Return the bytes that ``token`` adds to a text; none of a special one."""
         if token not in self._known:
             self._known[token] = self._bytes(token)
         return self._known[token]
 
     def name(self, token: int, own: bytes, *, prefix: str = "") -> str:
-        r"""The text of ``token`` with the bytes ``own``, or ``prefix`` and the bytes as
+        r"""Return the text of ``token`` with the bytes ``own``, or ``prefix`` and the bytes as
         ``\xf0\x9f`` where they are no text. A special token has the name that the tokenizer gives
         it."""
         if not own:
@@ -66,19 +66,19 @@ class Pieces:
 
 
 def _decoders(tokenizer: Tokenizer) -> set[str]:
-    """The kinds of decoders that the tokenizer applies."""
+    """Return the kinds of decoders that the tokenizer applies."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return {"ByteLevel"} if hasattr(tokenizer, "byte_decoder") else set()
     if backend.decoder is None:
         return set()
     decoder = json.loads(backend.decoder.__getstate__())
-    return {one["type"] for one in (decoder, *decoder.get("decoders", ()))}
+    return {component["type"] for component in (decoder, *decoder.get("decoders", ()))}
 
 
 def _byte_characters() -> dict[str, int]:
-    """The byte of each character that byte-level tokenizers write in its place: itself, or from
-    U+0100 on where it is no visible one (GPT-2's ``bytes_to_unicode``)."""
+    """Return the byte of each character that byte-level tokenizers write in its place: itself, or
+    from U+0100 on where it is no visible one (GPT-2's ``bytes_to_unicode``)."""
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(0x100) if byte not in visible]
     return {chr(byte): byte for byte in visible} | {
@@ -143,7 +143,7 @@ class ChoiceText:
         return new
 
     def take(self) -> tuple[str, list[Placed]]:
-        """Returns what has not been sent: text, and the tokens that begin in what was sent with it.
+        """Return what has not been sent: text, and the tokens that begin in what was sent with it.
 
         All tokens at the end: those of a stop string, and those without text, begin where the text
         ends.
@@ -156,7 +156,7 @@ class ChoiceText:
         self.offset = end
         sent = self._placed[:count]
         self._placed = self._placed[count:]
-        return text, [Placed(one.token, one.own, min(one.offset, end)) for one in sent]
+        return text, [Placed(placed.token, placed.own, min(placed.offset, end)) for placed in sent]
 
     def _place(self, *, all_of_them: bool = False) -> None:
         """Give the waiting tokens their places in the text, as far as it is decoded."""
@@ -166,13 +166,15 @@ class ChoiceText:
         if not tokens:
             return
         text = self._decoded.newest
-        own = [self._pieces.bytes_of(token.token_id) if self._pieces else b"" for token in tokens]
-        if b"".join(own) != text.encode() and BROKEN not in text:
-            own = [b""] * (count - 1) + [text.encode()]  # a first token may lose its space
+        token_bytes = [
+            self._pieces.bytes_of(token.token_id) if self._pieces else b"" for token in tokens
+        ]
+        if b"".join(token_bytes) != text.encode() and BROKEN not in text:
+            token_bytes = [b""] * (count - 1) + [text.encode()]  # a first token may lose its space
         characters = codecs.getincrementaldecoder("utf-8")("replace")
         begin = self._characters
         end = self._characters + len(text)
-        for token, part in zip(tokens, own, strict=True):
+        for token, part in zip(tokens, token_bytes, strict=True):
             self._placed.append(Placed(token, part, min(begin, end)))
             begin += len(characters.decode(part))
         self._characters = end

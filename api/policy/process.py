@@ -1,4 +1,4 @@
-"""The process in which a server has its policies: it has the engines, and the server no torch.
+"""The process in which a server holds its policies. It has the engines; the server needs no torch.
 
 request ──▶ post ──▶ is there a process? ── no ──▶ start it; it ends after ten minutes without requests
               └──▶ HTTP on a Unix socket, which it gets as its standard input ──▶ api.policy.worker
@@ -54,7 +54,7 @@ class PolicyProcess:
     async def post(
         self, path: str, body: bytes, owner: str
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """The process's answer to a request of the token with the id ``owner``. Raises
+        """Yield the process's answer to a request of the token with the id ``owner``. Raises
         HTTPProblem."""
         self._session = session = self._session or self._begin()
         self._requests += 1

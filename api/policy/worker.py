@@ -32,10 +32,12 @@ from orchestration.streams import open_outputs
 async def _answer(
     policies: Policies, model: type[Request], request: web.Request
 ) -> web.StreamResponse:
-    asked = model.model_validate_json(await request.read())
-    async with aclosing(respond(policies, asked, request.headers.get(OWNER, ""))) as parts:
+    completion_request = model.model_validate_json(await request.read())
+    async with aclosing(
+        respond(policies, completion_request, request.headers.get(OWNER, ""))
+    ) as parts:
         first = await anext(parts)
-        response = web.StreamResponse(headers={"Content-Type": asked.media_type})
+        response = web.StreamResponse(headers={"Content-Type": completion_request.media_type})
         request[BEGAN] = True
         await response.prepare(request)
         await response.write(first)

@@ -1,5 +1,5 @@
-"""Payloads of the event stream, as ``GET /v1/runs/{run}/metrics/stream`` sends them: models made
-from ``pipeline.events``.
+"""Payloads of the event stream, as ``GET /v1/runs/{run}/metrics/stream`` sends them: models that
+are built from ``pipeline.events``.
 
 A number that is not finite is null. An event may hold more keys than are named here: those of a
 newer version.
@@ -44,7 +44,7 @@ class DroppedMessage(BaseModel):
 
 
 def _model(event: type[EventData]) -> type[EventModel]:
-    """The model of ``event``: its name, its description and its fields.
+    """Return the model of ``event``: its name, its description and its fields.
 
     The metrics of a step are further keys.
     """
@@ -64,7 +64,7 @@ MESSAGES: dict[str, type[BaseModel]] = {**MODELS, "end": EndMessage, "dropped": 
 
 
 def numbers_of(kind: str) -> list[str]:
-    """Names of the numbers that every event of ``kind`` may have."""
+    """Return the names of the numbers that every event of ``kind`` may have."""
     return [
         name
         for name, field in MODELS[kind].model_fields.items()

@@ -171,10 +171,10 @@ class Scaling(Strict):
 
 
 def _which(body: Any) -> str | None:
-    given = {"recipe", "recipe_name"} & set(
+    keys = {"recipe", "recipe_name"} & set(
         body if isinstance(body, dict) else getattr(type(body), "model_fields", ())
     )
-    return given.pop() if len(given) == 1 else None
+    return keys.pop() if len(keys) == 1 else None
 
 
 class RecipeSubmission(

@@ -8,7 +8,8 @@ from pydantic import BeforeValidator
 
 
 def sendable(value: object) -> object:
-    """``value``; in a text, surrogates (which headers and arguments may hold) are replaced."""
+    """Return ``value``; in a text, surrogates (which headers and arguments may hold) are
+    replaced."""
     return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
 
 

@@ -98,7 +98,7 @@ async def listen(app: web.Application, settings: Settings) -> tuple[web.AppRunne
     tls = _tls(settings)
     runner = web.AppRunner(app, shutdown_timeout=CLOSING_SECONDS)
     await runner.setup()
-    where = f"{settings.host}:{settings.port}"
+    address = f"{settings.host}:{settings.port}"
     try:
         site = Connections(runner, settings, tls)
         await site.start()
@@ -106,13 +106,13 @@ async def listen(app: web.Application, settings: Settings) -> tuple[web.AppRunne
         await runner.cleanup()
         if not isinstance(error, OSError):
             raise ServeError(str(error)) from None
-        taken = error.errno == errno.EADDRINUSE
-        why = (
+        is_taken = error.errno == errno.EADDRINUSE
+        reason = (
             ("is taken by another program")
-            if taken
+            if is_taken
             else f"cannot be used ({error.strerror or error})"
         )
-        raise ServeError(f"listen: {where} {why}; give another one with --listen") from None
+        raise ServeError(f"listen: {address} {reason}; give another one with --listen") from None
     host, port = site.sockets[0].getsockname()[:2]
     name = f"[{host}]" if ":" in host else host
     return runner, f"{'https' if tls else 'http'}://{name}:{port}"
@@ -125,8 +125,8 @@ def _tls(settings: Settings) -> ssl.SSLContext | None:
     try:
         context.load_cert_chain(settings.tls_certificate, settings.tls_key)
     except OSError as error:
-        wrong = f"tls: {settings.tls_certificate} cannot be used ({error})"
-        raise ServeError(f"{wrong}; give a PEM file and its key") from None
+        reason = f"tls: {settings.tls_certificate} cannot be used ({error})"
+        raise ServeError(f"{reason}; give a PEM file and its key") from None
     return context
 
 
@@ -167,23 +167,26 @@ async def serve(settings: Settings, stop: asyncio.Event, ready: Callable[[str, s
         registry = await _connect(settings, index)
         try:
             app = build_app(settings, registry)
-            own = await _own_token(settings, app[SERVICE].tokens)
-            runner, where = await listen(app, settings)
+            own_token = await _own_token(settings, app[SERVICE].tokens)
+            runner, url = await listen(app, settings)
             try:
-                with announced(where, settings.data) if own else contextlib.nullcontext():
+                with announced(url, settings.data) if own_token else contextlib.nullcontext():
                     _warn(settings)
                     app[SERVICE].checks.prepare()
                     reduce_collections()
-                    ready(where, app[SERVICE].logins.link(own, os.geteuid()) if own else "")
+                    ready(
+                        url,
+                        app[SERVICE].logins.link(own_token, os.geteuid()) if own_token else "",
+                    )
                     if settings.runs:
-                        beside = [
+                        services = [
                             Agent(registry.link.url, settings.data, settings.runs, index=index).run(
                                 stop
                             )
                         ]
                     else:
-                        beside = [] if index is None else [index.keep()]
-                    await first_of(stop.wait(), *beside)
+                        services = [] if index is None else [index.keep()]
+                    await first_of(stop.wait(), *services)
             except AgentError as error:
                 raise ServeError(str(error)) from None
             finally:

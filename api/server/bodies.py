@@ -1,4 +1,4 @@
-"""Reads the bodies of requests, within limits of size and time."""
+"""Bodies of requests, read within limits of size and time."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def check_media_type(request: web.Request, media_type: str) -> None:
         request.content_type != media_type
         or request.headers.get("Content-Encoding", "identity") != "identity"
     ):
-        sent = request.headers.get("Content-Type", "")
+        content_type = request.headers.get("Content-Type", "")
         fix = f"send the header 'Content-Type: {media_type}', and no Content-Encoding"
         raise HTTPProblem(
             415,
             "The body is of another media type.",
             kind="media-type",
             field="body",
-            value=sent,
+            value=content_type,
             fix=fix,
         )
 
@@ -81,15 +81,15 @@ def transfer_problems(too_slow: str) -> Iterator[None]:
 def refuse_many_values(body: bytes, most: int) -> None:
     """Raise an HTTPProblem (413) for JSON that takes long to parse.
 
-    Counts these characters inside of texts too.
+    Commas, colons and brackets inside of texts are counted, too.
     """
     count = body.count
-    for found, limit, kind in (
+    for occurrences, limit, kind in (
         (count(b","), most, "values"),
         (count(b"{") + count(b"["), most // 10, "tables and lists"),
         (count(b":"), most // 10, "keys"),
     ):
-        if found > limit:
-            detail = f"The body holds {found} {kind}; at most {limit} are read."
+        if occurrences > limit:
+            detail = f"The body holds {occurrences} {kind}; at most {limit} are read."
             fix = "send it in parts, or as bytes where that can be"
             raise HTTPProblem(413, detail, kind="too-large", field="body", fix=fix)

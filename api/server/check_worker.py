@@ -78,10 +78,10 @@ def _what_if(folder: Path, overrides: list[str]) -> dict[str, Any]:
 
     try:
         now, changed = what_if(folder, overrides)
-    except NotMeasured as lacking:
+    except NotMeasured as error:
         fix = "ask again after some optimizer steps"
-        [found] = lacking.problems
-        detail = f"{found.wrong}; {found.fix}"
+        [problem] = error.problems
+        detail = f"{problem.wrong}; {problem.fix}"
         raise HTTPProblem(409, detail, kind="not-measured", fix=fix) from None
     views = {
         "now": ForecastView.model_validate(now),

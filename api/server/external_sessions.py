@@ -23,7 +23,8 @@ IDLE_SECONDS = 600.0  # without a request, after which the connections of a run 
 
 
 def _open_session(index: Index, recipe: Recipe, data: Path) -> ExternalSession:
-    """Imports torch, which takes seconds: a server without external stages does not load it."""
+    """Open the session of a run. Imports torch, which takes seconds: a server without external
+    stages does not load it."""
     from api.external.session import External, ExternalSession
 
     return ExternalSession(External(index, recipe, worker="service"), data)
@@ -39,7 +40,7 @@ class ExternalSessions:
 
     @contextlib.asynccontextmanager
     async def run(self, run: str) -> AsyncIterator[ExternalSession]:
-        """Yields the session of ``run``, and turns its exceptions into problems. Raises
+        """Yield the session of ``run``, and turn its exceptions into problems. Raises
         UnknownRun."""
         record = await self._registry.get(run)
         await self._close_idle()
@@ -66,7 +67,7 @@ class ExternalSessions:
             await session.external.close()
 
     async def forget(self, run: str) -> None:
-        """Closes the connections of a deleted run."""
+        """Close the connections of a deleted run."""
         if session := self._runs.pop(run, None):
             await session.external.close()
 

@@ -1,4 +1,4 @@
-"""Builds the OpenAPI 3.1 document of operations from their signatures and pydantic models."""
+"""The OpenAPI 3.1 document of operations, built from their signatures and pydantic models."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def openapi_document(
     ``tokens``: whether the server requires tokens.
     """
     operations = [o for o in operations_of(modules) if not o.hidden]
-    wanted: dict[Any, None] = dict.fromkeys(
+    schemas: dict[Any, None] = dict.fromkeys(
         (o.parts["body"], "validation") for o in operations if "body" in o.parts
     )
     answers = [o.answer for o in operations if o.answer] + [ProblemDetails]
     messages = [model for o in operations for model in o.events.values()]
-    wanted |= dict.fromkeys((model, "serialization") for model in [*answers, *messages])
-    references, components = models_json_schema(list(wanted), ref_template=_REFERENCE)
+    schemas |= dict.fromkeys((model, "serialization") for model in [*answers, *messages])
+    references, components = models_json_schema(list(schemas), ref_template=_REFERENCE)
     paths: dict[str, dict[str, Any]] = {}
     for o in operations:
         paths.setdefault(_PATTERN.sub("", o.path), {})[o.method.lower()] = _describe(
@@ -125,7 +125,8 @@ def _describe(o: Operation, references: Mapping[Any, Any], tokens: bool) -> dict
 
 
 def _text_or_bytes(media_type: str) -> dict[str, Any]:
-    """Bytes have the ``format`` binary, so that generated clients do not decode them as text."""
+    """Return the content of a body of ``media_type``. Bytes have the ``format`` binary, so that
+    generated clients do not decode them as text."""
     binary = (
         {}
         if media_type.startswith("text/")
@@ -162,8 +163,10 @@ def _parameters(part: str, o: Operation) -> list[dict[str, Any]]:
         parameter = {"name": name, "in": _PLACES[part], "required": name in required}
         if "description" in field:
             parameter["description"] = field["description"]
-        kept = {key: value for key, value in field.items() if key not in ("title", "description")}
-        parameters.append({**parameter, "schema": kept})
+        field_schema = {
+            key: value for key, value in field.items() if key not in ("title", "description")
+        }
+        parameters.append({**parameter, "schema": field_schema})
     return parameters
 
 
@@ -171,12 +174,12 @@ def _without_empty_defaults(schema: Any) -> Any:
     """Return ``schema`` without the defaults null and {}, which generators of clients send or
     refuse."""
     if isinstance(schema, dict):
-        kept = {
+        entries = {
             key: value
             for key, value in schema.items()
             if not (key == "default" and value in (None, {}))
         }
-        return {key: _without_empty_defaults(value) for key, value in kept.items()}
+        return {key: _without_empty_defaults(value) for key, value in entries.items()}
     return (
         [_without_empty_defaults(value) for value in schema] if isinstance(schema, list) else schema
     )

@@ -69,18 +69,7 @@ class Reply(Generic[T]):
 
 @dataclass(frozen=True)
 class Operation:
-    """A handler and the arguments of its decorator.
-
-    ``owned``: only for the owner of the run of ``path``, and for scope admin. ``also``: further
-    statuses of success and their meaning. ``errors``: statuses of problems beside the general ones.
-    ``produces``: media type of an answer that is not a model. ``consumes``: media type of a body
-    that the handler reads itself. ``sends``: headers of a successful answer and their meaning.
-    ``seconds``: deadline (None: the server's; 0: none). ``body_limit``: bytes (None: the server's).
-    ``body_values``: limit of values in a JSON body, ten times that of its tables and lists, and of
-    its keys. ``body_optional``: no body is read as an empty object. ``hidden``: not in the
-    document. ``events``: payload models of an event stream. ``streams``: whether it answers an
-    event stream, too, where the body asks for one.
-    """
+    """A handler and the arguments of its decorator."""
 
     method: Method
     path: str
@@ -90,18 +79,31 @@ class Operation:
     tag: str
     status: int = 200
     owned: bool = False
+    """Only for the owner of the run of ``path``, and for scope admin."""
     also: Mapping[int, str] = field(default_factory=dict)
+    """Further statuses of success and their meaning."""
     errors: tuple[int, ...] = ()
+    """Statuses of problems beside the general ones."""
     produces: str = ""
+    """Media type of an answer that is not a model."""
     consumes: str = ""
+    """Media type of a body that the handler reads itself."""
     sends: Mapping[str, str] = field(default_factory=dict)
+    """Headers of a successful answer and their meaning."""
     seconds: float | None = None
+    """Deadline (None: the server's; 0: none)."""
     body_limit: int | None = None
+    """Bytes (None: the server's)."""
     body_values: int = BODY_VALUES
+    """Limit of values in a JSON body, ten times that of its tables and lists, and of its keys."""
     body_optional: bool = False
+    """Whether no body is read as an empty object."""
     hidden: bool = False
+    """Not in the document."""
     events: Mapping[str, type[BaseModel]] = field(default_factory=dict)
+    """Payload models of an event stream."""
     streams: bool = False
+    """Whether it answers an event stream, too, where the body asks for one."""
 
     @cached_property
     def hints(self) -> dict[str, Any]:
@@ -120,14 +122,14 @@ class Operation:
 
     @property
     def statuses(self) -> tuple[int, ...]:
-        """Every status of a problem that it may answer."""
-        found = {403, 429, *self.errors}
-        found |= {400} if self.parts else set()
-        found |= {401} if self.scope else set()
+        """Every status of a problem that the operation may answer."""
+        statuses = {403, 429, *self.errors}
+        statuses |= {400} if self.parts else set()
+        statuses |= {401} if self.scope else set()
         # tokens are looked up in the index
-        found |= {503} if self.scope or self.seconds != 0 else set()
-        found |= {400, 408, 413, 415, 422} if "body" in self.parts or self.consumes else set()
-        return tuple(sorted(found))
+        statuses |= {503} if self.scope or self.seconds != 0 else set()
+        statuses |= {400, 408, 413, 415, 422} if "body" in self.parts or self.consumes else set()
+        return tuple(sorted(statuses))
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Authorize and answer one request."""
@@ -179,14 +181,14 @@ class Operation:
                     and error.errors(include_input=False)[0]["type"] == "json_invalid"
                 ):
                     status = 400
-                found = errors_of(error, _FIELDS[name])
+                part_errors = errors_of(error, _FIELDS[name])
                 # a union: the name of the tried model is not part of the field
                 if issubclass(model, RootModel):
-                    found = [
+                    part_errors = [
                         w.model_copy(update={"field": w.field.partition(".")[2] or "body"})
-                        for w in found
+                        for w in part_errors
                     ]
-                errors += found
+                errors += part_errors
         if errors:
             raise invalid_request(status, errors)
         return arguments
@@ -222,13 +224,15 @@ def operation(
 
 def operations_of(modules: Iterable[types.ModuleType]) -> list[Operation]:
     """Return the operations that ``modules`` define, in their order."""
-    found = (getattr(value, _MARK, None) for module in modules for value in vars(module).values())
-    return list({(o.method, o.path): o for o in found if o is not None}.values())
+    candidates = (
+        getattr(value, _MARK, None) for module in modules for value in vars(module).values()
+    )
+    return list({(o.method, o.path): o for o in candidates if o is not None}.values())
 
 
 def build_routes(app: web.Application, modules: Iterable[types.ModuleType]) -> None:
-    for made in operations_of(modules):
-        app.router.add_route(made.method, made.path, made.handle)
+    for operation in operations_of(modules):
+        app.router.add_route(operation.method, operation.path, operation.handle)
 
 
 async def while_wanted(request: web.Request, work: Coroutine[Any, Any, T]) -> T:
@@ -262,11 +266,11 @@ def _part(name: str, model: type[BaseModel], request: web.Request) -> dict[str, 
     fields = {info.alias or key: info for key, info in model.model_fields.items()}
     if name == "headers":
         return {name: request.headers[name] for name in fields if name in request.headers}
-    found: dict[str, list[str]] = {}
+    query: dict[str, list[str]] = {}
     for key, value in request.query.items():
-        found.setdefault(key, []).append(value)
+        query.setdefault(key, []).append(value)
     lists = {key for key, info in fields.items() if get_origin(info.annotation) is list}
     return {
         key: values if key in lists or len(values) > 1 else values[0]
-        for key, values in found.items()
+        for key, values in query.items()
     }

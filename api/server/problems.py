@@ -158,14 +158,14 @@ def errors_of(error: pydantic.ValidationError, prefix: str = "") -> list[Wrong]:
     errors = []
     for item in error.errors(include_url=False)[:MOST_ERRORS]:
         field = prefix + ".".join(str(part) for part in item["loc"])
-        wrong, fix = _wrong_and_fix(item)
+        reason, fix = _wrong_and_fix(item)
         # A missing field has no value; pydantic reports the object that lacks it.
         value = (
             None
             if item["type"] in ("missing", "json_invalid") or prefix == "header."
             else shown(item["input"])
         )
-        errors.append(Wrong(field=field or "body", value=value, wrong=wrong, fix=fix))
+        errors.append(Wrong(field=field or "body", value=value, wrong=reason, fix=fix))
     return errors
 
 
@@ -176,8 +176,8 @@ def invalid_request(status: int, errors: Sequence[Wrong]) -> HTTPProblem:
 def several(status: int, kind: str, title: str, errors: Sequence[Wrong]) -> HTTPProblem:
     """Return one problem with ``errors``; its field, value and fix are those of the first one."""
     first = errors[0]
-    more = len(errors) - 1
-    detail = f"{first.field} {first.wrong}" + (f", and {more} more" if more else "")
+    num_others = len(errors) - 1
+    detail = f"{first.field} {first.wrong}" + (f", and {num_others} more" if num_others else "")
     return HTTPProblem(
         status,
         detail,

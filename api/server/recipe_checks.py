@@ -1,4 +1,4 @@
-"""Checks the recipes of requests, and simulates runs, in processes of
+"""Checks of the recipes of requests, and simulations of runs, in processes of
 :mod:`api.server.check_worker`."""
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ AT_ONCE = 4  # checks and simulations, each of another token; others wait for th
 
 
 class Checks(Confined):
-    """See :class:`~orchestration.processes.confined.Confined`.
-    :func:`api.server.check_worker.answer` has the questions."""
+    """Checks and simulations in confined processes
+    (:class:`~orchestration.processes.confined.Confined`). :func:`api.server.check_worker.answer`
+    has the questions."""
 
     def __init__(self) -> None:
         super().__init__(partial(Interpreter, "api.server.check_worker"), most=AT_ONCE)

@@ -26,8 +26,8 @@ MOST_STEPS = 10_000  # runs with their newest step in memory
 
 
 class RunStatus:
-    """The ``totals`` of a run's events up to the id ``after``; ``read`` is when, on the monotonic
-    clock."""
+    """The ``totals`` of a run's events up to the id ``after``, and the time ``read`` of the last
+    reading, on the monotonic clock."""
 
     def __init__(self) -> None:
         self.totals = RunTotals()
@@ -36,8 +36,8 @@ class RunStatus:
         self.lock = asyncio.Lock()
 
     def process(self, worker: str) -> str:
-        """The process that runs a stage's worker: its own, or the one of the light stages; "" for
-        an external worker."""
+        """Return the process that runs a stage's worker: its own, or the one of the light stages;
+        "" for an external worker."""
         if worker in self.totals.processes:
             return worker
         return "" if worker.startswith(PREFIX) else "flow-0"
@@ -57,7 +57,7 @@ class RunStatus:
 
 
 class RunStatuses:
-    """Reads the status of runs, and keeps that of the runs that were asked for last."""
+    """Status of runs; that of the runs that were asked for last is kept."""
 
     def __init__(self) -> None:
         self._runs: OrderedDict[str, RunStatus] = OrderedDict()
@@ -65,7 +65,7 @@ class RunStatuses:
         self._steps: OrderedDict[str, tuple[float, float | None, StepEvent | None]] = OrderedDict()
 
     async def of(self, index: Index) -> RunStatus:
-        """The status of the run now."""
+        """Return the status of the run now."""
         run = self._runs.setdefault(index.run, RunStatus())
         self._runs.move_to_end(index.run)
         while len(self._runs) > MOST_TOTALS:
@@ -76,10 +76,10 @@ class RunStatuses:
         return run
 
     async def step(self, index: Index, record: RunRecord) -> StepEvent | None:
-        """The newest step of the run."""
-        read, ended, step = self._steps.pop(record.id, (-math.inf, None, None))
+        """Return the newest step of the run."""
+        read_at, ended, step = self._steps.pop(record.id, (-math.inf, None, None))
         if record.ended is None:
-            fresh = record.state not in ENDED and time.monotonic() - read <= FRESH_SECONDS
+            fresh = record.state not in ENDED and time.monotonic() - read_at <= FRESH_SECONDS
         else:
             fresh = ended == record.ended  # read after its end: it has no further step
         if record.state != "created" and not fresh:
@@ -87,10 +87,10 @@ class RunStatuses:
             newest_step = (
                 StepEvent.of(event.data) if event else (await recorded_totals(index)).totals.step
             )
-            read = time.monotonic()
+            read_at = time.monotonic()
             step = newest_step or step
         if record.state in ENDED or step is not None:
-            self._steps[record.id] = read, record.ended, step
+            self._steps[record.id] = read_at, record.ended, step
         while len(self._steps) > MOST_STEPS:
             self._steps.popitem(last=False)
         return step

@@ -1,4 +1,4 @@
-"""What request handlers use: the settings, the registry of runs, the indexes of runs, and
+"""State that request handlers share: the settings, the registry of runs, the indexes of runs, and
 authorization.
 
 The service owns connections and nothing else: closing it does not change any run.
@@ -48,66 +48,74 @@ LOCAL = Token("local", OWN, "admin", 0.0, None)  # the token of every request wh
 
 
 class Settings(BaseModel):
-    """Settings of ``asyncdock serve``. Sizes in bytes, times in seconds.
-
-    ``index``: a URL; "" for a server of its own under ``data``. ``runs``: how many execute at once;
-    0: other agents execute them. ``roots``: folders below which every path in a recipe must lie.
-    ``recipes``: folders of stored recipes, before the package's. ``allow_*``: ``module:name`` that
-    a recipe may name beside installed ones; ``allow_listen``: addresses where its runs may open
-    ports, ``allow_teachers``: URLs that they may ask as teachers, ``allow_checkpoints``,
-    ``allow_clusters``: values that ``checkpoint.url`` and ``launch.address`` may have.
-    ``allow_networks``: reward functions that may have the network in their sandbox,
-    ``allow_environment``: variables that they may see; ``unsandboxed_code``: those of
-    ``allow_rewards`` may run without a sandbox. ``no_token``: every request is the owner's; on
-    loopback alone.
-    ``hosts``: further host names (behind a proxy).
-    ``header_seconds``: until a request's headers are complete. ``max_connections``,
-    ``max_connections_per_address``: 0: derived from the limit of open files. ``rate``, ``burst``:
-    requests of one client, per second and at once. ``max_waiting``: runs in the queue.
-    ``max_workers``, ``max_arena``: limits of one recipe.
-    ``policies``: how many are open at once; 0: none. ``checkpoints``: folders of models that are
-    served, by name.
-    """
+    """Settings of ``asyncdock serve``. Sizes in bytes, times in seconds."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     data: Path
+    """The folder of the service: its lock, its own index, the token of its user, the folders of
+    runs."""
     host: str = "127.0.0.1"
     port: int = Field(default=8765, ge=0, le=65535)
     index: str = ""
+    """URL of an index; "" for a server of its own under ``data``."""
     runs: int = Field(default=1, ge=0)
+    """Runs that execute at once; 0: other agents execute them."""
     roots: tuple[Path, ...] = ()
+    """Folders below which every path in a recipe must lie."""
     recipes: tuple[Path, ...] = ()
+    """Folders of stored recipes, before the package's."""
     allow_rewards: frozenset[str] = frozenset()
+    """``module:name`` of reward functions that a recipe may name beside installed ones. The next
+    four likewise."""
     allow_algorithms: frozenset[str] = frozenset()
     allow_stages: frozenset[str] = frozenset()
     allow_engines: frozenset[str] = frozenset()
     allow_datasets: frozenset[str] = frozenset()
     allow_listen: frozenset[str] = frozenset()
+    """Addresses where runs may open ports."""
     allow_teachers: frozenset[str] = frozenset()
+    """URLs that runs may ask as teachers."""
     allow_checkpoints: frozenset[str] = frozenset()
+    """Values that ``checkpoint.url`` may have."""
     allow_clusters: frozenset[str] = frozenset()
+    """Values that ``launch.address`` may have."""
     allow_networks: frozenset[str] = frozenset()
+    """Reward functions that may have the network in their sandbox."""
     allow_environment: frozenset[str] = frozenset()
+    """Variables that reward functions may see."""
     unsandboxed_code: bool = False
+    """Whether code of ``allow_rewards`` may run without a sandbox."""
     no_token: bool = False
+    """Every request is the owner's; on loopback alone."""
     hosts: tuple[str, ...] = ()
+    """Further host names (behind a proxy)."""
     tls_certificate: Path | None = None
     tls_key: Path | None = None
     body_limit: int = Field(default=2**20, ge=1)
     body_seconds: float = Field(default=20.0, gt=0)
     handler_seconds: float = Field(default=60.0, gt=0)
     header_seconds: float = Field(default=10.0, gt=0)
+    """Time until a request's headers are complete."""
     idle_seconds: float = Field(default=75.0, gt=0)
     max_connections: int = Field(default=0, ge=0)
+    """0: derived from the limit of open files."""
     max_connections_per_address: int = Field(default=0, ge=0)
+    """0: derived from the limit of open files."""
     rate: float = Field(default=1000.0, gt=0)
+    """Requests of one client per second."""
     burst: int = Field(default=2000, ge=1)
+    """Requests of one client at once."""
     policies: int = Field(default=3, ge=0)
+    """Policies that are open at once; 0: none."""
     checkpoints: dict[str, Path] = {}
+    """Folders of models that are served, by name."""
     max_waiting: int = Field(default=1000, ge=1)
+    """Runs in the queue."""
     max_workers: int = Field(default=64, ge=3)
+    """Workers of one recipe."""
     max_arena: int = Field(default=16 * 2**30, gt=0)
+    """Bytes of the arena of one recipe."""
 
     @property
     def loopback(self) -> bool:
@@ -145,7 +153,7 @@ async def allowed(find: Find, headers: Mapping[str, str], scope: Scope, *, neede
         return LOCAL
     token = await find(presented.strip()) if kind.lower() == "bearer" else None
     if token is None:
-        wrong = "The token is not valid." if kind else "A token is needed."
+        reason = "The token is not valid." if kind else "A token is needed."
         fix = (
             "send the header 'Authorization: Bearer TOKEN'. The user who runs the service has it "
             "in the file `authorization` of its folder (curl -H @FILE), and makes one for others "
@@ -153,7 +161,7 @@ async def allowed(find: Find, headers: Mapping[str, str], scope: Scope, *, neede
         )
         raise HTTPProblem(
             401,
-            wrong,
+            reason,
             kind="token",
             fix=fix,
             headers={"WWW-Authenticate": 'Bearer realm="asyncdock"'},
@@ -202,16 +210,16 @@ class Service:
         other connections are kept for requests that are answered at once.
         """
         of_one = self.most_held - self.most_held // OTHERS_SHARE
-        counted = {"": self.most_held, f"token {request[PRINCIPAL].id}": of_one}
-        counted[f"address {client_of(request.remote or '')}"] = of_one
-        self._held.update(counted.keys())
+        limits = {"": self.most_held, f"token {request[PRINCIPAL].id}": of_one}
+        limits[f"address {client_of(request.remote or '')}"] = of_one
+        self._held.update(limits.keys())
         try:
-            yield all(self._held[one] <= most for one, most in counted.items())
+            yield all(self._held[key] <= limit for key, limit in limits.items())
         finally:
-            self._held.subtract(counted.keys())
-            for one in counted:
-                if not self._held[one]:
-                    del self._held[one]
+            self._held.subtract(limits.keys())
+            for key in limits:
+                if not self._held[key]:
+                    del self._held[key]
 
     def folder(self, record: RunRecord) -> Path:
         """Return the folder of a run's files: recipe.json, checkpoints/, logs/, metrics.jsonl."""
@@ -219,7 +227,7 @@ class Service:
 
     @contextlib.asynccontextmanager
     async def authorised(self, request: web.Request, scope: Scope) -> AsyncIterator[None]:
-        """Surround the handling of a request.
+        """Authorize a request while it is handled.
 
         Raises an HTTPProblem (401, 403) when its token is not valid or lacks ``scope``, or when it
         becomes so while the request is handled.
@@ -243,8 +251,8 @@ class Service:
         return await finds(presented)
 
     async def refuse_others(self, token: Token, run: str) -> None:
-        """Raises an HTTPProblem (403) unless ``token`` has the name that owns ``run``, or the scope
-        admin; UnknownRun."""
+        """Raise an HTTPProblem (403) unless ``token`` has the name that owns ``run``, or the scope
+        admin. Raises UnknownRun."""
         if token.may("admin"):
             return
         if run not in self._owners:
@@ -253,19 +261,19 @@ class Service:
             self._owners[run] = (await self.registry.get(run)).owner
         owner = self._owners[run]
         if owner != token.name:
-            whose = f"belongs to {owner!r}" if owner else "has no owner"
+            ownership = f"belongs to {owner!r}" if owner else "has no owner"
             fix = (
                 (f"ask {owner} to do it, or use a token of scope admin")
                 if owner
                 else "use a token of scope admin"
             )
-            detail = f"Run {run!r} {whose}; the token that came is {token.name!r}'s."
+            detail = f"Run {run!r} {ownership}; the token that came is {token.name!r}'s."
             raise HTTPProblem(403, detail, kind="owner", field="path.run", value=run, fix=fix)
 
     async def give_up_events(self) -> None:
         """Have the index give up the events of ended runs that this server can read in their files.
 
-        Without end.
+        Runs until it is cancelled.
         """
         while True:
             try:
@@ -276,9 +284,9 @@ class Service:
             await asyncio.sleep(GIVEN_UP_SECONDS / 4)
 
     async def _give_up(self, record: RunRecord) -> bool:
-        """Returns whether the index has given up the events of ``record``.
+        """Return whether the index has given up the events of ``record``.
 
-        One that fails does not keep others waiting.
+        A failure with one run does not keep the others waiting.
         """
         try:
             return await give_up(self.index(record.id), self.folder(record) / METRICS)

@@ -68,7 +68,7 @@ Kinds = frozenset[str] | None  # kinds of events that a reader wants; None: all
 
 @dataclass(frozen=True)
 class Ending:
-    """How a run ended; ``at`` in Unix seconds."""
+    """The end of a run; ``at`` in Unix seconds."""
 
     state: str
     reason: str
@@ -100,7 +100,7 @@ class Batch:
 
 
 def encode(event: Event) -> bytes:
-    """``event`` as a server-sent event; numbers that are not finite become null."""
+    """Return ``event`` as a server-sent event; numbers that are not finite become null."""
     return f"id: {event.id}\n{_message(event.kind, {'time': event.time, **event.data})}".encode()
 
 
@@ -116,8 +116,8 @@ class Listener(Protocol):
     """Receiver of a run's events. Only :meth:`ready` may wait."""
 
     async def ready(self) -> None:
-        """Wait until it takes events of the past. Raises ConnectionError when it does not in
-        time."""
+        """Wait until the listener takes events of the past. Raises ConnectionError when it does not
+        in time."""
 
     def catch_up(self, events: Sequence[Event]) -> str:
         """Take some of ``events`` from the first one on, at least one.
@@ -132,7 +132,7 @@ class Listener(Protocol):
 
 
 class Fanout:
-    """Sends one run's events to its listeners.
+    """The stream of one run's events to its listeners.
 
     ``ending`` returns how the run has ended (None: it has not). ``observe_delay`` is called with
     each event's age in seconds once it is on its way to all listeners.
@@ -161,7 +161,7 @@ class Fanout:
     async def join(self, listener: Listener, after: str = BEGINNING) -> None:
         """Send ``listener`` the events after ``after``.
 
-        Returns when it is up to date; it gets later events as they come.
+        Returns when the listener is up to date; later events are delivered as they come.
         """
         ending = await self._read_ending()
         if ending is not None:
@@ -222,8 +222,8 @@ class Fanout:
     async def _run(self) -> None:
         try:
             while self._ending is None:
-                left = self._beat + HEARTBEAT_SECONDS - time.monotonic()
-                events = await self.history.wait(self.position, max(left, 0.001))
+                timeout = self._beat + HEARTBEAT_SECONDS - time.monotonic()
+                events = await self.history.wait(self.position, max(timeout, 0.001))
                 await self._deliver(events)
                 if time.monotonic() - self._beat >= HEARTBEAT_SECONDS:
                     self._beat = time.monotonic()
@@ -245,7 +245,7 @@ class Fanout:
     async def _deliver(self, events: Sequence[Event]) -> None:
         """Deliver to all listeners that are live now; other tasks run in between.
 
-        One that joins meanwhile is past these.
+        A listener that joins meanwhile has these events already.
         """
         if not events:
             return
@@ -288,7 +288,8 @@ def _caught_up(
 ) -> tuple[str, Ending | None]:
     """Give ``listener`` what it takes of ``page``, the events after ``after``.
 
-    Returns the id of its last event, and the ending up to there; ``ending``: before ``after``.
+    Returns the id of the last event taken, and the ending up to there. ``ending``: the one before
+    ``after``.
     """
     if not page:
         return after, ending
@@ -303,7 +304,8 @@ def trim() -> None:
 
 
 def _ending_in(events: Sequence[Event], before: Ending | None = None) -> Ending | None:
-    """The ending in the last `state` event, if that is one; ``before`` without a `state` event."""
+    """Return the ending in the last `state` event, if that is one; ``before`` without a `state`
+    event."""
     last = next((event for event in reversed(events) if event.kind == "state"), None)
     if last is None:
         return before
@@ -326,7 +328,7 @@ class Fanouts:
 
     @asynccontextmanager
     async def listening(self, record: RunRecord, listener: Listener) -> AsyncIterator[Fanout]:
-        """The run's fanout, which ends with the last of its listeners."""
+        """Yield the run's fanout, which ends with the last of its listeners."""
         run = record.id
         fanout = self._fanouts.get(run) or self._fanouts.setdefault(run, self._make(record))
         self._listeners[listener] = fanout
@@ -343,8 +345,9 @@ class Fanouts:
                 await fanout.close()
 
     def _give_back(self, left: int) -> None:
-        """Give the memory that listeners held back to the system, once no more leave than ``left``:
-        allocators keep it, and the objects of connections that ended refer to each other."""
+        """Return the memory of listeners that have left to the system, once no more leave than
+        ``left``: allocators keep it, and the objects of connections that ended refer to each
+        other."""
         if self._left != left:
             asyncio.get_running_loop().call_later(LEFT_SECONDS, self._give_back, self._left)
             return
@@ -353,7 +356,7 @@ class Fanouts:
         threading.Thread(target=trim, name="trim", daemon=True).start()
 
     def __len__(self) -> int:
-        """The number of listeners."""
+        """Return the number of listeners."""
         return len(self._listeners)
 
     def close(self) -> None:

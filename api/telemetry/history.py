@@ -25,7 +25,7 @@ BEGINNING = "0"
 
 
 def id_at(seconds: float) -> str:
-    """An id before all events from the Unix time ``seconds`` on, by the clock of the index's
+    """Return an id before all events from the Unix time ``seconds`` on, by the clock of the index's
     server."""
     return f"{max(0, int(seconds * 1000) - 1)}-{2**63}"
 
@@ -47,19 +47,21 @@ class History:
         self._log = EventLog(file)
 
     async def newest(self) -> str:
-        """The id of the newest event that the index has had."""
+        """Return the id of the newest event that the index has had."""
         return await self._index().last_event_id() if self._index else BEGINNING
 
     async def page(self, after: str, count: int = EVENTS_AT_ONCE) -> list[Event]:
-        """The next events after ``after`` that exist now, at most ``count``, in order and without a
-        gap."""
+        """Return the next events after ``after`` that exist now, at most ``count``, in order and
+        without a gap."""
         if self._index is None:
             return await asyncio.to_thread(self._of_file, after, count)
         oldest, newest = await self._index().event_ends()
         if newest == BEGINNING or order(after) < order(oldest):
-            found = await asyncio.to_thread(self._of_file, after, count)
+            file_events = await asyncio.to_thread(self._of_file, after, count)
             older = [
-                event for event in found if newest == BEGINNING or order(event.id) < order(oldest)
+                event
+                for event in file_events
+                if newest == BEGINNING or order(event.id) < order(oldest)
             ]
             if older:
                 return older
@@ -75,20 +77,21 @@ class History:
         return list(with_detail(events, detail_after(self._file, after, count)))[:count]
 
     async def wait(self, after: str, seconds: float) -> list[Event]:
-        """The next events in the index after ``after``; empty when none came within ``seconds``."""
+        """Return the next events in the index after ``after``; empty when none came within
+        ``seconds``."""
         assert self._index is not None, "waiting for events needs an index"
         return await self._index().events(after, seconds)
 
     async def pages(
         self, after: str = BEGINNING, until: float = float("inf")
     ) -> AsyncIterator[list[Event]]:
-        """Pages of the events after ``after`` that exist now, up to the Unix time ``until`` by the
-        index's clock."""
+        """Yield pages of the events after ``after`` that exist now, up to the Unix time ``until``
+        by the index's clock."""
         last = (int(until * 1000), 2**63) if until != float("inf") else None
         while page := await self.page(after):
             after = page[-1].id
-            kept = [event for event in page if order(event.id) <= last] if last else page
-            if kept:
-                yield kept
-            if len(kept) < len(page):
+            events = [event for event in page if order(event.id) <= last] if last else page
+            if events:
+                yield events
+            if len(events) < len(page):
                 return

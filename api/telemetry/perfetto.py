@@ -30,7 +30,7 @@ Slice = dict[str, Any]
 
 
 class Trace:
-    """Makes trace events of a run's events.
+    """A converter of a run's events into trace events.
 
     Slices that overlap ``begin`` to ``end`` (Unix seconds) are kept.
     """
@@ -44,8 +44,8 @@ class Trace:
         self._free: dict[tuple[int, str], list[int]] = {}
 
     def events(self, event: Event) -> Iterator[Slice]:
-        """Trace events for ``event``, with the names of processes and tracks that it is the first
-        to use."""
+        """Yield trace events for ``event``, with the names of processes and tracks that it is the
+        first to use."""
         data = event.data
         if event.kind == "span":
             for span in data["spans"]:
@@ -73,9 +73,9 @@ class Trace:
         pid = yield from self._process(worker)
         start = round(span["start"] * SECOND)
         duration = round(span["seconds"] * SECOND)
-        taken = self._free.setdefault((pid, span["name"]), [])
-        lane = next((at for at, until in enumerate(taken) if until <= start), len(taken))
-        taken[lane : lane + 1] = [start + duration]
+        lanes = self._free.setdefault((pid, span["name"]), [])
+        lane = next((at for at, until in enumerate(lanes) if until <= start), len(lanes))
+        lanes[lane : lane + 1] = [start + duration]
         tid = yield from self._track(pid, span["name"], lane)
         args = {name: value for name, value in span.items() if name in ("rows", "version")}
         times = {"ts": start, "dur": duration}
@@ -93,19 +93,19 @@ class Trace:
         self, worker: str, time: float, name: str, values: dict[str, Any]
     ) -> Iterator[Slice]:
         pid = yield from self._process(worker)
-        known = {
+        finite = {
             key: value
             for key, value in values.items()
             if value is not None and math.isfinite(value)
         }
-        if known:
+        if finite:
             yield {
                 "ph": "C",
                 "name": name,
                 "pid": pid,
                 "tid": 0,
                 "ts": round(time * SECOND),
-                "args": known,
+                "args": finite,
             }
 
     def _instant(
@@ -113,11 +113,11 @@ class Trace:
     ) -> Iterator[Slice]:
         pid = yield from self._process(worker)
         args = {"reason": data["reason"]} if data.get("reason") else {}
-        where = {"pid": pid, "tid": 0, "ts": round(time * SECOND)}
-        yield {"ph": "i", "name": name, "cat": "run", **where, "s": "p", "args": args}
+        position = {"pid": pid, "tid": 0, "ts": round(time * SECOND)}
+        yield {"ph": "i", "name": name, "cat": "run", **position, "s": "p", "args": args}
 
     def _process(self, worker: str) -> Any:
-        """Number of a worker's process; yields its name the first time."""
+        """Return the number of a worker's process; yield its name the first time."""
         pid = self._processes.get(worker)
         if pid is None:
             pid = self._processes[worker] = len(self._processes) + 1
@@ -143,16 +143,16 @@ def _named(what: str, pid: int, tid: int, **args: Any) -> Slice:
 
 
 async def trace_json(pages: AsyncIterator[Sequence[Event]], trace: Trace) -> AsyncIterator[bytes]:
-    """The trace as pieces of one JSON document."""
+    """Yield the trace as pieces of one JSON document."""
     yield b'{"displayTimeUnit":"ms","traceEvents":['
     separator = b""
     async for page in pages:
-        made = [
-            json.dumps(one, separators=(",", ":"), allow_nan=False)
+        lines = [
+            json.dumps(trace_event, separators=(",", ":"), allow_nan=False)
             for event in page
-            for one in trace.events(event)
+            for trace_event in trace.events(event)
         ]
-        if made:
-            yield separator + ",\n".join(made).encode()
+        if lines:
+            yield separator + ",\n".join(lines).encode()
             separator = b",\n"
     yield b"]}"

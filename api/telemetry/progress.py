@@ -88,7 +88,7 @@ class StepPoint:
 
     @property
     def reward_mean(self) -> float:
-        """NaN where no step has a finite one."""
+        """Mean reward; NaN where no step has a finite one."""
         return self.reward_sum / self.rewarded if self.rewarded else math.nan
 
     @property
@@ -303,7 +303,7 @@ class Progress(RunTotals):
         return {point.first: point.event for point in self.evaluated.points}
 
     def _recent(self, count: int) -> list[StepPoint]:
-        """The last ``count`` steps, in their order."""
+        """Return the last ``count`` steps, in their order."""
         single = itertools.takewhile(lambda point: point.steps == 1, reversed(self.history))
         return list(itertools.islice(single, count))[::-1]
 
@@ -323,7 +323,8 @@ class Progress(RunTotals):
 
     @property
     def median_step_seconds(self) -> float | None:
-        """Of all steps but the first one; of a long run, of one for each point. None before two."""
+        """Median seconds of all steps but the first one; of a long run, of one step for each point.
+        None before two steps."""
         points = self.history[1:]
         if not points:
             return None
@@ -332,7 +333,7 @@ class Progress(RunTotals):
 
     @property
     def seconds_left(self) -> float | None:
-        """By the median of the last steps; None before there are two."""
+        """Seconds to the end, by the median of the last steps; None before there are two."""
         timed = min(STEPS_OF_RATE, len(self.history) - 1)  # the first one waits for the start
         recent = [step.seconds or 0.0 for step in self._recent(max(0, timed))]
         return statistics.median(recent) * (self.steps - self.steps_done) if recent else None
@@ -357,19 +358,21 @@ class Progress(RunTotals):
         return float(recent[-1].tokens_generated / (self.stepped - self.running))
 
     def busiest(self, *, recent: bool = True) -> tuple[str, float] | None:
-        """Returns the stage with the largest busy share (mean over its workers), and that share: of
+        """Return the stage with the largest busy share (mean over its workers), and that share: of
         the last seconds, or with ``recent=False`` of the whole run. None before a worker has
         reported."""
         by_stage = dict[str, list[float]]()
         for worker in self.workers.values():
-            spent = worker.recent if recent else worker.totals
-            if spent["wall"] > 0:
-                by_stage.setdefault(worker.latest.stage, []).append(shares(spent)["busy"])
-        found = {stage: statistics.fmean(each) for stage, each in by_stage.items()}
-        return max(found.items(), key=lambda one: one[1]) if found else None
+            seconds = worker.recent if recent else worker.totals
+            if seconds["wall"] > 0:
+                by_stage.setdefault(worker.latest.stage, []).append(shares(seconds)["busy"])
+        busy_shares = {
+            stage: statistics.fmean(worker_shares) for stage, worker_shares in by_stage.items()
+        }
+        return max(busy_shares.items(), key=lambda item: item[1]) if busy_shares else None
 
     def rewards(self) -> list[float]:
-        """Mean rewards of the points of :attr:`history`; NaN where none was finite."""
+        """Return the mean rewards of the points of :attr:`history`; NaN where none was finite."""
         return [point.reward_mean for point in self.history]
 
     def staleness_max(self) -> float:
@@ -377,7 +380,7 @@ class Progress(RunTotals):
 
 
 def weighted_median(values: Sequence[float], weights: Sequence[int]) -> float:
-    """The median of ``values``, each of them as often as its weight says.
+    """Return the median of ``values``, each of them as often as its weight says.
 
     >>> weighted_median([3.0, 1.0, 2.0], [1, 1, 2]), weighted_median([5.0, 1.0], [1, 3])
     (2.0, 1.0)

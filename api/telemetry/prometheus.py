@@ -47,7 +47,7 @@ DELAYS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
 
 
 class RunListener:
-    """Adds up the events of one run, as a listener of its fanout."""
+    """The totals of the events of one run, as a listener of its fanout."""
 
     def __init__(self, record: RunRecord) -> None:
         self.run = record.id
@@ -120,7 +120,7 @@ class ServerMetrics:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Callable[[str], None]]:
-        """Counts a reader while it is connected.
+        """Count a reader while it is connected.
 
         Yields a function to call with why it was dropped ("": it was not).
         """
@@ -129,7 +129,7 @@ class ServerMetrics:
 
     @web.middleware
     async def count(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        """Middleware that counts requests; the outermost one, so that refusals count too."""
+        """Count requests (a middleware; the outermost one, so that refusals count too)."""
         began = time.perf_counter()
         status = 500
         try:
@@ -185,7 +185,7 @@ class Exposition(Collector):
     def _drop_ended(self) -> None:
         """Leave out the ended runs that were exposed often enough, and those beyond MOST_ENDED."""
         ended = [(run.ended, run) for run in self._runs.values() if run.ended is not None]
-        ended.sort(key=lambda one: one[0], reverse=True)
+        ended.sort(key=lambda entry: entry[0], reverse=True)
         for place, (_, run) in enumerate(ended):
             if place >= MOST_ENDED or run.scrapes >= KEPT_SCRAPES:
                 del self._runs[run.run]
@@ -213,8 +213,8 @@ class Exposition(Collector):
                 caught_up.set()
                 while not self._is_over(run):  # noqa: ASYNC110
                     await asyncio.sleep(10.0)
-        except (ConnectionError, LookupError) as gone:
-            log.warning("a run is not followed for /metrics", run=record.id, reason=str(gone))
+        except (ConnectionError, LookupError) as error:
+            log.warning("a run is not followed for /metrics", run=record.id, reason=str(error))
         finally:
             caught_up.set()
             self._runs.pop(record.id, None)
@@ -264,7 +264,7 @@ class Family:
 
 
 def _of_step(number: str) -> Values:
-    """A number of the newest step, or of its metrics."""
+    """Return a number of the newest step, or of its metrics."""
 
     def read(run: RunListener) -> Mapping[Any, float | None]:
         step = run.totals.step
@@ -275,23 +275,23 @@ def _of_step(number: str) -> Values:
 
 def _of_workers(number: Callable[[WorkerTotals], float]) -> Values:
     return lambda run: {
-        (one.latest.stage, name): number(one) for name, one in run.totals.workers.items()
+        (worker.latest.stage, name): number(worker) for name, worker in run.totals.workers.items()
     }
 
 
 def _staleness(run: RunListener) -> Mapping[Any, float | None]:
-    found = {
+    values = {
         (stat,): getattr(run.totals.step, f"staleness_{stat}", None)
         for stat in ("mean", "p95", "max")
     }
-    return found | {("bound",): run.bound}
+    return values | {("bound",): run.bound}
 
 
 def _stage_seconds(run: RunListener) -> Mapping[Any, float]:
     workers = run.totals.workers.items()
     return {
-        (one.latest.stage, name, state): one.totals[state]
-        for name, one in workers
+        (worker.latest.stage, name, state): worker.totals[state]
+        for name, worker in workers
         for state in SHARES
     }
 
@@ -434,21 +434,21 @@ FAMILIES = (
         "stage_rows",
         "Samples done by a worker.",
         BY_WORKER,
-        _of_workers(lambda one: one.totals["rows"]),
+        _of_workers(lambda worker: worker.totals["rows"]),
     ),
     Family(
         COUNTER,
         "stage_tokens",
         "Tokens of these samples.",
         BY_WORKER,
-        _of_workers(lambda one: one.totals["tokens"]),
+        _of_workers(lambda worker: worker.totals["tokens"]),
     ),
     Family(
         GAUGE,
         "stage_in_flight_rows",
         "Samples that a worker has in hand.",
         BY_WORKER,
-        _of_workers(lambda one: one.latest.in_flight),
+        _of_workers(lambda worker: worker.latest.in_flight),
     ),
     Family(
         GAUGE,
@@ -456,7 +456,8 @@ FAMILIES = (
         "Ready for a stage, not claimed.",
         ("stage",),
         lambda run: {
-            (one.latest.stage,): one.latest.queue_depth for one in run.totals.workers.values()
+            (worker.latest.stage,): worker.latest.queue_depth
+            for worker in run.totals.workers.values()
         },
     ),
 )

@@ -1,4 +1,4 @@
-"""Names of series for charts, and how many seconds a point of them stands for."""
+"""Names of series for charts, and the seconds that one of their points covers."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ SERIES = re.compile(
 
 
 def width(seconds: float) -> float:
-    """Seconds for each point in a range of ``seconds``; 0: each event is a point.
+    """Return the seconds of each point in a range of ``seconds``; 0: each event is a point.
 
     >>> [width(seconds) for seconds in (60, 3_600, 86_400, 30 * 86_400)]
     [0.0, 5.0, 120.0, 3600.0]
     """
     if seconds <= RAW_SECONDS:
         return 0.0
-    return float(next((w for w in WIDTHS if w * POINTS >= seconds), WIDTHS[-1]))
+    return float(next((step for step in WIDTHS if step * POINTS >= seconds), WIDTHS[-1]))
 
 
 class Wanted:
@@ -47,9 +47,9 @@ class Wanted:
     def __call__(self, kind: str, series: str, number: str) -> bool:
         if not self.names:
             return True
-        found = self.names & {kind, series, f"{kind}.{number}", f"{series}.{number}"}
-        self._found |= found
-        return bool(found)
+        matches = self.names & {kind, series, f"{kind}.{number}", f"{series}.{number}"}
+        self._found |= matches
+        return bool(matches)
 
     @property
     def missing(self) -> frozenset[str]:
@@ -65,8 +65,8 @@ class Wanted:
 
 
 def names_like(name: str, workers: Iterable[str], step: Mapping[str, object]) -> list[str]:
-    """The names of the kind of ``name`` in a run with ``workers`` whose newest step is the event
-    ``step``; empty when there are none yet, and any name may turn out to be one.
+    """Return the names of the kind of ``name`` in a run with ``workers`` whose newest step is the
+    event ``step``; empty when there are none yet, and any name may turn out to be one.
 
     >>> names_like("step.los", [], {"loss": 0.5, "groups": [1]})
     ['step', 'step.loss']
@@ -79,10 +79,14 @@ def names_like(name: str, workers: Iterable[str], step: Mapping[str, object]) ->
     )
     if kind == "step":
         return [kind, *(f"{kind}.{number}" for number in numbers)] if numbers else []
-    named = [f"{kind}/{worker}" for worker in sorted(workers)]
-    of_all = [kind, *(f"{kind}.{number}" for number in numbers_of(kind))]
+    by_worker = [f"{kind}/{worker}" for worker in sorted(workers)]
+    over_workers = [kind, *(f"{kind}.{number}" for number in numbers_of(kind))]
     return (
-        [*named, *of_all, *(f"{one}.{number}" for one in named for number in numbers_of(kind))]
-        if named
+        [
+            *by_worker,
+            *over_workers,
+            *(f"{series}.{number}" for series in by_worker for number in numbers_of(kind)),
+        ]
+        if by_worker
         else []
     )

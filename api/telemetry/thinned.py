@@ -25,7 +25,7 @@ MOST_MERGED = (MOST - FIRST - LAST) * 7 // 8
 
 
 class Point(Protocol):
-    """What is known of the keys from ``first`` to ``last``."""
+    """The summary of the keys from ``first`` to ``last``."""
 
     @property
     def first(self) -> int: ...
@@ -70,7 +70,7 @@ class Thinned(Generic[P]):
             self.points[-1] = self.points[-1].before(key)
 
     def even(self) -> list[P]:
-        """The points, each but the last of ``width`` keys."""
+        """Return the points, each but the last of ``width`` keys."""
         return self.points if self.width == 1 else _merged(self.points, self.width)
 
     def _thin(self) -> None:

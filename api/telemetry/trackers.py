@@ -80,7 +80,7 @@ class Tracker(Protocol):
 
 
 class Points:
-    """Makes points of events.
+    """A converter of events into points.
 
     The shares and rates of workers are those between two steps, and stand at the second one.
     """
@@ -128,9 +128,11 @@ class Points:
     def _point(
         event: Event, group: str, data: Mapping[str, Any], step: int | None = None
     ) -> Iterator[Point]:
-        found = finite_numbers(data).items()
+        measurements = finite_numbers(data).items()
         numbers = {
-            f"{group}/{name}": value for name, value in found if name not in ("step", "version")
+            f"{group}/{name}": value
+            for name, value in measurements
+            if name not in ("step", "version")
         }
         if numbers:
             yield Point(event.time, int(event.data["step"]) if step is None else step, numbers)
@@ -237,7 +239,7 @@ class Mlflow(Tracker):
 
 
 def mlflow_name(name: str) -> str:
-    """``name`` with the characters that MLflow allows in it.
+    """Return ``name`` with the characters that MLflow allows in it.
 
     >>> mlflow_name("prompts.config.größe [m]")
     'prompts.config.größe _m_'
@@ -246,8 +248,8 @@ def mlflow_name(name: str) -> str:
 
 
 def shortened(value: Any) -> str:
-    """``value`` as a text that MLflow accepts as a parameter: one that is too long says so at its
-    end."""
+    """Return ``value`` as a text that MLflow accepts as a parameter: one that is too long says so
+    at its end."""
     text = str(value)
     if len(text) <= MLFLOW_VALUE:
         return text
@@ -298,12 +300,12 @@ def _module(name: str, name_of_extra: str) -> Any:
     try:
         with extra(name_of_extra):
             return importlib.import_module(name)
-    except ExtraMissing as missing:
-        raise TrackError(f"--to {name_of_extra}: {missing}") from missing
+    except ExtraMissing as error:
+        raise TrackError(f"--to {name_of_extra}: {error}") from error
 
 
 def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """``{"train": {"steps": 3}}`` as ``train.steps``, 3."""
+    """Flatten nested tables: ``{"train": {"steps": 3}}`` becomes ``train.steps``, 3."""
     for key, item in value.items():
         if isinstance(item, Mapping) and item:
             yield from _flat(item, f"{prefix}{key}.")
@@ -316,13 +318,13 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 async def events_of_folder(folder: Path, after: str) -> AsyncIterator[Event]:
-    """The events of the run in ``folder`` after the id ``after``; of a run that is alive, up to its
-    end."""
+    """Yield the events of the run in ``folder`` after the id ``after``; of a run that is alive, up
+    to its end."""
     from orchestration.service.lifecycle import WHERE
 
-    where = folder / WHERE
-    if where.exists():
-        address = json.loads(where.read_text())
+    address_file = folder / WHERE
+    if address_file.exists():
+        address = json.loads(address_file.read_text())
         async with Index(address["index"], address["run"]) as index:
             history = History(lambda: index, folder / METRICS, detail=True)
             state = ""
@@ -344,7 +346,8 @@ async def events_of_folder(folder: Path, after: str) -> AsyncIterator[Event]:
 
 
 def _tracked(file: Path) -> dict[str, str] | None:
-    """What was shown before; None: nothing. Raises TrackError for a damaged file."""
+    """Return the record of what was shown before; None: nothing. Raises TrackError for a damaged
+    file."""
     try:
         known: dict[str, str] = json.loads(file.read_text())
         return {
@@ -362,7 +365,7 @@ def _tracked(file: Path) -> dict[str, str] | None:
 
 
 def _refuse_behind(after: str, metrics: Path) -> None:
-    """Raises TrackError when all events of the ended run with ``metrics`` are before ``after``,
+    """Raise TrackError when all events of the ended run with ``metrics`` are before ``after``,
     which the tracker has shown: none would ever be shown again."""
     newest = newest_id(metrics)
     if order(after) > order(newest):
@@ -387,20 +390,20 @@ async def track(
     """
     into.mkdir(parents=True, exist_ok=True)  # noqa: ASYNC240
     file = into / TRACKED
-    known = _tracked(file) or {"run": run, "after": BEGINNING, "key": ""}
-    if known["run"] != run:
+    cursor = _tracked(file) or {"run": run, "after": BEGINNING, "key": ""}
+    if cursor["run"] != run:
         raise TrackError(
-            f"--into: {into} has run {known['run']!r}, and {run!r} would be mixed with it; give "
+            f"--into: {into} has run {cursor['run']!r}, and {run!r} would be mixed with it; give "
             f"another folder"
         )
-    tracker = make(into, run, recipe, known["key"])
+    tracker = make(into, run, recipe, cursor["key"])
     points = Points()
     count = 0
     waiting = deque[Point]()
     loop = asyncio.get_running_loop()
-    after = known["after"]
-    state = known.get("state", "")
-    saved = loop.time()
+    after = cursor["after"]
+    state = cursor.get("state", "")
+    saved_at = loop.time()
 
     def show() -> None:
         nonlocal count
@@ -421,9 +424,9 @@ async def track(
             waiting += points.of(event)
             after = event.id
             state = event.data["state"] if event.kind == "state" else state
-            if loop.time() - saved > SAVE_SECONDS:
+            if loop.time() - saved_at > SAVE_SECONDS:
                 save()
-                saved = loop.time()
+                saved_at = loop.time()
             elif len(waiting) >= SHOWN_AT_ONCE:
                 show()
     finally:

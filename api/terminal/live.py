@@ -49,7 +49,8 @@ STARTING = "starting the workers (the first start of a model takes a while)"
 
 
 def weighted_mean(values: Sequence[float], counts: Sequence[int]) -> float:
-    """The mean of the finite ones of ``values``, each as often as its count says; NaN: of none."""
+    """Return the mean of the finite ones of ``values``, each as often as its count says; NaN: of
+    none."""
     pairs = zip(values, counts, strict=True)
     finite = [(value, count) for value, count in pairs if math.isfinite(value)]
     if not finite:
@@ -58,7 +59,7 @@ def weighted_mean(values: Sequence[float], counts: Sequence[int]) -> float:
 
 
 def sparkline(values: Sequence[float], width: int, counts: Sequence[int] = ()) -> str:
-    """``values`` as at most ``width`` bars between their least and greatest; more values are
+    """Return ``values`` as at most ``width`` bars between their least and greatest; more values are
     averaged in buckets. ``counts``: for how many values each of them stands; default: one.
 
     >>> sparkline([0.0, 0.5, 1.0], width=8)
@@ -76,20 +77,21 @@ def sparkline(values: Sequence[float], width: int, counts: Sequence[int] = ()) -
     top = len(SPARKS) - 1
     scale = top / (high - low) if high > low else 0.0
     return "".join(
-        SPARKS[round((v - low) * scale + 1e-9)] if math.isfinite(v) else " " for v in values
+        SPARKS[round((value - low) * scale + 1e-9)] if math.isfinite(value) else " "
+        for value in values
     )
 
 
 def _averaged(values: Sequence[float], counts: Sequence[int], width: int) -> list[float]:
-    """The means of ``values`` in ``width`` buckets of about as many counts; NaN where no value of
-    a bucket is finite."""
+    """Return the means of ``values`` in ``width`` buckets of about as many counts; NaN where no
+    value of a bucket is finite."""
     begins = list(itertools.accumulate(counts, initial=0))
     edges = [bisect.bisect_left(begins, round(i * begins[-1] / width)) for i in range(width + 1)]
     return [weighted_mean(values[a:b], counts[a:b]) for a, b in itertools.pairwise(edges)]
 
 
 def share_bar(shares: dict[str, float], width: int) -> Text:
-    """Bar of ``width`` glyphs with the shares of time.
+    """Return a bar of ``width`` glyphs with the shares of time.
 
     Its inner edges are rounded, so that the shares fill it.
     """
@@ -106,7 +108,8 @@ def share_bar(shares: dict[str, float], width: int) -> Text:
 
 
 def duration(seconds: float | None) -> str:
-    """
+    """Return ``seconds`` as hours, minutes and seconds.
+
     >>> duration(75), duration(3725), duration(None)
     ('1:15', '1:02:05', '–')
     """
@@ -118,25 +121,26 @@ def duration(seconds: float | None) -> str:
 
 
 def unscored(failed: int, absent: int) -> str:
-    """The responses that a mean reward leaves out.
+    """Return how many responses a mean reward leaves out, as a text.
 
     >>> unscored(3, 0), unscored(0, 0)
     ('  (3 failed)', '')
     """
     counts = {"failed": failed, "without a reward": absent}
-    text = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
+    text = ", ".join(f"{count:,} {outcome}" for outcome, count in counts.items() if count)
     return f"  ({text})" if text else ""
 
 
 def number(value: Any, form: str = ".3g") -> str:
-    """``value`` formatted; ``–`` for None and for numbers that are not finite."""
+    """Return ``value`` formatted; ``–`` for None and for numbers that are not finite."""
     if value is None or not math.isfinite(value):
         return "–"
     return format(value, form)
 
 
 def count(value: int) -> str:
-    """
+    """Return ``value`` with at most three digits from 100,000 on.
+
     >>> count(98_765), count(987_654), count(98_765_432)
     ('98,765', '988k', '98.8M')
     """
@@ -146,7 +150,8 @@ def count(value: int) -> str:
 
 
 def short_seconds(seconds: float | None) -> str:
-    """
+    """Return ``seconds`` in ms below 0.1 s.
+
     >>> short_seconds(0.0042), short_seconds(1.25)
     ('4.2 ms', '1.25 s')
     """
@@ -160,7 +165,8 @@ def short_seconds(seconds: float | None) -> str:
 
 
 class LiveView:
-    """Renders ``progress`` at the console's width. Used as ``Live(get_renderable=view.render)``."""
+    """A picture of ``progress`` at the console's width. Used as
+    ``Live(get_renderable=view.render)``."""
 
     def __init__(self, progress: Progress, console: Console) -> None:
         self.progress = progress
@@ -200,9 +206,9 @@ def _header(progress: Progress) -> RenderableType:
     )
     if progress.last or progress.state not in ("created", "starting"):
         name.append(f"  step {progress.steps_done}/{progress.steps}")
-        left = "" if progress.ended else f", {duration(progress.seconds_left)} left"
+        time_left = "" if progress.ended else f", {duration(progress.seconds_left)} left"
         bar = ProgressBar(total=progress.steps, completed=progress.steps_done)
-        grid.add_row(name, bar, f"{duration(progress.elapsed)} elapsed{left}")
+        grid.add_row(name, bar, f"{duration(progress.elapsed)} elapsed{time_left}")
     else:
         grid.add_row(
             name,
@@ -213,7 +219,7 @@ def _header(progress: Progress) -> RenderableType:
 
 
 def _learning(progress: Progress, width: int) -> RenderableType:
-    """Two columns of pairs: learning on the left, the flow of samples on the right."""
+    """Return two columns of pairs: learning on the left, the flow of samples on the right."""
     step = progress.last
     measured = step.metrics if step else {}
     rate = number(measured.get("learning_rate"), ".2g")
@@ -224,7 +230,7 @@ def _learning(progress: Progress, width: int) -> RenderableType:
         bars = sparkline(progress.rewards(), 24 if width >= WIDE else 12, counts)
         reward.append(bars, style="green")
         reward.append(unscored(step.reward_failed, step.reward_absent))
-    left = [
+    left_rows = [
         ("reward", reward),
         ("held out", _held_out(progress)),
         (
@@ -241,7 +247,7 @@ def _learning(progress: Progress, width: int) -> RenderableType:
         ("entropy", Text(f"{number(measured.get('entropy'), '.3f')} nats")),
         ("effective", Text(f"{_percent(measured.get('ess'))} of tokens   lr {rate}")),
     ]
-    right = [
+    right_rows = [
         ("tokens/s", _speed(progress, width)),
         ("tokens", _tokens(progress)),
         ("staleness", _staleness(progress)),
@@ -254,7 +260,7 @@ def _learning(progress: Progress, width: int) -> RenderableType:
     grid.add_column(no_wrap=True, overflow="ellipsis", min_width=40 if width >= WIDE else 26)
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
-    for (a, b), (c, d) in zip(left, right, strict=True):
+    for (a, b), (c, d) in zip(left_rows, right_rows, strict=True):
         grid.add_row(a, b, c, d)
     return Panel(grid, box=box.ROUNDED, border_style="dim", padding=(0, 1))
 
@@ -273,13 +279,13 @@ def _held_out(progress: Progress) -> Text:
 
 
 def _speed(progress: Progress, width: int) -> Text:
-    """Of the run and of each device, and the stage that sets the pace."""
+    """Return tokens/s of the run and of each device, and the stage that sets the pace."""
     rate = progress.tokens_per_second
     text = Text(number(rate, ",.0f"), style="bold")
     if rate is not None:
         text.append(f"  {number(rate / progress.devices, ',.0f')} a device", style="not bold")
-    if width >= WIDE and (found := progress.busiest()):
-        text.append(f"  {found[0]} busy {_percent(found[1])}", style="not bold dim")
+    if width >= WIDE and (busiest := progress.busiest()):
+        text.append(f"  {busiest[0]} busy {_percent(busiest[1])}", style="not bold dim")
     return text
 
 
@@ -303,7 +309,7 @@ def _tokens(progress: Progress) -> Text:
 
 
 def _weights(progress: Progress, width: int) -> Text:
-    """The newest version published, and the newest that a rollout engine has loaded."""
+    """Return the newest version published, and the newest that a rollout engine has loaded."""
     if progress.published is None:
         return Text("–")
     used = "–" if progress.swapped is None else f"v{progress.swapped.version}"
@@ -314,7 +320,7 @@ def _weights(progress: Progress, width: int) -> Text:
 
 
 def _swap(progress: Progress) -> Text:
-    """Exposed and hidden seconds of the last weight update."""
+    """Return the exposed and hidden seconds of the last weight update."""
     swap = progress.swapped
     if swap is None:
         return Text("–")
@@ -348,7 +354,9 @@ def _stages(progress: Progress, width: int) -> RenderableType:
         legend.append(f" {WORDS[name]}   ", style="dim")
     if progress.restarts:
         legend.append(f"restarts: {progress.restarts}", style="bold yellow")
-    groups = ", ".join(f"{count(found[0])} {reason}" for reason, found in progress.dropped.items())
+    groups = ", ".join(
+        f"{count(totals[0])} {reason}" for reason, totals in progress.dropped.items()
+    )
     calls = [Text(f" {line}", style="dim") for line in call_lines(progress)]
     return Group(
         table,
@@ -359,12 +367,13 @@ def _stages(progress: Progress, width: int) -> RenderableType:
 
 
 def call_lines(progress: Progress) -> list[str]:
-    """The calls of each reward function by each worker's process, in one line each."""
+    """Return the calls of each reward function by each worker's process, in one line each."""
     return [
-        f"{worker} {name}: {count(int(of['calls']))} calls, {count(int(of['failed']))} failed, "
-        f"{count(int(of['again']))} again, {short_seconds(of['seconds'] / of['calls'])} a call"
+        f"{worker} {name}: {count(int(tally['calls']))} calls, "
+        f"{count(int(tally['failed']))} failed, {count(int(tally['again']))} again, "
+        f"{short_seconds(tally['seconds'] / tally['calls'])} a call"
         for worker, totals in progress.workers.items()
-        for name, of in (totals.latest.calls or {}).items()
+        for name, tally in (totals.latest.calls or {}).items()
     ]
 
 
@@ -377,7 +386,7 @@ def _percent(share: float | None) -> str:
 
 
 class PlainView:
-    """Prints one line for each step, evaluation, change of state, death and restart."""
+    """A line for each step, evaluation, change of state, death and restart."""
 
     def __init__(self, progress: Progress, console: Console) -> None:
         self.progress = progress
@@ -404,7 +413,8 @@ class PlainView:
 
 
 def plain_line(progress: Progress, event: Event) -> str:
-    """``event`` in one line, after ``progress`` has applied it; empty when it is not worth one."""
+    """Return ``event`` in one line, after ``progress`` has applied it; empty when it is not worth
+    one."""
     match data := event.decoded():
         case StateEvent():
             return (f"run {progress.name}: {data.state}") + (
@@ -424,15 +434,15 @@ def plain_line(progress: Progress, event: Event) -> str:
             )
         case EvaluationEvent():
             reward = number(data.reward_mean, ".3f")
-            why = f": {data.reason}" if data.reason else ""
+            reason = f": {data.reason}" if data.reason else ""
             without = unscored(data.failed, data.absent)
             return (
                 f"evaluation v{data.version}  reward {reward} of {data.count} held-out "
-                f"prompts{without}{why}"
+                f"prompts{without}{reason}"
             )
         case AlarmEvent():
             return f"alarm at step {data.step + 1}: {data.reason}. {data.look}"
         case WorkerEvent(change="died" | "restarted"):
-            why = f": {data.reason}" if data.change == "died" and data.reason else ""
-            return f"worker {data.worker} {data.change}{why}"
+            reason = f": {data.reason}" if data.change == "died" and data.reason else ""
+            return f"worker {data.worker} {data.change}{reason}"
     return ""

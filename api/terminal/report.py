@@ -105,8 +105,8 @@ def write_report(
 
 
 def _notes(progress: Progress) -> list[str]:
-    """A remark when all rewards were equal: every advantage was 0 then, and the steps have trained
-    nothing."""
+    """Return a remark when all rewards were equal: every advantage was 0 then, and the steps have
+    trained nothing."""
     history = progress.history
     rewards = {reward for point in history for reward in (point.reward_low, point.reward_high)}
     are_equal = all(point.equal_rewards and point.rewarded == point.steps for point in history)
@@ -122,8 +122,8 @@ def _notes(progress: Progress) -> list[str]:
 
 
 def log_of(out_dir: Path, worker: str) -> Path | None:
-    """The log of ``worker``, or the folder of all logs; None where there is none, as with the
-    launcher ``inline``."""
+    """Return the log of ``worker``, or the folder of all logs; None where there is none, as with
+    the launcher ``inline``."""
     logs = out_dir / "logs"
     if (log := logs / f"{worker}.log").is_file():
         return log
@@ -135,7 +135,7 @@ def log_of(out_dir: Path, worker: str) -> Path | None:
 
 
 def summarize(progress: Progress, *, seconds: float, checkpoint: Path | None) -> dict[str, Any]:
-    """The run in numbers, as ``summary.json`` keeps them."""
+    """Return the run in numbers, as ``summary.json`` keeps them."""
     history = progress.history
     rewards = progress.rewards()
     last = progress.last
@@ -187,15 +187,15 @@ def summarize(progress: Progress, *, seconds: float, checkpoint: Path | None) ->
         "staleness_bound": progress.bound,
         "restarts": progress.restarts,
         "alarms": [
-            {"step": one.step, "metric": one.metric, "reason": one.reason, "look": one.look}
-            for _, one in progress.alarms
+            {"step": alarm.step, "metric": alarm.metric, "reason": alarm.reason, "look": alarm.look}
+            for _, alarm in progress.alarms
         ],
         "prompts_skipped": progress.prompts_skipped,
         "prompts_cut": progress.prompts_cut,
         "epochs": progress.epochs,
         "dropped": {
-            reason: {"groups": found[0], "tokens": found[1]}
-            for reason, found in progress.dropped.items()
+            reason: {"groups": totals[0], "tokens": totals[1]}
+            for reason, totals in progress.dropped.items()
         },
         "skipped_steps": progress.ledger.skipped_steps if progress.ledger else 0,
         "stages": {
@@ -211,7 +211,7 @@ def summarize(progress: Progress, *, seconds: float, checkpoint: Path | None) ->
 
 
 def summary_table(summary: Mapping[str, Any]) -> Table:
-    """The summary as a table."""
+    """Return the summary as a table."""
     compared = summary["steps_compared"]
     gain = summary["reward_gain"]
     first = number(summary["reward_first_steps"], ".3f")
@@ -224,14 +224,17 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
     if summary["tokens_filtered"]:
         tokens += f", {summary['tokens_filtered']:,} filtered"
     too_long = " and ".join(
-        f"{summary[f'prompts_{what}']} {what}"
-        for what in ("skipped", "cut")
-        if summary[f"prompts_{what}"]
+        f"{summary[f'prompts_{treatment}']} {treatment}"
+        for treatment in ("skipped", "cut")
+        if summary[f"prompts_{treatment}"]
     )
     saved = summary.get("resume_after_step")
     skipped = summary["skipped_steps"]
     dropped = dropped_text(
-        {reason: (found["groups"], found["tokens"]) for reason, found in summary["dropped"].items()}
+        {
+            reason: (totals["groups"], totals["tokens"])
+            for reason, totals in summary["dropped"].items()
+        }
     )
     return pairs_table(
         (
@@ -261,8 +264,8 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
         (
             "alarms",
             "; ".join(
-                f"step {one['step'] + 1}: {one['reason']}"
-                for one in summary["alarms"][-MOST_ALARMS:]
+                f"step {alarm['step'] + 1}: {alarm['reason']}"
+                for alarm in summary["alarms"][-MOST_ALARMS:]
             ),
         ),
         ("restarts", str(summary["restarts"] or "")),
@@ -277,17 +280,21 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
 
 
 def speed_text(summary: Mapping[str, Any]) -> str:
-    """Tokens/s, of all and of each device, and the stage that sets the pace."""
-    each = number(summary["tokens_per_second_per_device"], ",.0f")
+    """Return tokens/s, of all and of each device, and the stage that sets the pace."""
+    per_device = number(summary["tokens_per_second_per_device"], ",.0f")
     devices = summary["devices"]
-    text = f"{number(summary['tokens_per_second'], ',.0f')} tokens/s, {each} a device ({devices})"
+    text = (
+        f"{number(summary['tokens_per_second'], ',.0f')} tokens/s, {per_device} a device "
+        f"({devices})"
+    )
     if summary["busiest_stage"] is None:
         return text
     return f"{text}; {summary['busiest_stage']} busy {100 * summary['busiest_share']:.0f}%"
 
 
 def evaluation_text(cost: Mapping[str, Any]) -> str:
-    """What the evaluations of a run took, in one line; "" without any."""
+    """Return the time and tokens that the evaluations of a run took, in one line; "" without
+    any."""
     if not cost["count"]:
         return ""
     share = cost["engine_seconds"] / cost["seconds"] if cost["seconds"] else 0.0
@@ -301,7 +308,7 @@ def evaluation_text(cost: Mapping[str, Any]) -> str:
 
 
 def samples_text(samples: Mapping[str, int]) -> str:
-    """What was made and what became of it, in one line.
+    """Return in one line how many samples were generated and what became of them.
 
     >>> samples_text({"generated": 2048, "trained": 0, "filtered": 2000, "remade": 0, "in_flight": 48})
     '2,048 generated: 0 trained, 2,000 dropped, 48 not used'
@@ -316,7 +323,7 @@ def samples_text(samples: Mapping[str, int]) -> str:
 
 
 def dropped_text(dropped: Mapping[str, tuple[int, int]]) -> str:
-    """What was dropped, groups and tokens by reason, in one line.
+    """Return in one line the dropped groups and tokens, by reason.
 
     >>> dropped_text({"equal rewards": (3, 1200), "reward exact failed": (1, 96)})
     '3 groups (1,200 tokens): equal rewards; 1 group (96 tokens): reward exact failed'
@@ -328,8 +335,8 @@ def dropped_text(dropped: Mapping[str, tuple[int, int]]) -> str:
 
 
 def resume_text(saved: int, steps: int, made: int = 0) -> str:
-    """Where a resumed run of ``steps`` begins, with ``saved`` of its ``made`` steps in the newest
-    checkpoint.
+    """Return where a resumed run of ``steps`` begins, with ``saved`` of its ``made`` steps in the
+    newest checkpoint.
 
     >>> resume_text(40, 200, 42)
     'after step 40 of 200; steps 41 to 42 are made again'
@@ -337,12 +344,12 @@ def resume_text(saved: int, steps: int, made: int = 0) -> str:
     begins = f"after step {saved} of {steps}" if saved else "from the beginning"
     if made <= saved:
         return begins
-    again = f"steps {saved + 1} to {made} are" if made > saved + 1 else f"step {made} is"
-    return f"{begins}; {again} made again"
+    repeated = f"steps {saved + 1} to {made} are" if made > saved + 1 else f"step {made} is"
+    return f"{begins}; {repeated} made again"
 
 
 def _mean(values: Sequence[float]) -> float | None:
-    """The mean of those of ``values`` that are finite; None where none is."""
+    """Return the mean of those of ``values`` that are finite; None where none is."""
     finite = [value for value in values if math.isfinite(value)]
     return statistics.fmean(finite) if finite else None
 
@@ -352,7 +359,7 @@ def _trained(recipe: Recipe, plan: Plan) -> str:
 
 
 def plan_table(recipe: Recipe, plan: Plan) -> Table:
-    """The plan of a recipe as a table, for ``asyncdock check``."""
+    """Return the plan of a recipe as a table, for ``asyncdock check``."""
     rows = [
         ("staleness bound", f"η = {plan.bound}; the oldest that can occur is {plan.max_age}"),
         (
@@ -382,8 +389,8 @@ def plan_table(recipe: Recipe, plan: Plan) -> Table:
             f"{format_size(plan.arena_bytes)} are needed",
         ),
     ]
-    if recipe.launch.launcher == "process" and (given := assign(recipe, on_this_node())):
-        rows.append(("devices", shown(given.items())))
+    if recipe.launch.launcher == "process" and (devices := assign(recipe, on_this_node())):
+        rows.append(("devices", shown(devices.items())))
     if plan.parameters:
         rows += [
             (
@@ -430,8 +437,8 @@ def plan_table(recipe: Recipe, plan: Plan) -> Table:
 
 
 def smooth(values: Sequence[float], span: int) -> list[float]:
-    """Centred moving average over ``span`` values, fewer at the ends, without those that are not
-    finite. It is exact to the rounding of the sum of all values."""
+    """Return the centred moving average over ``span`` values, fewer at the ends, without those that
+    are not finite. It is exact to the rounding of the sum of all values."""
     half = span // 2
     is_finite = [math.isfinite(value) for value in values]
     summands = (value if ok else 0.0 for value, ok in zip(values, is_finite, strict=True))
@@ -447,9 +454,9 @@ def smooth(values: Sequence[float], span: int) -> list[float]:
 
 
 def write_plot(path: Path, progress: Progress) -> None:
-    """Reward above, staleness below, over optimizer steps. Of a long run each point is of several
-    steps: their mean reward with its range, their largest staleness. Raises ExtraMissing without
-    matplotlib."""
+    """Plot the reward above and the staleness below, over optimizer steps. Of a long run each point
+    is of several steps: their mean reward with its range, their largest staleness. Raises
+    ExtraMissing without matplotlib."""
     with extra("quickstart"):
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -513,8 +520,8 @@ def write_plot(path: Path, progress: Progress) -> None:
 
 
 def samples_markdown(progress: Progress) -> str:
-    """The same held-out prompts answered by the first and the last evaluated version, side by
-    side."""
+    """Return the same held-out prompts answered by the first and the last evaluated version, side
+    by side."""
     evaluations = progress.evaluated.points
     first = evaluations[0].event
     last = evaluations[-1].event
@@ -545,7 +552,7 @@ def samples_markdown(progress: Progress) -> str:
 
 
 def _scored(evaluation: EvaluationEvent) -> str:
-    """Such as "0.250 of 4 prompts with version 3  (1 failed)"."""
+    """Return a score, such as "0.250 of 4 prompts with version 3  (1 failed)"."""
     score = (
         f"{number(evaluation.reward_mean, '.3f')} of {evaluation.count} prompts with version "
         f"{evaluation.version}"
@@ -554,6 +561,6 @@ def _scored(evaluation: EvaluationEvent) -> str:
 
 
 def _cell(text: str) -> str:
-    """``text`` as the content of a cell of a Markdown table, with all markup escaped."""
+    """Return ``text`` as the content of a cell of a Markdown table, with all markup escaped."""
     text = re.sub(r"[\\|*_`]", r"\\\g<0>", text.replace("&", "&amp;").replace("<", "&lt;"))
     return text.strip().replace("\n", "<br>") or "*(nothing)*"

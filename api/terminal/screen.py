@@ -36,7 +36,7 @@ def complain(text: str) -> None:
 
 
 def safe_console(**options: Any) -> Console:
-    """A Rich console that escapes control characters in everything it prints.
+    """Return a Rich console that escapes control characters in everything it prints.
 
     Text is markup only where ``markup`` is given to it or to its ``print``. It is as wide as its
     terminal; without a terminal it does not wrap lines.
@@ -44,22 +44,24 @@ def safe_console(**options: Any) -> Console:
     from rich.console import Console
 
     stream = sys.stderr if options.get("stderr") else sys.stdout
-    made = Console(**{"markup": False, "width": None if stream.isatty() else PIPE_WIDTH, **options})
-    made.push_render_hook(cast("RenderHook", _Escaping()))
-    return made
+    console = Console(
+        **{"markup": False, "width": None if stream.isatty() else PIPE_WIDTH, **options}
+    )
+    console.push_render_hook(cast("RenderHook", _Escaping()))
+    return console
 
 
 def pairs_table(*rows: tuple[str, str], **options: Any) -> Table:
     """Return a table of names and values, without rows with an empty value."""
     from rich.table import Table
 
-    made = Table(box=None, show_header=False, **options)
-    made.add_column(style="dim", no_wrap=True)
-    made.add_column(overflow="fold")
+    table = Table(box=None, show_header=False, **options)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
     for name, value in rows:
         if value:
-            made.add_row(name, value)
-    return made
+            table.add_row(name, value)
+    return table
 
 
 class Safe:

@@ -25,8 +25,8 @@ REDRAWS_PER_SECOND = 4
 def viewing(
     progress: Progress, console: Console, *, json: bool, plain: bool
 ) -> Iterator[tuple[Callable[[Event], object], Callable[[str], None]]]:
-    """Two functions: one applies an event to ``progress`` and shows it, the other prints a line
-    beside the view."""
+    """Yield two functions: one applies an event to ``progress`` and shows it, the other prints a
+    line beside the view."""
     from api.terminal.live import LiveView, PlainView
     from orchestration.history.lines import event_json
 

@@ -66,7 +66,7 @@ class Browser:
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
 
     def picture(self) -> bytes:
-        """What is seen, as PNG."""
+        """Return a picture of the page, as PNG."""
         shot = self.driver.execute_cdp_cmd("Page.captureScreenshot", {"format": "png"})
         return base64.b64decode(shot["data"])
 
@@ -86,9 +86,9 @@ class Browser:
 
     def named(self, name: str, role: str = "control") -> WebElement:
         """The control called so, once it can be used."""
-        found = self.until(NAMED, name, role, why=f"a {role} called {name!r}")
-        assert isinstance(found, WebElement)
-        return found
+        control = self.until(NAMED, name, role, why=f"a {role} called {name!r}")
+        assert isinstance(control, WebElement)
+        return control
 
     def click(self, name: str) -> None:
         """Click what is called so. The page may create it again while it is looked for."""
@@ -132,23 +132,23 @@ class Browser:
         return answer.get("value")
 
     def until(self, script: str, *arguments: Any, why: str = "", seconds: float = SECONDS) -> Any:
-        """What ``script`` returns, once that is something.
+        """Return the result of ``script``, once it has one.
 
         It may ask of what is not there yet: that is not yet, too.
         """
         end = time.monotonic() + seconds
-        wrong = ""
+        message = ""
         while time.monotonic() < end:
             try:
-                if found := self.js(script, *arguments):
-                    return found
-                wrong = ""
+                if result := self.js(script, *arguments):
+                    return result
+                message = ""
             except JavascriptException as error:
-                wrong = f" ({error.msg})"
+                message = f" ({error.msg})"
             time.sleep(LOOK_SECONDS)
         shown = self.js("return document.body ? document.body.innerText : ''")
         raise AssertionError(
-            f"not within {seconds:g} s: {why or script}{wrong}\n\nthe page says:\n{shown[:3000]}"
+            f"not within {seconds:g} s: {why or script}{message}\n\nthe page says:\n{shown[:3000]}"
         )
 
     def text(self, selector: str) -> str:
@@ -177,14 +177,14 @@ class Browser:
         ]
 
     def axe(self, part: str = "html") -> list[str]:
-        """What axe-core finds wrong with a part of the page for people who use it otherwise than by
-        looking and pointing."""
+        """Return the faults that axe-core finds in a part of the page for people who use it
+        otherwise than by looking and pointing."""
         # The page's own policy forbids every other script; this one comes in by the debugger's
         # door.
         if not self.js("return 'axe' in window"):
             source = gzip.decompress(AXE.read_bytes()).decode()
             self.driver.execute_cdp_cmd("Runtime.evaluate", {"expression": f"{source}\n;0"})
-        found = self.asynchronous(
+        violations = self.asynchronous(
             "const {violations} = await axe.run(arguments_[0], {resultTypes: ['violations'], "
             "runOnly: ['wcag2a', 'wcag2aa', 'wcag21a', 'wcag21aa', 'wcag22aa', "
             "'best-practice']});return violations.map((one) => `${one.id}: ${one.help}: ` + "
@@ -192,7 +192,7 @@ class Browser:
             "${node.failureSummary}`).join(' | '));",
             part,
         )
-        return list(found)
+        return list(violations)
 
     def overflow(self) -> int:
         """By how many pixels the page is wider than the window."""

@@ -182,13 +182,13 @@ class Service:
         key = request.headers["Idempotency-Key"]
         body = await request.json()
         self.bodies.append(body)
-        made = key not in self.keys
-        if made:
+        is_new = key not in self.keys
+        if is_new:
             self.keys[key] = run_view(
                 f"scripted-{len(self.keys)}", state="created", position=len(self.keys) + 1
             )
             self.runs.insert(0, self.keys[key])
-        return web.json_response(self.keys[key], status=201 if made else 200)
+        return web.json_response(self.keys[key], status=201 if is_new else 200)
 
     async def _list(self, request: web.Request) -> web.Response:
         """A page looks at ``limit`` runs: with a filter it may hold fewer, or none."""

@@ -17,7 +17,7 @@ PYTHON = "/usr/bin/python3"  # one that another user may execute, whatever execu
 
 @cache
 def missing() -> str:
-    """Why no process of another user can be started here, or ""."""
+    """Return why no process of another user can be started here, or ""."""
     if os.geteuid() != 0:
         return "only root can start a process of another user"
     if not os.path.exists(PYTHON):
@@ -36,8 +36,8 @@ def options() -> dict[str, Any]:
 
 
 def as_nobody(program: str, *arguments: object) -> Any:
-    """What ``program`` prints, as JSON, when `nobody` executes it with ``arguments``, as JSON in
-    ``sys.argv[1]``."""
+    """Return what ``program`` prints, as JSON, when `nobody` executes it with ``arguments``, as
+    JSON in ``sys.argv[1]``."""
     command = [
         PYTHON,
         "-c",

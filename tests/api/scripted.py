@@ -104,7 +104,7 @@ def evaluation(time: float, version: int, reward: float, response: str) -> Event
 def events(ending: str = "finished", reason: str = "") -> list[Event]:
     """A run with one death, two evaluations, and ``ending``."""
     worker = {"stage": "rollout", "worker": "rollout-0", "pid": 7}
-    made = [
+    script = [
         event(0, "state", state="starting", reason=""),
         event(0.1, "worker", **worker, change="started", reason=""),
         event(8, "worker", **worker, change="ready", reason=""),
@@ -113,7 +113,7 @@ def events(ending: str = "finished", reason: str = "") -> list[Event]:
     ]
     for number in range(STEPS):
         at = 10 + 2 * number
-        made += [
+        script += [
             stage(
                 at - 0.5,
                 "rollout-0",
@@ -158,7 +158,7 @@ def events(ending: str = "finished", reason: str = "") -> list[Event]:
         "skipped_steps": 2,
         **dropped,
     }
-    made += [
+    script += [
         event(25.1, "ledger", **ledger),
         event(
             25.2,
@@ -169,13 +169,13 @@ def events(ending: str = "finished", reason: str = "") -> list[Event]:
         ),
     ]
     died = {"reason": "ended by signal 9"}
-    made += [
+    script += [
         event(26, "worker", **worker, change="died", **died),
         event(26.1, "worker", **worker, change="restarted", **died),
         evaluation(27, STEPS, 0.9, ""),
         event(28, "state", state=ending, reason=reason),
     ]
-    return made
+    return script
 
 
 class ScriptedRun:

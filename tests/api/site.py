@@ -202,9 +202,9 @@ class Site:
 
 @contextmanager
 def site(data: Path, *options: str) -> Iterator[Site]:
-    made = Site(data, *options)
-    made.start()
+    running_site = Site(data, *options)
+    running_site.start()
     try:
-        yield made
+        yield running_site
     finally:
-        made.close()
+        running_site.close()

@@ -35,8 +35,8 @@ ENDLESS = "tests.api.endless:reward"
 
 @pytest.fixture
 async def client(index_url: str, tmp_path: Path) -> AsyncGenerator[Client, None]:
-    async with serving(index_url, tmp_path, rate=1e6, burst=10**6) as made:
-        yield made
+    async with serving(index_url, tmp_path, rate=1e6, burst=10**6) as test_client:
+        yield test_client
 
 
 def recipe(**changes: Any) -> dict[str, Any]:
@@ -192,8 +192,8 @@ def test_a_password_that_is_cut_is_taken_out_too() -> None:
 async def test_logs_of_long_lines(client: Client) -> None:
     """What workers print may be a model's: megabytes of letters, and of beginnings of URLs."""
     service: Service = client.app[SERVICE]  # type: ignore[union-attr]
-    made = await (await client.post("/v1/runs", json={"recipe": MOCK})).json()
-    folder = service.folder(await service.registry.get(made["id"])) / "logs"
+    view = await (await client.post("/v1/runs", json={"recipe": MOCK})).json()
+    folder = service.folder(await service.registry.get(view["id"])) / "logs"
     folder.mkdir(parents=True)
     for worker, text in (
         ("a-0", "a" * 10**6),
@@ -203,7 +203,7 @@ async def test_logs_of_long_lines(client: Client) -> None:
         (folder / f"{worker}.log").write_text(f"{text}\n")
     async with undisturbed(client):
         for query in ("lines=5000", "worker=a-0", "worker=b-0", "worker=c-0&lines=5000"):
-            answer = await client.get(f"/v1/runs/{made['id']}/logs?{query}")
+            answer = await client.get(f"/v1/runs/{view['id']}/logs?{query}")
             assert answer.status == 200
             assert "hunter2" not in await answer.text()
 
@@ -331,10 +331,10 @@ async def endless(
     monkeypatch.setenv("ASYNCDOCK_TEST_BEGAN", str(began))
     async with serving(index_url, tmp_path, allow_rewards={ENDLESS}) as client:
         service = client.app[SERVICE]  # type: ignore[union-attr]
-        service.checks = own = Checks()
+        service.checks = checks = Checks()
         assert (await check(client, MOCK)).status == 200
         yield client, began
-        own.close()
+        checks.close()
 
 
 async def test_a_check_that_does_not_end_is_given_up_with_its_process(

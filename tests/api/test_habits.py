@@ -1,4 +1,4 @@
-"""What people do at the command by habit, and what they see: each test does what the person did."""
+"""Habits of people at the command, and what they see: each test does what the person did."""
 
 from __future__ import annotations
 
@@ -373,10 +373,10 @@ def test_paths_are_whole_in_a_pipe(person: Path) -> None:
     code, out, _ = asyncdock("run", "mine.toml", "--out", "out", "--set=train.steps=1")
     assert code == 0
     lines = out.splitlines()
-    made = person / "out"
-    assert f"  model: {made / 'checkpoints' / 'step-00000001' / 'model'}" in lines
+    out_dir = person / "out"
+    assert f"  model: {out_dir / 'checkpoints' / 'step-00000001' / 'model'}" in lines
     for name in ("summary.json", "metrics.jsonl"):
-        assert f"  {made / name}" in lines
+        assert f"  {out_dir / name}" in lines
     names = [each["name"] for each in json.loads(asyncdock("recipes", "--json")[1])]
     assert [line.split()[0] for line in asyncdock("recipes")[1].splitlines()] == names, (
         "a line for each"
@@ -425,8 +425,8 @@ def test_a_recipe_made_shorter_than_its_warm_up(person: Path) -> None:
 def test_json_keeps_the_reason_on_both_streams(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made: Any = scripted.ScriptedRun(tmp_path, scripted.events("failed", "update-0: no memory"))
-    local_run.show_run(made, json=True, plain=False)
+    run: Any = scripted.ScriptedRun(tmp_path, scripted.events("failed", "update-0: no memory"))
+    local_run.show_run(run, json=True, plain=False)
     printed = capsys.readouterr()
     assert "update-0: no memory" in printed.out
     assert printed.err.count("update-0: no memory") == 1

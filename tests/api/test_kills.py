@@ -51,8 +51,8 @@ FOLLOWS = {
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Served]:
-    with serving(tmp_path) as made:
-        yield made
+    with serving(tmp_path) as served:
+        yield served
 
 
 class Watcher:
@@ -157,9 +157,9 @@ async def test_after_any_kill_the_run_ends_well_and_the_api_stays_correct(server
 
 def titled(title: str) -> int:
     """The process of that title."""
-    [found] = [
+    [pid] = [
         process.pid
         for process in psutil.process_iter(["cmdline"])
         if title in (process.info["cmdline"] or ())
     ]
-    return found
+    return pid

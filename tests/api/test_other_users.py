@@ -38,10 +38,10 @@ def open_folder() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def served(open_folder: Path) -> Iterator[Served]:
-    made = Served(open_folder / "service", "--runs", "0")
-    made.start()
-    yield made
-    made.end()
+    server = Served(open_folder / "service", "--runs", "0")
+    server.start()
+    yield server
+    server.end()
 
 
 def asyncdock(*arguments: object, **more: str) -> subprocess.CompletedProcess[str]:
@@ -154,11 +154,11 @@ def test_the_token_is_in_no_file_and_in_no_process_that_another_user_can_read(
             env=environment(),
         )
         try:
-            found, heard = as_nobody(LOOK, str(served.data), str(services_folder()))
+            files, heard = as_nobody(LOOK, str(served.data), str(services_folder()))
         finally:
             watching.kill()
             watching.wait()
-    assert found == []
+    assert files == []
     assert any("api.cli.main" in text or "tests.api.watched" in text for text in heard), (
         "no command line was read"
     )
@@ -221,8 +221,8 @@ def test_a_links_code_is_neither_guessed_nor_taken_nor_used_twice(served: Served
             ]
             == 401
         )
-    own = f"Bearer {session['token']}"
-    assert post(f"{served.url}/v1/recipes/check", {"recipe_name": "mock"}, own)[0] == 200
+    authorization = f"Bearer {session['token']}"
+    assert post(f"{served.url}/v1/recipes/check", {"recipe_name": "mock"}, authorization)[0] == 200
     assert code not in served.log.read_text()
     assert (
         f"user={NOBODY}" in served.log.read_text()
@@ -233,28 +233,28 @@ def test_a_links_code_is_neither_guessed_nor_taken_nor_used_twice(served: Served
 def test_who_takes_the_port_of_a_service_that_was_killed_hears_no_token(open_folder: Path) -> None:
     """`kill -9` leaves the files; a client that had the token goes on asking, and commands begin
     anew."""
-    made = Served(open_folder / "killed", "--runs", "0")
-    made.start()
+    server = Served(open_folder / "killed", "--runs", "0")
+    server.start()
     try:
-        with SyncClient(made.url, patience=2.0) as client:
+        with SyncClient(server.url, patience=2.0) as client:
             list(client.runs())
-            made.kill()
-            assert list(services_folder().glob(f"*:{made.port}")), "the file is still there"
-            with listening("127.0.0.1", made.port) as heard:
+            server.kill()
+            assert list(services_folder().glob(f"*:{server.port}")), "the file is still there"
+            with listening("127.0.0.1", server.port) as heard:
                 with pytest.raises(Unreachable, match="does not listen"):
                     list(client.runs())
-                assert asyncdock("runs", "list", "--server", made.url).returncode == 0
-                asyncdock("link", "--server", made.url)
+                assert asyncdock("runs", "list", "--server", server.url).returncode == 0
+                asyncdock("link", "--server", server.url)
         assert heard
         assert not [text for text in heard if "adock" in text or "authorization" in text.lower()]
-        before = made.token
-        made.start()
-        assert made.token == before, "the next server has the same token"
-        with SyncClient(made.url) as client:
+        before = server.token
+        server.start()
+        assert server.token == before, "the next server has the same token"
+        with SyncClient(server.url) as client:
             assert list(client.runs()) == []
     finally:
-        made.end()
-    assert not list(services_folder().glob(f"*:{made.port}"))
+        server.end()
+    assert not list(services_folder().glob(f"*:{server.port}"))
 
 
 def test_who_listens_at_the_other_address_of_localhost_hears_no_token(served: Served) -> None:
@@ -321,20 +321,20 @@ def test_a_folder_of_services_that_another_user_has_made_is_not_trusted(
     ]
     as_nobody(MAKE, *([*map(str, each)] for each in planted))
     monkeypatch.setenv("XDG_STATE_HOME", str(state))
-    made = Served(open_folder / "stateless", "--runs", "0")
-    made.start()
+    server = Served(open_folder / "stateless", "--runs", "0")
+    server.start()
     try:
-        assert "do not find the token of this service" in made.log.read_text()
-        assert find_service(made.url) is None
+        assert "do not find the token of this service" in server.log.read_text()
+        assert find_service(server.url) is None
         # What root has made elsewhere is moved there by another user, under another address.
-        theirs = state / "asyncdock" / "services" / f"127.0.0.1:{made.port}"
+        theirs = state / "asyncdock" / "services" / f"127.0.0.1:{server.port}"
         monkeypatch.undo()
         assert find_service(served.url) is not None
         shutil.copy2(services_folder() / f"127.0.0.1:{served.port}", theirs)
         monkeypatch.setenv("XDG_STATE_HOME", str(state))
-        assert find_service(made.url) is None
+        assert find_service(server.url) is None
     finally:
-        made.end()
+        server.end()
 
 
 def test_two_services_at_once_are_told_apart(served: Served, open_folder: Path) -> None:
@@ -376,18 +376,20 @@ def test_a_service_of_somebody_else_says_what_to_do(served: Served, tmp_path: Pa
 
 
 def test_without_tokens_the_operator_is_told_what_it_means(open_folder: Path) -> None:
-    made = Served(open_folder / "trusting", "--runs", "0", "--no-token")
-    made.start()
+    server = Served(open_folder / "trusting", "--runs", "0", "--no-token")
+    server.start()
     try:
-        said = made.log.read_text()
-        assert "every user of this machine may read, start, change and delete the runs" in said
-        ((status, _),) = as_nobody(ROUTES_WITHOUT_TOKEN, made.url, [("GET", "/v1/runs", None)], {})
+        log = server.log.read_text()
+        assert "every user of this machine may read, start, change and delete the runs" in log
+        ((status, _),) = as_nobody(
+            ROUTES_WITHOUT_TOKEN, server.url, [("GET", "/v1/runs", None)], {}
+        )
         assert status == 200
-        assert not (made.data / AUTHORIZATION).exists()
-        done = asyncdock("link", "--server", made.url)
+        assert not (server.data / AUTHORIZATION).exists()
+        done = asyncdock("link", "--server", server.url)
         assert (done.returncode, "asks for no token" in done.stderr) == (1, True)
     finally:
-        made.end()
+        server.end()
     for options in (("--listen", "0.0.0.0:0"), ("--host-name", "dock.example.org")):
         done = asyncdock("serve", "--data", open_folder / "trusting", "--no-token", *options)
         assert (done.returncode, done.stdout) == (2, "")
@@ -395,32 +397,32 @@ def test_without_tokens_the_operator_is_told_what_it_means(open_folder: Path) ->
 
 
 def test_a_login_is_gone_with_its_token_and_with_its_server(open_folder: Path) -> None:
-    made = Served(open_folder / "logins", "--runs", "0")
-    made.start()
+    server = Served(open_folder / "logins", "--runs", "0")
+    server.start()
     try:
-        session = post(f"{made.url}/v1/login", {"code": link(made)})[1]["token"]
-        check = f"{made.url}/v1/recipes/check", {"recipe_name": "mock"}, f"Bearer {session}"
+        session = post(f"{server.url}/v1/login", {"code": link(server)})[1]["token"]
+        check = f"{server.url}/v1/recipes/check", {"recipe_name": "mock"}, f"Bearer {session}"
         assert post(*check)[0] == 200
-        left = link(made)
-        made.kill()
-        made.start()
+        unused_code = link(server)
+        server.kill()
+        server.start()
         assert post(*check)[0] == 401
-        assert post(f"{made.url}/v1/login", {"code": left})[0] == 410
-        token = made.token
-        session = post(f"{made.url}/v1/login", {"code": link(made)})[1]["token"]
-        asyncdock("token", "revoke", token.split("_")[1], "--data", made.data)
+        assert post(f"{server.url}/v1/login", {"code": unused_code})[0] == 410
+        token = server.token
+        session = post(f"{server.url}/v1/login", {"code": link(server)})[1]["token"]
+        asyncdock("token", "revoke", token.split("_")[1], "--data", server.data)
         check = *check[:2], f"Bearer {session}"
         assert post(*check)[0] == 401
         assert (
             "the token of your service there"
-            in asyncdock("runs", "list", "--server", made.url).stderr
+            in asyncdock("runs", "list", "--server", server.url).stderr
         )
-        made.stop()
-        made.start()
-        assert made.token != token, "a token that was revoked is replaced"
-        assert asyncdock("runs", "list", "--server", made.url).returncode == 0
+        server.stop()
+        server.start()
+        assert server.token != token, "a token that was revoked is replaced"
+        assert asyncdock("runs", "list", "--server", server.url).returncode == 0
     finally:
-        made.end()
+        server.end()
 
 
 def test_only_its_owner_reads_a_file_with_a_token(tmp_path: Path) -> None:

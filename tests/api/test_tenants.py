@@ -48,11 +48,11 @@ LONGEST = "Ġ" * 4000
 
 
 def tokenizer(template: str = "") -> PreTrainedTokenizerFast:
-    made = byte_tokenizer()
-    made.add_tokens([LONGEST])
+    tiny_tokenizer = byte_tokenizer()
+    tiny_tokenizer.add_tokens([LONGEST])
     if template:
-        made.chat_template = template
-    return made
+        tiny_tokenizer.chat_template = template
+    return tiny_tokenizer
 
 
 @contextlib.contextmanager
@@ -210,9 +210,9 @@ async def service(
 
     (tmp_path / "root").mkdir()
     async with serving(index_url, tmp_path, no_token=False, roots=(tmp_path / "root",)) as client:
-        made = client.app[SERVICE]  # type: ignore[union-attr]
-        made.checks = checks = Checks()
-        tokens = [await made.tokens.create(name, "read") for name in ("ada", "eve")]
+        state = client.app[SERVICE]  # type: ignore[union-attr]
+        state.checks = checks = Checks()
+        tokens = [await state.tokens.create(name, "read") for name in ("ada", "eve")]
         yield client, *(bearer(secret) for _, secret in tokens)
         checks.close()
 
@@ -310,7 +310,7 @@ async def test_eight_tokens_beside_four_streams_take_about_as_many_steps(tmp_pat
     """Steps of the engine are counted by the tokens of one row that decodes all the time."""
     with checkpoint(tmp_path, byte_model(0, flat=0.0), tokenizer()) as client:
 
-        async def ask(owner: str, made: dict[int, int], **asked: Any) -> None:
+        async def ask(owner: str, counts: dict[int, int], **asked: Any) -> None:
             body = {"model": client.model, "prompt": "ab", "stream": True, **asked}
             request = REQUESTS[COMPLETIONS].model_validate_json(json.dumps(body))
             async for part in respond(client.policies, request, owner):
@@ -319,7 +319,7 @@ async def test_eight_tokens_beside_four_streams_take_about_as_many_steps(tmp_pat
                     if b"choices" in part
                     else ()
                 ):
-                    made[choice["index"]] = made.get(choice["index"], 0) + sum(
+                    counts[choice["index"]] = counts.get(choice["index"], 0) + sum(
                         n for _, n in choice["versions"]
                     )
 
@@ -327,12 +327,13 @@ async def test_eight_tokens_beside_four_streams_take_about_as_many_steps(tmp_pat
         most = (await opened(client)).rollout.max_rows
         streams: list[dict[int, int]] = [{} for _ in range(4)]
         asking = [
-            asyncio.create_task(ask("eve", made, max_tokens=240, n=most // 2)) for made in streams
+            asyncio.create_task(ask("eve", counts, max_tokens=240, n=most // 2))
+            for counts in streams
         ]
         await until(lambda: max(streams[0].values(), default=0) > 3, 60)
         before = dict(streams[0])
         await ask("ada", other := {}, max_tokens=8, temperature=0)
-        steps = max(made - before.get(place, 0) for place, made in streams[0].items())
+        steps = max(count - before.get(place, 0) for place, count in streams[0].items())
         for task in asking:
             task.cancel()
         await asyncio.gather(*asking, return_exceptions=True)
@@ -345,11 +346,11 @@ async def test_eight_tokens_beside_four_streams_take_about_as_many_steps(tmp_pat
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    made = Served(tmp_path_factory.mktemp("tenants") / "data", "--runs", "0")
-    made.start()
-    yield made
-    if made.process is not None and made.process.poll() is None:
-        made.end()
+    server = Served(tmp_path_factory.mktemp("tenants") / "data", "--runs", "0")
+    server.start()
+    yield server
+    if server.process is not None and server.process.poll() is None:
+        server.end()
 
 
 async def run_of(served: Served, session: aiohttp.ClientSession, megabytes: int = 0) -> str:
@@ -371,8 +372,8 @@ async def run_of(served: Served, session: aiohttp.ClientSession, megabytes: int 
 
 def checkers(served: Served) -> list[psutil.Process]:
     assert served.process is not None
-    found = psutil.Process(served.process.pid).children()
-    return [child for child in found if "api.server.check_worker" in child.cmdline()]
+    children = psutil.Process(served.process.pid).children()
+    return [child for child in children if "api.server.check_worker" in child.cmdline()]
 
 
 def busy(served: Served) -> set[int]:
@@ -435,9 +436,9 @@ async def test_unread_streams_hold_little_memory_and_are_all_ended(served: Serve
         async def readers() -> float:
             async with session.get(f"{served.url}/metrics") as response:
                 (line,) = [
-                    one
-                    for one in (await response.text()).splitlines()
-                    if one.startswith("asyncdock_stream_readers ")
+                    row
+                    for row in (await response.text()).splitlines()
+                    if row.startswith("asyncdock_stream_readers ")
                 ]
                 return float(line.split()[1])
 

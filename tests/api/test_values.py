@@ -28,14 +28,14 @@ VALUES = ("٣", "²", HUGE, "1e400", "1e-300", "nan", "-1", "%00", "%ed%a0%80", 
 
 @pytest.fixture
 async def client(index_url: str, tmp_path: Path) -> AsyncGenerator[Client, None]:
-    async with serving(index_url, tmp_path, rate=1e6, burst=10**6) as made:
-        yield made
+    async with serving(index_url, tmp_path, rate=1e6, burst=10**6) as test_client:
+        yield test_client
 
 
 @pytest.fixture
 async def run(client: Client) -> str:
-    made = await client.post("/v1/runs", json={"recipe": MOCK})
-    return str((await made.json())["id"])
+    answer = await client.post("/v1/runs", json={"recipe": MOCK})
+    return str((await answer.json())["id"])
 
 
 async def status(client: Client, method: str, path: str, **options: Any) -> int:
@@ -80,7 +80,7 @@ async def test_an_event_id_that_is_none(client: Client, run: str, after: str) ->
 async def test_no_value_of_any_parameter_is_the_servers_mistake(client: Client, run: str) -> None:
     """Each query parameter and header of each operation, and each part of each path, with each of
     the values."""
-    made = 0
+    num_requests = 0
     for operation in operations_of(ROUTES):
         path = operation.path
         for part in (
@@ -106,10 +106,10 @@ async def test_no_value_of_any_parameter_is_the_servers_mistake(client: Client, 
             for name, info in (
                 operation.parts["query"].model_fields if "query" in operation.parts else {}
             ).items():
-                made += 1
-                found = await status(client, "GET", f"{path}?{info.alias or name}={value}")
-                assert found < 500, (path, name, value)
-    assert made > 200
+                num_requests += 1
+                answer_status = await status(client, "GET", f"{path}?{info.alias or name}={value}")
+                assert answer_status < 500, (path, name, value)
+    assert num_requests > 200
 
 
 @pytest.mark.parametrize(
@@ -239,26 +239,26 @@ class Known:
 
 async def test_two_requests_may_close_idle_sessions_at_once(tmp_path: Path) -> None:
     sessions = ExternalSessions(tmp_path, Known())  # type: ignore[arg-type]
-    kept = {run: ExternalSession(Kept(), tmp_path) for run in ("a", "b", "c", "used")}  # type: ignore[arg-type]
-    sessions._runs = dict(kept)
+    run_sessions = {run: ExternalSession(Kept(), tmp_path) for run in ("a", "b", "c", "used")}  # type: ignore[arg-type]
+    sessions._runs = dict(run_sessions)
     async with sessions.run("used"):
-        for one in kept.values():
-            one.used = time.monotonic() - sessions_module.IDLE_SECONDS - 1
+        for session in run_sessions.values():
+            session.used = time.monotonic() - sessions_module.IDLE_SECONDS - 1
         await asyncio.gather(*(sessions._close_idle() for _ in range(3)))
-    assert {run: one.external.closed for run, one in kept.items()} == {
+    assert {run: session.external.closed for run, session in run_sessions.items()} == {
         "a": 1,
         "b": 1,
         "c": 1,
         "used": 0,
     }  # type: ignore[attr-defined]
     assert set(sessions._runs) == {"used"}, "a session that a request is about stays open"
-    assert not kept["used"].users
+    assert not run_sessions["used"].users
 
 
 def test_a_sample_whose_text_is_no_text_is_shown() -> None:
     from api.schemas.runs import SampleView
 
-    given = {
+    required = {
         "group": 0,
         "place": 0,
         "step": 0,
@@ -267,7 +267,8 @@ def test_a_sample_whose_text_is_no_text_is_shown() -> None:
         "reward": 0.0,
         "rewards": {},
     }
-    more = {"advantage": None, "tokens": 1, "versions": [], "staleness": 0, "truncated": False}
+    defaults = {"advantage": None, "tokens": 1, "versions": [], "staleness": 0, "truncated": False}
     assert (
-        json.loads(SampleView.model_validate({**given, **more}).model_dump_json())["prompt"] == "a?"
+        json.loads(SampleView.model_validate({**required, **defaults}).model_dump_json())["prompt"]
+        == "a?"
     )

@@ -1,4 +1,4 @@
-"""Which request handlers hold the event loop, and for how long.
+"""The request handlers that hold the event loop, and for how long.
 
     each turn of the loop ── processor time of its thread > LIMIT_SECONDS ──▶ Hold: the request whose turn it was
 
@@ -70,7 +70,8 @@ class Watchdog:
 
 @web.middleware
 async def marked(request: web.Request, handler: Any) -> web.StreamResponse:
-    """What goes on in this task, and in those that it makes, is this request's."""
+    """Mark what goes on in this task, and in those that it makes, as this request's (a
+    middleware)."""
     route = request.match_info.route.resource
     _REQUEST.set(f"{request.method} {route.canonical if route else request.path[:100]}")
     return await handler(request)

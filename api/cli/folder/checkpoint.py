@@ -37,13 +37,13 @@ def verify(
     from orchestration.run.storage.verification import NoCheckpoints, verified
 
     try:
-        found = list(verified(run))
+        verifications = list(verified(run))
     except NoCheckpoints as error:
         refuse(error)
     if as_json:
-        print_json([asdict(each) for each in found])
+        print_json([asdict(verification) for verification in verifications])
     else:
-        for each in found:
-            write(each.text)
-    if any(each.damages for each in found):
+        for verification in verifications:
+            write(verification.text)
+    if any(verification.damages for verification in verifications):
         raise typer.Exit(FAILED)

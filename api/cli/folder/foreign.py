@@ -1,4 +1,4 @@
-"""Folders of runs that others may have written: what a command looks at before it reads one.
+"""Checks of a run's folder that another user may have written, before a command reads it.
 
 another user's folder ─▶ resume: refused, as a resumed run executes what its recipe names
 a pipe or a device in it ─▶ refused by its name: reading it would wait, or never end

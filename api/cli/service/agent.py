@@ -61,21 +61,21 @@ async def _work(url: str, data: Path, runs: int, shared: bool) -> None:
     from orchestration.service.index_server import ServiceIndex
     from orchestration.service.registry import Registry
 
-    own = None if url else ServiceIndex(data)
-    if own is not None:
-        url = await asyncio.to_thread(own.start)
+    service_index = None if url else ServiceIndex(data)
+    if service_index is not None:
+        url = await asyncio.to_thread(service_index.start)
     stop = _stop_by_signal()
     if shared:
         for part in itertools.count(1):
             with contextlib.suppress(AgentError):  # another agent works there
                 return await Agent(url, data / f"agent-{part}", runs).run(stop)
-    await Agent(url, data, runs, index=own).run(stop)
-    if own is not None:
+    await Agent(url, data, runs, index=service_index).run(stop)
+    if service_index is not None:
         registry = Registry(url)
         active = await registry.active()
         await registry.close()
         if not active:
-            await asyncio.to_thread(own.stop)
+            await asyncio.to_thread(service_index.stop)
 
 
 def host_command(
@@ -137,7 +137,7 @@ async def _host(url: str, run: str, folder: Path, workers: int, serve: str) -> N
 
 
 def _stop_by_signal() -> asyncio.Event:
-    """Returns an event that SIGTERM and Ctrl-C set."""
+    """Return an event that SIGTERM and Ctrl-C set."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -1,4 +1,4 @@
-"""Asks a service on behalf of a command, and turns every failure into a message and an exit code.
+"""Calls of a service for the commands; every failure becomes a message and an exit code.
 
 --server or ASYNCDOCK_SERVER, ASYNCDOCK_TOKEN or the kept token ──▶ api.client ──▶ result, or message and exit code
 """
@@ -126,7 +126,7 @@ def is_loopback(server: str) -> bool:
 
 
 def _closest_run(run: str, known: Sequence[RunView]) -> str:
-    close = difflib.get_close_matches(run, [one.id for one in known], n=1)
+    close = difflib.get_close_matches(run, [view.id for view in known], n=1)
     return (
         (f"did you mean {close[0]}?")
         if close

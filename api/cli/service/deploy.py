@@ -84,16 +84,16 @@ def deploy_command(
         if remove:
             return serve.delete(run)
         url = index or ServiceIndex(data).start()  # type: ignore[arg-type]
-        more: dict[str, Any] = {"no_token": no_token, "rate": rate, "burst": int(2 * rate) + 1}
-        settings = Settings(data=data or Path(), index=url, host=host, port=int(port), **more)
+        access: dict[str, Any] = {"no_token": no_token, "rate": rate, "burst": int(2 * rate) + 1}
+        settings = Settings(data=data or Path(), index=url, host=host, port=int(port), **access)
         scale = {"min_replicas": least, "max_replicas": most, "target_ongoing_requests": target}
-        made = PolicyDeployment.options(  # type: ignore[attr-defined]
+        deployment = PolicyDeployment.options(  # type: ignore[attr-defined]
             autoscaling_config={**scale, "upscale_delay_s": delay},
             ray_actor_options={"num_cpus": cpus, "num_gpus": gpus},
             max_ongoing_requests=settings.max_waiting,
         )
         serve.start(http_options={"host": host, "port": settings.port})
-        serve.run(made.bind(run, settings.model_dump_json()), name=run, route_prefix="/")
+        serve.run(deployment.bind(run, settings.model_dump_json()), name=run, route_prefix="/")
     except ValueError as error:
         refuse(f"deploy: {error}")
     except (OSError, RuntimeError) as error:

@@ -102,8 +102,8 @@ def list_(
     elif runs:
         safe_console().print(runs_table(runs, time.time()))
     else:
-        which = " with these filters" if state or name or owner else ""
-        complain(f"No runs{which} at {server}. Start one: {advised('runs start mock --watch')}")
+        filters = " with these filters" if state or name or owner else ""
+        complain(f"No runs{filters} at {server}. Start one: {advised('runs start mock --watch')}")
 
 
 @runs_app.command()
@@ -145,8 +145,8 @@ def start(
     server: ServerOption = DEFAULT_SERVER,
 ) -> None:
     """Start a run of RECIPE, or queue it. With --watch, Ctrl-C leaves the view and not the run."""
-    given, overrides = _submission(recipe, set_ or [])
-    view = ask(server, lambda client: client.submit(given, overrides, key=key or None))
+    recipe_or_name, overrides = _submission(recipe, set_ or [])
+    view = ask(server, lambda client: client.submit(recipe_or_name, overrides, key=key or None))
     if watch:
         complain(f"Started {view.id}")
         _watch(server, view.id, as_json=as_json, plain=plain)
@@ -196,12 +196,12 @@ def resume(
     """Go on after a pause; or, when it has ended, from its newest checkpoint, with the keys that
     --set changes."""
     overrides = _overrides(set_ or [])
-    here = None if overrides or start_version is not None else _active("resume")
+    local_request = None if overrides or start_version is not None else _active("resume")
     _request(
         run,
         server,
         as_json,
-        here,
+        local_request,
         lambda client: client.resume(run, overrides, start_version=start_version),
     )
 
@@ -299,13 +299,13 @@ def samples(
     async def listed(client: Client) -> list[SampleView]:
         return [sample async for sample in client.samples(run, limit=limit, **filters)]  # type: ignore[arg-type]
 
-    found = ask(server, listed, run)
+    trained_samples = ask(server, listed, run)
     if as_json:
-        return print_json([sample.model_dump(mode="json") for sample in found])
+        return print_json([sample.model_dump(mode="json") for sample in trained_samples])
     console = safe_console()
-    for sample in found:
+    for sample in trained_samples:
         _print_sample(sample, console)
-    if not found:
+    if not trained_samples:
         complain("No trained samples fit.")
 
 
@@ -361,10 +361,10 @@ def logout(server: ServerOption = DEFAULT_SERVER) -> None:
     It stays valid until it is revoked.
     """
     try:
-        known = forget(server)
+        had_token = forget(server)
     except KeyringError as error:
         refuse(error)
-    complain(f"Forgotten, for {server}." if known else f"No token was kept for {server}.")
+    complain(f"Forgotten, for {server}." if had_token else f"No token was kept for {server}.")
 
 
 def _submission(
@@ -412,9 +412,11 @@ def _watch(server: str, run: str, *, as_json: bool, plain: bool) -> NoReturn:
         try:
             return await watch_run(client, run, screen, json=as_json, plain=plain, say=say)
         except asyncio.CancelledError:
-            again = advised(f"runs watch {run}")
-            stop = advised(f"runs stop {run}")
-            complain(f"\nThe run goes on. Watch it again: {again}   Stop it: {stop}")
+            watch_command = advised(f"runs watch {run}")
+            stop_command = advised(f"runs stop {run}")
+            complain(
+                f"\nThe run goes on. Watch it again: {watch_command}   Stop it: {stop_command}"
+            )
             raise
 
     view = ask(server, watching, run, on_retry=on_retry)
@@ -466,9 +468,9 @@ def runs_table(runs: Sequence[RunView], now: float) -> Table:
     from api.terminal.live import STATE_STYLES, number
 
     columns = ("run", "state", "steps", "reward", "took", "created", "owner")
-    made = table(*columns, right=("steps", "reward", "took"), header_style="dim")
+    run_table = table(*columns, right=("steps", "reward", "took"), header_style="dim")
     # ids are copied: they are not cut
-    made.columns[0].min_width = max((len(run.id) for run in runs), default=0)
+    run_table.columns[0].min_width = max((len(run.id) for run in runs), default=0)
     for run in runs:
         state = Text(
             f"queued {run.position}" if run.position else run.state,
@@ -476,10 +478,10 @@ def runs_table(runs: Sequence[RunView], now: float) -> Table:
         )
         steps = f"{run.steps_done}/{run.steps}"
         reward = number(run.reward, ".3f")
-        made.add_row(
+        run_table.add_row(
             run.id, state, steps, reward, _took(run, now), local_time(run.created), run.owner
         )
-    return made
+    return run_table
 
 
 def run_table(run: RunView, now: float, stages: StagesView) -> Table:
@@ -538,8 +540,8 @@ def _request(
     """Ask a run for something, ``here`` by its index when ``run`` is the folder of one of
     `asyncdock run`, else ``there`` by its service, and print its state then. ``here`` None: only a
     service can be asked."""
-    if here is not None and (found := ask_here(run, here)):
-        name, state = found
+    if here is not None and (answer := ask_here(run, here)):
+        name, state = answer
         print_json({"id": name, "state": state}) if as_json else complain(f"{name}: {state}")
     else:
         view = ask(server, there, run)

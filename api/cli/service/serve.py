@@ -123,14 +123,14 @@ def serve_command(
 
     keep_from_others()
     # The options that have a setting's name.
-    given = {
+    options = {
         name: value
         for name, value in locals().items()
         if name in Settings.model_fields and value is not None
     }
     host, _, port = listen.rpartition(":")
     try:
-        own = {
+        parsed_options = {
             "host": host.strip("[]") or "127.0.0.1",
             "port": int(port),
             "roots": _folders("--root", root),
@@ -140,10 +140,12 @@ def serve_command(
             "checkpoints": _checkpoints(checkpoint),
             "max_arena": int(str(parse_size(max_arena))),
         }
-        settings = Settings(**given | own)
+        settings = Settings(**options | parsed_options)
     except ValidationError as error:
         refuse(
-            "\n".join(f"serve: {_in_words(dict(one))}" for one in error.errors(include_url=False))
+            "\n".join(
+                f"serve: {_in_words(dict(details))}" for details in error.errors(include_url=False)
+            )
         )
     except ValueError as error:
         refuse(f"serve: {error}")
@@ -169,7 +171,7 @@ def _folders(option: str, given: Folders) -> tuple[Path, ...]:
 
 
 def _checkpoints(given: Names) -> dict[str, Path]:
-    found = {}
+    folders = {}
     for text in given or ():
         name, _, folder = text.partition("=")
         if not name or not (Path(folder) / "config.json").is_file():
@@ -177,8 +179,8 @@ def _checkpoints(given: Names) -> dict[str, Path]:
                 f"--checkpoint: {text!r} is no NAME=DIR with a Hugging Face checkpoint in DIR, "
                 f"which has a config.json"
             )
-        found[name] = Path(folder).resolve()
-    return found
+        folders[name] = Path(folder).resolve()
+    return folders
 
 
 async def _serve(settings: Settings) -> None:

@@ -82,8 +82,8 @@ def adopt(
 
     try:
         token = _with_tokens(data, index, keep)
-    except TokenRevoked as revoked:
-        refuse(f"{revoked}, and put it into {file}", FAILED)
+    except TokenRevoked as error:
+        refuse(f"{error}, and put it into {file}", FAILED)
     complain(f"id {token.id}, scope {token.scope}")
 
 
@@ -118,14 +118,14 @@ def list_(
     data: OptionalDataOption = None, index: IndexOption = "", as_json: JsonOption = False
 ) -> None:
     """Tokens that were not revoked."""
-    found = _with_tokens(data, index, lambda tokens: tokens.list())
+    stored_tokens = _with_tokens(data, index, lambda tokens: tokens.list())
     if as_json:
-        return print_json([asdict(token) for token in found])
-    made = table("id", "name", "scope", "created", "expires")
-    for token in found:
+        return print_json([asdict(token) for token in stored_tokens])
+    token_table = table("id", "name", "scope", "created", "expires")
+    for token in stored_tokens:
         expires = local_time(token.expires, "never")
-        made.add_row(token.id, token.name, token.scope, local_time(token.created), expires)
-    safe_console().print(made)
+        token_table.add_row(token.id, token.name, token.scope, local_time(token.created), expires)
+    safe_console().print(token_table)
 
 
 @token_app.command()

@@ -30,8 +30,8 @@ def why_command(
         return await waiting_chain(index)
 
     unreachable = "all processes of the run wait for its index, as this command does: "
-    found = ask_here(run, waiting, unreachable)
-    chain = found[1] if found else ask(server, lambda client: client.waiting(run), run).chain
+    answer = ask_here(run, waiting, unreachable)
+    chain = answer[1] if answer else ask(server, lambda client: client.waiting(run), run).chain
     if as_json:
         from api.schemas.runs import WaitingView
 

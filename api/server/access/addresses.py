@@ -1,4 +1,4 @@
-"""Which addresses are one client."""
+"""The grouping of addresses into clients."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ def client_of(address: str) -> str:
     ('10.0.0.7', '2001:db8::/64', '10.0.0.7', 'fe80::/64')
     """
     try:
-        found = ipaddress.ip_address(address.partition("%")[0])
+        ip = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:  # a Unix socket, or a client that has disconnected
         return address
-    if isinstance(found, ipaddress.IPv4Address):
-        return str(found)
-    return str(found.ipv4_mapped or ipaddress.ip_network((found, 64), strict=False))
+    if isinstance(ip, ipaddress.IPv4Address):
+        return str(ip)
+    return str(ip.ipv4_mapped or ipaddress.ip_network((ip, 64), strict=False))

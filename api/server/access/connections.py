@@ -1,4 +1,5 @@
-"""Limits the number of the server's connections, and how long each may wait for its client.
+"""Limits of the number of the server's connections, and of the time that each may wait for its
+client.
 
     accept ──▶ is there room? ──no──▶ close the connection that has waited longest for its client ──none waits──▶ 503
                  └yes─▶ Connection: headers within `header_seconds`, written bytes read within WRITE_SECONDS
@@ -52,9 +53,9 @@ def raise_descriptor_limit() -> None:
     """Raise the limit of open files of this process and its children as far as allowed, at most to
     MOST_DESCRIPTORS."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    target = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < target:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
 
 
 def most_connections(settings: Settings, descriptors: int) -> tuple[int, int]:
@@ -68,11 +69,11 @@ def most_connections(settings: Settings, descriptors: int) -> tuple[int, int]:
     room = descriptors - max(64, descriptors // 4)
     total = settings.max_connections or min(room, MOST_CONNECTIONS)
     if total > room or room < 1:
-        needed = max(total + 64, math.ceil(total * 4 / 3))
+        descriptors_needed = max(total + 64, math.ceil(total * 4 / 3))
         raise ValueError(
-            f"max_connections: {total} need {needed} file descriptors, and this process may open "
-            f"{descriptors}; raise the limit (`ulimit -n {needed}`), or give --max-connections "
-            f"{max(1, room)}"
+            f"max_connections: {total} need {descriptors_needed} file descriptors, and this "
+            f"process may open {descriptors}; raise the limit (`ulimit -n {descriptors_needed}`), "
+            f"or give --max-connections {max(1, room)}"
         )
     return total, min(total, settings.max_connections_per_address or total - total // 8)
 
@@ -141,7 +142,8 @@ class Connection(web.RequestHandler):
         self.connections.flows(self)
 
     def begin(self, request: web.Request) -> None:
-        """Called when a request's headers are complete."""
+        """Note that the headers of ``request`` are complete: the connection handles it from now
+        on."""
         self.between_requests = False
         self.connections.works(self)
         if not request.content.is_eof():
@@ -206,8 +208,8 @@ class Connection(web.RequestHandler):
             super().log_exception(*args, **options)
 
     async def _refuse(self, problem: HTTPProblem) -> None:
-        """Answer, then read for a moment: the system discards the answer of a socket that is closed
-        with unread data."""
+        """Send ``problem``, then read for a moment: the system discards the answer of a socket that
+        is closed with unread data."""
         self.close()  # further data is read and not handled as requests
         self.send(problem)
         await asyncio.wait([self.ended], timeout=LINGER_SECONDS)
@@ -255,7 +257,8 @@ def _malformed(error: HttpProcessingError) -> HTTPProblem:
 
 
 class Connections(web.BaseSite):
-    """Listens at the address of ``settings`` and keeps the connections within their limits."""
+    """The listening sockets at the address of ``settings``, and the connections within their
+    limits."""
 
     def __init__(
         self, runner: web.AppRunner, settings: Settings, tls: ssl.SSLContext | None
@@ -293,14 +296,14 @@ class Connections(web.BaseSite):
         return len(self._open)
 
     async def start(self) -> None:
-        """Listen. Raises OSError."""
+        """Listen on every address of the host. Raises OSError."""
         await super().start()
         loop = asyncio.get_running_loop()
-        found = await loop.getaddrinfo(
+        addresses = await loop.getaddrinfo(
             self.settings.host, self.settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
         for family, address in dict.fromkeys(
-            (family, address) for family, _, _, _, address in found
+            (family, address) for family, _, _, _, address in addresses
         ):
             listening = socket.create_server(address, family=family, backlog=self._backlog)
             listening.setblocking(False)
@@ -325,26 +328,26 @@ class Connections(web.BaseSite):
     # ── called by connections when their state changes ──
 
     def waits(self, connection: Connection, seconds: float = math.inf) -> None:
-        """It waits for its client, at most ``seconds``."""
+        """Record that ``connection`` waits for its client, at most ``seconds``."""
         if connection in self._open:
             self._waiting[connection] = asyncio.get_running_loop().time() + seconds
             self._waiting.move_to_end(connection)
 
     def works(self, connection: Connection) -> None:
-        """It handles a request."""
+        """Record that ``connection`` handles a request."""
         self._waiting.pop(connection, None)
 
     def stalls(self, connection: Connection) -> None:
-        """Its client does not read what was written."""
+        """Record that the client of ``connection`` does not read what was written."""
         if connection in self._open:
             self._stalled[connection] = asyncio.get_running_loop().time() + WRITE_SECONDS
 
     def flows(self, connection: Connection) -> None:
-        """Its client has read most of what was written."""
+        """Record that the client of ``connection`` has read most of what was written."""
         self._stalled.pop(connection, None)
 
     def forget(self, connection: Connection) -> None:
-        """It has ended, or is about to. Does nothing when repeated."""
+        """Forget ``connection``, which has ended or is about to. Does nothing when repeated."""
         if self._open.pop(connection, None) is not None:
             self._hosts[connection.host] -= 1
             if not self._hosts[connection.host]:
@@ -406,7 +409,7 @@ class Connections(web.BaseSite):
         opening.add_done_callback(opened)
 
     def _make_room(self, host: str) -> bool:
-        """Whether there is room for one more of ``host``.
+        """Return whether there is room for one more of ``host``.
 
         Closes a connection that waits for its client if necessary.
         """
@@ -470,8 +473,8 @@ class Connections(web.BaseSite):
 
 @web.middleware
 async def admit_connection(request: web.Request, handler: Any) -> web.StreamResponse:
-    """Middleware that marks a connection as handling a request and refuses requests past the
-    limit."""
+    """Mark a connection as handling a request, and refuse requests past the limit (a
+    middleware)."""
     connection = request.protocol
     if isinstance(connection, Connection):
         connection.begin(request)

@@ -57,17 +57,17 @@ class Rates:
     def wait(self, client: str, now: float) -> float:
         """Take one token. Returns 0.0 when there was one, otherwise the seconds until there is
         one."""
-        left, since = self._buckets.pop(client, (float(self.burst), now))
-        left = min(float(self.burst), left + max(0.0, now - since) * self.rate)
-        allowed = left >= 1.0
-        self._buckets[client] = (left - 1.0 if allowed else left), now
+        tokens, since = self._buckets.pop(client, (float(self.burst), now))
+        tokens = min(float(self.burst), tokens + max(0.0, now - since) * self.rate)
+        allowed = tokens >= 1.0
+        self._buckets[client] = (tokens - 1.0 if allowed else tokens), now
         while len(self._buckets) > CLIENTS:
             self._buckets.popitem(last=False)
-        return 0.0 if allowed else (1.0 - left) / self.rate
+        return 0.0 if allowed else (1.0 - tokens) / self.rate
 
 
 def known_host(host: str, settings: Settings) -> bool:
-    """Whether a Host header names this server.
+    """Return whether a Host header names this server.
 
     A server that other machines reach accepts any name: it requires a token, which a foreign page
     does not have.
@@ -85,7 +85,7 @@ def known_host(host: str, settings: Settings) -> bool:
 
 
 def own_origin(request: web.Request) -> bool:
-    """Whether a request comes from a page of this server or from no page.
+    """Return whether a request comes from a page of this server or from no page.
 
     Links from other sites may be followed.
     """

@@ -39,7 +39,7 @@ ROOT = 0
 
 @dataclass(frozen=True)
 class _Grant:
-    """What a code or a session stands for. ``user``: who may redeem the code (None: any)."""
+    """The token of a code or a session. ``user``: who may redeem the code (None: any)."""
 
     token: Token
     until: float  # of time.monotonic

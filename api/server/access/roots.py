@@ -53,7 +53,7 @@ class PrivatePlaces:
         self._folders = tuple(f"{place}/" for place in self._places)
 
     def __contains__(self, path: str) -> bool:
-        """Whether the real ``path`` is one of them, or is in one."""
+        """Return whether the real ``path`` is one of them, or is in one."""
         if path in self._places or path.startswith(self._folders):
             return True
         run, _, name = path.removeprefix(self._runs).partition("/")
@@ -62,9 +62,9 @@ class PrivatePlaces:
 
 
 def leads_out(roots: Sequence[Path], path: Path, data: Path) -> str:
-    """Return what in the real ``path``, by its name in it, is no file below a root, or is what only
-    the service in ``data`` may read, and why; "" where there is nothing. Folders that links lead to
-    are looked at, too."""
+    """Return a sentence about an entry of the real ``path`` that is no file below a root, or that
+    only the service in ``data`` may read; "" where there is none. Folders that links lead to are
+    looked at, too."""
     private = PrivatePlaces(data)
     if str(path) in private:
         return "it is the service's own"

@@ -1,4 +1,4 @@
-"""Ends requests when their token is revoked or expires.
+"""The end of requests whose token is revoked or expires.
 
 revoked ──▶ the index wakes `watch` ──▶ the tokens in use are looked up ──▶ their requests end: 401, or a stream is cut off
 expires ──▶ the deadline of its requests
@@ -31,13 +31,13 @@ class Sessions:
 
     @asynccontextmanager
     async def session(self, token: Token, scope: Scope) -> AsyncIterator[None]:
-        """Surround work under ``token`` and ``scope``.
+        """Guard work that is done under ``token`` and ``scope``.
 
         Raises an HTTPProblem (401) when the token loses the scope.
         """
-        left = None if token.expires is None else token.expires - time.time()
+        seconds_left = None if token.expires is None else token.expires - time.time()
         try:
-            async with asyncio.timeout(left) as ending:
+            async with asyncio.timeout(seconds_left) as ending:
                 self._open[ending] = token, scope
                 try:
                     yield
@@ -63,11 +63,11 @@ class Sessions:
                 await asyncio.sleep(1.0)
 
     async def _end_refused(self) -> None:
-        known: dict[str, Token | None] = {}
+        tokens: dict[str, Token | None] = {}
         # more may begin meanwhile
-        while ids := {token.id for token, _ in self._open.values()} - known.keys():
-            known |= dict.fromkeys(ids) | dict(await self._tokens.of(ids))
+        while ids := {token.id for token, _ in self._open.values()} - tokens.keys():
+            tokens |= dict.fromkeys(ids) | dict(await self._tokens.of(ids))
         for ending, (token, scope) in list(self._open.items()):
-            now = known.get(token.id, token)
-            if (now is None or not now.may(scope)) and not ending.expired():
+            current = tokens.get(token.id, token)
+            if (current is None or not current.may(scope)) and not ending.expired():
                 ending.reschedule(asyncio.get_running_loop().time())

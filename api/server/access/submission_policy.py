@@ -49,11 +49,11 @@ ASK = "ask the operator for {}"
 
 def stored_recipes(settings: Settings) -> dict[str, Path]:
     """Return the files of stored recipes by name: the operator's, then those of the package."""
-    found: dict[str, Path] = {}
+    recipes: dict[str, Path] = {}
     for folder in (*settings.recipes, SHIPPED):
         for path in sorted(folder.glob("*.toml")):
-            found.setdefault(path.stem, path)
-    return found
+            recipes.setdefault(path.stem, path)
+    return recipes
 
 
 def stored_recipe(settings: Settings, name: str) -> dict[str, Any]:
@@ -146,7 +146,7 @@ class _Submission:
         self.problems: list[Problem] = []
 
     def value(self, key: str) -> Any:
-        """The value of a dotted key; None where there is none."""
+        """Return the value of a dotted key; None where there is none."""
         value: Any = self.data
         for part in key.split("."):
             if isinstance(value, list) and part.isdecimal():
@@ -167,19 +167,17 @@ class _Submission:
         A base model may lie elsewhere, with the same files.
         """
         resolved = {key: self.value(key) for key in overrides}
-        refused = {problem.key for problem in self.problems}
+        refused_keys = {problem.key for problem in self.problems}
         moved = set[str]()
         try:
             moved = base_models.moved(Recipe.recorded(before), resolved, folder)
-        except base_models.BaseModelDiffers as differs:
-            self.problems.append(
-                Problem(differs.key, resolved[differs.key], differs.wrong, differs.fix)
-            )
-            refused.add(differs.key)
+        except base_models.BaseModelDiffers as error:
+            self.problems.append(Problem(error.key, resolved[error.key], error.wrong, error.fix))
+            refused_keys.add(error.key)
         self.problems += [
             problem
             for problem in fixed_problems(before, self.data)
-            if problem.key not in refused | moved
+            if problem.key not in refused_keys | moved
         ]
 
     def refuse_code(self) -> None:
@@ -207,9 +205,11 @@ class _Submission:
         for name in [*vllm] if isinstance(vllm, dict) else []:
             # some are paths, and some have vLLM run code of a model's folder
             if name not in VllmSection.model_fields:
-                wrong = "is passed to vLLM as it is, which a request may not"
+                violation = "is passed to vLLM as it is, which a request may not"
                 fix = "take it out"
-                self.problems.append(Problem(f"rollout.vllm.{name}", vllm.pop(name), wrong, fix))
+                self.problems.append(
+                    Problem(f"rollout.vllm.{name}", vllm.pop(name), violation, fix)
+                )
 
     def confine_rewards(self) -> None:
         """Have reward functions run in a sandbox, with a network and an environment that the
@@ -223,9 +223,9 @@ class _Submission:
             reward["environment"] = []
         for index, name in enumerate(names if isinstance(names, list) else []):
             if isinstance(name, str) and name not in self.settings.allow_environment:
-                wrong = "is a variable that functions of requests may not see"
+                violation = "is a variable that functions of requests may not see"
                 fix = f"take it out, or {ASK.format(f'--allow-environment {name}')}"
-                self.refuse(f"reward.environment.{index}", name, wrong, fix, "")
+                self.refuse(f"reward.environment.{index}", name, violation, fix, "")
         for index, function in enumerate(functions):
             if (
                 isinstance(function, dict)
@@ -256,12 +256,12 @@ class _Submission:
         if not self.settings.unsandboxed_code:
             ask = ASK.format("--unsandboxed-code")
             if code.get("sandbox") is False:
-                wrong = "would run without a sandbox, which code of requests may not"
-                self.refuse(f"{key}.sandbox", False, wrong, f"leave it out, or {ask}", True)
+                violation = "would run without a sandbox, which code of requests may not"
+                self.refuse(f"{key}.sandbox", False, violation, f"leave it out, or {ask}", True)
             chooses, value, harmless = in_worker
             if self.value(chooses) == value:
-                wrong = f"would run {name!r} in a worker, which has no sandbox"
-                self.refuse(chooses, value, wrong, f"leave it out, or {ask}", harmless)
+                violation = f"would run {name!r} in a worker, which has no sandbox"
+                self.refuse(chooses, value, violation, f"leave it out, or {ask}", harmless)
             if code.get("sandbox") is None:
                 code["sandbox"] = True
         if code.get("network") is True and name not in self.settings.allow_networks:
@@ -269,7 +269,7 @@ class _Submission:
             self.refuse(f"{key}.network", True, "may not use the network here", fix, False)
 
     def _each(self, table: str, key: str) -> Iterator[str]:
-        """The dotted ``key`` of each entry of a list of tables."""
+        """Return the dotted ``key`` of each entry of a list of tables."""
         entries = self.value(table)
         return (
             f"{table}.{index}.{key}"
@@ -277,7 +277,7 @@ class _Submission:
         )
 
     def _of_sources(self, key: str) -> list[str]:
-        """The dotted ``key`` of the source of prompts, and of each of several."""
+        """Return the dotted ``key`` of the source of prompts, and of each of several."""
         return [f"prompts.{key}", *self._each("prompts.sources", key)]
 
     def refuse_addresses(self) -> None:
@@ -293,7 +293,7 @@ class _Submission:
         urls = self.settings.allow_checkpoints
         place = "is a place to which runs of this service copy nothing"
         to_urls = ASK.format("--allow-checkpoints")
-        for key, allowed, wrong, fix in (
+        for key, allowed, violation, fix in (
             ("pipeline.index", ("embedded",), "is chosen by the service", "leave it out"),
             ("pipeline.index_serve", (AUTO,), "is chosen by the service", "leave it out"),
             ("checkpoint.url", urls, place, f"leave it out, or {to_urls}"),
@@ -305,24 +305,26 @@ class _Submission:
             ),
         ):
             if (value := self.value(key)) not in (None, "", *allowed):
-                self.refuse(key, value, wrong, fix, "embedded" if key == "pipeline.index" else "")
+                self.refuse(
+                    key, value, violation, fix, "embedded" if key == "pipeline.index" else ""
+                )
         teacher = self.value("teacher.url")
         if isinstance(teacher, str) and teacher and teacher not in self.settings.allow_teachers:
             # nor does it get a key of the environment
-            wrong = "is a server that runs of this service do not ask"
+            violation = "is a server that runs of this service do not ask"
             self.refuse(
                 "teacher.url",
                 teacher,
-                wrong,
+                violation,
                 f"use model.reference, or {ASK.format('--allow-teacher')}",
                 "",
             )
             self.data.pop("teacher")
         cluster = self.value("launch.address") or "auto"
         if self.value("launch.launcher") == "ray" and cluster not in self.settings.allow_clusters:
-            wrong = "is a cluster on which runs of this service have no workers"
+            violation = "is a cluster on which runs of this service have no workers"
             fix = f"take launch.launcher out, or {ASK.format('--allow-cluster')}"
-            self.refuse("launch.address", cluster, wrong, fix, "auto")
+            self.refuse("launch.address", cluster, violation, fix, "auto")
             override(self.data, "launch.launcher", "process")
         address = self.value("sync.serve")
         fix = f"take sync.transport and sync.serve out, or {ask}"
@@ -360,7 +362,7 @@ class _Submission:
         """Replace each path by its real path; one outside of the roots is refused, whether or not
         anything is there."""
         settings = self.settings
-        refused = {problem.key for problem in self.problems}
+        refused_keys = {problem.key for problem in self.problems}
         models = ("model.source", "model.reference", "critic.source")
         paths = dict(zip(self._of_sources("path"), self._of_sources("source"), strict=True))
         keys = list[str]()
@@ -381,7 +383,7 @@ class _Submission:
         for key in keys:
             value = self.value(key)
             if (
-                key in refused
+                key in refused_keys
                 or not isinstance(value, str)
                 or not value
                 or value in plain.get(key, ())
@@ -410,8 +412,8 @@ class _Submission:
 
 
 def _only_names_columns(template: str) -> bool:
-    """Whether ``str.format`` would insert columns as they are: no attributes, items, conversions or
-    widths."""
+    """Return whether ``str.format`` would insert columns as they are: no attributes, items,
+    conversions or widths."""
     try:
         fields = [
             (name, spec, conversion)
@@ -426,19 +428,19 @@ def _only_names_columns(template: str) -> bool:
 
 
 def _beyond_limits(settings: Settings, recipe: Recipe) -> Iterator[Problem]:
-    """Problems of a valid recipe that needs more than the operator gives to one run."""
+    """Yield problems of a valid recipe that needs more than the operator gives to one run."""
     workers = recipe.rollout.workers + recipe.reward.workers + recipe.train.ranks
     workers += recipe.critic.ranks if recipe.trains_critic else 0
     workers += sum(stage.workers for stage in recipe.stages)
     if workers > settings.max_workers:
-        wrong = (
+        violation = (
             f"makes {workers} workers with those of reward and stages, and dp and tp of train "
             f"and critic"
         )
         yield Problem(
             "rollout.workers",
             recipe.rollout.workers,
-            wrong,
+            violation,
             f"at most {settings.max_workers} fit here",
         )
     if recipe.pipeline.arena > settings.max_arena:

@@ -100,7 +100,7 @@ class Tokens:
             await self._link.close()
 
     async def ping(self) -> None:
-        """Raises IndexUnreachable unless the index answers."""
+        """Raise IndexUnreachable unless the index answers."""
         await self._ask(self._redis.ping())
 
     async def create(
@@ -108,7 +108,7 @@ class Tokens:
     ) -> tuple[Token, str]:
         """Create a token called ``name``, valid for ``seconds`` (None: until revoked).
 
-        Returns it and its text.
+        Returns the token and its text.
         """
         now = time.time()
         identity = secrets.token_hex(6)
@@ -145,28 +145,28 @@ class Tokens:
         return token, text
 
     async def _keep(self, token: Token, secret: str) -> None:
-        kept = json.dumps({**asdict(token), "sha256": _hash(secret)})
-        if not await self._ask(self._redis.eval(_KEEP, 3, KEY, REVOKED, CHANGES, token.id, kept)):
+        record = json.dumps({**asdict(token), "sha256": _hash(secret)})
+        if not await self._ask(self._redis.eval(_KEEP, 3, KEY, REVOKED, CHANGES, token.id, record)):
             raise TokenRevoked(f"token: {token.id} was revoked and stays so; make another one")
 
     async def find(self, presented: str) -> Token | None:
         """Return the token with the text ``presented``; None when it is unknown, revoked or
         expired."""
         match = _FORM.fullmatch(presented)
-        kept = (
+        record = (
             await self._link.retry(lambda again: self._redis.hget(KEY, match[1])) if match else None
         )
-        if match is None or kept is None:
+        if match is None or record is None:
             return None
-        token, known = _unpack(kept)
-        return token if hmac.compare_digest(known, _hash(match[2])) and not token.expired else None
+        token, digest = _unpack(record)
+        return token if hmac.compare_digest(digest, _hash(match[2])) and not token.expired else None
 
     async def of(self, ids: Iterable[str]) -> Mapping[str, Token]:
         """Return the tokens with these ids that are neither revoked nor expired."""
         fields = list(ids)
-        kept = await self._link.retry(lambda again: self._redis.hmget(KEY, fields))
-        found = [_unpack(text)[0] for text in kept if text is not None]
-        return {token.id: token for token in found if not token.expired}
+        records = await self._link.retry(lambda again: self._redis.hmget(KEY, fields))
+        tokens = [_unpack(text)[0] for text in records if text is not None]
+        return {token.id: token for token in tokens if not token.expired}
 
     async def changed(self, after: str, timeout: float) -> str:
         """Wait until a token was created or revoked since the marker ``after`` ("": the beginning),
@@ -175,8 +175,10 @@ class Tokens:
 
     async def list(self) -> list[Token]:
         """Return all tokens that were not revoked, also expired ones, oldest first."""
-        kept = await self._ask(self._redis.hgetall(KEY))
-        return sorted((_unpack(text)[0] for text in kept.values()), key=lambda token: token.created)
+        records = await self._ask(self._redis.hgetall(KEY))
+        return sorted(
+            (_unpack(text)[0] for text in records.values()), key=lambda token: token.created
+        )
 
     async def revoke(self, token: str) -> bool:
         """Make the token with this id invalid, at once and permanently.
@@ -214,5 +216,5 @@ def _hash(secret: str) -> str:
 
 def _unpack(kept: bytes) -> tuple[Token, str]:
     data = json.loads(kept)
-    known = data.pop("sha256")
-    return Token(**data), known
+    digest = data.pop("sha256")
+    return Token(**data), digest

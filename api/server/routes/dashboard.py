@@ -86,7 +86,7 @@ async def docs_file(service: Service, path: FilePath) -> web.FileResponse:
 
 
 def _file(name: str) -> web.FileResponse:
-    """The answer with a file.
+    """Return the answer with a file.
 
     Browsers revalidate it each time, so that all files are of one version after an update.
     """

@@ -129,10 +129,10 @@ async def put_experience(service: Service, request: web.Request, path: RunPath) 
                     body.token, body.step, body.metrics, owner=owner
                 ),
             )
-        left = await session.external.put_experience(
+        remaining = await session.external.put_experience(
             body.token, body.rows, columns, park=body.park, owner=owner
         )
-        return PutView(left=left, version=None)
+        return PutView(left=remaining, version=None)
 
 
 @external_operation(
@@ -143,8 +143,8 @@ async def renew_lease(
 ) -> LeaseView:
     """Hold a lease for another `lease` seconds from now."""
     async with service.external_sessions.run(path.run) as session:
-        held = await session.external.renew(path.token, query.lease, owner=_owner(request))
-        return LeaseView(token=path.token, lease=held)
+        lease_seconds = await session.external.renew(path.token, query.lease, owner=_owner(request))
+        return LeaseView(token=path.token, lease=lease_seconds)
 
 
 @external_operation(
@@ -190,16 +190,16 @@ async def get_weights(
     checksums. Later versions do not change them while they are sent. The ETag is the file's sha256.
     """
     async with service.external_sessions.run(path.run) as session:
-        held = await session.weights(path.version)
-        response = web.StreamResponse(headers={"ETag": f'"{held.digest}"'})
+        weights = await session.weights(path.version)
+        response = web.StreamResponse(headers={"ETag": f'"{weights.digest}"'})
         response.content_type = BINARY
-        response.content_length = held.nbytes
+        response.content_length = weights.nbytes
         await response.prepare(request)
-        for at in range(0, held.nbytes, PIECE):
+        for at in range(0, weights.nbytes, PIECE):
             # a reader that stops reading does not keep the file open
             async with asyncio.timeout(WRITE_SECONDS):
                 await response.write(
-                    await asyncio.to_thread(os.pread, held.file.fileno(), PIECE, at)
+                    await asyncio.to_thread(os.pread, weights.file.fileno(), PIECE, at)
                 )
         await response.write_eof()
     return response
@@ -243,6 +243,6 @@ async def weight_sync_notify(
 
 
 def _owner(request: web.Request) -> str:
-    """Returns the owner of the leases of this request: its bearer token, which each later call for
+    """Return the owner of the leases of this request: its bearer token, which each later call for
     them must present."""
     return f"bearer:{request[PRINCIPAL].id}"

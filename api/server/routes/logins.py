@@ -52,7 +52,7 @@ async def log_out(service: Service, request: web.Request) -> None:
 
 
 def _user(service: Service, request: web.Request) -> int | None:
-    """The user of this machine who asks; None when that is not known, or a proxy asks for
+    """Return the user of this machine who asks; None when that is not known, or a proxy asks for
     others."""
     if request.transport is None or service.settings.hosts:
         return None

@@ -43,7 +43,8 @@ Time = Annotated[float, Field(ge=0, le=1e11, description="Unix seconds.")]
 
 
 class Telemetry:
-    """What the operations here share: the feeds of the runs that are watched, and the metrics."""
+    """State that the operations here share: the feeds of the runs that are watched, and the
+    metrics."""
 
     def __init__(self, service: Service) -> None:
         self.server = ServerMetrics()
@@ -85,7 +86,7 @@ def watch(app: web.Application) -> None:
 
 
 def _listed(given: object) -> object:
-    """The values of a key that is given several times, or once with commas."""
+    """Return the values of a key that is given several times, or once with commas."""
     return (
         [name for text in given for name in str(text).split(",") if name]
         if isinstance(given, list)
@@ -228,37 +229,43 @@ async def history(
     begin, end = _range(record, query)
     every = width(end - begin) if query.every is None else query.every
     every = 0.0 if every < FINEST_SECONDS else every
-    wanted = Wanted(query.names)
+    selection = Wanted(query.names)
     file = service.folder(record) / METRICS
     # Clocks of workers differ a little from the service's: what is not asked for cuts nothing off.
     first = 0.0 if query.begin is None else begin
     last = math.inf if query.end is None else end
     try:
-        past = await asyncio.to_thread(_past, file, first, last, every, wanted)
+        past = await asyncio.to_thread(_past, file, first, last, every, selection)
         async for page in _pages(request, record, first, last, past.last):
             for event in page:
                 if first <= event.time <= last and past.lacks(event):
                     past.add(event)
         view = MetricsView.model_validate({"from": begin, "to": end, "every": every, "series": {}})
         body = await asyncio.to_thread(_joined, view, past)
-    except TooMany as many:
+    except TooMany as error:
         raise HTTPProblem(
-            422, f"{many}.", kind="too-many-points", field="query.every", value=every, fix=str(many)
+            422,
+            f"{error}.",
+            kind="too-many-points",
+            field="query.every",
+            value=every,
+            fix=str(error),
         ) from None
-    if missing := wanted.missing:
+    if missing := selection.missing:
         await _refuse_unknown(service, record, missing)
     return web.Response(body=body, content_type=JSON)  # type: ignore[return-value]
 
 
 def _past(file: Path, begin: float, end: float, every: float, wanted: Wanted) -> Series:
-    """What a run's files have of a time; read in a thread, where numpy is imported too."""
+    """Return the part of a run's files between two times. It is read in a thread, which imports
+    numpy, too."""
     from orchestration.history.past import past_of
 
     return past_of(file, begin, end, every, wanted)
 
 
 def _joined(view: MetricsView, past: Series) -> bytes:
-    """``view`` with the columns of ``past`` as JSON, column by column: writing one holds the
+    """Return ``view`` with the columns of ``past`` as JSON, column by column: writing one holds the
     interpreter lock."""
     parts = []
     for name, columns in past.columns():
@@ -362,8 +369,8 @@ def _range(record: RunRecord, query: RangeQuery) -> tuple[float, float]:
 def _pages(
     request: web.Request, record: RunRecord, begin: float, end: float, known: str
 ) -> AsyncIterator[list[Event]]:
-    """Events of the index that the run's file, whose last event is ``known``, may lack: some wait a
-    minute for it."""
+    """Return events of the index that the run's file, whose last event is ``known``, may lack: some
+    wait a minute to be written."""
     seconds = order(known)[0] / 1000 - WAITING_SECONDS
     return request.app[TELEMETRY].history(record).pages(id_at(max(begin, seconds)), end)
 

@@ -45,7 +45,7 @@ class ModelPath(Strict):
 async def list_models(service: Service) -> ModelsView:
     """The checkpoints that the server was given, and the newest runs: each as `RUN`, its newest
     policy, and as `RUN@VERSION` for each checkpoint."""
-    found = [_model(name) for name in service.settings.checkpoints]
+    models = [_model(name) for name in service.settings.checkpoints]
     records, _ = await service.registry.list(limit=MOST_RUNS)
     for record in records:
         if record.started is not None:
@@ -54,8 +54,8 @@ async def list_models(service: Service) -> ModelsView:
                 record.id,
                 *(f"{record.id}@{checkpoint.version}" for checkpoint in checkpoints),
             ]
-            found += [_model(name, record.created, record.owner) for name in names]
-    return ModelsView(data=found)
+            models += [_model(name, record.created, record.owner) for name in names]
+    return ModelsView(data=models)
 
 
 @operation(

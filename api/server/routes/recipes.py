@@ -34,13 +34,13 @@ NAMED = "/v1/recipes/{name:(?!check$|schema$)[^/]+}"
 @operation("GET", "/v1/recipes", scope="read", summary="The stored recipes", tag="recipes")
 async def list_recipes(service: Service) -> RecipesView:
     def read() -> list[RecipeSummary]:
-        found = (
+        recipes = (
             (name, stored_recipe(service.settings, name))
             for name in stored_recipes(service.settings)
         )
         return [
             RecipeSummary(name=name, description=str(data.get("description", "")))
-            for name, data in found
+            for name, data in recipes
         ]
 
     return RecipesView(recipes=await asyncio.to_thread(read))
@@ -85,9 +85,12 @@ async def check_recipe(
 async def checked(
     service: Service, request: web.Request, *, plan: bool, **given: Any
 ) -> dict[str, Any]:
-    """Return ``recipe``, that of the body ``submission``, or the ``recipe`` of a run that goes on
-    with the ``overrides``, as JSON with all defaults, and if ``plan`` is true its ``plan``,
-    ``prompts`` and ``examples``. Raises an HTTPProblem with every error of the recipe."""
+    """Return a checked recipe, that of the body ``submission`` or the ``recipe`` of a run that goes
+    on with the ``overrides``.
+
+    The result has it as ``recipe``, with all defaults, and if ``plan`` is true its ``plan``,
+    ``prompts`` and ``examples``, all as JSON. Raises an HTTPProblem with every error of the recipe.
+    """
     return await asked_apart(service, request, {"plan": plan, **given})
 
 
@@ -99,8 +102,8 @@ async def asked_apart(
     question = {"settings": service.settings.model_dump(mode="json"), **question}
     try:
         answer = await while_wanted(request, service.checks.ask(question, request[PRINCIPAL].id))
-    except Lost as lost:
-        log.error("the process of a check was lost", reason=str(lost))
+    except Lost as error:
+        log.error("the process of a check was lost", reason=str(error))
         detail = "The recipe could not be checked: the process that does it ended."
         retry = {"Retry-After": "5"}
         raise HTTPProblem(503, detail, kind="check-lost", fix="try again", headers=retry) from None

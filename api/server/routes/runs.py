@@ -91,11 +91,11 @@ async def submit_run(
     content = json.dumps(body.model_dump(exclude_unset=True), sort_keys=True).encode()
     fingerprint = hashlib.sha256(content).hexdigest()
     owner = request[PRINCIPAL].name
-    record, made = await service.registry.submit(
+    record, is_new = await service.registry.submit(
         recipe, owner=owner, key=headers.key, fingerprint=fingerprint
     )
     return Reply(
-        await _view(service, record), 201 if made else 200, {"Location": f"/v1/runs/{record.id}"}
+        await _view(service, record), 201 if is_new else 200, {"Location": f"/v1/runs/{record.id}"}
     )
 
 
@@ -164,8 +164,8 @@ async def resume_run(
                 409, detail, kind="wrong-state", field="overrides", value=body.overrides, fix=fix
             )
         return await _view(service, await service.registry.ask(path.run, "resume"))
-    made = await asyncio.to_thread(_start, service.folder(record), recipe, body.start_version)
-    if made is not None and (done := made.nothing_left(steps := recipe.train.steps)):
+    start = await asyncio.to_thread(_start, service.folder(record), recipe, body.start_version)
+    if start is not None and (done := start.nothing_left(steps := recipe.train.steps)):
         detail = f"run {record.id!r} {done}"
         fix = "for more, override train.steps"
         raise HTTPProblem(
@@ -365,7 +365,7 @@ async def get_checkpoints(service: Service, path: RunPath) -> CheckpointsView:
     folder = service.folder(await service.registry.get(path.run)) / "checkpoints"
 
     def read() -> list[CheckpointView]:
-        return [view for found in checkpoint.usable(folder) if (view := _checkpoint(found))]
+        return [view for usable in checkpoint.usable(folder) if (view := _checkpoint(usable))]
 
     return CheckpointsView(checkpoints=await asyncio.to_thread(read))
 
@@ -450,7 +450,8 @@ def _hosts(status: RunStatus) -> Iterator[Host]:
 
 
 def _checkpoint(found: checkpoint.Checkpoint) -> CheckpointView | None:
-    """Return None when it is removed while it is read: a run keeps only the newest ones."""
+    """Return the view of a checkpoint; None when it is removed while it is read, as a run keeps
+    only the newest ones."""
     try:
         size = sum(file.stat().st_size for file in found.path.rglob("*") if file.is_file())
         time = found.path.stat().st_mtime
@@ -472,22 +473,22 @@ def _tail(folder: Path, worker: str, lines: int) -> list[str] | None:
     files = _log_files(folder)
     if worker:
         return _last_lines(files[worker], lines) if worker in files else None
-    found: list[tuple[str, str]] = []
+    timed_lines: list[tuple[str, str]] = []
     for path in files.values():
         time = ""
         for line in _last_lines(path, lines):
             time = _time(line) or time
-            found.append((time, line))
-    return [line for _, line in sorted(found, key=lambda timed: timed[0])][-lines:]
+            timed_lines.append((time, line))
+    return [line for _, line in sorted(timed_lines, key=lambda timed: timed[0])][-lines:]
 
 
 def _last_lines(path: Path, lines: int) -> list[str]:
     with path.open("rb") as file:
         size = file.seek(0, 2)
         file.seek(max(0, size - TAIL_BYTES))
-        read = file.read(TAIL_BYTES).decode("utf-8", "replace").splitlines(keepends=True)
-    whole = read if size <= TAIL_BYTES else read[1:]
-    return [line if line.endswith("\n") else line + "\n" for line in whole[-lines:]]
+        tail = file.read(TAIL_BYTES).decode("utf-8", "replace").splitlines(keepends=True)
+    complete_lines = tail if size <= TAIL_BYTES else tail[1:]
+    return [line if line.endswith("\n") else line + "\n" for line in complete_lines[-lines:]]
 
 
 def _time(line: str) -> str:

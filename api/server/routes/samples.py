@@ -60,8 +60,8 @@ async def samples(service: Service, path: RunPath, query: SamplesQuery) -> Sampl
         "oldest_step": query.step or 0,
     }
     try:
-        found, after = await asyncio.to_thread(read, folder, query.wants, **options)
-    except ValueError as wrong:
+        page, after = await asyncio.to_thread(read, folder, query.wants, **options)
+    except ValueError as error:
         fix = "give `next` of the page before, or nothing"
         raise HTTPProblem(
             400,
@@ -70,5 +70,5 @@ async def samples(service: Service, path: RunPath, query: SamplesQuery) -> Sampl
             field="query.after",
             value=query.after,
             fix=fix,
-        ) from wrong
-    return SamplePage(samples=[SampleView.model_validate(sample) for sample in found], next=after)
+        ) from error
+    return SamplePage(samples=[SampleView.model_validate(sample) for sample in page], next=after)
