@@ -66,6 +66,7 @@ from stages.models import model_folder
 from stages.rollout.stage import Rollout
 from stages.rollout.weight_follower import SwapPolicy, WeightFollower
 from stages.weights.published import Published
+from stages.weights.records import WeightRecords
 from stages.weights.store import WeightStore
 from stages.weights.transport.chain import PIECE_BYTES, SERVICE, receive_pieces
 from stages.weights.transport.changes import changes
@@ -313,7 +314,7 @@ async def measure_swaps(replicas: int, at_once: int, seconds: float, home: Path)
             ]
             published = store.publish(1, train.weights())
             await index._redis.hset(f"{index.prefix}n", "trained", 1)
-            await index.publish_weights(1, published.record())
+            await WeightRecords(index).publish(published)
             began = time.monotonic()
             if not all(await asyncio.gather(*(one._take() for one in following))):
                 raise RuntimeError("a replica has not taken the version")

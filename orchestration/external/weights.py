@@ -25,6 +25,7 @@ from pipeline.index.client import Index
 from pipeline.warehouse.dock import NoRoom
 from stages.external_checks import Layout, Misfit, Terms, check_layout, checked_weights, nbytes_of
 from stages.weights.published import Published, WeightsDamaged
+from stages.weights.records import WeightRecords
 from stages.weights.store import WeightStore
 
 # the owner of leases that were claimed on the index's URL; "" owns those of the run's own workers
@@ -38,6 +39,7 @@ class ExternalWeights:
 
     def __init__(self, index: Index, recipe: Recipe) -> None:
         self.index = index
+        self.records = WeightRecords(index)
         self.recipe = recipe
         self._terms: Terms | None = None
         self._store: WeightStore | None = None
@@ -52,7 +54,7 @@ class ExternalWeights:
         while True:
             newest = await self.index.published_weights()
             if newest.record and newest.version > after:
-                return Published.from_record(newest.record)
+                return await self.records.read(newest.record)
             state, _, position = await self.index.state()
             remaining = deadline - time.monotonic()
             if remaining <= 0 or state in OVER:
@@ -66,8 +68,8 @@ class ExternalWeights:
         record = await self.index.weights_record(version)
         if not record:
             raise WeightsGone(f"weights of version {version} are not held; ask for the newest")
-        published = Published.from_record(record)
         try:
+            published = await self.records.read(record)
             return await asyncio.to_thread((await self._weight_store()).read, published)
         except WeightsDamaged as damaged:
             raise WeightsGone(f"{damaged}; ask for the newest") from None
@@ -108,7 +110,7 @@ class ExternalWeights:
         published = await asyncio.to_thread(
             store.publish, version, checked_weights(weights, wanted)
         )
-        await self.index.publish_weights(version, published.record())
+        await self.records.publish(published)
         await self._emit("update", version, published.nbytes, publish=time.monotonic() - began)
         await self.index.release_steps(max(covered, version - self.recipe.checkpoint.every))
         return published
@@ -124,19 +126,18 @@ class ExternalWeights:
         newest = await self.index.published_weights()
         trained = (await self.index.status()).trained
         if version != trained or (newest.record and version <= newest.version):
-            published = (
+            there = (
                 (f"version {newest.version} is published") if newest.record else "none is published"
             )
             raise Misfit(
                 "version",
-                f"{version} cannot be published: the trainer is at {trained}, and {published}",
+                f"{version} cannot be published: the trainer is at {trained}, and {there}",
                 f"publish {trained}",
             )
         wanted = terms.weights
         if wanted is None and newest.record:
-            wanted = {
-                t.name: (t.dtype, t.shape) for t in Published.from_record(newest.record).tensors
-            }
+            published = await self.records.read(newest.record)
+            wanted = {t.name: (t.dtype, t.shape) for t in published.tensors}
         if layout is not None:
             check_layout(layout, wanted)
             if nbytes_of(layout) > (free := shutil.disk_usage(place.shared).free):

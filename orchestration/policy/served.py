@@ -32,7 +32,8 @@ from stages import device as devices
 from stages.engines.protocols import EngineClosed, EngineFailed, SamplingParams, WeightMismatch
 from stages.models import Tokenizer
 from stages.threads import run_in_thread
-from stages.weights.published import Published, WeightsDamaged, WeightsUnreachable
+from stages.weights.published import WeightsDamaged, WeightsUnreachable
+from stages.weights.records import WeightRecords
 from stages.weights.store import Reader
 
 log = structlog.get_logger()
@@ -230,6 +231,7 @@ class _Follower:
 
     def __init__(self, index: Index, paths: RunPaths, reader: Reader, policy: ServedPolicy) -> None:
         self._index = index
+        self._records = WeightRecords(index)
         self._checkpoints = paths.checkpoints
         self._reader = reader
         self._policy = policy
@@ -302,6 +304,6 @@ class _Follower:
         return True
 
     async def _load(self, record: Mapping[str, Any]) -> None:
-        published = Published.from_record(record)
+        published = await self._records.read(record)
         weights = await run_in_thread(lambda: self._reader.read(published), "weights-read")
         await self._engines.swap(published.version, weights)

@@ -43,6 +43,7 @@ from stages.weights.documents import DAMAGED, LAST_TAKEN
 from stages.weights.fault import OTHER, UNDELIVERED, find_fault, raise_alarm, same_logprobs
 from stages.weights.probe import Probe, ProbeFailed, ProbeJudge, ProbeRule, scored
 from stages.weights.published import Published, WeightsDamaged, WeightsUnreachable
+from stages.weights.records import WeightRecords
 from stages.weights.store import Reader
 
 log = structlog.get_logger()
@@ -118,6 +119,7 @@ class WeightFollower:
         cut: bool = False,
     ) -> None:
         self.index = index
+        self.records = WeightRecords(index)
         self.reader = reader
         self.stage = stage
         self.controller = controller
@@ -220,7 +222,10 @@ class WeightFollower:
         engine = self.stage.engine
         if newest.version <= engine.version or not newest.record:
             return False
-        published = Published.from_record(newest.record)
+        try:
+            published = await self.records.read(newest.record)
+        except WeightsDamaged:  # a newer one has come meanwhile
+            return False
         began = time.monotonic()
         reported = published.version == self._reported and began < self._till
         if reported and await DAMAGED.get(self.index, version=published.version):

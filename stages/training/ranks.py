@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -85,7 +86,7 @@ class RankGroup:
     async def send_part(self, part: Published) -> None:
         """Give rank 0 the record of what this rank has published of a version."""
         log = RANK_PARTS.at(life=self._life, rank=self.coordinates.rank)
-        await log.append(self.index, self._parts, part.record())
+        await log.append(self.index, self._parts, {"buckets": part.buckets, "source": part.source})
         self._parts += 1
 
     async def join_parts(self, own: Published) -> Published:
@@ -96,7 +97,8 @@ class RankGroup:
             log = RANK_PARTS.at(life=self._life, rank=rank)
             record = await log.next(self.index, self._parts)
             await log.trim(self.index, self._parts)
-            parts.append(Published.from_record(record))
+            buckets = tuple((offset, nbytes, xxh3) for offset, nbytes, xxh3 in record["buckets"])
+            parts.append(replace(own, buckets=buckets, source=record["source"]))
         self._parts += 1
         return joined(parts)
 

@@ -47,6 +47,7 @@ from stages.training.skipped import SkippedSteps
 from stages.weights.documents import DAMAGED, ENGINES, FORECAST, LAST_TAKEN, TAKEN
 from stages.weights.probe import Probe, probed
 from stages.weights.published import Published, WeightsDamaged
+from stages.weights.records import WeightRecords
 from stages.weights.store import Publisher
 
 log = structlog.get_logger()
@@ -106,6 +107,7 @@ class Update(Stage):
         wanted = (*REWARDS[: 1 + scored], "truncated", "response_ids")
         self.fetches = tuple(name for name in wanted if name in dock.schema)
         self.dock = dock
+        self.records = WeightRecords(dock.index)
         self.engine = engine
         self.algorithm = algorithm
         self.store = store
@@ -290,8 +292,10 @@ class Update(Stage):
             published = await asyncio.to_thread(self._write)
             if published is not None and self.rank_group.coordinates.world > 1:
                 published = await self.rank_group.join_parts(published)
-            record = published.record() if published else {}
-            await self.dock.index.publish_weights(self.trained, record)
+            if published is None:
+                await self.dock.index.publish_weights(self.trained, {})
+            else:
+                await self.records.publish(published)
         if published is None:
             return
         await self.dock.index.emit(

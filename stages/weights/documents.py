@@ -17,6 +17,10 @@ TAKEN = Topic("weights")
 ENGINES: Document[list[str]] = Document.of_json("engines", TAKEN)
 """The rollout workers, as KIND-NUMBER, that must have the last version before the run ends."""
 
+WEIGHT_TENSORS: Document[dict[str, list[Any]]] = Document.of_json("weight-tensors")
+"""The tables of tensors of the two newest versions, by checksum: mostly one, as it stays the same.
+A row has a tensor's name, dtype, shape, offset and bytes."""
+
 LAST_TAKEN = Document("has-last-weights:{worker}", int, topic=TAKEN)
 """The last version of the run, once the rollout worker has taken it."""
 
@@ -46,7 +50,8 @@ RANK_ORDERS: Log[dict[str, Any]] = Log("ranks:{life}")
 """What rank 0 of a rank group orders the others to do. ``life``: the name of rank 0's process."""
 
 RANK_PARTS: Log[dict[str, Any]] = Log("ranks:{life}:{rank}")
-"""Records of the part of each version that a rank other than 0 has published, for rank 0."""
+"""Buckets and source of the part of each version that a rank other than 0 has published, for
+rank 0."""
 
 CRITIC_ORDERS: Log[dict[str, Any]] = Log("critic:{life}")
 """What the trainer orders the critic's worker to do. ``life`` as above."""

@@ -28,6 +28,7 @@ from pipeline.index.client import Index, RunConfig
 from stages.engines.protocols import GroupRequest, SamplingParams
 from stages.engines.torch.rollout import TorchRolloutEngine
 from stages.models import Tokenizer, tiny_model, tiny_tokenizer
+from stages.weights.records import WeightRecords
 from stages.weights.store import WeightStore
 from tests.api.served import Served
 from tests.orchestration.runs import TINY, recipe
@@ -70,7 +71,7 @@ class Trainer:
         )
         # steps are not the matter here
         await self.index._redis.hset(f"{self.index.prefix}n", "trained", self.version)
-        await self.index.publish_weights(self.version, published.record())
+        await WeightRecords(self.index).publish(published)
         await self.index.wake(VERSION)
         return self.version
 

@@ -41,6 +41,7 @@ from stages.training.update import Update
 from stages.weights.documents import DAMAGED
 from stages.weights.probe import Probe, ProbeRule, gap, probed
 from stages.weights.published import Published, WeightsDamaged
+from stages.weights.records import WeightRecords
 from stages.weights.store import WeightStore
 from tests.stages.engines.torch.test_rollout import DEADLINE, Brake
 from tests.stages.rollout.test_evaluate import evaluator
@@ -74,7 +75,7 @@ class Trainer:
         await self.index.wake(VERSION)
         # steps are not the matter here
         await self.index._redis.hset(f"{self.index.prefix}n", "trained", self.version)
-        await self.index.publish_weights(self.version, change(published).record())
+        await WeightRecords(self.index).publish(change(published))
 
 
 class Controls:
@@ -147,7 +148,7 @@ async def test_the_real_engines_agree_on_a_probe(index: Index, tmp_path: Path) -
     try:
         await index._redis.hset(f"{index.prefix}n", "trained", 1)
         published = store.publish(1, train.weights(), probed(train, PROBED))
-        await index.publish_weights(1, published.record())
+        await WeightRecords(index).publish(published)
         assert await follower(
             index, WeightStore(tmp_path), rollout, SwapPolicy(probe=EXACT)
         )._take()
@@ -683,7 +684,7 @@ async def test_weights_that_a_held_up_decode_keeps_out_are_not_taken_later_unsai
     try:
         await index._redis.hset(f"{index.prefix}n", "trained", 1)
         published = WeightStore(tmp_path).publish(1, train.weights(), probed(train, PROBED))
-        await index.publish_weights(1, published.record())
+        await WeightRecords(index).publish(published)
         brake = Brake(engine, 2)
         stream = engine.generate(
             [GroupRequest(0, (0,), torch.arange(3, 9), SamplingParams(max_tokens=50), seed=0)]
@@ -827,7 +828,7 @@ async def test_one_torch_replica_generates_while_the_other_is_at_its_swap(
     train = TorchTrainEngine(tiny_model(1), learning_rate=1e-4, total_steps=1, threads=1)
     await index._redis.hset(f"{index.prefix}n", "trained", 1)
     published = WeightStore(tmp_path).publish(1, train.weights(), probed(train, PROBED))
-    await index.publish_weights(1, published.record())
+    await WeightRecords(index).publish(published)
     reached = asyncio.Queue[int]()
     go_on = asyncio.Event()
 

@@ -46,6 +46,7 @@ from stages.weights.probe import (
     gap,
     probed,
 )
+from stages.weights.records import WeightRecords
 from stages.weights.store import WeightStore
 from tests.stages.rollout.test_weight_follower import events, follower
 
@@ -374,7 +375,7 @@ class Trainer:
         )
         await self.index.wake(VERSION)
         await self.index._redis.hset(f"{self.index.prefix}n", "trained", self.version)
-        await self.index.publish_weights(self.version, published.record())
+        await WeightRecords(self.index).publish(published)
 
 
 @pytest.fixture
