@@ -175,8 +175,9 @@ def _merged(base: Mapping[str, Any], tables: Mapping[str, Any]) -> dict[str, Any
     merged = dict(base)
     for key, value in tables.items():
         below = base.get(key)
-        both = isinstance(below, Mapping) and isinstance(value, Mapping)
-        merged[key] = _merged(below, value) if both else value
+        if isinstance(below, Mapping) and isinstance(value, Mapping):
+            value = _merged(below, value)
+        merged[key] = value
     return merged
 
 
