@@ -20,7 +20,8 @@ from typing import Any
 MOST_CHARACTERS = 4000  # of a text that is evaluated
 KNOWN = re.compile(
     "a?(sin|cos|tan|cot|sec|csc)h?|exp|log|ln|sqrt|cbrt|root|[Aa]bs|sign|erf[ci]?|gamma"
-    "|factorial|Rational|Integer|Float|pi|oo|Integral|S[hi]i?|C[hi]i?|[EL]i|fresnel[cs]|expint|uppergamma|lowergamma"
+    "|factorial|Rational|Integer|Float|pi|oo|Integral|S[hi]i?|C[hi]i?|[EL]i|fresnel[cs]|expint"
+    "|uppergamma|lowergamma"
 )
 _TOKEN = re.compile(
     r"\s*(?:(?P<number>\d[\d_]*\.?\d*|\.\d+)|(?P<name>[A-Za-z_]\w*)|\*\*|//|[-+*/^%(),!])", re.ASCII

@@ -33,7 +33,7 @@ class TestEcho(RolloutContract):
         return {"step": torch.tensor([1 + number])}
 
     def test_a_simple_engine_is_one_short_file(self) -> None:
-        assert len((Path(__file__).parent / "echo.py").read_text().splitlines()) < 150
+        assert len((Path(__file__).parent / "echo.py").read_text().splitlines()) < 180
 
 
 class TestMock(RolloutContract):

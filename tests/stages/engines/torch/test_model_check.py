@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.families import FAMILIES, config_of
 from stages.engines.registry import Side
-from stages.engines.torch import model_check, packing, train
+from stages.engines.torch import model_check, packed_model, packing
 from stages.engines.torch.attention import Scores
 from stages.engines.torch.decoding import decoder
 
@@ -70,12 +70,12 @@ def test_left_out_sinks_and_caps_of_logits_are_refused(
     side: Side, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if side == "train":
-        monkeypatch.setattr(train, "logit_scale", lambda config: (1.0, None))
+        monkeypatch.setattr(packed_model, "logit_scale", lambda config: (1.0, None))
         for family in ("Granite", "Gemma 2"):
             config_of(family).save_pretrained(tmp_path)
             assert "logits that are off" in model_check.refusal(tmp_path, side), family
     name = "shared_prompt_attention" if side == "train" else "_two_part_attention"
-    module = train if side == "train" else decoder
+    module = packed_model if side == "train" else decoder
     attention = getattr(module, name)
     monkeypatch.setattr(
         module, name, lambda *given, s_aux=None, **options: attention(*given, **options)
