@@ -584,7 +584,7 @@ def changed(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 def vllm(home: Path, folder: Path, dtype: torch.dtype) -> str:
     """Runs where vLLM is installed."""
-    from stages.engines.vllm.rollout import VllmNetworkEngine
+    from stages.engines.vllm.rollout import VllmReceivingEngine
     from stages.weights.store import WeightStore
     from stages.weights.transport.network import Credentials, WeightSender
 
@@ -598,7 +598,7 @@ def vllm(home: Path, folder: Path, dtype: torch.dtype) -> str:
     sender = WeightSender(WeightStore(home / "offered"), host="127.0.0.1", secret=SECRET)
 
     async def run() -> list[Gap]:
-        engine = VllmNetworkEngine(
+        engine = VllmReceivingEngine(
             folder,
             shared=shared,
             dtype=dtype,

@@ -31,7 +31,7 @@ from tensordict import TensorDict
 from pipeline.warehouse.arena import shared_memory_directory
 from stages.engines.protocols import GroupRequest, SamplingParams
 from stages.engines.torch.train import TorchTrainEngine
-from stages.engines.vllm.rollout import VllmNetworkEngine, VllmRolloutEngine
+from stages.engines.vllm.rollout import VllmReceivingEngine, VllmRolloutEngine
 from stages.models import load_model, load_tokenizer, model_folder
 from stages.weights.store import WeightStore
 from stages.weights.transport.network import WeightSender
@@ -41,7 +41,7 @@ ARMS: list[tuple[type[VllmRolloutEngine], str, str]] = [
     (VllmRolloutEngine, "keep", "keep"),
     (VllmRolloutEngine, "keep", "rebuild"),
     (VllmRolloutEngine, "abort", "rebuild"),
-    (VllmNetworkEngine, "keep", "keep"),
+    (VllmReceivingEngine, "keep", "keep"),
 ]
 TEMPERATURES = (0.0, 0.7, 1.0)
 
@@ -126,7 +126,7 @@ async def updates(
         await anext(stream)
         received = 0.0
         version = engine.version + 1
-        if isinstance(engine, VllmNetworkEngine):
+        if isinstance(engine, VllmReceivingEngine):
             published = await asyncio.to_thread(sender.publish, version, weights.items())
             began = time.perf_counter()
             landed = await engine.receive(published)
@@ -219,7 +219,7 @@ async def arms(
                 GroupRequest(0, first.places[1:], first.prompt_ids, first.params, 0),
                 *rest,
             ]
-            transport = "network" if issubclass(kind, VllmNetworkEngine) else "shared_memory"
+            transport = "network" if issubclass(kind, VllmReceivingEngine) else "shared_memory"
             row = {"transport": transport, "rows": pause, "kv_cache": kv_cache, "start": start}
             row |= await updates(engine, sender, asked, weights, options.repeats)
         finally:

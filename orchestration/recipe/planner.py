@@ -64,7 +64,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 HEADS = ("num_attention_heads", "num_key_value_heads")
 WEIGHT_SLOTS = 2  # versions in the trainer's weight store
-VLLM_SLOTS = 1  # versions in each vLLM engine's own store, from which vLLM's workers load
+VLLM_SLOTS = 1  # versions that vLLM's workers load from: a node's, or an engine's adapters
 SLAB_SHARE = 1 / 8  # of the arena, in all workers' slabs
 GATE_SHARE = 0.75  # prompts enter only while less than this share of the arena is taken
 
@@ -150,10 +150,10 @@ def plan(recipe: Recipe) -> Plan:
     ranks = recipe.train.ranks
     published = trained * ITEM_BYTES[recipe.model.dtype]
     reference = parameters_of_source(recipe.model.reference or recipe.model.source) or 0
-    # vLLM's workers then receive into the slot that is counted as slot_bytes.
-    direct = recipe.rollout.engine == "vllm" and recipe.weight_transport == "network"
+    # vLLM's workers then map the node's copy, which is counted as slot_bytes, once for all of them.
+    direct = recipe.rollout.engine == "vllm" and recipe.adapters is None
     stores = (
-        recipe.rollout.workers
+        (1 if direct else recipe.rollout.workers)
         if recipe.rollout.engine == "vllm" and recipe.runs_stage("rollout")
         else 0
     )

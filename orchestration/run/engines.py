@@ -283,7 +283,7 @@ def _first_adapters(recipe: Recipe, weights: Path | None) -> dict[str, torch.Ten
 def _vllm_rollout(
     shared: Path, recipe: Recipe, version: int, weights: Path | None, secret: bytes, *, depot: Path
 ) -> RolloutEngine:
-    from stages.engines.vllm.rollout import VllmNetworkEngine, VllmRolloutEngine
+    from stages.engines.vllm.rollout import VllmReceivingEngine, VllmRolloutEngine
 
     rollout = recipe.rollout
     pipeline = recipe.pipeline
@@ -301,10 +301,10 @@ def _vllm_rollout(
     if longrope_change(recipe) is not None:
         options["max_model_len"] = longest_row(recipe)  # vLLM chooses the factors by it
     engine: type[VllmRolloutEngine] = VllmRolloutEngine
-    if recipe.weight_transport == "network" and recipe.adapters is None:
+    if recipe.adapters is None:
         from stages.weights.transport.network import Credentials
 
-        engine = VllmNetworkEngine
+        engine = VllmReceivingEngine
         files = (pipeline.tls_certificate, pipeline.tls_key, pipeline.tls_authority)
         Credentials(secret, depot, files if files[0] else None).write(shared)
     return engine(

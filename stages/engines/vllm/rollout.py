@@ -424,10 +424,11 @@ def _weights(
     return VllmWeights(vllm, model, dtype, shared, timeout)
 
 
-class VllmNetworkEngine(VllmRolloutEngine):
-    """A :class:`VllmRolloutEngine` that receives new weights in its first worker, from the trainer
-    and without another process of this engine (:mod:`stages.weights.transport.network`). It also accepts
-    weights as tensors, as any engine does."""
+class VllmReceivingEngine(VllmRolloutEngine):
+    """A :class:`VllmRolloutEngine` whose workers map new weights in their node's depot, which the
+    first of them fills (:mod:`stages.weights.transport.depot`); its folder has
+    :class:`~stages.weights.transport.network.Credentials`. It also accepts weights as tensors, as
+    any engine does."""
 
     async def receive(self, published: Published) -> Mapping[str, torch.Tensor]:
         """See :class:`~stages.engines.protocols.ReceivingEngine`."""
@@ -435,14 +436,14 @@ class VllmNetworkEngine(VllmRolloutEngine):
             self._refuse_closed()
             await self._start()
             try:
-                await self._weights.land(published)
+                landed = Landed(published)
+                await self._weights.land(landed)
             except (WeightsDamaged, WeightsUnreachable) as error:
                 raise type(error)(f"vLLM keeps version {self._version}: {error}") from error
-            return Landed(published)
+            return landed
 
-    async def _bring(self, version: int, weights: Mapping[str, torch.Tensor]) -> Published:
-        return (
-            weights.published
-            if isinstance(weights, Landed)
-            else await super()._bring(version, weights)
-        )
+    async def _bring(self, version: int, weights: Mapping[str, torch.Tensor]) -> Landed:
+        if isinstance(weights, Landed):
+            return weights
+        landed: Landed = await super()._bring(version, weights)
+        return landed

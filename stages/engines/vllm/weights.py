@@ -1,7 +1,9 @@
 """New weights for a vLLM engine, from tensors to vLLM's workers.
 
-    publish to shared memory ─▶ the first worker verifies it, or receives it from the trainer   (generation goes on)
-      ─▶ vLLM is paused: workers map the memory and load it ─▶ the new version
+    a version is published ─▶ the first worker has the node's depot hold it, verified   (generation goes on)
+      ─▶ vLLM is paused: workers map the depot's memory and load it ─▶ the new version
+
+Weights that come as tensors, as for a served policy, are first written to shared memory.
 
 A worker reports in a file store that the bytes of a version have landed: a file that only its owner
 can open, not a port.
@@ -28,7 +30,28 @@ from stages.weights.published import Published, WeightsDamaged, WeightsUnreachab
 from stages.weights.store import WeightStore
 
 TRANSPORT = "asyncdock"  # the name that stages/engines/vllm/worker.py registers
+RECEIVED = "received-"  # begins the names of the depot's versions in an engine's folder
 HALF_LOADED = "the model is left half loaded"
+
+
+def received_file(folder: Path, published: Published) -> Path:
+    """Returns the name of a version of the depot in the engine's ``folder``."""
+    return folder / f"{RECEIVED}{published.key()}"
+
+
+class Landed(dict[str, torch.Tensor]):
+    """A version that vLLM's workers have received, or that the engine has ``written`` for them:
+    tensors on the device ``meta``, by parameter name."""
+
+    def __init__(self, published: Published, *, written: bool = False) -> None:
+        self.published = published
+        self.written = written
+        super().__init__(
+            {
+                t.name: torch.empty(t.shape, dtype=getattr(torch, t.dtype), device="meta")
+                for t in published.tensors
+            }
+        )
 
 
 class VllmWeights:
@@ -67,16 +90,17 @@ class VllmWeights:
         dtype."""
         check_weights(weights, self._layout)
 
-    async def bring(self, version: int, weights: Mapping[str, torch.Tensor]) -> Published:
+    async def bring(self, version: int, weights: Mapping[str, torch.Tensor]) -> Landed:
         """Write ``weights`` where the workers load them from, and have them verified.
 
         Raises ``WeightsDamaged``.
         """
         published = await asyncio.to_thread(self.store.publish, version, weights.items())
-        await self.land(published)
-        return published
+        landed = Landed(published, written=True)
+        await self.land(landed)
+        return landed
 
-    async def land(self, published: Published) -> None:
+    async def land(self, landed: Landed) -> None:
         """Have the workers verify or receive a version while generation goes on.
 
         Raises ``WeightsDamaged`` and ``WeightsUnreachable``; vLLM then keeps its weights.
@@ -86,7 +110,7 @@ class VllmWeights:
             if not self._updating:
                 await self._llm.start_weight_update()
                 self._updating = True
-            await self._send(published, key)
+            await self._send(landed, key)
             answer = await asyncio.to_thread(self._landed.get, key)
         except Exception as error:
             raise WeightsDamaged(str(error)) from error
@@ -94,14 +118,15 @@ class VllmWeights:
         if report := json.loads(answer):
             raise (WeightsUnreachable if report["gone"] else WeightsDamaged)(report["reason"])
 
-    async def load(self, published: Published) -> str:
+    async def load(self, landed: Landed) -> str:
         """Have the workers load the version that has landed; vLLM is paused.
 
         Returns the version that vLLM reports.
         """
-        await self._send(published)
-        await self._llm.finish_weight_update(str(published.version))
+        await self._send(landed)
+        await self._llm.finish_weight_update(str(landed.published.version))
         self._updating = False
+        received_file(self.store.directory, landed.published).unlink(missing_ok=True)
         version: str = await self._llm.get_weight_version()
         return version
 
@@ -113,20 +138,10 @@ class VllmWeights:
         self.store.close()
         shutil.rmtree(self.store.directory, ignore_errors=True)
 
-    async def _send(self, published: Published, key: str = "") -> None:
-        update = {"published": published.record(), "report_key": key}
+    async def _send(self, landed: Landed, key: str = "") -> None:
+        update = {
+            "published": landed.published.record(),
+            "written": landed.written,
+            "report_key": key,
+        }
         await self._llm.update_weights(self._vllm.WeightTransferUpdateRequest(update))
-
-
-class Landed(dict[str, torch.Tensor]):
-    """A version that vLLM's workers have received: tensors on the device ``meta``, by parameter
-    name."""
-
-    def __init__(self, published: Published) -> None:
-        self.published = published
-        super().__init__(
-            {
-                t.name: torch.empty(t.shape, dtype=getattr(torch, t.dtype), device="meta")
-                for t in published.tensors
-            }
-        )

@@ -2,13 +2,13 @@
 
     start_weight_update ──▶ update_weights(land) ────────────▶ update_weights(load) ──▶ finish_weight_update
                                │ in a thread, beside generation:  │ vLLM is paused: it splits, fuses and packs
-                               │ the bytes are in the engine's    │ the full tensors, as at its start
+                               │ the bytes are in the node's      │ the full tensors, as at its start
                                │ memory, checksums are compared
                                └─▶ reports to the engine through a file store
 
-The engine has written the bytes to the memory that it shares with its workers, or the first worker
-copies them there out of the node's depot (``weights.transport.depot``): then the record of the version names
-its trainer. A landing that fails leaves the model unchanged.
+The first worker has the node's depot (``weights.transport.depot``) hold the bytes, and all workers
+map them where they lie. Weights that the engine was given as tensors it has written to memory of
+its own. A landing that fails leaves the model unchanged.
 
 vLLM imports this module in each worker because the engine names :class:`WorkerExtension` as
 ``worker_extension_cls``. The import registers the transports in the process that owns the model,
@@ -34,10 +34,15 @@ from torch.distributed import FileStore
 
 from pipeline.compat.extras import extra
 from stages.engines.vllm.library import ENGINE_PROCESS
-from stages.engines.vllm.weights import HALF_LOADED, TRANSPORT
+from stages.engines.vllm.weights import (
+    HALF_LOADED,
+    RECEIVED,
+    TRANSPORT,
+    received_file,
+)
 from stages.models import checkpoint_tensors, empty_model, saved_buffers
 from stages.weights.published import Published, WeightsUnreachable, tensors_of, verify
-from stages.weights.store import WeightStore
+from stages.weights.store import WeightStore, mapped
 from stages.weights.transport.depot import Depot
 from stages.weights.transport.network import Credentials
 
@@ -70,13 +75,14 @@ class InitInfo(WeightTransferInitInfo):
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
     published: dict[str, Any]  # Published.record()
+    written: bool  # by the engine, into its own store; else it comes from the node's depot
     # key of the file store in which the worker reports the landing; "": load what has landed
     report_key: str
 
 
 class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """vLLM's weight transfer over a :class:`~stages.weights.store.WeightStore` that the engine
-    writes, or that the first worker fills from the node's depot."""
+    """vLLM's weight transfer from the node's depot, or from a
+    :class:`~stages.weights.store.WeightStore` that the engine writes."""
 
     _depot: Depot | None = None
 
@@ -107,36 +113,46 @@ class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         """
         published = Published.from_record(update_info.published)
         if not update_info.report_key:
-            self._load(published)
+            self._load(published, update_info.written)
         elif self.parallel_config.rank == 0:
-            self._landing.submit(self._land, published, update_info.report_key)
+            self._landing.submit(self._land, published, update_info.written, update_info.report_key)
 
-    def _land(self, published: Published, report_key: str) -> None:
+    def _land(self, published: Published, written: bool, report_key: str) -> None:
         report: dict[str, Any] = {}
         try:
-            self.land(published)
+            self.land(published, written)
         except Exception as error:
             report = {"gone": isinstance(error, WeightsUnreachable), "reason": str(error)}
         self._engine.set(report_key, json.dumps(report))
 
-    def land(self, published: Published) -> None:
-        """Verify the bytes of ``published`` in the store, or receive them.
+    def land(self, published: Published, written: bool) -> None:
+        """Verify the bytes of ``published`` in the store, where the engine has ``written`` them, or
+        have the node's depot hold them.
 
         Raises ``WeightsDamaged`` and ``WeightsUnreachable``.
         """
-        if not published.source:
+        if written:
             return verify(self._store.mapped(published), published)
         if self._depot is None:
             self._depot = Credentials.read(self._store.directory).depot()
-        self._depot.receive(published, self._store.memory(published))
+        path = self._received(published)
+        self._depot.link(published, path)
+        for file in path.parent.glob(f"{RECEIVED}*"):
+            if file != path:  # landed before, and not loaded
+                file.unlink(missing_ok=True)
 
-    def _load(self, published: Published) -> None:
+    def _received(self, published: Published) -> Path:
+        return received_file(self._store.directory, published)
+
+    def _load(self, published: Published, written: bool) -> None:
+        data = (
+            self._store.mapped(published)
+            if written
+            else mapped(self._received(published))[: published.nbytes]
+        )
         # A module that gets some of its tensors gets none of the others back: buffers are loaded
         # again too.
-        weights = (
-            checkpoint_tensors(self._kind, tensors_of(self._store.mapped(published), published))
-            | self._buffers
-        )
+        weights = checkpoint_tensors(self._kind, tensors_of(data, published)) | self._buffers
         try:
             with torch.no_grad(), set_current_vllm_config(self.vllm_config):
                 self._forget_packed_experts()

@@ -237,7 +237,8 @@ def test_other_keys_of_the_vllm_engine_are_arguments_of_it(
     )
     given: list[dict[str, Any]] = []
     monkeypatch.setattr(
-        "stages.engines.vllm.rollout.VllmRolloutEngine", lambda *_, **options: given.append(options)
+        "stages.engines.vllm.rollout.VllmReceivingEngine",
+        lambda *_, **options: given.append(options),
     )
     rollout_engine(recipe, version=0, shared=tmp_path / "shared")
     assert given[0]["arguments"] == further

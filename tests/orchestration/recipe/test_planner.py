@@ -96,15 +96,15 @@ def test_memory_follows_weights_dtype_and_workers() -> None:
     assert of(algorithm={"options": {"kl_coef": 0.1}}).reference_bytes == 4 * single.parameters
 
 
-def test_each_vllm_engine_has_a_version_in_shared_memory_too() -> None:
+def test_the_vllm_engines_of_a_node_map_one_more_version() -> None:
     torch_engine = of(rollout={"workers": 3})
     vllm = of(rollout={"engine": "vllm", "workers": 3})
     assert torch_engine.parameters is not None
     assert torch_engine.slot_bytes == 2 * 4 * torch_engine.parameters
-    assert vllm.slot_bytes == (2 + 3) * 4 * torch_engine.parameters
+    assert vllm.slot_bytes == (2 + 1) * 4 * torch_engine.parameters
     straight = of(rollout={"engine": "vllm", "workers": 3}, sync={"transport": "network"})
     assert straight.slot_bytes == vllm.slot_bytes
-    assert straight.rollout_bytes == vllm.rollout_bytes / 2 == 3 * 4 * torch_engine.parameters
+    assert straight.rollout_bytes == vllm.rollout_bytes == 3 * 4 * torch_engine.parameters
     elsewhere = of(rollout={"engine": "vllm", "workers": 3}, external={"stages": ["rollout"]})
     assert elsewhere.slot_bytes == torch_engine.slot_bytes, "its engines are another program's"
 
@@ -302,7 +302,7 @@ def test_longrope_of_all_engines_follows_from_the_longest_row(
     folder = write("Phi-3 longrope", tmp_path / "model", torch.float32)
     made: list[Any] = []
     for engine in (
-        "stages.engines.vllm.rollout.VllmRolloutEngine",
+        "stages.engines.vllm.rollout.VllmReceivingEngine",
         "stages.engines.torch.rollout.TorchRolloutEngine",
     ):
         monkeypatch.setattr(engine, lambda *_, **options: made.append(options))

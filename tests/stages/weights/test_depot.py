@@ -19,8 +19,14 @@ import pytest
 import torch
 
 from pipeline.wire.blocking import BlockingStream
-from stages.weights.published import Published, WeightsDamaged, WeightsUnreachable, joined
-from stages.weights.store import WeightStore
+from stages.weights.published import (
+    Published,
+    WeightsDamaged,
+    WeightsUnreachable,
+    joined,
+    tensors_of,
+)
+from stages.weights.store import WeightStore, mapped
 from stages.weights.transport import chain, depot, network
 from stages.weights.transport.chain import CHANGES, WHOLE, Chain, pieces_of
 from stages.weights.transport.depot import Depot
@@ -328,9 +334,8 @@ def test_engines_on_the_trainers_node_have_one_copy_of_what_lies_there(
         ]
     with pytest.raises(WeightsDamaged, match="does not match its checksum"):
         engines[0].read(published)
-    memory = torch.zeros(published.nbytes, dtype=torch.uint8).numpy()
-    engines[1].receive(published, memory)
-    assert same(depot.tensors_of(memory, published), 4)
+    engines[1].link(published, tmp_path / "received")
+    assert same(tensors_of(mapped(tmp_path / "received"), published), 4)
     assert not trainer.sent
 
 
@@ -552,3 +557,38 @@ def test_where_most_numbers_change_all_bytes_travel(
     for version in (1, 2):
         assert same(node.read(trainer.publish(version)), version)
     assert nbytes_of(carried, "changes") == 0
+
+
+# ── names for other processes ──
+
+
+def test_a_name_of_the_nodes_copy_stays_and_costs_no_second_copy(
+    trainer: Trainer, nodes: Callable[..., Depot], tmp_path: Path
+) -> None:
+    """vLLM's workers map the depot's bytes; the depot goes on to newer versions meanwhile."""
+    engine = nodes("node")
+    first = trainer.sender.publish(1, weights(1).items())
+    path = tmp_path / "nodes" / "received"
+    for _ in range(2):  # the second time it is that file already
+        engine.link(first, path)
+        (copy,) = (tmp_path / "nodes" / "node" / depot.FOLDER).glob("weights-*")
+        assert copy.samefile(path)
+        assert path.stat().st_nlink == 2
+    for version in (2, 3):
+        assert same(engine.read(trainer.sender.publish(version, weights(version).items())), version)
+    assert path.stat().st_nlink == 1
+    assert same(tensors_of(mapped(path), first), 1)
+    third = trainer.sender.publish(4, weights(4).items())
+    engine.link(third, path)
+    assert same(tensors_of(mapped(path), third), 4)
+    assert [file.name for file in path.parent.glob("received*")] == ["received"]
+
+
+def test_a_damaged_version_gets_no_name(
+    trainer: Trainer, nodes: Callable[..., Depot], tmp_path: Path
+) -> None:
+    published = trainer.sender.publish(1, weights(1).items())
+    trainer.sender._store.memory(published)[7] ^= 1
+    with pytest.raises(WeightsDamaged, match="checksum"):
+        nodes("node").link(published, tmp_path / "nodes" / "received")
+    assert not list((tmp_path / "nodes").glob("received*"))

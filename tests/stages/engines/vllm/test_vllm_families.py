@@ -13,7 +13,7 @@ from benchmarks.families import CONTEXT, write
 from benchmarks.models import Checkpoint, batch_of, generated, loaded, one_step, plain_rows
 from pipeline.warehouse.arena import shared_memory_directory
 from stages.engines.torch.train import TorchTrainEngine
-from stages.engines.vllm.rollout import VllmNetworkEngine
+from stages.engines.vllm.rollout import VllmReceivingEngine
 from stages.weights.store import WeightStore
 from stages.weights.transport.network import Credentials, WeightSender
 
@@ -47,7 +47,7 @@ async def test_weights_of_each_step_reach_vllm_by_each_transport(
         "enforce_eager": True,
         "threads": 2,
     }
-    engine = VllmNetworkEngine(checkpoint.folder, shared=shared, dtype=torch.float32, **options)
+    engine = VllmReceivingEngine(checkpoint.folder, shared=shared, dtype=torch.float32, **options)
     try:
         for version in range(3):
             if version:

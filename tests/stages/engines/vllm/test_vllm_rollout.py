@@ -27,7 +27,7 @@ from stages.engines.protocols import (
     SamplingParams,
 )
 from stages.engines.vllm import rollout as vllm_rollout
-from stages.engines.vllm.rollout import VllmNetworkEngine, VllmRolloutEngine
+from stages.engines.vllm.rollout import VllmReceivingEngine, VllmRolloutEngine
 from stages.models import load_model, load_tokenizer, model_folder
 from stages.weights.published import Published, WeightsDamaged, WeightsUnreachable
 from stages.weights.store import WeightStore
@@ -239,8 +239,8 @@ async def test_the_first_worker_receives_what_a_trainer_on_other_devices_sends(
 ) -> None:
     """While vLLM goes on generating; what goes wrong on the way leaves it at its version."""
     contract = OnSmolLM2()
-    engine = await contract.build(0, VllmNetworkEngine)
-    assert isinstance(engine, VllmNetworkEngine)
+    engine = await contract.build(0, VllmReceivingEngine)
+    assert isinstance(engine, VllmReceivingEngine)
     directory = engine._weights.store.directory
     Credentials(SECRET, directory).write(directory)
     sender = WeightSender(WeightStore(tmp_path), host="127.0.0.1", secret=SECRET)
