@@ -78,8 +78,8 @@ class _Bounds:
             yield Problem(key, None, f"has {len(value)} characters", fix)
             return
         self.count(value if isinstance(value, str) else "")
-        if isinstance(value, str) and (wrong := _not_allowed(value)):
-            yield Problem(key, None, f"has {wrong}", "take it out")
+        if isinstance(value, str) and (reason := _not_allowed(value)):
+            yield Problem(key, None, f"has {reason}", "take it out")
         elif isinstance(value, Mapping):
             for name, item in value.items():
                 if len(name) > LONGEST_KEY:
@@ -91,8 +91,8 @@ class _Bounds:
                     )
                     continue
                 self.count(name)
-                if wrong := _not_allowed(name):
-                    yield Problem(key, None, f"has a key with {wrong}", "take it out")
+                if reason := _not_allowed(name):
+                    yield Problem(key, None, f"has a key with {reason}", "take it out")
                 else:
                     yield from self.problems(item, f"{key}.{name}" if key else name, depth + 1)
         elif isinstance(value, list) and len(value) > LONGEST_LIST:

@@ -88,9 +88,9 @@ def field_problem(
             )
         case "extra_forbidden" if key in FUTURE_KEYS:
             layout = FUTURE_KEYS[key][1]
-            wrong = f"is not there yet: {missing_parallelism(key)}"
+            reason = f"is not there yet: {missing_parallelism(key)}"
             plan = f"`asyncdock plan reshard RECIPE --train {layout}` plans such a layout"
-            return Problem(key, value, wrong, f"take it out and set train.dp and train.tp; {plan}")
+            return Problem(key, value, reason, f"take it out and set train.dp and train.tp; {plan}")
         case "extra_forbidden" if key in RETIRED:
             return Problem(key, value, "is no key any more", RETIRED[key].fix)
         case "extra_forbidden" if key == "extends":
@@ -150,11 +150,11 @@ def valid_part(
     dotted names of those others; and all errors, including those that show only when the first ones
     are gone."""
     valid = copy.deepcopy(dict(data))
-    wrong = set[str]()
+    reason = set[str]()
     stood_in = set[str]()
     errors: list[ErrorDetails] = []
     while True:
-        removed = set(wrong)
+        removed = set(reason)
         for item in error.errors():
             # An error inside a list makes the whole list wrong; a key that is wrong even without
             # its value, its section.
@@ -164,7 +164,7 @@ def valid_part(
                 errors.append(item)
             if name in removed:
                 path = path[:1]
-            wrong.add(".".join(map(str, path)))
+            reason.add(".".join(map(str, path)))
             table: Any = valid
             for part in path[:-1]:
                 table = table.get(part) if isinstance(table, dict) else None
@@ -177,6 +177,6 @@ def valid_part(
                 valid[section] = keys | given
                 stood_in.add(section)
         try:
-            return Recipe.model_validate(valid, strict=True), wrong, errors
+            return Recipe.model_validate(valid, strict=True), reason, errors
         except ValidationError as remaining:
             error = remaining

@@ -133,9 +133,9 @@ def extended(data: Mapping[str, Any], file: Path | None = None) -> dict[str, Any
                 Problem("extends", name, f"leads back to itself: {circle}", "take one of them out")
             )
         elif len(files) >= MOST_EXTENDED:
-            wrong = f"is the {len(files)}th recipe in a row that is extended"
+            reason = f"is the {len(files)}th recipe in a row that is extended"
             fix = f"extend at most {MOST_EXTENDED - 1} in a row"
-            problems.append(Problem("extends", name, wrong, fix))
+            problems.append(Problem("extends", name, reason, fix))
         if problems or isinstance(base, Problem):
             raise RecipeError(where, problems)
         files.append(base)
@@ -203,12 +203,12 @@ def parse_recipe(
     if too_large := list(out_of_bounds(data)):
         # other checks could fail on such values, or take long
         raise RecipeError(where, [*found, *too_large])
-    wrong = {problem.key for problem in problems}
+    reason = {problem.key for problem in problems}
     try:
         recipe = Recipe.model_validate(data, strict=True)
     except ValidationError as error:
         recipe, keys, errors = valid_part(data, error)
-        wrong |= keys
+        reason |= keys
         found += [field_problem(item) for item in errors[:MOST_PROBLEMS]]
         if len(errors) > MOST_PROBLEMS:
             found.append(
@@ -221,7 +221,7 @@ def parse_recipe(
         environment = Environment(
             reading or Reading(), folder or Path.cwd(), devices, here=devices and not runs
         )
-    found += run_checks(recipe, wrong, environment)
+    found += run_checks(recipe, reason, environment)
     if found:
         raise RecipeError(where, found)
     return recipe

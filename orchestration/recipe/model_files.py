@@ -176,12 +176,12 @@ def faults(folder: Path, reading: Reading, *, weights: bool = True) -> Iterator[
 
 def _config_faults(folder: Path) -> Iterator[Fault]:
     if (folder / ADAPTER).exists():
-        wrong = (
+        reason = (
             f"has an {ADAPTER}: it is an adapter, and its model would be looked for where that "
             f"file says"
         )
         yield (
-            wrong,
+            reason,
             "give the whole model: peft's `merge_and_unload().save_pretrained(path)` writes it",
         )
     if not isinstance(_json(folder / CONFIG).get("model_type"), str):
@@ -202,11 +202,11 @@ def _code_faults(folder: Path) -> Iterator[Fault]:
         load_tokenizer(str(folder))
     except NeedsOwnCode:
         code = next((path.name for path in sorted(folder.glob("*.py"))), "")
-        wrong = (
+        reason = (
             f"needs code of its own{f' ({code})' if code else ''}, which is never run: "
             f"`auto_map` names it"
         )
-        yield wrong, "use a model of a kind that transformers has, and save it with that"
+        yield reason, "use a model of a kind that transformers has, and save it with that"
     except Exception:
         return  # of the other checks
 
@@ -242,8 +242,8 @@ def _weight_faults(folder: Path, reading: Reading) -> Iterator[Fault]:
     missing = [name for name in tensors_of if not (folder / name).is_file()]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        wrong = f"lacks {missing[0]}{more} of the {len(tensors_of)} files that {INDEX} names"
-        yield wrong, "copy the files that are missing"
+        reason = f"lacks {missing[0]}{more} of the {len(tensors_of)} files that {INDEX} names"
+        yield reason, "copy the files that are missing"
     for name, tensors in tensors_of.items():
         if name in missing or not reading.spend(nbytes=8):
             continue
@@ -318,8 +318,8 @@ def _open(path: Path) -> Any:
     except FileNotFoundError:
         raise ModelFileError(f"has no {path.name}", SAVE.format("it")) from None
     except OSError as error:
-        wrong = f"has a {path.name} that cannot be read ({error})"
-        raise ModelFileError(wrong, "give files that can be read") from None
+        reason = f"has a {path.name} that cannot be read ({error})"
+        raise ModelFileError(reason, "give files that can be read") from None
     except EmptyFile:
         raise ModelFileError(f"has a {path.name} that is empty") from None
     except PromptError as error:

@@ -46,11 +46,11 @@ def adapters_are_possible(recipe: Recipe) -> Iterator[Problem]:
         for stage in ("rollout", "update")
         if not recipe.runs_stage(stage) and stage in recipe.external.stages
     ]:
-        wrong = (
+        reason = (
             f"leaves {others[0]!r} to a program that exchanges all weights of the model, not "
             f"adapters"
         )
-        yield problem(recipe, "external.stages", wrong, f"take it out, {NONE}")
+        yield problem(recipe, "external.stages", reason, f"take it out, {NONE}")
 
 
 @machine_check("model")
@@ -76,10 +76,10 @@ def adapters_fit_the_model(recipe: Recipe, environment: Environment) -> Iterator
         return
     narrowest = min(layers, key=lambda name: min(layers[name]))
     if adapters.rank > (most := min(layers[narrowest])):
-        wrong = f"is more than the narrowest side of {narrowest}, which has {most} numbers"
+        reason = f"is more than the narrowest side of {narrowest}, which has {most} numbers"
         yield problem(
             recipe,
             "model.lora.rank",
-            wrong,
+            reason,
             f"use a value <= {most}, or leave that layer out of model.lora.targets",
         )

