@@ -14,7 +14,7 @@ from pydantic_core import ErrorDetails
 
 from orchestration.recipe.problems import suggest
 from orchestration.recipe.schema import Recipe
-from orchestration.recipe.sections.retired import RETIRED
+from orchestration.recipe.sections.retired import RENAMED_VALUES, RETIRED
 from pipeline.problems import Problem
 from stages.device_names import PATTERN, device_fix
 
@@ -39,9 +39,6 @@ TOML_TYPES = {bool: "boolean", int: "whole number", float: "number", str: "text"
 FUTURE_KEYS = {
     "train.etp": ("expert tensor", "dp=2,tp=2,etp=2"),
 }
-
-# Values that have another name now.
-RENAMED_VALUES = {("sync.transport", "collective"): "network"}
 
 # Replaces required keys that are missing or wrong, so that relations between the other keys can
 # still be checked.

@@ -38,7 +38,7 @@ from orchestration.recipe.sections import (
     TeacherSection,
     TrainSection,
 )
-from orchestration.recipe.sections.retired import without_retired
+from orchestration.recipe.sections.retired import migrated
 from orchestration.recipe.values import CountOrZero
 from pipeline.node import AUTO, LOOPBACK
 from pipeline.staleness import StalenessPlan
@@ -302,7 +302,7 @@ class Recipe(Section):
     def recorded(cls, tables: Mapping[str, Any]) -> Recipe:
         """Return the recipe that a run has recorded, also one of an earlier version. Relations and
         files are not checked again. Raises ValidationError."""
-        return cls.model_validate(without_retired(tables))
+        return cls.model_validate(migrated(tables))
 
 
 def _table_of(data: Any, key: str) -> tuple[dict[str, Any], str]:

@@ -32,7 +32,7 @@ from orchestration.recipe.model_files import KNOWN_MODELS
 from orchestration.recipe.problems import RecipeError, suggest
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sections import VllmSection
-from orchestration.recipe.sections.retired import without_retired
+from orchestration.recipe.sections.retired import migrated
 from orchestration.recipe.values import format_size
 from orchestration.run.storage import base_models
 from pipeline.index.address import redacted
@@ -103,7 +103,7 @@ def accept(
     if too_large:  # other checks could fail on such values, or take long
         raise RecipeError("recipe", too_large)
     submission = _Submission(
-        settings, without_retired(data) if resumed else copy.deepcopy(extended(data))
+        settings, migrated(data) if resumed else copy.deepcopy(extended(data))
     )
     for key, value in copy.deepcopy(dict(overrides)).items():
         if problem := override(submission.data, key, value, "overrides"):

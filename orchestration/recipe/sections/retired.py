@@ -1,7 +1,8 @@
-"""Keys that recipes had before 0.2, and what to write in their place.
+"""Keys and values that recipes had before 0.2, and what to write in their place.
 
 A recipe that names one has a problem with its fix. The recipe that a run has recorded names every
-key: one that has gone is left out there if it has the value that it had by default.
+key: one that has gone is left out there if it has the value that it had by default, and a value
+gets the name that it has now.
 """
 
 from __future__ import annotations
@@ -31,19 +32,32 @@ RETIRED: dict[str, Retired] = {
 }
 
 
-def without_retired(recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tables that a run has ``recorded`` without the keys that have gone and that had
-    their default.
+RENAMED_VALUES = {("sync.transport", "collective"): "network"}
 
-    >>> without_retired({"train": {"steps": 3, "pipeline": "auto"}})
-    {'train': {'steps': 3}}
+
+def migrated(recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tables that a run has ``recorded`` with the names of now, without the keys that
+    have gone and that had their default.
+
+    >>> migrated({"train": {"steps": 3, "pipeline": "auto"}, "sync": {"transport": "collective"}})
+    {'train': {'steps': 3}, 'sync': {'transport': 'network'}}
     """
     tables = copy.deepcopy(dict(recorded))
     for key, retired in RETIRED.items():
-        *sections, name = key.split(".")
-        table: Any = tables
-        for section in sections:
-            table = table.get(section) if isinstance(table, dict) else None
-        if isinstance(table, dict) and name in table and table[name] == retired.default:
+        table, name = _table_of(tables, key)
+        if name in table and table[name] == retired.default:
             del table[name]
+    for (key, old), new in RENAMED_VALUES.items():
+        table, name = _table_of(tables, key)
+        if table.get(name) == old:
+            table[name] = new
     return tables
+
+
+def _table_of(tables: Any, key: str) -> tuple[dict[str, Any], str]:
+    """The table of the dotted ``key``, an empty one where there is none, and the key's name in
+    it."""
+    *sections, name = key.split(".")
+    for section in sections:
+        tables = tables.get(section) if isinstance(tables, dict) else None
+    return tables if isinstance(tables, dict) else {}, name

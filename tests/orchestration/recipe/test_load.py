@@ -22,7 +22,7 @@ from orchestration.recipe.load import (
 )
 from orchestration.recipe.problems import RecipeError
 from orchestration.recipe.schema import Recipe
-from orchestration.recipe.sections.retired import RETIRED, Retired
+from orchestration.recipe.sections.retired import RENAMED_VALUES, RETIRED, Retired
 from orchestration.run.engines import rollout_engine
 from orchestration.run.folder import RunFolder
 from stages.parallel.layout import parse_layout
@@ -385,6 +385,13 @@ def test_a_run_of_an_earlier_version_resumes_unless_it_has_set_a_key_that_has_go
         assert (problem.key, problem.value, problem.fix) == (key, "another", retired.fix)
         with pytest.raises(RecipeError, match=retired.fix[:20]):
             RunFolder.resume(tmp_path)
+
+
+def test_a_run_of_an_earlier_version_has_the_names_of_now(minimal: Path, tmp_path: Path) -> None:
+    for (key, old), new in RENAMED_VALUES.items():
+        recorded = recorded_recipe(recorded_with(tmp_path, minimal, {key: old}))
+        section, name = key.split(".")
+        assert getattr(getattr(recorded, section), name) == new
 
 
 # --- recipes that extend others
