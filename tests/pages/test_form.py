@@ -188,3 +188,9 @@ def test_two_processes_need_thirty_lines() -> None:
     )
     lines = [line for line in program.text.splitlines() if line.strip()]
     assert len([line for line in lines if not re.match(r"(from|import) ", line)]) <= 30
+
+
+def test_every_page_is_in_the_index_of_the_documentation() -> None:
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    linked = set(re.findall(r"\]\(([\w-]+\.md)\)", index))
+    assert linked == {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
