@@ -84,7 +84,7 @@ async def _loaded(index: Index) -> None:
         (ENDING, Ending(-9), {"name": "rollout-0-1-a"}),
         (
             ENDING,
-            Ending(0, "KeyError: 'a'", ("KeyError", "a.py:3")),
+            Ending(0, "KeyError: 'a'", fault=("KeyError", "a.py:3")),
             {"name": "rollout-0-1-a"},
         ),
         (BEAT, OVER, {"host": "host-1"}),
