@@ -20,13 +20,14 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import pkgutil
 import sys
 import threading
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from textwrap import indent
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
@@ -54,6 +55,9 @@ from api.cli.track import track_command
 from api.terminal.screen import complain, safe_console
 from orchestration.logs import TRACE_VARIABLE
 from orchestration.streams import open_outputs, output_of
+
+if TYPE_CHECKING:
+    from orchestration.recipe.schema import Recipe
 
 LONGEST_EXAMPLE = 2000  # characters of a prompt that `check` prints
 
@@ -164,7 +168,7 @@ def check(
     from orchestration.recipe.planner import plan
     from orchestration.recipe.problems import RecipeError
 
-    cluster = _cluster_at(loaded.launch.address) if loaded.launch.on_cluster else ""
+    cluster = _cluster_of(loaded)
     follows = plan(loaded)
     # Without a chat template the model reads the prompt as it is. An example would only cost the
     # import of torch.
@@ -203,24 +207,18 @@ def check(
         )
 
 
-def _cluster_at(address: str) -> str:
-    """Return the Ray cluster of ``launch.address`` in words.
+def _cluster_of(recipe: Recipe) -> str:
+    """Return the cluster of ``launch.address`` in words; "": there is nothing to say.
 
     Ends the command where the cluster refuses this machine.
     """
-    from orchestration.cluster.ray_cluster import LOCAL, ClusterRefused, look
-
+    cluster = recipe.launch.cluster
+    if cluster is None or not cluster.look:
+        return ""
     try:
-        cluster = look(address)
-    except ClusterRefused as error:
+        return str(pkgutil.resolve_name(cluster.look)(recipe.launch.address))
+    except ValueError as error:
         refuse(error)
-    if cluster.address == LOCAL:
-        return (
-            f"cluster: none on this machine; the run starts one with Ray {cluster.ray}, and ends it"
-        )
-    version = f", Ray {cluster.ray}" if cluster.ray else ""
-    token = f", with the token of {cluster.token}" if cluster.token else ""
-    return f"cluster: {cluster.address}{version}{token}"
 
 
 @app.command()

@@ -41,7 +41,7 @@ METADATA = ("ray.rpc.InternalKVGcsService/InternalKVGet", b"\n\x10CLUSTER_METADA
 CLIENT_INFO = ("ray.rpc.RayletDriver/ClusterInfo", b"")
 
 
-class ClusterRefused(RuntimeError):
+class ClusterRefused(ValueError):
     """There is no such cluster, or it does not take this program; the message says why and what to
     do."""
 
@@ -89,6 +89,18 @@ def find(
             running[0], f"{key} = 'auto', the cluster of this machine at {running[0]}", environment
         )
     return _open(LOCAL, f"{key} = 'auto'", environment)
+
+
+def described(address: str) -> str:
+    """Return in words which cluster a run at ``address`` has. Raises ClusterRefused."""
+    cluster = look(address)
+    if cluster.address == LOCAL:
+        return (
+            f"cluster: none on this machine; the run starts one with Ray {cluster.ray}, and ends it"
+        )
+    version = f", Ray {cluster.ray}" if cluster.ray else ""
+    token = f", with the token of {cluster.token}" if cluster.token else ""
+    return f"cluster: {cluster.address}{version}{token}"
 
 
 def look(address: str) -> Cluster:

@@ -190,7 +190,23 @@ class Unplaceable(RuntimeError):
 
 
 class Hosts(Protocol):
-    """The interface to hosts of a cluster: starts them, and places workers on them."""
+    """The interface to hosts of a cluster: starts them, and places workers on them.
+
+    It is made of the run's recipe and folder. A host is a process on a node that executes
+    ``orchestration.launch.hosts:main`` with the run, a folder of the node and the host's name as
+    arguments, and the index's URL in its environment.
+    """
+
+    def __init__(self, recipe: Recipe, out: Path) -> None: ...
+
+    async def connect(self) -> str:
+        """Return the address by which nodes of the cluster reach this machine."""
+
+    def begin(self, index: Index, join: str) -> None:
+        """Take workers from now on. ``join``: the index's URL for the nodes."""
+
+    async def close(self) -> None:
+        """End all hosts."""
 
     async def host_of(self, worker: Worker) -> str:
         """Wait until a host has a place for ``worker``, and return its name. Raises Unplaceable."""

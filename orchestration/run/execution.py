@@ -16,6 +16,7 @@ import contextlib
 import errno
 import importlib
 import os
+import pkgutil
 import secrets
 import shlex
 import time
@@ -26,10 +27,10 @@ from typing import cast
 
 import structlog
 
-from orchestration.cluster.ray_hosts import RayHosts
 from orchestration.disk import refusal
 from orchestration.elastic.budget import RestartBudget
 from orchestration.launch.launchers import (
+    Hosts,
     InlineLauncher,
     Launcher,
     ProcessLauncher,
@@ -109,7 +110,7 @@ class Execution:
         # the command by which another machine joins it as a host, once that is known
         self.joining = ""
         self._client: Index | None = None
-        self._hosts = RayHosts(self.recipe, folder.path) if self.recipe.launch.on_cluster else None
+        self._hosts = _hosts(self.recipe, folder.path)
         self._up = asyncio.Event()
         self._over = False
         self._readers: set[asyncio.Event] = set()
@@ -365,6 +366,14 @@ def _reason(error: Exception, out: Path) -> str:
         needed = sum(file.stat().st_size for file in (out / "index").rglob("*.aof"))
         return f"index: {refusal(out / 'index', needed, refused)}, and resume the run"
     return str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
+
+
+def _hosts(recipe: Recipe, out: Path) -> Hosts | None:
+    """Return what places the run's workers on the nodes of a cluster."""
+    if recipe.launch.cluster is None:
+        return None
+    hosts: type[Hosts] = pkgutil.resolve_name(recipe.launch.cluster.hosts)
+    return hosts(recipe, out)
 
 
 def _launcher(recipe: Recipe, out: Path, forks: ForkServer | None) -> Launcher:

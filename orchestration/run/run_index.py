@@ -19,8 +19,8 @@ from typing import Any, Protocol
 
 import structlog
 
-from orchestration.cluster.ray_hosts import RayHosts
 from orchestration.elastic.budget import RestartBudget
+from orchestration.launch.launchers import Hosts
 from orchestration.processes.handles import Process
 from orchestration.recipe.schema import Recipe
 from orchestration.run.documents import Ending
@@ -47,7 +47,7 @@ class RunIndex(Protocol):
     url: str
     join_url: str
 
-    def serving(self, hosts: RayHosts | None) -> contextlib.AbstractAsyncContextManager[None]:
+    def serving(self, hosts: Hosts | None) -> contextlib.AbstractAsyncContextManager[None]:
         """Keep it up."""
 
     def watching(self, emit: Emit) -> list[Coroutine[Any, Any, None]]:
@@ -65,7 +65,7 @@ class GivenIndex:
         self.join_url = url
 
     @contextlib.asynccontextmanager
-    async def serving(self, hosts: RayHosts | None) -> AsyncIterator[None]:
+    async def serving(self, hosts: Hosts | None) -> AsyncIterator[None]:
         yield
 
     def watching(self, emit: Emit) -> list[Coroutine[Any, Any, None]]:
@@ -86,7 +86,7 @@ class OwnIndex:
         self._is_reached_by_others = False
 
     @contextlib.asynccontextmanager
-    async def serving(self, hosts: RayHosts | None) -> AsyncIterator[None]:
+    async def serving(self, hosts: Hosts | None) -> AsyncIterator[None]:
         """Start it, with nothing of an earlier one; end it."""
         shutil.rmtree(self._folder, ignore_errors=True)
         sockets = Path(tempfile.mkdtemp(prefix=owned_prefix(os.getpid())))
@@ -107,7 +107,7 @@ class OwnIndex:
                 self.server.stop()
             shutil.rmtree(sockets, ignore_errors=True)
 
-    async def _address(self, hosts: RayHosts | None, *, is_tls: bool) -> Address | None:
+    async def _address(self, hosts: Hosts | None, *, is_tls: bool) -> Address | None:
         """Return the address at which it listens for other machines; None: it has a socket of this
         machine alone."""
         text = self._recipe.index_address
@@ -156,7 +156,7 @@ def index_of(recipe: Recipe, folder: Path) -> RunIndex:
     return GivenIndex(recipe.pipeline.index)
 
 
-async def reached_at(recipe: Recipe, hosts: RayHosts | None) -> str:
+async def reached_at(recipe: Recipe, hosts: Hosts | None) -> str:
     """Return the address by which other machines reach this one: that of the index, if it is given;
     else that by which the nodes of the Ray cluster reach it; else that of its network."""
     address = await (hosts.connect() if hosts is not None else asyncio.to_thread(own_address))

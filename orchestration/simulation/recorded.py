@@ -243,9 +243,7 @@ def _cores(recipe: Recipe) -> int:
     found = [
         wanted_devices(recipe, worker, kinds) for worker in workers_of(recipe) if worker[0] in SIDES
     ]
-    alone = (
-        recipe.launch.launcher != "ray" and not remote_workers(recipe) and recipe.train.ranks == 1
-    )
+    alone = not recipe.launch.on_cluster and not remote_workers(recipe) and recipe.train.ranks == 1
     return cores_here() if alone and all(one and one[0] == "cpu" for one in found) else 0
 
 

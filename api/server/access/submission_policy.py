@@ -20,6 +20,7 @@ from api.server import problems as answers
 from api.server.access.roots import below_root, leads_out
 from api.server.service import Settings
 from orchestration.recipe.bounds import out_of_bounds
+from orchestration.recipe.clusters import CLUSTERS
 from orchestration.recipe.load import (
     SHIPPED,
     extended,
@@ -102,9 +103,7 @@ def accept(
     ]
     if too_large:  # other checks could fail on such values, or take long
         raise RecipeError("recipe", too_large)
-    submission = _Submission(
-        settings, migrated(data) if resumed else copy.deepcopy(extended(data))
-    )
+    submission = _Submission(settings, migrated(data) if resumed else copy.deepcopy(extended(data)))
     for key, value in copy.deepcopy(dict(overrides)).items():
         if problem := override(submission.data, key, value, "overrides"):
             submission.problems.append(problem)
@@ -321,7 +320,10 @@ class _Submission:
             )
             self.data.pop("teacher")
         cluster = self.value("launch.address") or "auto"
-        if self.value("launch.launcher") == "ray" and cluster not in self.settings.allow_clusters:
+        if (
+            self.value("launch.launcher") in CLUSTERS
+            and cluster not in self.settings.allow_clusters
+        ):
             violation = "is a cluster on which runs of this service have no workers"
             fix = f"take launch.launcher out, or {ASK.format('--allow-cluster')}"
             self.refuse("launch.address", cluster, violation, fix, "auto")
@@ -329,9 +331,11 @@ class _Submission:
         address = self.value("sync.serve")
         fix = f"take sync.transport and sync.serve out, or {ask}"
         address = None if address == AUTO else address
-        on_ray = self.value("launch.launcher") == "ray"
-        if on_ray or self.value("launch.remote_rollouts"):
-            key, plain = ("launch.launcher", "process") if on_ray else ("launch.remote_rollouts", 0)
+        remote = ("launch.remote_rollouts", 0)
+        if self.value("launch.launcher") in CLUSTERS:
+            remote = ("launch.launcher", "process")
+        if self.value(remote[0]):
+            key, plain = remote
             derived = address is None or self.value("pipeline.serve") in (None, AUTO)
             reason = option = ""
             if not self.settings.index:

@@ -12,13 +12,13 @@ from __future__ import annotations
 import ipaddress
 import operator
 import os
-import re
 import socket
 import ssl
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from orchestration.recipe.checks.registry import Environment, check, machine_check, problem
+from orchestration.recipe.clusters import CLUSTERS
 from orchestration.recipe.problems import value_or_none
 from orchestration.recipe.schema import Recipe
 from pipeline.compat.extras import install, is_installed
@@ -26,7 +26,6 @@ from pipeline.index.address import Address, redacted
 from pipeline.node import AUTO, is_loopback, own_address
 from pipeline.problems import Problem
 
-CLUSTER_FORM = re.compile(r"auto|local|(ray://)?(\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):[0-9]{1,5}")
 REACH = ("launch.remote_rollouts", "launch.launcher", "pipeline.index", "pipeline.index_serve")
 SERVED = ("pipeline.serve", "sync.transport", "sync.serve")
 TLS = ("pipeline.tls_certificate", "pipeline.tls_key", "pipeline.tls_authority")
@@ -142,28 +141,28 @@ def other_machines_reach_the_run(recipe: Recipe) -> Iterator[Problem]:
 )
 def a_cluster_places_the_workers(recipe: Recipe) -> Iterator[Problem]:
     launch = recipe.launch
-    if not launch.on_cluster:
+    cluster = launch.cluster
+    if cluster is None:
         if launch.address != type(launch)().address:
-            fix = "set launch.launcher = 'ray', or leave it out"
-            yield problem(recipe, "launch.address", "is of a Ray cluster", fix)
+            names = " or ".join(map(repr, CLUSTERS))
+            fix = f"set launch.launcher = {names}, or leave it out"
+            yield problem(recipe, "launch.address", "is of a cluster", fix)
         return
-    if not is_installed("ray"):
-        yield problem(
-            recipe, "launch.launcher", "needs Ray, which is not installed", install("ray")
-        )
-    if not CLUSTER_FORM.fullmatch(launch.address):
-        fix = (
-            "write HOST:6379, ray://HOST:10001, 'local', or 'auto' for the cluster of this machine"
-        )
-        yield problem(recipe, "launch.address", "is no address of a Ray cluster", fix)
+    if cluster.extra and not is_installed(cluster.extra):
+        reason = f"needs {cluster.title}, which is not installed"
+        yield problem(recipe, "launch.launcher", reason, install(cluster.extra))
+    if not cluster.address.fullmatch(launch.address):
+        reason = f"is no address of a {cluster.title} cluster"
+        yield problem(recipe, "launch.address", reason, cluster.address_fix)
     if recipe.colocated:
-        reason = "is of one machine so far, while launch.launcher = 'ray' places workers on several"
+        launcher = f"launch.launcher = {launch.launcher!r}"
+        reason = f"is of one machine so far, while {launcher} places workers on several"
         yield problem(recipe, "launch.placement", reason, "set launch.placement = 'separate'")
     for key in ("rollout.device", "train.device", "critic.device"):
         device = operator.attrgetter(key)(recipe)
         if device is not None and ":" in device:
             kind = device.partition(":")[0]
-            reason = "has the number of a device, which Ray gives"
+            reason = f"has the number of a device, which {cluster.title} gives"
             yield problem(recipe, key, reason, f"set {kind!r}")
 
 

@@ -5,11 +5,12 @@ Relations between keys are checked in :mod:`orchestration.recipe.checks`."""
 from __future__ import annotations
 
 import ssl
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler, model_validator
 
 from orchestration.recipe.bounds import LARGEST
+from orchestration.recipe.clusters import CLUSTERS, ClusterBackend
 from orchestration.recipe.sections.rewards import NETWORK, READ
 from orchestration.recipe.sections.rewards import RewardSection as RewardSection
 from orchestration.recipe.values import (
@@ -614,18 +615,24 @@ class AutoscaleSection(Section):
     )
 
 
+if TYPE_CHECKING:
+    Launcher = str
+else:
+    Launcher = Literal["process", "inline", *CLUSTERS]
+
+
 class LaunchSection(Section):
     """How worker processes start, restart and stop."""
 
-    launcher: Literal["process", "inline", "ray"] = key(
+    launcher: Launcher = key(
         "process",
         "`process`: a process for each worker. `inline`: all in one process, to debug. `ray`: "
         "workers with engines are processes on the nodes of a Ray cluster (docs/ray.md).",
     )
     address: str = key(
         "auto",
-        "Ray cluster: `HOST:PORT`, `ray://HOST:PORT`, `local` (the run starts and ends it), or "
-        "`auto` (docs/ray.md).",
+        "Cluster of the launcher; of Ray `HOST:PORT`, `ray://HOST:PORT`, `local` (the run starts "
+        "and ends it), or `auto` (docs/ray.md).",
         min_length=1,
     )
     start_method: Literal["forkserver", "spawn"] = key(
@@ -688,9 +695,14 @@ class LaunchSection(Section):
         return min(2.0, self.hang_timeout / 8)
 
     @property
+    def cluster(self) -> ClusterBackend | None:
+        """The cluster whose nodes have the workers with engines; None: it is this machine."""
+        return CLUSTERS.get(self.launcher)
+
+    @property
     def on_cluster(self) -> bool:
-        """Whether workers with engines are placed on the nodes of a cluster."""
-        return self.launcher == "ray"
+        """Whether workers with engines are processes on the nodes of a cluster."""
+        return self.cluster is not None
 
 
 ExternalStage = Literal["rollout", "reward", "reference", "update"]

@@ -141,7 +141,7 @@ async def test_a_rollout_that_does_not_leave_in_time_is_ended_and_its_rows_are_m
         LONG_TAILED,
         train__steps=6,
         checkpoint__every=STEPS,
-        launch__leave_timeout=0.3,
+        launch__stop_timeout=0.3,
         pipeline__staleness=2,
     )
     async with executing(Execution(RunFolder.create(of, tmp_path / "run"))) as (watched, work):
