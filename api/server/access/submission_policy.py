@@ -331,7 +331,7 @@ class _Submission:
         address = self.value("sync.serve")
         fix = f"take sync.transport and sync.serve out, or {ask}"
         address = None if address == AUTO else address
-        remote = ("launch.remote_rollouts", 0)
+        remote: tuple[str, str | int] = ("launch.remote_rollouts", 0)
         if self.value("launch.launcher") in CLUSTERS:
             remote = ("launch.launcher", "process")
         if self.value(remote[0]):
