@@ -103,11 +103,9 @@ class Made(GRPO):
     def __init__(self, **options):
         raise RuntimeError("cannot be made")
 
-class Earlier:
-    needs_reference = False
-    def advantages(self, rewards): ...
+class Foreign:
+    def credit(self, group): ...
     def loss(self, tokens): ...
-    def finish(self, metrics): ...
 """,
     "habits_missing": "import habits_not_there\n",
     "habits_syntax": "x = 1\ny = (\n",
@@ -300,8 +298,8 @@ def test_a_module_that_cannot_be_imported(person: Path, key: str, name: str, exp
             "correct its code",
         ),
         (
-            "Earlier",
-            "has the interface of an earlier version; write `credit` in place of `advantages`",
+            "Foreign",
+            "is not an algorithm; derive its class from stages.algorithms.Algorithm",
         ),
     ],
 )

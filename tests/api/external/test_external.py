@@ -134,7 +134,7 @@ async def going(url: str, tmp_path: Path, of: Recipe) -> AsyncGenerator[Going, N
             tmp_path / "run",
         )
     )
-    run.id = record.id
+    run.folder.run_id = record.id
     async with serving(url, tmp_path) as client, executing(run) as (watched, work):
         await watched.until(
             lambda: any(state["state"] == "running" for state in watched.of("state"))
@@ -294,7 +294,7 @@ async def test_a_run_that_waits_in_the_queue_answers_that_nothing_is_there_until
                 tmp_path / "run",
             )
         )
-        run.id = record.id
+        run.folder.run_id = record.id
         async with executing(run) as (watched, work):
             first = await Going.content(await waiting)
             assert (first["token"] is not None, first["state"]) == (True, "running")
