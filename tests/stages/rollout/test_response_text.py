@@ -3,7 +3,7 @@ string."""
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from stages.models import tiny_tokenizer
@@ -21,12 +21,18 @@ class Bytes:
     st.text(alphabet="abc é語🎉", max_size=30),
     st.lists(st.text(alphabet="abc 語", min_size=1, max_size=3), max_size=3),
 )
+@example(" aa", ["a", " aa"])
 def test_pieces_add_up_to_the_text_before_the_first_stop_string(
     whole: str, stops: list[str]
 ) -> None:
     text = ResponseText(Bytes(), stops)
     made = ""
-    certain = min((at for stop in stops if (at := whole.find(stop)) >= 0), default=len(whole))
+    certain = len(whole)
+    for end in range(1, len(whole) + 1):  # the first that is complete ends the response
+        begins = [at for stop in stops if (at := whole.find(stop, 0, end)) >= 0]
+        if begins:
+            certain = min(begins)
+            break
     for token in whole.encode():
         made += text.add(token)
         assert whole[:certain].startswith(made), (
