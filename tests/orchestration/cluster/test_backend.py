@@ -103,4 +103,4 @@ def test_its_row_says_what_is_wrong_with_an_address(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(ROW)
     check = asyncdock(tmp_path, "check", "mock", *("--set", "launch.launcher=toy"))
     assert check.returncode == 2
-    assert 'launch.address = "auto": is no address of a Toy cluster; write \'here\'' in check.stderr
+    assert "launch.address = \"auto\": is no address of a Toy cluster; write 'here'" in check.stderr
