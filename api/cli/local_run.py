@@ -203,8 +203,8 @@ async def watch_run(
 
 
 class Reader:
-    """Detector of the end of this command's output: it notes once in ``log_file`` that nobody reads
-    it any more."""
+    """The reader of this command's output. When it has gone, :meth:`look` notes so once, in
+    ``log_file``."""
 
     def __init__(self, log_file: Path) -> None:
         self._log_file = log_file

@@ -68,6 +68,7 @@ from pipeline.index.address import split_password
 from pipeline.index.client import INDEX_VARIABLE, Index, IndexUnreachable, RunConfig
 from pipeline.index.errors import IndexUnwritable
 from stages.flow.graph import document
+from stages.flow.resolver import Flow
 from stages.threads import run_in_thread
 from stages.weights.documents import EVALUATED
 
@@ -188,7 +189,8 @@ class Execution:
         await asyncio.to_thread(self.folder.prepare_store)
         await index.continue_events(self.last_event)
         flow = flow_of(self.recipe)
-        is_new = await index.init(*self._standing())
+        standing = self._standing(flow)
+        is_new = await index.init(*standing)
         if is_new:
             await self._forget_former(index)
         # the machine was rebooted, or is another one
@@ -197,6 +199,7 @@ class Execution:
         if begins_at_checkpoint:
             await self._require_newest_checkpoint(index)
         if lost_samples:
+            await index.rewind(*standing)
             await self._report_lost_samples(index)
         if begins_at_checkpoint:
             newest = self.folder.begins - 1 if self.evaluated is None else self.evaluated
@@ -215,12 +218,10 @@ class Execution:
             await HEADS_INDEX.put(index, True)
         await index.transition([""], "created")
 
-    def _standing(self) -> tuple[RunConfig, Mapping[str, int], Sequence[int], str]:
-        """Return what the index is told of the flow, and of where the run starts: the flow's
-        configuration, counters, groups to make again, and pass rates."""
-        config = flow_of(self.recipe).config(
-            self.recipe.staleness_plan, self.recipe.algorithm.max_dropped
-        )
+    def _standing(self, flow: Flow) -> tuple[RunConfig, Mapping[str, int], Sequence[int], str]:
+        """Return what the index is told of the run when it begins: the configuration of ``flow``,
+        counters, groups to make again, and pass rates."""
+        config = flow.config(self.recipe.staleness_plan, self.recipe.algorithm.max_dropped)
         start = self.folder.start
         if start is None:
             return config, {"published": 0, "trained": 0, "admitted": 0}, [], ""
@@ -241,8 +242,7 @@ class Execution:
         await CHECKPOINT_REPORTED.put(index, self.folder.begins)
 
     async def _report_lost_samples(self, index: Index) -> None:
-        """Set the index back to the checkpoint that the run begins with."""
-        await index.rewind(*self._standing())
+        """Report that the run goes on from the checkpoint that it begins with."""
         begins = self.folder.begins
         if (evaluated := await EVALUATED.get(index)) is not None:
             await EVALUATED.put(index, min(evaluated, begins))

@@ -83,7 +83,6 @@ class OwnIndex:
         self.join_url = ""
         self._recipe = recipe
         self._folder = folder
-        self._is_reached_by_others = False
 
     @contextlib.asynccontextmanager
     async def serving(self, hosts: Hosts | None) -> AsyncIterator[None]:
@@ -93,7 +92,6 @@ class OwnIndex:
         try:
             tls = self._recipe.pipeline.tls_contexts()
             address = await self._address(hosts, is_tls=tls is not None)
-            self._is_reached_by_others = address is not None
             server = EmbeddedIndex(self._folder, socket=sockets / "index.sock", address=address)
             self.server = server
             await _start(server)
@@ -120,7 +118,7 @@ class OwnIndex:
 
     def watching(self, emit: Emit) -> list[Coroutine[Any, Any, None]]:
         assert self.server is not None, "it is served"
-        ending = [end_unknown(self.server)] if self._is_reached_by_others else []
+        ending = [end_unknown(self.server)] if self.server.address is not None else []
         return [self._keep(self.server, emit), *ending]
 
     async def _keep(self, server: EmbeddedIndex, emit: Emit) -> None:

@@ -123,9 +123,11 @@ def _hash(secret: str) -> str:
 
 
 def user_of(client: tuple[str, int] | None, server: tuple[str, int] | None) -> int | None:
-    """Return the user whose process has the other end of a connection from ``client`` to ``server``
-    (address and port), when it comes from this machine; None when it comes from another, or the
-    system does not say."""
+    """Return the user id of the client process of a connection.
+
+    ``client``, ``server``: address and port of its two ends. None: the client is on another
+    machine, or the system does not say.
+    """
     if client is None or server is None or not ipaddress.ip_address(client[0]).is_loopback:
         return None
     ends = _end(*client), _end(*server)

@@ -190,8 +190,8 @@ class _Submission:
                 and name not in getattr(self.settings, f"allow_{code.kind}s")
             ):
                 fix = f"use an installed name, or {ASK.format(f'--allow-{code.kind}')}"
-                wrong = "is code that this server does not run"
-                self.refuse(key, name, wrong, fix, code.harmless)
+                violation = "is code that this server does not run"
+                self.refuse(key, name, violation, fix, code.harmless)
         if any(problem.key.startswith("stages.") for problem in self.problems):
             self.data["stages"] = []  # nothing of them is imported
         for key in self._of_sources("template"):

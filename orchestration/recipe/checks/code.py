@@ -109,14 +109,14 @@ def task_takes_config(recipe: Recipe) -> Iterator[Problem]:
 def rewards_are_there(recipe: Recipe) -> Iterator[Problem]:
     if recipe.reward.functions:
         return
-    given = bool(recipe.prompts.responses)
+    has_responses = bool(recipe.prompts.responses)
     scores = value_or_none(lambda: "reward" in flow_of(recipe))
     key, fix = (
         ("reward.functions", "name at least 1")
         if "reward" in recipe.model_fields_set
         else ("reward", "")
     )
-    if not given and scores is not False:
+    if not has_responses and scores is not False:
         yield Problem(key, None, "is missing", fix or "add a [reward] section")
     elif recipe.evaluate.every:
         reason = "is missing, and evaluate.every asks for evaluations, which score responses"

@@ -202,10 +202,10 @@ def _same_family(
             yield problem(recipe, key, *fault)
     from stages.models import load_tokenizer
 
-    found = value_or_none(
-        lambda: [load_tokenizer(of).get_vocab() for of in (source, recipe.model.source)]
+    vocabularies = value_or_none(
+        lambda: [load_tokenizer(name).get_vocab() for name in (source, recipe.model.source)]
     )
-    if found and found[0] != found[1]:
+    if vocabularies and vocabularies[0] != vocabularies[1]:
         reason = (
             f"has another vocabulary than model.source = {recipe.model.source!r}: it cannot "
             f"score the same tokens"

@@ -82,16 +82,17 @@ class Sizes:
         try:
             heads = int(config["num_attention_heads"])
             width = int(config["hidden_size"])
-            used = int(config.get("num_experts_per_tok") or 1)
-            one = int(
-                (used > 1 and config.get("moe_intermediate_size")) or config["intermediate_size"]
+            experts_per_token = int(config.get("num_experts_per_tok") or 1)
+            expert_width = int(
+                (experts_per_token > 1 and config.get("moe_intermediate_size"))
+                or config["intermediate_size"]
             )
             return cls(
                 int(config["num_hidden_layers"]),
                 width,
-                used * one,
-                3 * experts_of(config)[0] * one * width,
-                used * width if experts_of(config)[0] else 0,
+                experts_per_token * expert_width,
+                3 * experts_of(config)[0] * expert_width * width,
+                experts_per_token * width if experts_of(config)[0] else 0,
                 heads,
                 int(config.get("num_key_value_heads") or heads),
                 int(config.get("head_dim") or width // heads),
