@@ -149,10 +149,16 @@ class _Submission:
         value: Any = self.data
         for part in key.split("."):
             if isinstance(value, list) and part.isdecimal():
-                value = value[int(part)]
+                value = value[int(part)] if int(part) < len(value) else None
             else:
                 value = value.get(part) if isinstance(value, Mapping) else None
         return value
+
+    def text(self, key: str) -> str:
+        """Return the value of a dotted key, which is one of a set of names; "" where it is no text,
+        which the recipe's own checks refuse."""
+        value = self.value(key)
+        return value if isinstance(value, str) else ""
 
     def refuse(self, key: str, value: Any, wrong: str, fix: str, replacement: Any) -> None:
         self.problems.append(Problem(key, value, wrong, fix))
@@ -319,11 +325,8 @@ class _Submission:
                 "",
             )
             self.data.pop("teacher")
-        cluster = self.value("launch.address") or "auto"
-        if (
-            self.value("launch.launcher") in CLUSTERS
-            and cluster not in self.settings.allow_clusters
-        ):
+        cluster = self.text("launch.address") or "auto"
+        if self.text("launch.launcher") in CLUSTERS and cluster not in self.settings.allow_clusters:
             violation = "is a cluster on which runs of this service have no workers"
             fix = f"take launch.launcher out, or {ASK.format('--allow-cluster')}"
             self.refuse("launch.address", cluster, violation, fix, "auto")
@@ -332,7 +335,7 @@ class _Submission:
         fix = f"take sync.transport and sync.serve out, or {ask}"
         address = None if address == AUTO else address
         remote: tuple[str, str | int] = ("launch.remote_rollouts", 0)
-        if self.value("launch.launcher") in CLUSTERS:
+        if self.text("launch.launcher") in CLUSTERS:
             remote = ("launch.launcher", "process")
         if self.value(remote[0]):
             key, plain = remote

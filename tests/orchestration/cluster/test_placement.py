@@ -139,8 +139,7 @@ def test_workers_of_a_lost_node_find_room_on_the_others(lost: str) -> None:
     [
         (
             {"launch__launcher": "process", "launch__address": "auto:1"},
-            r"launch\.address = .*is of "
-            r"a Ray cluster",
+            r"launch\.address = .*is of a cluster; set launch\.launcher = 'ray'",
         ),
         ({"launch__remote_rollouts": 1}, r"launch\.launcher = .*places all of them itself"),
         (

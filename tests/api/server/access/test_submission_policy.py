@@ -5,6 +5,7 @@ What is refused is never imported and never looked at.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import os
@@ -495,7 +496,7 @@ TABLES = st.recursive(
     ),
     max_leaves=6,
 )
-KEYS = st.sampled_from(
+DOTTED_KEYS = (
     [
         f"{name}.{field}"
         for name, info in Recipe.model_fields.items()
@@ -509,6 +510,7 @@ KEYS = st.sampled_from(
         "train.mock.x",
     ]
 )
+KEYS = st.sampled_from(DOTTED_KEYS)
 
 
 @settings(max_examples=150, deadline=None)
@@ -524,6 +526,19 @@ def test_whatever_a_recipe_says_it_is_taken_or_its_problems_are_told(
         problems = []
         assert Recipe.from_json(accepted.to_json()) == accepted
     assert all(problem.key and problem.wrong for problem in problems)
+
+
+@pytest.mark.parametrize("value", [[["x"]], {"0": ["x"]}], ids=["list", "table"])
+@pytest.mark.parametrize("base", [{}, {"launch.launcher": "ray"}], ids=["one machine", "cluster"])
+def test_a_list_or_a_table_where_a_name_belongs_is_a_problem_at_each_key(
+    base: dict[str, Any], value: Any
+) -> None:
+    # such a value has no hash: it cannot be looked up among the names that an operator allows
+    for key in DOTTED_KEYS:
+        with contextlib.suppress(RecipeError):
+            accept(Settings(data=Path()), MOCK, {**base, key: value})
+    for key in ("launch.launcher", "launch.address", "name", "pipeline.index", "teacher.url"):
+        assert key in refused({**MOCK}, overrides={**base, key: value})
 
 
 @pytest.mark.parametrize("name", ["mock", "tiny"])
