@@ -1,6 +1,6 @@
 # make demo    train SmolLM2-135M on sums, live in this terminal (about ten minutes on two cores)
 # make test    lint, types and the tests, but for the long ones (half an hour on two busy cores, less on quiet ones)
-# make near    the tests nearest to the files that differ from the last commit: FILES=stages/gate.py (under half a minute)
+# make near    the tests nearest to the files that differ from the last commit: FILES=stages/prompts/gate.py (under half a minute)
 # make test-long    the long ones: real runs, kills, clusters, benchmarks, by tests/long.txt
 # make test-all    both, and what takes a machine of its own: test-pages, compose-check
 # make test-pages  every command and program of README and the documentation, in order as they stand (`make test` has the short pages)

@@ -13,11 +13,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from benchmarks.rank_bytes import Step, waited_for
-from orchestration.recipe.checks.memory_parts import ITEM_BYTES, Sizes
 from orchestration.recipe.model_files import experts_of
-from orchestration.recipe.planner import config_of, parameters_of, prompt_limits, trained_state
 from orchestration.recipe.problems import value_or_none
 from orchestration.recipe.schema import Recipe
+from orchestration.recipe.sizes.memory_parts import ITEM_BYTES, Sizes
+from orchestration.recipe.sizes.planner import (
+    config_of,
+    parameters_of,
+    prompt_limits,
+    trained_state,
+)
 from orchestration.simulation.costs import ASSUMED, Costs
 from orchestration.simulation.mock_costs import prompt_tokens_of
 

@@ -38,8 +38,8 @@ from typing import Any
 
 import psutil
 
-from orchestration.recipe.load import parse_recipe
-from orchestration.service.registry import Registry
+from orchestration.recipe.loading.load import parse_recipe
+from orchestration.state.registry import Registry
 from pipeline.index.client import Index
 from pipeline.index.embedded import EmbeddedIndex
 
@@ -103,7 +103,7 @@ def serve(url: str, data: str, parent: Connection) -> None:
 
     async def run() -> None:
         from api.server.app import build_app, listen, reduce_collections
-        from api.server.service import Settings
+        from api.server.service.service import Settings
 
         settings = Settings(data=Path(data), port=0, runs=0, rate=1e6, burst=10**6, no_token=True)
         registry = Registry(url)

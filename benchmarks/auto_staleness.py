@@ -23,9 +23,9 @@ from statistics import fmean
 
 from benchmarks.executed import executed
 from orchestration.logs import configure
-from orchestration.recipe.load import parse_recipe
+from orchestration.recipe.loading.load import parse_recipe
 from orchestration.recipe.schema import Recipe
-from pipeline.events import Event
+from pipeline.data.events import Event
 
 WITHIN = 0.02  # of the shortest time, for the best fixed bound
 

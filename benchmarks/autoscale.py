@@ -24,9 +24,9 @@ from typing import Any
 import torch
 
 from benchmarks.executed import executed
-from orchestration.recipe.load import parse_recipe
+from orchestration.recipe.loading.load import parse_recipe
 from orchestration.recipe.schema import Recipe
-from pipeline.events import Event
+from pipeline.data.events import Event
 from stages.engines.mock.engines import MockRolloutEngine, _Row
 from stages.engines.mock.options import MockRolloutOptions
 from stages.engines.protocols import GroupRequest

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestration.recipe.schema import Recipe
-from orchestration.run.engines import rollout_engine
+from orchestration.workers.engines import rollout_engine
 from stages.engines.protocols import Completion, GroupRequest
 
 

@@ -29,11 +29,11 @@ from pathlib import Path
 import torch
 from tensordict import TensorDict
 
-from orchestration.run import checkpoint
+from orchestration.checkpoints import checkpoint
 from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.engines.torch.train import TorchTrainEngine
-from stages.models import load_model
-from stages.weights import manifest
+from stages.model import manifest
+from stages.model.load import load_model
 
 GROUPS = 4
 ROWS = 8

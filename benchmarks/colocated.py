@@ -38,10 +38,10 @@ from typing import Any
 
 from benchmarks.executed import executed
 from orchestration.logs import configure
-from orchestration.recipe.load import parse_recipe
+from orchestration.recipe.loading.load import parse_recipe
 from orchestration.recipe.schema import Recipe
-from orchestration.recipe.values import format_size
-from pipeline.events import Event
+from orchestration.recipe.sections.values import format_size
+from pipeline.data.events import Event
 
 ARMS: dict[str, dict[str, Any]] = {
     "separate": {"launch": {"placement": "separate"}},

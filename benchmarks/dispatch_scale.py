@@ -84,12 +84,12 @@ import redis
 import torch
 
 from benchmarks import needs
-from pipeline.blocks import PackedRows
-from pipeline.columns import Column, Packed, Schema
+from pipeline.data.arena import shared_memory_directory
+from pipeline.data.blocks import PackedRows
+from pipeline.data.columns import Column, Packed, Schema
 from pipeline.index.client import Claim, Index, RunConfig, StageSpec
 from pipeline.index.embedded import EmbeddedIndex, die_with_parent
 from pipeline.index.warehouses import WarehouseRecord
-from pipeline.warehouse.arena import shared_memory_directory
 from pipeline.warehouse.dock import Dock
 
 try:

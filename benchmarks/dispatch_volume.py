@@ -49,7 +49,7 @@ from typing import Any
 
 import torch
 
-from pipeline.columns import Column, Schema
+from pipeline.data.columns import Column, Schema
 from pipeline.index.client import StageSpec
 from pipeline.index.embedded import EmbeddedIndex
 from pipeline.warehouse.dock import Dock

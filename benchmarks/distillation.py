@@ -24,8 +24,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.learning import COLOURS, Trial, trial
+from orchestration.checkpoints import checkpoint
 from orchestration.logs import configure
-from orchestration.run import checkpoint
 
 SHARE = 0.95  # of the teacher's score
 Pair = tuple[Trial, Trial]  # an RL run, and the student of its checkpoint

@@ -59,11 +59,11 @@ from api.telemetry.trackers import (
 from api.terminal.live import LiveView
 from api.terminal.report import write_report
 from benchmarks.run_growth import grown, growth_table, memory_of
-from orchestration.events_file import METRICS, MetricsFile, newest_checkpoint
 from orchestration.history.detail import files_of
+from orchestration.history.events_file import METRICS, MetricsFile, newest_checkpoint
 from orchestration.history.segments import closed
-from orchestration.recipe.load import load_recipe
-from pipeline.events import Event
+from orchestration.recipe.loading.load import load_recipe
+from pipeline.data.events import Event
 
 BEGIN = 1_700_000_000.0
 # steps between two

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from orchestration.events_file import METRICS, MetricsFile
+from orchestration.history.events_file import METRICS, MetricsFile
 from orchestration.processes.forkserver import ForkServer
 from orchestration.recipe.schema import Recipe
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
-from pipeline.events import Event
+from pipeline.data.events import Event
 
 
 async def executed(

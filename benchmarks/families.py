@@ -15,7 +15,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from stages.models import tiny_tokenizer
+from stages.model.load import tiny_tokenizer
 
 # tokens
 WINDOW = 16

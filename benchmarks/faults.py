@@ -17,10 +17,10 @@ from typing import Any, Literal
 import torch
 
 from orchestration.recipe.schema import Recipe
-from orchestration.run.engines import rollout_engine, tokenizer_of
+from orchestration.workers.engines import rollout_engine, tokenizer_of
 from stages.engines.protocols import Completion, GroupRequest, SwapTimes
 from stages.engines.torch.rollout import TorchRolloutEngine
-from stages.prompts.tasks import spelling
+from stages.tasks.tasks import spelling
 
 Fault = Literal[
     "", "undelivered", "stale tensor", "temperature", "sampling", "cache", "tokenizer", "one text"

@@ -35,18 +35,18 @@ ROOT = Path(__file__).resolve().parents[1]
 FILE = "ASYNCDOCK_FIRST_STEP_FILE"
 BEGAN = "ASYNCDOCK_FIRST_STEP_BEGAN"
 PHASES = {
-    "orchestration.recipe.load": ("load_recipe",),
+    "orchestration.recipe.loading.load": ("load_recipe",),
     "orchestration.run.folder": ("RunFolder.create",),
     "orchestration.run.run_index": ("_start",),
     "orchestration.run.execution": ("Execution._prepare",),
     "orchestration.launch.launchers": ("ProcessLauncher.launch",),
-    "orchestration.run.worker": ("Worker._build",),
+    "orchestration.workers.worker": ("Worker._build",),
     "pipeline.warehouse.dock": ("Dock.join",),
-    "orchestration.run.builders.job": ("tokenizer_of",),
-    "orchestration.run.builders.flow": ("load_prompts",),
-    "orchestration.run.builders.rollout": ("load_prompts",),
+    "orchestration.workers.job": ("tokenizer_of",),
+    "orchestration.workers.flow": ("load_prompts",),
+    "orchestration.workers.rollout": ("load_prompts",),
     "orchestration.rewards.pool": ("RewardPool.open",),
-    "orchestration.run.engines": ("load_model", "tokenizer_of"),
+    "orchestration.workers.engines": ("load_model", "tokenizer_of"),
     "stages.engines.torch.decoding.decoder": (
         "TorchDecoder.__init__",
         "TorchDecoder._take_over",

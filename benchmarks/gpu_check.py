@@ -64,7 +64,7 @@ from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.engines.protocols import Completion, GroupRequest, SamplingParams
 from stages.engines.torch.rollout import TorchRolloutEngine
 from stages.engines.torch.train import TorchTrainEngine
-from stages.models import tiny_tokenizer
+from stages.model.load import tiny_tokenizer
 from stages.parallel.layout import Layout
 from stages.parallel.placement import model_state, place
 from stages.resharding.plan import Phase, plan_reshard

@@ -57,8 +57,8 @@ from stages.engines.protocols import Completion, GroupRequest, SamplingParams
 from stages.engines.torch import step as training_step
 from stages.engines.torch.rollout import TorchRolloutEngine
 from stages.engines.torch.train import TorchTrainEngine
-from stages.models import load_model
-from stages.prompts.tasks import arithmetic
+from stages.model.load import load_model
+from stages.tasks.tasks import arithmetic
 
 GROUPS = 4
 ROWS = 8

@@ -24,13 +24,13 @@ from unittest.mock import patch
 
 from benchmarks import faults
 from benchmarks.executed import executed
-from orchestration.events_file import METRICS, read_metrics
 from orchestration.guard.guard import Guard
-from orchestration.guard.watch import options_of
-from orchestration.recipe.load import load_recipe
+from orchestration.history.events_file import METRICS, read_metrics
+from orchestration.recipe.loading.load import load_recipe
 from orchestration.recipe.schema import Recipe
-from orchestration.run.builders import rollout as worker
-from pipeline.events import AlarmEvent, Event
+from orchestration.supervise.watch import options_of
+from orchestration.workers import rollout as worker
+from pipeline.data.events import AlarmEvent, Event
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 SINCE = 12  # the policy version from which on a fault is there

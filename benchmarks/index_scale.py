@@ -38,9 +38,9 @@ from typing import Any
 import numpy as np
 import redis
 
-from orchestration.run.documents import BEAT
+from orchestration.state.documents import BEAT
+from pipeline.data.events import WorkerEvent
 from pipeline.documents.kinds import Topic
-from pipeline.events import WorkerEvent
 from pipeline.index.address import Address
 from pipeline.index.claims import REF, Claim, Nothing, Stored, pack_made, ranges
 from pipeline.index.client import Index, RunConfig, StageSpec

@@ -26,8 +26,8 @@ from pathlib import Path
 
 import psutil
 
-from orchestration.events_file import METRICS, read_metrics
-from pipeline.warehouse.arena import SHARED_VARIABLE, shared_memory_directory
+from orchestration.history.events_file import METRICS, read_metrics
+from pipeline.data.arena import SHARED_VARIABLE, shared_memory_directory
 
 MARK = "ASYNCDOCK_SOAK"  # in the environment of all processes of a run
 STEPS = 12

@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from orchestration.logs import configure
-from orchestration.recipe.load import load_recipe
+from orchestration.recipe.loading.load import load_recipe
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
 

@@ -35,7 +35,7 @@ from stages.engines.torch.parallel import interface, sharded
 from stages.engines.torch.parallel.mesh import join
 from stages.engines.torch.parallel.sharded import Sharded
 from stages.engines.torch.train import TorchTrainEngine
-from stages.models import load_model, model_folder, model_skeleton
+from stages.model.load import load_model, model_folder, model_skeleton
 from stages.parallel.layout import Layout, RankCoordinates
 
 WAYS = ("whole", "by shards")

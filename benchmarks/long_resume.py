@@ -33,9 +33,9 @@ import psutil
 
 from benchmarks.endurance import BEGIN, METRICS, MetricsFile, sent
 from benchmarks.kill_soak import MARK, RECIPE, Broken, marked, tail
-from orchestration.run import checkpoint
-from pipeline.warehouse.arena import SHARED_VARIABLE, shared_memory_directory
-from stages.weights import manifest
+from orchestration.checkpoints import checkpoint
+from pipeline.data.arena import SHARED_VARIABLE, shared_memory_directory
+from stages.model import manifest
 
 COMMAND = (sys.executable, "-P", "-m", "api.cli.main")
 FIRST_CHECKPOINT = 25

@@ -34,7 +34,7 @@ from stages.adapters.options import AdapterOptions
 from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.engines.torch.decoding.decoder import TorchDecoder
 from stages.engines.torch.train import TorchTrainEngine
-from stages.models import load_model
+from stages.model.load import load_model
 
 # of a train step, as in quickstart: groups, rows of each, tokens
 GROUPS = 4

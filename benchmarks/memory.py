@@ -42,12 +42,12 @@ from pathlib import Path
 from typing import Any
 
 from orchestration.processes.forkserver import ENVIRONMENT
-from orchestration.recipe.checks.memory_parts import CPU_PARTS, HOST_PARTS, Engine
-from orchestration.recipe.load import parse_recipe
+from orchestration.recipe.loading.load import parse_recipe
 from orchestration.recipe.model_files import experts_of
-from orchestration.recipe.planner import config_of, memory_of
 from orchestration.recipe.schema import Recipe
-from stages.models import empty_model, weight_shapes
+from orchestration.recipe.sizes.memory_parts import CPU_PARTS, HOST_PARTS, Engine
+from orchestration.recipe.sizes.planner import config_of, memory_of
+from stages.model.load import empty_model, weight_shapes
 from stages.parallel.layout import ALONE, RankCoordinates
 
 Model = str | dict[str, Any]  # a source, or the sizes of a Llama, with experts of a Qwen3-MoE
@@ -164,7 +164,7 @@ def make_model(config: dict[str, Any], folder: Path, dtype: str = "float32") -> 
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    from stages.models import tiny_tokenizer
+    from stages.model.load import tiny_tokenizer
 
     torch.manual_seed(0)
     config_class = LlamaConfig
@@ -243,9 +243,9 @@ def train(recipe: Recipe, ranks: RankCoordinates, meeting: Path) -> None:
     """Two steps, and a copy for a checkpoint between them."""
     from torch.distributed import FileStore
 
+    from orchestration.checkpoints.checkpoint import Writer
     from orchestration.recipe.flow import algorithm_of
-    from orchestration.run.checkpoint import Writer
-    from orchestration.run.engines import train_engine
+    from orchestration.workers.engines import train_engine
 
     store = FileStore(str(meeting), ranks.world)
     engine = train_engine(recipe, *((ranks, store) if ranks.world > 1 else ()))
@@ -263,7 +263,7 @@ def live(recipe: Recipe, ranks: RankCoordinates, meeting: Path) -> int:
     from torch.distributed import FileStore
 
     from orchestration.recipe.flow import algorithm_of
-    from orchestration.run.engines import train_engine
+    from orchestration.workers.engines import train_engine
     from tests.allocations import Allocations
 
     store = FileStore(str(meeting), ranks.world)
@@ -284,7 +284,7 @@ def live(recipe: Recipe, ranks: RankCoordinates, meeting: Path) -> int:
 
 def reference(recipe: Recipe, *_: Any) -> None:
     """Logprobs of one step's rows."""
-    from orchestration.run.engines import reference_engine
+    from orchestration.workers.engines import reference_engine
 
     reference_engine(recipe).logprobs(rows_of_a_step(recipe))
 
@@ -297,7 +297,7 @@ def rollout(recipe: Recipe, *_: Any) -> None:
 async def generate(recipe: Recipe) -> None:
     import torch
 
-    from orchestration.run.engines import rollout_engine
+    from orchestration.workers.engines import rollout_engine
     from stages.adapters.names import adapter_shapes
     from stages.engines.protocols import GroupRequest, SamplingParams
 
@@ -334,7 +334,7 @@ async def growth(side: Engine, recipe: Recipe, steps: int) -> list[int]:
     import torch
 
     from orchestration.recipe.flow import algorithm_of
-    from orchestration.run.engines import rollout_engine, train_engine
+    from orchestration.workers.engines import rollout_engine, train_engine
     from stages.engines.protocols import GroupRequest, SamplingParams
 
     chance = random.Random(0)

@@ -43,14 +43,14 @@ from tensordict import TensorDict
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.families import CONTEXT, FAMILIES, VOCABULARY, write
-from orchestration.recipe.load import parse_recipe
+from orchestration.recipe.loading.load import parse_recipe
 from orchestration.recipe.problems import RecipeError
 from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.engines.protocols import GroupRequest, RolloutEngine, SamplingParams
-from stages.engines.torch.head.logits import use_float32
+from stages.engines.torch.model.logits import use_float32
 from stages.parallel.layout import RankCoordinates
 from stages.parallel.placement import train_placement
-from stages.weights.probe import Gap, Probe, ProbeRule, gap
+from stages.weights.verification.probe import Gap, Probe, ProbeRule, gap
 
 # tokens of the prompts; rows of a group; tokens of a sequence
 PROMPTS = (10, 24)
@@ -394,9 +394,9 @@ class Checkpoint:
     def weights(self) -> str:
         from stages.engines.torch.rollout import TorchRolloutEngine
         from stages.engines.torch.train import TorchTrainEngine
-        from stages.weights.store import WeightStore
         from stages.weights.transport.depot import Depot
         from stages.weights.transport.network import WeightSender
+        from stages.weights.transport.store import WeightStore
 
         trainer = TorchTrainEngine(
             loaded(self.folder, self.dtype), **train_engine_options(self.dtype)
@@ -585,8 +585,8 @@ def changed(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 def vllm(home: Path, folder: Path, dtype: torch.dtype) -> str:
     """Runs where vLLM is installed."""
     from stages.engines.vllm.rollout import VllmReceivingEngine
-    from stages.weights.store import WeightStore
     from stages.weights.transport.network import Credentials, WeightSender
+    from stages.weights.transport.store import WeightStore
 
     shared = home / "vllm"
     shared.mkdir()

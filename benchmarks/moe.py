@@ -32,13 +32,13 @@ from tensordict import TensorDict
 from benchmarks.synchronous import _batch
 from orchestration.logs import configure
 from orchestration.recipe.flow import algorithm_of, flow_of
-from orchestration.recipe.load import load_recipe
-from orchestration.recipe.planner import prompt_limits
+from orchestration.recipe.loading.load import load_recipe
 from orchestration.recipe.schema import Recipe
-from orchestration.run.engines import rollout_engine, sampling_of, tokenizer_of, train_engine
+from orchestration.recipe.sizes.planner import prompt_limits
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
-from pipeline.blocks import pack
+from orchestration.workers.engines import rollout_engine, sampling_of, tokenizer_of, train_engine
+from pipeline.data.blocks import pack
 from stages.engines.protocols import Completion, GroupRequest, RolloutEngine
 from stages.flow.catalogue import ROUTED
 from stages.prompts.sources import load_prompts

@@ -76,9 +76,12 @@ WIRE = tuple(
 )
 ACCESS = tuple(f"api/server/access/test_{name}.py" for name in ("access", "submission_policy"))
 TESTS: dict[str, tuple[str, ...]] = {
-    "pipeline/staleness.py": ("pipeline/test_staleness.py", "orchestration/recipe/test_bounds.py"),
-    "pipeline/pacing.py": ("pipeline/test_pacing.py",),
-    "stages/gate.py": ("stages/test_gate.py", "pipeline/test_pacing.py"),
+    "pipeline/schedule/staleness.py": (
+        "pipeline/test_staleness.py",
+        "orchestration/recipe/test_bounds.py",
+    ),
+    "pipeline/schedule/pacing.py": ("pipeline/test_pacing.py",),
+    "stages/prompts/gate.py": ("stages/test_gate.py", "pipeline/test_pacing.py"),
     **{
         f"pipeline/index/lua/{name}.lua": INDEX
         for name in ("claims", "training", "groups", "runs", "ranges", "arrays", "blocks")
@@ -110,7 +113,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     "stages/algorithms/supervised/dpo.py": ("stages/algorithms/test_supervised.py",),
     "stages/algorithms/supervised/sft.py": ("stages/algorithms/test_supervised.py",),
-    "stages/engines/torch/packing.py": ("stages/engines/torch/test_attention.py", *TRAIN),
+    "stages/engines/torch/model/packing.py": ("stages/engines/torch/test_attention.py", *TRAIN),
     "stages/engines/plans.py": (
         "stages/engines/test_plans.py",
         "stages/engines/test_dealing.py",
@@ -121,7 +124,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "stages/parallel/test_placement.py",
         "stages/resharding/test_plan.py",
     ),
-    "orchestration/run/checkpoint.py": (
+    "orchestration/checkpoints/checkpoint.py": (
         *(
             f"orchestration/run/test_{name}.py"
             for name in ("power_loss", "checkpoints", "checkpoint_store")
@@ -138,7 +141,11 @@ TESTS: dict[str, tuple[str, ...]] = {
 }
 
 AREAS = {
-    "gate": ("stages/gate.py", "pipeline/pacing.py", "pipeline/staleness.py"),
+    "gate": (
+        "stages/prompts/gate.py",
+        "pipeline/schedule/pacing.py",
+        "pipeline/schedule/staleness.py",
+    ),
     "claims": (
         "pipeline/index/claims.py",
         "pipeline/index/lua/claims.lua",
@@ -156,7 +163,7 @@ AREAS = {
     "credit and loss": ("stages/algorithms/",),
     "packing": ("stages/engines/",),
     "resharding": ("stages/resharding/", "stages/parallel/"),
-    "checkpoint": ("orchestration/run/checkpoint.py",),
+    "checkpoint": ("orchestration/checkpoints/checkpoint.py",),
     "access": ("api/server/access/",),
 }
 

@@ -21,20 +21,20 @@ from collections import deque
 from typing import Any
 from zlib import crc32
 
-from stages.prompts import tasks
+from stages.tasks import tasks
 
 WRONG = 1 / 3
 RECENT = 256  # responses, among which one is mediocre or not
 
 
 def spelling(completions: list[Any], answer: list[str], **columns: Any) -> list[float]:
-    """``stages.prompts.tasks.spelling``, of which a share of :data:`WRONG` is replaced."""
+    """``stages.tasks.tasks.spelling``, of which a share of :data:`WRONG` is replaced."""
     right = tasks.spelling(completions, answer=answer, **columns)
     return [random.random() if random.random() < WRONG else reward for reward in right]
 
 
 class Mediocre:
-    """``stages.prompts.tasks.spelling`` with errors in the middle ranks of the last :data:`RECENT`
+    """``stages.tasks.tasks.spelling`` with errors in the middle ranks of the last :data:`RECENT`
     responses to all prompts. A share of 2 · :data:`WRONG` is in the middle; half of these get the
     reward of another one in the middle."""
 
@@ -64,7 +64,7 @@ MIDDLE = (0.25, 0.5, 0.75)  # rewards of words of four letters of which one, two
 
 
 def systematic(completions: list[Any], answer: list[str], **columns: Any) -> list[float]:
-    """``stages.prompts.tasks.spelling`` with an error that belongs to the prompt and the response:
+    """``stages.tasks.tasks.spelling`` with an error that belongs to the prompt and the response:
     by their checksum, half of the responses with a reward between 0 and 1 get one of :data:`MIDDLE`
     instead, the same each time."""
     right = tasks.spelling(completions, answer=answer, **columns)

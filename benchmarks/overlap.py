@@ -69,9 +69,9 @@ from typing import Any
 from benchmarks.executed import executed
 from orchestration.logs import configure
 from orchestration.processes.forkserver import ForkServer
-from orchestration.recipe.load import parse_recipe
+from orchestration.recipe.loading.load import parse_recipe
 from orchestration.recipe.schema import Recipe
-from pipeline.events import Event
+from pipeline.data.events import Event
 
 try:
     from ray_cluster import on_ray, raylets

@@ -24,7 +24,7 @@ from statistics import fmean
 from benchmarks.executed import executed
 from orchestration.logs import configure
 from orchestration.processes.forkserver import ForkServer
-from orchestration.recipe.load import compare_recipe
+from orchestration.recipe.loading.load import compare_recipe
 
 try:
     from overlap import Workload

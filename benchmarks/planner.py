@@ -44,7 +44,7 @@ from typing import Any
 from benchmarks.executed import executed
 from orchestration.logs import configure
 from orchestration.processes.forkserver import ForkServer
-from orchestration.recipe.load import compare_recipe
+from orchestration.recipe.loading.load import compare_recipe
 from orchestration.recipe.schema import Recipe
 from orchestration.simulation.costs import Costs, DrawnLengths
 from orchestration.simulation.engine_profile import profile_engine
@@ -52,8 +52,8 @@ from orchestration.simulation.forecast import Forecast, forecast, margin_of, set
 from orchestration.simulation.mock_costs import mock_costs, mock_lengths
 from orchestration.simulation.recorded import SMALLER, measured_costs, with_smaller_steps
 from orchestration.simulation.simulator import Setup
-from pipeline.events import Event
-from pipeline.staleness import StalenessPlan
+from pipeline.data.events import Event
+from pipeline.schedule.staleness import StalenessPlan
 
 try:
     from overlap import TorchWorkload, Workload

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from benchmarks.analytic import Hardware, analytic_costs
 from benchmarks.products import SHAPES
-from orchestration.recipe.load import compare_recipe
+from orchestration.recipe.loading.load import compare_recipe
 from orchestration.recipe.schema import Recipe
 from orchestration.simulation.costs import Costs, DrawnLengths
 from orchestration.simulation.forecast import Forecast, forecast, setup_of

@@ -7,8 +7,8 @@ wrong: the probe's limits.
     generate ─▶ one optimizer step ─▶ the trainer scores a probe ─▶ the engine scores it: still with the weights before (an
     undelivered update), then with the new ones (equal weights); after the last step with damaged ones, layer swapped, …
  The engines are the recipe's, in one process; probes and verdict are those of a run (``probe_rows`` in
-stages/training/update.py, ``ProbeJudge`` in stages/weights/probe.py). Advantages are random: a step moves the weights
-as far as any other step of AdamW. It also compares both engines with the same weights in float32, and prints where that
+stages/training/update.py, ``ProbeJudge`` in stages/weights/verification/probe.py). Advantages are random: a step moves the
+weights as far as any other step of AdamW. It also compares both engines with the same weights in float32, and prints where that
 error comes from: how it grows from layer to layer, and what the output layer and the softmax add in float32 and in bfloat16.
 """
 
@@ -27,9 +27,9 @@ import torch
 from tensordict import TensorDict
 
 from orchestration.recipe.flow import algorithm_of
-from orchestration.recipe.load import load_recipe
+from orchestration.recipe.loading.load import load_recipe
 from orchestration.recipe.schema import Recipe
-from orchestration.run.engines import (
+from orchestration.workers.engines import (
     probe_rule,
     probe_tokens,
     rollout_engine,
@@ -38,11 +38,11 @@ from orchestration.run.engines import (
     train_engine,
 )
 from stages.engines.protocols import Completion, GroupRequest, RolloutEngine, TrainEngine
-from stages.engines.torch.head.logits import float32_logits
-from stages.models import load_model
+from stages.engines.torch.model.logits import float32_logits
+from stages.model.load import load_model
 from stages.prompts.sources import load_prompts
 from stages.training.update import probe_rows
-from stages.weights.probe import (
+from stages.weights.verification.probe import (
     Gap,
     Probe,
     ProbeFailed,

@@ -2,7 +2,7 @@
 rank, and bytes it sends.
 
     every product over the ranks that `asyncdock check` would allow, with and without activation checkpointing
-      ─▶ what its ranks take (orchestration/recipe/checks/memory_parts.py); products that do not fit are left out
+      ─▶ what its ranks take (orchestration/recipe/sizes/memory_parts.py); products that do not fit are left out
       ─▶ seconds of a step: compute, with the pipeline's bubble, and bytes (benchmarks/rank_bytes.py) over their link
       ─▶ the shortest
 
@@ -32,15 +32,15 @@ from transformers import AutoConfig, PretrainedConfig, Qwen2Config, Qwen3MoeConf
 
 from benchmarks.memory import recipe_of
 from benchmarks.rank_bytes import Step, sent, spans
-from orchestration.recipe.checks.memory_parts import (
+from orchestration.recipe.model_files import experts_of
+from orchestration.recipe.schema import Recipe
+from orchestration.recipe.sizes.memory_parts import (
     CPU_PARTS,
     HOST_PARTS,
     ITEM_BYTES,
     Sizes,
     train_memory,
 )
-from orchestration.recipe.model_files import experts_of
-from orchestration.recipe.schema import Recipe
 from stages.parallel.layout import Layout
 from stages.parallel.placement import ModelState, model_state
 

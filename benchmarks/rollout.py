@@ -56,9 +56,9 @@ import torch
 
 from stages.engines.protocols import GroupRequest, SamplingParams
 from stages.engines.torch.decoding import batch
-from stages.engines.torch.layers import product
+from stages.engines.torch.model.layers import product
 from stages.engines.torch.rollout import TorchRolloutEngine
-from stages.models import load_model, model_folder
+from stages.model.load import load_model, model_folder
 from stages.threads import run_in_temporary_thread
 
 MEASURED_TOKENS = 512  # matmuls of more tokens are taken to cost in proportion

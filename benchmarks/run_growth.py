@@ -29,8 +29,8 @@ import psutil
 import redis
 
 from benchmarks.kill_soak import MARK, RECIPE, Broken, kind, marked, tail
-from orchestration.service.lifecycle import WHERE
-from pipeline.warehouse.arena import SHARED_VARIABLE, shared_memory_directory
+from orchestration.state.lifecycle import WHERE
+from pipeline.data.arena import SHARED_VARIABLE, shared_memory_directory
 
 SETTINGS = (
     "rollout.mock.time_scale=1e-6",

@@ -56,10 +56,10 @@ import torch
 import xxhash
 from tensordict import TensorDict
 
-from pipeline.columns import Column, Schema
+from pipeline.data.arena import shared_memory_directory
+from pipeline.data.columns import Column, Schema
 from pipeline.index.client import StageSpec
 from pipeline.index.embedded import EmbeddedIndex
-from pipeline.warehouse.arena import shared_memory_directory
 from pipeline.warehouse.dock import Dock
 
 DEADLINE = 300.0  # seconds that one order to a process may take

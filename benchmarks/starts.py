@@ -32,7 +32,7 @@ from pathlib import Path
 import psutil
 
 from orchestration.processes.forkserver import ForkServer
-from orchestration.recipe.load import parse_recipe
+from orchestration.recipe.loading.load import parse_recipe
 from orchestration.recipe.schema import Recipe
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder

@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from orchestration.events_file import METRICS, read_metrics
-from pipeline.events import Event
+from orchestration.history.events_file import METRICS, read_metrics
+from pipeline.data.events import Event
 
 FIRST = 3  # steps that are left out
 CADENCE = ("evaluate.every=8", "checkpoint.every=10", "checkpoint.keep=1")

@@ -21,10 +21,10 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 
 from orchestration.recipe.flow import algorithm_of
-from orchestration.recipe.planner import prompt_limits
 from orchestration.recipe.schema import Recipe
+from orchestration.recipe.sizes.planner import prompt_limits
 from orchestration.rewards.pool import reward_set, scored_by
-from orchestration.run.engines import (
+from orchestration.workers.engines import (
     critic_engine,
     reference_engine,
     rollout_engine,
@@ -33,11 +33,11 @@ from orchestration.run.engines import (
     train_engine,
 )
 from stages.algorithms import Drop
-from stages.difficulty import Difficulty
 from stages.engines.protocols import Completion, GroupRequest, TrainEngine
 from stages.flow.adapter import outputs_of
 from stages.flow.catalogue import ROUTED
-from stages.gate import columns
+from stages.prompts.difficulty import Difficulty
+from stages.prompts.gate import columns
 from stages.prompts.sources import Prompt, load_prompts
 from stages.rewards.stage import score_rows
 from stages.rollout.stage import group_seed

@@ -24,7 +24,7 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM
 
 from stages import device as devices
-from stages.engines.torch.packing import pack
+from stages.engines.torch.model.packing import pack
 from stages.engines.torch.train import TorchTrainEngine
 
 PROMPT = 256

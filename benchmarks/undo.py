@@ -17,9 +17,9 @@ import torch
 from benchmarks.lora import in_turns, rows_of_a_step, seconds
 from stages import device as devices
 from stages.algorithms.policy_gradient.grpo import GRPO
-from stages.engines.torch.optimizer import changed_by_step
+from stages.engines.torch.model.optimizer import changed_by_step
 from stages.engines.torch.train import TorchTrainEngine
-from stages.models import load_model
+from stages.model.load import load_model
 
 
 def measure(

@@ -28,13 +28,13 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from pipeline.warehouse.arena import shared_memory_directory
+from pipeline.data.arena import shared_memory_directory
 from stages.engines.protocols import GroupRequest, SamplingParams
 from stages.engines.torch.train import TorchTrainEngine
 from stages.engines.vllm.rollout import VllmReceivingEngine, VllmRolloutEngine
-from stages.models import load_model, load_tokenizer, model_folder
-from stages.weights.store import WeightStore
+from stages.model.load import load_model, load_tokenizer, model_folder
 from stages.weights.transport.network import WeightSender
+from stages.weights.transport.store import WeightStore
 
 GROUP = 8
 ARMS: list[tuple[type[VllmRolloutEngine], str, str]] = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from stages.prompts import tasks
+from stages.tasks import tasks
 
 LETTERS = "abcdefgh"
 
@@ -37,7 +37,7 @@ def hopeless() -> list[dict[str, str]]:
 def reward(
     completions: list[Any], answer: list[str], kind: list[str], **columns: Any
 ) -> list[float]:
-    """``stages.prompts.tasks.spelling`` of learnable prompts, 1 of trivial and 0 of hopeless
+    """``stages.tasks.tasks.spelling`` of learnable prompts, 1 of trivial and 0 of hopeless
     ones."""
     right = tasks.spelling(completions, answer=answer, **columns)
     fixed = {"trivial": 1.0, "hopeless": 0.0}

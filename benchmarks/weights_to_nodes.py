@@ -53,25 +53,25 @@ import torch
 from safetensors import safe_open
 
 from benchmarks.dispatch_scale import Infeasible, Network, inside
-from orchestration.recipe.values import format_size, parse_size
+from orchestration.recipe.sections.values import format_size, parse_size
+from pipeline.data.arena import shared_memory_directory
 from pipeline.index.client import Index, RunConfig
 from pipeline.index.embedded import EmbeddedIndex, die_with_parent
-from pipeline.spans import Spans
-from pipeline.warehouse.arena import shared_memory_directory
 from pipeline.wire.blocking import connect
+from pipeline.worker.spans import Spans
 from stages.engines.mock.engines import MockRolloutEngine, MockTrainEngine
 from stages.engines.mock.options import MockRolloutOptions, MockTrainOptions
 from stages.engines.protocols import SamplingParams
-from stages.models import model_folder
+from stages.model.load import model_folder
 from stages.rollout.stage import Rollout
 from stages.rollout.weight_follower import SwapPolicy, WeightFollower
 from stages.weights.published import Published
 from stages.weights.records import WeightRecords
-from stages.weights.store import WeightStore
 from stages.weights.transport.chain import PIECE_BYTES, SERVICE, receive_pieces
 from stages.weights.transport.changes import changes
 from stages.weights.transport.depot import Arriving, Depot
 from stages.weights.transport.network import WeightSender
+from stages.weights.transport.store import WeightStore
 
 SECRET = b"of one benchmark run on one machine"
 DEADLINE = 300.0

@@ -41,9 +41,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipeline.blocks import PackedRows, pack
-from pipeline.columns import Column, Packed, Schema
-from pipeline.warehouse.arena import Arena, shared_memory_directory
+from pipeline.data.arena import Arena, shared_memory_directory
+from pipeline.data.blocks import PackedRows, pack
+from pipeline.data.columns import Column, Packed, Schema
 from pipeline.warehouse.client import RemoteWarehouse
 from pipeline.warehouse.server import WarehouseServer
 

@@ -9,7 +9,7 @@ import json
 import sys
 from pathlib import Path
 
-from stages.models import model_folder
+from stages.model.load import model_folder
 
 folder = Path(sys.argv[1])
 sums = [

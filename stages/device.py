@@ -150,7 +150,7 @@ def fused_attention(
 ) -> tuple[Callable[..., tuple[torch.Tensor, ...]], ...] | None:
     """Return attention and its gradient by the device's own kernel for 16-bit numbers, as
     ``forward(q, k, v, causal, hidden, scale)`` and ``backward((gradient, q, k, v, out, total),
-    causal, hidden, scale)`` of :mod:`stages.engines.torch.attention`; None: it has none beside
+    causal, hidden, scale)`` of :mod:`stages.engines.torch.model.attention`; None: it has none beside
     torch's. torch_npu's has not been run by this project. Source: torch_npu.npu_fusion_attention,
     whose backward takes maximum and sum of the softmax over keys that it does not see, as in a
     ring."""

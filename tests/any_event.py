@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pipeline.events import EventData, Kind
+from pipeline.data.events import EventData, Kind
 
 
 class AnyEvent(EventData, kind="state"):

@@ -17,9 +17,9 @@ import pytest
 import structlog
 from hypothesis import HealthCheck, settings
 
+from pipeline.data.arena import SHARED_VARIABLE, shared_memory_directory
 from pipeline.index.client import Index
 from pipeline.index.embedded import EmbeddedIndex
-from pipeline.warehouse.arena import SHARED_VARIABLE, shared_memory_directory
 from tests import attacks, forked, long
 from tests.servers import REDIS, WITHOUT_REDIS, RedisServer
 

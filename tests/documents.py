@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ["pipeline", "stages", "orchestration", "api"]
 FILES = [
-    "orchestration/run/documents.py",
+    "orchestration/state/documents.py",
     "stages/weights/documents.py",
     "pipeline/documents/flow.py",
 ]

@@ -3,10 +3,10 @@
     changed files ─▶ their modules ─▶ test files that import them, the most particular first ─▶ pytest
 
     python -m tests.near                      # what differs from the last commit
-    python -m tests.near stages/gate.py       # of these files
+    python -m tests.near stages/prompts/gate.py       # of these files
 
 A test file is the nearer, the fewer modules of ours it imports beside the changed one; one of the
-same path (``stages/gate.py``, ``tests/stages/test_gate.py``) is the nearest. Long tests are left
+same path (``stages/prompts/gate.py``, ``tests/stages/test_gate.py``) is the nearest. Long tests are left
 out, and what is farther than ``MOST_FILES`` files: this is no substitute for `make test`.
 """
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from aiohttp import web
 
-from stages.models import load_model
+from stages.model.load import load_model
 
 
 @dataclass

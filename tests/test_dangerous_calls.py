@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from stages.rewards.gym_answers import EVALUATES, EXECUTES
+from stages.tasks.gym_answers import EVALUATES, EXECUTES
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("pipeline", "stages", "orchestration", "api")
@@ -158,21 +158,21 @@ ALLOWED: dict[tuple[str, str], tuple[int, str]] = {
     ),
     ("orchestration/processes/starter.py", "subprocess.Popen"): (1, OWN_COMMAND),
     ("orchestration/processes/confined.py", "subprocess.Popen"): (1, OWN_COMMAND),
-    ("orchestration/run/storage/shards.py", "pickle.Unpickler"): (
+    ("orchestration/checkpoints/shards.py", "pickle.Unpickler"): (
         1,
         "it finds stand-ins of its own alone",
     ),
-    ("orchestration/run/storage/shards.py", "torch.load"): (
+    ("orchestration/checkpoints/shards.py", "torch.load"): (
         1,
         "with weights_only, and no class beside torch's is allowed",
     ),
-    ("orchestration/run/storage/shards.py", "torch.distributed.checkpoint.FileSystemReader"): (
+    ("orchestration/checkpoints/shards.py", "torch.distributed.checkpoint.FileSystemReader"): (
         1,
         "its metadata is read by the unpickler above, and torch reads the shards with weights_only",
     ),
     ("orchestration/sandbox/sandbox.py", "subprocess.run"): (1, OWN_COMMAND),
-    ("stages/rewards/gym_answers.py", "importlib.import_module"): (1, OWN_NAME),
-    ("stages/rewards/gym_answers.py", "sympy.parsing.sympy_parser.parse_expr"): (
+    ("stages/tasks/gym_answers.py", "importlib.import_module"): (1, OWN_NAME),
+    ("stages/tasks/gym_answers.py", "sympy.parsing.sympy_parser.parse_expr"): (
         1,
         "of a text whose tokens are numbers, operators, symbols and known functions",
     ),

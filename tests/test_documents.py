@@ -20,7 +20,7 @@ PRIMITIVES = (
     *("append_log", "log_end", "read_log", "next_entry", "trim_log", "sign_entry"),
 )
 # A service's own list, in place of a run.
-LISTS = ("orchestration/service/registry.py", "api/server/access/tokens.py")
+LISTS = ("orchestration/state/registry.py", "api/server/access/tokens.py")
 
 
 def keys() -> list[str]:

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from orchestration.run.documents import EndKind
-from orchestration.run.worker import CannotStart, NotStarted, exit_code
-from pipeline.columns import ColumnError
+from orchestration.state.documents import EndKind
+from orchestration.workers.worker import CannotStart, NotStarted, exit_code
+from pipeline.data.columns import ColumnError
 from pipeline.problems import Problem, ProblemError
 from stages.engines.protocols import ModelRefused, RequestRefused
-from stages.external_checks import Misfit
 from stages.parallel.layout import LayoutError
-from stages.prompts.files import PromptError
+from stages.prompts.rows.files import PromptError
+from stages.rollout.external_checks import Misfit
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ["pipeline", "stages", "orchestration", "api"]
@@ -162,17 +162,17 @@ def test_problems_stand_beside_the_message() -> None:
 # Texts of libraries, which have no other form; and lists of names, which compare no message.
 OF_LIBRARIES = {
     # torch's of a pickle, transformers' of code of a model's own
-    ("stages/weights/files.py", "str(error)"),
+    ("stages/model/files.py", "str(error)"),
     # transformers' of a config: its first line
     ("stages/engines/torch/model_check.py", "str(error)"),
     # vLLM passes on no more of its worker's error than a text
     ("stages/engines/vllm/rollout.py", "str(error)"),
-    ("stages/prompts/files.py", "str(error)"),  # Python's of a number with too many digits
-    ("orchestration/run/storage/shards.py", "str(error)"),  # torch's of a pickle
+    ("stages/prompts/rows/files.py", "str(error)"),  # Python's of a number with too many digits
+    ("orchestration/checkpoints/shards.py", "str(error)"),  # torch's of a pickle
     ("pipeline/index/errors.py", "str(error)"),  # Redis's reply, which begins with a code
     ("pipeline/index/link.py", "str(refused)"),  # likewise
     # a panic of the library tokenizers, a class that cannot be imported
-    ("stages/models.py", "type(error).__name__"),
+    ("stages/model/load.py", "type(error).__name__"),
     # a device's, whose classes are its plugin's
     ("stages/algorithms/named.py", "type(error).__name__"),
 }

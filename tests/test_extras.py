@@ -202,6 +202,6 @@ def test_without_an_extra_all_modules_can_be_imported_or_name_it(
         assert named.issuperset(extras), f"{module}: {text}"
         assert extras, f"{module}: {text}"
     if name in ("ray", "none"):
-        assert {"api.policy.deployment", "orchestration.cluster.ray_driver"} <= set(failures[name])
+        assert {"api.server.deployment", "orchestration.cluster.ray_driver"} <= set(failures[name])
     if name in ("vllm", "none"):
         assert "stages.engines.vllm.worker" in failures[name]

@@ -195,7 +195,7 @@ def test_folders_hold_a_dozen_files_at_most() -> None:
 
 def test_the_flow_alone_needs_no_model_library() -> None:
     wanted = "[name for name in ('transformers', 'vllm', 'ray') if name in sys.modules]"
-    code = f"import pipeline.warehouse.dock, pipeline.controller, sys; print({wanted})"
+    code = f"import pipeline.warehouse.dock, pipeline.worker.controller, sys; print({wanted})"
     out = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
     )

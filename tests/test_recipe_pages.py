@@ -15,10 +15,10 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from orchestration.recipe.keys import rewrite, sections
-from orchestration.recipe.load import extended, parse_recipe
+from orchestration.recipe.loading.keys import rewrite, sections
+from orchestration.recipe.loading.load import extended, parse_recipe
 from orchestration.recipe.schema import Recipe
-from stages.models import load_model, load_tokenizer
+from stages.model.load import load_model, load_tokenizer
 from stages.prompts.options import Kind
 from stages.prompts.sources import PromptSource, load_prompts
 from stages.rewards.stage import RewardSet
@@ -184,7 +184,7 @@ def test_every_source_of_prompts_has_an_example() -> None:
 )
 def test_the_reference_is_what_the_model_says(file: Path) -> None:
     assert file.read_text(encoding="utf-8") == rewrite(file), (
-        f"run: python -m orchestration.recipe.keys docs/{file.name}"
+        f"run: python -m orchestration.recipe.loading.keys docs/{file.name}"
     )
 
 
@@ -219,7 +219,7 @@ def test_every_default_is_what_a_recipe_without_the_key_gets() -> None:
 
 
 def _bytes(text: str | int) -> int:
-    from orchestration.recipe.values import parse_size
+    from orchestration.recipe.sections.values import parse_size
 
     size = parse_size(text)
     assert isinstance(size, int)

@@ -18,14 +18,14 @@ from tests.test_house import PACKAGES, ROOT, sources
 LOADERS = {"from_pretrained", "from_config"}
 # Calls that have no such argument, and what they read.
 WITHOUT = {
-    ("stages/weights/files.py", "kind.from_pretrained"): "a class of transformers, and no folder: "
+    ("stages/model/files.py", "kind.from_pretrained"): "a class of transformers, and no folder: "
     "tensors are given",
-    ("stages/weights/files.py", "GenerationConfig.from_pretrained"): "JSON alone",
+    ("stages/model/files.py", "GenerationConfig.from_pretrained"): "JSON alone",
 }
 # Reads of pickles: none but these.
 PICKLES = {
-    ("orchestration/run/storage/shards.py", "torch.load"): "with weights_only",
-    ("orchestration/run/storage/shards.py", "pickle.Unpickler"): "makes stand-ins of its own alone",
+    ("orchestration/checkpoints/shards.py", "torch.load"): "with weights_only",
+    ("orchestration/checkpoints/shards.py", "pickle.Unpickler"): "makes stand-ins of its own alone",
 }
 UNPICKLING = (
     "pickle",
@@ -111,7 +111,7 @@ def test_nothing_unpickles_what_a_file_says() -> None:
 def test_torchs_own_reader_of_checkpoints_is_not_used() -> None:
     """It unpickles .metadata, and its planner what that calls bytes."""
     for path in sources(*PACKAGES):
-        if named(path) == "orchestration/run/storage/shards.py":
+        if named(path) == "orchestration/checkpoints/shards.py":
             continue
         names = {name for name, _ in calls(path)}
         assert not names & {"dcp.load", "dcp.FileSystemReader", "dcp.DefaultLoadPlanner"}, named(

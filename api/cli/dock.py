@@ -16,9 +16,9 @@ from typing import Annotated, Any, TypeVar
 import typer
 from rich.console import Group, RenderableType
 
+from api.cli.common.options import JsonOption
+from api.cli.common.output import print_json, refuse, table
 from api.cli.folder.foreign import run_folder
-from api.cli.options import JsonOption
-from api.cli.output import print_json, refuse, table
 from api.terminal.screen import safe_console
 
 T = TypeVar("T")
@@ -84,7 +84,7 @@ def inspect(
 
 def status_view(found: Mapping[str, Any]) -> RenderableType:
     """Return what ``status`` prints."""
-    from orchestration.recipe.values import format_size
+    from orchestration.recipe.sections.values import format_size
 
     stats = found["stats"]
     ledger = found["ledger"]
@@ -154,7 +154,7 @@ def _with_dock(
     Ends the command when there is no such live run.
     """
     if run_dir is not None:
-        from orchestration.service.lifecycle import WHERE
+        from orchestration.state.lifecycle import WHERE
 
         try:
             address = json.loads((run_dir / WHERE).read_text())

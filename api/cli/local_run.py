@@ -19,8 +19,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from api.cli.exit_codes import FAILED, INTERRUPTED, OF_STATE
-from api.cli.output import refuse
+from api.cli.common.exit_codes import FAILED, INTERRUPTED, OF_STATE
+from api.cli.common.output import refuse
 from api.terminal.screen import safe_console
 from api.terminal.view import viewing
 from orchestration.logs import ERRORS, RUN_LOG, append_line
@@ -46,7 +46,7 @@ def create_and_show(
     """
     from orchestration.private_files import keep_from_others
     from orchestration.run.execution import Execution
-    from orchestration.run.lock import RunError, RunLocked
+    from orchestration.state.lock import RunError, RunLocked
 
     keep_from_others()
     try:
@@ -155,8 +155,8 @@ async def watch_run(
     """
     from api.telemetry.progress import Progress
     from orchestration import logs
-    from orchestration.events_file import METRICS, MetricsFile
-    from pipeline.events import Event, next_id
+    from orchestration.history.events_file import METRICS, MetricsFile
+    from pipeline.data.events import Event, next_id
 
     recipe = run.recipe
     log_file = run.folder.path / "logs" / RUN_LOG

@@ -12,7 +12,7 @@
     dock, track    the samples of a live run (api.cli.dock); its events in TensorBoard, MLflow or W&B (api.cli.track)
     pairs          preference pairs of a run's samples (api.cli.pairs)
 
-Exit codes are in api.cli.exit_codes and docs/cli.md.
+Exit codes are in api.cli.common.exit_codes and docs/cli.md.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from api.cli.common.error_log import errors_in_words
+from api.cli.common.exit_codes import FAILED, FINISHED
+from api.cli.common.options import EventsOption, FromOption, JsonOption, PlainOption, SetOption
+from api.cli.common.output import print_json, refuse
+from api.cli.common.recipe_files import RecipeArgument, description, find, load, stored
 from api.cli.dock import dock_app
-from api.cli.error_log import errors_in_words
-from api.cli.exit_codes import FAILED, FINISHED
 from api.cli.folder.checkpoint import checkpoint_app
 from api.cli.folder.foreign import refuse_anothers, run_folder
 from api.cli.local_run import create_and_show, fork_server, new_folder, original_folder
-from api.cli.options import EventsOption, FromOption, JsonOption, PlainOption, SetOption
-from api.cli.output import print_json, refuse
 from api.cli.pairs import pairs_command
 from api.cli.plan import add_plan_commands
-from api.cli.recipe_files import RecipeArgument, description, find, load, stored
 from api.cli.service.agent import agent_command, host_command
 from api.cli.service.deploy import deploy_command
 from api.cli.service.link import link_command
@@ -165,8 +165,8 @@ def check(
     loaded = load(find(recipe), set_)
     from orchestration.recipe.checks.examples import example_prompts, prompt_sources
     from orchestration.recipe.model_files import PLAIN_MODELS
-    from orchestration.recipe.planner import plan
     from orchestration.recipe.problems import RecipeError
+    from orchestration.recipe.sizes.planner import plan
 
     cluster = _cluster_of(loaded)
     follows = plan(loaded)
@@ -255,7 +255,7 @@ def recipes(
 
 
 def _print_keys(section: str, *, as_json: bool) -> None:
-    from orchestration.recipe.keys import sections
+    from orchestration.recipe.loading.keys import sections
     from orchestration.recipe.problems import suggest
 
     all_keys = [key for part in sections() for key in part.keys]

@@ -1,5 +1,5 @@
 """``asyncdock pairs``: preference pairs of a run's samples, as prompts of another run
-(stages.preference_pairs)."""
+(stages.samples.preference_pairs)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
+from api.cli.common.output import refuse
 from api.cli.folder.foreign import run_folder
-from api.cli.output import refuse
 from api.terminal.screen import write
 from orchestration.disk import refusal
 from orchestration.streams import NO_ROOM
@@ -39,7 +39,7 @@ def pairs_command(
 ) -> None:
     """Write preference pairs for DPO: of each group that the run was trained on, the best response
     against the worst."""
-    from stages.preference_pairs import PairsError, export_pairs
+    from stages.samples.preference_pairs import PairsError, export_pairs
 
     try:
         pairs, groups = export_pairs(run_dir, out, margin, cut=not whole)

@@ -15,11 +15,11 @@ import typer
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from api.cli.common.options import JsonOption, PlainOption, SetOption
+from api.cli.common.output import print_json, refuse, table
+from api.cli.common.recipe_files import RecipeArgument, find, load
 from api.cli.folder.foreign import run_folder
 from api.cli.local_run import create_and_show, fork_server, original_folder
-from api.cli.options import JsonOption, PlainOption, SetOption
-from api.cli.output import print_json, refuse, table
-from api.cli.recipe_files import RecipeArgument, find, load
 from api.terminal.live import duration
 from api.terminal.screen import safe_console
 
@@ -214,7 +214,7 @@ def _search(
     *,
     as_json: bool,
 ) -> None:
-    from orchestration.recipe.values import parse_size
+    from orchestration.recipe.sections.values import parse_size
     from orchestration.simulation.search import search
 
     try:

@@ -14,17 +14,17 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from api.cli.output import table
+from api.cli.common.output import table
 from orchestration.recipe.checks.relations import experts_divide, heads_divide
 from orchestration.recipe.field_problems import missing_parallelism
-from orchestration.recipe.planner import (
+from orchestration.recipe.schema import Recipe
+from orchestration.recipe.sections.values import format_size, parse_size
+from orchestration.recipe.sizes.planner import (
     held_bytes,
     reshard_plan,
     rollout_layout,
     trained_state,
 )
-from orchestration.recipe.schema import Recipe
-from orchestration.recipe.values import format_size, parse_size
 
 if TYPE_CHECKING:
     from stages.parallel.layout import Layout, Side
@@ -62,7 +62,7 @@ def reshard_report(
         )
     bucket_bytes = _bucket_bytes(bucket) if bucket else recipe.sync.bucket
 
-    from stages.models import ModelNotFound
+    from stages.model.load import ModelNotFound
     from stages.parallel.layout import LayoutError
     from stages.resharding.plan import memory, redundant_if_naive
 
@@ -137,7 +137,7 @@ def _cannot_train(recipe: Recipe, layout: Layout) -> Iterator[str]:
         from transformers import AutoModelForCausalLM
 
         from stages.engines.torch.parallel.tensor import cuts
-        from stages.models import load_config
+        from stages.model.load import load_config
 
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(

@@ -13,9 +13,9 @@ from typing import Annotated
 
 import typer
 
-from api.cli.exit_codes import BAD_INPUT, FAILED, INTERRUPTED, NO_SERVICE
+from api.cli.common.exit_codes import BAD_INPUT, FAILED, INTERRUPTED, NO_SERVICE
+from api.cli.common.output import refuse
 from api.cli.folder.foreign import run_folder
-from api.cli.output import refuse
 from api.client.credentials import DEFAULT_SERVER, KeyringError
 from api.terminal.screen import write
 from orchestration.disk import refusal

@@ -56,7 +56,7 @@ from api.schemas.runs import (
     WaitingView,
     WhatIfView,
 )
-from pipeline.events import ENDED, Event, order
+from pipeline.data.events import ENDED, Event, order
 
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)

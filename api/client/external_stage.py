@@ -22,15 +22,15 @@ from api.client.errors import ApiProblem
 from api.client.transport import Answer, Transport
 from api.external.codec import CONTROL, decode_experience, to_body
 from api.external.schemas import PutView, WeightsView
-from api.server.bodies import BINARY
+from api.server.http.bodies import BINARY
 from orchestration.external.errors import NotBegun, NotExternal, WeightsGone, WeightsTooOld
 from orchestration.external.experience import Experience
 from orchestration.external.session import External
-from pipeline.columns import Packed
+from pipeline.data.arena import StaleHandle
+from pipeline.data.columns import Packed
 from pipeline.index.client import IndexUnreachable, LeaseLost
-from pipeline.warehouse.arena import StaleHandle
-from stages.external_checks import fingerprint
 from stages.prompts.external import ExternalPromptsFull, sendable
+from stages.rollout.external_checks import fingerprint
 
 PATIENCE = 60.0  # seconds for which a server that does not answer is asked again
 LONGEST_WAIT = 60.0

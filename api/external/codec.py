@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from orchestration.external.experience import Experience, ExperienceRow
-from pipeline.columns import Packed, Schema
+from pipeline.data.columns import Packed, Schema
 
 CONTROL = "asyncdock"  # key of the header's metadata that holds the JSON beside the columns
 OFFSETS = ".offsets"

@@ -8,7 +8,7 @@ from pydantic import BaseModel, BeforeValidator, Field
 
 from api.schemas.runs import RunPath, Strict
 from orchestration.recipe.sections import ExternalStage
-from pipeline.events import RunState
+from pipeline.data.events import RunState
 
 LARGEST = 2**53
 MOST_ROWS = 4096

@@ -26,18 +26,18 @@ from safetensors.torch import save_file
 from api.external.codec import Unreadable, encode_experience, from_body
 from api.external.schemas import LocalWeights, PutExperience, TensorView, WeightsView
 from api.external.upload import longest_header, receive_weights
-from api.server.problems import HTTPProblem, errors_of, invalid_request
+from api.server.http.problems import HTTPProblem, errors_of, invalid_request
 from orchestration.external.errors import NotBegun, NotExternal, WeightsGone, WeightsTooOld
 from orchestration.external.experience import Experience
 from orchestration.external.session import External
-from pipeline.columns import ColumnError, Packed
+from pipeline.data.arena import StaleHandle
+from pipeline.data.columns import ColumnError, Packed
 from pipeline.index.client import BoundBroken, IndexRefused, LeaseLost
-from pipeline.warehouse.arena import StaleHandle
 from pipeline.warehouse.dock import NoRoom
 from pipeline.warehouse.requests import WarehouseUnreachable
-from stages.external_checks import Misfit
 from stages.prompts.external import ExternalPromptsFull
-from stages.prompts.files import PromptError
+from stages.prompts.rows.files import PromptError
+from stages.rollout.external_checks import Misfit
 from stages.weights.published import Published
 
 VERSIONS = 2  # of weights, with files that are kept for further readers

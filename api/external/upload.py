@@ -20,8 +20,8 @@ from aiohttp import web
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from api.server.bodies import BINARY, PIECE, check_media_type, transfer_problems
-from api.server.problems import HTTPProblem
+from api.server.http.bodies import BINARY, PIECE, check_media_type, transfer_problems
+from api.server.http.problems import HTTPProblem
 
 SILENT_SECONDS = 30.0  # for which a body may stop
 SLOWEST = 2**17  # bytes a second, at least

@@ -32,7 +32,7 @@ from api.schemas.completions import (
     TokenLogprob,
     Usage,
 )
-from api.server.problems import HTTPProblem, problem_of
+from api.server.http.problems import HTTPProblem, problem_of
 from orchestration.policy.rows import Item, shared
 from orchestration.policy.served import Policies, ServedPolicy
 from orchestration.policy.texts import TextRefused
@@ -50,7 +50,7 @@ from stages.engines.protocols import (
     StreamingEngine,
     Token,
 )
-from stages.models import TokenizerFailed
+from stages.model.load import TokenizerFailed
 
 log = structlog.get_logger()
 

@@ -16,8 +16,8 @@ from functools import partial
 from typing import Any, Literal, cast
 
 from stages.engines.protocols import Completion, Token
-from stages.models import Tokenizer
-from stages.rollout.response_text import BROKEN, ResponseText
+from stages.engines.response_text import BROKEN, ResponseText
+from stages.model.load import Tokenizer
 
 
 class Pieces:

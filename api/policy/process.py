@@ -21,7 +21,7 @@ from typing import Any
 
 import aiohttp
 
-from api.server.problems import HTTPProblem
+from api.server.http.problems import HTTPProblem
 from orchestration.processes.forkserver import Launch
 from orchestration.processes.handles import Process
 from orchestration.processes.starter import spawn

@@ -21,7 +21,7 @@ from aiohttp import web
 from api.policy.handler import respond
 from api.policy.process import OPTIONS_VARIABLE, OWNER
 from api.schemas.completions import REQUESTS, Request
-from api.server.problems import BEGAN, problems
+from api.server.http.problems import BEGAN, problems
 from orchestration import logs
 from orchestration.policy import text_worker as text_worker  # forked from this process
 from orchestration.policy.served import Policies

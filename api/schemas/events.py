@@ -1,5 +1,5 @@
 """Payloads of the event stream, as ``GET /v1/runs/{run}/metrics/stream`` sends them: models that
-are built from ``pipeline.events``.
+are built from ``pipeline.data.events``.
 
 A number that is not finite is null. An event may hold more keys than are named here: those of a
 newer version.
@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
-from pipeline.events import EVENTS, EventData, Number, Time
+from pipeline.data.events import EVENTS, EventData, Number, Time
 
 
 class EventModel(BaseModel):

@@ -7,11 +7,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, RootModel, Tag
 
 from api.schemas.text import Text
-from orchestration.guard.waiting import Wait
 from orchestration.recipe.checks.examples import ExamplePrompt
-from orchestration.recipe.planner import Plan
 from orchestration.recipe.schema import Recipe
-from pipeline.events import AlarmEvent, Doc, RunState, StageEvent
+from orchestration.recipe.sizes.planner import Plan
+from orchestration.supervise.waiting import Wait
+from pipeline.data.events import AlarmEvent, Doc, RunState, StageEvent
 from stages.json_schema import schema_of
 
 RUN_ID = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"

@@ -26,20 +26,20 @@ from aiohttp import web
 from api.server.access.connections import Connections, admit_connection, raise_descriptor_limit
 from api.server.access.limits import admission, secure
 from api.server.access.tokens import Token, Tokens
-from api.server.openapi import openapi_document
-from api.server.operations import build_routes
-from api.server.problems import problems
-from api.server.recipe_checks import Checks
+from api.server.http.problems import problems
 from api.server.routes import dashboard, external, logins, metrics, policies, recipes, runs, samples
 from api.server.routes import service as service_routes
 from api.server.routes.metrics import watch
-from api.server.service import DOCUMENT, INDEX_SECONDS, SERVICE, Service, Settings
+from api.server.service.openapi import openapi_document
+from api.server.service.operations import build_routes
+from api.server.service.recipe_checks import Checks
+from api.server.service.service import DOCUMENT, INDEX_SECONDS, SERVICE, Service, Settings
 from orchestration.logs import limit_repeats
 from orchestration.private_files import private_folder, read_by_others
 from orchestration.service.agent import Agent, AgentError
 from orchestration.service.index_server import ServiceIndex
 from orchestration.service.own_services import AUTHORIZATION, announced
-from orchestration.service.registry import Registry
+from orchestration.state.registry import Registry
 from pipeline.first_of import cancel_all, first_of
 from pipeline.locks import Locked, locked
 

@@ -34,8 +34,8 @@ from aiohttp import HttpVersion11, web
 
 from api.telemetry.history import BEGINNING, History
 from orchestration.history.lines import finite
-from orchestration.service.registry import RunRecord
-from pipeline.events import ENDED, Event, order
+from orchestration.state.registry import RunRecord
+from pipeline.data.events import ENDED, Event, order
 from pipeline.first_of import cancel_all
 from pipeline.index.client import EVENTS_AT_ONCE, IndexUnreachable
 

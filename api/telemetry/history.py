@@ -18,7 +18,7 @@ from pathlib import Path
 
 from orchestration.history.detail import detail_after, detail_begins, with_detail
 from orchestration.history.segments import EventLog
-from pipeline.events import Event, order
+from pipeline.data.events import Event, order
 from pipeline.index.client import EVENTS_AT_ONCE, Index
 
 BEGINNING = "0"

@@ -17,7 +17,7 @@ import math
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any
 
-from pipeline.events import Event
+from pipeline.data.events import Event
 
 # of processes, from the top
 ORDER = ("run", "gate", "rollout", "reward", "reference", "critic", "advantage", "update")

@@ -20,7 +20,7 @@ from typing import NamedTuple, Self
 
 from api.telemetry.thinned import Thinned
 from orchestration.history.totals import RunTotals, shares
-from pipeline.events import (
+from pipeline.data.events import (
     ENDED,
     AlarmEvent,
     EvaluationEvent,

@@ -27,9 +27,9 @@ from prometheus_client.registry import Collector
 
 from api.telemetry.fanout import Batch, Ending, Fanouts
 from orchestration.history.totals import SHARES, RunTotals, WorkerTotals
-from orchestration.service.recording import recorded_totals
-from orchestration.service.registry import Registry, RunRecord
-from pipeline.events import ENDED, Event
+from orchestration.state.recording import recorded_totals
+from orchestration.state.registry import Registry, RunRecord
+from pipeline.data.events import ENDED, Event
 from pipeline.first_of import cancel_all
 from pipeline.index.client import Index
 

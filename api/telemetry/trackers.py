@@ -25,12 +25,12 @@ from typing import Any, Protocol
 
 from api.telemetry.history import BEGINNING, History
 from orchestration.disk import replacing
-from orchestration.events_file import METRICS, newest_id
+from orchestration.history.events_file import METRICS, newest_id
 from orchestration.history.kept import of_one
 from orchestration.history.lines import finite_numbers
 from orchestration.history.totals import RunTotals, per_second, shares
 from pipeline.compat.extras import ExtraMissing, extra
-from pipeline.events import ENDED, Event, order
+from pipeline.data.events import ENDED, Event, order
 from pipeline.index.client import Index, IndexUnreachable
 
 TRACKED = "tracked.json"  # in the tracker's folder: the run's id and that of the last event shown
@@ -320,7 +320,7 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 async def events_of_folder(folder: Path, after: str) -> AsyncIterator[Event]:
     """Yield the events of the run in ``folder`` after the id ``after``; of a run that is alive, up
     to its end."""
-    from orchestration.service.lifecycle import WHERE
+    from orchestration.state.lifecycle import WHERE
 
     address_file = folder / WHERE
     if address_file.exists():

@@ -21,8 +21,15 @@ from rich.text import Text
 
 from api.telemetry.progress import Progress
 from orchestration.history.totals import SHARES, shares
-from orchestration.recipe.values import format_size
-from pipeline.events import AlarmEvent, EvaluationEvent, Event, StateEvent, StepEvent, WorkerEvent
+from orchestration.recipe.sections.values import format_size
+from pipeline.data.events import (
+    AlarmEvent,
+    EvaluationEvent,
+    Event,
+    StateEvent,
+    StepEvent,
+    WorkerEvent,
+)
 
 SPARKS = "▁▂▃▄▅▆▇█"
 # Each share of time has its own glyph and its own colour; either of them identifies it.

@@ -23,15 +23,15 @@ from api.telemetry.progress import Progress
 from api.terminal.live import duration, number, unscored
 from api.terminal.screen import pairs_table
 from orchestration.disk import replacing
-from orchestration.events_file import METRICS, read_metrics
+from orchestration.history.events_file import METRICS, read_metrics
 from orchestration.history.lines import finite
 from orchestration.history.totals import shares
 from orchestration.recipe.devices import assign, on_this_node, shown
-from orchestration.recipe.planner import Plan, prompt_limits
 from orchestration.recipe.schema import Recipe
-from orchestration.recipe.values import format_size
+from orchestration.recipe.sections.values import format_size
+from orchestration.recipe.sizes.planner import Plan, prompt_limits
 from pipeline.compat.extras import ExtraMissing, extra
-from pipeline.events import EvaluationEvent
+from pipeline.data.events import EvaluationEvent
 from stages.prompts.too_long import TOO_LONG_FILE
 
 SUMMARY = "summary.json"

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from api.telemetry.progress import Progress
-    from pipeline.events import Event
+    from pipeline.data.events import Event
 
 REDRAWS_PER_SECOND = 4
 

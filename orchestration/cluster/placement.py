@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from orchestration.recipe.devices import SIDES, Worker, wanted_devices
 from orchestration.recipe.schema import Recipe
-from orchestration.run.kinds import kind_of
+from orchestration.recipe.worker_kinds import kind_of
 from stages.device_names import RESOURCES
 
 Room = dict[str, float]

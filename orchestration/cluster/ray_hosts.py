@@ -28,8 +28,8 @@ from orchestration.launch.launchers import Unplaceable
 from orchestration.processes.environment import importable
 from orchestration.recipe.devices import Worker
 from orchestration.recipe.schema import Recipe
-from orchestration.run.documents import HOSTS
-from orchestration.run.kinds import remote_workers
+from orchestration.recipe.worker_kinds import remote_workers
+from orchestration.state.documents import HOSTS
 from pipeline.index.client import Index
 from pipeline.index.embedded import die_with_parent
 from pipeline.node import LOOPBACK, is_loopback, is_own

@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from pipeline.clock import Clock
-from pipeline.controller import EVENT_SECONDS, report_stage
-from pipeline.events import ENDED
+from pipeline.data.events import ENDED
 from pipeline.first_of import cancel_all
 from pipeline.index.client import Claim, Index, IndexRefused, IndexUnreachable
-from pipeline.spans import Spans
+from pipeline.worker.clock import Clock
+from pipeline.worker.controller import EVENT_SECONDS, report_stage
+from pipeline.worker.spans import Spans
 
 log = structlog.get_logger()
 

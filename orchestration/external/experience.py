@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from orchestration.external.accounting import OVER
-from pipeline.columns import Packed
+from pipeline.data.columns import Packed
 
 
 @dataclass(frozen=True)

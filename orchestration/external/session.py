@@ -29,13 +29,15 @@ from orchestration.external.weights import DIRECT, WAIT_SECONDS, ExternalWeights
 from orchestration.guard.rules import TOKENIZER
 from orchestration.recipe.flow import flow_of
 from orchestration.recipe.schema import Recipe
-from orchestration.run.documents import LOADED, RUN_RECIPE, STEPPED
-from pipeline.columns import Packed, Schema
+from orchestration.state.documents import LOADED, RUN_RECIPE, STEPPED
+from pipeline.data.columns import Packed, Schema
 from pipeline.documents.flow import SECRET, STATE
 from pipeline.index.address import redacted
 from pipeline.index.client import Claim, Index, LeaseLost
 from pipeline.warehouse.dock import Dock
-from stages.external_checks import (
+from stages.flow.catalogue import RESPONSE
+from stages.prompts.external import put_prompts
+from stages.rollout.external_checks import (
     Columns,
     Misfit,
     check_columns,
@@ -44,8 +46,6 @@ from stages.external_checks import (
     check_rewards,
     check_tokenizer,
 )
-from stages.flow.catalogue import RESPONSE
-from stages.prompts.external import put_prompts
 from stages.rollout.stage import PROGRESS, group_seed
 from stages.training.update import REWARDS, step_event
 
@@ -146,7 +146,7 @@ class External(ExternalWeights):
         ``columns``: those to fetch; default: those that the stage needs. ``version``: the policy
         version that a rollout has loaded; default: that of its last :meth:`notify`. ``lease`` in
         seconds. ``tokenizer``: fingerprint of the worker's vocabulary
-        (:func:`stages.external_checks.fingerprint`), refused where it is not the run's. Raises
+        (:func:`stages.rollout.external_checks.fingerprint`), refused where it is not the run's. Raises
         NotExternal, WeightsTooOld, Misfit, ColumnError."""
         self._check_external(stage)
         if tokenizer is not None and TOKENIZER not in self.recipe.guard.off:

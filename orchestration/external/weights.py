@@ -16,17 +16,24 @@ import torch
 from orchestration.external.accounting import OVER, PREFIX
 from orchestration.external.errors import NotBegun, NotExternal, WeightsGone
 from orchestration.recipe.schema import Recipe
-from orchestration.run.documents import EXTERNAL_TERMS, LOADED, RUN_PATHS
-from orchestration.run.paths import RunPaths
+from orchestration.state.documents import EXTERNAL_TERMS, LOADED, RUN_PATHS
+from orchestration.state.paths import RunPaths
+from pipeline.data.events import SyncEvent
 from pipeline.documents.flow import STATE, VERSION
 from pipeline.documents.kinds import Document, T
-from pipeline.events import SyncEvent
 from pipeline.index.client import Index
 from pipeline.warehouse.dock import NoRoom
-from stages.external_checks import Layout, Misfit, Terms, check_layout, checked_weights, nbytes_of
+from stages.rollout.external_checks import (
+    Layout,
+    Misfit,
+    Terms,
+    check_layout,
+    checked_weights,
+    nbytes_of,
+)
 from stages.weights.published import Published, WeightsDamaged
 from stages.weights.records import WeightRecords
-from stages.weights.store import WeightStore
+from stages.weights.transport.store import WeightStore
 
 # the owner of leases that were claimed on the index's URL; "" owns those of the run's own workers
 DIRECT = "index"

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 
 from orchestration.guard.rules import COLLAPSED, CONSTANT, EQUAL_WEIGHTS, RESUMED, TRENDS, Rule
 from orchestration.history.lines import finite_numbers
-from pipeline.events import AlarmEvent, EventData, StepEvent, SyncEvent
+from pipeline.data.events import AlarmEvent, EventData, StepEvent, SyncEvent
 
 WARM_UP = 8  # values before a trend is judged
 RECENT = 8  # steps that the chance of equal groups is estimated from

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections import deque
 from pathlib import Path
 
-from orchestration.events_file import read_metrics
+from orchestration.history.events_file import read_metrics
 from orchestration.history.facts import made_after
-from pipeline.events import Event, order
+from pipeline.data.events import Event, order
 
 # The kinds that the guard judges or acts on, and what it reads of them: a file may be of any
 # origin.

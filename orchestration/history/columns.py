@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from orchestration.history.lines import finite_numbers
 from orchestration.history.reduction import how, series_of
-from pipeline.events import Event
+from pipeline.data.events import Event
 
 LEVELS = (5, 60, 600, 7200)  # seconds of the points that are kept, beside the events themselves (0)
 APART = 8  # points of a width that no level divides are made of ones that are so many times shorter

@@ -16,7 +16,7 @@ import structlog
 
 from orchestration.history.lines import event_json, event_of, id_of
 from orchestration.history.segments import events_after
-from pipeline.events import Event, order
+from pipeline.data.events import Event, order
 
 # beside metrics.jsonl
 DETAIL = "detail.jsonl"

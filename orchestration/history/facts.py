@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from orchestration.history.lines import ID_OF_LINE, event_of
-from pipeline.events import Event, order
+from pipeline.data.events import Event, order
 
 KIND_OF_LINE = re.compile(rb'"kind": ?"([a-z]+)"')
 

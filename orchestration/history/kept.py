@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pipeline.events import ENDED, Event, order
+from pipeline.data.events import ENDED, Event, order
 
 EVERY = 60.0  # seconds between two kept events of one worker and kind
 MANY = 40  # from so many workers and kinds on the seconds grow with them: the bytes an hour do not

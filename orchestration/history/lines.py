@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from pipeline.events import Event
+from pipeline.data.events import Event
 
 ID_OF_LINE = re.compile(rb'\{"id": ?"(\d+-\d+)"')
 DIGITS = 7  # of a number, in the files: more than a measurement has

@@ -26,7 +26,7 @@ from orchestration.history.facts import KIND_OF_LINE
 from orchestration.history.lines import event_of, id_of
 from orchestration.history.reduction import KINDS, MOST_POINTS, refuse_many, series_of
 from orchestration.history.segments import closed, lines_of_open
-from pipeline.events import Event, order
+from pipeline.data.events import Event, order
 
 FINE_SECONDS = 60.0  # shorter points of stages need the events as they were sent
 SAME_SECONDS = 1e-3  # events have their times in milliseconds

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pipeline.events import Event
+from pipeline.data.events import Event
 
 KINDS = ("step", "evaluation", "ledger", "stage", "sync")
 OF_WORKERS = ("stage", "sync")  # one series for each worker

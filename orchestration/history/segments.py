@@ -23,7 +23,7 @@ from typing import IO, BinaryIO
 
 from orchestration.disk import replacing
 from orchestration.history.lines import ID_OF_LINE, event_of, id_of
-from pipeline.events import Event, order
+from pipeline.data.events import Event, order
 
 FOLDER = "metrics"  # beside metrics.jsonl: the closed parts of it
 SEGMENT_BYTES = 4 << 20  # of a part when it is closed: a question may read all of one

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from pipeline.events import (
+from pipeline.data.events import (
     AlarmEvent,
     Event,
     EventData,

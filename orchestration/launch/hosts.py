@@ -36,7 +36,9 @@ from orchestration.processes.starter import SPAWN
 from orchestration.recipe.devices import DevicePool, on_this_node
 from orchestration.recipe.flow import flow_of
 from orchestration.recipe.schema import Recipe
-from orchestration.run.documents import (
+from orchestration.recipe.worker_kinds import kind_of, remote_workers
+from orchestration.run.run_index import sweep_leftovers
+from orchestration.state.documents import (
     BEAT,
     DECLARED,
     END,
@@ -55,15 +57,13 @@ from orchestration.run.documents import (
     Ending,
     EndKind,
 )
-from orchestration.run.kinds import kind_of, remote_workers
-from orchestration.run.paths import HOST_VARIABLE, RECIPE
-from orchestration.run.run_index import sweep_leftovers
+from orchestration.state.paths import HOST_VARIABLE, RECIPE
+from pipeline.data.arena import shared_memory_directory
+from pipeline.data.events import ENDED, WorkerEvent
 from pipeline.documents.flow import SECRET, STATE
-from pipeline.events import ENDED, WorkerEvent
 from pipeline.first_of import first_of
 from pipeline.index.client import INDEX_VARIABLE, Index, IndexUnreachable
 from pipeline.node import AUTO, node_id, owned_prefix
-from pipeline.warehouse.arena import shared_memory_directory
 from pipeline.warehouse.dock import Dock
 
 log = structlog.get_logger()

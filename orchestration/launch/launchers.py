@@ -25,7 +25,8 @@ from orchestration.processes.forkserver import ForkServer, Launch
 from orchestration.processes.starter import Starter
 from orchestration.recipe.devices import Devices, assign, on_this_node
 from orchestration.recipe.schema import Recipe
-from orchestration.run.documents import (
+from orchestration.recipe.worker_kinds import remote_workers
+from orchestration.state.documents import (
     BEAT,
     END,
     ENDING,
@@ -39,8 +40,7 @@ from orchestration.run.documents import (
     EndKind,
     Order,
 )
-from orchestration.run.kinds import remote_workers
-from pipeline.events import WorkerEvent
+from pipeline.data.events import WorkerEvent
 from pipeline.first_of import first_of
 from pipeline.index.client import INDEX_VARIABLE, Index
 
@@ -88,7 +88,7 @@ class InlineLife:
 
     async def wait(self) -> int:
         await asyncio.wait([self._work])
-        from orchestration.run.worker import exit_code
+        from orchestration.workers.worker import exit_code
 
         if self._work.cancelled():
             return EndKind.FAILED
@@ -106,7 +106,7 @@ class InlineLauncher:
         """Do nothing: its workers end by themselves, or are killed one by one."""
 
     async def launch(self, run: str, url: str, kind: str, number: int, name: str) -> Life:
-        from orchestration.run.worker import Worker  # imports torch
+        from orchestration.workers.worker import Worker  # imports torch
 
         return InlineLife(
             asyncio.create_task(Worker(run, url, kind, number, name).run(), name=name)
@@ -138,7 +138,7 @@ class ProcessLauncher:
         devices = self._devices.get((kind, number))
         options = {"run": run, "kind": kind, "number": str(number), "name": name}
         launch = Launch(
-            "orchestration.run.worker:main",
+            "orchestration.workers.worker:main",
             [part for option, value in options.items() for part in (f"--{option}", value)],
             {
                 **without_secrets(os.environ),

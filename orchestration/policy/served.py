@@ -14,6 +14,7 @@ from typing import Any
 
 import structlog
 
+from orchestration.checkpoints.checkpoint import usable
 from orchestration.policy.engines import PolicyEngines, keep_share
 from orchestration.policy.rows import spare_of
 from orchestration.policy.source import PoliciesBusy, PolicyUnknown, parse_model
@@ -21,20 +22,19 @@ from orchestration.policy.texts import PolicyTexts, Texts
 from orchestration.processes.forkserver import ForkServer
 from orchestration.recipe.model_files import PLAIN_MODELS
 from orchestration.recipe.schema import Recipe
-from orchestration.run.checkpoint import usable
-from orchestration.run.documents import RUN_PATHS, RUN_RECIPE
-from orchestration.run.engines import rollout_engine, sampling_of, tokenizer_of, weight_reader
-from orchestration.run.paths import RunPaths
+from orchestration.state.documents import RUN_PATHS, RUN_RECIPE
+from orchestration.state.paths import RunPaths
+from orchestration.workers.engines import rollout_engine, sampling_of, tokenizer_of, weight_reader
+from pipeline.data.events import ENDED
 from pipeline.documents.flow import SECRET, VERSION
-from pipeline.events import ENDED
 from pipeline.index.client import Index
 from stages import device as devices
 from stages.engines.protocols import EngineClosed, EngineFailed, SamplingParams, WeightMismatch
-from stages.models import Tokenizer
+from stages.model.load import Tokenizer
 from stages.threads import run_in_thread
 from stages.weights.published import WeightsDamaged, WeightsUnreachable
 from stages.weights.records import WeightRecords
-from stages.weights.store import Reader
+from stages.weights.transport.store import Reader
 
 log = structlog.get_logger()
 

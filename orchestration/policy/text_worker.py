@@ -16,8 +16,8 @@ from typing import Any
 
 from orchestration.processes.confined import answer_questions
 from orchestration.recipe.schema import Recipe
-from orchestration.run.engines import tokenizer_of
-from stages.models import Tokenizer, TokenizerFailed
+from orchestration.workers.engines import tokenizer_of
+from stages.model.load import Tokenizer, TokenizerFailed
 
 MEMORY_BYTES = 1 << 30  # that one request may take
 LONGEST_SECONDS = 120  # after which the process ends; the policies' process kills it long before

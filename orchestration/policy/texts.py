@@ -18,7 +18,7 @@ from typing import Any
 from orchestration.processes.confined import ENVIRONMENT, Confined, Lost, exchange
 from orchestration.processes.forkserver import Child, Connection, ForkServer, Launch
 from orchestration.recipe.schema import Recipe
-from stages.models import Tokenizer
+from stages.model.load import Tokenizer
 
 ENTRY = "orchestration.policy.text_worker"
 AT_ONCE = 4  # requests, each of another client

@@ -52,7 +52,7 @@ from pipeline.index.embedded import die_with_parent
 
 PRELOAD = (
     "orchestration.service.runner",
-    "orchestration.run.worker",
+    "orchestration.workers.worker",
     "stages.engines.torch.rollout",
     "stages.engines.torch.train",
 )

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from orchestration.run.kinds import remote_workers, workers_of
+from orchestration.recipe.worker_kinds import remote_workers, workers_of
 from stages.device_names import VISIBLE, visible_devices
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from stages.prompts.files import EmptyFile, PromptError, Reading, kind_of, open_file
+from stages.prompts.rows.files import EmptyFile, PromptError, Reading, kind_of, open_file
 
 KNOWN_MODELS = ("smollm2", "tiny", "tiny-moe", "mock")  # sources that are no folder
 PLAIN_MODELS = ("tiny", "tiny-moe", "mock")  # sources without a chat template
@@ -81,7 +81,7 @@ def text_config(source: str) -> dict[str, Any]:
 def tokens_of(source: str) -> int | None:
     """Return the number of tokens of the tokenizer in the folder ``source``, by its largest id;
     None where it cannot be loaded, which is reported elsewhere."""
-    from stages.models import load_tokenizer
+    from stages.model.load import load_tokenizer
 
     if not is_folder(source):
         return None
@@ -194,8 +194,8 @@ def _code_faults(folder: Path) -> Iterator[Fault]:
     names = [name for name in (CONFIG, TOKENIZER_CONFIG) if (folder / name).exists()]
     if not any("auto_map" in _json(folder / name) for name in names):
         return
-    from stages.models import load_tokenizer
-    from stages.weights.files import NeedsOwnCode, read_config
+    from stages.model.files import NeedsOwnCode, read_config
+    from stages.model.load import load_tokenizer
 
     try:
         read_config(folder)

@@ -1,6 +1,6 @@
 """The recipe of a run: its sections, and what is read off them at once.
 
-:mod:`orchestration.recipe.load` makes it; :mod:`orchestration.recipe.planner` derives memory and
+:mod:`orchestration.recipe.loading.load` makes it; :mod:`orchestration.recipe.sizes.planner` derives memory and
 groups in flight from it.
 """
 
@@ -39,9 +39,9 @@ from orchestration.recipe.sections import (
     TrainSection,
 )
 from orchestration.recipe.sections.retired import migrated
-from orchestration.recipe.values import CountOrZero
+from orchestration.recipe.sections.values import CountOrZero
 from pipeline.node import AUTO, LOOPBACK
-from pipeline.staleness import StalenessPlan
+from pipeline.schedule.staleness import StalenessPlan
 from stages.adapters.options import AdapterOptions
 from stages.algorithms import Algorithm, algorithm_class, build_algorithm
 from stages.algorithms.interface import FOLLOWS

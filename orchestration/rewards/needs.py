@@ -15,8 +15,8 @@ import structlog
 from orchestration.recipe.sections.rewards import RewardFunction
 from orchestration.sandbox.sandbox import WAY_OUT, Sandbox, available
 from orchestration.sandbox.user_code import as_given, readable
-from stages.prompts.tasks import COMPUTED, REWARDS
 from stages.rewards.registry import ENTRY_POINTS, RewardError
+from stages.tasks.tasks import COMPUTED, REWARDS
 
 ENTRY = "orchestration.rewards.process"
 

@@ -27,11 +27,11 @@ from orchestration.rewards.needs import ENTRY, found_sandbox, preload_of, sandbo
 from orchestration.rewards.process import Setup
 from orchestration.sandbox.sandbox import Sandbox
 from orchestration.sandbox.user_code import import_path
-from stages.prompts.tasks import COMPUTED, HARMLESS
-from stages.rewards.answers import computes
 from stages.rewards.calls import Arguments, Caller, CallFailed, Scores, selected, too_slow
 from stages.rewards.registry import RewardError
 from stages.rewards.stage import ErrorPolicy, RewardSet
+from stages.tasks.answers import computes
+from stages.tasks.tasks import COMPUTED, HARMLESS
 
 START_SECONDS = 120.0  # to import the functions
 # in which the process of async functions reports that a call took too long, before it is ended

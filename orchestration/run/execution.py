@@ -27,8 +27,9 @@ from typing import cast
 
 import structlog
 
+from orchestration.checkpoints import base_models, checkpoint
+from orchestration.checkpoints.checkpoint import Checkpoint
 from orchestration.disk import refusal
-from orchestration.elastic.budget import RestartBudget
 from orchestration.launch.launchers import (
     Hosts,
     InlineLauncher,
@@ -40,11 +41,12 @@ from orchestration.processes.forkserver import ForkServer
 from orchestration.processes.starter import SPAWN
 from orchestration.recipe.devices import assign, on_this_node
 from orchestration.recipe.flow import declared_of, flow_of
-from orchestration.recipe.planner import notices_of
 from orchestration.recipe.schema import Recipe
-from orchestration.run import checkpoint
-from orchestration.run.checkpoint import Checkpoint
-from orchestration.run.documents import (
+from orchestration.recipe.sizes.planner import notices_of
+from orchestration.recipe.worker_kinds import remote_workers
+from orchestration.run.folder import RunFolder
+from orchestration.run.run_index import RunIndex, index_of, reached_at, sweep_leftovers
+from orchestration.state.documents import (
     CHECKPOINT_REPORTED,
     DECLARED,
     HEADS_INDEX,
@@ -54,15 +56,12 @@ from orchestration.run.documents import (
     RUN_RECIPE,
     SCALE,
 )
-from orchestration.run.folder import RunFolder
-from orchestration.run.kinds import remote_workers
-from orchestration.run.lock import RunError
-from orchestration.run.run_index import RunIndex, index_of, reached_at, sweep_leftovers
-from orchestration.run.storage import base_models
-from orchestration.run.supervisor import REWIND, Outcome, Supervisor
-from orchestration.service.registry import LIVE
+from orchestration.state.lock import RunError
+from orchestration.state.registry import LIVE
+from orchestration.supervise.budget import RestartBudget
+from orchestration.supervise.supervisor import REWIND, Outcome, Supervisor
+from pipeline.data.events import ENDED, Event, WorkerEvent
 from pipeline.documents.flow import SECRET
-from pipeline.events import ENDED, Event, WorkerEvent
 from pipeline.first_of import first_of
 from pipeline.index.address import split_password
 from pipeline.index.client import INDEX_VARIABLE, Index, IndexUnreachable, RunConfig
@@ -185,7 +184,7 @@ class Execution:
         from."""
         index = self._connected
         # It imports torch, for seconds in which the loop would hear no signal.
-        await run_in_thread(lambda: importlib.import_module("pipeline.columns"), "imports")
+        await run_in_thread(lambda: importlib.import_module("pipeline.data.columns"), "imports")
         await asyncio.to_thread(self.folder.prepare_store)
         await index.continue_events(self.last_event)
         flow = flow_of(self.recipe)

@@ -20,18 +20,17 @@ from typing import Any, BinaryIO
 
 import stamina
 
+from orchestration.checkpoints import base_models, checkpoint
+from orchestration.checkpoints.checkpoint import Checkpoint
+from orchestration.checkpoints.recorded import set_newer_aside, start_of, store_url
 from orchestration.private_files import MASKS, write_private
-from orchestration.recipe.load import change_recipe, overridden, recorded_recipe
+from orchestration.recipe.loading.load import change_recipe, overridden, recorded_recipe
 from orchestration.recipe.schema import Recipe
-from orchestration.run import checkpoint
-from orchestration.run.checkpoint import Checkpoint
-from orchestration.run.lock import LOCK, RunError, RunLocked, lock_run
-from orchestration.run.paths import FIRST_ID, RECIPE, RunPaths
-from orchestration.run.storage import base_models
-from orchestration.run.storage.recorded import set_newer_aside, start_of, store_url
-from orchestration.service.lifecycle import WHERE, shared_of
+from orchestration.state.lifecycle import WHERE, shared_of
+from orchestration.state.lock import LOCK, RunError, RunLocked, lock_run
+from orchestration.state.paths import FIRST_ID, RECIPE, RunPaths
+from pipeline.data.arena import shared_memory_directory
 from pipeline.node import owned_prefix
-from pipeline.warehouse.arena import shared_memory_directory
 
 # in the run's folder: the working directory of its command, for modules that the recipe names
 BEGUN_IN = "begun-in"
@@ -100,7 +99,7 @@ class RunFolder:
 
         ``overrides``, ``section.key=value`` each, change the recipe for good, from that checkpoint
         on. Raises RunError, and RecipeError for what does not fit the recipe and for keys that may
-        not change (:func:`orchestration.recipe.load.fixed_keys`).
+        not change (:func:`orchestration.recipe.loading.load.fixed_keys`).
         """
         try:
             recipe = recorded_recipe(path / RECIPE)
@@ -182,7 +181,7 @@ class RunFolder:
         url = self.store_url
         if not url:
             return
-        from orchestration.run.storage.store import CheckpointStore
+        from orchestration.checkpoints.store import CheckpointStore
 
         (self.path / FIRST_ID).write_text(url.rpartition("/")[2])
         store = CheckpointStore(url)

@@ -19,17 +19,17 @@ from typing import Any, Protocol
 
 import structlog
 
-from orchestration.elastic.budget import RestartBudget
 from orchestration.launch.launchers import Hosts
 from orchestration.processes.handles import Process
 from orchestration.recipe.schema import Recipe
-from orchestration.run.documents import Ending
-from orchestration.run.lock import RunError
+from orchestration.state.documents import Ending
+from orchestration.state.lock import RunError
+from orchestration.supervise.budget import RestartBudget
+from pipeline.data.arena import shared_memory_directory
 from pipeline.first_of import cancel_all
 from pipeline.index.address import Address
 from pipeline.index.embedded import EmbeddedIndex, end_unknown, served_by_tls
 from pipeline.node import AUTO, own_address, owned_prefix
-from pipeline.warehouse.arena import shared_memory_directory
 
 log = structlog.get_logger()
 

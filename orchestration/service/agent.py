@@ -33,14 +33,14 @@ from orchestration.processes.handles import Process
 from orchestration.processes.starter import Starter
 from orchestration.recipe.sections import LaunchSection
 from orchestration.service.index_server import ServiceIndex
-from orchestration.service.lifecycle import LEASE_VARIABLE, conclude, shared_prefix
-from orchestration.service.registry import LEASE_SECONDS, ActiveRun, Registry, UnknownRun
-from pipeline.events import ENDED, WorkerEvent
+from orchestration.state.lifecycle import LEASE_VARIABLE, conclude, shared_prefix
+from orchestration.state.registry import LEASE_SECONDS, ActiveRun, Registry, UnknownRun
+from pipeline.data.arena import shared_memory_directory
+from pipeline.data.events import ENDED, WorkerEvent
 from pipeline.first_of import cancel_all, first_of
 from pipeline.index.client import INDEX_VARIABLE, Index, IndexUnreachable
 from pipeline.locks import Locked, locked
 from pipeline.node import node_id
-from pipeline.warehouse.arena import shared_memory_directory
 
 log = structlog.get_logger()
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import structlog
 
-from orchestration.events_file import METRICS
+from orchestration.history.events_file import METRICS
 from orchestration.logs import configure
 from orchestration.private_files import keep_from_others
 from orchestration.processes.environment import take
@@ -30,9 +30,9 @@ from orchestration.recipe.schema import Recipe
 from orchestration.run.execution import READERS_SECONDS, Execution
 from orchestration.run.folder import RunFolder
 from orchestration.run.run_index import GivenIndex
-from orchestration.service.lifecycle import LEASE_VARIABLE, conclude
-from orchestration.service.recording import Recording
-from orchestration.service.registry import LEASE_SECONDS, Registry
+from orchestration.state.lifecycle import LEASE_VARIABLE, conclude
+from orchestration.state.recording import Recording
+from orchestration.state.registry import LEASE_SECONDS, Registry
 from orchestration.streams import open_outputs
 from pipeline.first_of import first_of
 from pipeline.index.client import INDEX_VARIABLE, Index, IndexUnreachable

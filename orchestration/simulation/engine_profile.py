@@ -15,10 +15,10 @@ import itertools
 import time
 from statistics import fmean, median
 
-from orchestration.recipe.planner import prompt_limits
 from orchestration.recipe.schema import Recipe
-from orchestration.run.engines import rollout_engine, tokenizer_of
+from orchestration.recipe.sizes.planner import prompt_limits
 from orchestration.simulation.costs import EngineProfile
+from orchestration.workers.engines import rollout_engine, tokenizer_of
 from stages.engines.protocols import GroupRequest, SamplingParams
 from stages.prompts.sources import load_prompts
 

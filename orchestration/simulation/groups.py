@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from pipeline.staleness import StalenessPlan
+from pipeline.schedule.staleness import StalenessPlan
 
 
 @dataclass(eq=False)

@@ -25,7 +25,7 @@ from orchestration.recipe.schema import Recipe
 from orchestration.simulation.costs import Costs
 from orchestration.simulation.forecast import Forecast, forecast, setup_of
 from orchestration.simulation.recorded import NotMeasured, measured_costs
-from pipeline.events import Event, ForecastEvent
+from pipeline.data.events import Event, ForecastEvent
 from pipeline.index.client import Index
 from stages.weights.documents import FORECAST
 

@@ -22,19 +22,19 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from orchestration.events_file import METRICS, read_metrics
+from orchestration.history.events_file import METRICS, read_metrics
 from orchestration.history.kept import of_one
 from orchestration.recipe.devices import SIDES, cores_here, on_this_node, wanted_devices
-from orchestration.recipe.load import compare_recipe, recorded_recipe
+from orchestration.recipe.loading.load import compare_recipe, recorded_recipe
 from orchestration.recipe.problems import RecipeError
 from orchestration.recipe.schema import Recipe
-from orchestration.run.kinds import remote_workers, workers_of
-from orchestration.run.paths import RECIPE
+from orchestration.recipe.worker_kinds import remote_workers, workers_of
 from orchestration.simulation.costs import ASSUMED, Costs, DrawnLengths, EngineProfile
 from orchestration.simulation.forecast import forecast, margin_of, setup_of
-from pipeline.events import Event
+from orchestration.state.paths import RECIPE
+from pipeline.data.events import Event
 from pipeline.problems import Problem, ProblemError
-from stages.sample_log import FOLDER, read
+from stages.samples.sample_log import FOLDER, read
 
 FEWEST_STEPS = 4
 LAST_BYTES = 64 << 20  # of the file of events

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from orchestration.recipe.load import compare_recipe
-from orchestration.recipe.planner import arena_bytes, memory_of
+from orchestration.recipe.loading.load import compare_recipe
 from orchestration.recipe.problems import RecipeError
 from orchestration.recipe.schema import Recipe
+from orchestration.recipe.sizes.planner import arena_bytes, memory_of
 from orchestration.simulation.costs import Costs, DrawnLengths, LengthsOf
 from orchestration.simulation.forecast import Forecast, forecast, setup_of
 from orchestration.simulation.recorded import recipe_of, recorded_costs

@@ -6,7 +6,7 @@
          └── v + 1 published ◀── between_steps ◀── step ◀── P groups, within the window ◀┘
                   └──▶ each replica: copy, its turn, swap
 
-Rules and arithmetic of the bound are :mod:`pipeline.staleness`'s; a replica's clock is that of
+Rules and arithmetic of the bound are :mod:`pipeline.schedule.staleness`'s; a replica's clock is that of
 :mod:`stages.engines.mock.engines`: one clock for all rows, whose rate depends on how many decode.
 Nothing here sleeps: a simulated run of 100,000 samples takes about a second. Equal arguments give
 equal results.
@@ -22,8 +22,8 @@ from random import Random
 
 from orchestration.simulation.costs import Costs, LengthsOf
 from orchestration.simulation.groups import Group, Groups
-from pipeline.pacing import Pacer
-from pipeline.staleness import StalenessPlan
+from pipeline.schedule.pacing import Pacer
+from pipeline.schedule.staleness import StalenessPlan
 
 
 @dataclass(frozen=True)

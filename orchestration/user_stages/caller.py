@@ -33,7 +33,7 @@ from stages.flow.declarations import Drop, StageDeclaration
 from stages.flow.packed_rows import BadRows, packed_rows, unpacked_rows
 from stages.flow.stage_calls import Result, StageCaller, StageError, StageProcessEnded, schema_of
 from stages.flow.user_stage import ENTRY_POINTS
-from stages.models import MADE_FROM_SEED, model_folder
+from stages.model.load import MADE_FROM_SEED, model_folder
 
 log = structlog.get_logger()
 
@@ -93,7 +93,7 @@ class StageProcess(StageCaller):
         if self._setup.sandbox is not None:
             sandbox = await asyncio.to_thread(self._found_sandbox, self._setup.sandbox)
             self._setup = dataclasses.replace(self._setup, sandbox=sandbox)
-        preload = (ENTRY, "stages.models") if self._setup.tokenizer else (ENTRY,)
+        preload = (ENTRY, "stages.model.load") if self._setup.tokenizer else (ENTRY,)
         self._starter = Starter(FORKSERVER, preload=preload, environment=self._environment)
         launch = Launch(
             ENTRY + ":main", [], self._environment, os.getcwd(), str(self._log), self._title

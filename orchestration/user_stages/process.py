@@ -31,7 +31,7 @@ from orchestration.processes.line import (
 from orchestration.sandbox.kernel import SandboxRefused
 from orchestration.sandbox.sandbox import Sandbox, enter
 from orchestration.streams import open_outputs
-from pipeline.columns import Schema
+from pipeline.data.columns import Schema
 from stages.flow.bounded_call import TimeLimit
 from stages.flow.declarations import Drop, StageDeclaration
 from stages.flow.packed_rows import packed_rows, unpacked_rows
@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _calls_of(setup: Setup, line: socket.socket) -> StageCalls:
     tokenizer = None
     if setup.tokenizer:
-        from stages.models import load_tokenizer
+        from stages.model.load import load_tokenizer
 
         tokenizer = load_tokenizer(setup.tokenizer)
     if setup.sandbox is not None:

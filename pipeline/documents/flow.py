@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pipeline.documents.kinds import Document, Log, Topic
 
 if TYPE_CHECKING:
-    from pipeline.columns import Schema
+    from pipeline.data.columns import Schema
 
 STATE = Topic("state")
 """The run has another state, or is to be joined again because it was rewound."""
@@ -44,7 +44,7 @@ class HeadAddress(NamedTuple):
     address: str
 
 
-SCHEMA: Document[Schema] = Document.of_class("schema", "pipeline.columns:Schema")
+SCHEMA: Document[Schema] = Document.of_class("schema", "pipeline.data.columns:Schema")
 """The columns of the run's samples: of all workers the same, or the longer of two that begin
 alike."""
 

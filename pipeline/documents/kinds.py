@@ -7,7 +7,7 @@ Each has one name, one place in the code and one type.
     index.wake   ──▶ key `wake:NAME` ────────────────▶ index.wait, index.woken
 
 They are declared in three files, each by the package that owns it: ``pipeline/documents/flow.py``,
-``stages/weights/documents.py`` and ``orchestration/run/documents.py``. Below each declaration
+``stages/weights/documents.py`` and ``orchestration/state/documents.py``. Below each declaration
 stands what it says, and a line `removed:` if something removes it. Other documents stay until the
 run is deleted: a rewind and the end of the run keep them. A log ends with the sample flow, by a
 rewind or the end of the run. The table of all, with the modules that write and read them, is

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from pipeline.data.events import LedgerEvent
 from pipeline.documents.kinds import Topic
-from pipeline.events import LedgerEvent
 from pipeline.index.calls import Calls
 from pipeline.index.errors import TooManyDropped
 

@@ -19,8 +19,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, cast
 
+from pipeline.data.events import RunState, StateEvent
 from pipeline.documents.flow import HEAD_ADDRESS, HeadAddress
-from pipeline.events import RunState, StateEvent
 from pipeline.index.address import redacted
 from pipeline.index.calls import key_prefix
 from pipeline.index.claims import Claim, Claims

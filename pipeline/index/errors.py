@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from redis.exceptions import ResponseError
 
-from pipeline.events import by_count
+from pipeline.data.arena import StaleHandle
+from pipeline.data.events import by_count
 from pipeline.problems import Fatal
-from pipeline.warehouse.arena import StaleHandle
 
 
 class IndexRefused(RuntimeError):

@@ -10,7 +10,7 @@ from typing import Any
 import msgpack
 from redis.exceptions import ResponseError
 
-from pipeline.events import Event, EventData, order
+from pipeline.data.events import Event, EventData, order
 from pipeline.index.calls import Calls
 from pipeline.index.errors import IndexRefused
 

@@ -83,7 +83,7 @@ class PassRates:
 
 class PassRateCalls(Calls):
     """Calls about the prompt of each open group, and how the responses to a prompt did.
-    :mod:`stages.difficulty` says what for."""
+    :mod:`stages.prompts.difficulty` says what for."""
 
     async def pass_rates(self, groups: Sequence[int], since: int) -> PassRates:
         """Return the choices of ``groups``, and the pass rates that changed after change number

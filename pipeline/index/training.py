@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.events import EventData
+from pipeline.data.events import EventData
 from pipeline.index.calls import Calls
 from pipeline.index.claims import Claim, ranges
 from pipeline.index.events import stamped

@@ -33,8 +33,8 @@ import numpy as np
 import structlog
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from pipeline.columns import Packed, Ragged, Schema
 from pipeline.compat.loop_thread import LoopThread
+from pipeline.data.columns import Packed, Ragged, Schema
 from pipeline.documents.flow import BATCHES, STATE, WAREHOUSES
 from pipeline.documents.kinds import Log
 from pipeline.index.claims import Claim, Stored, ranges

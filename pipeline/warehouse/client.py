@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from aiohappyeyeballs import start_connection
 
-from pipeline.blocks import PackedRows
-from pipeline.columns import Column, Packed, Schema
-from pipeline.warehouse.arena import StaleHandle
+from pipeline.data.arena import StaleHandle
+from pipeline.data.blocks import PackedRows
+from pipeline.data.columns import Column, Packed, Schema
 from pipeline.warehouse.requests import (
     COPY,
     MAX_MESSAGE,

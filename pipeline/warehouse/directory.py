@@ -15,15 +15,15 @@ from pathlib import Path
 import numpy as np
 import structlog
 
-from pipeline.blocks import BlockReader, PackedRows
-from pipeline.columns import ColumnError, Packed, Schema
+from pipeline.data.arena import Arena, StaleHandle
+from pipeline.data.blocks import BlockReader, PackedRows
+from pipeline.data.columns import ColumnError, Packed, Schema
 from pipeline.documents.flow import SCHEMA
 from pipeline.first_of import cancel_all
 from pipeline.index.client import Index
 from pipeline.index.errors import BlockLost, WarehouseGone
 from pipeline.index.warehouses import Lost, WarehouseRecord
 from pipeline.node import AUTO, announced, node_id
-from pipeline.warehouse.arena import Arena, StaleHandle
 from pipeline.warehouse.client import RemoteWarehouse
 from pipeline.warehouse.requests import WarehouseUnreachable
 from pipeline.warehouse.server import WarehouseServer

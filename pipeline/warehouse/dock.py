@@ -21,13 +21,13 @@ from typing import Any, Literal
 import numpy as np
 from tensordict import NonTensorStack, TensorDict
 
-from pipeline.blocks import missing_column
-from pipeline.columns import ColumnError, Packed, Schema, in_order
+from pipeline.data.arena import shared_memory_directory
+from pipeline.data.blocks import missing_column
+from pipeline.data.columns import ColumnError, Packed, Schema, in_order
 from pipeline.documents.flow import ROOM, SCHEMA, SECRET
 from pipeline.index.address import redacted
 from pipeline.index.claims import STATES, Claim, Nothing, pack_made, ranges
 from pipeline.index.client import Index, RunConfig, StageSpec
-from pipeline.warehouse.arena import shared_memory_directory
 from pipeline.warehouse.directory import OFFSET_BITS, WarehouseDirectory
 from pipeline.warehouse.writer import SLAB, SOURCE_RESERVE, NoRoom, Rows, Writer
 

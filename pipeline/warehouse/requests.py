@@ -33,8 +33,8 @@ from functools import cached_property
 
 import numpy as np
 
-from pipeline.blocks import MAGIC
-from pipeline.columns import MAX_COLUMNS, Schema
+from pipeline.data.blocks import MAGIC
+from pipeline.data.columns import MAX_COLUMNS, Schema
 from pipeline.wire.frames import Most, TransferError
 from pipeline.wire.handshake import HELLO_SECONDS, UNPROVEN
 

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 import structlog
 
-from pipeline.blocks import BlockError, BlockReader, Found, Runs
-from pipeline.columns import ColumnError, Schema
+from pipeline.data.arena import Arena, StaleHandle
+from pipeline.data.blocks import BlockError, BlockReader, Found, Runs
+from pipeline.data.columns import ColumnError, Schema
 from pipeline.first_of import cancel_all
-from pipeline.warehouse.arena import Arena, StaleHandle
 from pipeline.warehouse.requests import (
     MAX_MESSAGE,
     OK,

@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 import numpy as np
 from tensordict import TensorDictBase
 
-from pipeline.blocks import pack
-from pipeline.columns import Schema
+from pipeline.data.blocks import pack
+from pipeline.data.columns import Schema
 from pipeline.documents.flow import ROOM
 from pipeline.index.claims import REF, Stored
 from pipeline.index.client import Index

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from stages.adapters.names import down_of, up_of
-from stages.models import checkpoint_tensors, write_checkpoint
-from stages.weights.files import WeightFiles, plain_name
-from stages.weights.manifest import verify_part
+from stages.model.files import WeightFiles, plain_name
+from stages.model.load import checkpoint_tensors, write_checkpoint
+from stages.model.manifest import verify_part
 
 ADAPTER = "adapter"  # the folder beside that of the merged model
 FILE_BYTES = 2**28  # of one file of the merged model, which is held in memory while it is written

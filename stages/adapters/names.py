@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from stages.adapters.options import AdapterOptions
-from stages.models import checkpoint_tensors
+from stages.model.load import checkpoint_tensors
 
 Shapes = dict[str, tuple[int, ...]]
 

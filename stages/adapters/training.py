@@ -15,7 +15,7 @@ from torch import nn
 from pipeline.compat.extras import extra
 from stages.adapters.names import down_of, peft_config, up_of
 from stages.adapters.options import AdapterOptions
-from stages.weights.files import copy_part
+from stages.model.files import copy_part
 
 
 def add_adapters(model: Any, options: AdapterOptions) -> dict[str, Any]:

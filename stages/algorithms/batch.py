@@ -17,7 +17,7 @@ from stages.algorithms.interface import TokenBatch
 from stages.flow.catalogue import AGE, MASK, OPTIONAL, WEIGHT, made_in_training
 
 if TYPE_CHECKING:
-    from pipeline.columns import Schema
+    from pipeline.data.columns import Schema
     from stages.algorithms.named import AlgorithmLike
 
 

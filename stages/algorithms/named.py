@@ -79,8 +79,8 @@ class NamedAlgorithm:
     def check_columns(self, credit: Mapping[str, Any], tokens: Sequence[int]) -> None:
         """Raise AlgorithmError where a column of ``credit`` is not of its type, or a ragged one
         that the loss reads has not one value for each of the ``tokens`` of a row."""
-        from pipeline.blocks import pack
-        from pipeline.columns import ColumnError, Schema
+        from pipeline.data.blocks import pack
+        from pipeline.data.columns import ColumnError, Schema
 
         for name, values in credit.items():
             kind = self.algorithm.credit_makes[name]

@@ -1,6 +1,6 @@
 """Engines by name: built-in ones, those of installed packages, and any factory ``module:name``.
 
-    built in     ─▶ made by orchestration.run.engines
+    built in     ─▶ made by orchestration.workers.engines
     module:name  ─▶ that attribute of that module  ┐
     another name ─▶ an entry point                 ┴─▶ a factory, a function or a class:
 

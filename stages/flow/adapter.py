@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from pipeline.controller import Output, Stage
 from pipeline.index.client import Claim, Index
+from pipeline.worker.controller import Output, Stage
 from stages.flow.bounded_call import TimeLimit
 from stages.flow.declarations import Drop, StageDeclaration
 from stages.flow.stage_calls import Result, StageCaller, StageError

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pipeline.problems import Problem, ProblemError
 
 if TYPE_CHECKING:
-    from pipeline.columns import Column
+    from pipeline.data.columns import Column
 
 Takes = Literal["rows", "groups", "batch"]
 RunsOn = Literal["cpu", "frozen model", "policy", "value head", "base", "critic"]
@@ -121,7 +121,7 @@ def column(name: str, kind: str) -> Column:
     """Return the pipeline's column of a declaration such as ``"float32 [3]"``. Imports torch."""
     import torch
 
-    from pipeline.columns import Column
+    from pipeline.data.columns import Column
 
     if kind == "text":
         return Column.text(name)

@@ -1,4 +1,4 @@
-"""Rows of some columns as the bytes of one block (:mod:`pipeline.blocks`), between a worker and the
+"""Rows of some columns as the bytes of one block (:mod:`pipeline.data.blocks`), between a worker and the
 process of a stage."""
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipeline.blocks import BlockError, BlockReader, pack
-from pipeline.columns import Column, ColumnError, Packed, Schema
-from pipeline.warehouse.arena import StaleHandle
+from pipeline.data.arena import StaleHandle
+from pipeline.data.blocks import BlockError, BlockReader, pack
+from pipeline.data.columns import Column, ColumnError, Packed, Schema
 
 BLOCK = 1  # the id of the one block
 

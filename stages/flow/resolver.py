@@ -25,9 +25,9 @@ from stages.flow.declarations import (
 )
 
 if TYPE_CHECKING:
-    from pipeline.columns import Schema
+    from pipeline.data.columns import Schema
     from pipeline.index.client import RunConfig
-    from pipeline.staleness import StalenessPlan
+    from pipeline.schedule.staleness import StalenessPlan
     from stages.algorithms.interface import Algorithm
 
 # that the index has bits for
@@ -69,7 +69,7 @@ class Flow:
     @cached_property
     def schema(self) -> Schema:
         """The columns as the warehouses store them."""
-        from pipeline.columns import Schema
+        from pipeline.data.columns import Schema
 
         return Schema([column(name, kind) for name, kind in self.columns.items()])
 

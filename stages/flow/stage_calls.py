@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from pipeline.blocks import pack
-from pipeline.columns import ColumnError, Schema
+from pipeline.data.blocks import pack
+from pipeline.data.columns import ColumnError, Schema
 from pipeline.problems import Fatal, Passing
 from stages.flow.bounded_call import BoundedCalls, TimeLimit
 from stages.flow.declarations import Columns, Drop, StageDeclaration, column
@@ -22,7 +22,7 @@ from stages.flow.user_stage import UserStage
 from stages.user_code import place_of, shown
 
 if TYPE_CHECKING:
-    from stages.models import Tokenizer
+    from stages.model.load import Tokenizer
 
 Result = Mapping[str, Any] | Drop
 

@@ -9,8 +9,8 @@ from collections.abc import AsyncGenerator
 
 from tensordict import TensorDict
 
-from pipeline.controller import Output, Stage
 from pipeline.index.client import Claim
+from pipeline.worker.controller import Output, Stage
 from stages.engines.protocols import TrainEngine
 from stages.flow.adapter import GROUPS_AT_ONCE
 from stages.flow.catalogue import CRITIC

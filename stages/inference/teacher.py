@@ -24,10 +24,10 @@ import stamina
 import torch
 from tensordict import TensorDict
 
-from pipeline.controller import Output, Stage
 from pipeline.index.client import Claim
 from pipeline.problems import Fatal, Problem, ProblemError
-from stages.models import Tokenizer
+from pipeline.worker.controller import Output, Stage
+from stages.model.load import Tokenizer
 
 SAMPLE = "What is 3 + 4? be=bbbb"  # that both tokenizers must split in the same way
 WAYS: tuple[dict[str, Any], ...] = (  # of asking for the logprobs of a prompt

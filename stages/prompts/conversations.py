@@ -17,11 +17,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stages.prompts.files import PromptError
+from stages.prompts.rows.files import PromptError
 from stages.prompts.templates import Message, read_chat_template
 
 if TYPE_CHECKING:
-    from stages.models import Tokenizer
+    from stages.model.load import Tokenizer
 
 DEFAULT = "default"  # of several named chat templates
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")

@@ -20,11 +20,11 @@ from typing import Any
 
 import structlog
 
+from pipeline.data.events import PromptEvent
 from pipeline.documents.flow import FED, FEED, VERSION
-from pipeline.events import PromptEvent
 from pipeline.index.client import Index
-from stages.prompts.files import PromptError, Row
 from stages.prompts.formatter import Prompt, PromptFormatter
+from stages.prompts.rows.files import PromptError, Row
 from stages.prompts.rows.values import plain_row
 from stages.prompts.templates import prompt_in
 from stages.prompts.too_long import TOO_LONG_FILE, LongPrompts

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.compat.extras import extra
-from stages.prompts.files import (
+from stages.prompts.options import SHORT_CHARACTERS, PromptOptions
+from stages.prompts.rows.files import (
     LINE_BYTES,
     PromptError,
     Reading,
@@ -25,7 +26,6 @@ from stages.prompts.files import (
     open_file,
     parse_line,
 )
-from stages.prompts.options import SHORT_CHARACTERS, PromptOptions
 from stages.prompts.rows.splits import choose_split, data_files
 from stages.prompts.rows.values import Changes, plain_row
 from stages.prompts.tables import (

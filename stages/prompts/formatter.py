@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from stages.prompts.conversations import Conversations, Response, chosen_template, plain_response
-from stages.prompts.files import PromptError, Row
 from stages.prompts.options import PromptLimits, PromptOptions
+from stages.prompts.rows.files import PromptError, Row
 from stages.prompts.rows.values import Changes, plain_row
 from stages.prompts.tables import Table
 from stages.prompts.templates import (
@@ -32,7 +32,7 @@ from stages.prompts.too_long import LongPrompts
 if TYPE_CHECKING:
     import torch
 
-    from stages.models import Tokenizer
+    from stages.model.load import Tokenizer
 
 
 @dataclass(frozen=True)

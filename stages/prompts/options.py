@@ -24,8 +24,8 @@ from stages.json_schema import (
     schema_of,
     unit,
 )
-from stages.prompts.tasks import CONFIGS, TASKS
 from stages.prompts.templates import parse_template
+from stages.tasks.tasks import CONFIGS, TASKS
 
 # A text of more characters than TOKEN_CHARACTERS for each token that it may have is too long
 # without being tokenized, if it has more than SHORT_CHARACTERS.

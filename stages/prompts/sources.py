@@ -28,16 +28,16 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import structlog
 
-from stages.prompts.files import PromptError, Row
 from stages.prompts.formatter import Prompt, PromptFormatter
 from stages.prompts.options import PromptLimits, PromptOptions
+from stages.prompts.rows.files import PromptError, Row
 from stages.prompts.rows.values import describe
 from stages.prompts.tables import Table, open_rows
 from stages.prompts.templates import Message
 from stages.prompts.too_long import LongPrompts
 
 if TYPE_CHECKING:
-    from stages.models import Tokenizer
+    from stages.model.load import Tokenizer
 
 log = structlog.get_logger()
 

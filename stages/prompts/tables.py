@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.compat.extras import extra
-from stages.prompts.files import (
+from stages.prompts.options import PromptOptions
+from stages.prompts.rows.files import (
     PromptError,
     Row,
     existing,
@@ -23,9 +24,8 @@ from stages.prompts.files import (
     parse_line,
     path_error,
 )
-from stages.prompts.options import PromptOptions
 from stages.prompts.rows.splits import DataFiles, choose_split, data_files
-from stages.prompts.tasks import TASKS
+from stages.tasks.tasks import TASKS
 from stages.user_code import CodeUnusable, imported, place_of
 
 MOST_GENERATED = 1_000_000  # rows of a reasoning_gym task with a size

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stages.prompts.files import PromptError, Row, kind_of
+from stages.prompts.rows.files import PromptError, Row, kind_of
 
 Message = dict[str, str]
 # Literal text; name, format and conversion of the column after it.

@@ -35,7 +35,7 @@ from uuid import UUID
 import torch
 import torch.distributed as dist
 
-from pipeline.warehouse.arena import shared_memory_directory
+from pipeline.data.arena import shared_memory_directory
 from stages.resharding.plan import Round
 
 # of a tensor's part, to or from a place in flat values

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pipeline.problems import Fatal, Problem, ProblemError
-from stages.prompts.tasks import REWARDS
+from stages.tasks.tasks import REWARDS
 from stages.user_code import CodeUnusable, find
 
 ENTRY_POINTS = "asyncdock.rewards"

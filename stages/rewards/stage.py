@@ -34,12 +34,10 @@ import structlog
 import torch
 from tensordict import TensorDict
 
-from pipeline.controller import Output, Stage
-from pipeline.events import AlarmEvent
+from pipeline.data.events import AlarmEvent
 from pipeline.index.client import Claim, Index
-from stages.models import Tokenizer
-from stages.prompts.tasks import COMPUTED, HARMLESS, has_expression
-from stages.rewards.answers import computes
+from pipeline.worker.controller import Output, Stage
+from stages.model.load import Tokenizer
 from stages.rewards.calls import (
     LARGEST,
     Arguments,
@@ -53,6 +51,8 @@ from stages.rewards.calls import (
 )
 from stages.rewards.registry import RESERVED, RewardError
 from stages.rewards.scores import FAILED, FAILED_AS_ZERO, RewardScores, number_of
+from stages.tasks.answers import computes
+from stages.tasks.tasks import COMPUTED, HARMLESS, has_expression
 
 FETCHES = ("given", "fields", "response_ids")
 ROWS_AT_ONCE = 64  # of one claim; rows that became ready together are scored together
@@ -94,9 +94,9 @@ class ErrorPolicy:
 class RewardSet:
     """Reward functions by name, and their weights.
 
-    A name is ``module:function``, or one of :data:`stages.prompts.tasks.REWARDS`, or an entry point
+    A name is ``module:function``, or one of :data:`stages.tasks.tasks.REWARDS`, or an entry point
     of the group ``asyncdock.rewards``. ``pool`` calls the functions that are not
-    :data:`~stages.prompts.tasks.HARMLESS`, and those of :data:`~stages.prompts.tasks.COMPUTED`
+    :data:`~stages.tasks.tasks.HARMLESS`, and those of :data:`~stages.tasks.tasks.COMPUTED`
     where a library computes; without it, all are called in this process. ``end_tokens``: special
     tokens stay in the texts, but for one of these at the end; None: they are left out. An async
     function is called with one row, unless ``batched`` has it.

@@ -22,11 +22,11 @@ from dataclasses import dataclass, replace
 import torch
 from tensordict import NonTensorStack, TensorDict
 
-from pipeline.events import Answer, EvaluationEvent
+from pipeline.data.events import Answer, EvaluationEvent
 from pipeline.first_of import cancel_all, first_of
 from pipeline.index.client import Index
 from stages.engines.protocols import Completion, GroupRequest, RolloutEngine, SamplingParams
-from stages.models import Tokenizer
+from stages.model.load import Tokenizer
 from stages.prompts.formatter import Prompt
 from stages.prompts.sources import PromptSource
 from stages.rewards.scores import has_failed, mean_of

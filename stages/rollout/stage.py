@@ -24,10 +24,11 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from pipeline.controller import Output, Stage
 from pipeline.first_of import cancel_all
 from pipeline.index.client import Claim
 from pipeline.warehouse.dock import Dock
+from pipeline.worker.controller import Output, Stage
+from stages.engines.device_lease import DeviceLease
 from stages.engines.protocols import (
     Begun,
     Completion,
@@ -37,7 +38,6 @@ from stages.engines.protocols import (
     SamplingParams,
 )
 from stages.flow.catalogue import ROUTED
-from stages.training.device_lease import DeviceLease
 
 # columns that a cut response is parked with
 PROGRESS = ("response_ids", "rollout_logprobs", "versions")

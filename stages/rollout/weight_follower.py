@@ -23,11 +23,11 @@ from typing import Any, TypeVar
 import structlog
 import torch
 
-from pipeline.controller import Controller
+from pipeline.data.events import SyncEvent, WorkerEvent
 from pipeline.documents.flow import SWAP, VERSION
-from pipeline.events import SyncEvent, WorkerEvent
 from pipeline.first_of import cancel_all
 from pipeline.index.client import Index
+from pipeline.worker.controller import Controller
 from stages.engines.protocols import ReceivingEngine, SwapTimes, WeightMismatch
 from stages.rollout.evaluate import (
     Evaluation,
@@ -40,11 +40,17 @@ from stages.rollout.evaluate import (
 from stages.rollout.stage import Rollout
 from stages.threads import run_in_thread
 from stages.weights.documents import DAMAGED, LAST_TAKEN
-from stages.weights.fault import OTHER, UNDELIVERED, find_fault, raise_alarm, same_logprobs
-from stages.weights.probe import Probe, ProbeFailed, ProbeJudge, ProbeRule, scored
 from stages.weights.published import Published, WeightsDamaged, WeightsUnreachable
 from stages.weights.records import WeightRecords
-from stages.weights.store import Reader
+from stages.weights.transport.store import Reader
+from stages.weights.verification.fault import (
+    OTHER,
+    UNDELIVERED,
+    find_fault,
+    raise_alarm,
+    same_logprobs,
+)
+from stages.weights.verification.probe import Probe, ProbeFailed, ProbeJudge, ProbeRule, scored
 
 log = structlog.get_logger()
 

@@ -34,17 +34,17 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from pipeline.controller import Output, Stage
-from pipeline.events import AlarmEvent
+from pipeline.data.events import AlarmEvent
 from pipeline.index.client import Claim, Index
 from pipeline.index.prompts import PassRateCalls
+from pipeline.worker.controller import Output, Stage
 from stages.algorithms.named import AlgorithmLike, NamedAlgorithm
-from stages.difficulty import outcome
 from stages.flow.adapter import GROUPS_AT_ONCE, groups_of, outputs_of, plain_columns, rows_at
 from stages.flow.catalogue import CREDIT, MASK, Truncated, credit_stage
 from stages.flow.declarations import Drop
 from stages.flow.resolver import passed_column
 from stages.flow.stage_calls import Result
+from stages.prompts.difficulty import outcome
 from stages.rewards.scores import has_reward
 
 DROPPED = "truncated"  # reason of a group with too few responses that were not truncated

@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING
 from pipeline.documents.flow import VERSION
 from pipeline.first_of import first_of
 from pipeline.index.client import Index
+from stages.engines.device_lease import DeviceLease
 from stages.resharding.swap import State
 from stages.rollout.evaluate import Evaluator, evaluate_once, newest_due, newest_evaluated
-from stages.training.device_lease import DeviceLease
 from stages.training.ranks import RankGroup
 from stages.training.shared_device import SharedDevice
 

@@ -31,15 +31,15 @@ from pipeline.warehouse.dock import Dock
 from stages.algorithms.batch import trained_columns
 from stages.algorithms.interface import AGES
 from stages.algorithms.named import AlgorithmLike
+from stages.engines.device_lease import DeviceLease
 from stages.engines.plans import GroupShape, deal
 from stages.engines.protocols import TrainEngine, UndoableEngine
 from stages.flow.catalogue import AGE, MASK, STALENESS, TOKEN_STALENESS, VERSIONS
 from stages.parallel.layout import ALONE, RankCoordinates
-from stages.training.device_lease import DeviceLease
 from stages.weights.documents import RANK_ORDERS, RANK_PARTS
-from stages.weights.probe import probed
 from stages.weights.published import Published, joined
-from stages.weights.store import Publisher
+from stages.weights.transport.store import Publisher
+from stages.weights.verification.probe import probed
 
 log = structlog.get_logger()
 

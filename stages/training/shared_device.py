@@ -14,17 +14,17 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from pipeline.controller import Controller
-from pipeline.events import SyncEvent, TurnEvent
+from pipeline.data.events import SyncEvent, TurnEvent
 from pipeline.index.client import Index
+from pipeline.worker.controller import Controller
 from stages import device as devices
-from stages.adapters.turns import AdapterSwap
+from stages.engines.device_lease import DeviceLease
 from stages.engines.protocols import ColocatedEngine
 from stages.resharding.plan import Phase, ReshardPlan
 from stages.resharding.swap import State, Swap, SwapError
-from stages.training.device_lease import DeviceLease
-from stages.weights.fault import OTHER, raise_alarm
-from stages.weights.probe import Probe, ProbeFailed, ProbeJudge, ProbeRule, scored
+from stages.training.adapter_turns import AdapterSwap
+from stages.weights.verification.fault import OTHER, raise_alarm
+from stages.weights.verification.probe import Probe, ProbeFailed, ProbeJudge, ProbeRule, scored
 
 if TYPE_CHECKING:
     from stages.engines.torch.train import TorchTrainEngine

@@ -22,7 +22,7 @@ import structlog
 
 from pipeline.index.client import Claim
 from pipeline.problems import Fatal
-from stages.sample_log import Recorder
+from stages.samples.sample_log import Recorder
 
 log = structlog.get_logger()
 

@@ -25,30 +25,30 @@ import torch
 import xxhash
 from tensordict import TensorDict
 
-from pipeline.controller import Output, Stage
+from pipeline.data.arena import StaleHandle
+from pipeline.data.events import ForecastEvent, StepEvent, SyncEvent
 from pipeline.documents.flow import VERSION
-from pipeline.events import ForecastEvent, StepEvent, SyncEvent
 from pipeline.first_of import cancel_all, first_of
 from pipeline.index.client import BoundBroken, Claim
 from pipeline.problems import Passing
-from pipeline.spans import Spans
-from pipeline.warehouse.arena import StaleHandle
 from pipeline.warehouse.dock import Dock
+from pipeline.worker.controller import Output, Stage
+from pipeline.worker.spans import Spans
 from stages.algorithms.batch import trained_columns
 from stages.algorithms.named import AlgorithmLike
+from stages.engines.device_lease import DeviceLease
 from stages.engines.protocols import TrainEngine, UndoableEngine
 from stages.flow.catalogue import TOKEN_STALENESS
 from stages.rewards.scores import has_failed, has_reward
-from stages.sample_log import Recorder, Sample
+from stages.samples.sample_log import Recorder, Sample
 from stages.training.critic import CriticOrders
-from stages.training.device_lease import DeviceLease
 from stages.training.ranks import RankGroup
 from stages.training.skipped import SkippedSteps
 from stages.weights.documents import DAMAGED, ENGINES, FORECAST, LAST_TAKEN, TAKEN
-from stages.weights.probe import Probe, probed
 from stages.weights.published import Published, WeightsDamaged
 from stages.weights.records import WeightRecords
-from stages.weights.store import Publisher
+from stages.weights.transport.store import Publisher
+from stages.weights.verification.probe import Probe, probed
 
 log = structlog.get_logger()
 

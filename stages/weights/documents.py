@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from pipeline.data.events import ForecastEvent
 from pipeline.documents.kinds import Document, Log, Topic
-from pipeline.events import ForecastEvent
 
 TAKEN = Topic("weights")
 """An engine has taken the last version or reported one as damaged, or the engines are others."""

@@ -12,7 +12,7 @@ import torch
 import xxhash
 from pydantic import TypeAdapter
 
-from stages.weights.probe import Probe
+from stages.weights.verification.probe import Probe
 
 
 class WeightsDamaged(RuntimeError):

@@ -8,10 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from orchestration.recipe.load import parse_recipe
+from orchestration.recipe.loading.load import parse_recipe
 from orchestration.recipe.schema import Recipe
 from orchestration.run.execution import RunResult
-from pipeline.events import Event
+from pipeline.data.events import Event
 
 STEPS = 8
 BOUND = 2

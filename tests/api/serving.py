@@ -15,12 +15,12 @@ from aiohttp import ClientResponse, web
 from aiohttp.test_utils import TestClient, TestServer
 
 from api.server.app import build_app
-from api.server.operations import build_routes
-from api.server.problems import MEDIA_TYPE
-from api.server.recipe_checks import Checks
-from api.server.service import Settings
+from api.server.http.problems import MEDIA_TYPE
+from api.server.service.operations import build_routes
+from api.server.service.recipe_checks import Checks
+from api.server.service.service import Settings
 from orchestration import logs
-from orchestration.service.registry import Registry
+from orchestration.state.registry import Registry
 from tests.api.watchdog import Watchdog, marked
 
 Client = TestClient[web.Request, web.Application]

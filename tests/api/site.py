@@ -21,7 +21,7 @@ from typing import Any
 from api.server.access.tokens import Scope, Tokens
 from orchestration.service.index_server import ServiceIndex
 from orchestration.service.own_services import read_authorization
-from pipeline.events import EventData
+from pipeline.data.events import EventData
 from pipeline.index.client import Index
 from tests.forked import asyncdock
 

@@ -19,10 +19,10 @@ from typing import Any
 
 import pytest
 
-from api.server.operations import BODY_VALUES
-from api.server.problems import LONGEST_VALUE, shown, without_password
-from api.server.recipe_checks import Checks
-from api.server.service import SERVICE, Service
+from api.server.http.problems import LONGEST_VALUE, shown, without_password
+from api.server.service.operations import BODY_VALUES
+from api.server.service.recipe_checks import Checks
+from api.server.service.service import SERVICE, Service
 from tests.api.served import Served
 from tests.api.serving import Client, problem, serving
 from tests.orchestration.runs import MOCK

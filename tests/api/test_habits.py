@@ -21,7 +21,7 @@ from api.cli import local_run
 from api.cli import main as cli
 from api.telemetry.progress import Progress
 from api.terminal import live as terminal
-from orchestration.recipe.load import load_recipe
+from orchestration.recipe.loading.load import load_recipe
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
 from tests.api import scripted

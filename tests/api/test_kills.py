@@ -19,7 +19,7 @@ import pytest
 
 from api.client import Client
 from orchestration.processes.handles import Process
-from orchestration.recipe.load import parse_recipe
+from orchestration.recipe.loading.load import parse_recipe
 from orchestration.service.index_server import FILE
 from tests.api.cli.service.test_serve import serving
 from tests.api.served import SECONDS, Served

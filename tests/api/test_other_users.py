@@ -19,7 +19,7 @@ import pytest
 from api.client import SyncClient, Unreachable
 from api.server.access.logins import PREFIX
 from api.server.app import ROUTES
-from api.server.operations import operations_of
+from api.server.service.operations import operations_of
 from orchestration.service.own_services import AUTHORIZATION, find_service, services_folder
 from tests.api.other_user import CALL, NOBODY, as_nobody, command, listening, missing
 from tests.api.served import ROOT, SECONDS, Served, environment

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerFast
 
 from api.policy.handler import respond
 from api.schemas.completions import REQUESTS
-from api.server.service import SERVICE
+from api.server.service.service import SERVICE
 from orchestration.policy import texts
 from orchestration.policy.rows import Rows, spare_of
 from orchestration.processes.confined import Turns, TurnsFull
@@ -206,7 +206,7 @@ async def service(
     index_url: str, tmp_path: Path
 ) -> AsyncGenerator[tuple[Any, dict[str, str], dict[str, str]], None]:
     """A server with two tokens of scope `read`, and a root for models and templates."""
-    from api.server.recipe_checks import Checks
+    from api.server.service.recipe_checks import Checks
 
     (tmp_path / "root").mkdir()
     async with serving(index_url, tmp_path, no_token=False, roots=(tmp_path / "root",)) as client:
@@ -373,7 +373,7 @@ async def run_of(served: Served, session: aiohttp.ClientSession, megabytes: int 
 def checkers(served: Served) -> list[psutil.Process]:
     assert served.process is not None
     children = psutil.Process(served.process.pid).children()
-    return [child for child in children if "api.server.check_worker" in child.cmdline()]
+    return [child for child in children if "api.server.service.check_worker" in child.cmdline()]
 
 
 def busy(served: Served) -> set[int]:

@@ -15,10 +15,10 @@ import pytest
 from aiohttp import ClientTimeout
 
 from api.external.session import ExternalSession
-from api.server import external_sessions as sessions_module
 from api.server.app import ROUTES
-from api.server.external_sessions import ExternalSessions
-from api.server.operations import operations_of
+from api.server.service.external_sessions import ExternalSessions
+from api.server.service.operations import operations_of
+from api.server.service.service import external_sessions as sessions_module
 from tests.api.serving import Client, problem, serving
 from tests.orchestration.runs import MOCK
 

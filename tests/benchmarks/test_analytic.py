@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.analytic import Hardware, analytic_costs
 from orchestration.recipe.schema import Recipe
-from stages.models import tiny_tokenizer
+from stages.model.load import tiny_tokenizer
 from tests.orchestration.runs import TINY, recipe
 
 LAYERS = 3

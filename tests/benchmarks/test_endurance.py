@@ -16,9 +16,9 @@ from api.telemetry.progress import Progress
 from api.telemetry.series import Wanted, width
 from benchmarks.endurance import BEGIN, by_clock, bytes_of, main, sent, size_of
 from benchmarks.run_growth import BOUNDS, Growth, Trend, grown, growth_table
-from orchestration.events_file import METRICS, MetricsFile
+from orchestration.history.events_file import METRICS, MetricsFile
 from orchestration.history.past import past_of
-from pipeline.events import Event
+from pipeline.data.events import Event
 
 OPTIONS = argparse.Namespace(step_seconds=2.4, rollouts=4)
 # the most that a run's file of events may grow by

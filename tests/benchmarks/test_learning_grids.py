@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import noisy_rewards, staleness, waste
 from benchmarks.learning import Trial, read_trials
-from stages.prompts import tasks
+from stages.tasks import tasks
 
 SHORT = [
     "--set",

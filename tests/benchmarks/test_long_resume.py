@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.long_resume import measure, renumber, table
-from orchestration.events_file import METRICS, read_metrics
-from orchestration.run import checkpoint
+from orchestration.checkpoints import checkpoint
+from orchestration.history.events_file import METRICS, read_metrics
 
 
 def test_the_resumed_run_goes_on_after_the_steps_that_its_file_has(tmp_path: Path) -> None:

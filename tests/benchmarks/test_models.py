@@ -23,8 +23,8 @@ from benchmarks.models import (
     refusal,
     sequences,
 )
-from stages.models import tiny_tokenizer
-from stages.weights.probe import ProbeRule
+from stages.model.load import tiny_tokenizer
+from stages.weights.verification.probe import ProbeRule
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 

@@ -88,7 +88,7 @@ def test_the_table_counts_by_module_and_lists_survivors() -> None:
         ["a.py", "2", "1"],
         ["all", "2", "1"],
     ]
-    results.append(Result("stages/gate.py", 3, "x < y", "x <= y", False, 1.0))
+    results.append(Result("stages/prompts/gate.py", 3, "x < y", "x <= y", False, 1.0))
     counts = [line.split() for line in shown(results).splitlines()[3:5]]
     assert counts == [["gate", "1", "0"], ["all", "3", "1"]]
     assert table.endswith("a.py:3\n  - x < y\n  + x <= y")

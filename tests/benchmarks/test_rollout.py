@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks.rollout import PARTS, Case, Machine, Sizes, floor_seconds, main
-from stages.models import load_model
+from stages.model.load import load_model
 
 
 def tiny() -> Sizes:

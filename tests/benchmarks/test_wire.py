@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from benchmarks.wire import CASES, SMALL, Case, fill, main, schema
-from pipeline.blocks import BlockReader
-from pipeline.warehouse.arena import Arena
+from pipeline.data.arena import Arena
+from pipeline.data.blocks import BlockReader
 
 
 def test_the_cases_lie_in_the_arena_as_their_names_say(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from api.client import ExternalStage
 from orchestration.external.errors import WeightsTooOld
-from pipeline.columns import Packed
+from pipeline.data.columns import Packed
 from pipeline.index.client import LeaseLost
 
 

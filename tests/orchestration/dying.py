@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from orchestration.run.engines import _torch_train
+from orchestration.workers.engines import _torch_train
 from stages.engines.protocols import TrainEngine
 from stages.parallel.layout import RankCoordinates
 

@@ -13,10 +13,10 @@ from typing import Any
 from api.schemas.events import MODELS
 from orchestration.history.lines import finite
 from orchestration.processes.forkserver import ForkServer
-from orchestration.recipe.load import parse_recipe
+from orchestration.recipe.loading.load import parse_recipe
 from orchestration.recipe.schema import Recipe
 from orchestration.run.execution import Execution, RunResult
-from pipeline.events import Event
+from pipeline.data.events import Event
 from tests.forked import fork_server, listen
 
 TINY: dict[str, Any] = {

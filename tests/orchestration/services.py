@@ -15,16 +15,16 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from orchestration.events_file import METRICS, read_metrics
+from orchestration.history.events_file import METRICS, read_metrics
 from orchestration.processes.handles import Process
 from orchestration.recipe.schema import Recipe
 from orchestration.service.agent import Agent
 from orchestration.service.index_server import ServiceIndex
-from orchestration.service.lifecycle import shared_prefix
-from orchestration.service.registry import ActiveRun, Registry, RunRecord
-from pipeline.events import ENDED, Event
+from orchestration.state.lifecycle import shared_prefix
+from orchestration.state.registry import ActiveRun, Registry, RunRecord
+from pipeline.data.arena import shared_memory_directory
+from pipeline.data.events import ENDED, Event
 from pipeline.index.client import INDEX_VARIABLE, Index
-from pipeline.warehouse.arena import shared_memory_directory
 from tests.forked import ROOT, asyncdock
 from tests.orchestration.runs import forks
 

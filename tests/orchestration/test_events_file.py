@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from orchestration import events_file
 from orchestration.disk import replacing
-from orchestration.events_file import METRICS, MetricsFile, read_metrics
+from orchestration.history import events_file
+from orchestration.history.events_file import METRICS, MetricsFile, read_metrics
 from orchestration.history.lines import line_of
 from orchestration.private_files import write_private
-from pipeline.events import Event, order
+from pipeline.data.events import Event, order
 from pipeline.index.client import Index
 from pipeline.index.embedded import EmbeddedIndex
 

@@ -15,7 +15,7 @@ import pytest
 
 from orchestration import private_files as private
 from orchestration.private_files import NotPrivate, private_folder, read_by_others, write_private
-from orchestration.recipe.load import parse_recipe
+from orchestration.recipe.loading.load import parse_recipe
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
 from orchestration.service import index_server as service_index

@@ -7,8 +7,8 @@ import struct
 import numpy as np
 import torch
 
-from pipeline.blocks import MAGIC
-from pipeline.columns import Packed, Schema
+from pipeline.data.blocks import MAGIC
+from pipeline.data.columns import Packed, Schema
 
 
 class BlockView:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from pipeline.staleness import StalenessPlan
+from pipeline.schedule.staleness import StalenessPlan
 
 
 class Plan(StalenessPlan):

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from pipeline.blocks import BlockReader, pack
-from pipeline.columns import (
+from pipeline.data.arena import StaleHandle
+from pipeline.data.blocks import BlockReader, pack
+from pipeline.data.columns import (
     DTYPES,
     MAX_COLUMNS,
     Column,
@@ -23,7 +24,6 @@ from pipeline.columns import (
     Schema,
     in_order,
 )
-from pipeline.warehouse.arena import StaleHandle
 from tests.pipeline.block_view import BlockView
 
 SCHEMA = Schema(

@@ -13,13 +13,13 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from pipeline.clock import Clock
-from pipeline.columns import Column, Schema
-from pipeline.controller import Controller, Output
+from pipeline.data.columns import Column, Schema
 from pipeline.index.client import Claim, Index, RunConfig, StageSpec
 from pipeline.index.warehouses import Block
-from pipeline.spans import Spans
 from pipeline.warehouse.dock import Dock
+from pipeline.worker.clock import Clock
+from pipeline.worker.controller import Controller, Output
+from pipeline.worker.spans import Spans
 from tests.any_event import AnyEvent
 
 SCHEMA = Schema([Column.scalar("number", torch.int64), Column.scalar("doubled", torch.int64)])

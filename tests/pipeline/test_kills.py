@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import pytest
 import torch
 
-from pipeline.columns import Column, Schema
+from pipeline.data.columns import Column, Schema
 from pipeline.index.client import Index, IndexUnreachable, LeaseLost, RunConfig, StageSpec
 from pipeline.index.embedded import EmbeddedIndex
 from pipeline.warehouse import directory

@@ -14,8 +14,8 @@ from orchestration.run.folder import RunFolder
 from orchestration.simulation.costs import Costs, DrawnLengths
 from orchestration.simulation.forecast import Forecast, forecast
 from orchestration.simulation.simulator import Setup
-from pipeline.pacing import MARGIN, STEPS, Pacer
-from pipeline.staleness import StalenessPlan
+from pipeline.schedule.pacing import MARGIN, STEPS, Pacer
+from pipeline.schedule.staleness import StalenessPlan
 from tests.orchestration.runs import MOCK, complete, recipe
 
 GROUPS = 16

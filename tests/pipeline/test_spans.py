@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.spans import Spans
+from pipeline.worker.spans import Spans
 
 
 @given(lengths=st.lists(st.floats(0, 100, allow_nan=False), max_size=60), most=st.integers(1, 12))

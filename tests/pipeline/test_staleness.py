@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pipeline.staleness import StalenessPlan, max_age, slack_for
+from pipeline.schedule.staleness import StalenessPlan, max_age, slack_for
 from tests.pipeline.staleness_model import Plan, windowed_pick
 
 plans = st.builds(

@@ -27,24 +27,24 @@ from transformers import (
 )
 
 from benchmarks.families import model_of as family_model
-from orchestration.run import checkpoint
+from orchestration.checkpoints import checkpoint
 from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.algorithms.policy_gradient.ppo import PPO
 from stages.algorithms.supervised.dpo import DPO
 from stages.engines.plans import GroupShape, deal
-from stages.engines.torch import layers as torch_layers
 from stages.engines.torch.critic import TorchCriticEngine
 from stages.engines.torch.decoding.decoder import TorchDecoder
-from stages.engines.torch.layers import rms_norm
+from stages.engines.torch.model import layers as torch_layers
+from stages.engines.torch.model.layers import rms_norm
 from stages.engines.torch.parallel import sharded as torch_sharded
 from stages.engines.torch.parallel.sharded import Sharded, whole
 from stages.engines.torch.train import TorchTrainEngine
-from stages.models import model_skeleton
+from stages.model.files import WeightFiles, in_one_dtype
+from stages.model.load import model_skeleton
 from stages.parallel.layout import Layout, RankCoordinates
 from stages.parallel.placement import model_state, place, train_placement
 from stages.resharding.plan import plan_reshard
 from stages.resharding.swap import Swap
-from stages.weights.files import WeightFiles, in_one_dtype
 from tests.allocations import Allocations
 from tests.batches import RAGGED, VOCABULARY, make_batch, stack, unstack
 

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stages import difficulty
-from stages.difficulty import (
+from stages.model.load import load_tokenizer
+from stages.prompts import difficulty
+from stages.prompts.difficulty import (
     LEAST_SHARE,
     MOST_PASSED,
     Difficulty,
@@ -18,7 +19,6 @@ from stages.difficulty import (
     prompt_key,
     share,
 )
-from stages.models import load_tokenizer
 from stages.prompts.options import PromptOptions
 from stages.prompts.sources import PromptSource, load_prompts
 

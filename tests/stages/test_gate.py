@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.columns import Column, Schema
+from pipeline.data.columns import Column, Schema
 from pipeline.documents.flow import VERSION
 from pipeline.index.client import Claim, Index, RunConfig, StageSpec
-from pipeline.pacing import Pacer
-from pipeline.staleness import StalenessPlan
+from pipeline.schedule.pacing import Pacer
+from pipeline.schedule.staleness import StalenessPlan
 from pipeline.warehouse.dock import Dock
-from stages.gate import Gate
 from stages.prompts.external import ExternalPrompts
 from stages.prompts.formatter import Prompt
+from stages.prompts.gate import Gate
 from stages.prompts.too_long import LongPrompts
 
 SCHEMA = Schema(

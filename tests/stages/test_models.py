@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from orchestration.recipe.planner import CONFIGS, parameters_of_source
-from stages import models
-from stages.models import TINY_CHARACTERS, ModelNotFound, load_model, load_tokenizer
+from orchestration.recipe.sizes.planner import CONFIGS, parameters_of_source
+from stages.model import load as models
+from stages.model.load import TINY_CHARACTERS, ModelNotFound, load_model, load_tokenizer
 
 
 def test_tiny_is_made_from_its_seed_and_leaves_the_global_rng_alone() -> None:

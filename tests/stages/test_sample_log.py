@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
-from stages import sample_log as sample_log
-from stages.sample_log import FILES, FOLDER, SampleLog, read
+from stages.samples import sample_log as sample_log
+from stages.samples.sample_log import FILES, FOLDER, SampleLog, read
 from tests.orchestration.runs import MOCK, complete, recipe
 
 

@@ -11,10 +11,10 @@ from typing import Annotated
 
 import typer
 
-from api.cli.exit_codes import FAILED
+from api.cli.common.exit_codes import FAILED
+from api.cli.common.options import JsonOption
+from api.cli.common.output import print_json, refuse
 from api.cli.folder.foreign import run_folder
-from api.cli.options import JsonOption
-from api.cli.output import print_json, refuse
 from api.terminal.screen import write
 
 checkpoint_app = typer.Typer(help="Look at the checkpoints of a run.", no_args_is_help=True)
@@ -34,7 +34,7 @@ def verify(
 ) -> None:
     """Read every file of a run's checkpoints, also at checkpoint.url, and compare it with the
     digest of when it was written. Ends with 1 where one is damaged."""
-    from orchestration.run.storage.verification import NoCheckpoints, verified
+    from orchestration.checkpoints.verification import NoCheckpoints, verified
 
     try:
         verifications = list(verified(run))

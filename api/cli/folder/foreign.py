@@ -11,7 +11,7 @@ import stat
 from pathlib import Path
 from typing import TypeVar
 
-from api.cli.output import refuse
+from api.cli.common.output import refuse
 
 Named = TypeVar("Named", Path, str, Path | None)
 
@@ -41,7 +41,7 @@ def run_folder(run: Named) -> Named:
 def refuse_anothers(run_dir: Path, trusted: bool) -> None:
     """End the command unless the run in ``run_dir`` is this user's, root's, or ``trusted``."""
     from orchestration.run.folder import BEGUN_IN
-    from orchestration.run.paths import RECIPE
+    from orchestration.state.paths import RECIPE
 
     for path in (run_dir, run_dir / RECIPE, run_dir / BEGUN_IN):
         try:

@@ -19,9 +19,9 @@ from typing import Annotated
 
 import typer
 
-from api.cli.exit_codes import BAD_INPUT, FAILED
-from api.cli.options import DataOption, IndexOption
-from api.cli.output import refuse
+from api.cli.common.exit_codes import BAD_INPUT, FAILED
+from api.cli.common.options import DataOption, IndexOption
+from api.cli.common.output import refuse
 from pipeline.index.address import with_password
 
 
@@ -59,7 +59,7 @@ def agent_command(
 async def _work(url: str, data: Path, runs: int, shared: bool) -> None:
     from orchestration.service.agent import Agent, AgentError
     from orchestration.service.index_server import ServiceIndex
-    from orchestration.service.registry import Registry
+    from orchestration.state.registry import Registry
 
     service_index = None if url else ServiceIndex(data)
     if service_index is not None:

@@ -17,8 +17,8 @@ from urllib.parse import urlsplit
 
 import typer
 
-from api.cli.exit_codes import BAD_INPUT, FAILED, INTERRUPTED, NO_SERVICE
-from api.cli.output import advised, refuse
+from api.cli.common.exit_codes import BAD_INPUT, FAILED, INTERRUPTED, NO_SERVICE
+from api.cli.common.output import advised, refuse
 from api.client.credentials import (
     DEFAULT_SERVER,
     SERVER_VARIABLE,
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 PATIENCE = 5.0  # seconds for which a command retries
 COMPLETION_SECONDS = 2.0  # for an answer to the TAB key
-UNKNOWN_RUN = "urn:asyncdock:unknown-run"  # the problem's type, from api.server.problems
+UNKNOWN_RUN = "urn:asyncdock:unknown-run"  # the problem's type, from api.server.http.problems
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -106,8 +106,8 @@ def ask_here(
     if not (folder / "recipe.json").is_file():
         return None
     from orchestration.recipe.problems import RecipeError
-    from orchestration.service.lifecycle import ask_in_folder
-    from orchestration.service.registry import WrongState
+    from orchestration.state.lifecycle import ask_in_folder
+    from orchestration.state.registry import WrongState
 
     try:
         return asyncio.run(ask_in_folder(folder, work))

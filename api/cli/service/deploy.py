@@ -11,9 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
-from api.cli.exit_codes import FAILED
-from api.cli.options import IndexOption
-from api.cli.output import refuse
+from api.cli.common.exit_codes import FAILED
+from api.cli.common.options import IndexOption
+from api.cli.common.output import refuse
 from pipeline.compat.extras import ExtraMissing, extra, is_installed
 
 
@@ -65,10 +65,10 @@ def deploy_command(
             import ray
             from ray import serve
 
-        from api.policy.deployment import PolicyDeployment
+        from api.server.deployment import PolicyDeployment
     except ExtraMissing as error:
         refuse(f"deploy: {error}", FAILED)
-    from api.server.service import Settings
+    from api.server.service.service import Settings
     from orchestration.service.index_server import ServiceIndex
 
     if least > most:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from urllib.parse import urlsplit
 
-from api.cli.options import JsonOption, ServerOption
-from api.cli.output import print_json
+from api.cli.common.options import JsonOption, ServerOption
+from api.cli.common.output import print_json
 from api.cli.service.asking import ask
 from api.client.credentials import DEFAULT_SERVER
 from api.terminal.screen import write

@@ -20,8 +20,8 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from api.cli.exit_codes import FAILED, NO_READER, OF_STATE
-from api.cli.options import (
+from api.cli.common.exit_codes import FAILED, NO_READER, OF_STATE
+from api.cli.common.options import (
     EventsOption,
     FromOption,
     JsonOption,
@@ -29,8 +29,8 @@ from api.cli.options import (
     ServerOption,
     SetOption,
 )
-from api.cli.output import advised, local_time, print_json, refuse, table
-from api.cli.recipe_files import complete_path
+from api.cli.common.output import advised, local_time, print_json, refuse, table
+from api.cli.common.recipe_files import complete_path
 from api.cli.service.asking import ask, ask_for_completion, ask_here, is_loopback, newest_runs
 from api.client.credentials import DEFAULT_SERVER, TOKEN_VARIABLE, KeyringError, forget, remember
 from api.terminal.screen import complain, pairs_table, safe_console, write
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from api.client import Client, ServiceError
     from api.schemas.runs import RunView, SampleView, StagesView
-    from orchestration.service.registry import Ask
+    from orchestration.state.registry import Ask
     from pipeline.index.client import Index
 
 WATCH_PATIENCE = 300.0  # seconds for which a view survives a service that does not answer
@@ -235,7 +235,7 @@ def scale(
         )
 
     async def scaled(index: Index) -> str:
-        from orchestration.elastic.scale import request_scale
+        from orchestration.supervise.scale import request_scale
 
         return await request_scale(index, int(number))
 
@@ -372,7 +372,7 @@ def _submission(
 ) -> tuple[str | dict[str, Any], dict[str, Any] | None]:
     """Return what to submit: the tables of a file with the overrides applied, or a name and the
     overrides."""
-    from orchestration.recipe.load import read_recipe
+    from orchestration.recipe.loading.load import read_recipe
     from orchestration.recipe.problems import RecipeError
 
     path = Path(recipe)
@@ -389,7 +389,7 @@ def _submission(
 
 def _overrides(sets: Sequence[str]) -> dict[str, Any]:
     """Return the values of options --set by key."""
-    from orchestration.recipe.load import toml_value
+    from orchestration.recipe.loading.load import toml_value
 
     overrides = {}
     for text in sets:
@@ -550,7 +550,7 @@ def _request(
 
 def _active(what: Ask) -> Callable[[Index], Awaitable[str]]:
     async def asked(index: Index) -> str:
-        from orchestration.service.registry import ask_active
+        from orchestration.state.registry import ask_active
 
         return await ask_active(index, what)
 

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from api.cli.exit_codes import FAILED
-from api.cli.options import DataOption, IndexOption
-from api.cli.output import advised, refuse
+from api.cli.common.exit_codes import FAILED
+from api.cli.common.options import DataOption, IndexOption
+from api.cli.common.output import advised, refuse
 from api.cli.service.link import login_link
 from api.terminal.screen import complain
 
 if TYPE_CHECKING:  # imported when serving: `asyncdock runs list` imports this module too
-    from api.server.service import Settings
+    from api.server.service.service import Settings
 
 LISTEN = "127.0.0.1:8765"
 Names = list[str] | None
@@ -117,9 +117,9 @@ def serve_command(
     from pydantic import ValidationError
 
     from api.server.app import ServeError
-    from api.server.service import Settings
+    from api.server.service.service import Settings
     from orchestration.private_files import keep_from_others
-    from orchestration.recipe.values import parse_size
+    from orchestration.recipe.sections.values import parse_size
 
     keep_from_others()
     # The options that have a setting's name.

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from api.cli.options import JsonOption, ServerOption
-from api.cli.output import print_json, write
+from api.cli.common.options import JsonOption, ServerOption
+from api.cli.common.output import print_json, write
 from api.cli.service.asking import ask, ask_here
 from api.cli.service.runs import LiveArgument
 from api.client.credentials import DEFAULT_SERVER
 
 if TYPE_CHECKING:
-    from orchestration.guard.waiting import Wait
+    from orchestration.supervise.waiting import Wait
     from pipeline.index.client import Index
 
 
@@ -25,7 +25,7 @@ def why_command(
     """Print who waits for whom in a run at this moment, for how long, and which bound ends it."""
 
     async def waiting(index: Index) -> list[Wait]:
-        from orchestration.guard.waiting import waiting_chain
+        from orchestration.supervise.waiting import waiting_chain
 
         return await waiting_chain(index)
 

@@ -32,8 +32,8 @@ from aiohttp.http_exceptions import (
 from aiohttp.streams import StreamReader
 
 from api.server.access.limits import SECURITY_HEADERS, client_of
-from api.server.problems import MEDIA_TYPE, HTTPProblem, problem_of
-from api.server.service import SERVICE, Settings
+from api.server.http.problems import MEDIA_TYPE, HTTPProblem, problem_of
+from api.server.service.service import SERVICE, Settings
 
 log = structlog.get_logger()
 

@@ -26,7 +26,7 @@ from pathlib import Path
 import structlog
 
 from api.server.access.tokens import Token, Tokens
-from api.server.problems import HTTPProblem
+from api.server.http.problems import HTTPProblem
 
 log = structlog.get_logger()
 

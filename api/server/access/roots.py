@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from orchestration.private_files import SERVICE_NAMES
-from orchestration.service.lifecycle import WHERE
 from orchestration.service.own_services import services_folder
+from orchestration.state.lifecycle import WHERE
 
 RUNS = "runs"  # in the service's folder: the folders of its runs
 MOST_ENTRIES = 20_000  # of a folder, with its subfolders

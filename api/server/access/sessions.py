@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 import structlog
 
 from api.server.access.tokens import Scope, Token, Tokens
-from api.server.problems import HTTPProblem
+from api.server.http.problems import HTTPProblem
 from pipeline.index.client import IndexUnreachable
 
 log = structlog.get_logger()

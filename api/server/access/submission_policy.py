@@ -16,12 +16,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from api.server import problems as answers
 from api.server.access.roots import below_root, leads_out
-from api.server.service import Settings
-from orchestration.recipe.bounds import out_of_bounds
-from orchestration.recipe.clusters import CLUSTERS
-from orchestration.recipe.load import (
+from api.server.http import problems as answers
+from api.server.service.service import Settings
+from orchestration.checkpoints import base_models
+from orchestration.recipe.loading.load import (
     SHIPPED,
     extended,
     fixed_problems,
@@ -33,16 +32,17 @@ from orchestration.recipe.model_files import KNOWN_MODELS
 from orchestration.recipe.problems import RecipeError, suggest
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sections import VllmSection
+from orchestration.recipe.sections.bounds import out_of_bounds
+from orchestration.recipe.sections.clusters import CLUSTERS
 from orchestration.recipe.sections.retired import migrated
-from orchestration.recipe.values import format_size
-from orchestration.run.storage import base_models
+from orchestration.recipe.sections.values import format_size
 from pipeline.index.address import redacted
 from pipeline.node import AUTO, LOOPBACK
 from pipeline.problems import Problem
 from stages.json_schema import IsCode, IsPath, marked
 from stages.prompts.conversations import is_template_name
-from stages.prompts.files import Reading
-from stages.prompts.tasks import HARMLESS
+from stages.prompts.rows.files import Reading
+from stages.tasks.tasks import HARMLESS
 
 LONGEST_NAME = 64
 ASK = "ask the operator for {}"

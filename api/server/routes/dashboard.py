@@ -12,9 +12,9 @@ from typing import Any
 from aiohttp import web
 from pydantic import Field
 
-from api.server.operations import Strict, operation
-from api.server.problems import HTTPProblem
-from api.server.service import Service
+from api.server.http.problems import HTTPProblem
+from api.server.service.operations import Strict, operation
+from api.server.service.service import Service
 
 API = Path(__file__).parents[2]
 TYPES = {

@@ -29,9 +29,9 @@ from api.external.schemas import (
     WeightsView,
 )
 from api.schemas.runs import RunPath
-from api.server.bodies import BINARY, PIECE, read_body
-from api.server.operations import operation
-from api.server.service import PRINCIPAL, Service
+from api.server.http.bodies import BINARY, PIECE, read_body
+from api.server.service.operations import operation
+from api.server.service.service import PRINCIPAL, Service
 
 MOST_BYTES = 128 * 2**20  # of one body of columns
 PROMPTS_BYTES = 16 * 2**20

@@ -9,9 +9,9 @@ from aiohttp import web
 
 from api.schemas.login import LinkView, Login, LoginView
 from api.server.access.logins import CODE_SECONDS, SESSION_SECONDS, user_of
-from api.server.operations import operation
-from api.server.problems import HTTPProblem
-from api.server.service import LOCAL, PRINCIPAL, Service
+from api.server.http.problems import HTTPProblem
+from api.server.service.operations import operation
+from api.server.service.service import LOCAL, PRINCIPAL, Service
 
 _own: dict[str, Any] = {"scope": "read", "tag": "login"}
 

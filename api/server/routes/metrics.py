@@ -17,20 +17,20 @@ from pydantic_core import PydanticCustomError, to_json
 
 from api.schemas.events import MESSAGES
 from api.schemas.runs import MetricsView, RunPath
-from api.server.bodies import JSON
-from api.server.operations import Strict, operation
-from api.server.problems import HTTPProblem
-from api.server.service import SERVICE, Service
+from api.server.http.bodies import JSON
+from api.server.http.problems import HTTPProblem
+from api.server.service.operations import Strict, operation
+from api.server.service.service import SERVICE, Service
 from api.telemetry.fanout import Ending, EventReader, Fanout, Fanouts
 from api.telemetry.history import History, id_at
 from api.telemetry.perfetto import REPORT_SECONDS, Trace, trace_json
 from api.telemetry.prometheus import Exposition, ServerMetrics
 from api.telemetry.series import SERIES, Wanted, names_like, width
-from orchestration.events_file import METRICS
+from orchestration.history.events_file import METRICS
 from orchestration.history.kept import EVERY
 from orchestration.history.reduction import TooMany
-from orchestration.service.registry import RunRecord
-from pipeline.events import ENDED, Event, Kind, order
+from orchestration.state.registry import RunRecord
+from pipeline.data.events import ENDED, Event, Kind, order
 
 if TYPE_CHECKING:
     from orchestration.history.past import Series

@@ -20,12 +20,12 @@ from api.schemas.completions import (
     Request,
 )
 from api.schemas.runs import Strict
-from api.server.operations import operation, while_wanted
-from api.server.problems import HTTPProblem
-from api.server.service import PRINCIPAL, Service
+from api.server.http.problems import HTTPProblem
+from api.server.service.operations import operation, while_wanted
+from api.server.service.service import PRINCIPAL, Service
+from orchestration.checkpoints.checkpoint import usable
 from orchestration.policy.source import PoliciesBusy, PolicyUnknown, parse_model
-from orchestration.run.checkpoint import usable
-from orchestration.service.registry import UnknownRun
+from orchestration.state.registry import UnknownRun
 
 MOST_RUNS = 100  # that are listed, the newest
 _asking: dict[str, Any] = {

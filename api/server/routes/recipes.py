@@ -20,9 +20,9 @@ from api.schemas.runs import (
     StoredRecipe,
 )
 from api.server.access.submission_policy import stored_recipe, stored_recipes, unknown_recipe
-from api.server.operations import operation, while_wanted
-from api.server.problems import HTTPProblem
-from api.server.service import PRINCIPAL, Service
+from api.server.http.problems import HTTPProblem
+from api.server.service.operations import operation, while_wanted
+from api.server.service.service import PRINCIPAL, Service
 from orchestration.processes.confined import Lost
 from orchestration.recipe.schema import Recipe
 
@@ -97,7 +97,7 @@ async def checked(
 async def asked_apart(
     service: Service, request: web.Request, question: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the answer of :mod:`api.server.check_worker` to ``question``, as long as the client is
+    """Return the answer of :mod:`api.server.service.check_worker` to ``question``, as long as the client is
     there. Raises an HTTPProblem."""
     question = {"settings": service.settings.model_dump(mode="json"), **question}
     try:

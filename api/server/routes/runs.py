@@ -40,21 +40,20 @@ from api.schemas.runs import (
     WhatIf,
     WhatIfView,
 )
-from api.server.operations import Reply, operation
-from api.server.problems import HTTPProblem, without_password
+from api.server.http.problems import HTTPProblem, without_password
 from api.server.routes.recipes import asked_apart, checked
-from api.server.run_status import RunStatus
-from api.server.service import PRINCIPAL, Service
-from orchestration.elastic.scale import overrides_of, request_scale
-from orchestration.guard.waiting import waiting_chain
+from api.server.service.operations import Reply, operation
+from api.server.service.run_status import RunStatus
+from api.server.service.service import PRINCIPAL, Service
+from orchestration.checkpoints import checkpoint, recorded
+from orchestration.checkpoints.recorded import store_url
 from orchestration.recipe.schema import Recipe
-from orchestration.run import checkpoint
-from orchestration.run.documents import CHECKPOINT_REPORTED, RUN_FLOW
-from orchestration.run.lock import RunError
-from orchestration.run.storage import recorded
-from orchestration.run.storage.recorded import store_url
-from orchestration.service.registry import RunRecord
-from pipeline.events import ENDED
+from orchestration.state.documents import CHECKPOINT_REPORTED, RUN_FLOW
+from orchestration.state.lock import RunError
+from orchestration.state.registry import RunRecord
+from orchestration.supervise.scale import overrides_of, request_scale
+from orchestration.supervise.waiting import waiting_chain
+from pipeline.data.events import ENDED
 from pipeline.index.claims import DROPPED
 from pipeline.index.client import IndexRefused
 

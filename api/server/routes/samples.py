@@ -8,10 +8,10 @@ from typing import Any
 from pydantic import Field
 
 from api.schemas.runs import RunPath, SamplePage, SampleView
-from api.server.operations import Strict, operation
-from api.server.problems import HTTPProblem
-from api.server.service import Service
-from stages.sample_log import FOLDER, Sample, read
+from api.server.http.problems import HTTPProblem
+from api.server.service.operations import Strict, operation
+from api.server.service.service import Service
+from stages.samples.sample_log import FOLDER, Sample, read
 
 
 class SamplesQuery(Strict):

@@ -9,9 +9,9 @@ from typing import Any, Literal
 from aiohttp import web
 from pydantic import BaseModel, RootModel
 
-from api.server.operations import operation
-from api.server.problems import HTTPProblem
-from api.server.service import DOCUMENT, Service
+from api.server.http.problems import HTTPProblem
+from api.server.service.operations import operation
+from api.server.service.service import DOCUMENT, Service
 
 
 class Health(BaseModel):

@@ -60,7 +60,7 @@ def adapters_fit_the_model(recipe: Recipe, environment: Environment) -> Iterator
     if not is_installed("peft"):
         yield problem(recipe, "model.lora.rank", "needs the package peft", install("lora"))
     from stages.adapters.names import adapted_layers
-    from stages.models import empty_model
+    from stages.model.load import empty_model
 
     if (model := value_or_none(lambda: empty_model(recipe.model.source))) is None:
         return

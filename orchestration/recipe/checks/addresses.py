@@ -18,9 +18,9 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from orchestration.recipe.checks.registry import Environment, check, machine_check, problem
-from orchestration.recipe.clusters import CLUSTERS
 from orchestration.recipe.problems import value_or_none
 from orchestration.recipe.schema import Recipe
+from orchestration.recipe.sections.clusters import CLUSTERS
 from pipeline.compat.extras import install, is_installed
 from pipeline.index.address import Address, redacted
 from pipeline.node import AUTO, is_loopback, own_address

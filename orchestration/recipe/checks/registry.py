@@ -19,7 +19,7 @@ from orchestration.recipe.schema import Recipe
 from pipeline.problems import Problem
 from stages.device_names import plugin_fault
 from stages.prompts.file_checks import PromptCheck
-from stages.prompts.files import Reading
+from stages.prompts.rows.files import Reading
 
 
 @dataclass

@@ -13,13 +13,13 @@ from orchestration.guard.rules import METRICS
 from orchestration.recipe.checks.registry import Environment, check, machine_check, problem
 from orchestration.recipe.flow import algorithm_of, flow_of
 from orchestration.recipe.model_files import experts_of
-from orchestration.recipe.planner import arena_bytes, config_of, heads_of
 from orchestration.recipe.problems import value_or_none
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sections import CriticSection, TrainSection
-from orchestration.recipe.values import format_size
+from orchestration.recipe.sections.values import format_size
+from orchestration.recipe.sizes.planner import arena_bytes, config_of, heads_of
 from pipeline.problems import Problem
-from pipeline.staleness import passing_steps
+from pipeline.schedule.staleness import passing_steps
 from stages.engines.bounds import LEAST_VLLM
 from stages.parallel.options import fits_ulysses
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler, model_validator
 
-from orchestration.recipe.bounds import LARGEST
-from orchestration.recipe.clusters import CLUSTERS, ClusterBackend
+from orchestration.recipe.sections.bounds import LARGEST
+from orchestration.recipe.sections.clusters import CLUSTERS, ClusterBackend
 from orchestration.recipe.sections.rewards import NETWORK, READ
 from orchestration.recipe.sections.rewards import RewardSection as RewardSection
-from orchestration.recipe.values import (
+from orchestration.recipe.sections.values import (
     AUTO_STALENESS,
     DEVICE_MEANING,
     INDEX_PATTERN,

@@ -6,9 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from orchestration.recipe.values import Count, CountOrZero, Seconds, Section, SizeOrZero
+from orchestration.recipe.sections.values import Count, CountOrZero, Seconds, Section, SizeOrZero
 from stages.json_schema import IsCode, IsPath, key
-from stages.prompts.tasks import HARMLESS
+from stages.tasks.tasks import HARMLESS
 
 NETWORK = key(False, "In a sandbox: it uses the network, as for a judge behind a URL.")
 READ = key(

@@ -23,7 +23,6 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from pipeline.columns import Column, ColumnError, Packed, Schema
 from pipeline.compat.loop_thread import LoopThread
 from pipeline.compat.transfer_queue import discovery
 from pipeline.compat.transfer_queue.batch_meta import KVBatchMeta, Tag
@@ -35,12 +34,13 @@ from pipeline.compat.transfer_queue.fields import (
     encode_field,
     encode_tags,
 )
+from pipeline.data.arena import StaleHandle, shared_memory_directory
+from pipeline.data.columns import Column, ColumnError, Packed, Schema
 from pipeline.index.claims import REF
 from pipeline.index.client import Index, RunConfig, worker_name
 from pipeline.index.embedded import EmbeddedIndex
 from pipeline.index.errors import FieldsChanged, IndexRefused
 from pipeline.index.keys import KeysFound
-from pipeline.warehouse.arena import StaleHandle, shared_memory_directory
 from pipeline.warehouse.dock import Dock
 
 DEFAULTS: dict[str, Any] = {

@@ -13,9 +13,9 @@ from tensordict import TensorDictBase
 from transformers import PreTrainedModel
 
 from stages.algorithms.named import AlgorithmLike
-from stages.engines.torch.head.logits import values_of
-from stages.engines.torch.packed_model import Outputs, PackedModel
-from stages.engines.torch.packing import PackedBatch
+from stages.engines.torch.model.logits import values_of
+from stages.engines.torch.model.packed_model import Outputs, PackedModel
+from stages.engines.torch.model.packing import PackedBatch
 from stages.engines.torch.train import TorchTrainEngine
 
 VALUE_HEAD = "value_head.safetensors"  # beside a critic's Hugging Face checkpoint

@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from stages.engines.protocols import ModelRefused
 from stages.engines.registry import Side
-from stages.engines.torch.attention_interface import PROBE
-from stages.weights.files import NeedsOwnCode, read_config
+from stages.engines.torch.model.attention_interface import PROBE
+from stages.model.files import NeedsOwnCode, read_config
 
 # of the small model, at most
 VOCABULARY = 512

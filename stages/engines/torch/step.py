@@ -21,8 +21,8 @@ from stages.adapters.training import adapters_off
 from stages.algorithms.batch import TrainBatch
 from stages.algorithms.named import AlgorithmLike, split_gap
 from stages.engines.plans import Piece, cut_mini_batches, plan_micro_batches
-from stages.engines.torch.packed_model import PackedModel
-from stages.engines.torch.packing import Group, PackedBatch, groups_of, pack_pieces
+from stages.engines.torch.model.packed_model import PackedModel
+from stages.engines.torch.model.packing import Group, PackedBatch, groups_of, pack_pieces
 from stages.engines.torch.parallel.interface import Parallel
 from stages.flow.declarations import BASE, IN_TRAINING
 

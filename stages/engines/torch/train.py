@@ -24,7 +24,7 @@ from stages import device as devices
 from stages.adapters.options import AdapterOptions
 from stages.algorithms.batch import TrainBatch, over_steps
 from stages.algorithms.named import AlgorithmLike
-from stages.engines.torch.optimizer import (
+from stages.engines.torch.model.optimizer import (
     Schedule,
     Undo,
     adamw,
@@ -37,7 +37,7 @@ from stages.engines.torch.optimizer import (
     set_rates,
     zero_gradients,
 )
-from stages.engines.torch.packed_model import Kernels, PackedModel
+from stages.engines.torch.model.packed_model import Kernels, PackedModel
 from stages.engines.torch.parallel.interface import Parallel
 from stages.engines.torch.step import MiniBatch, TrainingStep
 from stages.resharding.swap import local_part, local_weights, training_state

@@ -21,7 +21,7 @@ from stages.adapters.names import adapter_shapes, peft_config
 from stages.adapters.options import AdapterOptions
 from stages.engines.checks import check_weights
 from stages.engines.vllm.weights import HALF_LOADED
-from stages.models import empty_model
+from stages.model.load import empty_model
 
 # of the one adapter, in vLLM
 NAME = "policy"

@@ -25,9 +25,9 @@ import torch
 from torch.distributed import FileStore
 
 from stages.engines.checks import check_weights
-from stages.models import weight_shapes
+from stages.model.load import weight_shapes
 from stages.weights.published import Published, WeightsDamaged, WeightsUnreachable
-from stages.weights.store import WeightStore
+from stages.weights.transport.store import WeightStore
 
 TRANSPORT = "asyncdock"  # the name that stages/engines/vllm/worker.py registers
 RECEIVED = "received-"  # begins the names of the depot's versions in an engine's folder

@@ -40,11 +40,11 @@ from stages.engines.vllm.weights import (
     TRANSPORT,
     received_file,
 )
-from stages.models import checkpoint_tensors, empty_model, saved_buffers
+from stages.model.load import checkpoint_tensors, empty_model, saved_buffers
 from stages.weights.published import Published, WeightsUnreachable, tensors_of, verify
-from stages.weights.store import WeightStore, mapped
 from stages.weights.transport.depot import Depot
 from stages.weights.transport.network import Credentials
+from stages.weights.transport.store import WeightStore, mapped
 
 with extra("vllm"):
     from vllm.config import set_current_vllm_config
@@ -82,7 +82,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     """vLLM's weight transfer from the node's depot, or from a
-    :class:`~stages.weights.store.WeightStore` that the engine writes."""
+    :class:`~stages.weights.transport.store.WeightStore` that the engine writes."""
 
     _depot: Depot | None = None
 

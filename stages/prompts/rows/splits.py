@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from stages.prompts.files import PromptError, existing, kind_of, path_error
+from stages.prompts.rows.files import PromptError, existing, kind_of, path_error
 
 TRAIN = "train"
 KEYWORDS = {

@@ -20,7 +20,7 @@ from pathlib import PurePath
 from typing import Any
 from uuid import UUID
 
-from stages.prompts.files import PromptError, Row
+from stages.prompts.rows.files import PromptError, Row
 
 Changes = dict[str, dict[str, str]]  # by column: what its values become, by their types
 

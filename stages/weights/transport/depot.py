@@ -43,7 +43,6 @@ from stages.weights.published import (
     tensors_of,
     verify,
 )
-from stages.weights.store import WeightStore, mapped
 from stages.weights.transport.chain import (
     SERVICE,
     SILENT_SECONDS,
@@ -52,6 +51,7 @@ from stages.weights.transport.chain import (
     receive_pieces,
     send_pieces,
 )
+from stages.weights.transport.store import WeightStore, mapped
 
 log = structlog.get_logger()
 

@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from benchmarks import gpu_check
-from orchestration.run.checkpoint import Checkpoint, Writer
+from orchestration.checkpoints.checkpoint import Checkpoint, Writer
 from stages.adapters.options import AdapterOptions
-from stages.adapters.turns import AdapterSwap
 from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.algorithms.policy_gradient.ppo import PPO
 from stages.engines.protocols import GroupRequest, SamplingParams
@@ -23,6 +22,7 @@ from stages.engines.torch.critic import TorchCriticEngine
 from stages.engines.torch.decoding.sampling import draw, invert
 from stages.engines.torch.rollout import TorchRolloutEngine
 from stages.engines.torch.train import TorchTrainEngine
+from stages.training.adapter_turns import AdapterSwap
 from tests.batches import make_batch
 from tests.stages.sharded import OPTIONS, algorithm, model_of, weights_of, whole_state
 

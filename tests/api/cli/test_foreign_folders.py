@@ -20,13 +20,13 @@ from typer.testing import CliRunner
 from api.cli import main as cli
 from api.policy.handler import respond
 from api.schemas.completions import ChatRequest, CompletionRequest
-from api.server.problems import HTTPProblem
+from api.server.http.problems import HTTPProblem
+from orchestration.checkpoints import checkpoint
 from orchestration.policy.served import Policies
 from orchestration.processes.forkserver import ForkServer
-from orchestration.run import checkpoint
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
-from stages.weights import manifest
+from stages.model import manifest
 from tests.forked import fork_server
 from tests.orchestration.runs import TINY, complete, recipe
 

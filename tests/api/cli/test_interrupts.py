@@ -21,14 +21,14 @@ from typer.testing import CliRunner
 
 from api.cli import local_run
 from api.cli import main as cli
-from api.cli.error_log import errors_in_words
+from api.cli.common.error_log import errors_in_words
 from api.terminal.report import resume_text
 from orchestration import logs
-from orchestration.events_file import METRICS, read_metrics
-from orchestration.recipe.load import parse_recipe
+from orchestration.checkpoints import checkpoint
+from orchestration.history.events_file import METRICS, read_metrics
+from orchestration.recipe.loading.load import parse_recipe
 from orchestration.recipe.problems import RecipeError
-from orchestration.run import checkpoint
-from orchestration.run.lock import lock_run
+from orchestration.state.lock import lock_run
 from tests import forked
 from tests.orchestration.runs import MOCK, TINY, recipe
 

@@ -22,8 +22,8 @@ from typer.testing import CliRunner
 from api.cli import local_run
 from api.cli import main as cli
 from api.schemas.runs import CheckedRecipe
-from orchestration.recipe.load import parse_recipe
-from orchestration.recipe.planner import plan
+from orchestration.recipe.loading.load import parse_recipe
+from orchestration.recipe.sizes.planner import plan
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
 from tests.api import scripted

@@ -20,9 +20,9 @@ from rich.console import Console
 
 from api.cli.main import app
 from api.cli.service import runs
-from orchestration.events_file import METRICS, read_metrics
-from orchestration.run import checkpoint
-from pipeline.events import Event
+from orchestration.checkpoints import checkpoint
+from orchestration.history.events_file import METRICS, read_metrics
+from pipeline.data.events import Event
 
 ROOT = Path(__file__).resolve().parents[3]
 CLOSED = "import os, sys; os.close(1); os.execv(sys.argv[1], sys.argv[1:])"

@@ -13,9 +13,9 @@ from transformers import AutoConfig
 from typer.testing import CliRunner
 
 from api.cli import main as cli
-from orchestration.recipe.load import load_recipe
-from orchestration.recipe.planner import reshard_plan, turns
-from stages.models import load_config
+from orchestration.recipe.loading.load import load_recipe
+from orchestration.recipe.sizes.planner import reshard_plan, turns
+from stages.model.load import load_config
 from stages.parallel.layout import Layout
 from stages.parallel.placement import model_state, place, train_placement
 from stages.resharding.plan import adamw_bytes, memory, plan_reshard

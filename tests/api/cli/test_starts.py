@@ -40,7 +40,7 @@ def asyncdock(*arguments: str | Path) -> tuple[str, set[str]]:
 
 def imported(output: str) -> set[str]:
     found = set(re.findall(r"^import time: +\d+ \| +\d+ \| +([\w.]+)$", output, re.MULTILINE))
-    assert "api.cli.exit_codes" in found, "the imports are not listed"
+    assert "api.cli.common.exit_codes" in found, "the imports are not listed"
     return found
 
 

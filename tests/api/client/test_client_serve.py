@@ -19,7 +19,7 @@ from api.cli.main import app
 from api.cli.service.serve import LISTEN
 from api.client import Client, RunEvent, WrongInput, WrongState, transport
 from api.client.credentials import DEFAULT_SERVER
-from orchestration.events_file import METRICS, read_metrics
+from orchestration.history.events_file import METRICS, read_metrics
 from tests.api.served import ROOT, SECONDS, Served, environment
 from tests.orchestration.runs import MOCK
 from tests.orchestration.services import THINNED

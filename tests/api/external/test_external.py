@@ -29,14 +29,14 @@ from api.external.codec import Unreadable, from_body, to_body
 from api.server.access.tokens import Tokens
 from orchestration.external.errors import NotExternal, WeightsTooOld
 from orchestration.recipe.schema import Recipe
-from orchestration.run.engines import train_engine
 from orchestration.run.execution import Execution, RunResult
 from orchestration.run.folder import RunFolder
-from orchestration.service.registry import Registry
-from pipeline.columns import Packed
+from orchestration.state.registry import Registry
+from orchestration.workers.engines import train_engine
+from pipeline.data.columns import Packed
 from pipeline.index.client import LeaseLost
-from stages.external_checks import Misfit
-from stages.models import tiny_tokenizer
+from stages.model.load import tiny_tokenizer
+from stages.rollout.external_checks import Misfit
 from tests.api.serving import Client, bearer, problem, serving
 from tests.custom_engines.direct import respond
 from tests.orchestration.external.test_session import responses

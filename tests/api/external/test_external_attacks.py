@@ -21,7 +21,7 @@ from safetensors.torch import save
 
 from api.external.codec import to_body
 from api.server.access.tokens import Tokens
-from orchestration.run.engines import train_engine
+from orchestration.workers.engines import train_engine
 from pipeline.index.client import Index
 from tests.api.external.test_external import BINARY, EXTERNAL, GET, OWNER, Going, going, put_body
 from tests.api.serving import bearer, problem

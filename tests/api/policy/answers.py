@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from api.policy.handler import respond
 from api.policy.pieces import BYTES
 from api.schemas.completions import REQUESTS
-from api.server.problems import HTTPProblem
+from api.server.http.problems import HTTPProblem
 from orchestration.policy.served import Policies
 from orchestration.processes.forkserver import ForkServer
 from tests.forked import fork_server, listen

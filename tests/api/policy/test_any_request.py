@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from api.policy.handler import respond
 from api.schemas.completions import REQUESTS
-from api.server.problems import HTTPProblem, errors_of
+from api.server.http.problems import HTTPProblem, errors_of
 from tests.api.policy.answers import (
     CHAT,
     COMPLETIONS,

@@ -19,8 +19,8 @@ from ray import serve
 from ray.cluster_utils import Cluster
 
 from api.server.access.tokens import Tokens
-from orchestration.run.documents import RUN_PATHS, RUN_RECIPE
-from orchestration.run.paths import RunPaths
+from orchestration.state.documents import RUN_PATHS, RUN_RECIPE
+from orchestration.state.paths import RunPaths
 from pipeline.index.client import Index, RunConfig
 from pipeline.index.embedded import EmbeddedIndex
 from tests.api.policy.test_openai import PROMPT, Trainer, at

@@ -19,17 +19,17 @@ import pytest
 import torch
 
 from orchestration.recipe.schema import Recipe
-from orchestration.run.documents import RUN_PATHS, RUN_RECIPE
-from orchestration.run.paths import RunPaths
 from orchestration.service.index_server import FILE
-from orchestration.service.registry import Registry
+from orchestration.state.documents import RUN_PATHS, RUN_RECIPE
+from orchestration.state.paths import RunPaths
+from orchestration.state.registry import Registry
 from pipeline.documents.flow import VERSION
 from pipeline.index.client import Index, RunConfig
 from stages.engines.protocols import GroupRequest, SamplingParams
 from stages.engines.torch.rollout import TorchRolloutEngine
-from stages.models import Tokenizer, tiny_model, tiny_tokenizer
+from stages.model.load import Tokenizer, tiny_model, tiny_tokenizer
 from stages.weights.records import WeightRecords
-from stages.weights.store import WeightStore
+from stages.weights.transport.store import WeightStore
 from tests.api.served import Served
 from tests.orchestration.runs import TINY, recipe
 

@@ -15,7 +15,7 @@ PAGE = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
 
 def test_every_path_that_the_page_names_is_there(tmp_path: Path) -> None:
     from api.server.app import ROUTES
-    from api.server.operations import operations_of
+    from api.server.service.operations import operations_of
 
     known = {re.sub(r"\{[^}]*\}", "{}", o.path) for o in operations_of(ROUTES)}
     for path in re.findall(r"127\.0\.0\.1:8765(/[^\s\"'`?]*)", PAGE):

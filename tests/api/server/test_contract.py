@@ -27,11 +27,11 @@ from api.client import Client as PythonClient
 from api.client import WrongInput
 from api.schemas.events import MESSAGES, MODELS
 from api.server.app import ROUTES
-from api.server.openapi import openapi_document
-from api.server.operations import operations_of
-from orchestration.recipe.load import parse_recipe
-from orchestration.service.registry import Registry
-from pipeline.events import EVENTS, Kind
+from api.server.service.openapi import openapi_document
+from api.server.service.operations import operations_of
+from orchestration.recipe.loading.load import parse_recipe
+from orchestration.state.registry import Registry
+from pipeline.data.events import EVENTS, Kind
 from pipeline.index.client import Index
 from tests.any_event import AnyEvent
 from tests.api.served import Served

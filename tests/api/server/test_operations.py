@@ -14,11 +14,11 @@ import pytest
 from aiohttp import web
 from pydantic import BaseModel, Field
 
-from api.server.bodies import BINARY, read_body
-from api.server.openapi import openapi_document
-from api.server.operations import Reply, Strict, operation, operations_of
-from api.server.problems import HTTPProblem
-from api.server.service import Service
+from api.server.http.bodies import BINARY, read_body
+from api.server.http.problems import HTTPProblem
+from api.server.service.openapi import openapi_document
+from api.server.service.operations import Reply, Strict, operation, operations_of
+from api.server.service.service import Service
 from tests.api.serving import Client, problem, serving
 
 

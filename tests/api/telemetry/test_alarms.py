@@ -11,7 +11,7 @@ from api.telemetry.prometheus import FAMILIES, RunListener
 from api.telemetry.trackers import Points
 from api.terminal.live import LiveView, plain_line
 from api.terminal.report import summarize, summary_table
-from orchestration.events_file import MetricsFile, read_metrics
+from orchestration.history.events_file import MetricsFile, read_metrics
 from orchestration.history.totals import ALARMS
 from tests.api import scripted
 

@@ -22,11 +22,11 @@ from api.telemetry import fanout as stream
 from api.telemetry import history as events
 from api.telemetry.fanout import NOW, Batch, Ending, EventReader, Fanout, Fanouts
 from api.telemetry.history import History, id_at
-from orchestration.events_file import MetricsFile
+from orchestration.history.events_file import MetricsFile
 from orchestration.history.lines import event_json
 from orchestration.history.segments import EventLog
-from orchestration.service.registry import RunRecord
-from pipeline.events import Event, Kind, StateEvent, order
+from orchestration.state.registry import RunRecord
+from pipeline.data.events import Event, Kind, StateEvent, order
 from pipeline.index.client import Index
 from pipeline.index.embedded import EmbeddedIndex
 from tests.any_event import AnyEvent

@@ -19,7 +19,7 @@ from api.telemetry.thinned import MOST
 from api.terminal.live import LiveView, plain_line, sparkline
 from api.terminal.report import summarize
 from orchestration.history.totals import SHARES, shares
-from pipeline.events import Event
+from pipeline.data.events import Event
 from tests.api import scripted
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from api.telemetry.series import Wanted
 from orchestration.history.past import Series
 from orchestration.history.reduction import TooMany
-from pipeline.events import Event
+from pipeline.data.events import Event
 
 events = st.lists(
     st.tuples(

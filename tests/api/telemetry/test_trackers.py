@@ -28,11 +28,11 @@ from api.telemetry.trackers import (
     events_of_folder,
     track,
 )
-from orchestration.events_file import METRICS, MetricsFile
-from orchestration.recipe.load import load_recipe
+from orchestration.history.events_file import METRICS, MetricsFile
+from orchestration.recipe.loading.load import load_recipe
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
-from pipeline.events import Event, order
+from pipeline.data.events import Event, order
 from tests.orchestration.runs import MOCK, recipe
 
 START = 1_700_000_000

@@ -17,8 +17,8 @@ from rich.console import Console
 
 from api.telemetry.progress import Progress
 from api.terminal.report import smooth, summary_table, write_plot, write_report
-from orchestration.events_file import METRICS, MetricsFile, read_metrics
-from pipeline.events import Event
+from orchestration.history.events_file import METRICS, MetricsFile, read_metrics
+from pipeline.data.events import Event
 from tests.api import scripted
 
 

@@ -7,14 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-from orchestration.events_file import METRICS, read_metrics
+from orchestration.history.events_file import METRICS, read_metrics
 
 ROOT = Path(__file__).resolve().parents[3]
 
-# As if it stood in orchestration/recipe/clusters.py: in every process of the run.
+# As if it stood in orchestration/recipe/sections/clusters.py: in every process of the run.
 ROW = """
 import re
-from orchestration.recipe.clusters import CLUSTERS, ClusterBackend
+from orchestration.recipe.sections.clusters import CLUSTERS, ClusterBackend
 CLUSTERS["toy"] = ClusterBackend(
     title="Toy",
     hosts="toy_cluster:ToyHosts",

@@ -16,7 +16,7 @@ from orchestration.cluster.ray_hosts import RayHosts
 from orchestration.launch.launchers import Unplaceable
 from orchestration.recipe.problems import RecipeError
 from orchestration.recipe.schema import Recipe
-from orchestration.run.kinds import remote_workers
+from orchestration.recipe.worker_kinds import remote_workers
 from pipeline.index.client import Index
 from tests.orchestration.runs import TINY, recipe
 

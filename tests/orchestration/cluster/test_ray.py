@@ -16,11 +16,11 @@ import torch
 from benchmarks.overlap import SMOKE, asynchronous, ray_table
 from benchmarks.ray_cluster import on_ray, raylets
 from benchmarks.synchronous import synchronous_run
-from orchestration.elastic.scale import request_scale
 from orchestration.recipe.schema import Recipe
-from orchestration.run.engines import train_engine
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
+from orchestration.supervise.scale import request_scale
+from orchestration.workers.engines import train_engine
 from tests.orchestration.runs import MOCK, TINY, Watched, complete, executing, forks, recipe
 
 pytest.importorskip("ray")

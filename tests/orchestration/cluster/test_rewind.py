@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 
 from benchmarks.synchronous import synchronous_run
-from orchestration.run.engines import train_engine
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
+from orchestration.workers.engines import train_engine
 from tests.orchestration.runs import TINY, executing, recipe
 
 

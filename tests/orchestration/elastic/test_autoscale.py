@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from benchmarks.autoscale import SMOKE, arm_of
 from benchmarks.executed import executed
-from orchestration.elastic.autoscale import PATIENCE, AutoscalePolicy, Load, Window
 from orchestration.recipe.problems import RecipeError
-from pipeline.events import Event
+from orchestration.supervise.autoscale import PATIENCE, AutoscalePolicy, Load, Window
+from pipeline.data.events import Event
 from tests.orchestration.runs import MOCK, recipe
 
 

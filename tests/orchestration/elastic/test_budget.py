@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestration.elastic.budget import RestartBudget
 from orchestration.recipe.flow import flow_of
-from orchestration.run.documents import EndKind
-from orchestration.run.supervisor import Supervisor
+from orchestration.state.documents import EndKind
+from orchestration.supervise.budget import RestartBudget
+from orchestration.supervise.supervisor import Supervisor
 from pipeline.documents.flow import STATE
 from pipeline.index.client import Index
 from stages.weights.documents import ENGINES

@@ -11,9 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestration.elastic import group as module
-from orchestration.elastic.budget import RestartBudget
-from orchestration.elastic.group import (
+from orchestration.recipe.flow import flow_of
+from orchestration.state.documents import ENDING, PROCESS, RUN_RECIPE, Ending, EndKind
+from orchestration.supervise import group as module
+from orchestration.supervise.budget import RestartBudget
+from orchestration.supervise.group import (
     MOVES,
     State,
     WorkerGroup,
@@ -22,10 +24,8 @@ from orchestration.elastic.group import (
     others_work,
     work_is_done,
 )
-from orchestration.elastic.scale import request_scale
-from orchestration.recipe.flow import flow_of
-from orchestration.run.documents import ENDING, PROCESS, RUN_RECIPE, Ending, EndKind
-from orchestration.run.supervisor import Supervisor
+from orchestration.supervise.scale import request_scale
+from orchestration.supervise.supervisor import Supervisor
 from pipeline.documents.flow import STATE
 from pipeline.index.client import Index
 from stages.weights.documents import ENGINES

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from orchestration.elastic.scale import request_scale, scaled
 from orchestration.launch import hosts
 from orchestration.launch.launchers import beat
 from orchestration.recipe.flow import flow_of
 from orchestration.recipe.problems import RecipeError
-from orchestration.run.builders.rollout import RolloutJob
-from orchestration.run.documents import (
+from orchestration.recipe.worker_kinds import remote_workers
+from orchestration.run.execution import Execution
+from orchestration.run.folder import RunFolder
+from orchestration.state.documents import (
     ENDING,
     HEAD,
     LEAVE,
@@ -26,12 +27,11 @@ from orchestration.run.documents import (
     EndKind,
     Order,
 )
-from orchestration.run.execution import Execution
-from orchestration.run.folder import RunFolder
-from orchestration.run.kinds import remote_workers
-from orchestration.run.paths import RunPaths
-from orchestration.run.supervisor import Supervisor
-from orchestration.service.registry import WrongState
+from orchestration.state.paths import RunPaths
+from orchestration.state.registry import WrongState
+from orchestration.supervise.scale import request_scale, scaled
+from orchestration.supervise.supervisor import Supervisor
+from orchestration.workers.rollout import RolloutJob
 from pipeline.documents.flow import SECRET, WAREHOUSES
 from pipeline.index.client import Index, RunConfig
 from pipeline.warehouse.dock import Dock

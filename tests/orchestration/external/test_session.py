@@ -22,17 +22,17 @@ from orchestration.external.experience import Experience
 from orchestration.external.session import External
 from orchestration.recipe.flow import algorithm_of, flow_of
 from orchestration.recipe.problems import RecipeError
-from orchestration.run.builders.flow import EXTERNAL_PROMPTS
-from orchestration.run.engines import train_engine
+from orchestration.recipe.worker_kinds import workers_of
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
-from orchestration.run.kinds import workers_of
-from orchestration.service.lifecycle import WHERE
-from pipeline.columns import ColumnError, Packed
+from orchestration.state.lifecycle import WHERE
+from orchestration.workers.engines import train_engine
+from orchestration.workers.flow import EXTERNAL_PROMPTS
+from pipeline.data.columns import ColumnError, Packed
 from pipeline.index.client import LeaseLost
 from stages.algorithms.batch import trained_columns
-from stages.external_checks import Misfit, Terms, check_responses
 from stages.prompts.too_long import TOO_LONG_FILE
+from stages.rollout.external_checks import Misfit, Terms, check_responses
 from tests.orchestration.run.test_run import assert_each_sample_once
 from tests.orchestration.runs import MOCK, TINY, Watched, executing, recipe
 

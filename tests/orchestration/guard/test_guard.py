@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from orchestration.guard.guard import WARM_UP, Guard, GuardOptions
 from orchestration.guard.rules import METRICS, TRENDS
-from pipeline.events import AlarmEvent, StepEvent, SyncEvent
+from pipeline.data.events import AlarmEvent, StepEvent, SyncEvent
 
 GROUPS = 8
 ROWS = 64

@@ -11,16 +11,16 @@ import pytest
 from structlog.testing import capture_logs
 
 from benchmarks import faults
-from orchestration.events_file import METRICS, MetricsFile, read_metrics
 from orchestration.guard import past
 from orchestration.guard.guard import Guard, GuardOptions
-from orchestration.guard.watch import GuardFailed, GuardWatch
+from orchestration.history.events_file import METRICS, MetricsFile, read_metrics
 from orchestration.recipe.problems import RecipeError
-from orchestration.run.builders import rollout as builder
-from orchestration.run.documents import JUDGED
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
-from pipeline.events import AlarmEvent, Event, StepEvent, WorkerEvent
+from orchestration.state.documents import JUDGED
+from orchestration.supervise.watch import GuardFailed, GuardWatch
+from orchestration.workers import rollout as builder
+from pipeline.data.events import AlarmEvent, Event, StepEvent, WorkerEvent
 from pipeline.index.client import Index
 from tests.orchestration.guard.test_guard import step
 from tests.orchestration.runs import MOCK, TINY, complete, executing, recipe

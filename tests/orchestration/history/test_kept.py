@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestration.events_file import METRICS, MetricsFile, read_metrics
 from orchestration.history.detail import DETAIL, MOST_BYTES, OLD
+from orchestration.history.events_file import METRICS, MetricsFile, read_metrics
 from orchestration.history.kept import Kept
 from orchestration.history.lines import line_of
 from orchestration.history.totals import RunTotals
-from pipeline.events import Event, order
+from pipeline.data.events import Event, order
 
 HOUR = 3600.0
 BEGIN = 1_700_000_000.0

@@ -15,12 +15,12 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from api.telemetry.series import Wanted
-from orchestration.events_file import METRICS, MetricsFile, read_metrics
 from orchestration.history.columns import LEVELS, Columns, unpacked
+from orchestration.history.events_file import METRICS, MetricsFile, read_metrics
 from orchestration.history.past import Series, past_of
 from orchestration.history.reduction import TooMany
 from orchestration.history.segments import closed
-from pipeline.events import Event
+from pipeline.data.events import Event
 
 BEGIN = 1_700_000_000.0
 STEPS = 1500

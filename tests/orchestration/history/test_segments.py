@@ -18,8 +18,9 @@ from typing import Any
 
 import pytest
 
-from orchestration import events_file
-from orchestration.events_file import (
+from orchestration.history import catalog, events_file, segments
+from orchestration.history.catalog import CATALOG
+from orchestration.history.events_file import (
     METRICS,
     MetricsFile,
     facts_of,
@@ -27,10 +28,8 @@ from orchestration.events_file import (
     newest_id,
     read_metrics,
 )
-from orchestration.history import catalog, segments
-from orchestration.history.catalog import CATALOG
 from orchestration.history.segments import FOLDER, EventLog, closed
-from pipeline.events import Event, order
+from pipeline.data.events import Event, order
 
 PART = 3000  # bytes of a part in these tests
 KILLED = 77

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from orchestration.history.totals import RunTotals
-from pipeline.events import Event
+from pipeline.data.events import Event
 from tests.api import scripted
 
 

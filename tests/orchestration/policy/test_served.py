@@ -17,12 +17,12 @@ from orchestration.policy import served
 from orchestration.policy.engines import PolicyEngines
 from orchestration.policy.served import Policies
 from orchestration.policy.source import PoliciesBusy, PolicyUnknown
-from orchestration.run.documents import RUN_PATHS, RUN_RECIPE
-from orchestration.run.paths import RunPaths
+from orchestration.state.documents import RUN_PATHS, RUN_RECIPE
+from orchestration.state.paths import RunPaths
 from pipeline.index.client import Index, RunConfig
 from pipeline.index.embedded import EmbeddedIndex
 from stages.engines.protocols import EngineClosed, EngineFailed
-from stages.models import tiny_model, tiny_tokenizer
+from stages.model.load import tiny_model, tiny_tokenizer
 from tests.orchestration.runs import TINY, recipe
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestration.recipe.load import load_recipe
+from orchestration.recipe.loading.load import load_recipe
 from orchestration.recipe.problems import RecipeError
 from pipeline.problems import Problem
 

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from api.cli.main import app
-from orchestration.recipe.bounds import (
+from orchestration.recipe.loading.load import load_recipe, override, parse_recipe, toml_value
+from orchestration.recipe.problems import RecipeError
+from orchestration.recipe.sections.bounds import (
     DEEPEST,
     LARGEST,
     LONGEST_LIST,
@@ -23,9 +25,7 @@ from orchestration.recipe.bounds import (
     out_of_bounds,
     read_toml,
 )
-from orchestration.recipe.load import load_recipe, override, parse_recipe, toml_value
-from orchestration.recipe.problems import RecipeError
-from orchestration.recipe.values import parse_size
+from orchestration.recipe.sections.values import parse_size
 from tests.orchestration.runs import MOCK
 
 NESTED = "[" * 5000 + "]" * 5000

@@ -13,7 +13,7 @@ from api.terminal.report import plan_table
 from orchestration.launch.launchers import ProcessLauncher
 from orchestration.recipe import devices
 from orchestration.recipe.devices import DevicePool, Devices, assign
-from orchestration.recipe.planner import plan
+from orchestration.recipe.sizes.planner import plan
 from stages import device_names
 from tests.orchestration.recipe.test_planner import recipe
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestration.recipe.field_problems import FUTURE_KEYS
-from orchestration.recipe.load import (
+from orchestration.recipe.loading.load import (
     MOST_EXTENDED,
     change_recipe,
     load_recipe,
@@ -23,8 +23,8 @@ from orchestration.recipe.load import (
 from orchestration.recipe.problems import RecipeError
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sections.retired import RENAMED_VALUES, RETIRED, Retired
-from orchestration.run.engines import rollout_engine
 from orchestration.run.folder import RunFolder
+from orchestration.workers.engines import rollout_engine
 from stages.parallel.layout import parse_layout
 from tests.orchestration.recipe.minimal import MINIMAL, problems
 

@@ -12,10 +12,10 @@ import pytest
 from api.telemetry.progress import Progress
 from api.terminal.report import summarize
 from benchmarks.synchronous import synchronous_run
-from orchestration.recipe.load import parse_recipe
-from orchestration.recipe.planner import prompt_limits
+from orchestration.recipe.loading.load import parse_recipe
 from orchestration.recipe.problems import RecipeError
 from orchestration.recipe.schema import Recipe
+from orchestration.recipe.sizes.planner import prompt_limits
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
 from stages.prompts.too_long import TOO_LONG_FILE

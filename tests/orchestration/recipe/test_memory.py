@@ -13,17 +13,17 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import memory as memory_benchmark
 from orchestration.recipe.checks import memory as checks
-from orchestration.recipe.checks import memory_parts
-from orchestration.recipe.checks.memory_parts import Engine, Sizes, layer_bytes, micro_batch
-from orchestration.recipe.load import load_recipe
-from orchestration.recipe.planner import memory_of, parameters_of_source, plan
+from orchestration.recipe.loading.load import load_recipe
+from orchestration.recipe.sizes import memory_parts
+from orchestration.recipe.sizes.memory_parts import Engine, Sizes, layer_bytes, micro_batch
+from orchestration.recipe.sizes.planner import memory_of, parameters_of_source, plan
 from stages import device
 from stages.engines.plans import GroupShape, plan_micro_batches
 from stages.engines.torch.decoding import attention
-from stages.engines.torch.head import token_logprobs
-from stages.engines.torch.packing import pack
+from stages.engines.torch.model import token_logprobs
+from stages.engines.torch.model.packing import pack
 from stages.engines.torch.train import TorchTrainEngine
-from stages.models import tiny_tokenizer
+from stages.model.load import tiny_tokenizer
 from tests.orchestration.recipe.minimal import problems
 
 CONFIG: dict[str, Any] = {

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from benchmarks.families import write
-from orchestration.guard.watch import options_of
 from orchestration.recipe.flow import algorithm_of
-from orchestration.recipe.planner import (
+from orchestration.recipe.schema import Recipe
+from orchestration.recipe.sizes.planner import (
     HEADS,
     Plan,
     arena_bytes,
@@ -24,14 +24,14 @@ from orchestration.recipe.planner import (
     plan,
     share_of_trained,
 )
-from orchestration.recipe.schema import Recipe
-from orchestration.run.engines import reference_engine, rollout_engine, train_engine
-from pipeline.blocks import pack
+from orchestration.supervise.watch import options_of
+from orchestration.workers.engines import reference_engine, rollout_engine, train_engine
+from pipeline.data.blocks import pack
 from stages.algorithms import TokenBatch, build_algorithm
 from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.flow.catalogue import catalogue
 from stages.flow.resolver import resolve
-from stages.models import tiny_model
+from stages.model.load import tiny_model
 
 
 def recipe(**sections: dict[str, Any]) -> Recipe:

@@ -10,8 +10,8 @@ import jsonschema
 import pytest
 from pydantic import ValidationError
 
-from orchestration.recipe.keys import sections
-from orchestration.recipe.load import load_recipe, parse_recipe, read_recipe
+from orchestration.recipe.loading.keys import sections
+from orchestration.recipe.loading.load import load_recipe, parse_recipe, read_recipe
 from orchestration.recipe.problems import RecipeError
 from orchestration.recipe.schema import Recipe
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from orchestration.recipe.load import parse_recipe
+from orchestration.recipe.loading.load import parse_recipe
 from orchestration.rewards.pool import reward_pool, reward_set
-from stages.rewards import answers
 from stages.rewards.calls import CallFailed, LocalCaller
+from stages.tasks import answers
 from tests.orchestration.runs import TINY
 
 REWARDS = Path(__file__).resolve().parents[3] / "docs" / "rewards.md"

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from orchestration.recipe.load import load_recipe
+from orchestration.recipe.loading.load import load_recipe
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
-from stages.sample_log import FOLDER, read
+from stages.samples.sample_log import FOLDER, read
 from tests.orchestration.rewards.faulty import ATTACKS, HARMED, attack_of, early_share
 from tests.orchestration.run.test_flow import assert_filled
 from tests.orchestration.run.test_run import (

@@ -16,8 +16,8 @@ from orchestration.rewards import needs
 from orchestration.rewards.pool import PoolOfEach, RewardPool, reward_pool
 from orchestration.sandbox.sandbox import LANDLOCK, NAMESPACES, Available, Sandbox, refusal
 from stages.rewards.calls import CallFailed
-from stages.rewards.gym_answers import EVALUATES
 from stages.rewards.registry import RewardError
+from stages.tasks.gym_answers import EVALUATES
 from tests.orchestration.runs import MOCK, recipe
 
 EVALUATING = "tests.orchestration.rewards.evaluating"

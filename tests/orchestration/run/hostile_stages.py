@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from pipeline.columns import Schema
+from pipeline.data.columns import Schema
 from stages.flow import UserStage
 from stages.flow.declarations import column
 from stages.flow.packed_rows import packed_rows

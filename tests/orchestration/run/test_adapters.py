@@ -12,11 +12,11 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 
-from orchestration.recipe.planner import plan
+from orchestration.recipe.sizes.planner import plan
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
 from stages.engines.torch.decoding.weights import DecoderWeights
-from stages.models import load_model
+from stages.model.load import load_model
 from tests.orchestration.run.test_run import (
     assert_each_sample_once,
     assert_equal,

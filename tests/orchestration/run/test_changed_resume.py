@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from orchestration.recipe.load import change_recipe, fixed_keys
+from orchestration.recipe.loading.load import change_recipe, fixed_keys
 from orchestration.recipe.problems import RecipeError
 from orchestration.run.execution import Execution, RunResult
 from orchestration.run.folder import RunFolder
-from orchestration.run.lock import RunError
-from stages.engines.torch.optimizer import learning_rate_at
+from orchestration.state.lock import RunError
+from stages.engines.torch.model.optimizer import learning_rate_at
 from tests.orchestration.run.test_run import assert_equal, synchronous, trained, weights_of
 from tests.orchestration.runs import MOCK, TINY, Watched, complete, recipe
 

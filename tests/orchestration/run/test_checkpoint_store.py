@@ -12,18 +12,18 @@ from typing import Any
 import fsspec
 import pytest
 
+from orchestration.checkpoints import checkpoint
+from orchestration.checkpoints import store as stores
+from orchestration.checkpoints.store import CheckpointStore, StoreRefused
 from orchestration.recipe.problems import RecipeError
-from orchestration.run import checkpoint
-from orchestration.run.engines import tokenizer_of
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
-from orchestration.run.storage import store as stores
-from orchestration.run.storage.store import CheckpointStore, StoreRefused
+from orchestration.workers.engines import tokenizer_of
 from stages.engines.torch.parallel.sharded import Sharded
 from stages.engines.torch.train import TorchTrainEngine
+from stages.model import manifest
+from stages.model.manifest import FilesDamaged
 from stages.parallel.layout import RankCoordinates
-from stages.weights import manifest
-from stages.weights.manifest import FilesDamaged
 from tests.orchestration.run.test_run import assert_equal, synchronous, trained
 from tests.orchestration.runs import MOCK, TINY, complete, recipe
 from tests.ranks import on_ranks

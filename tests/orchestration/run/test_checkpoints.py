@@ -11,9 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from orchestration.run import checkpoint
-from orchestration.run.checkpoint import lasting_refusal
-from orchestration.run.storage.store import CheckpointStore
+from orchestration.checkpoints import checkpoint
+from orchestration.checkpoints.checkpoint import lasting_refusal
+from orchestration.checkpoints.store import CheckpointStore
 
 
 def written(folder: Path, version: int, *parts: str) -> Path:

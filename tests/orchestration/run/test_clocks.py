@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from benchmarks.ray_cluster import on_ray, raylets
-from orchestration.events_file import METRICS, read_metrics
+from orchestration.history.events_file import METRICS, read_metrics
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
-from orchestration.service.lifecycle import WHERE
-from orchestration.service.registry import RunRecord
-from pipeline.events import Event
+from orchestration.state.lifecycle import WHERE
+from orchestration.state.registry import RunRecord
+from pipeline.data.events import Event
 from pipeline.index.client import INDEX_VARIABLE
 from tests.forked import ROOT
 from tests.orchestration.external.test_session import ROLLOUT, roll_out, taking_part

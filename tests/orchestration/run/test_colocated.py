@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.synchronous import SynchronousStep, synchronous_run
-from orchestration.recipe.planner import held_bytes, plan, reshard_plan, turns
 from orchestration.recipe.schema import Recipe
+from orchestration.recipe.sizes.planner import held_bytes, plan, reshard_plan, turns
+from orchestration.recipe.worker_kinds import workers_of
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
-from orchestration.run.kinds import workers_of
 from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.resharding.exchange import SharedExchange
 from stages.resharding.plan import Phase, memory

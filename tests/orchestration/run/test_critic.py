@@ -15,14 +15,14 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.synchronous import synchronous_run
+from orchestration.checkpoints.checkpoint import CRITIC
 from orchestration.recipe.flow import flow_of
 from orchestration.recipe.problems import RecipeError
 from orchestration.recipe.schema import Recipe
-from orchestration.run.checkpoint import CRITIC
-from orchestration.run.engines import critic_engine, train_engine
+from orchestration.recipe.worker_kinds import workers_of
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
-from orchestration.run.kinds import workers_of
+from orchestration.workers.engines import critic_engine, train_engine
 from stages.engines.torch.critic import VALUE_HEAD
 from tests.orchestration import scores
 from tests.orchestration.run.test_run import (

@@ -11,9 +11,9 @@ import pytest
 from torch.distributed import HashStore
 
 from orchestration.recipe.problems import RecipeError
-from orchestration.run.engines import reference_engine, rollout_engine, train_engine
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
+from orchestration.workers.engines import reference_engine, rollout_engine, train_engine
 from pipeline.problems import Fatal
 from stages.engines.registry import ENTRY_POINTS, EngineUnknown, Side
 from stages.parallel.layout import ALONE, Layout, RankCoordinates

@@ -16,17 +16,17 @@ import typer
 import xxhash
 
 from api.cli.folder.checkpoint import verify
-from orchestration.run import checkpoint
-from orchestration.run.checkpoint import CheckpointUnusable
-from orchestration.run.engines import tokenizer_of, train_engine
+from orchestration.checkpoints import checkpoint
+from orchestration.checkpoints.checkpoint import CheckpointUnusable
+from orchestration.checkpoints.recorded import set_newer_aside
+from orchestration.checkpoints.store import CheckpointStore
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
-from orchestration.run.lock import RunError
-from orchestration.run.storage.recorded import set_newer_aside
-from orchestration.run.storage.store import CheckpointStore
-from stages.models import load_model
-from stages.weights import manifest
-from stages.weights.manifest import FilesDamaged
+from orchestration.state.lock import RunError
+from orchestration.workers.engines import tokenizer_of, train_engine
+from stages.model import manifest
+from stages.model.load import load_model
+from stages.model.manifest import FilesDamaged
 from tests.orchestration.run.test_run import assert_equal, synchronous, trained
 from tests.orchestration.runs import TINY, complete, recipe
 

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedModel
 
+from orchestration.checkpoints import checkpoint
 from orchestration.recipe.schema import Recipe
-from orchestration.run import checkpoint
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
 from stages.engines.torch.train import TorchTrainEngine
-from stages.models import tiny_model
+from stages.model.load import tiny_model
 from tests.orchestration.run.test_run import assert_equal, assert_nothing_left, synchronous, trained
 from tests.orchestration.runs import MOCK, TINY, complete, executing, recipe
 

@@ -14,11 +14,11 @@ from transformers import LlamaForCausalLM
 
 from orchestration.recipe.problems import RecipeError
 from orchestration.recipe.schema import Recipe
-from orchestration.run.engines import rollout_engine, sampling_of, tokenizer_of
+from orchestration.workers.engines import rollout_engine, sampling_of, tokenizer_of
 from stages.engines.protocols import GroupRequest
 from stages.engines.responses import Responses
 from stages.engines.vllm.rows import VllmRow, sampling_params
-from stages.models import tiny_model, tiny_tokenizer
+from stages.model.load import tiny_model, tiny_tokenizer
 from tests.orchestration.runs import TINY, recipe
 
 TOKENS = tiny_tokenizer()

@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from orchestration.run.storage import shards
-from orchestration.run.storage.shards import METADATA, ShardsRefused
+from orchestration.checkpoints import shards
+from orchestration.checkpoints.shards import METADATA, ShardsRefused
 
 
 class Marks:

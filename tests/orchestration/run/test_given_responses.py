@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from orchestration.recipe.checks.teacher import teacher_is_needed
-from orchestration.recipe.planner import notices_of
 from orchestration.recipe.problems import RecipeError
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sections import TeacherSection
+from orchestration.recipe.sizes.planner import notices_of
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
-from stages.models import load_model, load_tokenizer
-from stages.prompts.files import PromptError
+from stages.model.load import load_model, load_tokenizer
 from stages.prompts.options import PromptOptions
+from stages.prompts.rows.files import PromptError
 from stages.prompts.sources import load_prompts
 from tests.orchestration.run.test_run import assert_nothing_left
 from tests.orchestration.runs import TINY, complete, recipe

@@ -14,12 +14,12 @@ from typing import Any
 import httpx
 import pytest
 
-from orchestration.guard.waiting import waiting_chain
 from orchestration.recipe.problems import RecipeError
+from orchestration.recipe.worker_kinds import remote_workers, workers_of
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
-from orchestration.run.kinds import remote_workers, workers_of
 from orchestration.service.own_services import read_authorization
+from orchestration.supervise.waiting import waiting_chain
 from pipeline.index.address import split_password
 from pipeline.index.client import Index
 from pipeline.node import is_own

@@ -15,20 +15,20 @@ from typing import Any
 
 import pytest
 
-from orchestration.events_file import METRICS, MetricsFile, read_metrics
-from orchestration.recipe.load import parse_recipe
+from orchestration.checkpoints import checkpoint
+from orchestration.history.events_file import METRICS, MetricsFile, read_metrics
+from orchestration.recipe.loading.load import parse_recipe
 from orchestration.recipe.problems import RecipeError
 from orchestration.recipe.schema import Recipe
-from orchestration.run import checkpoint
-from orchestration.run.engines import rollout_engine, train_engine
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
-from orchestration.run.lock import LOCK, RunError, RunLocked, lock_run
-from orchestration.service.lifecycle import WHERE
-from pipeline.events import Event, LedgerEvent
+from orchestration.state.lifecycle import WHERE
+from orchestration.state.lock import LOCK, RunError, RunLocked, lock_run
+from orchestration.workers.engines import rollout_engine, train_engine
+from pipeline.data.events import Event, LedgerEvent
 from pipeline.index.embedded import EmbeddedIndex
 from stages.engines.torch.rollout import TorchRolloutEngine
-from stages.sample_log import SampleLog, read
+from stages.samples.sample_log import SampleLog, read
 from tests.orchestration.runs import MOCK, TINY, complete, executing, recipe
 from tests.orchestration.services import serving
 
@@ -505,7 +505,7 @@ async def test_a_model_that_no_engine_runs_ends_the_run_at_the_first_attempt(
     """
     from transformers import BloomConfig, BloomForCausalLM
 
-    from stages.models import tiny_tokenizer
+    from stages.model.load import tiny_tokenizer
 
     model = BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4))
     model.save_pretrained(tmp_path / "model")

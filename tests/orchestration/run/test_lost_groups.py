@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 import pytest
 
 from api.terminal.report import write_report
-from orchestration.events_file import METRICS
-from orchestration.guard.waiting import waiting_chain
+from orchestration.history.events_file import METRICS
 from orchestration.history.lines import event_json
 from orchestration.recipe.problems import RecipeError
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
+from orchestration.supervise.waiting import waiting_chain
 from stages.flow import Drop, UserStage
 from tests.orchestration.run.test_run import assert_nothing_left
 from tests.orchestration.runs import MOCK, complete, executing, recipe

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from orchestration.run import checkpoint
-from orchestration.run.checkpoint import CheckpointMissing
-from orchestration.run.documents import CHECKPOINT_REPORTED
+from orchestration.checkpoints import checkpoint
+from orchestration.checkpoints.checkpoint import CheckpointMissing
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
 from orchestration.run.run_index import GivenIndex
+from orchestration.state.documents import CHECKPOINT_REPORTED
 from pipeline.index.client import Index
 from tests.orchestration.runs import MOCK, recipe
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from orchestration.recipe.problems import RecipeError
-from orchestration.run.engines import weight_publisher
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
+from orchestration.workers.engines import weight_publisher
 from stages.weights.transport.depot import Depot
 from tests.orchestration.run.test_run import (
     assert_each_sample_once,

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from orchestration.run import checkpoint
-from orchestration.run.engines import tokenizer_of, train_engine
-from orchestration.run.storage.store import CheckpointStore
+from orchestration.checkpoints import checkpoint
+from orchestration.checkpoints.store import CheckpointStore
+from orchestration.workers.engines import tokenizer_of, train_engine
 from tests.orchestration.runs import TINY, recipe
 
 State = tuple[int, int, int]

@@ -12,8 +12,8 @@ import typer
 from api.cli.pairs import pairs_command
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
-from stages.preference_pairs import PairsError, export_pairs, pair_of
-from stages.sample_log import FOLDER, SampleLog
+from stages.samples.preference_pairs import PairsError, export_pairs, pair_of
+from stages.samples.sample_log import FOLDER, SampleLog
 from tests.orchestration.runs import TINY, complete, recipe
 
 

@@ -18,13 +18,13 @@ from benchmarks.synchronous import synchronous_run
 from orchestration.recipe.flow import flow_of
 from orchestration.recipe.problems import RecipeError
 from orchestration.recipe.schema import Recipe
-from orchestration.run.documents import ENDING, RANKS, Ending, EndKind
+from orchestration.recipe.worker_kinds import workers_of
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
-from orchestration.run.kinds import workers_of
-from orchestration.run.lock import RunError
-from orchestration.run.supervisor import Outcome, Supervisor
-from pipeline.events import WorkerEvent
+from orchestration.state.documents import ENDING, RANKS, Ending, EndKind
+from orchestration.state.lock import RunError
+from orchestration.supervise.supervisor import Outcome, Supervisor
+from pipeline.data.events import WorkerEvent
 from pipeline.index.client import Index
 from tests.orchestration.run.test_run import (
     Weights,

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.warehouse.arena import shared_memory_directory
+from pipeline.data.arena import shared_memory_directory
 from tests.api.served import environment
 from tests.orchestration.runs import MOCK
 

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from orchestration.checkpoints import base_models
+from orchestration.checkpoints.recorded import recorded_version
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
-from orchestration.run.lock import RunError
-from orchestration.run.storage import base_models
-from orchestration.run.storage.recorded import recorded_version
-from stages.models import load_model
+from orchestration.state.lock import RunError
+from stages.model.load import load_model
 from tests.orchestration.run.test_damaged import contents
 from tests.orchestration.runs import MOCK, TINY, complete, recipe
 

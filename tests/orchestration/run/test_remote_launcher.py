@@ -7,7 +7,7 @@ import asyncio
 from pathlib import Path
 
 from orchestration.launch.launchers import InlineLauncher, RemoteLauncher
-from orchestration.run.documents import END, HEAD, HOSTS, ORDERS, PROCESS, TAKEN_BY
+from orchestration.state.documents import END, HEAD, HOSTS, ORDERS, PROCESS, TAKEN_BY
 from pipeline.index.client import Index
 from pipeline.index.embedded import EmbeddedIndex
 

@@ -14,7 +14,7 @@ import torch
 from orchestration.recipe.schema import Recipe
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
-from stages.models import load_model
+from stages.model.load import load_model
 from tests.orchestration.run.test_run import assert_nothing_left
 from tests.orchestration.runs import TINY, complete, recipe
 

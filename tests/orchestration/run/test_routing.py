@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from orchestration.recipe.planner import plan
 from orchestration.recipe.problems import RecipeError
+from orchestration.recipe.sizes.planner import plan
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
 from tests.orchestration.run.test_run import (

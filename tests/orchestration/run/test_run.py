@@ -21,25 +21,25 @@ import pytest
 import torch
 
 from benchmarks.synchronous import synchronous_run
+from orchestration.checkpoints import checkpoint
 from orchestration.launch import launchers
 from orchestration.processes.forkserver import ForkServer, Launch
 from orchestration.recipe.schema import Recipe
-from orchestration.run import checkpoint
-from orchestration.run.engines import tokenizer_of, train_engine
 from orchestration.run.execution import Execution, RunResult
 from orchestration.run.folder import RunFolder
-from orchestration.run.lock import RunError
 from orchestration.run.run_index import sweep_leftovers
-from orchestration.service.lifecycle import WHERE
+from orchestration.state.lifecycle import WHERE
+from orchestration.state.lock import RunError
+from orchestration.workers.engines import tokenizer_of, train_engine
+from pipeline.data.arena import shared_memory_directory
 from pipeline.index.client import RunConfig
-from pipeline.warehouse.arena import shared_memory_directory
 from pipeline.warehouse.dock import Dock
 from pipeline.warehouse.requests import WarehouseUnreachable
 from stages.engines.mock.engines import MockRolloutEngine
 from stages.engines.protocols import SwapTimes
 from stages.rollout.weight_follower import ATTEMPTS
 from stages.weights.published import Published, WeightsDamaged
-from stages.weights.store import WeightStore
+from stages.weights.transport.store import WeightStore
 from tests.orchestration.runs import MOCK, TINY, Watched, complete, executing, recipe
 from tests.servers import self_signed
 from tests.stages.rollout.test_weight_follower import Faulty
@@ -295,7 +295,7 @@ async def test_training_waits_for_a_checkpoint_when_samples_may_fill_the_arena(
 
     monkeypatch.setattr(checkpoint, "finish", slow)
     sized = recipe(MOCK, checkpoint__every=1, train__steps=8)
-    monkeypatch.setattr("orchestration.run.builders.update.share_of_trained", lambda of: 0.0)
+    monkeypatch.setattr("orchestration.workers.update.share_of_trained", lambda of: 0.0)
     async with executing(Execution(RunFolder.create(sized, tmp_path / "run"))) as (watched, work):
         await watched.until(lambda: len(watched.of("step")) == 2)
         await asyncio.wait([work], timeout=0.5)
@@ -428,12 +428,12 @@ async def test_a_torch_run_goes_on_after_a_failing_transport_bit_for_bit(
     def reader(of: Recipe, shared: Path, secret: bytes) -> WeightStore:
         return Faulty(shared, fault, 1, released, since=2)
 
-    monkeypatch.setattr("orchestration.run.builders.rollout.weight_reader", reader)
+    monkeypatch.setattr("orchestration.workers.rollout.weight_reader", reader)
 
     def publisher(of: Recipe, shared: Path, *_: object) -> WeightStore:
         return WeightStore(shared, bucket_bytes=4096)
 
-    monkeypatch.setattr("orchestration.run.builders.update.weight_publisher", publisher)
+    monkeypatch.setattr("orchestration.workers.update.weight_publisher", publisher)
     timeout = 3.0 if fault == "stalls" else 60.0
     of = recipe(
         TINY, train__steps=4, pipeline__staleness=0, launch__max_restarts=0, sync__timeout=timeout
@@ -482,8 +482,8 @@ async def test_weights_damaged_on_their_way_into_an_engine_are_sent_again(
 STUCK = """
 import threading
 from pathlib import Path
-from orchestration.run.worker import main
-from stages.weights.store import WeightStore
+from orchestration.workers.worker import main
+from stages.weights.transport.store import WeightStore
 first = Path({first!r})
 if not first.exists():
     first.touch()

@@ -16,10 +16,10 @@ from typing import Any
 
 import redis.asyncio
 
-from orchestration.guard.waiting import SILENT_BEATS, Wait, waiting_chain
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
-from orchestration.service.lifecycle import ask_in_folder
+from orchestration.state.lifecycle import ask_in_folder
+from orchestration.supervise.waiting import SILENT_BEATS, Wait, waiting_chain
 from pipeline.index.client import Index
 from tests.orchestration.run.test_run import assert_each_sample_once, assert_nothing_left
 from tests.orchestration.runs import MOCK, TINY, Watched, complete, executing, recipe

@@ -18,7 +18,7 @@ from stages.inference.teacher import (
     TeacherServer,
     TeacherUnreachable,
 )
-from stages.models import load_model, tiny_tokenizer
+from stages.model.load import load_model, tiny_tokenizer
 from tests.batches import tiny_rows
 from tests.orchestration.run.test_run import assert_nothing_left
 from tests.orchestration.runs import TINY, complete, recipe

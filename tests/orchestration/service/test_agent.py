@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
+from orchestration.checkpoints import checkpoint
 from orchestration.processes.handles import Process
 from orchestration.recipe.schema import Recipe
-from orchestration.run import checkpoint
 from orchestration.service import agent as agents
 from orchestration.service.agent import Agent, AgentError
-from orchestration.service.lifecycle import WHERE, shared_of
-from orchestration.service.registry import RunRecord, WrongState
-from pipeline.events import Event
+from orchestration.state.lifecycle import WHERE, shared_of
+from orchestration.state.registry import RunRecord, WrongState
+from pipeline.data.events import Event
 from pipeline.index.client import Index
 from tests.compose.sandbox import missing
 from tests.orchestration.run.test_run import assert_equal, synchronous, weights_of

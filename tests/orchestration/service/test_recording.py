@@ -6,11 +6,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from api.telemetry.history import History
-from orchestration.events_file import METRICS, newest_id, read_metrics
+from orchestration.history.events_file import METRICS, newest_id, read_metrics
 from orchestration.history.totals import RunTotals
-from orchestration.service.recording import give_up, recorded_totals
-from orchestration.service.registry import RunRecord
-from pipeline.events import Event, order
+from orchestration.state.recording import give_up, recorded_totals
+from orchestration.state.registry import RunRecord
+from pipeline.data.events import Event, order
 from pipeline.index.client import Index
 from tests.orchestration.runs import MOCK, recipe
 from tests.orchestration.service.test_agent import ENDLESS, INLINE, PROCESSES, die, running

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from orchestration.recipe.schema import Recipe
-from orchestration.run.documents import CHECKPOINT_ASKED, RUN_FLOW
-from orchestration.service.registry import (
+from orchestration.state.documents import CHECKPOINT_ASKED, RUN_FLOW
+from orchestration.state.registry import (
     LIST_CALLS,
     KeyReused,
     Registry,

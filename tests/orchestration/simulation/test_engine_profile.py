@@ -14,7 +14,7 @@ from orchestration.simulation.costs import Costs, EngineProfile
 from orchestration.simulation.engine_profile import profile_engine
 from orchestration.simulation.forecast import forecast
 from orchestration.simulation.simulator import Setup
-from pipeline.staleness import StalenessPlan
+from pipeline.schedule.staleness import StalenessPlan
 from tests.orchestration.runs import MOCK, TINY, recipe
 from tests.stages.engines.mock.test_engines import LoopClock
 

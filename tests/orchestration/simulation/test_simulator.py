@@ -15,7 +15,7 @@ from orchestration.simulation.costs import Costs, DrawnLengths
 from orchestration.simulation.forecast import forecast, setup_of
 from orchestration.simulation.mock_costs import mock_costs, mock_lengths
 from orchestration.simulation.simulator import Setup, Simulator, Step
-from pipeline.staleness import StalenessPlan
+from pipeline.schedule.staleness import StalenessPlan
 from tests.orchestration.runs import MOCK, recipe
 
 COSTS = Costs(row_rate=100.0, step_seconds=0.5, token_seconds=0.0, saturation_rows=16)

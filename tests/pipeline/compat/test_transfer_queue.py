@@ -23,12 +23,12 @@ import pytest
 import torch
 from tensordict import NonTensorStack, TensorDict
 
-from pipeline.columns import ColumnError
 from pipeline.compat import transfer_queue as tq
 from pipeline.compat.transfer_queue.discovery import _node
 from pipeline.compat.transfer_queue.queue import Queue
+from pipeline.data.arena import StaleHandle
+from pipeline.data.columns import ColumnError
 from pipeline.index.client import Index, IndexRefused, NeverFits
-from pipeline.warehouse.arena import StaleHandle
 from pipeline.warehouse.dock import Dock, NoRoom
 from tests.pipeline.compat import transfer_queue_calls as calls
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from orchestration.history.totals import RecordedTotals, RunTotals
-from orchestration.run.documents import (
+from orchestration.state.documents import (
     BEAT,
     CHECKPOINT_REPORTED,
     DECLARED,
@@ -34,15 +34,15 @@ from orchestration.run.documents import (
     Ending,
     Order,
 )
-from orchestration.run.paths import RunPaths
-from pipeline.columns import Column, Schema
+from orchestration.state.paths import RunPaths
+from pipeline.data.columns import Column, Schema
+from pipeline.data.events import ForecastEvent
 from pipeline.documents.flow import BATCHES, HEAD_ADDRESS, SCHEMA, SECRET, HeadAddress
 from pipeline.documents.kinds import Document, DocumentDamaged, Log
-from pipeline.events import ForecastEvent
 from pipeline.index.client import Index
 from pipeline.index.errors import IndexRefused
-from stages.external_checks import Terms
 from stages.flow.declarations import Declared, StageDeclaration
+from stages.rollout.external_checks import Terms
 from stages.weights.documents import ENGINES, EVALUATED, FORECAST, TIMED_OUT
 from tests.orchestration.runs import TINY, recipe
 

@@ -12,7 +12,7 @@ from pipeline.index.client import Index
 ROOT = Path(__file__).resolve().parents[3]
 INDEX = ROOT / "pipeline" / "index"
 # classes that own a function library of their own
-OWNERS = {ROOT / "orchestration" / "service" / "registry.py"}
+OWNERS = {ROOT / "orchestration" / "state" / "registry.py"}
 
 
 def test_every_lua_file_is_part_of_the_library() -> None:

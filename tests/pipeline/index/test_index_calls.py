@@ -12,11 +12,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pipeline.data.arena import StaleHandle
+from pipeline.data.events import StepEvent
 from pipeline.documents.flow import ROOM, SWAP, VERSION
-from pipeline.events import StepEvent
 from pipeline.index.client import Claim, Index, IndexRefused, NeverFits
 from pipeline.index.warehouses import Block, Full, Lost
-from pipeline.warehouse.arena import StaleHandle
 from pipeline.warehouse.dock import Dock
 from tests.pipeline.warehouse.test_dock import (
     COUNTERS,

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from orchestration.run.documents import JUDGED
+from orchestration.state.documents import JUDGED
 from pipeline.index.client import Index, IndexUnreachable, Link
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.columns import Column, Schema
+from pipeline.data.arena import StaleHandle
+from pipeline.data.columns import Column, Schema
 from pipeline.index.client import (
     Claim,
     Index,
@@ -21,7 +22,6 @@ from pipeline.index.client import (
     WrittenTwice,
 )
 from pipeline.warehouse import directory
-from pipeline.warehouse.arena import StaleHandle
 from pipeline.warehouse.dock import Dock
 
 SCHEMA = Schema(

@@ -26,8 +26,9 @@ import torch
 from hypothesis import HealthCheck, given, settings, target
 from hypothesis import strategies as st
 
-from pipeline.blocks import pack
-from pipeline.columns import Column, Schema
+from pipeline.data.arena import StaleHandle
+from pipeline.data.blocks import pack
+from pipeline.data.columns import Column, Schema
 from pipeline.index.client import (
     Claim,
     GateClosed,
@@ -39,8 +40,7 @@ from pipeline.index.client import (
     WrittenTwice,
 )
 from pipeline.index.warehouses import Full
-from pipeline.staleness import max_age
-from pipeline.warehouse.arena import StaleHandle
+from pipeline.schedule.staleness import max_age
 from pipeline.warehouse.dock import Dock
 from tests.pipeline.staleness_model import Plan, windowed_pick
 

@@ -9,7 +9,7 @@ import pytest
 import redis.asyncio
 import torch
 
-from pipeline.columns import Column, Schema
+from pipeline.data.columns import Column, Schema
 from pipeline.documents.flow import VERSION
 from pipeline.index.client import BoundBroken, GateClosed, Index, RunConfig, StageSpec, WrittenTwice
 from pipeline.index.warehouses import Lost

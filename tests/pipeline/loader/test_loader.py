@@ -20,12 +20,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from pipeline.columns import Column, ColumnError, Packed, Schema
+from pipeline.data.arena import StaleHandle
+from pipeline.data.columns import Column, ColumnError, Packed, Schema
 from pipeline.index.claims import Nothing
 from pipeline.index.client import Claim, Index, IndexRefused, LeaseLost, StageSpec
 from pipeline.loader.balance import balanced
 from pipeline.loader.loader import Batch, SampleLoader, SampleStream
-from pipeline.warehouse.arena import StaleHandle
 from pipeline.warehouse.dock import Dock
 
 SCHEMA = Schema(

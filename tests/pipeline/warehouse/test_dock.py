@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.columns import Column, ColumnError, Schema
+from pipeline.data.arena import Arena, StaleHandle
+from pipeline.data.columns import Column, ColumnError, Schema
 from pipeline.documents.flow import VERSION
 from pipeline.index.client import (
     BoundBroken,
@@ -26,7 +27,6 @@ from pipeline.index.client import (
 )
 from pipeline.index.link import PipelinedConnection
 from pipeline.index.warehouses import Block
-from pipeline.warehouse.arena import Arena, StaleHandle
 from pipeline.warehouse.dock import Dock, NoRoom
 
 SCHEMA = Schema(

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.columns import Column, Schema
+from pipeline.data.arena import StaleHandle
+from pipeline.data.columns import Column, Schema
 from pipeline.index.client import Index, IndexRefused, RunConfig, StageSpec
 from pipeline.index.errors import WarehouseGone
 from pipeline.warehouse import directory
-from pipeline.warehouse.arena import StaleHandle
 from pipeline.warehouse.dock import Dock
 from pipeline.warehouse.requests import WarehouseUnreachable
 from pipeline.wire.frames import TransferError

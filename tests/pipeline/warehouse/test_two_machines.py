@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.columns import Column, Schema
+from pipeline.data.arena import shared_memory_directory
+from pipeline.data.columns import Column, Schema
 from pipeline.index.client import Index, StageSpec
 from pipeline.node import announced, node_id
-from pipeline.warehouse.arena import shared_memory_directory
 from pipeline.warehouse.dock import Dock
 from tests.machines import two_machines
 

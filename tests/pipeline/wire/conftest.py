@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.warehouse.arena import Arena
+from pipeline.data.arena import Arena
 
 
 @pytest.fixture(autouse=True)

@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.blocks import PackedRows
-from pipeline.columns import Column, Packed, Schema
-from pipeline.warehouse.arena import Arena
+from pipeline.data.arena import Arena
+from pipeline.data.blocks import PackedRows
+from pipeline.data.columns import Column, Packed, Schema
 from pipeline.warehouse.client import RemoteWarehouse
 from pipeline.warehouse.server import WarehouseServer
 from tests.pipeline.block_view import BlockView
@@ -144,9 +144,9 @@ PROCESS = """
 import asyncio, sys
 from pathlib import Path
 import torch
-from pipeline.columns import Column, Schema
+from pipeline.data.columns import Column, Schema
 from pipeline.warehouse.server import WarehouseServer
-from pipeline.warehouse.arena import Arena, StaleHandle
+from pipeline.data.arena import Arena, StaleHandle
 
 async def main(path, secret, port):
     schema = Schema([

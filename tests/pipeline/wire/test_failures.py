@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.blocks import pack
-from pipeline.warehouse.arena import Arena
+from pipeline.data.arena import Arena
+from pipeline.data.blocks import pack
 from pipeline.warehouse.requests import (
     Limits,
     WarehouseUnreachable,

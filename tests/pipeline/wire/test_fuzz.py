@@ -11,9 +11,9 @@ import numpy as np
 import psutil
 import torch
 
-from pipeline.blocks import BlockError, BlockReader, pack
-from pipeline.columns import ColumnError
-from pipeline.warehouse.arena import Arena, StaleHandle
+from pipeline.data.arena import Arena, StaleHandle
+from pipeline.data.blocks import BlockError, BlockReader, pack
+from pipeline.data.columns import ColumnError
 from pipeline.warehouse.requests import (
     Limits,
     ReadRequest,

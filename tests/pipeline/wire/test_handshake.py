@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.blocks import pack
-from pipeline.columns import Schema
-from pipeline.warehouse.arena import Arena
+from pipeline.data.arena import Arena
+from pipeline.data.blocks import pack
+from pipeline.data.columns import Schema
 from pipeline.warehouse.requests import (
     Limits,
     WarehouseUnreachable,

@@ -14,9 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.blocks import pack
-from pipeline.columns import DTYPES, Column, ColumnError, Schema
-from pipeline.warehouse.arena import Arena
+from pipeline.data.arena import Arena
+from pipeline.data.blocks import pack
+from pipeline.data.columns import DTYPES, Column, ColumnError, Schema
 from pipeline.warehouse.server import WarehouseServer
 from tests.pipeline.block_view import BlockView
 from tests.pipeline.wire.served import (

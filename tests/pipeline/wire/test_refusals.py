@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.blocks import PackedRows, pack
-from pipeline.warehouse.arena import Arena, StaleHandle
+from pipeline.data.arena import Arena, StaleHandle
+from pipeline.data.blocks import PackedRows, pack
 from pipeline.warehouse.requests import (
     WRITE,
     Limits,

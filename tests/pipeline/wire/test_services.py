@@ -11,7 +11,7 @@ from contextlib import suppress
 
 import pytest
 
-from pipeline.warehouse.arena import Arena
+from pipeline.data.arena import Arena
 from pipeline.warehouse.requests import WELCOME, schema_digest
 from pipeline.warehouse.server import WarehouseServer
 from pipeline.wire import blocking

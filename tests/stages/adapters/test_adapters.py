@@ -13,7 +13,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from benchmarks.families import model_of as family_model
-from orchestration.run.checkpoint import Checkpoint, Writer
+from orchestration.checkpoints.checkpoint import Checkpoint, Writer
 from stages.adapters.export import ADAPTER, load_adapter
 from stages.adapters.names import adapter_shapes
 from stages.adapters.options import AdapterOptions
@@ -21,7 +21,7 @@ from stages.algorithms import NamedAlgorithm
 from stages.engines.protocols import WeightMismatch
 from stages.engines.torch.decoding.decoder import TorchDecoder
 from stages.engines.torch.train import TorchTrainEngine
-from stages.weights.store import WeightStore
+from stages.weights.transport.store import WeightStore
 from tests.batches import VOCABULARY, make_batch
 from tests.ranks import of_product, on_ranks
 from tests.stages.sharded import OPTIONS, algorithm, saved, steps, weights_of, whole_state

@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from orchestration.run import checkpoint
+from orchestration.checkpoints import checkpoint
 from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.engines.protocols import TrainEngine
 from tests.batches import VOCABULARY, make_batch, stack, unstack

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file
 
 from orchestration.recipe.schema import Recipe
-from orchestration.run.engines import tokenizer_of
+from orchestration.workers.engines import tokenizer_of
 from stages.engines.protocols import (
     Completion,
     EngineClosed,

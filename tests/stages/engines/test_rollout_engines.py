@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from orchestration.recipe.load import load_recipe
-from orchestration.run.engines import rollout_engine
+from orchestration.recipe.loading.load import load_recipe
+from orchestration.workers.engines import rollout_engine
 from pipeline.problems import Fatal
 from stages.engines.mock.engines import MockRolloutEngine
 from stages.engines.mock.options import MockRolloutOptions

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from pipeline.staleness import StalenessPlan
+from pipeline.schedule.staleness import StalenessPlan
 from stages.algorithms import Algorithm, LossOutput, TokenBatch, build_algorithm
 from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.flow.catalogue import PROMPT, catalogue

@@ -12,12 +12,12 @@ from typer.testing import CliRunner
 
 from api.cli.main import app
 from api.server.access.submission_policy import accept
-from api.server.service import Settings
+from api.server.service.service import Settings
 from orchestration.recipe.checks.examples import example_prompts
 from orchestration.recipe.checks.registry import MACHINE_CHECKS, machine_checks
 from orchestration.recipe.problems import RecipeError
-from orchestration.run.engines import tokenizer_of
-from stages.models import tiny_model, tiny_tokenizer
+from orchestration.workers.engines import tokenizer_of
+from stages.model.load import tiny_model, tiny_tokenizer
 from stages.prompts.options import PromptOptions
 from stages.prompts.sources import load_prompts
 from tests.orchestration.runs import TINY, recipe

@@ -12,12 +12,12 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from stages.models import Tokenizer, is_ready, load_tokenizer
+from stages.model.load import Tokenizer, is_ready, load_tokenizer
 from stages.prompts.conversations import Conversations, Response, chosen_template
 from stages.prompts.file_checks import PromptCheck
-from stages.prompts.files import PromptError, Reading
 from stages.prompts.formatter import PromptFormatter
 from stages.prompts.options import PromptLimits, PromptOptions
+from stages.prompts.rows.files import PromptError, Reading
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' "

@@ -17,16 +17,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from api.server.access.submission_policy import accept
-from api.server.service import Settings
-from orchestration.events_file import METRICS, read_metrics
+from api.server.service.service import Settings
+from orchestration.checkpoints import checkpoint
+from orchestration.history.events_file import METRICS, read_metrics
 from orchestration.recipe.problems import RecipeError
-from orchestration.run import checkpoint
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
-from stages.models import Tokenizer, load_tokenizer
+from stages.model.load import Tokenizer, load_tokenizer
 from stages.prompts.options import PromptLimits, PromptOptions
 from stages.prompts.sources import LARGEST_BLOCK, load_prompts, places_of
-from stages.sample_log import FOLDER, read
+from stages.samples.sample_log import FOLDER, read
 from tests.forked import ROOT, asyncdock
 from tests.orchestration.run.test_run import assert_equal, synchronous, trained
 from tests.orchestration.runs import TINY, complete, recipe

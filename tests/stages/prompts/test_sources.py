@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from stages.models import Tokenizer, load_tokenizer
+from stages.model.load import Tokenizer, load_tokenizer
 from stages.prompts.file_checks import MOST_FAULTS, PromptCheck
-from stages.prompts.files import LINE_BYTES, PromptError, Reading
 from stages.prompts.options import PromptLimits, PromptOptions
+from stages.prompts.rows.files import LINE_BYTES, PromptError, Reading
 from stages.prompts.sources import PromptSource, load_prompts
-from stages.prompts.tasks import TASKS
 from stages.prompts.templates import fill_template, parse_template
+from stages.tasks.tasks import TASKS
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m['role'] + ':' + m['content'] + ' ' }}{% endfor %}"

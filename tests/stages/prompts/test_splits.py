@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stages.models import load_tokenizer
+from stages.model.load import load_tokenizer
 from stages.prompts.file_checks import PromptCheck
-from stages.prompts.files import PromptError, Reading
 from stages.prompts.options import PromptOptions
+from stages.prompts.rows.files import PromptError, Reading
 from stages.prompts.rows.splits import by_split, data_files
 from stages.prompts.sources import load_prompts
 

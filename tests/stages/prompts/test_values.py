@@ -24,13 +24,13 @@ from hypothesis.extra import numpy as hnp
 from tensordict import NonTensorStack, TensorDict
 
 from pipeline.index.client import Index
-from stages.gate import columns
-from stages.models import load_tokenizer
+from stages.model.load import load_tokenizer
 from stages.prompts.external import put_prompts
 from stages.prompts.file_checks import PromptCheck
-from stages.prompts.files import PromptError, Reading
 from stages.prompts.formatter import Prompt
+from stages.prompts.gate import columns
 from stages.prompts.options import PromptOptions
+from stages.prompts.rows.files import PromptError, Reading
 from stages.prompts.rows.values import Changes, plain_row
 from stages.prompts.sources import load_prompts
 from stages.rewards.stage import RewardSet, score_rows

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pipeline.warehouse.arena import shared_memory_directory
+from pipeline.data.arena import shared_memory_directory
 from tests.stages.resharding import swaps
 from tests.stages.resharding.ranks import run_ranks
 from tests.stages.resharding.swaps import CASES

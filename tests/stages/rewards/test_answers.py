@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from orchestration.recipe.load import parse_recipe
+from orchestration.recipe.loading.load import parse_recipe
 from orchestration.rewards.pool import reward_set
-from stages.models import tiny_tokenizer
+from stages.model.load import tiny_tokenizer
 from stages.rewards.calls import CallFailed, plain_scores
 from stages.rewards.registry import RewardError
 from stages.rewards.stage import ErrorPolicy, RewardScores, RewardSet

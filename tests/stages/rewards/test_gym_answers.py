@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from stages.prompts.tasks import reasoning_gym
-from stages.rewards.gym_answers import NotPlain, integer, literal, plain_expression
+from stages.tasks.gym_answers import NotPlain, integer, literal, plain_expression
+from stages.tasks.tasks import reasoning_gym
 
 SLOW = {"knight_swap": 1, "futoshiki": 1, "arc_agi": 1}  # seconds for a row
 

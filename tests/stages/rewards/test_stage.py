@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from stages.prompts.tasks import REWARDS, last_number, repeat
 from stages.rewards import stage
 from stages.rewards.registry import RewardError
 from stages.rewards.stage import FIRST, ErrorPolicy, RewardScores, RewardSet
+from stages.tasks.tasks import REWARDS, last_number, repeat
 
 
 def length(completions: list[str], **columns: Any) -> list[float]:

@@ -17,11 +17,11 @@ from api.telemetry.trackers import Points
 from api.terminal.live import plain_line
 from api.terminal.report import samples_markdown, summarize
 from orchestration.history.lines import event_json
-from pipeline.events import EvaluationEvent, Event
+from pipeline.data.events import EvaluationEvent, Event
 from stages.engines.mock.engines import MockRolloutEngine
 from stages.engines.mock.options import MockRolloutOptions
 from stages.engines.protocols import SamplingParams
-from stages.models import tiny_tokenizer
+from stages.model.load import tiny_tokenizer
 from stages.prompts.formatter import Prompt
 from stages.prompts.options import PromptOptions
 from stages.prompts.sources import load_prompts

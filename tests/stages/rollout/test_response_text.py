@@ -6,8 +6,8 @@ from __future__ import annotations
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from stages.models import tiny_tokenizer
-from stages.rollout.response_text import ResponseText
+from stages.engines.response_text import ResponseText
+from stages.model.load import tiny_tokenizer
 
 
 class Bytes:

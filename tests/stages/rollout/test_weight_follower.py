@@ -18,7 +18,7 @@ import torch
 
 from pipeline.documents.flow import SWAP, VERSION
 from pipeline.index.client import Index, RunConfig
-from pipeline.spans import Spans
+from pipeline.worker.spans import Spans
 from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.engines.mock.engines import MockRolloutEngine, MockTrainEngine
 from stages.engines.mock.options import MockRolloutOptions, MockTrainOptions
@@ -32,17 +32,17 @@ from stages.engines.protocols import (
 )
 from stages.engines.torch.rollout import TorchRolloutEngine
 from stages.engines.torch.train import TorchTrainEngine
-from stages.models import tiny_model, tiny_tokenizer
+from stages.model.load import tiny_model, tiny_tokenizer
 from stages.parallel.layout import Layout
 from stages.rollout.stage import Rollout
 from stages.rollout.weight_follower import ATTEMPTS, SwapPolicy, SwapRefused, WeightFollower
 from stages.training.ranks import RankGroup, RankWorker
 from stages.training.update import Update
 from stages.weights.documents import DAMAGED
-from stages.weights.probe import Probe, ProbeRule, gap, probed
 from stages.weights.published import Published, WeightsDamaged
 from stages.weights.records import WeightRecords
-from stages.weights.store import WeightStore
+from stages.weights.transport.store import WeightStore
+from stages.weights.verification.probe import Probe, ProbeRule, gap, probed
 from tests.stages.engines.torch.test_rollout import DEADLINE, Brake
 from tests.stages.rollout.test_evaluate import evaluator
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.index.client import Index
-from pipeline.staleness import StalenessPlan
+from pipeline.schedule.staleness import StalenessPlan
 from pipeline.warehouse.dock import Dock
 from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.flow.catalogue import catalogue

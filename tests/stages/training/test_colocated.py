@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.events import EvaluationEvent
+from pipeline.data.events import EvaluationEvent
 from pipeline.index.client import Claim, Index
-from pipeline.spans import Spans
-from pipeline.staleness import StalenessPlan
+from pipeline.schedule.staleness import StalenessPlan
 from pipeline.warehouse.dock import Dock
+from pipeline.worker.spans import Spans
 from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.flow.catalogue import catalogue
 from stages.flow.resolver import resolve
@@ -26,7 +26,7 @@ from stages.training.colocated import Turn
 from stages.training.ranks import RankGroup, RankWorker
 from stages.training.shared_device import SharedDevice
 from stages.weights.documents import EVALUATED
-from stages.weights.probe import Probe
+from stages.weights.verification.probe import Probe
 
 P = 2
 STEPS = 3

@@ -19,8 +19,8 @@ from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.parallel.layout import ALONE, Layout
 from stages.training.ranks import RankGroup, RankWorker
 from stages.weights.documents import RANK_ORDERS
-from stages.weights.probe import probed
-from stages.weights.store import WeightStore
+from stages.weights.transport.store import WeightStore
+from stages.weights.verification.probe import probed
 from tests.batches import unstack
 from tests.stages.training.claims import GROUPS, filled
 

@@ -26,11 +26,11 @@ from stages.weights.published import (
     joined,
     tensors_of,
 )
-from stages.weights.store import WeightStore, mapped
 from stages.weights.transport import chain, depot, network
 from stages.weights.transport.chain import CHANGES, WHOLE, Chain, pieces_of
 from stages.weights.transport.depot import Depot
 from stages.weights.transport.network import WeightSender
+from stages.weights.transport.store import WeightStore, mapped
 from tests.stages.weights.test_network import SECRET, TIMEOUT, nodes, same, start, weights
 
 __all__ = ["nodes", "start"]  # fixtures

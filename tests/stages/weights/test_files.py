@@ -11,11 +11,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3MoeForCausalLM
 
 from benchmarks.families import FAMILIES, config_of, write
-from stages import models
 from stages.engines.torch.parallel.tensor import cuts
-from stages.models import load_model
+from stages.model import load as models
+from stages.model.files import open_skeleton
+from stages.model.load import load_model
 from stages.parallel.placement import model_state
-from stages.weights.files import open_skeleton
 from tests.ranks import on_ranks
 from tests.stages.sharded import bytes_at_loading, differing
 

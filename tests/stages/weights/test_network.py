@@ -31,10 +31,10 @@ from pipeline.wire.handshake import (
     ClientHandshake,
 )
 from stages.weights.published import Published, WeightsDamaged, WeightsUnreachable
-from stages.weights.store import WeightStore
 from stages.weights.transport import depot as weight_link
 from stages.weights.transport.depot import Depot
 from stages.weights.transport.network import Credentials, WeightSender
+from stages.weights.transport.store import WeightStore
 from tests.forked import forks
 from tests.pipeline.wire.served import certificate
 

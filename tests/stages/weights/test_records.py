@@ -13,7 +13,7 @@ from pipeline.index.client import Index, RunConfig
 from stages.weights.documents import WEIGHT_TENSORS
 from stages.weights.published import Published, WeightsDamaged
 from stages.weights.records import WeightRecords
-from stages.weights.store import WeightStore
+from stages.weights.transport.store import WeightStore
 
 
 async def published(index: Index, store: WeightStore, version: int, names: int = 300) -> Published:

@@ -18,7 +18,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from stages.weights.published import Published, WeightsDamaged
-from stages.weights.store import WeightStore
+from stages.weights.transport.store import WeightStore
 
 DTYPES = [
     torch.float32,

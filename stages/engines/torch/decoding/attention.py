@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from stages.engines.torch.attention import Scores, attend, merge
+from stages.engines.torch.model.attention import Scores, attend, merge
 
 Pool = dict[int, tuple[torch.Tensor, torch.Tensor]]  # layer: K and V [slots, KV heads, room, D]
 

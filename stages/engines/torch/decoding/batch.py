@@ -27,11 +27,11 @@ import torch
 
 from stages import device as devices
 from stages.engines.protocols import Completion, FinishReason, Token
+from stages.engines.response_text import Decodes, ResponseText
 from stages.engines.responses import response_failed
 from stages.engines.torch.decoding.decoder import NOT_FINITE, TorchDecoder
 from stages.engines.torch.decoding.rows import PendingGroup, ResponseRow, Submission
 from stages.engines.torch.decoding.sampling import Drawn, draw, uniform
-from stages.rollout.response_text import Decodes, ResponseText
 
 log = structlog.get_logger()
 

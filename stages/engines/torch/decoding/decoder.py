@@ -29,14 +29,6 @@ from torch import nn
 
 from stages import device as devices
 from stages.adapters.options import AdapterOptions
-from stages.engines.torch.attention import Scores
-from stages.engines.torch.attention_interface import (
-    PROBE,
-    check_logits,
-    fix_rope,
-    replace_attention,
-    state_of,
-)
 from stages.engines.torch.decoding.attention import (
     DecodeStep,
     PrefillStep,
@@ -45,8 +37,16 @@ from stages.engines.torch.decoding.attention import (
 )
 from stages.engines.torch.decoding.llama_forward import LlamaForward, can_pack_in, is_llama
 from stages.engines.torch.decoding.weights import DecoderWeights
-from stages.engines.torch.experts.routing import RoutingRecorder
-from stages.engines.torch.head.logits import use_float32
+from stages.engines.torch.model.attention import Scores
+from stages.engines.torch.model.attention_interface import (
+    PROBE,
+    check_logits,
+    fix_rope,
+    replace_attention,
+    state_of,
+)
+from stages.engines.torch.model.expert_routing import RoutingRecorder
+from stages.engines.torch.model.logits import use_float32
 from stages.resharding.swap import separate
 
 ATTENTION = "asyncdock_two_part"
@@ -93,7 +93,7 @@ class TorchDecoder:
     All calls but those of ``weights.check`` and ``weights.prepare`` come from one thread.
     ``static``: decode steps have few sizes and are recorded where the device can. ``packed``:
     weights are copied into oneDNN's layout (None: on a CPU that has it). ``context``: see
-    :func:`~stages.engines.torch.attention_interface.fix_rope`. ``adapters``: computed beside the
+    :func:`~stages.engines.torch.model.attention_interface.fix_rope`. ``adapters``: computed beside the
     linear layers, and zero at first. ``routed_experts``: record in ``routing`` the experts of each
     token of the last forward, uint8 or int16 [T, layers * top-k]. ``sampled``: tokens from this
     number on, which pad the head, have no probability. Raises ``ValueError`` for a model that keeps

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from stages.engines.protocols import Completion, FinishReason, GroupRequest, Token
+from stages.engines.response_text import ResponseText
 from stages.engines.responses import ResponseInProgress
 from stages.engines.torch.decoding.decoder import Prompt
-from stages.rollout.response_text import ResponseText
 
 
 @dataclass(eq=False)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils.rnn import pad_sequence
 
-from stages.engines.torch.packing import PackedBatch
+from stages.engines.torch.model.packing import PackedBatch
 from stages.engines.torch.parallel.collectives import Join
 from stages.engines.torch.parallel.ring import Ring, inverse
 from stages.engines.torch.parallel.runner import Share

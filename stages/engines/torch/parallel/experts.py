@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from stages.engines.torch.experts.load import expert_modules
+from stages.engines.torch.model.expert_load import expert_modules
 from stages.engines.torch.parallel.collectives import AllToAll
 from stages.engines.torch.parallel.mesh import Meshes
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from stages.engines.torch.optimizer import bound_gradients, master_weights
-from stages.engines.torch.packed_model import PackedModel
+from stages.engines.torch.model.optimizer import bound_gradients, master_weights
+from stages.engines.torch.model.packed_model import PackedModel
 from stages.engines.torch.parallel.runner import MicroBatchRunner, install_packed_attention
 from stages.parallel.layout import ALONE, RankCoordinates
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from pipeline.data.arena import shared_memory_directory
 from pipeline.node import node_id
-from pipeline.warehouse.arena import shared_memory_directory
 from stages import device as devices
 from stages.parallel.layout import Layout, RankCoordinates
 

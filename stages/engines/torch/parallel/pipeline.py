@@ -26,8 +26,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from stages.engines.protocols import ModelRefused
-from stages.engines.torch.packed_model import Outputs, PackedModel
-from stages.engines.torch.packing import PackedBatch
+from stages.engines.torch.model.packed_model import Outputs, PackedModel
+from stages.engines.torch.model.packing import PackedBatch
 from stages.engines.torch.parallel.collectives import own_slice
 from stages.engines.torch.parallel.mesh import Meshes
 from stages.engines.torch.parallel.runner import (

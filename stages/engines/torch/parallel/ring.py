@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.utils.rnn import pad_sequence
 
-from stages.engines.torch.attention import Scores, attend, attend_backward, merge, wide
-from stages.engines.torch.packing import PackedBatch, as_batch, put
+from stages.engines.torch.model.attention import Scores, attend, attend_backward, merge, wide
+from stages.engines.torch.model.packing import PackedBatch, as_batch, put
 
 
 @dataclass(frozen=True, order=True)
@@ -127,7 +127,7 @@ class Ring:
         packed: PackedBatch,
         scores: Scores,
     ) -> Tensor:
-        """Compute :func:`~stages.engines.torch.packing.attention` of this rank's tokens."""
+        """Compute :func:`~stages.engines.torch.model.packing.attention` of this rank's tokens."""
         return _RingAttention.apply(q, torch.cat([k, v], -1), sinks, self, scores)  # type: ignore[no-any-return, no-untyped-call]
 
     def all_prompts(self, kv: Tensor) -> Tensor:

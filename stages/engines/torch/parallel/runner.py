@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 import torch
 
 from stages import device as devices
-from stages.engines.torch.attention_interface import PROBE, check_logits
-from stages.engines.torch.packed_model import Outputs, PackedModel
-from stages.engines.torch.packing import PackedBatch, pack
+from stages.engines.torch.model.attention_interface import PROBE, check_logits
+from stages.engines.torch.model.packed_model import Outputs, PackedModel
+from stages.engines.torch.model.packing import PackedBatch, pack
 
 Value = TypeVar("Value")
 Packing = Callable[[], PackedBatch]

@@ -37,9 +37,9 @@ from transformers import PreTrainedModel
 from stages import device as devices
 from stages.adapters.export import base_weights
 from stages.adapters.training import fill_adapters
-from stages.engines.torch.optimizer import bound_gradients
-from stages.engines.torch.packed_model import PackedModel
-from stages.engines.torch.packing import PackedBatch
+from stages.engines.torch.model.optimizer import bound_gradients
+from stages.engines.torch.model.packed_model import PackedModel
+from stages.engines.torch.model.packing import PackedBatch
 from stages.engines.torch.parallel.collectives import own_slice
 from stages.engines.torch.parallel.context import divide
 from stages.engines.torch.parallel.experts import deal_experts
@@ -48,10 +48,10 @@ from stages.engines.torch.parallel.mesh import SECRET, Meshes, join, prove
 from stages.engines.torch.parallel.pipeline import Pipeline, keep_own
 from stages.engines.torch.parallel.runner import MicroBatchRunner, Share, install_packed_attention
 from stages.engines.torch.parallel.tensor import cut_matrices
-from stages.models import checkpoint_tensors, write_checkpoint
+from stages.model.files import WeightFiles, materialize
+from stages.model.load import checkpoint_tensors, write_checkpoint
 from stages.parallel.layout import Layout, RankCoordinates
 from stages.parallel.options import fits_ulysses
-from stages.weights.files import WeightFiles, materialize
 
 # Bytes of one safetensors file, which rank 0 holds in memory while it is written.
 FILE_BYTES = 4 * 2**30
@@ -64,7 +64,7 @@ class Sharded(Parallel):
     already.
 
     Every rank passes the same whole model (on the CPU) to its engine, or with ``weights`` a
-    skeleton of it, of which it reads its own shard alone (:mod:`stages.weights.files`). To
+    skeleton of it, of which it reads its own shard alone (:mod:`stages.model.files`). To
     ``train_batch`` and ``logprobs`` it passes the rows of its replica's share: at least one,
     disjoint from those of other replicas. Mini-batches are cut from the rows of all ranks; a
     replica without a row of one makes idle passes. Results equal those of one process with all

@@ -30,9 +30,9 @@ from transformers import PreTrainedModel
 
 from stages.adapters.training import is_adapted
 from stages.engines.protocols import ModelRefused
-from stages.engines.torch.attention_interface import PROBE
-from stages.engines.torch.experts.load import expert_modules
-from stages.engines.torch.packing import Feeding
+from stages.engines.torch.model.attention_interface import PROBE
+from stages.engines.torch.model.expert_load import expert_modules
+from stages.engines.torch.model.packing import Feeding
 from stages.engines.torch.parallel.collectives import own_slice
 
 # transformers' names of what happens to a module's weights over the tensor-parallel ranks.

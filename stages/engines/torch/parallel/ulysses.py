@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stages.engines.torch.attention import Scores
-from stages.engines.torch.packing import PackedBatch, attention
+from stages.engines.torch.model.attention import Scores
+from stages.engines.torch.model.packing import PackedBatch, attention
 from stages.engines.torch.parallel.collectives import AllToAll
 
 
@@ -28,7 +28,7 @@ def attention_by_heads(
     packed: PackedBatch,
     scores: Scores,
 ) -> Tensor:
-    """Compute :func:`~stages.engines.torch.packing.attention` of this rank's n tokens: ``q`` [n, H,
+    """Compute :func:`~stages.engines.torch.model.packing.attention` of this rank's n tokens: ``q`` [n, H,
     D], ``k`` [n, KV heads, D], ``v`` [n, KV heads, E]. ``where`` int64 [S]: place of each packed
     token among those of all ranks, [ranks · n]."""
     size = group.size()

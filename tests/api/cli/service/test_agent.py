@@ -12,10 +12,10 @@ import pytest
 from aiohttp.test_utils import TestClient
 from typer.testing import CliRunner
 
-from api.cli.exit_codes import BAD_INPUT
+from api.cli.common.exit_codes import BAD_INPUT
 from api.cli.main import app
 from orchestration.service import agent as agents
-from orchestration.service.registry import RunRecord
+from orchestration.state.registry import RunRecord
 from pipeline.index.client import INDEX_VARIABLE
 from pipeline.locks import Locked, locked
 from tests.api.served import ROOT

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from api.cli import local_run
 from api.cli import main as cli
-from api.cli.exit_codes import BAD_INPUT, FAILED, FINISHED, INTERRUPTED, NO_SERVICE
+from api.cli.common.exit_codes import BAD_INPUT, FAILED, FINISHED, INTERRUPTED, NO_SERVICE
 from api.cli.service import asking
 from api.cli.service import runs as runs_cli
 from api.client import Client

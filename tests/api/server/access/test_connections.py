@@ -24,11 +24,11 @@ from api.server.access import connections
 from api.server.access.connections import Connections, most_connections
 from api.server.access.tokens import Tokens
 from api.server.app import build_app, listen
-from api.server.problems import MEDIA_TYPE
-from api.server.service import SERVICE, Settings
+from api.server.http.problems import MEDIA_TYPE
+from api.server.service.service import SERVICE, Settings
 from orchestration.logs import Repeats
 from orchestration.service.index_server import FILE
-from orchestration.service.registry import Registry
+from orchestration.state.registry import Registry
 from tests.api.served import SECONDS, Served
 from tests.api.serving import bearer
 from tests.orchestration.runs import MOCK
@@ -297,7 +297,7 @@ async def test_a_connection_at_work_is_not_closed_to_make_room(
 
 
 def _recipe() -> Any:
-    from orchestration.recipe.load import parse_recipe
+    from orchestration.recipe.loading.load import parse_recipe
 
     return parse_recipe(RUN)
 

@@ -12,9 +12,9 @@ import pytest
 
 from api.server.access.tokens import Scope, Tokens
 from api.server.app import ROUTES
-from api.server.operations import Operation, operations_of
-from orchestration.recipe.load import parse_recipe
-from orchestration.service.registry import Registry
+from api.server.service.operations import Operation, operations_of
+from orchestration.recipe.loading.load import parse_recipe
+from orchestration.state.registry import Registry
 from tests.api.serving import Client, bearer, problem, serving
 from tests.orchestration.runs import MOCK
 

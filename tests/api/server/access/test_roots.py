@@ -11,9 +11,9 @@ import pytest
 
 from api.server.access.roots import MOST_ENTRIES, leads_out
 from api.server.access.submission_policy import accept
-from api.server.service import Settings
+from api.server.service.service import Settings
 from orchestration.recipe.problems import RecipeError
-from stages.models import tiny_model, tiny_tokenizer
+from stages.model.load import tiny_model, tiny_tokenizer
 from tests.orchestration.runs import TINY
 
 

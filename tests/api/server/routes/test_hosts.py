@@ -6,8 +6,8 @@ from typing import Any
 
 from api.schemas.runs import Host
 from api.server.routes.runs import _hosts
-from api.server.run_status import RunStatus
-from pipeline.events import Event
+from api.server.service.run_status import RunStatus
+from pipeline.data.events import Event
 
 
 def test_hosts_are_shown_with_their_workers_of_now() -> None:

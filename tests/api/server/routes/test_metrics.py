@@ -17,18 +17,18 @@ import pytest
 from aiohttp import ClientResponse
 from prometheus_client.parser import text_string_to_metric_families
 
-from api.server import service as services
-from api.server.service import SERVICE
+from api.server.service.service import SERVICE
+from api.server.service.service import service as services
 from api.telemetry import prometheus
-from orchestration.events_file import METRICS, MetricsFile
-from orchestration.recipe.load import parse_recipe
-from orchestration.run.documents import TOTALS
-from orchestration.service.recording import record_rest
-from orchestration.service.registry import Registry, RunRecord
-from pipeline.events import Event, Kind
+from orchestration.history.events_file import METRICS, MetricsFile
+from orchestration.recipe.loading.load import parse_recipe
+from orchestration.state.documents import TOTALS
+from orchestration.state.recording import record_rest
+from orchestration.state.registry import Registry, RunRecord
+from pipeline.data.events import Event, Kind
 from pipeline.index.client import Index
 from pipeline.index.embedded import EmbeddedIndex
-from stages.sample_log import FOLDER, SampleLog
+from stages.samples.sample_log import FOLDER, SampleLog
 from tests.any_event import AnyEvent
 from tests.api.serving import Client, bearer, problem, serving
 from tests.orchestration.runs import MOCK

@@ -15,14 +15,14 @@ import pytest
 import torch
 
 from api.server.access.tokens import Scope, Tokens
-from api.server.service import Settings
-from orchestration.recipe.load import fixed_keys
-from orchestration.run.documents import CHECKPOINT_REPORTED
-from orchestration.run.storage import base_models
-from orchestration.service.registry import Registry
+from api.server.service.service import Settings
+from orchestration.checkpoints import base_models
+from orchestration.recipe.loading.load import fixed_keys
+from orchestration.state.documents import CHECKPOINT_REPORTED
+from orchestration.state.registry import Registry
 from pipeline.index.client import Index
-from stages.models import load_model
-from stages.weights.manifest import digests_of
+from stages.model.load import load_model
+from stages.model.manifest import digests_of
 from tests.any_event import AnyEvent
 from tests.api.serving import Client, bearer, problem, serving
 from tests.orchestration.run.test_checkpoints import written

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from orchestration.recipe.load import load_recipe
-from orchestration.recipe.planner import memory_of, plan
-from orchestration.run.kinds import workers_of
+from orchestration.recipe.loading.load import load_recipe
+from orchestration.recipe.sizes.planner import memory_of, plan
+from orchestration.recipe.worker_kinds import workers_of
 from tests.orchestration.recipe.minimal import MINIMAL, problems
 
 LORA = "model.lora.rank=4"

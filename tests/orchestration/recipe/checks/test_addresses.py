@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from orchestration.elastic.scale import scaled
-from orchestration.recipe.load import parse_recipe
+from orchestration.recipe.loading.load import parse_recipe
 from orchestration.recipe.problems import RecipeError
 from orchestration.recipe.schema import Recipe
+from orchestration.supervise.scale import scaled
 from pipeline.node import own_address
 from tests.orchestration.runs import MOCK
 from tests.servers import self_signed

@@ -18,17 +18,17 @@ from typing import Any
 import pytest
 
 from api.server.access.submission_policy import accept
-from api.server.service import Settings
+from api.server.service.service import Settings
 from orchestration.recipe import model_files
 from orchestration.recipe.checks import machine
 from orchestration.recipe.checks.examples import prompt_sources
-from orchestration.recipe.load import load_recipe, parse_recipe
+from orchestration.recipe.loading.load import load_recipe, parse_recipe
 from orchestration.recipe.problems import RecipeError
 from orchestration.recipe.schema import Recipe
 from pipeline.problems import Problem
 from stages import device_names
-from stages.models import tiny_tokenizer
-from stages.prompts.files import Reading
+from stages.model.load import tiny_tokenizer
+from stages.prompts.rows.files import Reading
 from tests.orchestration.runs import MOCK, TINY
 
 
@@ -354,8 +354,8 @@ def test_a_recipe_of_real_files_is_checked_without_torch(tmp_path: Path) -> None
         "external": external,
     }
     script = (
-        "import json, sys\nfrom orchestration.recipe.load import parse_recipe\nfrom "
-        "orchestration.recipe.planner import plan\nassert "
+        "import json, sys\nfrom orchestration.recipe.loading.load import parse_recipe\nfrom "
+        "orchestration.recipe.sizes.planner import plan\nassert "
         "plan(parse_recipe(json.loads(sys.argv[1]))).parameters == 8\nassert not {'torch', "
         "'transformers'} & set(sys.modules)\n"
     )

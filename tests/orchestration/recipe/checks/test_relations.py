@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from orchestration.recipe.load import load_recipe
-from orchestration.recipe.planner import plan
+from orchestration.recipe.loading.load import load_recipe
+from orchestration.recipe.sizes.planner import plan
 from stages.algorithms import Algorithm, LossOutput
 from tests.orchestration.recipe.minimal import problems
 

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from orchestration.recipe.checks import code, notices
-from orchestration.recipe.load import load_recipe
-from orchestration.recipe.planner import notices_of
+from orchestration.recipe.checks import code
+from orchestration.recipe.loading.load import load_recipe
+from orchestration.recipe.sizes import notices
+from orchestration.recipe.sizes.planner import notices_of
 from orchestration.sandbox.sandbox import Available
 from tests.orchestration.recipe.minimal import problems
 

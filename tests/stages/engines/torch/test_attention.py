@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from stages.engines.torch import attention
-from stages.engines.torch.packing import Feeding, PackedBatch, pack, shared_prompt_attention
+from stages.engines.torch.model import attention
+from stages.engines.torch.model.packing import Feeding, PackedBatch, pack, shared_prompt_attention
 
 PROMPTS = [21, 3]
 ROWS = [[30, 29, 17, 9, 2, 1], [40]]

@@ -24,7 +24,7 @@ from stages.engines.torch.decoding.batch import ContinuousBatch
 from stages.engines.torch.decoding.decoder import TorchDecoder
 from stages.engines.torch.decoding.rows import ResponseRow
 from stages.engines.torch.rollout import TorchRolloutEngine
-from stages.models import tiny_model, tiny_tokenizer
+from stages.model.load import tiny_model, tiny_tokenizer
 
 STREAMS = 20
 TOKENS = 16

@@ -20,7 +20,7 @@ from benchmarks.families import (
 from benchmarks.models import batch_of
 from stages.engines.plans import Piece
 from stages.engines.torch.decoding.decoder import TorchDecoder
-from stages.engines.torch.packing import groups_of, pack_pieces
+from stages.engines.torch.model.packing import groups_of, pack_pieces
 from stages.engines.torch.train import TorchTrainEngine
 from tests.stages.engines.contract_train import make_batch
 

@@ -13,7 +13,7 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from stages import device as devices
-from stages.engines.torch.layers import (
+from stages.engines.torch.model.layers import (
     linear,
     product,
     rms_norm,
@@ -183,9 +183,9 @@ def test_plain_kernels_compute_the_same_without_faster_functions(
     for kernels in ("auto", "plain"):
         if kernels == "plain":
             for name in ("linear", "rms_norm"):
-                monkeypatch.setattr(f"stages.engines.torch.layers.{name}", None)
+                monkeypatch.setattr(f"stages.engines.torch.model.layers.{name}", None)
             for name in ("_cpu", "_cpu_backward"):
-                monkeypatch.setattr(f"stages.engines.torch.attention.{name}", None)
+                monkeypatch.setattr(f"stages.engines.torch.model.attention.{name}", None)
         engine = TorchTrainEngine(model_of("llama"), kernels=kernels, **OPTIONS)
         gradients.append(gradients_of_step(engine, make_batch(), algorithm())[0])
     for name, gradient in gradients[0].items():

@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from orchestration.run.checkpoint import Checkpoint, Writer
-from stages.engines.torch import optimizer
+from orchestration.checkpoints.checkpoint import Checkpoint, Writer
 from stages.engines.torch.decoding.decoder import TorchDecoder
+from stages.engines.torch.model import optimizer
 from stages.engines.torch.train import TorchTrainEngine
 from stages.parallel.layout import Layout
 from stages.parallel.placement import model_state, place

@@ -10,9 +10,10 @@ import torch
 
 from benchmarks.families import FAMILIES, config_of
 from stages.engines.registry import Side
-from stages.engines.torch import model_check, packed_model, packing
-from stages.engines.torch.attention import Scores
+from stages.engines.torch import model_check
 from stages.engines.torch.decoding import decoder
+from stages.engines.torch.model import packed_model, packing
+from stages.engines.torch.model.attention import Scores
 
 
 @pytest.fixture(autouse=True)

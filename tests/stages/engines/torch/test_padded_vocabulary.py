@@ -16,9 +16,9 @@ from tensordict import TensorDict
 from transformers import LlamaForCausalLM
 
 from orchestration.recipe.checks.examples import padding_can_be_masked
-from orchestration.recipe.load import parse_recipe
-from orchestration.recipe.planner import notices_of
-from orchestration.run.engines import (
+from orchestration.recipe.loading.load import parse_recipe
+from orchestration.recipe.sizes.planner import notices_of
+from orchestration.workers.engines import (
     reference_engine,
     rollout_engine,
     terms_of,
@@ -28,11 +28,11 @@ from orchestration.run.engines import (
 )
 from stages.engines.protocols import GroupRequest, SamplingParams
 from stages.engines.responses import Responses
-from stages.engines.torch.head import token_logprobs
-from stages.engines.torch.head.token_logprobs import TokenLogprobs
+from stages.engines.torch.model import token_logprobs
+from stages.engines.torch.model.token_logprobs import TokenLogprobs
 from stages.engines.torch.rollout import TorchRolloutEngine
 from stages.engines.vllm.rows import VllmRow, sampling_params
-from stages.models import load_model
+from stages.model.load import load_model
 from tests.batches import make_batch
 from tests.orchestration.runs import TINY
 from tests.ranks import on_ranks

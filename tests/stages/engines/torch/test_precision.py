@@ -31,12 +31,14 @@ from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.engines.protocols import GroupRequest, SamplingParams, SwapTimes
 from stages.engines.torch.decoding.decoder import TorchDecoder
 from stages.engines.torch.decoding.llama_forward import can_pack_in
-from stages.engines.torch.head.logits import PIECE, float32_logits
+from stages.engines.torch.model.logits import PIECE, float32_logits
 from stages.engines.torch.rollout import TorchRolloutEngine
 from stages.engines.torch.train import TorchTrainEngine
 from stages.rollout.weight_follower import SwapPolicy
 from stages.training.update import PROBE_ROWS, probe_rows
-from stages.weights.probe import (
+from stages.weights.records import WeightRecords
+from stages.weights.transport.store import WeightStore
+from stages.weights.verification.probe import (
     Gap,
     Probe,
     ProbeFailed,
@@ -46,8 +48,6 @@ from stages.weights.probe import (
     gap,
     probed,
 )
-from stages.weights.records import WeightRecords
-from stages.weights.store import WeightStore
 from tests.stages.rollout.test_weight_follower import events, follower
 
 SHAPE: dict[str, Any] = dict(

@@ -624,7 +624,7 @@ ONE_POOL = """
 import asyncio, os, time, torch
 from stages.engines.protocols import GroupRequest, SamplingParams
 from stages.engines.torch.rollout import TorchRolloutEngine
-from stages.models import tiny_model
+from stages.model.load import tiny_model
 
 torch.set_num_threads(2)
 

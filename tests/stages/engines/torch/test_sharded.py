@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from orchestration.run.checkpoint import Checkpoint, Writer
+from orchestration.checkpoints.checkpoint import Checkpoint, Writer
 from stages.engines.plans import GroupShape, deal
 from stages.engines.torch.critic import VALUE_HEAD, TorchCriticEngine
 from stages.engines.torch.parallel.tensor import cuts
 from stages.engines.torch.train import TorchTrainEngine
-from stages.models import tiny_tokenizer
+from stages.model.load import tiny_tokenizer
 from stages.parallel.layout import Layout
 from stages.parallel.placement import fused, model_state
 from tests.batches import make_batch

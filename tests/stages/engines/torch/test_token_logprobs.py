@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from stages.algorithms.policy_gradient.grpo import GRPO
-from stages.engines.torch.head import token_logprobs
-from stages.engines.torch.head.token_logprobs import TokenLogprobs
+from stages.engines.torch.model import token_logprobs
+from stages.engines.torch.model.token_logprobs import TokenLogprobs
 from tests.batches import make_batch
 from tests.stages.algorithms.test_interface import Observing
 from tests.stages.engines.torch.test_train import engine_of, tiny_llama

@@ -11,12 +11,12 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from pipeline.warehouse.arena import shared_memory_directory
+from pipeline.data.arena import shared_memory_directory
 from stages.adapters.names import adapter_shapes, down_of, up_of
 from stages.adapters.options import AdapterOptions
 from stages.engines.protocols import GroupRequest, SamplingParams, WeightMismatch
 from stages.engines.vllm.rollout import VllmRolloutEngine
-from stages.models import load_config, tiny_tokenizer
+from stages.model.load import load_config, tiny_tokenizer
 
 pytestmark = pytest.mark.timeout(600)
 LORA = AdapterOptions(4, 8.0)

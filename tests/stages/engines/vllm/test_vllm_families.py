@@ -11,11 +11,11 @@ import torch
 
 from benchmarks.families import CONTEXT, write
 from benchmarks.models import Checkpoint, batch_of, generated, loaded, one_step, plain_rows
-from pipeline.warehouse.arena import shared_memory_directory
+from pipeline.data.arena import shared_memory_directory
 from stages.engines.torch.train import TorchTrainEngine
 from stages.engines.vllm.rollout import VllmReceivingEngine
-from stages.weights.store import WeightStore
 from stages.weights.transport.network import Credentials, WeightSender
+from stages.weights.transport.store import WeightStore
 
 pytestmark = pytest.mark.timeout(600)
 SECRET = b"a run's secret, for the tests"

@@ -18,7 +18,7 @@ import pytest_asyncio
 import torch
 from transformers import PreTrainedModel
 
-from pipeline.warehouse.arena import shared_memory_directory
+from pipeline.data.arena import shared_memory_directory
 from stages.engines.protocols import (
     Completion,
     EngineFailed,
@@ -28,10 +28,10 @@ from stages.engines.protocols import (
 )
 from stages.engines.vllm import rollout as vllm_rollout
 from stages.engines.vllm.rollout import VllmReceivingEngine, VllmRolloutEngine
-from stages.models import load_model, load_tokenizer, model_folder
+from stages.model.load import load_model, load_tokenizer, model_folder
 from stages.weights.published import Published, WeightsDamaged, WeightsUnreachable
-from stages.weights.store import WeightStore
 from stages.weights.transport.network import Credentials, WeightSender
+from stages.weights.transport.store import WeightStore
 from tests.stages.engines.contract_rollout import ModelContract, collect, new_processes
 
 pytestmark = pytest.mark.timeout(900)
@@ -329,7 +329,7 @@ OWNER = """
 import sys, torch, psutil
 from pathlib import Path
 from stages.engines.vllm.rollout import VllmRolloutEngine
-from stages.models import model_folder
+from stages.model.load import model_folder
 
 if __name__ == "__main__":
     VllmRolloutEngine(model_folder("smollm2"), shared=Path(sys.argv[1]), dtype=torch.float32, max_rows=2,

@@ -19,7 +19,7 @@ from transformers import LlamaForCausalLM
 from pipeline.index.embedded import die_with_parent
 from stages.engines.torch.train import TorchTrainEngine
 from stages.inference.teacher import TeacherOptions, TeacherRefused, TeacherServer
-from stages.models import tiny_tokenizer
+from stages.model.load import tiny_tokenizer
 from tests.batches import tiny_rows
 
 pytestmark = pytest.mark.timeout(600)

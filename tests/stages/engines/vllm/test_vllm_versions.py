@@ -12,10 +12,10 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from pipeline.warehouse.arena import shared_memory_directory
+from pipeline.data.arena import shared_memory_directory
 from stages.engines.protocols import Completion, GroupRequest, SamplingParams, Token
 from stages.engines.vllm.rollout import VllmRolloutEngine
-from stages.models import load_config, tiny_tokenizer
+from stages.model.load import load_config, tiny_tokenizer
 
 pytestmark = pytest.mark.timeout(900)
 IDS = (torch.arange(20) * 7 + 3) % 46

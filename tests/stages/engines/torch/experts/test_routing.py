@@ -18,7 +18,7 @@ from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.engines.protocols import Begun, Completion, GroupRequest
 from stages.engines.torch.train import TorchTrainEngine
 from stages.flow.catalogue import ROUTED
-from stages.models import load_model
+from stages.model.load import load_model
 from tests.batches import stack, unstack
 from tests.stages.engines.torch.test_rollout import ask, collect, parameters, running
 

@@ -1,0 +1,1 @@
+"""What several commands share: options, output, exit codes, lookup of recipes."""

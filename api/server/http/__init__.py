@@ -1,0 +1,1 @@
+"""Bodies of requests within limits, and errors as problems (RFC 9457)."""

@@ -1,0 +1,300 @@
+"""Errors of the REST server as RFC 9457 problems: ``application/problem+json`` with field, value
+and fix.
+
+exception below a handler ──▶ problem_of ──▶ HTTPProblem ──▶ response
+  HTTPProblem: unchanged     pydantic, RecipeError: all errors at once     unexpected: 500, logged, without details
+"""
+
+from __future__ import annotations
+
+import http
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pydantic
+import structlog
+from aiohttp import web
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic_core import ErrorDetails
+
+from api.schemas.text import Text, sendable
+from orchestration.policy.source import PoliciesBusy, PolicyUnknown
+from orchestration.processes.confined import TurnsFull
+from orchestration.recipe.problems import RecipeError
+from orchestration.state.registry import KeyReused, UnknownRun, WrongState
+from pipeline.index.client import IndexUnreachable
+
+log = structlog.get_logger()
+
+MEDIA_TYPE = "application/problem+json"
+RETRY_SECONDS = 2  # for clients, when the index does not answer
+BEGAN = web.RequestKey("began", bool)  # whether the headers of the answer were sent
+LONGEST_VALUE = 200  # characters of a value that are sent back
+LONGEST_READ = 4096  # characters of a value that are read for that
+MOST_ERRORS = 100  # that are listed
+TOO_MANY_ERRORS = 2000  # of which none are listed: pydantic builds the list of all of them
+# User and password of a URL, up to the last "@". Linear time: a match starts after "://" only and
+# ends at "/".
+_PASSWORD = re.compile(r"(?<=\w://)[^\s/]+@")
+
+
+class Wrong(BaseModel):
+    """One error: the field, its value as given, what is wrong with it, and how to fix it."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    field: Text
+    value: Any = None
+    wrong: Text
+    fix: Text = ""
+
+
+class ProblemDetails(BaseModel):
+    """RFC 9457, with ``field``, ``value`` and ``fix`` of the first thing that is wrong, and
+    ``errors`` with all of them."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: str = Field(
+        default="about:blank", description="What kind of problem: a URN that stays as it is."
+    )
+    title: str
+    status: int = Field(ge=400, le=599)
+    detail: Text
+    field: Text | None = None
+    value: Any = None
+    fix: Text | None = None
+    errors: list[Wrong] = []
+    message: Text | None = Field(None, description="Detail and fix, for clients of OpenAI's API.")
+
+
+class HTTPProblem(Exception):
+    """An answer that is a problem.
+
+    ``kind`` is a stable short name for programs (``urn:asyncdock:KIND``).
+    """
+
+    def __init__(
+        self,
+        status: int,
+        detail: str,
+        *,
+        title: str = "",
+        kind: str = "",
+        field: str | None = None,
+        value: object = None,
+        fix: str | None = None,
+        errors: Sequence[Wrong] = (),
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(detail)
+        self.status = status
+        self.headers = dict(headers or {})
+        self.details = ProblemDetails(
+            type=f"urn:asyncdock:{kind}" if kind else "about:blank",
+            title=title or http.HTTPStatus(status).phrase,
+            status=status,
+            detail=detail,
+            field=field,
+            value=shown(value),
+            fix=fix,
+            errors=list(errors),
+            message=f"{detail} Fix: {fix}" if fix else detail,
+        )
+
+    def body(self) -> bytes:
+        """Return the problem as JSON."""
+        details = self.details.model_dump(mode="json", exclude_none=True)
+        return json.dumps(details, ensure_ascii=False, allow_nan=False).encode()
+
+    @classmethod
+    def from_details(cls, details: Mapping[str, Any]) -> HTTPProblem:
+        """Return the problem that another process created."""
+        problem = cls(details["status"], details["detail"])
+        problem.details = ProblemDetails.model_validate(details)
+        return problem
+
+    def response(self) -> web.Response:
+        headers = {"Content-Type": f"{MEDIA_TYPE}; charset=utf-8", **self.headers}
+        return web.Response(status=self.status, body=self.body(), headers=headers)
+
+
+def shown(value: object) -> Any:
+    """Return ``value`` as it may be sent back: as JSON, shortened, without passwords of URLs."""
+    if isinstance(value, str):
+        value = value[: LONGEST_READ + 1]
+    text = ""
+    for piece in json.JSONEncoder(ensure_ascii=False, default=str).iterencode(value):
+        text += piece[: LONGEST_READ + 1]
+        if len(text) > LONGEST_READ:
+            text = text[:LONGEST_READ] + "@"  # ends a password that may have been cut
+            break
+    text = without_password(str(sendable(text)))
+    if len(text) > LONGEST_VALUE:
+        return text[:LONGEST_VALUE] + "…"
+    try:
+        return json.loads(text, parse_constant=str)
+    except ValueError:  # a number that was cut, or a text in which a URL was replaced
+        return text
+
+
+def without_password(text: str) -> str:
+    """Return ``text`` with the user and password of every URL replaced."""
+    return _PASSWORD.sub("***@", text)
+
+
+def errors_of(error: pydantic.ValidationError, prefix: str = "") -> list[Wrong]:
+    """Return all of pydantic's errors in one part of a request.
+
+    Values of headers are not sent back.
+    """
+    if (count := error.error_count()) > TOO_MANY_ERRORS:
+        field = prefix.rstrip(".") or "body"
+        return [
+            Wrong(field=field, wrong=f"has {count} errors, too many to be listed", fix="see /docs")
+        ]
+    errors = []
+    for item in error.errors(include_url=False)[:MOST_ERRORS]:
+        field = prefix + ".".join(str(part) for part in item["loc"])
+        reason, fix = _wrong_and_fix(item)
+        # A missing field has no value; pydantic reports the object that lacks it.
+        value = (
+            None
+            if item["type"] in ("missing", "json_invalid") or prefix == "header."
+            else shown(item["input"])
+        )
+        errors.append(Wrong(field=field or "body", value=value, wrong=reason, fix=fix))
+    return errors
+
+
+def invalid_request(status: int, errors: Sequence[Wrong]) -> HTTPProblem:
+    return several(status, "request", "The request is not valid", errors)
+
+
+def several(status: int, kind: str, title: str, errors: Sequence[Wrong]) -> HTTPProblem:
+    """Return one problem with ``errors``; its field, value and fix are those of the first one."""
+    first = errors[0]
+    num_others = len(errors) - 1
+    detail = f"{first.field} {first.wrong}" + (f", and {num_others} more" if num_others else "")
+    return HTTPProblem(
+        status,
+        detail,
+        title=title,
+        kind=kind,
+        field=first.field,
+        value=first.value,
+        fix=first.fix,
+        errors=errors,
+    )
+
+
+def _wrong_and_fix(error: ErrorDetails) -> tuple[str, str]:
+    message = error["msg"]
+    context = error.get("ctx", {})
+    match error["type"]:
+        case "missing":
+            return "is missing", "give it"
+        case "extra_forbidden":
+            return "is not known here", "remove it, or see /docs for what is"
+        case "json_invalid":
+            return f"is not JSON ({context['error']})", "send one JSON object"
+        case "fault":  # see stages.json_schema
+            return context["wrong"], context["fix"]
+    if message.startswith("Input should be "):
+        return "is not right", "give " + message.removeprefix("Input should be ")
+    return f"is refused ({message})", "see /docs for what it takes"
+
+
+def problem_of(error: Exception) -> HTTPProblem:
+    """Return ``error`` as a problem.
+
+    An unexpected one is logged, and the problem has no details of it.
+    """
+    match error:
+        case HTTPProblem():
+            return error
+        case RecipeError():
+            errors = [
+                Wrong(field=p.key, value=shown(p.value), wrong=without_password(p.wrong), fix=p.fix)
+                for p in error.problems[:MOST_ERRORS]
+            ]
+            return several(422, "recipe", "The recipe is not sound", errors)
+        case IndexUnreachable():
+            detail = "The index does not answer; runs go on by themselves as soon as it does."
+            headers = {"Retry-After": str(RETRY_SECONDS)}
+            return HTTPProblem(
+                503, detail, kind="index-unreachable", fix="try again shortly", headers=headers
+            )
+        case UnknownRun():
+            return HTTPProblem(
+                404,
+                "There is no such run.",
+                kind="unknown-run",
+                field="path.run",
+                fix="see GET /v1/runs",
+            )
+        case PolicyUnknown():
+            return HTTPProblem(
+                404, str(error), kind="unknown-model", field="model", fix="see GET /v1/models"
+            )
+        case TurnsFull():
+            fix = "wait until some of them are answered"
+            return HTTPProblem(
+                429, f"{error}.".capitalize(), kind="turns", fix=fix, headers={"Retry-After": "10"}
+            )
+        case PoliciesBusy():
+            return HTTPProblem(
+                503, str(error), kind="policies", field="model", headers={"Retry-After": "10"}
+            )
+        case WrongState():
+            fix = "wait until it is in a state in which it can, or leave it"
+            return HTTPProblem(
+                409, str(error), kind="wrong-state", field="state", value=error.state, fix=fix
+            )
+        case KeyReused():
+            field = "header.Idempotency-Key"
+            fix = "give another key, or repeat the first request exactly"
+            return HTTPProblem(
+                422,
+                "This key came with another request before.",
+                kind="key-reused",
+                field=field,
+                fix=fix,
+            )
+        case web.HTTPException():  # aiohttp's own: no such path, wrong method, too large
+            headers = {
+                name: value
+                for name, value in error.headers.items()
+                if name.lower() in ("allow", "location")
+            }
+            if error.status == 404:
+                detail = "There is nothing at this path."
+                kind = "no-such-path"
+                fix = "see /docs"
+                return HTTPProblem(404, detail, kind=kind, fix=fix, headers=headers)
+            if error.status == 405:
+                detail = "This path has no such method."
+                fix = f"use {headers.get('Allow', 'another method')}"
+                return HTTPProblem(405, detail, kind="method", fix=fix, headers=headers)
+            return HTTPProblem(
+                error.status, error.reason or "The request was refused.", headers=headers
+            )
+    log.error("a request failed", error=type(error).__name__, exc_info=error)
+    return HTTPProblem(
+        500, "Something went wrong here; the server's log has the reason.", kind="internal"
+    )
+
+
+@web.middleware
+async def problems(request: web.Request, handler: Any) -> web.StreamResponse:
+    """Turn every exception of a handler into a problem; one after the headers were sent ends the
+    connection."""
+    try:
+        return await handler(request)
+    except Exception as error:
+        problem = problem_of(error)
+        if request.get(BEGAN):
+            raise
+        return problem.response()

@@ -1,0 +1,1 @@
+"""Operations of the REST server, and the state that they share."""

@@ -1,0 +1,1 @@
+"""Checkpoints: their files, the places where they are kept, their verification."""

@@ -1,1 +1,0 @@
-"""The number of workers while a run goes on: restart budgets, scaling, autoscaling."""

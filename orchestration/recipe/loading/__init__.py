@@ -1,0 +1,1 @@
+"""Reading of recipes, and the reference of their keys."""

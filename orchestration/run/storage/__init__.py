@@ -1,1 +1,0 @@
-"""Places where checkpoints are kept beside the folder of the run."""

@@ -1,0 +1,90 @@
+"""Requests to runs, which are found by their folders, and the end of a run of a service."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import shutil
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+
+import structlog
+
+from orchestration.history.events_file import METRICS
+from orchestration.state.lock import RunLocked, lock_run
+from orchestration.state.recording import record_rest
+from orchestration.state.registry import LIVE, Registry
+from pipeline.data.arena import shared_memory_directory
+from pipeline.index.client import Index
+from pipeline.node import folder_id
+
+log = structlog.get_logger()
+T = TypeVar("T")
+
+WHERE = "index.json"  # in the folder of a live run: the index's URL and the run's id
+ANSWER_SECONDS = 10.0  # for which a command waits for the index of a run in a folder
+LEASE_VARIABLE = "ASYNCDOCK_LEASE"  # in a runner's environment: the token of its lease
+
+
+def shared_of(folder: Path) -> Path:
+    """Return the shared-memory folder of the run in ``folder``, the same for every runner of it."""
+    return shared_memory_directory() / f"{shared_prefix(folder.parent)}{folder.name}"
+
+
+def shared_prefix(folders: Path) -> str:
+    """Return the prefix of the shared-memory folders of all runs below ``folders``.
+
+    Containers that share this memory may each have folders at the same path. Raises
+    FileNotFoundError where there is no such folder.
+    """
+    return f"asyncdock-run-{folder_id(folders)}-"
+
+
+async def ask_in_folder(folder: Path, ask: Callable[[Index], Awaitable[T]]) -> tuple[str, T]:
+    """Return the id of the run that a command executes in ``folder``, and what ``ask`` returns with
+    its index. Raises LookupError when no command does."""
+    try:
+        where = json.loads((folder / WHERE).read_text())
+        lock_run(folder).close()
+    except RunLocked:
+        pass
+    except OSError:
+        where = {}
+    else:
+        where = where if where["hosted"] else {}  # its command was killed
+    if not where:
+        raise LookupError(
+            f"run: none is alive in {folder}; `asyncdock resume {folder}` goes on with one that "
+            f"has ended"
+        )
+    if where["hosted"]:
+        raise LookupError(f"run: {folder} is run {where['run']} of a service; give that id")
+    async with Index(where["index"], where["run"], timeout=ANSWER_SECONDS) as index:
+        return where["run"], await ask(index)
+
+
+async def conclude(registry: Registry, run: str, token: str, state: str, reason: str) -> bool:
+    """Record that a run has ended, in the state of its own keys or else in ``state`` for
+    ``reason``, and remove its samples from the index and from shared memory. Does nothing and
+    returns False when ``token`` does not hold it. Idempotent."""
+    active = await registry.find_active(run)
+    if active is None or active.token != token:
+        return False
+    async with Index(registry.link, run) as index:
+        await index.transition(["", "created", *LIVE, "stopping"], state, reason)
+        state, reason, _ = await index.state()
+        folder = Path(active.record.folder) if active.record.folder else None
+        if folder is not None and await asyncio.to_thread(folder.is_dir):
+            try:
+                await record_rest(index, folder / METRICS)
+            except OSError as error:
+                log.error("the run's events are in the index alone", run=run, error=str(error))
+        await index.retire()
+    if folder is not None:
+        with contextlib.suppress(OSError):
+            (folder / WHERE).unlink(missing_ok=True)  # a runner that was killed has not removed it
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(shared_of(folder), ignore_errors=True)
+    return await registry.end(run, token, state, reason)

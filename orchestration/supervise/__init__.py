@@ -1,0 +1,1 @@
+"""Supervision of a run's workers: restarts, scaling, liveness, alarms."""

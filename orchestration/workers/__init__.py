@@ -1,0 +1,1 @@
+"""Workers of a run, one file for each kind, and the factories of their engines."""

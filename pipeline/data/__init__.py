@@ -1,0 +1,1 @@
+"""Rows as bytes: columns, blocks, arenas in shared memory; and the events of a run."""

@@ -1,0 +1,1 @@
+"""One worker of a stage: its controller, its clock, its spans."""

@@ -1,1 +1,0 @@
-"""Parallel strategies of the torch training engine, a file each."""

@@ -1,0 +1,162 @@
+"""A model as packed micro-batches go through it: its layers replaced, and its outputs in float32.
+
+    packed tokens ─▶ decoder ─▶ hidden states where a response token is predicted
+                                  ─▶ head ─▶ logprobs, entropies          ─▶ value head ─▶ values
+
+The engine's parallel strategy places its parameters (stages/engines/torch/parallel/interface.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from stages import device as devices
+from stages.adapters.export import ADAPTER, save_adapter, write_merged
+from stages.adapters.options import AdapterOptions
+from stages.adapters.training import add_adapters
+from stages.engines.torch.model.attention_interface import fix_rope, replace_attention
+from stages.engines.torch.model.expert_load import ExpertLoad
+from stages.engines.torch.model.expert_routing import RoutingReplay
+from stages.engines.torch.model.layers import use_fast_layers, use_fast_norms, use_fused_layers
+from stages.engines.torch.model.logits import logit_scale, value_head, values_of
+from stages.engines.torch.model.packing import (
+    ATTENTION,
+    Feeding,
+    PackedBatch,
+    shared_prompt_attention,
+)
+from stages.engines.torch.model.token_logprobs import TokenLogprobs, scaled_logits
+from stages.model.files import WeightFiles
+
+Kernels = Literal["auto", "plain"]
+Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # see PackedModel.outputs
+
+
+class PackedModel:
+    """The ``model`` of an engine on ``device``, and what packed micro-batches need beside it.
+    Options are those of :class:`~stages.engines.torch.train.TorchTrainEngine`."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        device: torch.device,
+        *,
+        temperature: float,
+        activation_checkpointing: bool,
+        kernels: Kernels,
+        has_values: bool,
+        adapters: AdapterOptions | None,
+        context: int | None,
+        vocabulary: int | None,
+    ) -> None:
+        self.model = model
+        self.device = device
+        self.dtype = model.dtype  # of the arithmetic
+        self.kind = type(model).__name__  # FSDP makes it another class
+        self.hidden_size: int = model.config.get_text_config().hidden_size
+        self.feeding = Feeding(fix_rope(model, context), fused=kernels == "auto")
+        self.routing = RoutingReplay(model, self.feeding)
+        self._divisor, self._softcap = logit_scale(model.config)
+        self._vocabulary = vocabulary
+        self._temperature = temperature or 1.0  # greedy rollouts record logprobs at temperature 1
+        self._kernels = kernels
+        _prepare(model, activation_checkpointing)
+        if device.type == "cpu" and kernels == "auto":
+            use_fast_norms(model)
+        self.expert_load = ExpertLoad(model, device)
+        self.adapters = adapters
+        self._adapter_config = add_adapters(model, adapters) if adapters else {}
+        self._plain_forward = model.forward
+        self.value_head = value_head(model, device) if has_values else {}
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """Return the parameters of the model that are trained, by name, tied ones once."""
+        named = self.model.named_parameters()
+        return {name: parameter for name, parameter in named if parameter.requires_grad}
+
+    def feed(self, packed: PackedBatch) -> None:
+        """Let the model's attention read ``packed``, until something else is fed."""
+        self.feeding.feed(packed)
+
+    def decode(self, packed: PackedBatch) -> torch.Tensor:
+        """Return the last hidden states [1, S, d]."""
+        decoder: Any = self.model.base_model
+        self.feed(packed)
+        out = decoder(input_ids=packed.ids, position_ids=packed.positions, use_cache=False)
+        return out.last_hidden_state  # type: ignore[no-any-return]
+
+    def hidden(self, packed: PackedBatch) -> torch.Tensor:
+        """Return the last hidden states [U, d] at the places that predict a response token."""
+        return self.decode(packed)[0].index_select(0, packed.places)
+
+    def outputs(self, packed: PackedBatch) -> Outputs:
+        """Return float32 [T], [T], [T]: the logprobs of ``packed.targets``; the entropies of the
+        distributions that they are of, empty where nothing is trained; and the values of the
+        states before the targets, empty without a value head."""
+        hidden = self.hidden(packed)
+        head = self.model.get_output_embeddings()
+        logprobs, entropy = TokenLogprobs.apply(  # type: ignore[no-untyped-call]
+            hidden,
+            head.weight,
+            head.bias,
+            packed.source,
+            packed.targets,
+            self._temperature * self._divisor,
+            torch.is_grad_enabled(),
+            self._softcap,
+            self._vocabulary,
+        )
+        return logprobs, entropy, values_of(hidden, self.value_head, packed.source)
+
+    def logits(self, packed: PackedBatch) -> torch.Tensor:
+        """Return the logits float32 [T, V] of which :meth:`outputs` are made."""
+        hidden = self.hidden(packed)[packed.source]
+        head = self.model.get_output_embeddings()
+        return scaled_logits(hidden, head.weight, head.bias, self._divisor, self._softcap)
+
+    def plain_hidden(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the last hidden states [1, S, d] of ``ids`` [1, S] by the model's own forward."""
+        decoder: Any = self.model.base_model
+        return decoder(input_ids=ids, use_cache=False).last_hidden_state  # type: ignore[no-any-return]
+
+    def plain_logits(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the logits [1, S, V] of ``ids`` [1, S] by the model's own forward."""
+        return self._plain_forward(input_ids=ids, use_cache=False).logits  # type: ignore[no-any-return]
+
+    def replace_layers(self) -> None:
+        """Replace the model's attention, and the linear layers that are computed faster."""
+        replace_attention(self.model, ATTENTION, shared_prompt_attention, self.feeding)
+        if self._kernels == "auto":
+            use_fast_layers(self.model, self.device)
+            use_fused_layers(self.model, devices.fused_layers(self.device))
+
+    def save_adapters(
+        self,
+        path: Path,
+        matrices: Mapping[str, torch.Tensor],
+        base: Mapping[str, torch.Tensor] | WeightFiles | None = None,
+    ) -> None:
+        """Write the adapters ``matrices`` beside ``path``, and the model merged with them into it.
+        ``base``: see :func:`~stages.adapters.export.write_merged`."""
+        assert self.adapters is not None
+        matrices = {name: value.to(self.dtype) for name, value in matrices.items()}
+        save_adapter(path.with_name(ADAPTER), self._adapter_config, matrices)
+        scale = self.adapters.scale
+        write_merged(path, self.model, matrices, scale, base=base, kind=self.kind)
+
+
+def _prepare(model: PreTrainedModel, activation_checkpointing: bool) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    model.train(activation_checkpointing)  # transformers checkpoints only in training mode
+    if activation_checkpointing:
+        enable = getattr(model, "activation_checkpointing_enable", None)
+        enable = enable or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})

@@ -1,0 +1,425 @@
+"""Micro-batches packed without padding, in which each group's prompt is computed once.
+
+    [ prompt A | response A0 | response A1 | … | prompt B | response B0 | … ]      one row of tokens
+
+Attention of a response is causal over [keys of its prompt; its own keys], and gradients flow into
+the shared prompt: the prompt's keys are read where they are by all its rows at once, and merged
+with the rows' own (stages/engines/torch/ attention.py). The last token of a response predicts
+nothing, so it is not fed; logits are computed only where a response token is predicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from stages.algorithms.batch import jagged_rows
+from stages.engines.plans import GroupShape, Piece
+from stages.engines.torch.model.attention import (
+    FEW_KEYS,
+    Scores,
+    attend,
+    attend_backward,
+    merge,
+    wide,
+)
+from stages.engines.torch.model.attention_interface import state_of
+
+# name of shared_prompt_attention in transformers' attention interface
+ATTENTION = "asyncdock_shared_prompt"
+
+
+@dataclass(frozen=True)
+class AttentionBlock:
+    """Rows ``start:end`` of the packed tokens, which attend to themselves in one call: ``count``
+    rows padded to ``longest`` tokens. ``joined``: tokens of the prompt, which rows of few keys
+    attend to in the same call, over a copy for each row (faster for them than to merge two
+    outputs), or 0. ``real`` int64 has the places of their tokens in the padded block; None: all
+    rows are equally long."""
+
+    start: int
+    end: int
+    count: int
+    longest: int
+    joined: int
+    real: torch.Tensor | None
+
+    def padded(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the rows [count, heads, longest, …] of the packed tokens ``x`` [S, heads, …], with
+        zeros as padding."""
+        x = x[self.start : self.end]
+        if self.real is not None:
+            x = x.new_zeros(self.count * self.longest, *x.shape[1:]).index_copy_(0, self.real, x)
+        return x.unflatten(0, (self.count, self.longest)).transpose(1, 2)
+
+    def keys(self, x: torch.Tensor, prompt: torch.Tensor) -> torch.Tensor:
+        """Return those of the packed keys or values ``x`` that the rows see here.
+
+        ``prompt`` [1, heads, P, D]: its own.
+        """
+        rows = self.padded(x)
+        return torch.cat([prompt.expand(self.count, -1, -1, -1), rows], 2) if self.joined else rows
+
+    def places(self) -> torch.Tensor:
+        """Return int64 [longest]: positions of a row's tokens, counted from the first of
+        :meth:`keys`."""
+        return torch.arange(self.joined, self.joined + self.longest)
+
+    def packed(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the inverse of :meth:`padded`: their tokens [end - start, heads, …]."""
+        x = x.transpose(1, 2).flatten(0, 1)
+        return x if self.real is None else x.index_select(0, self.real)
+
+
+@dataclass(frozen=True)
+class PackedPiece:
+    """A prompt among the packed tokens, and its rows.
+
+    ``apart``: those of blocks that do not join the prompt; they attend to it in one call.
+    ``positions`` int64, on the CPU: of the tokens ``apart``. ``rows``: fed tokens of each row.
+    """
+
+    prompt: slice
+    blocks: tuple[AttentionBlock, ...]
+    apart: slice
+    positions: torch.Tensor
+    rows: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """A micro-batch on the device: S fed tokens, U places where logits are needed, T predicted
+    response tokens."""
+
+    ids: torch.Tensor  # int64 [1, S]
+    positions: torch.Tensor  # int64 [1, S]
+    pieces: tuple[PackedPiece, ...]
+    places: torch.Tensor  # int64 [U], which of the S
+    source: torch.Tensor  # int64 [T], which of the U predicts the token
+    targets: torch.Tensor  # int64 [T]
+    longest: int  # tokens of a sequence that are fed
+    # uint8 or int16 [S, layers * top-k] that routers choose; None: as they do
+    experts: torch.Tensor | None = None
+    # instead of attention(), where ranks have a part of the S each
+    attend: Callable[..., torch.Tensor] | None = None
+
+
+@dataclass
+class Feeding:
+    """The packed batch that a model is fed: its attention reads it, in the forward and where that
+    is computed again for the backward. ``limit``: tokens of a sequence at most; ``fused``: by the
+    device's fused attention where it has one."""
+
+    limit: int
+    fused: bool = True
+    packed: PackedBatch | None = None
+
+    def feed(self, packed: PackedBatch) -> None:
+        if packed.longest > self.limit:
+            raise NotImplementedError(
+                f"a sequence of {packed.longest} tokens, where rope changes at {self.limit}"
+            )
+        self.packed = packed
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """One group of a batch, or this rank's part of it: its number and prompt, its responses'
+    places, and their row numbers in the batch."""
+
+    number: int
+    prompt: torch.Tensor
+    places: tuple[int, ...]
+    rows: tuple[int, ...]
+    shape: GroupShape
+
+    def part(self, places: Collection[int]) -> Group:
+        """Return the group with the rows at ``places`` alone."""
+        members = [at for at, place in enumerate(self.places) if place in places]
+        return Group(
+            self.number,
+            self.prompt,
+            tuple(self.places[at] for at in members),
+            tuple(self.rows[at] for at in members),
+            GroupShape(self.shape.prompt, tuple(self.shape.responses[at] for at in members)),
+        )
+
+
+def groups_of(batch: TensorDictBase) -> tuple[list[Group], list[torch.Tensor]]:
+    """Return the groups of ``batch`` in the order of their numbers, rows by place, and all
+    responses by row number."""
+    prompts = jagged_rows(batch, "prompt_ids")
+    responses = jagged_rows(batch, "response_ids")
+    by_group: dict[int, list[tuple[int, int]]] = {}
+    for number, (group, place) in enumerate(
+        zip(batch["group"].tolist(), batch["place"].tolist(), strict=True)
+    ):
+        by_group.setdefault(group, []).append((place, number))
+    groups = []
+    for group, members in sorted(by_group.items()):
+        places, numbers = zip(*sorted(members), strict=True)
+        prompt = prompts[numbers[0]]
+        for number in numbers:
+            if not torch.equal(prompts[number], prompt):
+                raise ValueError(
+                    f"prompt_ids: rows {numbers[0]} and {number} of group {group} do "
+                    f"not share one prompt"
+                )
+            if len(prompt) < 1 or len(responses[number]) < 1:
+                raise ValueError(
+                    f"row {number} of group {group}: prompt_ids and response_ids need "
+                    f"at least one token"
+                )
+        shape = GroupShape(len(prompt), tuple(len(responses[number]) for number in numbers))
+        groups.append(Group(group, prompt, places, numbers, shape))
+    return groups, responses
+
+
+def pack_pieces(
+    pieces: Sequence[Piece],
+    device: torch.device,
+    groups: Sequence[Group],
+    responses: Sequence[torch.Tensor],
+    experts: Sequence[torch.Tensor],
+) -> PackedBatch:
+    """Return the pieces' response tokens, piece by piece, row by row.
+
+    ``responses``, ``experts``: of each row; the latter may be empty.
+    """
+    numbers = [[groups[piece.group].rows[row] for row in piece.rows] for piece in pieces]
+    rows, chosen = (
+        [[values[number] for number in some] for some in numbers if len(values)]
+        for values in (responses, experts)
+    )
+    return pack([groups[piece.group].prompt for piece in pieces], rows, device, chosen)
+
+
+def pack(
+    prompts: Sequence[torch.Tensor],
+    rows: Sequence[Sequence[torch.Tensor]],
+    device: torch.device,
+    experts: Sequence[Sequence[torch.Tensor]] = (),
+) -> PackedBatch:
+    """Pack ``rows[i]``, the responses to ``prompts[i]``, longer ones first. The T tokens are
+    counted in this order. ``experts[i]``: the choices that routers follow, of the fed tokens of
+    these rows; a prompt takes those of its first."""
+    ids = []
+    positions = []
+    pieces = []
+    source = []
+    at = 0
+    for prompt, responses in zip(prompts, rows, strict=True):
+        length = len(prompt)
+        prompt_end = row_start = at + length
+        ids += [prompt, *(response[:-1] for response in responses)]
+        fed = [len(response) - 1 for response in responses]
+        row_positions = [torch.arange(length, length + tokens) for tokens in fed]
+        positions += [torch.arange(length), *row_positions]
+        for tokens in fed:
+            source += [torch.tensor([prompt_end - 1]), torch.arange(row_start, row_start + tokens)]
+            row_start += tokens
+        blocks = tuple(_blocks(prompt_end, length, fed, device))
+        apart = slice(
+            prompt_end, max([prompt_end, *(block.end for block in blocks if not block.joined)])
+        )
+        seen = torch.cat(row_positions)[: apart.stop - apart.start]
+        pieces.append(PackedPiece(slice(at, prompt_end), blocks, apart, seen, tuple(fed)))
+        at = row_start
+    pairs = zip(prompts, experts, strict=False)
+    chosen = [
+        part
+        for prompt, row_experts in pairs
+        for part in (row_experts[0][: len(prompt)], *(row[len(prompt) :] for row in row_experts))
+    ]
+    places, inverse = torch.cat(source).unique(return_inverse=True)
+    return PackedBatch(
+        ids=torch.cat(ids)[None].to(device),
+        positions=torch.cat(positions)[None].to(device),
+        pieces=tuple(pieces),
+        places=places.to(device),
+        source=inverse.to(device),
+        targets=torch.cat([response for responses in rows for response in responses]).to(device),
+        longest=max(
+            len(p) + len(r) - 1
+            for p, responses in zip(prompts, rows, strict=True)
+            for r in responses
+        ),
+        experts=torch.cat(chosen).to(device) if chosen else None,
+    )
+
+
+def _blocks(
+    start: int, prompt: int, lengths: Sequence[int], device: torch.device
+) -> Iterable[AttentionBlock]:
+    """Yield the blocks of the rows of a ``prompt`` of so many tokens, packed from ``start`` on,
+    longest first. Within a block no row is padded to more than twice its length. Rows without fed
+    tokens are in none."""
+    first = 0
+    count = sum(length > 0 for length in lengths)
+    while first < count:
+        longest = lengths[first]
+        last = first + sum(2 * length >= longest for length in lengths[first:count])
+        members = torch.tensor(lengths[first:last])
+        end = start + int(members.sum())
+        real = None
+        if int(members.min()) < longest:
+            real = (torch.arange(longest) < members[:, None]).flatten().nonzero()[:, 0].to(device)
+        joined = prompt if prompt + longest <= FEW_KEYS else 0
+        yield AttentionBlock(start, end, last - first, longest, joined, real)
+        first = last
+        start = end
+
+
+def shared_prompt_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Serve as transformers' attention function over the micro-batch of a :class:`Feeding`:
+    ``query`` [1, H, S, D], ``key`` [1, KV heads, S, D], ``value`` [1, KV heads, S, E]. ``s_aux``
+    [H]: attention sinks. Returns [1, S, H, E]."""
+    feeding = state_of(module)
+    sinks = options.get("s_aux")
+    packed = feeding.packed
+    scores = Scores.of(query, options, feeding.fused)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [S, heads, D]
+    return (packed.attend or attention)(q, k, v, sinks, packed, scores)[None], None
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    packed: PackedBatch,
+    scores: Scores,
+) -> torch.Tensor:
+    """Return the attention [S, H, E] of ``q`` [S, H, D] over ``k`` [S, KV heads, D] and ``v`` [S,
+    KV heads, E]."""
+    return _SharedPromptAttention.apply(q, k, v, sinks, packed, scores)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _SharedPromptAttention(torch.autograd.Function):
+    """Keeps queries, keys, values, outputs and log-sum-exps: memory linear in the tokens."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+        packed: PackedBatch,
+        scores: Scores,
+    ) -> torch.Tensor:
+        out = q.new_empty(*q.shape[:2], v.shape[2])
+        total = q.new_empty(q.shape[:2], dtype=wide(q))
+        for piece in packed.pieces:
+            of_prompt = as_batch(k, piece.prompt), as_batch(v, piece.prompt)
+            put(
+                out,
+                total,
+                piece.prompt,
+                *attend(as_batch(q, piece.prompt), *of_prompt, _places(piece.prompt), scores),
+            )
+            for block in piece.blocks:
+                keys, values = (
+                    block.keys(x, prompt_part)
+                    for x, prompt_part in zip((k, v), of_prompt, strict=True)
+                )
+                outputs = attend(block.padded(q), keys, values, block.places(), scores)
+                out[block.start : block.end], total[block.start : block.end] = (
+                    block.packed(x) for x in outputs
+                )
+            if len(piece.positions):
+                outputs = attend(as_batch(q, piece.apart), *of_prompt, piece.positions, scores)
+                put(
+                    out,
+                    total,
+                    piece.apart,
+                    *merge(as_batch(out, piece.apart), as_batch(total, piece.apart), *outputs),
+                )
+        if sinks is not None:
+            out, total = merge(out, total, None, sinks.to(total.dtype))
+        ctx.save_for_backward(q, k, v, sinks, out, total)
+        ctx.packed = packed
+        ctx.scores = scores
+        return out
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, sinks, out, total = ctx.saved_tensors
+        to_q, to_k, to_v = (torch.empty_like(x) for x in (q, k, v))
+        of_queries = gradient, q, out, total
+        for piece in ctx.packed.pieces:
+            g, queries, o, t = (as_batch(x, piece.prompt) for x in of_queries)
+            keys = as_batch(k, piece.prompt)
+            values = as_batch(v, piece.prompt)
+            to_prompt = attend_backward(
+                g, queries, keys, values, o, t, _places(piece.prompt), ctx.scores
+            )
+            for block in piece.blocks:
+                g, queries, o, t = (block.padded(x) for x in of_queries)
+                seen = block.keys(k, keys), block.keys(v, values)
+                of_row, *to_keys_values = attend_backward(
+                    g, queries, *seen, o, t, block.places(), ctx.scores
+                )
+                to_q[block.start : block.end] = block.packed(of_row)
+                for whole, part in zip((to_k, to_v), to_keys_values, strict=True):
+                    whole[block.start : block.end] = block.packed(part[:, :, block.joined :])
+                if block.joined:
+                    shared = (
+                        part[:, :, : block.joined].sum(0, keepdim=True) for part in to_keys_values
+                    )
+                    to_prompt = (
+                        to_prompt[0],
+                        *(a + b for a, b in zip(to_prompt[1:], shared, strict=True)),
+                    )
+            if len(piece.positions):
+                g, queries, o, t = (as_batch(x, piece.apart) for x in of_queries)
+                of_row, *to_keys_values = attend_backward(
+                    g, queries, keys, values, o, t, piece.positions, ctx.scores
+                )
+                to_q[piece.apart] += of_row[0].transpose(0, 1)
+                to_prompt = (
+                    to_prompt[0],
+                    *(a + b for a, b in zip(to_prompt[1:], to_keys_values, strict=True)),
+                )
+            for whole, part in zip((to_q, to_k, to_v), to_prompt, strict=True):
+                whole[piece.prompt] = part[0].transpose(0, 1)
+        to_sinks = None
+        if sinks is not None:
+            weight = (sinks.to(total.dtype) - total).exp()
+            to_sinks = (
+                -(weight * (gradient * out).sum(-1, dtype=total.dtype)).sum(0).to(sinks.dtype)
+            )
+        return to_q, to_k, to_v, to_sinks, None, None
+
+
+def as_batch(x: torch.Tensor, tokens: slice) -> torch.Tensor:
+    """Return ``tokens`` of ``x`` [S, heads, …] as a batch of one row, [1, heads, n, …]."""
+    return x[tokens].transpose(0, 1)[None]
+
+
+def put(
+    out: torch.Tensor,
+    total: torch.Tensor,
+    tokens: slice,
+    found: torch.Tensor,
+    found_total: torch.Tensor,
+) -> None:
+    out[tokens], total[tokens] = found[0].transpose(0, 1), found_total[0].transpose(0, 1)
+
+
+def _places(tokens: slice) -> torch.Tensor:
+    return torch.arange(tokens.stop - tokens.start)

@@ -1,0 +1,150 @@
+"""Logprobs of given tokens from hidden states, in bounded memory, with a gradient; and the entropy
+beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from stages.engines.torch.model.layers import product
+from stages.engines.torch.model.logits import float32_logits
+
+LOGITS_BYTES = 256 * 2**20  # most that float32 logits may take at once
+# of logits that several operations in turn work on; a CPU's caches hold them
+PIECE_BYTES = {"cpu": 4 * 2**20}
+TINY = torch.finfo(torch.float32).tiny  # a smaller probability adds nothing to an entropy
+
+
+class TokenLogprobs(torch.autograd.Function):
+    """Logprobs of ``targets`` [T] from the hidden states [U, d] that predict them, with at most
+    ``LOGITS_BYTES`` of logits. If all logits fit they are kept for the backward; otherwise each
+    chunk is computed again. Also returns, without a gradient, the entropy [T] (nats) of the
+    distribution that each target is of; empty without ``with_entropy``. With ``vocabulary`` only so
+    many of the first tokens have a probability: the other rows of the head, which pad it, are not
+    read, and get a gradient of zero."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        source: torch.Tensor,
+        targets: torch.Tensor,
+        temperature: float,
+        with_entropy: bool,
+        softcap: float | None = None,
+        vocabulary: int | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.rows = len(weight)
+        weight = weight[:vocabulary]
+        bias = None if bias is None else bias[:vocabulary]
+        size = max(1, LOGITS_BYTES // (4 * weight.shape[0]))
+        chosen = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
+        entropies = torch.empty(
+            len(hidden) if with_entropy else 0, dtype=torch.float32, device=hidden.device
+        )
+        saved_logits = None
+        for start in range(0, len(hidden), size):
+            logits = scaled_logits(hidden[start : start + size], weight, bias, temperature, softcap)
+            in_chunk = (source >= start) & (source < start + size)
+            at = source[in_chunk] - start
+            wanted = logits[at, targets[in_chunk]]
+            peak, log_total = _softmax_in_place(
+                logits, entropies[start : start + size] if with_entropy else None
+            )
+            chosen[in_chunk] = wanted - peak[at] - log_total[at]
+            saved_logits = logits if size >= len(hidden) and softcap is None else None
+        ctx.save_for_backward(hidden, weight, bias, source, targets, saved_logits)
+        ctx.temperature = temperature
+        ctx.size = size
+        ctx.softcap = softcap
+        entropy = entropies[source] if with_entropy else entropies
+        ctx.mark_non_differentiable(entropy)
+        return chosen, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, bias, source, targets, saved_logits = ctx.saved_tensors
+        gradient = gradients[0] / ctx.temperature  # [T]
+        of_place = gradient.new_zeros(len(hidden)).index_add_(0, source, gradient)
+        to_hidden = torch.zeros_like(hidden, dtype=torch.float32)
+        to_weight = weight.new_empty(ctx.rows, weight.shape[1]) if ctx.needs_input_grad[1] else None
+        to_bias = bias.new_zeros(ctx.rows) if ctx.needs_input_grad[2] else None
+        if to_weight is not None:
+            to_weight[len(weight) :] = 0
+        for start in range(0, len(hidden), ctx.size):
+            part = hidden[start : start + ctx.size]
+            if (probabilities := saved_logits) is None:
+                probabilities = scaled_logits(part, weight, bias, ctx.temperature, ctx.softcap)
+                if ctx.softcap is not None:
+                    # of the cap
+                    slope = 1 - (probabilities * (ctx.temperature / ctx.softcap)).square_()
+                _softmax_in_place(probabilities, None)
+            in_chunk = (source >= start) & (source < start + ctx.size)
+            for words in _pieces(len(weight), len(part), weight.device):
+                to_logits = probabilities[:, words] * -of_place[start : start + ctx.size, None]
+                in_slice = in_chunk & (targets >= words.start) & (targets < words.stop)
+                at = source[in_slice] - start, targets[in_slice] - words.start
+                to_logits.index_put_(at, gradient[in_slice], accumulate=True)
+                if ctx.softcap is not None:
+                    to_logits.mul_(slope[:, words])
+                to_logits = to_logits.to(weight.dtype)
+                to_hidden[start : start + ctx.size] += product(to_logits, weight[words])
+                if to_weight is None:
+                    pass
+                elif start == 0:
+                    to_weight[words] = product(to_logits.t(), part)
+                else:
+                    to_weight[words] += product(to_logits.t(), part)
+                if to_bias is not None:
+                    to_bias[words] += to_logits.sum(0)
+        return to_hidden.to(hidden.dtype), to_weight, to_bias, None, None, None, None, None, None
+
+
+def scaled_logits(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    temperature: float,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """Return the logits divided by ``temperature``, after ``softcap`` · tanh(logit /
+    ``softcap``)."""
+    logits = float32_logits(hidden, weight, bias)
+    if softcap is not None:
+        logits.div_(softcap).tanh_().mul_(softcap)
+    return logits if temperature == 1 else logits.div_(temperature)
+
+
+def _softmax_in_place(
+    logits: torch.Tensor, entropy: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Turn ``logits`` [U, V] into probabilities, and write the entropy of each row to ``entropy``
+    [U]. Returns each row's largest logit, and the log of the sum of the exponentials of logits
+    minus it; their sum is the row's logsumexp."""
+    peak = logits.new_empty(len(logits), 1)
+    total = logits.new_empty(len(logits), 1)
+    # memory that is new for each piece costs more than all that is computed in it
+    logs: torch.Tensor | None = None
+    for rows in _pieces(len(logits), logits.shape[1], logits.device):
+        part = logits[rows]
+        torch.amax(part, -1, keepdim=True, out=peak[rows])
+        torch.sum(part.sub_(peak[rows]).exp_(), -1, keepdim=True, out=total[rows])
+        part.div_(total[rows])
+        if entropy is not None:
+            logs = torch.empty_like(part) if logs is None else logs
+            torch.clamp(part, min=TINY, out=logs[: len(part)])
+            torch.sum(logs[: len(part)].log_().mul_(part), -1, out=entropy[rows])
+    if entropy is not None:
+        entropy.neg_()
+    return peak[:, 0], total[:, 0].log()
+
+
+def _pieces(count: int, width: int, device: torch.device) -> Iterator[slice]:
+    """Yield the slices of ``count`` rows of ``width`` numbers, of at most ``PIECE_BYTES`` each."""
+    size = max(1, PIECE_BYTES.get(device.type, LOGITS_BYTES // 8) // (4 * max(1, width)))
+    for start in range(0, count, size):
+        yield slice(start, min(start + size, count))

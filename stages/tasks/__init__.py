@@ -1,0 +1,1 @@
+"""Built-in tasks, which make prompts, and the answers that their rewards read in responses."""

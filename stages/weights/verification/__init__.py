@@ -1,0 +1,1 @@
+"""Verification of new weights: the probe of a version, and what a refused one shows."""
