@@ -102,8 +102,8 @@ def serve(url: str, data: str, parent: Connection) -> None:
     """The REST server, until it is ended."""
 
     async def run() -> None:
+        from api.server.access.settings import Settings
         from api.server.app import build_app, listen, reduce_collections
-        from api.server.service.service import Settings
 
         settings = Settings(data=Path(data), port=0, runs=0, rate=1e6, burst=10**6, no_token=True)
         registry = Registry(url)

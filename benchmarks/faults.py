@@ -16,8 +16,9 @@ from typing import Any, Literal
 
 import torch
 
+from orchestration.recipe.models import tokenizer_of
 from orchestration.recipe.schema import Recipe
-from orchestration.workers.engines import rollout_engine, tokenizer_of
+from orchestration.workers.engines import rollout_engine
 from stages.engines.protocols import Completion, GroupRequest, SwapTimes
 from stages.engines.torch.rollout import TorchRolloutEngine
 from stages.tasks.tasks import spelling

@@ -50,7 +50,8 @@ from stages.engines.protocols import GroupRequest, RolloutEngine, SamplingParams
 from stages.engines.torch.model.logits import use_float32
 from stages.parallel.layout import RankCoordinates
 from stages.parallel.placement import train_placement
-from stages.weights.verification.probe import Gap, Probe, ProbeRule, gap
+from stages.weights.published import Probe
+from stages.weights.verification.probe import Gap, ProbeRule, gap
 
 # tokens of the prompts; rows of a group; tokens of a sequence
 PROMPTS = (10, 24)

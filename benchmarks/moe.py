@@ -33,11 +33,12 @@ from benchmarks.synchronous import _batch
 from orchestration.logs import configure
 from orchestration.recipe.flow import algorithm_of, flow_of
 from orchestration.recipe.loading.load import load_recipe
+from orchestration.recipe.models import tokenizer_of
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sizes.planner import prompt_limits
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
-from orchestration.workers.engines import rollout_engine, sampling_of, tokenizer_of, train_engine
+from orchestration.workers.engines import rollout_engine, sampling_of, train_engine
 from pipeline.data.blocks import pack
 from stages.engines.protocols import Completion, GroupRequest, RolloutEngine
 from stages.flow.catalogue import ROUTED

@@ -6,10 +6,11 @@ wrong: the probe's limits.
 
     generate ─▶ one optimizer step ─▶ the trainer scores a probe ─▶ the engine scores it: still with the weights before (an
     undelivered update), then with the new ones (equal weights); after the last step with damaged ones, layer swapped, …
- The engines are the recipe's, in one process; probes and verdict are those of a run (``probe_rows`` in
-stages/training/update.py, ``ProbeJudge`` in stages/weights/verification/probe.py). Advantages are random: a step moves the
-weights as far as any other step of AdamW. It also compares both engines with the same weights in float32, and prints where that
-error comes from: how it grows from layer to layer, and what the output layer and the softmax add in float32 and in bfloat16.
+The engines are the recipe's, in one process; probes and verdict are those of a run (``probe_rows``
+in stages/training/update.py, ``ProbeJudge`` in stages/weights/verification/probe.py). Advantages are
+random: a step moves the weights as far as any other step of AdamW. It also compares both engines
+with the same weights in float32, and prints where that error comes from: how it grows from layer to
+layer, and what the output layer and the softmax add in float32 and in bfloat16.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from tensordict import TensorDict
 
 from orchestration.recipe.flow import algorithm_of
 from orchestration.recipe.loading.load import load_recipe
+from orchestration.recipe.models import tokenizer_of
 from orchestration.recipe.schema import Recipe
 from orchestration.workers.engines import (
     probe_rule,
     probe_tokens,
     rollout_engine,
     sampling_of,
-    tokenizer_of,
     train_engine,
 )
 from stages.engines.protocols import Completion, GroupRequest, RolloutEngine, TrainEngine
@@ -42,9 +43,9 @@ from stages.engines.torch.model.logits import float32_logits
 from stages.model.load import load_model
 from stages.prompts.sources import load_prompts
 from stages.training.update import probe_rows
+from stages.weights.published import Probe
 from stages.weights.verification.probe import (
     Gap,
-    Probe,
     ProbeFailed,
     ProbeJudge,
     ProbeLimits,

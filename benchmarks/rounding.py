@@ -35,7 +35,8 @@ from benchmarks.models import (
 )
 from stages.engines.torch.rollout import TorchRolloutEngine
 from stages.engines.torch.train import TorchTrainEngine
-from stages.weights.verification.probe import Probe, ProbeRule, gap
+from stages.weights.published import Probe
+from stages.weights.verification.probe import ProbeRule, gap
 
 U = 2.0**-8
 PAIRS = ("rollout, float32", "train, float32", "transformers, float32", "rollout, train")

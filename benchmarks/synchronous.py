@@ -21,6 +21,7 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 
 from orchestration.recipe.flow import algorithm_of
+from orchestration.recipe.models import tokenizer_of
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sizes.planner import prompt_limits
 from orchestration.rewards.pool import reward_set, scored_by
@@ -29,7 +30,6 @@ from orchestration.workers.engines import (
     reference_engine,
     rollout_engine,
     sampling_of,
-    tokenizer_of,
     train_engine,
 )
 from stages.algorithms import Drop

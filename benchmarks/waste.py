@@ -32,11 +32,11 @@ from benchmarks.learning import COLOURS, Trial, read_trials, trial, write_trials
 from benchmarks.waste_rows import hopeless, learnable, trivial
 from orchestration.logs import configure
 from orchestration.recipe.loading.load import load_recipe, parse_recipe, read_recipe
+from orchestration.recipe.models import tokenizer_of
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sizes.planner import prompt_limits
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
-from orchestration.workers.engines import tokenizer_of
 from stages.prompts.sources import load_prompts
 from stages.rollout.evaluate import distinct_prompts
 

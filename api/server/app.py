@@ -25,6 +25,7 @@ from aiohttp import web
 
 from api.server.access.connections import Connections, admit_connection, raise_descriptor_limit
 from api.server.access.limits import admission, secure
+from api.server.access.settings import Settings
 from api.server.access.tokens import Token, Tokens
 from api.server.http.problems import problems
 from api.server.routes import dashboard, external, logins, metrics, policies, recipes, runs, samples
@@ -33,7 +34,7 @@ from api.server.routes.metrics import watch
 from api.server.service.openapi import openapi_document
 from api.server.service.operations import build_routes
 from api.server.service.recipe_checks import Checks
-from api.server.service.service import DOCUMENT, INDEX_SECONDS, SERVICE, Service, Settings
+from api.server.service.service import DOCUMENT, INDEX_SECONDS, SERVICE, Service
 from orchestration.logs import limit_repeats
 from orchestration.private_files import private_folder, read_by_others
 from orchestration.service.agent import Agent, AgentError
@@ -101,6 +102,7 @@ async def listen(app: web.Application, settings: Settings) -> tuple[web.AppRunne
     address = f"{settings.host}:{settings.port}"
     try:
         site = Connections(runner, settings, tls)
+        app[SERVICE].most_held = min(app[SERVICE].most_held, site.most * 3 // 4)
         await site.start()
     except (ValueError, OSError) as error:
         await runner.cleanup()

@@ -14,12 +14,13 @@ import pydantic
 
 from api.policy.handler import respond
 from api.schemas.completions import REQUESTS, ModelsView, ModelView
+from api.server.access.authorization import allowed
 from api.server.access.limits import Rates, client_of
+from api.server.access.settings import Settings
 from api.server.access.tokens import Scope, Tokens
 from api.server.http.bodies import JSON, refuse_many_values, too_large
 from api.server.http.problems import HTTPProblem, errors_of, invalid_request, problem_of
 from api.server.service.operations import BODY_VALUES
-from api.server.service.service import Settings, allowed
 from orchestration.policy.served import Policies
 from pipeline.compat.extras import extra
 

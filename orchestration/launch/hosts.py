@@ -32,12 +32,12 @@ from orchestration.logs import configure
 from orchestration.private_files import keep_from_others
 from orchestration.processes.environment import take
 from orchestration.processes.forkserver import ForkServer
+from orchestration.processes.leftovers import sweep_leftovers
 from orchestration.processes.starter import SPAWN
 from orchestration.recipe.devices import DevicePool, on_this_node
 from orchestration.recipe.flow import flow_of
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.worker_kinds import kind_of, remote_workers
-from orchestration.run.run_index import sweep_leftovers
 from orchestration.state.documents import (
     BEAT,
     DECLARED,

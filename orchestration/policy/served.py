@@ -21,10 +21,11 @@ from orchestration.policy.source import PoliciesBusy, PolicyUnknown, parse_model
 from orchestration.policy.texts import PolicyTexts, Texts
 from orchestration.processes.forkserver import ForkServer
 from orchestration.recipe.model_files import PLAIN_MODELS
+from orchestration.recipe.models import tokenizer_of
 from orchestration.recipe.schema import Recipe
 from orchestration.state.documents import RUN_PATHS, RUN_RECIPE
 from orchestration.state.paths import RunPaths
-from orchestration.workers.engines import rollout_engine, sampling_of, tokenizer_of, weight_reader
+from orchestration.workers.engines import rollout_engine, sampling_of, weight_reader
 from pipeline.data.events import ENDED
 from pipeline.documents.flow import SECRET, VERSION
 from pipeline.index.client import Index

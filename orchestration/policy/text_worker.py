@@ -15,8 +15,8 @@ from functools import lru_cache
 from typing import Any
 
 from orchestration.processes.confined import answer_questions
+from orchestration.recipe.models import tokenizer_of
 from orchestration.recipe.schema import Recipe
-from orchestration.workers.engines import tokenizer_of
 from stages.model.load import Tokenizer, TokenizerFailed
 
 MEMORY_BYTES = 1 << 30  # that one request may take

@@ -9,14 +9,12 @@ imports no torch.
 
 from __future__ import annotations
 
-import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from orchestration.recipe.schema import Recipe
-    from orchestration.workers.job import Job
 
 
 @dataclass(frozen=True)
@@ -40,11 +38,6 @@ class WorkerKind:
     writes: bool = True
     computes: bool = False
     elastic: bool = False
-
-    def load(self) -> type[Job]:
-        """Import and return the class that builds workers of this kind."""
-        job: type[Job] = pkgutil.resolve_name(self.job)
-        return job
 
 
 _BUILDERS = "orchestration.workers"

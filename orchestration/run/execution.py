@@ -38,6 +38,7 @@ from orchestration.launch.launchers import (
     RemoteLauncher,
 )
 from orchestration.processes.forkserver import ForkServer
+from orchestration.processes.leftovers import sweep_leftovers
 from orchestration.processes.starter import SPAWN
 from orchestration.recipe.devices import assign, on_this_node
 from orchestration.recipe.flow import declared_of, flow_of
@@ -45,7 +46,7 @@ from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sizes.planner import notices_of
 from orchestration.recipe.worker_kinds import remote_workers
 from orchestration.run.folder import RunFolder
-from orchestration.run.run_index import RunIndex, index_of, reached_at, sweep_leftovers
+from orchestration.run.run_index import RunIndex, index_of, reached_at
 from orchestration.state.documents import (
     CHECKPOINT_REPORTED,
     DECLARED,

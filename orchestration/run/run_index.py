@@ -25,7 +25,6 @@ from orchestration.recipe.schema import Recipe
 from orchestration.state.documents import Ending
 from orchestration.state.lock import RunError
 from orchestration.supervise.budget import RestartBudget
-from pipeline.data.arena import shared_memory_directory
 from pipeline.first_of import cancel_all
 from pipeline.index.address import Address
 from pipeline.index.embedded import EmbeddedIndex, end_unknown, served_by_tls
@@ -167,15 +166,3 @@ async def reached_at(recipe: Recipe, hosts: Hosts | None) -> str:
 async def _start(server: EmbeddedIndex) -> None:
     for pause in server.starting():
         await asyncio.sleep(pause)
-
-
-def sweep_leftovers() -> None:
-    """Remove what killed runs have left in shared memory, and the socket directories of their
-    indexes."""
-    for parent in (shared_memory_directory(), Path(tempfile.gettempdir())):
-        for folder in parent.glob("asyncdock-*-*-*"):
-            pid = folder.name.split("-")[1]
-            owned = pid.isdigit() and folder.name.startswith(owned_prefix(int(pid)))
-            if owned and not Process.of(int(pid)).alive():
-                shutil.rmtree(folder, ignore_errors=True)
-                log.info("removed what a killed run left behind", folder=str(folder))

@@ -15,10 +15,11 @@ import itertools
 import time
 from statistics import fmean, median
 
+from orchestration.recipe.models import tokenizer_of
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sizes.planner import prompt_limits
 from orchestration.simulation.costs import EngineProfile
-from orchestration.workers.engines import rollout_engine, tokenizer_of
+from orchestration.workers.engines import rollout_engine
 from stages.engines.protocols import GroupRequest, SamplingParams
 from stages.prompts.sources import load_prompts
 

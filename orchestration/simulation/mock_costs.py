@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean
 
+from orchestration.recipe.models import tokenizer_of
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sizes.planner import prompt_limits
 from orchestration.simulation.costs import ASSUMED, Costs, LengthsOf
-from orchestration.workers.engines import tokenizer_of
 from stages.engines.mock.engines import drawn_tokens
 from stages.engines.mock.options import MockRolloutOptions, MockTrainOptions
 from stages.prompts.sources import load_prompts

@@ -20,6 +20,7 @@ from orchestration.guard.rules import PROBE
 from orchestration.recipe.devices import threads_of
 from orchestration.recipe.flow import algorithm_of
 from orchestration.recipe.model_files import PLAIN_MODELS, end_tokens
+from orchestration.recipe.models import tokenizer_of
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sizes.planner import longest_row, longrope_change, vocabulary_of
 from pipeline.data.arena import shared_memory_directory
@@ -32,14 +33,12 @@ from stages.model.load import (
     Tokenizer,
     load_config,
     load_model,
-    load_tokenizer,
     model_folder,
     model_skeleton,
     weight_shapes,
 )
 from stages.model.manifest import verify_part
 from stages.parallel.layout import ALONE, RankCoordinates
-from stages.prompts.conversations import chosen_template
 from stages.rollout.external_checks import Terms, fingerprint
 from stages.weights.transport.store import Publisher, Reader, WeightStore
 from stages.weights.verification.probe import ProbeRule
@@ -50,20 +49,10 @@ if TYPE_CHECKING:
     from stages.engines.torch.critic import TorchCriticEngine
     from stages.engines.torch.parallel.interface import Parallel
     from stages.engines.torch.rollout import TorchRolloutEngine
-    from stages.inference.teacher import TeacherOptions
 
 # Making a model draws from torch's global generator: two threads of an inline run would disturb
 # each other.
 _LOADING = threading.Lock()
-
-
-def tokenizer_of(recipe: Recipe) -> Tokenizer:
-    """Return the model's tokenizer; the mock model uses that of the tiny model, which reads
-    characters. Checkpoints keep it, with the chat template of the recipe."""
-    tokenizer = load_tokenizer("tiny" if recipe.model.source == "mock" else recipe.model.source)
-    if recipe.prompts.chat_template:
-        tokenizer.chat_template = chosen_template(recipe.prompts.chat_template, tokenizer)
-    return tokenizer
 
 
 def sampling_of(recipe: Recipe, tokenizer: Tokenizer) -> SamplingParams:
@@ -341,21 +330,6 @@ def train_engine(
         "train", recipe, TrainEngine, ranks=coordinates, meeting=meeting
     )
     return engine
-
-
-def teacher_options(
-    recipe: Recipe, timeout: float = 0.0, retries: int | None = None
-) -> TeacherOptions:
-    """Return how to reach ``teacher.url``; ``timeout`` and ``retries`` replace the recipe's.
-
-    Raises TeacherRefused where the key is not set.
-    """
-    from stages.inference.teacher import TeacherOptions, api_key
-
-    teacher = recipe.teacher
-    key = api_key(recipe.teacher.api_key_variable)
-    retries = teacher.retries if retries is None else retries
-    return TeacherOptions(teacher.url, teacher.model, timeout or teacher.timeout, retries, key=key)
 
 
 def reference_engine(recipe: Recipe) -> TrainEngine:

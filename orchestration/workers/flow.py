@@ -18,6 +18,7 @@ from orchestration.workers.job import Job, Work
 from pipeline.documents.flow import VERSION
 from pipeline.schedule.pacing import Pacer
 from stages.flow.catalogue import CREDIT, MASK
+from stages.flow.drop_alarm import DropAlarm
 from stages.prompts.difficulty import Difficulty
 from stages.prompts.external import ExternalPrompts
 from stages.prompts.formatter import PromptFormatter
@@ -25,7 +26,7 @@ from stages.prompts.gate import Gate
 from stages.prompts.sources import PromptSource, load_prompts
 from stages.prompts.too_long import TOO_LONG_FILE
 from stages.rollout.given_responses import GivenResponses
-from stages.training.advantage import Advantage, DropAlarm
+from stages.training.advantage import Advantage
 
 log = structlog.get_logger()
 

@@ -19,11 +19,12 @@ from orchestration.checkpoints import checkpoint
 from orchestration.checkpoints.checkpoint import Checkpoint
 from orchestration.guard.rules import SCORES
 from orchestration.recipe.flow import algorithm_of, flow_of
+from orchestration.recipe.models import tokenizer_of
 from orchestration.recipe.schema import Recipe
 from orchestration.rewards.pool import reward_pool, reward_set
 from orchestration.state.documents import CHECKPOINT_REPORTED
 from orchestration.state.paths import RunPaths
-from orchestration.workers.engines import sampling_of, sync_addresses, tokenizer_of
+from orchestration.workers.engines import sampling_of, sync_addresses
 from pipeline.index.client import Index
 from pipeline.node import LOOPBACK
 from pipeline.warehouse.dock import Dock

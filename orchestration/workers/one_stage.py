@@ -7,8 +7,9 @@ import asyncio
 from dataclasses import replace
 
 from orchestration.recipe.flow import declarations_of, flow_of, stage_of
+from orchestration.recipe.models import teacher_options
 from orchestration.recipe.sections import StageSection
-from orchestration.workers.engines import reference_engine, teacher_options
+from orchestration.workers.engines import reference_engine
 from orchestration.workers.job import Job
 from stages.flow.adapter import StageAdapter
 from stages.flow.declarations import StageDeclaration

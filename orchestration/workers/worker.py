@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import contextlib
 import os
+import pkgutil
 import platform
 import sys
 import traceback
@@ -54,7 +55,7 @@ from stages.training.update import SamplesGone
 log = structlog.get_logger()
 
 # all of them, so that a fork server has imported them
-JOBS = {name: kind.load() for name, kind in KINDS.items()}
+JOBS: dict[str, type[Job]] = {name: pkgutil.resolve_name(kind.job) for name, kind in KINDS.items()}
 STATE_SECONDS = 10.0  # a wait for another state of the run is renewed this often
 
 

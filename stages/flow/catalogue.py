@@ -12,12 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from stages.flow.declarations import IN_TRAINING, Columns, StageDeclaration
-
-if TYPE_CHECKING:
-    from stages.algorithms.interface import Algorithm
+from stages.flow.declarations import IN_TRAINING, AlgorithmDeclaration, Columns, StageDeclaration
 
 SOURCE = "source"
 CREDIT = "advantage"
@@ -133,7 +130,7 @@ def expert_type(experts: int) -> str:
 
 
 def credit_stage(
-    algorithm: Algorithm, truncated: Truncated = "train", drops: Columns | None = None
+    algorithm: AlgorithmDeclaration, truncated: Truncated = "train", drops: Columns | None = None
 ) -> StageDeclaration | None:
     """Return the stage that computes the algorithm's credit, and the mask that leaves out truncated
     responses, and drops groups by what the columns ``drops`` say; None where there is none of
@@ -149,14 +146,14 @@ def credit_stage(
     return StageDeclaration(CREDIT, "groups", reads, makes, workers=0, optional=optional)
 
 
-def made_in_training(algorithm: Algorithm) -> set[str]:
+def made_in_training(algorithm: AlgorithmDeclaration) -> set[str]:
     """Return the columns that the loss reads and no stage makes: those that the trainer, the update
     stage or ``prepare`` computes."""
     computed = (name for name, by in algorithm.scores.items() if by in IN_TRAINING)
     return {STALENESS, TOKEN_STALENESS, *computed, *algorithm.prepare_makes}
 
 
-def update_stage(algorithm: Algorithm) -> StageDeclaration:
+def update_stage(algorithm: AlgorithmDeclaration) -> StageDeclaration:
     """Return the stage that trains: the columns that the loss reads, but for those that are made in
     training."""
     trainer_columns = made_in_training(algorithm)

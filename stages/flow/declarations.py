@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from pipeline.problems import Problem, ProblemError
 
@@ -75,6 +75,29 @@ class StageDeclaration:
     workers: int = 1
     optional: Columns = field(default_factory=dict)
     place: str = ""
+
+
+class AlgorithmDeclaration(Protocol):
+    """What a flow is resolved from: the columns of an algorithm, which
+    :class:`stages.algorithms.interface.Algorithm` describes."""
+
+    @property
+    def scores(self) -> Mapping[str, RunsOn]: ...
+
+    @property
+    def credit_reads(self) -> Columns: ...
+
+    @property
+    def credit_optional(self) -> Columns: ...
+
+    @property
+    def credit_makes(self) -> Columns: ...
+
+    @property
+    def prepare_makes(self) -> Columns: ...
+
+    @property
+    def loss_reads(self) -> Columns: ...
 
 
 @dataclass(frozen=True)

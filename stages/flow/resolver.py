@@ -17,6 +17,7 @@ from pipeline.problems import Problem
 from stages.flow.catalogue import SOURCE, UPDATE, Truncated, credit_stage, update_stage
 from stages.flow.declarations import (
     IN_TRAINING,
+    AlgorithmDeclaration,
     Columns,
     FlowError,
     StageDeclaration,
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from pipeline.data.columns import Schema
     from pipeline.index.client import RunConfig
     from pipeline.schedule.staleness import StalenessPlan
-    from stages.algorithms.interface import Algorithm
 
 # that the index has bits for
 MOST_STAGES = 16
@@ -109,7 +109,7 @@ class Flow:
 
 
 def resolve(
-    algorithm: Algorithm,
+    algorithm: AlgorithmDeclaration,
     catalogue: Sequence[StageDeclaration],
     truncated: Truncated = "train",
     drops: Columns | None = None,
@@ -267,7 +267,9 @@ def _twice_made(order: Sequence[StageDeclaration]) -> list[Problem]:
     ]
 
 
-def _scores(algorithm: Algorithm, stages: Sequence[StageDeclaration]) -> Iterable[Problem]:
+def _scores(
+    algorithm: AlgorithmDeclaration, stages: Sequence[StageDeclaration]
+) -> Iterable[Problem]:
     """Yield a problem for each column that is not computed by what the algorithm wants."""
     makers = _makers(stages)
     for name, by in algorithm.scores.items():

@@ -22,7 +22,7 @@ from stages.flow.user_stage import UserStage
 from stages.user_code import place_of, shown
 
 if TYPE_CHECKING:
-    from stages.model.load import Tokenizer
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 
 Result = Mapping[str, Any] | Drop
 

@@ -25,7 +25,7 @@ from stages.flow.declarations import Drop
 from stages.flow.stage_calls import Result
 
 if TYPE_CHECKING:
-    from stages.training.advantage import DropAlarm
+    from stages.flow.drop_alarm import DropAlarm
 
 EMPTY = "no token of a response is trained"  # reason of a dropped group
 

@@ -40,7 +40,7 @@ from stages.rollout.evaluate import (
 from stages.rollout.stage import Rollout
 from stages.threads import run_in_thread
 from stages.weights.documents import DAMAGED, LAST_TAKEN
-from stages.weights.published import Published, WeightsDamaged, WeightsUnreachable
+from stages.weights.published import Probe, Published, WeightsDamaged, WeightsUnreachable
 from stages.weights.records import WeightRecords
 from stages.weights.transport.store import Reader
 from stages.weights.verification.fault import (
@@ -50,7 +50,7 @@ from stages.weights.verification.fault import (
     raise_alarm,
     same_logprobs,
 )
-from stages.weights.verification.probe import Probe, ProbeFailed, ProbeJudge, ProbeRule, scored
+from stages.weights.verification.probe import ProbeFailed, ProbeJudge, ProbeRule, scored
 
 log = structlog.get_logger()
 

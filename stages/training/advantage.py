@@ -34,7 +34,6 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from pipeline.data.events import AlarmEvent
 from pipeline.index.client import Claim, Index
 from pipeline.index.prompts import PassRateCalls
 from pipeline.worker.controller import Output, Stage
@@ -42,6 +41,7 @@ from stages.algorithms.named import AlgorithmLike, NamedAlgorithm
 from stages.flow.adapter import GROUPS_AT_ONCE, groups_of, outputs_of, plain_columns, rows_at
 from stages.flow.catalogue import CREDIT, MASK, Truncated, credit_stage
 from stages.flow.declarations import Drop
+from stages.flow.drop_alarm import DropAlarm
 from stages.flow.resolver import passed_column
 from stages.flow.stage_calls import Result
 from stages.prompts.difficulty import outcome
@@ -49,47 +49,6 @@ from stages.rewards.scores import has_reward
 
 DROPPED = "truncated"  # reason of a group with too few responses that were not truncated
 ABSENT = "no reward function applies"  # reason of a group with too few responses that have a reward
-METRIC = "dropped_groups"  # of the alarm when no group teaches
-LOOK = (
-    "Nothing is learned, and tokens are generated for it. Look at the newest samples and what the "
-    "reward functions return: a reward that is the same for all responses, or fails; prompts that "
-    "are all too easy or too hard."
-)
-
-
-class DropAlarm:
-    """Raises an alarm when ``most`` groups in a row were to be dropped; the next one after a group
-    that was not."""
-
-    def __init__(self, index: Index, most: int, worker: str) -> None:
-        self._index = index
-        self._most = most
-        self._worker = worker
-        self._in_a_row = 0
-
-    async def add(self, results: Iterable[Result]) -> None:
-        for result in results:
-            self._in_a_row = self._in_a_row + 1 if isinstance(result, Drop) else 0
-            if isinstance(result, Drop) and self._in_a_row == self._most:
-                status = await self._index.status()
-                count = float(self._most)
-                reason = (
-                    f"{METRIC}: {self._most} groups in a row taught nothing, the last one because "
-                    f"of: {result.reason}"
-                )
-                await self._index.emit(
-                    AlarmEvent(
-                        metric=METRIC,
-                        step=status.trained,
-                        value=count,
-                        limit=count,
-                        reason=reason,
-                        look=LOOK,
-                        worker=self._worker,
-                    )
-                )
-                # a step would report it, and there is none
-                await self._index.emit(await self._index.ledger_event())
 
 
 class Advantage(Stage):

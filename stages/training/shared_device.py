@@ -23,8 +23,9 @@ from stages.engines.protocols import ColocatedEngine
 from stages.resharding.plan import Phase, ReshardPlan
 from stages.resharding.swap import State, Swap, SwapError
 from stages.training.adapter_turns import AdapterSwap
+from stages.weights.published import Probe
 from stages.weights.verification.fault import OTHER, raise_alarm
-from stages.weights.verification.probe import Probe, ProbeFailed, ProbeJudge, ProbeRule, scored
+from stages.weights.verification.probe import ProbeFailed, ProbeJudge, ProbeRule, scored
 
 if TYPE_CHECKING:
     from stages.engines.torch.train import TorchTrainEngine

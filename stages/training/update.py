@@ -45,10 +45,10 @@ from stages.training.critic import CriticOrders
 from stages.training.ranks import RankGroup
 from stages.training.skipped import SkippedSteps
 from stages.weights.documents import DAMAGED, ENGINES, FORECAST, LAST_TAKEN, TAKEN
-from stages.weights.published import Published, WeightsDamaged
+from stages.weights.published import Probe, Published, WeightsDamaged
 from stages.weights.records import WeightRecords
 from stages.weights.transport.store import Publisher
-from stages.weights.verification.probe import Probe, probed
+from stages.weights.verification.probe import probed
 
 log = structlog.get_logger()
 

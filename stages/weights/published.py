@@ -12,7 +12,7 @@ import torch
 import xxhash
 from pydantic import TypeAdapter
 
-from stages.weights.verification.probe import Probe
+Ids = tuple[int, ...]
 
 
 class WeightsDamaged(RuntimeError):
@@ -32,6 +32,19 @@ class Tensor:
     shape: list[int]
     offset: int
     nbytes: int
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Token sequences of two tokens or more, with the logprobs of all tokens but the first of each
+    under published weights: an engine that has loaded these must compute the same."""
+
+    sequences: tuple[Ids, ...]
+    logprobs: tuple[tuple[float, ...], ...]
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Probe:
+        return TypeAdapter(cls).validate_python(record)
 
 
 @dataclass(frozen=True)

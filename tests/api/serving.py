@@ -14,11 +14,11 @@ import aiohttp
 from aiohttp import ClientResponse, web
 from aiohttp.test_utils import TestClient, TestServer
 
+from api.server.access.settings import Settings
 from api.server.app import build_app
 from api.server.http.problems import MEDIA_TYPE
 from api.server.service.operations import build_routes
 from api.server.service.recipe_checks import Checks
-from api.server.service.service import Settings
 from orchestration import logs
 from orchestration.state.registry import Registry
 from tests.api.watchdog import Watchdog, marked

@@ -68,7 +68,7 @@ def deploy_command(
         from api.server.deployment import PolicyDeployment
     except ExtraMissing as error:
         refuse(f"deploy: {error}", FAILED)
-    from api.server.service.service import Settings
+    from api.server.access.settings import Settings
     from orchestration.service.index_server import ServiceIndex
 
     if least > most:

@@ -22,7 +22,7 @@ from api.cli.service.link import login_link
 from api.terminal.screen import complain
 
 if TYPE_CHECKING:  # imported when serving: `asyncdock runs list` imports this module too
-    from api.server.service.service import Settings
+    from api.server.access.settings import Settings
 
 LISTEN = "127.0.0.1:8765"
 Names = list[str] | None
@@ -116,8 +116,8 @@ def serve_command(
     """
     from pydantic import ValidationError
 
+    from api.server.access.settings import Settings
     from api.server.app import ServeError
-    from api.server.service.service import Settings
     from orchestration.private_files import keep_from_others
     from orchestration.recipe.sections.values import parse_size
 

@@ -32,8 +32,8 @@ from aiohttp.http_exceptions import (
 from aiohttp.streams import StreamReader
 
 from api.server.access.limits import SECURITY_HEADERS, client_of
+from api.server.access.settings import Settings
 from api.server.http.problems import MEDIA_TYPE, HTTPProblem, problem_of
-from api.server.service.service import SERVICE, Settings
 
 log = structlog.get_logger()
 
@@ -271,7 +271,6 @@ class Connections(web.BaseSite):
         # A new connection's data is read some iterations of the loop later; it must not be closed
         # before.
         self._accepted_at_once = max(1, min(ACCEPTED_AT_ONCE, self.most_of_one // 16))
-        self._app = runner.app
         self.settings = settings
         self.header_seconds = settings.header_seconds
         self.sockets: list[socket.socket] = []
@@ -308,8 +307,6 @@ class Connections(web.BaseSite):
             listening = socket.create_server(address, family=family, backlog=self._backlog)
             listening.setblocking(False)
             self.sockets.append(listening)
-        service = self._app[SERVICE]
-        service.most_held = min(service.most_held, self.most * 3 // 4)
         for listening in self.sockets:
             loop.add_reader(listening, self._accept, listening)
         self._sweep()

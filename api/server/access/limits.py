@@ -19,8 +19,8 @@ from urllib.parse import urlsplit
 from aiohttp import web
 
 from api.server.access.addresses import client_of as client_of
+from api.server.access.settings import LOOPBACK, Settings
 from api.server.http.problems import BEGAN, HTTPProblem
-from api.server.service.service import LOOPBACK, Settings
 
 CLIENTS = 10_000  # with stored rates; for a further one, the client inactive for longest is dropped
 

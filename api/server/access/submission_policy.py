@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from api.server.access.roots import below_root, leads_out
+from api.server.access.settings import Settings
 from api.server.http import problems as answers
-from api.server.service.service import Settings
 from orchestration.checkpoints import base_models
 from orchestration.recipe.loading.load import (
     SHIPPED,

@@ -8,10 +8,11 @@ from typing import Any
 from aiohttp import web
 
 from api.schemas.login import LinkView, Login, LoginView
+from api.server.access.authorization import LOCAL
 from api.server.access.logins import CODE_SECONDS, SESSION_SECONDS, user_of
 from api.server.http.problems import HTTPProblem
 from api.server.service.operations import operation
-from api.server.service.service import LOCAL, PRINCIPAL, Service
+from api.server.service.service import PRINCIPAL, Service
 
 _own: dict[str, Any] = {"scope": "read", "tag": "login"}
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from api.schemas.runs import ForecastView, NamedRecipe, RecipeSubmission, WholeRecipe
+from api.server.access.settings import Settings
 from api.server.access.submission_policy import accept, stored_recipe, unknown_recipe
 from api.server.http.problems import HTTPProblem, problem_of
-from api.server.service.service import Settings
 from orchestration import logs
 from orchestration.processes.confined import answer_questions
 from orchestration.recipe.checks.examples import example_prompts, prompt_sources

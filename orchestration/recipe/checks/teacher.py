@@ -67,7 +67,7 @@ def teacher_is_needed(recipe: Recipe) -> Iterator[Problem]:
 def teacher_answers(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
     if not recipe.teacher.url:
         return
-    from orchestration.workers.engines import teacher_options, tokenizer_of
+    from orchestration.recipe.models import teacher_options, tokenizer_of
     from stages.inference.teacher import TeacherRefused, TeacherServer, TeacherUnreachable
 
     async def probe(server: TeacherServer) -> None:

@@ -31,11 +31,10 @@ import torch
 
 from pipeline.node import node_id
 from pipeline.wire.blocking import BlockingServer, BlockingStream
-from stages.weights.published import Published
+from stages.weights.published import Probe, Published
 from stages.weights.transport.chain import SERVICE, Chain, pieces_of, send_pieces
 from stages.weights.transport.depot import STALL_SECONDS, Depot
 from stages.weights.transport.store import WeightStore
-from stages.weights.verification.probe import Probe
 
 log = structlog.get_logger()
 

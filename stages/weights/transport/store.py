@@ -23,13 +23,13 @@ import numpy as np
 import torch
 
 from stages.weights.published import (
+    Probe,
     Published,
     Tensor,
     checksum,
     copy_verified,
     tensors_of,
 )
-from stages.weights.verification.probe import Probe
 
 if TYPE_CHECKING:
     from stages.weights.transport.depot import Depot

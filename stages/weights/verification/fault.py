@@ -16,7 +16,8 @@ from pipeline.data.events import AlarmEvent
 from pipeline.index.client import Index
 from stages.engines.protocols import RolloutEngine
 from stages.weights.documents import ALARM
-from stages.weights.verification.probe import Gap, Probe, ProbeFailed, gap, scored
+from stages.weights.published import Probe
+from stages.weights.verification.probe import Gap, ProbeFailed, gap, scored
 
 METRIC = "probe"  # of the alarm
 TEMPERATURES = [3 ** (at / 6) for at in range(-6, 7)]  # factors that are tried first

@@ -4,33 +4,18 @@ that has loaded the version must compute too, within limits that follow from the
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from pydantic import TypeAdapter
 from tensordict import TensorDict
 
 from stages.algorithms.interface import MOST_LOG_RATIO
+from stages.weights.published import Ids, Probe
 
 if TYPE_CHECKING:
     from stages.engines.protocols import RolloutEngine, TrainEngine
-
-Ids = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Probe:
-    """Token sequences of two tokens or more, with the logprobs of all tokens but the first of each
-    under published weights: an engine that has loaded these must compute the same."""
-
-    sequences: tuple[Ids, ...]
-    logprobs: tuple[tuple[float, ...], ...]
-
-    @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> Probe:
-        return TypeAdapter(cls).validate_python(record)
 
 
 def probed(engine: TrainEngine, sequences: Sequence[Sequence[int]]) -> Probe:

@@ -15,10 +15,10 @@ import pytest
 from orchestration.checkpoints import checkpoint
 from orchestration.checkpoints import store as stores
 from orchestration.checkpoints.store import CheckpointStore, StoreRefused
+from orchestration.recipe.models import tokenizer_of
 from orchestration.recipe.problems import RecipeError
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
-from orchestration.workers.engines import tokenizer_of
 from stages.engines.torch.parallel.sharded import Sharded
 from stages.engines.torch.train import TorchTrainEngine
 from stages.model import manifest

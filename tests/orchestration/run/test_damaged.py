@@ -20,10 +20,11 @@ from orchestration.checkpoints import checkpoint
 from orchestration.checkpoints.checkpoint import CheckpointUnusable
 from orchestration.checkpoints.recorded import set_newer_aside
 from orchestration.checkpoints.store import CheckpointStore
+from orchestration.recipe.models import tokenizer_of
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
 from orchestration.state.lock import RunError
-from orchestration.workers.engines import tokenizer_of, train_engine
+from orchestration.workers.engines import train_engine
 from stages.model import manifest
 from stages.model.load import load_model
 from stages.model.manifest import FilesDamaged

@@ -12,9 +12,10 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from orchestration.recipe.models import tokenizer_of
 from orchestration.recipe.problems import RecipeError
 from orchestration.recipe.schema import Recipe
-from orchestration.workers.engines import rollout_engine, sampling_of, tokenizer_of
+from orchestration.workers.engines import rollout_engine, sampling_of
 from stages.engines.protocols import GroupRequest
 from stages.engines.responses import Responses
 from stages.engines.vllm.rows import VllmRow, sampling_params

@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 
+from orchestration.recipe.models import tokenizer_of
 from orchestration.recipe.problems import RecipeError
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sizes.planner import arena_bytes
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
-from orchestration.workers.engines import rollout_engine, sampling_of, tokenizer_of, train_engine
+from orchestration.workers.engines import rollout_engine, sampling_of, train_engine
 from pipeline.index.client import Claim
 from pipeline.warehouse.dock import Dock
 from stages.engines.protocols import Completion, GroupRequest

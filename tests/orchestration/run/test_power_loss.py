@@ -15,7 +15,8 @@ import pytest
 
 from orchestration.checkpoints import checkpoint
 from orchestration.checkpoints.store import CheckpointStore
-from orchestration.workers.engines import tokenizer_of, train_engine
+from orchestration.recipe.models import tokenizer_of
+from orchestration.workers.engines import train_engine
 from tests.orchestration.runs import TINY, recipe
 
 State = tuple[int, int, int]

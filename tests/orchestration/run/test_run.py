@@ -24,13 +24,14 @@ from benchmarks.synchronous import synchronous_run
 from orchestration.checkpoints import checkpoint
 from orchestration.launch import launchers
 from orchestration.processes.forkserver import ForkServer, Launch
+from orchestration.processes.leftovers import sweep_leftovers
+from orchestration.recipe.models import tokenizer_of
 from orchestration.recipe.schema import Recipe
 from orchestration.run.execution import Execution, RunResult
 from orchestration.run.folder import RunFolder
-from orchestration.run.run_index import sweep_leftovers
 from orchestration.state.lifecycle import WHERE
 from orchestration.state.lock import RunError
-from orchestration.workers.engines import tokenizer_of, train_engine
+from orchestration.workers.engines import train_engine
 from pipeline.data.arena import shared_memory_directory
 from pipeline.index.client import RunConfig
 from pipeline.warehouse.dock import Dock

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
+from orchestration.recipe.models import tokenizer_of
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sizes.planner import prompt_limits
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
-from orchestration.workers.engines import tokenizer_of
 from stages.prompts.sources import load_prompts
 from tests.orchestration import scores
 from tests.orchestration.run.test_run import assert_equal, assert_nothing_left, synchronous, trained

@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from orchestration.recipe.models import tokenizer_of
 from orchestration.recipe.schema import Recipe
-from orchestration.workers.engines import tokenizer_of
 from stages.engines.protocols import (
     Completion,
     EngineClosed,

@@ -11,12 +11,12 @@ import pytest
 from typer.testing import CliRunner
 
 from api.cli.main import app
+from api.server.access.settings import Settings
 from api.server.access.submission_policy import accept
-from api.server.service.service import Settings
 from orchestration.recipe.checks.examples import example_prompts
 from orchestration.recipe.checks.registry import MACHINE_CHECKS, machine_checks
+from orchestration.recipe.models import tokenizer_of
 from orchestration.recipe.problems import RecipeError
-from orchestration.workers.engines import tokenizer_of
 from stages.model.load import tiny_model, tiny_tokenizer
 from stages.prompts.options import PromptOptions
 from stages.prompts.sources import load_prompts

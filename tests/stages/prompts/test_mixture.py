@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from api.server.access.settings import Settings
 from api.server.access.submission_policy import accept
-from api.server.service.service import Settings
 from orchestration.checkpoints import checkpoint
 from orchestration.history.events_file import METRICS, read_metrics
 from orchestration.recipe.problems import RecipeError

@@ -39,10 +39,10 @@ from stages.rollout.weight_follower import ATTEMPTS, SwapPolicy, SwapRefused, We
 from stages.training.ranks import RankGroup, RankWorker
 from stages.training.update import Update
 from stages.weights.documents import DAMAGED
-from stages.weights.published import Published, WeightsDamaged
+from stages.weights.published import Probe, Published, WeightsDamaged
 from stages.weights.records import WeightRecords
 from stages.weights.transport.store import WeightStore
-from stages.weights.verification.probe import Probe, ProbeRule, gap, probed
+from stages.weights.verification.probe import ProbeRule, gap, probed
 from tests.stages.engines.torch.test_rollout import DEADLINE, Brake
 from tests.stages.rollout.test_evaluate import evaluator
 

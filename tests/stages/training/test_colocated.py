@@ -26,7 +26,7 @@ from stages.training.colocated import Turn
 from stages.training.ranks import RankGroup, RankWorker
 from stages.training.shared_device import SharedDevice
 from stages.weights.documents import EVALUATED
-from stages.weights.verification.probe import Probe
+from stages.weights.published import Probe
 
 P = 2
 STEPS = 3

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from stages.weights.published import Probe
 from stages.weights.verification.fault import UNDELIVERED, UNTEMPERED, find_fault
-from stages.weights.verification.probe import Probe, ProbeFailed, ProbeJudge, ProbeRule
+from stages.weights.verification.probe import ProbeFailed, ProbeJudge, ProbeRule
 
 RULE = ProbeRule(torch.float32)
 LOGITS = torch.randn(5, 11, generator=torch.Generator().manual_seed(0)) * 3

@@ -22,10 +22,11 @@ from api.cli.common.exit_codes import BAD_INPUT
 from api.cli.main import app
 from api.server.access import limits
 from api.server.access.limits import Rates, client_of
+from api.server.access.settings import Settings
 from api.server.access.tokens import KEY, SCOPES, Scope, TokenRevoked, Tokens
 from api.server.app import build_app, listen
 from api.server.service.operations import operation
-from api.server.service.service import Service, Settings
+from api.server.service.service import Service
 from orchestration.state.registry import Registry
 from pipeline.index.client import IndexUnreachable
 from tests.api.serving import bearer, serving

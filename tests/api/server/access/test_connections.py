@@ -22,10 +22,11 @@ from aiohttp import web
 
 from api.server.access import connections
 from api.server.access.connections import Connections, most_connections
+from api.server.access.settings import Settings
 from api.server.access.tokens import Tokens
 from api.server.app import build_app, listen
 from api.server.http.problems import MEDIA_TYPE
-from api.server.service.service import SERVICE, Settings
+from api.server.service.service import SERVICE
 from orchestration.logs import Repeats
 from orchestration.service.index_server import FILE
 from orchestration.state.registry import Registry

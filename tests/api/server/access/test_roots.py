@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from api.server.access.roots import MOST_ENTRIES, leads_out
+from api.server.access.settings import Settings
 from api.server.access.submission_policy import accept
-from api.server.service.service import Settings
 from orchestration.recipe.problems import RecipeError
 from stages.model.load import tiny_model, tiny_tokenizer
 from tests.orchestration.runs import TINY

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from api.server.access.settings import Settings
 from api.server.access.submission_policy import accept, stored_recipe, stored_recipes
-from api.server.service.service import Settings
 from orchestration.recipe.problems import RecipeError
 from orchestration.recipe.schema import Recipe
 from tests.orchestration.runs import MOCK

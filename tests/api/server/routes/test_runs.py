@@ -14,8 +14,8 @@ import jsonschema
 import pytest
 import torch
 
+from api.server.access.settings import Settings
 from api.server.access.tokens import Scope, Tokens
-from api.server.service.service import Settings
 from orchestration.checkpoints import base_models
 from orchestration.recipe.loading.load import fixed_keys
 from orchestration.state.documents import CHECKPOINT_REPORTED

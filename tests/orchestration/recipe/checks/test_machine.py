@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
+from api.server.access.settings import Settings
 from api.server.access.submission_policy import accept
-from api.server.service.service import Settings
 from orchestration.recipe import model_files
 from orchestration.recipe.checks import machine
 from orchestration.recipe.checks.examples import prompt_sources

@@ -17,12 +17,12 @@ from transformers import LlamaForCausalLM
 
 from orchestration.recipe.checks.examples import padding_can_be_masked
 from orchestration.recipe.loading.load import parse_recipe
+from orchestration.recipe.models import tokenizer_of
 from orchestration.recipe.sizes.planner import notices_of
 from orchestration.workers.engines import (
     reference_engine,
     rollout_engine,
     terms_of,
-    tokenizer_of,
     train_engine,
     unpadded_vocabulary,
 )

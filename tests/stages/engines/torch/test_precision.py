@@ -36,11 +36,11 @@ from stages.engines.torch.rollout import TorchRolloutEngine
 from stages.engines.torch.train import TorchTrainEngine
 from stages.rollout.weight_follower import SwapPolicy
 from stages.training.update import PROBE_ROWS, probe_rows
+from stages.weights.published import Probe
 from stages.weights.records import WeightRecords
 from stages.weights.transport.store import WeightStore
 from stages.weights.verification.probe import (
     Gap,
-    Probe,
     ProbeFailed,
     ProbeJudge,
     ProbeLimits,
