@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from tensordict import NonTensorStack, TensorDict
 
-from orchestration.recipe.flow import algorithm_of
+from orchestration.recipe.flow import algorithm_of, needs_reference
 from orchestration.recipe.models import tokenizer_of
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sizes.planner import prompt_limits
@@ -85,7 +85,7 @@ async def synchronous_run(recipe: Recipe) -> AsyncGenerator[SynchronousStep, Non
     dropping = scored_by(recipe)
     rollout = rollout_engine(recipe, version=0)
     trainer = train_engine(recipe)
-    reference = reference_engine(recipe) if recipe.needs_reference else None
+    reference = reference_engine(recipe) if needs_reference(recipe) else None
     critic, learning = (
         (critic_engine(recipe), algorithm.critic_algorithm())
         if recipe.trains_critic

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tokenize
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -59,15 +59,9 @@ def sources(*packages: str) -> list[Path]:
 
 
 def imports(path: Path) -> Iterator[tuple[str, int]]:
-    """The modules that a file imports, at its top or in a function, with their lines; not those for
-    type checkers."""
-
-    def visit(node: ast.AST) -> Iterator[tuple[str, int]]:
-        if isinstance(node, ast.If) and ast.unparse(node.test) in (
-            "TYPE_CHECKING",
-            "typing.TYPE_CHECKING",
-        ):
-            return
+    """The modules that a file imports, at its top, in a function or for type checkers, with their
+    lines."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -75,10 +69,6 @@ def imports(path: Path) -> Iterator[tuple[str, int]]:
                 submodule = f"{node.module}.{alias.name}"
                 exists = (ROOT / submodule.replace(".", "/")).with_suffix(".py").exists()
                 yield submodule if exists else node.module, node.lineno
-        for child in ast.iter_child_nodes(node):
-            yield from visit(child)
-
-    yield from visit(ast.parse(path.read_text(encoding="utf-8")))
 
 
 def module_of(path: Path) -> str:
@@ -97,16 +87,31 @@ def test_no_package_imports_one_above_it(package: str) -> None:
         assert not violations, f"{path.relative_to(ROOT)} imports {violations}"
 
 
-def test_no_files_import_each_other_in_a_circle() -> None:
-    files = {module_of(path): path for path in sources(*PACKAGES)}
-    graph = {
-        module: {name for name, _ in imports(path) if name in files and name != module}
-        for module, path in files.items()
-    }
+def fail_at_a_circle(graph: Mapping[str, set[str]]) -> None:
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         pytest.fail(" → ".join(reversed(error.args[1])))
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    files = {module_of(path): path for path in sources(*PACKAGES)}
+    fail_at_a_circle(
+        {
+            module: {name for name, _ in imports(path) if name in files and name != module}
+            for module, path in files.items()
+        }
+    )
+
+
+def test_no_folders_import_each_other_in_a_circle() -> None:
+    """Each folder is a room: what lies in it, without what lies in folders of its own."""
+    files = {module_of(path): path for path in sources(*PACKAGES)}
+    graph: dict[str, set[str]] = {str(path.parent): set() for path in files.values()}
+    for path in files.values():
+        rooms = {str(files[name].parent) for name, _ in imports(path) if name in files}
+        graph[str(path.parent)] |= rooms - {str(path.parent)}
+    fail_at_a_circle(graph)
 
 
 LAYOUT = {

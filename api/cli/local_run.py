@@ -24,6 +24,7 @@ from api.cli.common.output import refuse
 from api.terminal.screen import safe_console
 from api.terminal.view import viewing
 from orchestration.logs import ERRORS, RUN_LOG, append_line
+from orchestration.recipe.flow import device_count
 from orchestration.streams import keep_errors_in, output_is_gone
 
 if TYPE_CHECKING:
@@ -161,7 +162,9 @@ async def watch_run(
     recipe = run.recipe
     log_file = run.folder.path / "logs" / RUN_LOG
     keep_errors_in(log_file)
-    progress = Progress(recipe.name, recipe.train.steps, recipe.pipeline.staleness, recipe.devices)
+    progress = Progress(
+        recipe.name, recipe.train.steps, recipe.pipeline.staleness, device_count(recipe)
+    )
     with contextlib.ExitStack() as stack:
         show, say = stack.enter_context(viewing(progress, console, json=json, plain=plain))
         # After the view has begun: a live view prints standard error above itself.

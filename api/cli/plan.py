@@ -22,6 +22,7 @@ from api.cli.folder.foreign import run_folder
 from api.cli.local_run import create_and_show, fork_server, original_folder
 from api.terminal.live import duration
 from api.terminal.screen import safe_console
+from orchestration.recipe.flow import device_count
 
 if TYPE_CHECKING:
     from orchestration.recipe.schema import Recipe
@@ -93,7 +94,7 @@ def plan_run(
     costs_of, lengths = _costs(loaded, costs)
     from orchestration.simulation.forecast import forecast, setup_of
 
-    have = loaded.devices
+    have = device_count(loaded)
     if search:
         return _search(loaded, costs_of, lengths, devices or have, device_memory, as_json=as_json)
     setup = setup_of(loaded, steps=steps)

@@ -27,6 +27,7 @@ from orchestration.history.events_file import METRICS, read_metrics
 from orchestration.history.lines import finite
 from orchestration.history.totals import shares
 from orchestration.recipe.devices import assign, on_this_node, shown
+from orchestration.recipe.flow import device_count
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sections.values import format_size
 from orchestration.recipe.sizes.planner import Plan, prompt_limits
@@ -74,7 +75,9 @@ def write_report(
     ``seconds`` is how long it took, ``checkpoint`` the model that it made, ``saved`` the steps that
     its newest checkpoint holds.
     """
-    progress = Progress(recipe.name, recipe.train.steps, recipe.pipeline.staleness, recipe.devices)
+    progress = Progress(
+        recipe.name, recipe.train.steps, recipe.pipeline.staleness, device_count(recipe)
+    )
     for event in read_metrics(out_dir / METRICS):
         progress.apply(event)
     summary = summarize(progress, seconds=seconds, checkpoint=checkpoint)

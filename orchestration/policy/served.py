@@ -35,7 +35,7 @@ from stages.model.load import Tokenizer
 from stages.threads import run_in_thread
 from stages.weights.published import WeightsDamaged, WeightsUnreachable
 from stages.weights.records import WeightRecords
-from stages.weights.transport.store import Reader
+from stages.weights.transport.roles import Reader
 
 log = structlog.get_logger()
 

@@ -153,3 +153,22 @@ def column_bytes(recipe: Recipe) -> int:
         if kind == "text" or " ragged" in kind
     ]
     return sum(sizes) * tokens
+
+
+def needs_reference(recipe: Recipe) -> bool:
+    """Return whether the flow has the reference stage: some stage reads logprobs under the frozen
+    reference policy."""
+    return "reference" in flow_of(recipe)
+
+
+def computes_reference(recipe: Recipe) -> bool:
+    """Return whether a process of the run computes with the frozen reference, instead of a
+    server."""
+    return needs_reference(recipe) and not recipe.teacher.url
+
+
+def device_count(recipe: Recipe) -> int:
+    """Return how many devices the engines of the run compute on, if each has its own."""
+    if recipe.colocated:
+        return recipe.train.ranks
+    return recipe.rollout.workers + recipe.train.ranks + int(computes_reference(recipe))

@@ -172,13 +172,6 @@ class Recipe(Section):
         return self.train.ranks if self.colocated else self.rollout.workers
 
     @property
-    def devices(self) -> int:
-        """How many devices the engines of the run compute on, if each has its own."""
-        if self.colocated:
-            return self.train.ranks
-        return self.rollout.workers + self.train.ranks + (1 if self.reference_is_here else 0)
-
-    @property
     def logprob_temperature(self) -> float:
         """What logits are divided by for logprobs: the sampling temperature; 1 where the prompts
         bring the responses."""
@@ -264,19 +257,6 @@ class Recipe(Section):
         algorithm = value_or_none(lambda: self.typed_algorithm)
         several = algorithm is not None and algorithm.epochs * algorithm.mini_batches > 1
         return several or self.trains_critic
-
-    @property
-    def needs_reference(self) -> bool:
-        """Whether the flow has the reference stage: some stage reads logprobs under the frozen
-        reference policy."""
-        from orchestration.recipe.flow import flow_of
-
-        return "reference" in flow_of(self)
-
-    @property
-    def reference_is_here(self) -> bool:
-        """Whether a process of the run computes with the frozen reference, instead of a server."""
-        return self.needs_reference and not self.teacher.url
 
     def with_absolute_paths(self) -> Recipe:
         """Return the same recipe with absolute paths, so that it can be used from any folder."""

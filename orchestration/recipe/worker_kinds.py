@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from orchestration.recipe.flow import needs_reference
+
 if TYPE_CHECKING:
     from orchestration.recipe.schema import Recipe
 
@@ -72,7 +74,7 @@ _ALL = (
     WorkerKind(
         "reference",
         f"{_BUILDERS}.one_stage:ReferenceJob",
-        lambda recipe: range(int(recipe.needs_reference)),
+        lambda recipe: range(int(needs_reference(recipe))),
         computes=True,
     ),
     # one rank of the train engine each; rank 0 has the update stage

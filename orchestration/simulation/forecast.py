@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from orchestration.recipe.devices import threads_of
+from orchestration.recipe.flow import needs_reference
 from orchestration.recipe.schema import Recipe
 from orchestration.simulation.costs import Costs, LengthsOf
 from orchestration.simulation.simulator import Setup, Simulator, Step
@@ -69,7 +70,7 @@ def setup_of(recipe: Recipe, *, steps: int = 0) -> Setup:
         cut=recipe.rollout.on_update == "cut",
         at_once=recipe.swaps_at_once if overlap else 0,
         colocated=recipe.colocated,
-        references=1 if recipe.needs_reference else 0,
+        references=1 if needs_reference(recipe) else 0,
         paced=recipe.is_paced,
         replica_threads=threads_of(recipe, recipe.rollout.threads),
         trainer_threads=ranks * threads_of(recipe, recipe.train.threads),

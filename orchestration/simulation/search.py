@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from orchestration.recipe.flow import computes_reference, device_count
 from orchestration.recipe.loading.load import compare_recipe
 from orchestration.recipe.problems import RecipeError
 from orchestration.recipe.schema import Recipe
@@ -153,7 +154,7 @@ def search(
     that cannot run last.
     ``device_memory``: bytes of a device, 0: not looked at. Raises ValueError where the devices are
     too few."""
-    others = devices - (1 if recipe.reference_is_here else 0)
+    others = devices - (1 if computes_reference(recipe) else 0)
     if others < 2:
         raise ValueError(
             f"--devices: {devices} is too few; rollout, training and a reference of its own take a "
@@ -209,7 +210,7 @@ def _tried(
         changed = compare_recipe(recipe, changes)
     except RecipeError as error:
         return Choice(changes, 0, None, refused="; ".join(map(str, error.problems)))
-    devices = changed.devices
+    devices = device_count(changed)
     if device_memory:
         for engine, parts in memory_of(changed).items():
             if sum(parts.values()) > device_memory:

@@ -40,7 +40,8 @@ from stages.model.load import (
 from stages.model.manifest import verify_part
 from stages.parallel.layout import ALONE, RankCoordinates
 from stages.rollout.external_checks import Terms, fingerprint
-from stages.weights.transport.store import Publisher, Reader, WeightStore
+from stages.weights.transport.roles import Publisher, Reader
+from stages.weights.transport.store import WeightStore
 from stages.weights.verification.probe import ProbeRule
 
 if TYPE_CHECKING:

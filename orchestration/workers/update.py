@@ -38,7 +38,7 @@ from stages.training.critic import CriticOrders
 from stages.training.ranks import RankGroup, RankWorker
 from stages.training.skipped import SkippedSteps
 from stages.training.update import Update
-from stages.weights.transport.store import Publisher
+from stages.weights.transport.roles import Publisher
 
 # checkpoints that are kept while batches are skipped: the weights of the newest may be at fault
 ALL = sys.maxsize

@@ -3,9 +3,10 @@
 An algorithm is its credit, its loss, and the columns that both read.
 """
 
-from stages.algorithms.interface import Algorithm, LossOutput, TokenBatch
+from stages.algorithms.interface import Algorithm, LossOutput
 from stages.algorithms.named import AlgorithmError, NamedAlgorithm
 from stages.algorithms.registry import algorithm_class, build_algorithm
+from stages.algorithms.token_batch import TokenBatch
 from stages.flow.declarations import Drop
 
 __all__ = [

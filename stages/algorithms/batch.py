@@ -8,29 +8,35 @@ TensorDict of whole groups ─▶ TrainBatch ─▶ algorithm.prepare (whitening
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from tensordict import TensorDictBase
 
-from stages.algorithms.interface import TokenBatch
+from stages.algorithms.token_batch import TokenBatch
 from stages.flow.catalogue import AGE, MASK, OPTIONAL, WEIGHT, made_in_training
+from stages.flow.declarations import AlgorithmDeclaration
 
 if TYPE_CHECKING:
     from pipeline.data.columns import Schema
-    from stages.algorithms.named import AlgorithmLike
 
 
-def trained_columns(algorithm: AlgorithmLike, schema: Schema) -> tuple[str, ...]:
+def trained_columns(algorithm: AlgorithmDeclaration, schema: Schema) -> tuple[str, ...]:
     """Return the columns of samples that :class:`TrainBatch` is made from: what the loss reads of
     them, what every train engine reads, and the optional ones where a stage makes them."""
-    trainer_columns = made_in_training(algorithm)  # type: ignore[arg-type]
+    trainer_columns = made_in_training(algorithm)
     read = [name for name in algorithm.loss_reads if name not in trainer_columns]
     return tuple(
         dict.fromkeys(
             ["prompt_ids", "response_ids", *read, *(name for name in OPTIONAL if name in schema)]
         )
     )
+
+
+class TrainedAlgorithm(AlgorithmDeclaration, Protocol):
+    """What a train batch needs of an algorithm."""
+
+    def prepare(self, batch: TrainBatch) -> Mapping[str, torch.Tensor]: ...
 
 
 class TrainBatch:
@@ -46,7 +52,7 @@ class TrainBatch:
     def __init__(
         self,
         batch: TensorDictBase,
-        algorithm: AlgorithmLike,
+        algorithm: TrainedAlgorithm,
         total: Callable[[torch.Tensor], torch.Tensor] = lambda values: values,
         computed: Mapping[str, Sequence[torch.Tensor]] | None = None,
     ) -> None:

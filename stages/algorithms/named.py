@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pipeline.problems import Fatal
-from stages.algorithms.interface import AGES, Algorithm, LossOutput, TokenBatch
+from stages.algorithms.interface import Algorithm, LossOutput
+from stages.algorithms.token_batch import AGES, TokenBatch
 from stages.flow.declarations import Drop, RunsOn, column
 from stages.user_code import place_of, shown
 

@@ -41,7 +41,7 @@ STALENESS = "staleness"
 VERSIONS = "versions"
 TOKEN_STALENESS = "token_staleness"
 # And, where the rows have versions: of each token its index into AGES of
-# stages/algorithms/interface.py.
+# stages/algorithms/token_batch.py.
 AGE = "age"
 # Responses that were cut at their longest: see stages/training/advantage.py.
 Truncated = Literal["train", "mask", "drop"]

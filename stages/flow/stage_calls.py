@@ -5,9 +5,7 @@ columns of rows ─▶ StageRows ─▶ process(rows), within a time ─▶ name
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -18,7 +16,7 @@ from pipeline.problems import Fatal, Passing
 from stages.flow.bounded_call import BoundedCalls, TimeLimit
 from stages.flow.declarations import Columns, Drop, StageDeclaration, column
 from stages.flow.resolver import passed_column
-from stages.flow.user_stage import UserStage
+from stages.flow.user_stage import StageRows, UserStage
 from stages.user_code import place_of, shown
 
 if TYPE_CHECKING:
@@ -48,40 +46,6 @@ class StageCaller(Protocol):
         """Return the result of the stage for ``rows`` rows with these ``columns``, each as in
         :class:`StageRows`: all columns that it declares, or a Drop. Raises StageError, TimeLimit,
         StageProcessEnded."""
-
-
-class StageRows(dict[str, Any]):
-    """The columns that a stage needs, of B rows: a tensor [B, …] of a column with one value in each
-    row, a list of B tensors of a ragged one, a list of B strings of a text."""
-
-    def __init__(self, columns: Mapping[str, Any], tokenizer: Tokenizer | None = None) -> None:
-        super().__init__(columns)
-        self._tokenizer = tokenizer
-
-    def __missing__(self, name: str) -> Any:
-        raise KeyError(
-            f"{name!r} is not a column that the stage needs; its columns are {sorted(self)}"
-        )
-
-    @cached_property
-    def completions(self) -> list[str]:
-        """The responses as texts, of a stage that needs ``response_ids``."""
-        assert self._tokenizer is not None
-        return [
-            str(self._tokenizer.decode(row.tolist(), skip_special_tokens=True))
-            for row in self["response_ids"]
-        ]
-
-    @cached_property
-    def prompts(self) -> list[Any]:
-        """The prompts as their source gave them, texts or conversations, of a stage that needs
-        ``given``."""
-        return [json.loads(text) for text in self["given"]]
-
-    @cached_property
-    def fields(self) -> list[dict[str, Any]]:
-        """The other columns of the prompts' rows, of a stage that needs ``fields``."""
-        return [json.loads(text) for text in self["fields"]]
 
 
 def schema_of(columns: Columns) -> Schema:

@@ -9,9 +9,11 @@ class Judge(UserStage):                      needs ─▶ process(rows) ─▶ m
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -28,7 +30,7 @@ from stages.flow.declarations import (
 from stages.user_code import CodeUnusable, find
 
 if TYPE_CHECKING:
-    from stages.flow.stage_calls import StageRows
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 
 ENTRY_POINTS = "asyncdock.stages"
 # Names of product stages and of worker kinds.
@@ -45,6 +47,40 @@ RESERVED = (
     "colocated",
     "stage",
 )
+
+
+class StageRows(dict[str, Any]):
+    """The columns that a stage needs, of B rows: a tensor [B, …] of a column with one value in each
+    row, a list of B tensors of a ragged one, a list of B strings of a text."""
+
+    def __init__(self, columns: Mapping[str, Any], tokenizer: Tokenizer | None = None) -> None:
+        super().__init__(columns)
+        self._tokenizer = tokenizer
+
+    def __missing__(self, name: str) -> Any:
+        raise KeyError(
+            f"{name!r} is not a column that the stage needs; its columns are {sorted(self)}"
+        )
+
+    @cached_property
+    def completions(self) -> list[str]:
+        """The responses as texts, of a stage that needs ``response_ids``."""
+        assert self._tokenizer is not None
+        return [
+            str(self._tokenizer.decode(row.tolist(), skip_special_tokens=True))
+            for row in self["response_ids"]
+        ]
+
+    @cached_property
+    def prompts(self) -> list[Any]:
+        """The prompts as their source gave them, texts or conversations, of a stage that needs
+        ``given``."""
+        return [json.loads(text) for text in self["given"]]
+
+    @cached_property
+    def fields(self) -> list[dict[str, Any]]:
+        """The other columns of the prompts' rows, of a stage that needs ``fields``."""
+        return [json.loads(text) for text in self["fields"]]
 
 
 class UserStage(BaseModel, ABC):

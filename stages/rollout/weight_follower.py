@@ -42,7 +42,7 @@ from stages.threads import run_in_thread
 from stages.weights.documents import DAMAGED, LAST_TAKEN
 from stages.weights.published import Probe, Published, WeightsDamaged, WeightsUnreachable
 from stages.weights.records import WeightRecords
-from stages.weights.transport.store import Reader
+from stages.weights.transport.roles import Reader
 from stages.weights.verification.fault import (
     OTHER,
     UNDELIVERED,

@@ -29,8 +29,8 @@ from tensordict import TensorDict
 from pipeline.index.client import Claim, Index
 from pipeline.warehouse.dock import Dock
 from stages.algorithms.batch import trained_columns
-from stages.algorithms.interface import AGES
 from stages.algorithms.named import AlgorithmLike
+from stages.algorithms.token_batch import AGES
 from stages.engines.device_lease import DeviceLease
 from stages.engines.plans import GroupShape, deal
 from stages.engines.protocols import TrainEngine, UndoableEngine
@@ -38,7 +38,7 @@ from stages.flow.catalogue import AGE, MASK, STALENESS, TOKEN_STALENESS, VERSION
 from stages.parallel.layout import ALONE, RankCoordinates
 from stages.weights.documents import RANK_ORDERS, RANK_PARTS
 from stages.weights.published import Published, joined
-from stages.weights.transport.store import Publisher
+from stages.weights.transport.roles import Publisher
 from stages.weights.verification.probe import probed
 
 log = structlog.get_logger()

@@ -47,7 +47,7 @@ from stages.training.skipped import SkippedSteps
 from stages.weights.documents import DAMAGED, ENGINES, FORECAST, LAST_TAKEN, TAKEN
 from stages.weights.published import Probe, Published, WeightsDamaged
 from stages.weights.records import WeightRecords
-from stages.weights.transport.store import Publisher
+from stages.weights.transport.roles import Publisher
 from stages.weights.verification.probe import probed
 
 log = structlog.get_logger()

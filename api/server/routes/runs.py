@@ -47,6 +47,7 @@ from api.server.service.run_status import RunStatus
 from api.server.service.service import PRINCIPAL, Service
 from orchestration.checkpoints import checkpoint, recorded
 from orchestration.checkpoints.recorded import store_url
+from orchestration.recipe.flow import device_count
 from orchestration.recipe.schema import Recipe
 from orchestration.state.documents import CHECKPOINT_REPORTED, RUN_FLOW
 from orchestration.state.lock import RunError
@@ -426,7 +427,7 @@ async def _view(service: Service, record: RunRecord) -> RunView:
 
 @functools.lru_cache(1024)
 def _devices(recipe: str) -> int:
-    return Recipe.from_json(recipe.encode()).devices
+    return device_count(Recipe.from_json(recipe.encode()))
 
 
 def _workers(status: RunStatus, stage: str) -> Iterator[StageWorker]:

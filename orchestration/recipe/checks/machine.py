@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 from orchestration.recipe import model_files
 from orchestration.recipe.checks.registry import Environment, machine_check, problem
-from orchestration.recipe.flow import flow_of, stage_columns
+from orchestration.recipe.flow import flow_of, needs_reference, stage_columns
 from orchestration.recipe.model_files import KNOWN_MODELS
 from orchestration.recipe.problems import suggest, value_or_none
 from orchestration.recipe.schema import Recipe
@@ -139,7 +139,7 @@ VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 def reference_fits(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
     if (reference := recipe.model.reference) is None:
         return
-    if not (needed := value_or_none(lambda: recipe.needs_reference)):
+    if not (needed := value_or_none(lambda: needs_reference(recipe))):
         if needed is False:
             reason = (
                 f"is read by no stage: algorithm.name = {recipe.algorithm.name!r} with these "

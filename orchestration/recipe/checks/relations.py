@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from orchestration.guard.rules import METRICS
 from orchestration.recipe.checks.registry import Environment, check, machine_check, problem
-from orchestration.recipe.flow import algorithm_of, flow_of
+from orchestration.recipe.flow import algorithm_of, flow_of, needs_reference
 from orchestration.recipe.model_files import experts_of
 from orchestration.recipe.problems import value_or_none
 from orchestration.recipe.schema import Recipe
@@ -413,7 +413,7 @@ def critic_is_possible(recipe: Recipe) -> Iterator[Problem]:
 def reference_is_needed(recipe: Recipe) -> Iterator[Problem]:
     if (
         not recipe.runs_stage("reference")
-        and value_or_none(lambda: recipe.needs_reference) is False
+        and value_or_none(lambda: needs_reference(recipe)) is False
     ):
         reason = (
             f"has 'reference', which algorithm.name = {recipe.algorithm.name!r} with these "

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from orchestration.recipe.checks.registry import Environment, check, machine_check, problem
+from orchestration.recipe.flow import needs_reference
 from orchestration.recipe.problems import value_or_none
 from orchestration.recipe.schema import Recipe
 from pipeline.problems import Problem
@@ -53,7 +54,7 @@ def teacher_is_needed(recipe: Recipe) -> Iterator[Problem]:
         yield problem(
             recipe, "rollout.temperature", reason, "set it to 1.0, or use model.reference"
         )
-    if value_or_none(lambda: recipe.needs_reference) is False:
+    if value_or_none(lambda: needs_reference(recipe)) is False:
         reason = (
             f"is asked by no stage: {recipe.algorithm.name} with these options reads no "
             f"ref_logprobs"

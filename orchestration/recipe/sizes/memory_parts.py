@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from orchestration.recipe.flow import computes_reference
 from orchestration.recipe.model_files import experts_of
 from stages.parallel.options import STRATEGIES, Strategies
 
@@ -363,7 +364,7 @@ def memory(
         "train": recipe.train.engine == "torch" and recipe.runs_stage("update"),
         "rollout": recipe.rollout.engine == "torch" and recipe.runs_stage("rollout"),
         "reference": recipe.train.engine == "torch"
-        and recipe.reference_is_here
+        and computes_reference(recipe)
         and recipe.runs_stage("reference"),
         "critic": recipe.train.engine == "torch" and recipe.trains_critic,
     }

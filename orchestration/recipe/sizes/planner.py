@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from orchestration.recipe.flow import column_bytes, flow_of
+from orchestration.recipe.flow import column_bytes, computes_reference, flow_of
 from orchestration.recipe.model_files import experts_of, parameters_in, text_config
 from orchestration.recipe.problems import value_or_none
 from orchestration.recipe.sizes.memory_parts import ITEM_BYTES, Engine, memory
@@ -177,7 +177,7 @@ def plan(recipe: Recipe) -> Plan:
         rollout_bytes=(weights + (0 if recipe.colocated or direct else published))
         * recipe.replicas,
         reference_bytes=reference * ITEM_BYTES[recipe.model.dtype]
-        if recipe.reference_is_here
+        if computes_reference(recipe)
         else 0,
         slot_bytes=0 if recipe.colocated else (WEIGHT_SLOTS + VLLM_SLOTS * stores) * published,
         copy_bytes=-(-_saved_bytes(recipe) // recipe.train.shards),

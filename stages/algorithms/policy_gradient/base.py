@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 import pydantic
 from pydantic import Field
 
-from stages.algorithms.interface import FOLLOWS, MOST_LOG_RATIO, Algorithm, LossOutput, TokenBatch
+from stages.algorithms.interface import FOLLOWS, Algorithm, LossOutput
+from stages.algorithms.token_batch import MOST_LOG_RATIO, TokenBatch
 from stages.flow.catalogue import TOKEN_STALENESS
 from stages.flow.declarations import Columns, Drop, RunsOn
 from stages.json_schema import faults

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
-from stages.algorithms.interface import LossOutput, TokenBatch
+from stages.algorithms.interface import LossOutput
 from stages.algorithms.policy_gradient.base import PolicyGradient
+from stages.algorithms.token_batch import TokenBatch
 from stages.flow.declarations import Columns, RunsOn
 
 if TYPE_CHECKING:

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from stages.algorithms.interface import TokenBatch, with_defaults
+from stages.algorithms.interface import with_defaults
 from stages.algorithms.policy_gradient.base import GroupCompared
+from stages.algorithms.token_batch import TokenBatch
 from stages.flow.catalogue import MASK, OPTIONAL
 from stages.flow.declarations import Columns, Drop
 

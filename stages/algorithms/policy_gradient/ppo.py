@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 import pydantic
 from pydantic import Field
 
-from stages.algorithms.interface import Algorithm, LossOutput, TokenBatch, with_defaults
+from stages.algorithms.interface import Algorithm, LossOutput, with_defaults
 from stages.algorithms.policy_gradient.base import PolicyGradient
+from stages.algorithms.token_batch import TokenBatch
 from stages.flow.declarations import Columns, RunsOn
 from stages.json_schema import CRITIC_IN_CHECKPOINT, faults
 

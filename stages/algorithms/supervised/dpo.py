@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from stages.algorithms.interface import Algorithm, LossOutput, TokenBatch
+from stages.algorithms.interface import Algorithm, LossOutput
+from stages.algorithms.token_batch import TokenBatch
 from stages.flow.catalogue import MASK, OPTIONAL
 from stages.flow.declarations import Columns, Drop, RunsOn
 

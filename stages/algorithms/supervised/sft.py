@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from stages.algorithms.interface import Algorithm, LossOutput, TokenBatch
+from stages.algorithms.interface import Algorithm, LossOutput
+from stages.algorithms.token_batch import TokenBatch
 from stages.flow.declarations import Columns
 
 

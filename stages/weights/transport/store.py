@@ -17,7 +17,6 @@ import mmap
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
@@ -31,15 +30,8 @@ from stages.weights.published import (
     tensors_of,
 )
 
-if TYPE_CHECKING:
-    from stages.weights.transport.depot import Depot
-    from stages.weights.transport.network import WeightSender
-
 BUCKET_BYTES = 32 * 2**20
 _ALIGN = 64
-
-Publisher: TypeAlias = "WeightStore | WeightSender"  # what a trainer publishes weights with
-Reader: TypeAlias = "WeightStore | Depot"  # what a rollout engine reads published weights with
 
 
 class WeightStore:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tensordict import TensorDict
 
-from stages.algorithms.interface import MOST_LOG_RATIO
+from stages.algorithms.token_batch import MOST_LOG_RATIO
 from stages.weights.published import Ids, Probe
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ import jsonschema
 import pytest
 from pydantic import ValidationError
 
+from orchestration.recipe.flow import needs_reference
 from orchestration.recipe.loading.keys import sections
 from orchestration.recipe.loading.load import load_recipe, parse_recipe, read_recipe
 from orchestration.recipe.problems import RecipeError
@@ -146,8 +147,8 @@ def test_a_colocated_run_has_as_many_rollout_engines_as_ranks(minimal: Path) -> 
 
 
 def test_a_reference_is_needed_exactly_with_a_kl_term(minimal: Path) -> None:
-    assert not load_recipe(minimal).needs_reference
-    assert load_recipe(minimal, ["algorithm.options.kl_coef=0.05"]).needs_reference
+    assert not needs_reference(load_recipe(minimal))
+    assert needs_reference(load_recipe(minimal, ["algorithm.options.kl_coef=0.05"]))
 
 
 def test_a_recipe_cannot_be_changed(minimal: Path) -> None:

@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stages.algorithms import Algorithm, Drop, TokenBatch, build_algorithm
-from stages.algorithms.interface import MOST_LOG_RATIO
 from stages.algorithms.policy_gradient.base import PROXIMAL, PolicyGradient
 from stages.algorithms.registry import built_in
+from stages.algorithms.token_batch import MOST_LOG_RATIO
 from stages.flow.catalogue import TOKEN_STALENESS
 
 # now, rollout, ref, proximal: a float a token, staleness: an int a token; advantage; weight

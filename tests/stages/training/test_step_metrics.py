@@ -11,8 +11,8 @@ import torch
 from tensordict import TensorDict
 
 from stages.algorithms import build_algorithm
-from stages.algorithms.interface import AGES, TokenBatch
 from stages.algorithms.named import LEAST_TOKENS, split_gap
+from stages.algorithms.token_batch import AGES, TokenBatch
 from stages.training.ranks import ages_of, train_batch
 from stages.training.update import variety
 from tests.stages.engines.contract_train import make_batch
