@@ -57,7 +57,7 @@ from orchestration.state.documents import (
     Ending,
     EndKind,
 )
-from orchestration.state.paths import HOST_VARIABLE, RECIPE
+from orchestration.state.paths import HOST_VARIABLE, RECIPE, RunPaths
 from pipeline.data.arena import shared_memory_directory
 from pipeline.data.events import ENDED, WorkerEvent
 from pipeline.documents.flow import SECRET, STATE
@@ -136,27 +136,9 @@ class Host:
         """
         async with AsyncExitStack() as stack:
             rewinds = await REWINDS.get(self._index)
-            while (recipe := await RUN_RECIPE.get(self._index)) is None or (
-                paths := await RUN_PATHS.get(self._index)
-            ) is None:
-                state, _, marker = await self._index.state()
-                if not state or state in ENDED:
-                    raise LookupError(
-                        f"run: {self._index.run!r} is not in this index; give the id "
-                        f"of a run that is"
-                    )
-                if stop.is_set():
-                    return False
-                # a service has not begun it yet
-                await self._index.wait(STATE, marker, LOOK_SECONDS)
-            if recipe.stages and (declared := await DECLARED.get(self._index)):
-                recipe = recipe.with_declared(declared)
-            self._index_is_heads = await HEADS_INDEX.get(self._index) is not None
-            if not remote_workers(recipe):
-                raise ValueError(
-                    f"run: {self._index.run!r} starts all of its workers itself; set "
-                    f"launch.remote_rollouts"
-                )
+            if (begun := await self._until_begun(stop)) is None:
+                return False
+            recipe, paths = begun
             sweep_leftovers()
             shared = shared_memory_directory() / f"{owned_prefix(os.getpid())}{self.name}"
             shared.mkdir(mode=0o700)
@@ -174,26 +156,7 @@ class Host:
             await dock.join(recipe.pipeline.arena)
             self._moved = False
             address = await dock.serve(self._serve)
-            self._has_url = bool(paths.url)
-            self._shared = (paths.out / RECIPE).is_file()  # by a network file system
-            # other runs may use the folder too
-            out = paths.out if self._shared else self._folder / self._index.run
-            out.mkdir(parents=True, exist_ok=True)
-            host_record = {
-                "name": self.name,
-                "warehouse": node_id(shared),
-                "out": str(out),
-                "shared": str(shared),
-            }
-            method = SPAWN if recipe.rollout.engine == "vllm" else recipe.launch.start_method
-            logs = (out if self._shared else self._folder) / "logs"
-            launcher = ProcessLauncher(
-                logs,
-                method,
-                self._forks,
-                self._devices.given,
-                {HOST_VARIABLE: json.dumps(host_record)},
-            )
+            launcher = self._launcher(recipe, paths, shared)
             stack.callback(launcher.close)
             await WAREHOUSE.put(self._index, node_id(shared), host=self.name)
             await self._emit("ready")
@@ -212,6 +175,55 @@ class Host:
                 await asyncio.gather(*self._lives.values(), return_exceptions=True)
             await self._emit("stopped")
             return bool(again)
+
+    async def _until_begun(self, stop: asyncio.Event) -> tuple[Recipe, RunPaths] | None:
+        """Return the recipe and the paths of the run once it has begun; None: ``stop`` came first.
+
+        Raises LookupError for a run that is not there or has ended, ValueError for one that has no
+        workers on other machines.
+        """
+        while (recipe := await RUN_RECIPE.get(self._index)) is None or (
+            paths := await RUN_PATHS.get(self._index)
+        ) is None:
+            state, _, marker = await self._index.state()
+            if not state or state in ENDED:
+                raise LookupError(
+                    f"run: {self._index.run!r} is not in this index; give the id of a run that is"
+                )
+            if stop.is_set():
+                return None
+            # a service has not begun it yet
+            await self._index.wait(STATE, marker, LOOK_SECONDS)
+        if recipe.stages and (declared := await DECLARED.get(self._index)):
+            recipe = recipe.with_declared(declared)
+        self._index_is_heads = await HEADS_INDEX.get(self._index) is not None
+        if not remote_workers(recipe):
+            raise ValueError(
+                f"run: {self._index.run!r} starts all of its workers itself; set "
+                f"launch.remote_rollouts"
+            )
+        return recipe, paths
+
+    def _launcher(self, recipe: Recipe, paths: RunPaths, shared: Path) -> ProcessLauncher:
+        """Return what starts workers here, which find this host's folders in their environment."""
+        self._has_url = bool(paths.url)
+        self._shared = (paths.out / RECIPE).is_file()  # by a network file system
+        # other runs may use the folder too
+        out = paths.out if self._shared else self._folder / self._index.run
+        out.mkdir(parents=True, exist_ok=True)
+        host_record = {
+            "name": self.name,
+            "warehouse": node_id(shared),
+            "out": str(out),
+            "shared": str(shared),
+        }
+        return ProcessLauncher(
+            (out if self._shared else self._folder) / "logs",
+            SPAWN if recipe.rollout.engine == "vllm" else recipe.launch.start_method,
+            self._forks,
+            self._devices.given,
+            {HOST_VARIABLE: json.dumps(host_record)},
+        )
 
     async def _leave(self, stop: asyncio.Event, dock: Dock, timeout: float) -> None:
         """Take no more orders once ``stop`` is set, let the workers leave, and move the samples to

@@ -34,66 +34,68 @@ def deal_experts(model: nn.Module, meshes: Meshes) -> list[nn.Module]:
     modules = expert_modules(model)
     if ep > 1 and not modules and not meshes.pipes:  # a pipeline stage may have other layers alone
         raise ValueError(f"ep: {type(model).__name__} has no experts; use ep = 1")
+    group = None if meshes.ep is None else meshes.ep.get_group()
     for module in modules:
-        plain = module.forward
-        parameters = module._parameters
         if module.num_experts % ep:
             raise ValueError(
                 f"ep: {module.num_experts} experts, which {ep} ranks cannot share "
                 f"evenly; use a divisor"
             )
+        parameters = module._parameters
         for name, whole in parameters.items() if ep > 1 else ():
             # every rank has all
             shard = distribute_tensor(whole.detach(), meshes.ep, [Shard(0)], src_data_rank=None)
             parameters[name] = nn.Parameter(shard, requires_grad=whole.requires_grad)
         module.num_experts //= ep
-        module.forward = partial(
-            _dispatched, module, plain, None if meshes.ep is None else meshes.ep.get_group()
-        )
+        module.forward = partial(_dispatched, module, module.forward, group)
     return modules
 
 
 def _dispatched(
     module: Any,
-    plain: Callable[..., torch.Tensor],
-    ep: dist.ProcessGroup | None,
+    experts_forward: Callable[..., torch.Tensor],
+    group: dist.ProcessGroup | None,
     tokens: torch.Tensor,
     experts: torch.Tensor,
     weights: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the output of ``plain``, the module's own forward, with all experts."""
-    chosen = experts.shape[-1]
-    pairs, order = experts.flatten().sort(stable=True)
-    rows = tokens[order // chosen]
-    sent = [len(pairs)]
-    received = [len(pairs)]
-    if ep is not None:
-        going = torch.bincount(pairs, minlength=ep.size() * module.num_experts)
-        coming = torch.empty_like(going)
-        dist.all_to_all_single(coming, going, group=ep)
-        sent, received = torch.stack([going, coming]).view(2, ep.size(), -1).sum(-1).tolist()
-        rows = AllToAll.apply(rows, sent, received, ep)  # type: ignore[no-untyped-call]
-        pairs = (
-            torch.arange(module.num_experts, device=going.device)
-            .repeat(ep.size())
-            .repeat_interleave(coming)
-        )
-    rows = _computed(module, plain, rows, pairs[:, None])
-    if ep is not None:
-        rows = AllToAll.apply(rows, received, sent, ep)  # type: ignore[no-untyped-call]
-    back = torch.empty_like(order)
-    back[order] = torch.arange(len(order), device=order.device)
-    return (
-        (rows[back].view(len(tokens), chosen, tokens.shape[-1]) * weights[..., None])
-        .sum(1)
-        .to(tokens.dtype)
-    )
+    """Return the weighted sum [T, H] of the outputs of all experts for ``tokens`` [T, H].
+
+    ``experts`` int64 [T, K] and ``weights`` [T, K] are the router's. ``experts_forward`` is the
+    module's own forward, with the experts of this rank; None as ``group``: it has all.
+    """
+    experts_of_token = experts.shape[-1]
+    expert_of_pair, order = experts.flatten().sort(stable=True)
+    rows = tokens[order // experts_of_token]
+    rows_to_rank = [len(rows)]
+    rows_from_rank = [len(rows)]
+    if group is not None:
+        ranks = group.size()
+        send_counts = torch.bincount(expert_of_pair, minlength=ranks * module.num_experts)
+        receive_counts = torch.empty_like(send_counts)
+        dist.all_to_all_single(receive_counts, send_counts, group=group)
+        by_expert = torch.stack([send_counts, receive_counts]).view(2, ranks, -1)
+        rows_to_rank, rows_from_rank = by_expert.sum(-1).tolist()
+        rows = AllToAll.apply(rows, rows_to_rank, rows_from_rank, group)  # type: ignore[no-untyped-call]
+        own_experts = torch.arange(module.num_experts, device=send_counts.device)
+        expert_of_pair = own_experts.repeat(ranks).repeat_interleave(receive_counts)
+    rows = _computed(module, experts_forward, rows, expert_of_pair[:, None])
+    if group is not None:
+        rows = AllToAll.apply(rows, rows_from_rank, rows_to_rank, group)  # type: ignore[no-untyped-call]
+
+    place_of_pair = torch.empty_like(order)
+    place_of_pair[order] = torch.arange(len(order), device=order.device)
+    outputs = rows[place_of_pair].view(len(tokens), experts_of_token, tokens.shape[-1])
+    return (outputs * weights[..., None]).sum(1).to(tokens.dtype)
 
 
 def _computed(
-    module: Any, plain: Callable[..., torch.Tensor], rows: torch.Tensor, experts: torch.Tensor
+    module: Any,
+    experts_forward: Callable[..., torch.Tensor],
+    rows: torch.Tensor,
+    experts: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the outputs of this rank's ``experts`` for ``rows`` [N, H].
+    """Return the outputs of this rank's ``experts`` [N, 1] for ``rows`` [N, H].
 
     Without rows they compute a row of zeros: their gradients are waited for by the ranks that shard
     them.
@@ -105,6 +107,6 @@ def _computed(
         for name, weight in parameters.items():
             if isinstance(weight, DTensor):
                 module._parameters[name] = weight.to_local()
-        return plain(inputs, experts, inputs.new_ones(len(inputs), 1))[: len(rows)]
+        return experts_forward(inputs, experts, inputs.new_ones(len(inputs), 1))[: len(rows)]
     finally:
         module._parameters.update(parameters)
