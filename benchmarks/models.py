@@ -8,7 +8,7 @@ Each family is a tiny checkpoint with random weights (benchmarks/families.py), w
 `save_pretrained`. Sequences are 64 tokens long, windows have 16 and rope changes at 32. A cell is
 what `asyncdock check` says of a recipe that asks for it: a refusal, or figures. Figures are
 differences of logprobs, "largest / mean" over all response tokens, judged by the limits that a
-probe of a run applies (docs/weights.md). The command ends with 1 when a cell is outside of its
+probe of a run applies (docs/engines.md). The command ends with 1 when a cell is outside of its
 limits or fails. `--checkpoint FOLDER` prints the row of your own checkpoint. The folder is only
 read.
 

@@ -9,7 +9,7 @@ really reached, about half of an Ascend 910B's data sheet; 200 GB/s between the 
 average and 16,384 at most, groups of 16. Ranks are data-parallel.
 
 Index: 505 µs of its one thread for a sample and 6 calls a second of 85 µs for each worker, at 1,000
-clients (docs/scale.md).
+clients (docs/measurements/scale.md).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The calls of `docs/from-transfer-queue.md`, timed: TransferQueue's own and ours, by turns in one
+"""The calls of `docs/sample-flow.md`, timed: TransferQueue's own and ours, by turns in one
 run.
 
     python -m benchmarks.transfer_queue_calls [--rounds 7]      needs transferqueue==0.1.11 and ray

@@ -80,7 +80,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         code for code in blocks(ROOT / "docs" / "engines.md", "python") if "def fast(" in code
     )
     stages = next(
-        code for code in blocks(ROOT / "docs" / "flow.md", "python") if "class Judge(" in code
+        code for code in blocks(ROOT / "docs" / "stages.md", "python") if "class Judge(" in code
     )
     for name, code in {**MODULES, "my_engines": engines, "my_stages": stages}.items():
         (directory / f"{name}.py").write_text(f"from __future__ import annotations\n\n{code}")
@@ -179,9 +179,7 @@ def test_every_source_of_prompts_has_an_example() -> None:
 # ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "file", [KEYS, KEYS.with_name("algorithms.md")], ids=lambda file: file.stem
-)
+@pytest.mark.parametrize("file", [KEYS, KEYS.with_name("stages.md")], ids=lambda file: file.stem)
 def test_the_reference_is_what_the_model_says(file: Path) -> None:
     assert file.read_text(encoding="utf-8") == rewrite(file), (
         f"run: python -m orchestration.recipe.loading.keys docs/{file.name}"

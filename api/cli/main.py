@@ -12,7 +12,7 @@
     dock, track    the samples of a live run (api.cli.dock); its events in TensorBoard, MLflow or W&B (api.cli.track)
     pairs          preference pairs of a run's samples (api.cli.pairs)
 
-Exit codes are in api.cli.common.exit_codes and docs/cli.md.
+Exit codes are in api.cli.common.exit_codes and docs/runs.md.
 """
 
 from __future__ import annotations

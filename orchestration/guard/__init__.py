@@ -1,2 +1,2 @@
 """The guard: compares what a run measures with what is usual in it, and raises alarms
-(docs/guard.md)."""
+(docs/runs.md)."""

@@ -1,4 +1,5 @@
-"""The table of model families: its command runs, sees differences, and docs/models.md has all
+"""The table of model families: its command runs, sees differences, and
+docs/measurements/models.md has all
 families."""
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from benchmarks.models import (
 from stages.model.load import tiny_tokenizer
 from stages.weights.verification.probe import ProbeRule
 
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+PAGE = Path(__file__).parents[2] / "docs" / "measurements" / "models.md"
 
 
 @pytest.mark.timeout(600)

@@ -16,22 +16,22 @@ DOCKER = (
 MEASURED = (
     "a measurement of minutes to hours; tests/benchmarks/test_commands.py reads its arguments"
 )
+HOST = "a second machine; tests/orchestration/run/test_hosts.py executes it in two networks"
 # By the beginning of a command.
 COMMANDS = {
     "asyncdock pairs "
     "runs/tiny-1-0": "a run of the measurement above it; tests/test_plain_install.py executes it",
+    "asyncdock run tiny --set launch.remote_rollouts": HOST,
+    "asyncdock serve --data my-service --index": HOST,
     "make bounds": "an hour, a package index and 7 GB for each environment",
     "make compose-check": DOCKER,
     "make demo": "ten minutes and a package index; it is `asyncdock run quickstart`",
     "make test": "this suite",
-    "python -m benchmarks.index_scale": MEASURED,
 }
 # Pages of which no command is executed.
 WHOLE = {
     "compose/README.md": DOCKER,
     "docs/measurements/gpu.md": "a CUDA GPU",
-    "docs/two-machines.md": "a second machine; tests/orchestration/run/test_hosts.py executes it "
-    "in two networks",
 }
 # On the pages of docs/measurements.
 MEASUREMENT = re.compile(r"(sudo )?python -m benchmarks\.")

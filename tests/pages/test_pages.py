@@ -17,15 +17,13 @@ from tests.pages.shell import execute, missing, runnable
 # Pages of more than about twenty seconds on two cores.
 LONG = {
     "README.md",
-    "docs/cli.md",
+    "docs/cluster.md",
     "docs/engines.md",
     "docs/external.md",
-    "docs/models.md",
     "docs/planner.md",
-    "docs/ray.md",
     "docs/rewards.md",
+    "docs/runs.md",
     "docs/serving.md",
-    "docs/weights.md",
 }
 
 

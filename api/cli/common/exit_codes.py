@@ -1,4 +1,4 @@
-"""Exit codes of the command ``asyncdock``; docs/cli.md has the table."""
+"""Exit codes of the command ``asyncdock``; docs/runs.md has the table."""
 
 FINISHED = 0  # done; of a run: it finished
 FAILED = 1  # the run failed, or the request is impossible in the present state

@@ -1,7 +1,7 @@
 """Reference of every recipe key, read from the recipe's JSON Schema: type, default, unit, meaning.
 
 Recipe.model_json_schema() ──▶ Section, Key ──▶ the table of `asyncdock recipes --keys`
-                                         └────▶ docs/recipe.md and docs/algorithms.md, below their marks
+                                         └────▶ docs/recipe.md and docs/stages.md, below their marks
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def algorithms_markdown() -> str:
     return "\n".join(lines) + "\n"
 
 
-PAGES = {"recipe": markdown, "algorithms": algorithms_markdown}
+PAGES = {"recipe": markdown, "stages": algorithms_markdown}
 
 
 def rewrite(file: Path) -> str:

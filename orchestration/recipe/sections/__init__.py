@@ -96,7 +96,7 @@ class ModelSection(Section):
     vocabulary: Literal["auto", "tokenizer", "model"] = key(
         "auto",
         "Tokens with a probability where an embedding is larger than its tokenizer "
-        "(docs/models.md).",
+        "(docs/engines.md).",
     )
     lora: LoraSection = LoraSection()
 
@@ -262,7 +262,7 @@ class AlgorithmSection(Section):
     options: Annotated[dict[str, Any], schema_of(GRPO | dict[str, Any])] = key(
         {},
         "Arguments of the algorithm's class; those of `grpo` follow, the others' are in "
-        "docs/algorithms.md.",
+        "docs/stages.md.",
     )
 
     @classmethod
@@ -582,7 +582,7 @@ class CheckpointSection(Section):
 
 
 class GuardSection(Section):
-    """Alarms on what steps and swaps measure (docs/guard.md)."""
+    """Alarms on what steps and swaps measure (docs/runs.md)."""
 
     on_alarm: Literal["warn", "pause", "fail"] = key(
         "warn",
@@ -604,7 +604,7 @@ class GuardSection(Section):
 
 
 class AutoscaleSection(Section):
-    """The number of rollout workers follows the load (docs/elastic.md)."""
+    """The number of rollout workers follows the load (docs/cluster.md)."""
 
     min: Count = key(1, "Fewest rollout workers.")
     max: Annotated[int, Field(ge=0), unit("workers")] = key(
@@ -627,12 +627,12 @@ class LaunchSection(Section):
     launcher: Launcher = key(
         "process",
         "`process`: a process for each worker. `inline`: all in one process, to debug. `ray`: "
-        "workers with engines are processes on the nodes of a Ray cluster (docs/ray.md).",
+        "workers with engines are processes on the nodes of a Ray cluster (docs/cluster.md).",
     )
     address: str = key(
         "auto",
         "Cluster of the launcher; of Ray `HOST:PORT`, `ray://HOST:PORT`, `local` (the run starts "
-        "and ends it), or `auto` (docs/ray.md).",
+        "and ends it), or `auto` (docs/cluster.md).",
         min_length=1,
     )
     start_method: Literal["forkserver", "spawn"] = key(
@@ -649,7 +649,7 @@ class LaunchSection(Section):
     remote_rollouts: Annotated[int, Field(ge=0), unit("workers")] = key(
         0,
         "Of `rollout.workers`, those that other machines start with `asyncdock host` "
-        "(docs/two-machines.md).",
+        "(docs/cluster.md).",
     )
     max_restarts: Annotated[int, Field(ge=0), unit("restarts")] = key(
         3,
@@ -719,7 +719,7 @@ class ExternalSection(Section):
 
 
 class StageSection(Section):
-    """A stage of your own (docs/flow.md). Further keys are the options of its class."""
+    """A stage of your own (docs/stages.md). Further keys are the options of its class."""
 
     model_config = ConfigDict(extra="allow")
 

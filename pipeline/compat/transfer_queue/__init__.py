@@ -1,6 +1,6 @@
 """The calls that TransferQueue's users know, on a dock: values by key, in partitions.
 
-`docs/from-transfer-queue.md` says what is the same and what is stricter. A process connects once,
+`docs/sample-flow.md` says what is the same and what is stricter. A process connects once,
 by :func:`init`; the calls and their async twins can then be used from any thread and any loop.
 """
 

@@ -130,7 +130,7 @@ class ProbeLimits:
 class ProbeRule:
     """What the limits of a probe follow from: the dtype that a model of ``layers`` layers computes
     in, whether tokens are ``routed`` to experts, and the probe itself. ``q95`` and ``mean`` replace
-    the limits of these names where they are not 0. docs/weights.md derives the numbers."""
+    the limits of these names where they are not 0. docs/measurements/probe.md derives the numbers."""
 
     dtype: torch.dtype
     layers: int = 1

@@ -94,7 +94,7 @@ def test_without_layouts_it_is_the_swap_that_a_run_of_the_recipe_makes(
 
 
 def test_the_page_shows_what_the_command_prints() -> None:
-    page = (RECIPES.parent / "docs" / "weights.md").read_text(encoding="utf-8")
+    page = (RECIPES.parent / "docs" / "engines.md").read_text(encoding="utf-8")
     found = re.search(r"^\$ asyncdock plan reshard (.*)\n((?:.*\n)*?)```$", page, re.MULTILINE)
     assert found is not None
     _, out, _ = plan(*found[1].split())

@@ -1,4 +1,4 @@
-"""docs/api.md: every path that it names is one of the API's.
+"""docs/service.md: every path that it names is one of the API's.
 
 Its commands are executed with its page.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.fuzz_api import ROOT
 
-PAGE = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "service.md").read_text(encoding="utf-8")
 
 
 def test_every_path_that_the_page_names_is_there(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A run whose rollout workers are on another machine: the commands of docs/two-machines.md, in
+"""A run whose rollout workers are on another machine: the commands of docs/cluster.md, in
 network namespaces."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.machines import ROOT, two_machines
 from tests.orchestration.runs import MOCK, executing, recipe
 from tests.servers import self_signed
 
-PAGE = Path(__file__).parents[3] / "docs" / "two-machines.md"
+PAGE = Path(__file__).parents[3] / "docs" / "cluster.md"
 REMOTE: dict[str, Any] = {
     "rollout__workers": 2,
     "launch__remote_rollouts": 1,

@@ -1,5 +1,5 @@
 """Nothing stalls in silence: each stall is injected into a real run, which goes on, or fails within
-the bound that it names. ``docs/stalls.md`` lists all of them with their tests."""
+the bound that it names. ``docs/runs.md`` lists all of them with their tests."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TESTS = Path(__file__).parents[2]
 
 
 def test_every_test_that_the_page_names_is_there() -> None:
-    page = (TESTS.parent / "docs" / "stalls.md").read_text(encoding="utf-8")
+    page = (TESTS.parent / "docs" / "runs.md").read_text(encoding="utf-8")
     named = re.findall(r"`([\w/]+\.py)::(test_\w+)`", page)
     assert len(named) > 8
     for file, test in named:

@@ -128,7 +128,7 @@ def test_with_ratios_of_responses_it_is_that_of_the_kl_of_whole_responses(
 
 
 def test_without_weights_k2_is_right_on_policy_and_k3_estimates_the_other_kl() -> None:
-    """What docs/algorithms.md says of the estimators.
+    """What docs/stages.md says of the estimators.
 
     On policy: the rollout policy is the current one.
     """
