@@ -154,7 +154,7 @@ def _with_dock(
     Ends the command when there is no such live run.
     """
     if run_dir is not None:
-        from orchestration.state.lifecycle import WHERE
+        from orchestration.state.paths import WHERE
 
         try:
             address = json.loads((run_dir / WHERE).read_text())

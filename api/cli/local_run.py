@@ -1,4 +1,4 @@
-"""Execution of a run in this process, shown in the terminal.
+"""``asyncdock run`` and ``resume``: execution of a run in this process, shown in the terminal.
 
 Execution ─▶ events ─▶ metrics.jsonl and the view ── at the end ─▶ summary, plot, samples
     ▲
@@ -16,11 +16,17 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from api.cli.common.exit_codes import FAILED, INTERRUPTED, OF_STATE
+from api.cli.common.options import EventsOption, FromOption, PlainOption, SetOption
 from api.cli.common.output import refuse
+from api.cli.common.recipe_files import RecipeArgument, find, load
+from api.cli.folder.foreign import refuse_anothers, run_folder
 from api.terminal.screen import safe_console
 from api.terminal.view import viewing
 from orchestration.logs import ERRORS, RUN_LOG, append_line
@@ -36,6 +42,59 @@ if TYPE_CHECKING:
     from orchestration.run.folder import RunFolder
 
 LAST_EVENTS_SECONDS = 5.0  # how long the view waits for the last events after the run has ended
+
+
+def run(
+    recipe: RecipeArgument,
+    set_: SetOption = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="A new folder. Default: runs/NAME-TIME.")
+    ] = None,
+    as_json: EventsOption = False,
+    plain: PlainOption = False,
+) -> None:
+    """Train as RECIPE says, and show it live. Ctrl-C stops cleanly, a second one at once."""
+    path = find(recipe).resolve()
+    cwd = Path.cwd()
+    with original_folder(path.parent), fork_server() as forks:
+        loaded = load(path, set_, cwd / (out or "runs"))
+        from orchestration.run.folder import RunFolder
+
+        folder = (lambda: cwd / out) if out else (lambda: new_folder(cwd / "runs", loaded))
+        raise typer.Exit(
+            create_and_show(
+                lambda: RunFolder.create(loaded, folder()), forks, json=as_json, plain=plain
+            )
+        )
+
+
+def resume(
+    run_dir: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN_DIR", callback=run_folder, help="The folder of a run that did not finish."
+        ),
+    ],
+    set_: SetOption = None,
+    start_version: FromOption = None,
+    trust: Annotated[
+        bool,
+        typer.Option(
+            "--trust", help="Also where the folder is another user's: run what its recipe names."
+        ),
+    ] = False,
+    as_json: EventsOption = False,
+    plain: PlainOption = False,
+) -> None:
+    """Go on from the newest checkpoint of the run in RUN_DIR, with other keys if --set says so."""
+    run_dir = run_dir.resolve()
+    run_dir = run_dir.parent if run_dir.name == "recipe.json" else run_dir
+    refuse_anothers(run_dir, trust)
+    with original_folder(run_dir), fork_server() as forks:
+        from orchestration.run.folder import RunFolder
+
+        create = partial(RunFolder.resume, run_dir, set_ or [], start_version)
+        raise typer.Exit(create_and_show(create, forks, json=as_json, plain=plain))
 
 
 def create_and_show(

@@ -18,59 +18,153 @@ Exit codes are in api.cli.common.exit_codes and docs/runs.md.
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import pkgutil
 import sys
 import threading
-from dataclasses import asdict
-from functools import partial
-from pathlib import Path
-from textwrap import indent
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
-from rich.table import Table
+from typer.core import TyperCommand, TyperGroup
 
 from api.cli.common.error_log import errors_in_words
 from api.cli.common.exit_codes import FAILED, FINISHED
-from api.cli.common.options import EventsOption, FromOption, JsonOption, PlainOption, SetOption
-from api.cli.common.output import print_json, refuse
-from api.cli.common.recipe_files import RecipeArgument, description, find, load, stored
-from api.cli.dock import dock_app
-from api.cli.folder.checkpoint import checkpoint_app
-from api.cli.folder.foreign import refuse_anothers, run_folder
-from api.cli.local_run import create_and_show, fork_server, new_folder, original_folder
-from api.cli.pairs import pairs_command
-from api.cli.plan import add_plan_commands
-from api.cli.service.agent import agent_command, host_command
-from api.cli.service.deploy import deploy_command
-from api.cli.service.link import link_command
-from api.cli.service.runs import login, logout, runs_app
-from api.cli.service.serve import serve_command
-from api.cli.service.token import token_app
-from api.cli.service.why import why_command
-from api.cli.track import track_command
-from api.terminal.screen import complain, safe_console
+from api.terminal.screen import complain
 from orchestration.logs import TRACE_VARIABLE
 from orchestration.streams import open_outputs, output_of
 
-if TYPE_CHECKING:
-    from orchestration.recipe.schema import Recipe
+# name → where its function or Typer is, and the first sentence of its help
+COMMANDS = {
+    "run": ("api.cli.local_run:run", "Train as RECIPE says, and show it live."),
+    "resume": (
+        "api.cli.local_run:resume",
+        "Go on from the newest checkpoint of the run in RUN_DIR, with other keys if --set says so.",
+    ),
+    "check": (
+        "api.cli.plan:check",
+        "Validate RECIPE without running it, and print what follows from it: sizes, and "
+        "the flow of its samples.",
+    ),
+    "recipes": (
+        "api.cli.plan:recipes",
+        "List the recipes that can be run by name, or with --keys the keys of a recipe.",
+    ),
+    "agent": ("api.cli.service.agent:agent_command", "Execute the runs of a service."),
+    "deploy": (
+        "api.cli.service.deploy:deploy_command",
+        "Serve the newest policy of RUN, and its versions, on a Ray cluster, with Ray "
+        "Serve's autoscaling.",
+    ),
+    "host": (
+        "api.cli.service.agent:host_command",
+        "Start workers of a run that another machine executes.",
+    ),
+    "pairs": (
+        "api.cli.pairs:pairs_command",
+        "Write preference pairs for DPO: of each group that the run was trained on, the "
+        "best response against the worst.",
+    ),
+    "track": (
+        "api.cli.track:track_command",
+        "Show a run in TensorBoard, MLflow or W&B, while it goes on or afterwards.",
+    ),
+    "serve": (
+        "api.cli.service.serve:serve_command",
+        "Serve the REST API, the dashboard and the runs in DIR until Ctrl-C.",
+    ),
+    "why": (
+        "api.cli.service.why:why_command",
+        "Print who waits for whom in a run at this moment, for how long, and which bound ends it.",
+    ),
+    "link": (
+        "api.cli.service.link:link_command",
+        "Print a link that signs a browser in to the dashboard: once, within ten minutes, "
+        "with what your token may.",
+    ),
+    "login": (
+        "api.cli.service.runs:login",
+        "Keep a token for a service, in a file that only you can read.",
+    ),
+    "logout": (
+        "api.cli.service.runs:logout",
+        "Forget the token that `asyncdock login` kept for a service.",
+    ),
+    "checkpoint": ("api.cli.folder.checkpoint:checkpoint_app", "Look at the checkpoints of a run."),
+    "dock": ("api.cli.dock:dock_app", "Look into the sample flow of a run that is alive."),
+    "runs": ("api.cli.service.runs:runs_app", "Start, stop and watch the runs of a service."),
+    "token": (
+        "api.cli.service.token:token_app",
+        "Bearer tokens: who may use a service, and for what.",
+    ),
+    "plan": ("api.cli.plan:plan_app", "Predict what a run would do, and plan its swaps."),
+}
+PLAIN: dict[str, Any] = {
+    "pretty_exceptions_enable": False,
+    "rich_markup_mode": None,  # its panels cut long messages
+}
 
-LONGEST_EXAMPLE = 2000  # characters of a prompt that `check` prints
+
+class LazyCommands(Mapping[str, Any]):
+    """The commands of COMMANDS. A command's module is imported when the command is read."""
+
+    def __init__(self) -> None:
+        self._loaded: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._loaded:
+            self._loaded[name] = _load(name)
+        return self._loaded[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(COMMANDS)
+
+    def __len__(self) -> int:
+        return len(COMMANDS)
+
+    def __contains__(self, name: object) -> bool:
+        return name in COMMANDS
+
+
+def _load(name: str) -> Any:
+    target = pkgutil.resolve_name(COMMANDS[name][0])
+    parent = typer.Typer(add_completion=False, **PLAIN)
+    if isinstance(target, typer.Typer):
+        parent.add_typer(target, name=name)
+        group: Any = typer.main.get_command(parent)
+        return group.commands[name]
+    parent.command(name)(target)
+    return typer.main.get_command(parent)
+
+
+class CommandGroup(TyperGroup):
+    """The group of all commands, which imports only the one that is called."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.commands: Any = LazyCommands()
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the section of the commands as the base class does, from COMMANDS alone."""
+        width = formatter.width - 6 - max(map(len, COMMANDS))
+        rows = [
+            (name, TyperCommand(name, help=text).get_short_help_str(width))
+            for name, (_, text) in COMMANDS.items()
+        ]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
 
 app = typer.Typer(
+    cls=CommandGroup,
     help="Asynchronous RL post-training of language models.",
     epilog="Exit codes: 0 done or finished, 1 failed, 2 wrong input, 3 no service or not allowed, "
     "130 stopped.",
     no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # its panels cut long messages
-)
-plan_app = typer.Typer(
-    help="Predict what a run would do, and plan its swaps.", no_args_is_help=True
+    **PLAIN,
 )
 
 
@@ -89,249 +183,6 @@ def _before_any(
     from orchestration import logs
 
     logs.configure()  # on standard error: standard output is for results
-
-
-@app.command()
-def run(
-    recipe: RecipeArgument,
-    set_: SetOption = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", help="A new folder. Default: runs/NAME-TIME.")
-    ] = None,
-    as_json: EventsOption = False,
-    plain: PlainOption = False,
-) -> None:
-    """Train as RECIPE says, and show it live. Ctrl-C stops cleanly, a second one at once."""
-    path = find(recipe).resolve()
-    cwd = Path.cwd()
-    with original_folder(path.parent), fork_server() as forks:
-        loaded = load(path, set_, cwd / (out or "runs"))
-        from orchestration.run.folder import RunFolder
-
-        folder = (lambda: cwd / out) if out else (lambda: new_folder(cwd / "runs", loaded))
-        raise typer.Exit(
-            create_and_show(
-                lambda: RunFolder.create(loaded, folder()), forks, json=as_json, plain=plain
-            )
-        )
-
-
-@app.command()
-def resume(
-    run_dir: Annotated[
-        Path,
-        typer.Argument(
-            metavar="RUN_DIR", callback=run_folder, help="The folder of a run that did not finish."
-        ),
-    ],
-    set_: SetOption = None,
-    start_version: FromOption = None,
-    trust: Annotated[
-        bool,
-        typer.Option(
-            "--trust", help="Also where the folder is another user's: run what its recipe names."
-        ),
-    ] = False,
-    as_json: EventsOption = False,
-    plain: PlainOption = False,
-) -> None:
-    """Go on from the newest checkpoint of the run in RUN_DIR, with other keys if --set says so."""
-    run_dir = run_dir.resolve()
-    run_dir = run_dir.parent if run_dir.name == "recipe.json" else run_dir
-    refuse_anothers(run_dir, trust)
-    with original_folder(run_dir), fork_server() as forks:
-        from orchestration.run.folder import RunFolder
-
-        create = partial(RunFolder.resume, run_dir, set_ or [], start_version)
-        raise typer.Exit(create_and_show(create, forks, json=as_json, plain=plain))
-
-
-@app.command()
-def check(
-    recipe: RecipeArgument,
-    set_: SetOption = None,
-    graph: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Write the flow as a picture: FILE.svg, or FILE.mmd (Mermaid)."
-        ),
-    ] = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Validate RECIPE without running it, and print what follows from it: sizes, and the flow of
-    its samples."""
-    if graph is not None and graph.suffix not in (".svg", ".mmd"):
-        refuse(f"--graph: {str(graph)!r} is no picture; give a name that ends in .svg or .mmd")
-    loaded = load(find(recipe), set_)
-    from orchestration.recipe.checks.examples import example_prompts, prompt_sources
-    from orchestration.recipe.model_files import PLAIN_MODELS
-    from orchestration.recipe.problems import RecipeError
-    from orchestration.recipe.sizes.planner import plan
-
-    cluster = _cluster_of(loaded)
-    follows = plan(loaded)
-    # Without a chat template the model reads the prompt as it is. An example would only cost the
-    # import of torch.
-    plain = loaded.model.source in PLAIN_MODELS and not loaded.prompts.chat_template
-    try:
-        examples = [] if plain and not as_json else example_prompts(loaded)
-    except RecipeError as error:
-        refuse(error)
-    if as_json:  # the same document as the answer of POST /v1/recipes/check
-        shown = [asdict(example) for example in examples]
-        answer = {"plan": asdict(follows), "prompts": prompt_sources(loaded), "examples": shown}
-        return print_json({"recipe": json.loads(loaded.to_json()), **answer})
-    from api.terminal.report import plan_table
-    from orchestration.recipe.flow import flow_of
-    from stages.flow.graph import to_mermaid, to_svg, to_text
-
-    flow = flow_of(loaded)
-    screen = safe_console()
-    screen.print(plan_table(loaded, follows))
-    if cluster:
-        screen.print(f"\n{cluster}", markup=False, highlight=False, soft_wrap=True)
-    screen.print(f"\nflow\n{to_text(flow)}", markup=False, highlight=False, soft_wrap=True)
-    if sources := prompt_sources(loaded):
-        screen.print("\n" + "\n".join(sources), markup=False, highlight=False, soft_wrap=True)
-    for example in examples:
-        text = example.text[:LONGEST_EXAMPLE] + (
-            " …" if len(example.text) > LONGEST_EXAMPLE else ""
-        )
-        title = f"prompt of {example.where}, {example.tokens} tokens"
-        screen.print(
-            f"\n{title}\n{indent(text, '  ')}", markup=False, highlight=False, soft_wrap=True
-        )
-    if graph is not None:
-        graph.write_text(
-            to_svg(flow) if graph.suffix == ".svg" else to_mermaid(flow), encoding="utf-8"
-        )
-
-
-def _cluster_of(recipe: Recipe) -> str:
-    """Return the cluster of ``launch.address`` in words; "": there is nothing to say.
-
-    Ends the command where the cluster refuses this machine.
-    """
-    cluster = recipe.launch.cluster
-    if cluster is None or not cluster.look:
-        return ""
-    try:
-        return str(pkgutil.resolve_name(cluster.look)(recipe.launch.address))
-    except ValueError as error:
-        refuse(error)
-
-
-@app.command()
-def recipes(
-    keys: Annotated[
-        bool, typer.Option("--keys", help="Print the reference of a recipe's keys instead.")
-    ] = False,
-    section: Annotated[
-        str,
-        typer.Argument(
-            metavar="[SECTION]", help="With --keys: only of this section, as rollout.vllm."
-        ),
-    ] = "",
-    as_json: JsonOption = False,
-) -> None:
-    """List the recipes that can be run by name, or with --keys the keys of a recipe."""
-    if section and not keys:
-        refuse(
-            f"recipes: {section!r} is given without --keys; write `asyncdock recipes --keys "
-            f"{section}`"
-        )
-    if keys:
-        return _print_keys(section, as_json=as_json)
-    entries = [(name, description(path), path) for name, path in stored().items()]
-    if as_json:
-        return print_json(
-            [{"name": name, "description": text, "path": str(path)} for name, text, path in entries]
-        )
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column(style="bold", no_wrap=True)
-    for name, text, _ in entries:
-        table.add_row(name, text)
-    safe_console().print(table)
-
-
-def _print_keys(section: str, *, as_json: bool) -> None:
-    from orchestration.recipe.loading.keys import sections
-    from orchestration.recipe.problems import suggest
-
-    all_keys = [key for part in sections() for key in part.keys]
-    section_keys = [
-        key for key in all_keys if f"{key.key}.".startswith(f"{section}." if section else "")
-    ]
-    if not section_keys:
-        refuse(
-            f"recipes: {section!r} is no section of a recipe; "
-            f"{suggest(section, [s.name for s in sections()][1:])}"
-        )
-    if as_json:
-        return print_json([asdict(key) for key in section_keys])
-    screen = safe_console(markup=True, highlight=False, soft_wrap=True)
-    for key in section_keys:
-        kind = f"{key.type}, in {key.unit}" if key.unit else key.type
-        default = f"default {key.default}" if key.default not in ("", "required") else key.default
-        screen.print(f"[bold]{key.key}[/]  {escape('; '.join(filter(None, (kind, default))))}")
-        screen.print(f"    {escape(key.meaning)}")
-
-
-@plan_app.command("reshard")
-def plan_reshard(
-    recipe: RecipeArgument,
-    train: Annotated[
-        str,
-        typer.Option(
-            metavar="LAYOUT", help="As 'dp=2,tp=2'; dp shards as FSDP2 does. Default: the recipe's."
-        ),
-    ] = "",
-    rollout: Annotated[
-        str,
-        typer.Option(
-            metavar="LAYOUT", help="As 'dp=4,tp=1'; dp are replicas. Default: the recipe's engines."
-        ),
-    ] = "",
-    set_: SetOption = None,
-    bucket: Annotated[
-        str,
-        typer.Option(metavar="SIZE", help="Bytes of one of the two buckets. Default: sync.bucket."),
-    ] = "",
-    ranks_per_node: Annotated[
-        int | None, typer.Option(help="Default: all are on one node.")
-    ] = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Plan the allgather-swap of RECIPE's model from its training layout to its rollout layout."""
-    # the model's config is enough; its weights are not read
-    loaded = load(find(recipe), set_, files=False)
-    from api.cli.reshard import PlanRefused, reshard_report, reshard_view
-
-    try:
-        report = reshard_report(
-            loaded, train, rollout, bucket=bucket, ranks_per_node=ranks_per_node
-        )
-    except PlanRefused as error:
-        refuse(error)
-    print_json(report) if as_json else safe_console().print(reshard_view(report))
-
-
-app.command("agent")(agent_command)
-app.command("deploy")(deploy_command)
-app.command("host")(host_command)
-app.command("pairs")(pairs_command)
-app.command("track")(track_command)
-app.add_typer(checkpoint_app, name="checkpoint")
-app.add_typer(dock_app, name="dock")
-app.add_typer(runs_app, name="runs")
-app.add_typer(token_app, name="token")
-app.command("serve")(serve_command)
-add_plan_commands(plan_app)
-app.add_typer(plan_app, name="plan")
-app.command("why")(why_command)
-app.command("link")(link_command)
-app.command()(login)
-app.command()(logout)
 
 
 def main() -> None:

@@ -129,7 +129,7 @@ def person(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(home)
     monkeypatch.setattr(sys, "path", [*sys.path, str(home)])
     # all is inline here
-    monkeypatch.setattr(cli, "fork_server", lambda: contextlib.nullcontext(None))
+    monkeypatch.setattr(local_run, "fork_server", lambda: contextlib.nullcontext(None))
     yield home
     for name in MODULES:
         sys.modules.pop(name, None)

@@ -7,8 +7,6 @@ from typing import Annotated
 
 import typer
 
-from api.client.credentials import SERVER_VARIABLE
-
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 EventsOption = Annotated[
     bool, typer.Option("--json", help="Print every event as one line of JSON.")
@@ -30,12 +28,6 @@ FromOption = Annotated[
         metavar="VERSION",
         help="Go on from the checkpoint of this version; newer ones are set aside. 0: from the "
         "beginning.",
-    ),
-]
-ServerOption = Annotated[
-    str,
-    typer.Option(
-        "--server", envvar=SERVER_VARIABLE, metavar="URL", help="The service, as http://HOST:PORT."
     ),
 ]
 DataOption = Annotated[

@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from urllib.parse import urlsplit
 
 import typer
@@ -39,6 +39,13 @@ PATIENCE = 5.0  # seconds for which a command retries
 COMPLETION_SECONDS = 2.0  # for an answer to the TAB key
 UNKNOWN_RUN = "urn:asyncdock:unknown-run"  # the problem's type, from api.server.http.problems
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+ServerOption = Annotated[
+    str,
+    typer.Option(
+        "--server", envvar=SERVER_VARIABLE, metavar="URL", help="The service, as http://HOST:PORT."
+    ),
+]
 
 
 def ask(

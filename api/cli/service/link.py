@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from urllib.parse import urlsplit
 
-from api.cli.common.options import JsonOption, ServerOption
+from api.cli.common.options import JsonOption
 from api.cli.common.output import print_json
-from api.cli.service.asking import ask
+from api.cli.service.asking import ServerOption, ask
 from api.client.credentials import DEFAULT_SERVER
 from api.terminal.screen import write
 from orchestration.service.own_services import ANY

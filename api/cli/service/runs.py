@@ -26,12 +26,18 @@ from api.cli.common.options import (
     FromOption,
     JsonOption,
     PlainOption,
-    ServerOption,
     SetOption,
 )
 from api.cli.common.output import advised, local_time, print_json, refuse, table
 from api.cli.common.recipe_files import complete_path
-from api.cli.service.asking import ask, ask_for_completion, ask_here, is_loopback, newest_runs
+from api.cli.service.asking import (
+    ServerOption,
+    ask,
+    ask_for_completion,
+    ask_here,
+    is_loopback,
+    newest_runs,
+)
 from api.client.credentials import DEFAULT_SERVER, TOKEN_VARIABLE, KeyringError, forget, remember
 from api.terminal.screen import complain, pairs_table, safe_console, write
 from orchestration.escapes import escaped

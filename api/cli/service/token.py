@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Annotated, TypeVar, cast
 import typer
 
 from api.cli.common.exit_codes import FAILED, NO_SERVICE
-from api.cli.common.options import IndexOption, JsonOption, ServerOption
+from api.cli.common.options import IndexOption, JsonOption
 from api.cli.common.output import advised, local_time, print_json, refuse, table
+from api.cli.service.asking import ServerOption
 from api.client.credentials import DEFAULT_SERVER, KeyringError, find_token
 from api.terminal.screen import complain, safe_console, write
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from api.cli.common.options import JsonOption, ServerOption
+from api.cli.common.options import JsonOption
 from api.cli.common.output import print_json, write
-from api.cli.service.asking import ask, ask_here
+from api.cli.service.asking import ServerOption, ask, ask_here
 from api.cli.service.runs import LiveArgument
 from api.client.credentials import DEFAULT_SERVER
 
