@@ -36,7 +36,7 @@ import psutil
 from benchmarks.dispatch_scale import Infeasible, Network, index_server, start_index
 from benchmarks.kill_soak import RECIPE, Broken, check_metrics, tail
 from orchestration.history.events_file import METRICS, read_metrics
-from orchestration.state.lifecycle import WHERE
+from orchestration.state.paths import WHERE
 from orchestration.supervise.waiting import waiting_chain
 from pipeline.index.client import Index
 from pipeline.index.embedded import EmbeddedIndex

@@ -68,7 +68,8 @@ from stages.model.load import tiny_tokenizer
 from stages.parallel.layout import Layout
 from stages.parallel.placement import model_state, place
 from stages.resharding.plan import Phase, plan_reshard
-from stages.resharding.swap import Swap, empty, local_weights, separate
+from stages.resharding.swap import Swap
+from stages.resharding.tensors import empty, local_weights, separate
 
 LOGPROB_LIMIT = 2e-3  # float32, sums of a few thousand terms in another order
 UPDATE_LIMIT = 1e-3  # relative, of loss and gradient norm

@@ -58,7 +58,7 @@ from stages.engines.torch import step as training_step
 from stages.engines.torch.rollout import TorchRolloutEngine
 from stages.engines.torch.train import TorchTrainEngine
 from stages.model.load import load_model
-from stages.tasks.tasks import arithmetic
+from stages.rewards.number_rewards import arithmetic
 
 GROUPS = 4
 ROWS = 8

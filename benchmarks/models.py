@@ -528,7 +528,8 @@ def _swapped(
     from stages.parallel.layout import Layout
     from stages.parallel.placement import model_state, place
     from stages.resharding.plan import plan_reshard
-    from stages.resharding.swap import Swap, local_weights, separate
+    from stages.resharding.swap import Swap
+    from stages.resharding.tensors import local_weights, separate
 
     engine = _engine(ranks, folder, dtype)
     one_step(engine, _share(ranks, rows, expected)[0])

@@ -29,7 +29,7 @@ import psutil
 import redis
 
 from benchmarks.kill_soak import MARK, RECIPE, Broken, kind, marked, tail
-from orchestration.state.lifecycle import WHERE
+from orchestration.state.paths import WHERE
 from pipeline.data.arena import SHARED_VARIABLE, shared_memory_directory
 
 SETTINGS = (

@@ -24,7 +24,7 @@ from orchestration.recipe.flow import algorithm_of, needs_reference
 from orchestration.recipe.models import tokenizer_of
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sizes.planner import prompt_limits
-from orchestration.rewards.pool import reward_set, scored_by
+from orchestration.rewards.functions import reward_set, scored_by
 from orchestration.workers.engines import (
     critic_engine,
     reference_engine,

@@ -72,7 +72,8 @@ from stages.parallel.layout import Layout, parse_layout
 from stages.parallel.placement import ModelState, model_state, place
 from stages.resharding.gather import Gather
 from stages.resharding.plan import Phase, ReshardPlan, plan_reshard, redundant_if_naive
-from stages.resharding.swap import Swap, live_bytes
+from stages.resharding.swap import Swap
+from stages.resharding.tensors import live_bytes
 
 GOAL = 0.7
 # glibc: nothing goes back to the kernel

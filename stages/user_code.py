@@ -10,6 +10,7 @@ import importlib.metadata
 import inspect
 import operator
 import os
+import pkgutil
 import sys
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
@@ -28,14 +29,15 @@ class CodeUnusable(ProblemError, ValueError):
 def find(
     key: str,
     name: str,
-    built_in: Mapping[str, Any],
+    built_in: Mapping[str, str],
     installed: Callable[[], importlib.metadata.EntryPoints],
     form: str = "module:Class",
 ) -> Any:
-    """Return the object that the recipe's ``key`` calls ``name``: one of ``built_in``, an
-    ``installed`` entry point, or ``module:attribute``. Raises CodeUnusable."""
+    """Return the object that the recipe's ``key`` calls ``name``: one of ``built_in``, by name the
+    ``module:attribute`` that is imported, an ``installed`` entry point, or ``module:attribute``.
+    Raises CodeUnusable."""
     if name in built_in:
-        return built_in[name]
+        return pkgutil.resolve_name(built_in[name])
     place = name
     if ":" not in name:
         entries = installed()

@@ -35,6 +35,7 @@ from pipeline.index.embedded import die_with_parent
 ADDRESS = "ASYNCDOCK_TESTS_FORKS"
 PRELOAD = [
     *PRELOADED,
+    "orchestration.service.runner",
     "peft",
     "tests.stages.sharded",
     "tests.stages.resharding.swaps",
@@ -105,7 +106,7 @@ def fork_server(
 ) -> ForkServer:
     """Return the result of ``ForkServer.start``, with the imports made where a process of the tests
     listens. What its children show in /proc is then of that process, and not ``environment``."""
-    if preload is not PRELOADED or ADDRESS not in os.environ:
+    if not {*PRELOADED} <= {*preload} or ADDRESS not in os.environ:
         return _start(preload, environment)
     ours, theirs = _socketpair()
     settings = {

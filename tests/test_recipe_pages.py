@@ -19,7 +19,7 @@ from orchestration.recipe.loading.keys import rewrite, sections
 from orchestration.recipe.loading.load import extended, parse_recipe
 from orchestration.recipe.schema import Recipe
 from stages.model.load import load_model, load_tokenizer
-from stages.prompts.options import Kind
+from stages.prompts.rows.options import Kind
 from stages.prompts.sources import PromptSource, load_prompts
 from stages.rewards.stage import RewardSet
 

@@ -30,11 +30,10 @@ from api.server.http.problems import HTTPProblem, errors_of, invalid_request
 from orchestration.external.errors import NotBegun, NotExternal, WeightsGone, WeightsTooOld
 from orchestration.external.experience import Experience
 from orchestration.external.session import External
-from pipeline.data.arena import StaleHandle
+from pipeline.data.arena import StaleHandle, WarehouseUnreachable
 from pipeline.data.columns import ColumnError, Packed
 from pipeline.index.client import BoundBroken, IndexRefused, LeaseLost
 from pipeline.warehouse.dock import NoRoom
-from pipeline.warehouse.requests import WarehouseUnreachable
 from stages.prompts.external import ExternalPromptsFull
 from stages.prompts.rows.files import PromptError
 from stages.rollout.external_checks import Misfit

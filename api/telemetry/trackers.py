@@ -320,7 +320,7 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 async def events_of_folder(folder: Path, after: str) -> AsyncIterator[Event]:
     """Yield the events of the run in ``folder`` after the id ``after``; of a run that is alive, up
     to its end."""
-    from orchestration.state.lifecycle import WHERE
+    from orchestration.state.paths import WHERE
 
     address_file = folder / WHERE
     if address_file.exists():

@@ -25,7 +25,7 @@ from orchestration.processes.forkserver import ForkServer, Launch
 from orchestration.processes.starter import Starter
 from orchestration.recipe.devices import Devices, assign, on_this_node
 from orchestration.recipe.schema import Recipe
-from orchestration.recipe.worker_kinds import remote_workers
+from orchestration.recipe.worker_kinds import kind_of, remote_workers
 from orchestration.state.documents import (
     BEAT,
     END,
@@ -149,6 +149,7 @@ class ProcessLauncher:
             os.getcwd(),
             str(self._logs / f"{kind}-{number}.log"),
             f"asyncdock worker {kind}-{number} of {run}",
+            imports=[kind_of(kind).module],
         )
         return await self._starter.start(launch)
 

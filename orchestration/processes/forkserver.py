@@ -1,8 +1,8 @@
-"""The fork server: a process that has imported everything, from which workers and runners are
-forked.
+"""The fork server: a process that has imported what its children need, from which workers and
+runners are forked.
 
     ForkServer ──▶ its process imports PRELOAD once (seconds of a core) and computes nothing
-    connect() ──▶ launch ──▶ fork ──▶ the child calls the entry function        (hundredths of a second)
+    connect() ──▶ launch ──▶ imports ──▶ fork ──▶ the child calls the entry function   (hundredths of a second)
                     ◀── number and handle of the child, at its end its exit code ──┘
 
 Children are killed, with the processes that they have started in their group, when their connection
@@ -50,8 +50,8 @@ from orchestration.processes.environment import importable, without_secrets
 from orchestration.processes.handles import Process
 from pipeline.index.embedded import die_with_parent
 
+# of the workers of a run, whatever its recipe
 PRELOAD = (
-    "orchestration.service.runner",
     "orchestration.workers.worker",
     "stages.engines.torch.rollout",
     "stages.engines.torch.train",
@@ -83,7 +83,8 @@ class ForkServerDied(RuntimeError):
 class Launch:
     """A process to start: calls ``entry`` ("module:function") with ``arguments`` in the folder
     ``cwd`` with the environment ``env``, appends its output to the file ``log``, and appears in
-    `ps` as ``title``."""
+    `ps` as ``title``. ``imports``: modules of ours that a fork server imports first, for this
+    process and later ones."""
 
     entry: str
     arguments: Sequence[str]
@@ -92,6 +93,7 @@ class Launch:
     log: str
     title: str
     outlives: bool = False
+    imports: Sequence[str] = ()
 
 
 class Child:
@@ -431,6 +433,7 @@ class _Server:
         server = os.getpid()
         try:
             with open(launch.log, "ab") as log:
+                _import(launch.imports)
                 pid = _fork()
                 if pid == 0:
                     self._close_inherited()
@@ -464,6 +467,16 @@ class _Server:
         for key in list(self._selector.get_map().values()):
             os.close(key.fd) if key.data is not None else cast("socket.socket", key.fileobj).close()
         self._selector.close()
+
+
+def _import(modules: Sequence[str]) -> None:
+    """Import those of ``modules`` that this process does not have. A child reports what fails."""
+    missing = [module for module in modules if module not in sys.modules]
+    for module in missing:
+        with contextlib.suppress(Exception):
+            importlib.import_module(module)
+    if missing:
+        gc.freeze()  # otherwise a collection in a child copies every page
 
 
 def _kill_group(pid: int) -> None:

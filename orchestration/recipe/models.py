@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from orchestration.recipe.schema import Recipe
 from stages.model.load import load_tokenizer
-from stages.prompts.conversations import chosen_template
 
 if TYPE_CHECKING:
     from stages.inference.teacher import TeacherOptions
@@ -18,6 +17,8 @@ def tokenizer_of(recipe: Recipe) -> Tokenizer:
     characters. Checkpoints keep it, with the chat template of the recipe."""
     tokenizer = load_tokenizer("tiny" if recipe.model.source == "mock" else recipe.model.source)
     if recipe.prompts.chat_template:
+        from stages.prompts.conversations import chosen_template
+
         tokenizer.chat_template = chosen_template(recipe.prompts.chat_template, tokenizer)
     return tokenizer
 

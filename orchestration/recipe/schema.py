@@ -47,7 +47,7 @@ from stages.algorithms import Algorithm, algorithm_class, build_algorithm
 from stages.algorithms.interface import FOLLOWS
 from stages.flow.declarations import Declared
 from stages.json_schema import FixedOnResume, IsPath, marked
-from stages.prompts.options import PromptOptions
+from stages.prompts.rows.options import PromptOptions
 
 
 class Recipe(Section):

@@ -41,6 +41,11 @@ class WorkerKind:
     computes: bool = False
     elastic: bool = False
 
+    @property
+    def module(self) -> str:
+        """The module of ``job``."""
+        return self.job.partition(":")[0]
+
 
 _BUILDERS = "orchestration.workers"
 _ALL = (

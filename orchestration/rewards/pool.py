@@ -1,5 +1,5 @@
-"""The reward functions of a recipe, as its reward stage and its evaluations call them, and the pool
-of processes that call them, so that what a function does harms its own samples alone.
+"""The pool of processes that call reward functions, so that what a function does harms its own
+samples alone.
 
     RewardSet ─ call ─▶ a free process ◀── forked by a light fork server; one that hangs, dies or is full is replaced
                 └ async ─▶ one process for all async functions, whose calls run at the same time
@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,16 +22,13 @@ from orchestration.processes.environment import of_user_code
 from orchestration.processes.forkserver import Launch
 from orchestration.processes.starter import FORKSERVER, Starter
 from orchestration.processes.user_process import ProcessEnded, UserProcess
-from orchestration.recipe.schema import Recipe
+from orchestration.recipe.sections.rewards import RewardFunction, RewardSection
 from orchestration.rewards.needs import ENTRY, found_sandbox, preload_of, sandbox_of
 from orchestration.rewards.process import Setup
 from orchestration.sandbox.sandbox import Sandbox
 from orchestration.sandbox.user_code import import_path
 from stages.rewards.calls import Arguments, Caller, CallFailed, Scores, selected, too_slow
 from stages.rewards.registry import RewardError
-from stages.rewards.stage import ErrorPolicy, RewardSet
-from stages.tasks.answers import computes
-from stages.tasks.tasks import COMPUTED, HARMLESS
 
 START_SECONDS = 120.0  # to import the functions
 # in which the process of async functions reports that a call took too long, before it is ended
@@ -41,18 +38,17 @@ LOG_BYTES = 16 << 20  # of what functions print; then the file begins again
 Takes = dict[str, tuple[list[str] | None, bool]]
 
 
-def reward_pool(recipe: Recipe, log: Path) -> Caller | None:
-    """Return the pool of the reward functions that need one, or several where they need different
-    sandboxes; None where there are none, or ``reward.processes`` is 0."""
-    section = recipe.reward
-    if not section.processes:
-        return None
+def pools(functions: Sequence[RewardFunction], section: RewardSection, log: Path) -> Caller:
+    """Return the pool of ``functions``, or several where they need different sandboxes.
+
+    ``section``: of their recipe; ``log``: gets what they print.
+    """
     by_sandbox: dict[Sandbox | None, list[str]] = {}
-    for function in section.functions:
-        if function.name not in HARMLESS or (function.name in COMPUTED and computes()):
-            by_sandbox.setdefault(sandbox_of(function, section.memory), []).append(function.name)
+    for function in functions:
+        by_sandbox.setdefault(sandbox_of(function, section.memory), []).append(function.name)
     environment = of_user_code(os.environ, section.environment)
-    pools: dict[str, Caller] = {}
+    by_name: dict[str, Caller] = {}
+    pool: Caller | None = None
     for number, (sandbox, names) in enumerate(by_sandbox.items()):
         own_log = log.with_suffix(f".{number}{log.suffix}") if number else log
         pool = RewardPool(
@@ -63,41 +59,8 @@ def reward_pool(recipe: Recipe, log: Path) -> Caller | None:
             sandbox=sandbox,
             environment=environment,
         )
-        pools |= dict.fromkeys(names, pool)
-    if len(by_sandbox) > 1:
-        return PoolOfEach(pools)
-    return next(iter(pools.values()), None)
-
-
-def reward_set(
-    recipe: Recipe, pool: Caller | None = None, end_tokens: Collection[int] = ()
-) -> RewardSet:
-    """Return the reward functions of ``recipe`` and what is done when they fail. Without ``pool``
-    they run in this process.
-
-    ``end_tokens``: ids that end a response.
-    """
-    section = recipe.reward
-    return RewardSet(
-        [(function.name, function.weight) for function in section.functions],
-        policy=ErrorPolicy(
-            timeout=section.timeout,
-            retries=section.retries,
-            on_error=section.on_error,
-            max_error_share=section.max_error_share,
-            concurrency=section.concurrency,
-        ),
-        batched=[function.name for function in section.functions if function.batch],
-        pool=pool,
-        end_tokens=frozenset(end_tokens) if section.special_tokens == "keep" else None,
-    )
-
-
-def scored_by(recipe: Recipe) -> tuple[str, ...]:
-    """Return the functions that a run of ``recipe`` calls, in the order of the column ``scores``;
-    none where another program scores."""
-    names = tuple(function.name for function in recipe.reward.functions)
-    return names if recipe.runs_stage("reward") else ()
+        by_name |= dict.fromkeys(names, pool)
+    return PoolOfEach(by_name) if len(by_sandbox) > 1 or pool is None else pool
 
 
 class RewardPool(Caller):

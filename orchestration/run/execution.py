@@ -58,10 +58,9 @@ from orchestration.state.documents import (
     SCALE,
 )
 from orchestration.state.lock import RunError
-from orchestration.state.registry import LIVE
 from orchestration.supervise.budget import RestartBudget
 from orchestration.supervise.supervisor import REWIND, Outcome, Supervisor
-from pipeline.data.events import ENDED, Event, WorkerEvent
+from pipeline.data.events import ENDED, LIVE, Event, WorkerEvent
 from pipeline.documents.flow import SECRET
 from pipeline.first_of import first_of
 from pipeline.index.address import split_password

@@ -26,9 +26,8 @@ from orchestration.checkpoints.recorded import set_newer_aside, start_of, store_
 from orchestration.private_files import MASKS, write_private
 from orchestration.recipe.loading.load import change_recipe, overridden, recorded_recipe
 from orchestration.recipe.schema import Recipe
-from orchestration.state.lifecycle import WHERE, shared_of
 from orchestration.state.lock import LOCK, RunError, RunLocked, lock_run
-from orchestration.state.paths import FIRST_ID, RECIPE, RunPaths
+from orchestration.state.paths import FIRST_ID, RECIPE, WHERE, RunPaths, shared_of
 from pipeline.data.arena import shared_memory_directory
 from pipeline.node import owned_prefix
 

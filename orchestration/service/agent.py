@@ -28,12 +28,13 @@ import structlog
 
 from orchestration.private_files import private_folder
 from orchestration.processes.environment import without_secrets
-from orchestration.processes.forkserver import Child, ForkServer, Launch
+from orchestration.processes.forkserver import PRELOAD, Child, ForkServer, Launch
 from orchestration.processes.handles import Process
 from orchestration.processes.starter import Starter
 from orchestration.recipe.sections import LaunchSection
 from orchestration.service.index_server import ServiceIndex
-from orchestration.state.lifecycle import LEASE_VARIABLE, conclude, shared_prefix
+from orchestration.state.lifecycle import LEASE_VARIABLE, conclude
+from orchestration.state.paths import shared_prefix
 from orchestration.state.registry import LEASE_SECONDS, ActiveRun, Registry, UnknownRun
 from pipeline.data.arena import shared_memory_directory
 from pipeline.data.events import ENDED, WorkerEvent
@@ -44,6 +45,7 @@ from pipeline.node import node_id
 
 log = structlog.get_logger()
 
+RUNNER = "orchestration.service.runner"
 START_SECONDS = 300.0  # from a runner's launch to its first renewal of the lease
 SILENT_SECONDS = 30.0  # past the end of its lease, a live runner is considered hung and killed
 ABANDONED_SECONDS = 60.0  # past the end of its lease, a run of another agent may be taken over
@@ -94,7 +96,7 @@ class Agent:
         self.name = node_id(self.folders)  # the same for the next agent of this folder
         try:
             with locked(self.data / "agent.lock"):
-                self._starter = Starter(server=self._forks)
+                self._starter = Starter(server=self._forks, preload=(RUNNER, *PRELOAD))
                 try:
                     keep_index = [self.index.keep()] if self.index is not None else []
                     await first_of(self._work(), self._tick(), stop.wait(), *keep_index)
@@ -259,7 +261,7 @@ class Agent:
         """
         logs = Path(active.record.folder) / "logs"
         launch = Launch(
-            "orchestration.service.runner:forked",
+            f"{RUNNER}:forked",
             ["--run", active.record.id],
             {**without_secrets(os.environ), INDEX_VARIABLE: self.url, LEASE_VARIABLE: token},
             os.getcwd(),

@@ -14,32 +14,17 @@ import structlog
 
 from orchestration.history.events_file import METRICS
 from orchestration.state.lock import RunLocked, lock_run
+from orchestration.state.paths import WHERE, shared_of
 from orchestration.state.recording import record_rest
-from orchestration.state.registry import LIVE, Registry
-from pipeline.data.arena import shared_memory_directory
+from orchestration.state.registry import Registry
+from pipeline.data.events import LIVE
 from pipeline.index.client import Index
-from pipeline.node import folder_id
 
 log = structlog.get_logger()
 T = TypeVar("T")
 
-WHERE = "index.json"  # in the folder of a live run: the index's URL and the run's id
 ANSWER_SECONDS = 10.0  # for which a command waits for the index of a run in a folder
 LEASE_VARIABLE = "ASYNCDOCK_LEASE"  # in a runner's environment: the token of its lease
-
-
-def shared_of(folder: Path) -> Path:
-    """Return the shared-memory folder of the run in ``folder``, the same for every runner of it."""
-    return shared_memory_directory() / f"{shared_prefix(folder.parent)}{folder.name}"
-
-
-def shared_prefix(folders: Path) -> str:
-    """Return the prefix of the shared-memory folders of all runs below ``folders``.
-
-    Containers that share this memory may each have folders at the same path. Raises
-    FileNotFoundError where there is no such folder.
-    """
-    return f"asyncdock-run-{folder_id(folders)}-"
 
 
 async def ask_in_folder(folder: Path, ask: Callable[[Index], Awaitable[T]]) -> tuple[str, T]:

@@ -8,7 +8,11 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from pipeline.data.arena import shared_memory_directory
+from pipeline.node import folder_id
+
 RECIPE = "recipe.json"  # in the run's folder; private, because its index's URL may hold a password
+WHERE = "index.json"  # there while the run is alive: the index's URL and the run's id
 # there, too: the id of the run that began in it, by which checkpoint.url has a folder for it
 FIRST_ID = "first-id"
 # in a worker's environment: its warehouse and its folders on its host
@@ -54,3 +58,17 @@ class RunPaths:
     @property
     def checkpoints(self) -> Path:
         return self.out / "checkpoints"
+
+
+def shared_of(folder: Path) -> Path:
+    """Return the shared-memory folder of the run in ``folder``, the same for every runner of it."""
+    return shared_memory_directory() / f"{shared_prefix(folder.parent)}{folder.name}"
+
+
+def shared_prefix(folders: Path) -> str:
+    """Return the prefix of the shared-memory folders of all runs below ``folders``.
+
+    Containers that share this memory may each have folders at the same path. Raises
+    FileNotFoundError where there is no such folder.
+    """
+    return f"asyncdock-run-{folder_id(folders)}-"

@@ -23,14 +23,13 @@ from typing import Any, Literal
 
 from orchestration.recipe.schema import Recipe
 from orchestration.state.documents import CHECKPOINT_ASKED
-from pipeline.data.events import ENDED
+from pipeline.data.events import ENDED, LIVE
 from pipeline.documents.kinds import Topic
 from pipeline.index.calls import library
 from pipeline.index.client import Index, Link
 
 Ask = Literal["pause", "resume", "stop", "checkpoint", "scale"]
 
-LIVE = ("starting", "running", "paused")
 LEASE_SECONDS = 10.0  # for which a runner holds its run; renewed after a third of it
 SETTLE_SECONDS = 10.0  # between the last state of a run and its entry in the list, at most
 LIST_CALLS = 20  # of the index for one page of the list: 250 runs are looked at in each

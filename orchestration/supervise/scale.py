@@ -12,7 +12,8 @@ from orchestration.recipe.loading.load import change_recipe
 from orchestration.recipe.problems import RecipeError
 from orchestration.recipe.schema import Recipe
 from orchestration.state.documents import RUN_RECIPE, SCALE
-from orchestration.state.registry import LIVE, WrongState
+from orchestration.state.registry import WrongState
+from pipeline.data.events import LIVE
 from pipeline.index.client import Index
 from pipeline.problems import Problem
 

@@ -51,8 +51,6 @@ from orchestration.state.documents import (
     Ending,
     EndKind,
 )
-from orchestration.state.registry import LIVE
-from orchestration.supervise.autoscale import follow_load
 from orchestration.supervise.budget import RestartBudget
 from orchestration.supervise.group import (
     State,
@@ -67,9 +65,8 @@ from orchestration.supervise.group import (
 )
 from orchestration.supervise.liveness import Liveness
 from orchestration.supervise.lives import Lives, RunFailed
-from orchestration.supervise.scale import scaled
 from orchestration.supervise.watch import GuardFailed, GuardWatch, options_of
-from pipeline.data.events import WorkerEvent
+from pipeline.data.events import LIVE, WorkerEvent
 from pipeline.documents.flow import STATE, VERSION
 from pipeline.first_of import cancel_all, first_of
 from pipeline.index.client import Index, IndexRefused, IndexUnreachable
@@ -176,6 +173,8 @@ class Supervisor:
         for work in (self._liveness.run(), self._scale()):
             self._begin(work)
         if self.launch.autoscale.max:
+            from orchestration.supervise.autoscale import follow_load
+
             self._begin(follow_load(self.index, self.recipe))
         if self.folder is not None:
             self._begin(follow_costs(self.index, self.recipe, self.folder))
@@ -315,6 +314,8 @@ class Supervisor:
             after = await self.index.woken(SCALES, after, SCALE_SECONDS)
             wanted = await SCALE.get(self.index) or asked
             if wanted != asked and not self._stopping:
+                from orchestration.supervise.scale import scaled
+
                 asked = wanted
                 recipe = await asyncio.to_thread(scaled, self.recipe, wanted)
                 self.launcher.rescale(recipe)

@@ -12,7 +12,7 @@ from orchestration.workers.engines import colocated_engine, probe_rule
 from orchestration.workers.job import Work
 from orchestration.workers.rollout import held_out_prompts, make_rollout
 from orchestration.workers.update import UpdateJob
-from stages.resharding.swap import empty
+from stages.resharding.tensors import empty
 from stages.training.colocated import Turn
 from stages.training.shared_device import SharedDevice
 

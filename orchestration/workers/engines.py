@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import threading
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,11 +35,8 @@ from stages.model.load import (
     load_model,
     model_folder,
     model_skeleton,
-    weight_shapes,
 )
-from stages.model.manifest import verify_part
 from stages.parallel.layout import ALONE, RankCoordinates
-from stages.rollout.external_checks import Terms, fingerprint
 from stages.weights.transport.roles import Publisher, Reader
 from stages.weights.transport.store import WeightStore
 from stages.weights.verification.probe import ProbeRule
@@ -86,36 +83,9 @@ def unpadded_vocabulary(recipe: Recipe) -> int | None:
     return known if size is not None and known < size else None
 
 
-def _known_vocabulary(recipe: Recipe) -> int | None:
+def known_vocabulary(recipe: Recipe) -> int | None:
     """Return how many of the first tokens have a probability; None: all of the model's."""
     return unpadded_vocabulary(recipe) if recipe.masks_padding else None
-
-
-def terms_of(recipe: Recipe, tokenizer: Tokenizer) -> Terms:
-    """Return what another program must know to run one of the recipe's stages."""
-    source = recipe.model.source
-    if source == "mock":
-        vocabulary = len(tokenizer)
-    else:
-        config = load_config(source)
-        vocabulary = _known_vocabulary(recipe) or int(
-            getattr(config, "text_config", config).vocab_size
-        )
-    sampling = replace(sampling_of(recipe, tokenizer), budget=recipe.rollout.budget)
-    weights: dict[str, tuple[str, tuple[int, ...]]] | None = None
-    if source != "mock" and not recipe.runs_stage("update"):
-        weights = {
-            name: (recipe.model.dtype, shape) for name, shape in weight_shapes(source).items()
-        }
-    vocabulary_fingerprint = fingerprint(tokenizer.get_vocab())
-    return Terms(
-        vocabulary,
-        asdict(sampling),
-        recipe.seed,
-        len(recipe.reward.functions),
-        weights,
-        vocabulary_fingerprint,
-    )
 
 
 def probe_tokens(recipe: Recipe) -> int:
@@ -146,7 +116,7 @@ def _model(recipe: Recipe, weights: Path | None = None, dtype: str = "") -> tupl
             source, dtype=getattr(torch, dtype or recipe.model.dtype), seed=recipe.seed
         )
     if recipe.colocated:
-        from stages.resharding.swap import separate
+        from stages.resharding.tensors import separate
 
         separate(model.parameters())
     return model, tokenizer
@@ -251,7 +221,7 @@ def _torch_rollout(
         first=_first_adapters(recipe, weights),
         context=longest_row(recipe),
         routed_experts=recipe.train.router == "replay",
-        sampled=_known_vocabulary(recipe),
+        sampled=known_vocabulary(recipe),
     )
 
 
@@ -265,7 +235,8 @@ def _first_adapters(recipe: Recipe, weights: Path | None) -> dict[str, torch.Ten
     """Return the adapters of the checkpoint whose model is in the folder ``weights``."""
     if recipe.adapters is None or weights is None:
         return None
-    from stages.adapters.export import ADAPTER, load_adapter
+    from stages.adapters.export import load_adapter
+    from stages.adapters.options import ADAPTER
 
     return load_adapter(weights.with_name(ADAPTER), getattr(torch, recipe.model.dtype))
 
@@ -274,6 +245,7 @@ def _vllm_rollout(
     shared: Path, recipe: Recipe, version: int, weights: Path | None, secret: bytes, *, depot: Path
 ) -> RolloutEngine:
     from stages.engines.vllm.rollout import VllmReceivingEngine, VllmRolloutEngine
+    from stages.model.manifest import verify_part
 
     rollout = recipe.rollout
     pipeline = recipe.pipeline
@@ -308,7 +280,7 @@ def _vllm_rollout(
         initial_version=version,
         adapters=recipe.adapters,
         first=first,
-        sampled=_known_vocabulary(recipe),
+        sampled=known_vocabulary(recipe),
         arguments=rollout.vllm.model_extra,
         **options,
     )
@@ -344,7 +316,7 @@ def _torch_reference(recipe: Recipe) -> TrainEngine:
 
     teacher = recipe.model.reference
     model, _ = _model(recipe, Path(teacher) if teacher else None)
-    return TorchTrainEngine(model, **_train_options(recipe), vocabulary=_known_vocabulary(recipe))
+    return TorchTrainEngine(model, **_train_options(recipe), vocabulary=known_vocabulary(recipe))
 
 
 def critic_engine(
@@ -387,7 +359,7 @@ def _torch_train(
         "adapters": recipe.adapters,
     }
     options["value_head"] = "value head" in algorithm_of(recipe).scores.values()
-    options["vocabulary"] = _known_vocabulary(recipe)
+    options["vocabulary"] = known_vocabulary(recipe)
     # which may skip a batch that the policy has trained on
     options["undoable"] = recipe.trains_critic
     # of the model: a frozen one is not trained

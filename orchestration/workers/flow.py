@@ -5,28 +5,27 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import structlog
 
 from orchestration.guard.rules import DROPPED
 from orchestration.recipe.flow import credit_truncated, flow_of
 from orchestration.recipe.sizes.planner import prompt_limits
-from orchestration.rewards.pool import scored_by
+from orchestration.rewards.functions import scored_by
 from orchestration.state.documents import EXTERNAL_TERMS
-from orchestration.workers.engines import terms_of
 from orchestration.workers.job import Job, Work
 from pipeline.documents.flow import VERSION
 from pipeline.schedule.pacing import Pacer
 from stages.flow.catalogue import CREDIT, MASK
 from stages.flow.drop_alarm import DropAlarm
-from stages.prompts.difficulty import Difficulty
-from stages.prompts.external import ExternalPrompts
-from stages.prompts.formatter import PromptFormatter
 from stages.prompts.gate import Gate
 from stages.prompts.sources import PromptSource, load_prompts
 from stages.prompts.too_long import TOO_LONG_FILE
-from stages.rollout.given_responses import GivenResponses
 from stages.training.advantage import Advantage
+
+if TYPE_CHECKING:
+    from stages.prompts.external import ExternalPrompts
 
 log = structlog.get_logger()
 
@@ -58,16 +57,24 @@ class FlowJob(Job):
                 tls=bool(recipe.pipeline.tls_certificate),
             )
         if recipe.external.stages:
+            from orchestration.workers.terms import terms_of
+
             await EXTERNAL_TERMS.put(self.index, terms_of(recipe, self.tokenizer))
         prompts = await self._prompts()
         by_difficulty = recipe.prompts.sampling == "difficulty"
+        difficulty = None
+        if by_difficulty:
+            from stages.prompts.difficulty import Difficulty, IndexedDifficulty
+
+            difficulty = IndexedDifficulty(self.index, Difficulty(prompts, recipe.seed))
         self._gate = Gate(
             self.dock,
             prompts,
             group_size=recipe.algorithm.group_size,
             steps=recipe.train.steps,
             groups_per_step=recipe.train.groups_per_step,
-            difficulty=Difficulty(prompts, recipe.seed) if by_difficulty else None,
+            fed=self._external_prompts,
+            difficulty=difficulty,
             pacer=Pacer(recipe.staleness_plan) if recipe.is_paced else None,
         )
         flow = flow_of(recipe)
@@ -78,6 +85,8 @@ class FlowJob(Job):
             else DropAlarm(self.index, most, f"{self.kind}-{self.number}")
         )
         if recipe.prompts.responses:
+            from stages.rollout.given_responses import GivenResponses
+
             count = len(recipe.prompts.responses)
             rollout = recipe.rollout
             unit = self.algorithm().unit
@@ -117,6 +126,9 @@ class FlowJob(Job):
                 listed=listed,
             )
             return split.train
+        from stages.prompts.external import ExternalPrompts
+        from stages.prompts.formatter import PromptFormatter
+
         form = PromptFormatter(recipe.prompts, self.tokenizer, limits)
         prompts = self._external_prompts = ExternalPrompts(
             self.index, self.paths.out / EXTERNAL_PROMPTS, form

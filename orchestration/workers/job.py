@@ -21,7 +21,7 @@ from orchestration.guard.rules import SCORES
 from orchestration.recipe.flow import algorithm_of, flow_of
 from orchestration.recipe.models import tokenizer_of
 from orchestration.recipe.schema import Recipe
-from orchestration.rewards.pool import reward_pool, reward_set
+from orchestration.rewards.functions import reward_pool, reward_set
 from orchestration.state.documents import CHECKPOINT_REPORTED
 from orchestration.state.paths import RunPaths
 from orchestration.workers.engines import sampling_of, sync_addresses
@@ -34,7 +34,6 @@ from stages.algorithms import NamedAlgorithm
 from stages.model.load import Tokenizer
 from stages.rewards.stage import MisfitAlarm, Reward, RewardSet
 from stages.training.ranks import RankGroup
-from stages.training.rendezvous import Rendezvous, join_rendezvous
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -134,6 +133,8 @@ class Job:
         """Return the store in which the ranks of ``rank_group`` find each other: rank 0 serves it,
         and its first order says where. Raises OSError and ValueError for an address that does not
         serve."""
+        from stages.training.rendezvous import Rendezvous, join_rendezvous
+
         recipe = self.recipe
         timeout = self.recipe.launch.collective_seconds
         tls = recipe.pipeline.tls_contexts()

@@ -14,7 +14,7 @@ from orchestration.recipe.sizes.planner import prompt_limits
 from orchestration.workers.engines import probe_rule, rollout_engine, sampling_of, weight_reader
 from orchestration.workers.job import Job, Work
 from pipeline.data.events import AlarmEvent
-from stages.adapters.export import ADAPTER
+from stages.adapters.options import ADAPTER
 from stages.engines.protocols import CuttingEngine, RolloutEngine, TokenizingEngine
 from stages.prompts.formatter import Prompt
 from stages.prompts.sources import load_prompts

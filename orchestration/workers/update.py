@@ -14,10 +14,10 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from orchestration.checkpoints import checkpoint
 from orchestration.checkpoints.checkpoint import Checkpoint
-from orchestration.checkpoints.store import CheckpointStore, StoreRefused
 from orchestration.recipe.sizes.planner import share_of_trained
 from orchestration.state.documents import (
     CHECKPOINT_ASKED,
@@ -34,11 +34,13 @@ from stages.algorithms.batch import trained_columns
 from stages.engines.device_lease import DeviceLease
 from stages.samples.sample_log import FOLDER, Recorder, SampleLog
 from stages.training import skipped
-from stages.training.critic import CriticOrders
 from stages.training.ranks import RankGroup, RankWorker
 from stages.training.skipped import SkippedSteps
 from stages.training.update import Update
 from stages.weights.transport.roles import Publisher
+
+if TYPE_CHECKING:
+    from stages.training.critic import CriticOrders
 
 # checkpoints that are kept while batches are skipped: the weights of the newest may be at fault
 ALL = sys.maxsize
@@ -94,6 +96,8 @@ class UpdateJob(Job):
         self.coordinates = recipe.train.layout.coordinates(self.number)
         life = await RANKS.get(self.index, kind=self.kind) or ""  # of a group of several
         if recipe.trains_critic and not self.coordinates.rank:
+            from stages.training.critic import CriticOrders
+
             self.critic = CriticOrders(self.index, life)
         self.rank_group = RankGroup(self.index, self.coordinates, life)
         meeting = await self.meet(self.rank_group) if self.coordinates.world > 1 else None
@@ -240,6 +244,8 @@ class UpdateJob(Job):
                 if self.critic is not None:
                     await self.critic.until_saved()
                     if self.paths.url:  # it may be on another node
+                        from orchestration.checkpoints.store import CheckpointStore
+
                         await asyncio.to_thread(
                             CheckpointStore(self.paths.url).fetch_staged, partial
                         )
@@ -277,6 +283,8 @@ class UpdateJob(Job):
         Raises DiskRefused.
         """
         if self.paths.url:
+            from orchestration.checkpoints.store import CheckpointStore, StoreRefused
+
             try:
                 store = await asyncio.to_thread(CheckpointStore, self.paths.url)
                 await asyncio.to_thread(store.push, written.path, keep)

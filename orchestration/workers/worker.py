@@ -28,7 +28,7 @@ from orchestration.private_files import keep_from_others
 from orchestration.processes.environment import take
 from orchestration.recipe.flow import flow_of
 from orchestration.recipe.sizes.planner import slab_bytes
-from orchestration.recipe.worker_kinds import KINDS, kind_of
+from orchestration.recipe.worker_kinds import kind_of
 from orchestration.state.documents import (
     DECLARED,
     ENDING,
@@ -48,14 +48,12 @@ from pipeline.index.client import INDEX_VARIABLE, Index
 from pipeline.index.errors import IndexRefused, IndexUnreachable, TooManyDropped
 from pipeline.problems import Fatal, Passing, ProblemError
 from pipeline.warehouse.dock import Dock
-from stages.rollout.given_responses import EMPTY
+from stages.flow.catalogue import EMPTY
 from stages.training.advantage import ABSENT, DROPPED
 from stages.training.update import SamplesGone
 
 log = structlog.get_logger()
 
-# all of them, so that a fork server has imported them
-JOBS: dict[str, type[Job]] = {name: pkgutil.resolve_name(kind.job) for name, kind in KINDS.items()}
 STATE_SECONDS = 10.0  # a wait for another state of the run is renewed this often
 
 
@@ -150,7 +148,7 @@ class Worker:
                 tls=recipe.pipeline.tls_contexts(),
             )
             await dock.join(recipe.pipeline.arena)
-            job_type = JOBS[kind_of(self.kind).name]
+            job_type: type[Job] = pkgutil.resolve_name(kind_of(self.kind).job)
             self._job = job = job_type(
                 recipe, paths, self.index, dock, secret, self.kind, self.number
             )

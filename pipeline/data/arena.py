@@ -24,6 +24,10 @@ class StaleHandle(Passing, LookupError):
     now."""
 
 
+class WarehouseUnreachable(ConnectionError):
+    """A warehouse did not answer within the deadline, reconnections included."""
+
+
 class Arena:
     """``nbytes`` bytes of shared memory at ``path``, mapped into this process."""
 

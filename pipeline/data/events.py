@@ -35,6 +35,7 @@ Kind = Literal[
 RunState = Literal[
     "created", "starting", "running", "paused", "stopping", "stopped", "finished", "failed"
 ]
+LIVE: tuple[RunState, ...] = ("starting", "running", "paused")
 ENDED: tuple[RunState, ...] = ("finished", "stopped", "failed")
 
 

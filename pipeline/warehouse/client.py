@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from aiohappyeyeballs import start_connection
 
-from pipeline.data.arena import StaleHandle
+from pipeline.data.arena import StaleHandle, WarehouseUnreachable
 from pipeline.data.blocks import PackedRows
 from pipeline.data.columns import Column, Packed, Schema
 from pipeline.warehouse.requests import (
@@ -29,7 +29,6 @@ from pipeline.warehouse.requests import (
     WELCOME,
     WRITE,
     Limits,
-    WarehouseUnreachable,
     check_range,
     read_head,
     schema_digest,

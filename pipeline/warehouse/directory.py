@@ -11,11 +11,12 @@ import asyncio
 import platform
 import ssl
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import structlog
 
-from pipeline.data.arena import Arena, StaleHandle
+from pipeline.data.arena import Arena, StaleHandle, WarehouseUnreachable
 from pipeline.data.blocks import BlockReader, PackedRows
 from pipeline.data.columns import ColumnError, Packed, Schema
 from pipeline.documents.flow import SCHEMA
@@ -24,9 +25,10 @@ from pipeline.index.client import Index
 from pipeline.index.errors import BlockLost, WarehouseGone
 from pipeline.index.warehouses import Lost, WarehouseRecord
 from pipeline.node import AUTO, announced, node_id
-from pipeline.warehouse.client import RemoteWarehouse
-from pipeline.warehouse.requests import WarehouseUnreachable
-from pipeline.warehouse.server import WarehouseServer
+
+if TYPE_CHECKING:
+    from pipeline.warehouse.client import RemoteWarehouse
+    from pipeline.warehouse.server import WarehouseServer
 
 log = structlog.get_logger()
 
@@ -171,6 +173,8 @@ class WarehouseDirectory:
                 f"start its server"
             )
         if address not in self._remotes:
+            from pipeline.warehouse.client import RemoteWarehouse
+
             context = self._tls[1] if self._tls else None
             self._remotes[address] = RemoteWarehouse(
                 *address, self._schema, secret=self._secret, timeout=self._wire_timeout, ssl=context
@@ -275,6 +279,8 @@ class WarehouseDirectory:
         """Serve this node's warehouse to other nodes at ``host``, announced as ``advertise``
         (default: see :func:`pipeline.node.announced`; `auto` listens on that address alone).
         Returns the address. Raises ValueError where others cannot reach it."""
+        from pipeline.warehouse.server import WarehouseServer
+
         home = await self.home()
         name = advertise
         if name is None:

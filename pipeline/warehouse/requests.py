@@ -50,10 +50,6 @@ STALE = 2
 MAX_MESSAGE = 4096
 
 
-class WarehouseUnreachable(ConnectionError):
-    """A warehouse did not answer within the deadline, reconnections included."""
-
-
 @dataclass(frozen=True)
 class Limits:
     """What one end takes from the other.

@@ -18,7 +18,6 @@ from stages.model.files import WeightFiles, plain_name
 from stages.model.load import checkpoint_tensors, write_checkpoint
 from stages.model.manifest import verify_part
 
-ADAPTER = "adapter"  # the folder beside that of the merged model
 FILE_BYTES = 2**28  # of one file of the merged model, which is held in memory while it is written
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of peft's names

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+ADAPTER = "adapter"  # the folder beside that of the merged model
 
 
 @dataclass(frozen=True)
@@ -24,3 +27,8 @@ class AdapterOptions:
     def scale(self) -> float:
         """The factor of B·A."""
         return self.alpha / self.rank
+
+
+def is_adapted(module: Any) -> bool:
+    """Return whether peft has put an adapter around a layer: ``module.base_layer``."""
+    return hasattr(module, "base_layer") and hasattr(module, "lora_A")

@@ -14,7 +14,7 @@ from torch import nn
 
 from pipeline.compat.extras import extra
 from stages.adapters.names import down_of, peft_config, up_of
-from stages.adapters.options import AdapterOptions
+from stages.adapters.options import AdapterOptions, is_adapted
 from stages.model.files import copy_part
 
 
@@ -54,11 +54,6 @@ def fill_adapters(model: nn.Module, options: AdapterOptions) -> None:
         bound = 1 / math.sqrt(down.shape[1])
         copy_part(down, torch.empty(down.shape).uniform_(-bound, bound, generator=random))
         copy_part(up, torch.zeros(up.shape))
-
-
-def is_adapted(module: nn.Module) -> bool:
-    """Return whether peft has put an adapter around a layer: ``module.base_layer``."""
-    return hasattr(module, "base_layer") and hasattr(module, "lora_A")
 
 
 def adapted(model: nn.Module) -> dict[str, Any]:

@@ -1,18 +1,15 @@
 """Algorithms by their names: built in, ``module:Class``, or an entry point of the group
 ``asyncdock.algorithms``.
 
-The product's own are the classes with a ``name`` in the modules of the folders beside this file: a
-new one is a class there.
+The product's own are the rows of ALGORITHMS, classes in the folders beside this file: a new one is
+a class there and its row.
 """
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
 import pkgutil
 from collections.abc import Mapping
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 from pipeline.problems import Problem
@@ -20,32 +17,28 @@ from stages.algorithms.interface import Algorithm
 from stages.user_code import CodeUnusable, find
 
 ENTRY_POINTS = "asyncdock.algorithms"
+_GRADIENT = "stages.algorithms.policy_gradient"
+_SUPERVISED = "stages.algorithms.supervised"
+# name → its class, which is imported when a recipe names it
+ALGORITHMS = {
+    "cispo": f"{_GRADIENT}.grpo:CISPO",
+    "dapo": f"{_GRADIENT}.grpo:DAPO",
+    "distillation": f"{_GRADIENT}.distillation:Distillation",
+    "dpo": f"{_SUPERVISED}.dpo:DPO",
+    "dr_grpo": f"{_GRADIENT}.grpo:DrGRPO",
+    "grpo": f"{_GRADIENT}.grpo:GRPO",
+    "gspo": f"{_GRADIENT}.grpo:GSPO",
+    "pf_ppo": f"{_GRADIENT}.ppo:PFPPO",
+    "ppo": f"{_GRADIENT}.ppo:PPO",
+    "reinforce_pp": f"{_GRADIENT}.reinforce_pp:ReinforcePlusPlus",
+    "rloo": f"{_GRADIENT}.grpo:RLOO",
+    "sft": f"{_SUPERVISED}.sft:SFT",
+}
 
 
-@cache
 def built_in() -> Mapping[str, type[Algorithm]]:
-    """Return the product's own algorithms, by name."""
-    algorithms: dict[str, type[Algorithm]] = {}
-    for folder in pkgutil.iter_modules([str(Path(__file__).parent)]):
-        if not folder.ispkg:
-            continue
-        package = importlib.import_module(f"{__package__}.{folder.name}")
-        for file in pkgutil.iter_modules(package.__path__):
-            module = importlib.import_module(f"{package.__name__}.{file.name}")
-            definitions = [
-                value
-                for value in vars(module).values()
-                if getattr(value, "__module__", "") == module.__name__
-            ]
-            classes = [
-                value
-                for value in definitions
-                if isinstance(value, type) and issubclass(value, Algorithm)
-            ]
-            algorithms |= {
-                algorithm.name: algorithm for algorithm in classes if "name" in vars(algorithm)
-            }
-    return dict(sorted(algorithms.items()))
+    """Import and return the product's own algorithms, by name."""
+    return {name: pkgutil.resolve_name(place) for name, place in ALGORITHMS.items()}
 
 
 def build_algorithm(name: str, options: Mapping[str, Any]) -> Algorithm:
@@ -61,7 +54,7 @@ def algorithm_class(name: str) -> type[Algorithm]:
     """Return the class behind ``name``. Raises CodeUnusable."""
     key = "algorithm.name"
     candidate = find(
-        key, name, built_in(), lambda: importlib.metadata.entry_points(group=ENTRY_POINTS)
+        key, name, ALGORITHMS, lambda: importlib.metadata.entry_points(group=ENTRY_POINTS)
     )
     if isinstance(candidate, type) and issubclass(candidate, Algorithm):
         return candidate

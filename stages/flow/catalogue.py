@@ -43,6 +43,7 @@ TOKEN_STALENESS = "token_staleness"
 # And, where the rows have versions: of each token its index into AGES of
 # stages/algorithms/token_batch.py.
 AGE = "age"
+EMPTY = "no token of a response is trained"  # reason of a group that brings its responses
 # Responses that were cut at their longest: see stages/training/advantage.py.
 Truncated = Literal["train", "mask", "drop"]
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stages.prompts.rows.files import PromptError
-from stages.prompts.templates import Message, read_chat_template
+from stages.prompts.rows.templates import Message, read_chat_template
 
 if TYPE_CHECKING:
     from stages.model.load import Tokenizer

@@ -25,8 +25,8 @@ from pipeline.documents.flow import FED, FEED, VERSION
 from pipeline.index.client import Index
 from stages.prompts.formatter import Prompt, PromptFormatter
 from stages.prompts.rows.files import PromptError, Row
+from stages.prompts.rows.templates import prompt_in
 from stages.prompts.rows.values import plain_row
-from stages.prompts.templates import prompt_in
 from stages.prompts.too_long import TOO_LONG_FILE, LongPrompts
 from stages.rewards.registry import RESERVED
 

@@ -12,12 +12,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from stages.prompts.conversations import Conversations, Response, chosen_template, plain_response
-from stages.prompts.options import PromptLimits, PromptOptions
 from stages.prompts.rows.files import PromptError, Row
-from stages.prompts.rows.values import Changes, plain_row
-from stages.prompts.tables import Table
-from stages.prompts.templates import (
+from stages.prompts.rows.options import PromptLimits, PromptOptions
+from stages.prompts.rows.table import Table
+from stages.prompts.rows.templates import (
     Message,
     fill_template,
     parse_template,
@@ -26,6 +24,7 @@ from stages.prompts.templates import (
     turns_of,
     with_prompt,
 )
+from stages.prompts.rows.values import Changes, plain_row
 from stages.prompts.too_long import LongPrompts
 
 # recipes are read, and runs watched over the network, without torch, which takes seconds to import
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     import torch
 
     from stages.model.load import Tokenizer
+    from stages.prompts.conversations import Conversations, Response
 
 
 @dataclass(frozen=True)
@@ -81,13 +81,14 @@ class PromptFormatter:
         self.changes: Changes = {}  # of the columns that were read so far
         self.limits = limits or PromptLimits(options.max_prompt_tokens)
         self._pieces = parse_template(options.template)
-        template = chosen_template(options.chat_template, tokenizer)
-        has_template = template is not None
-        self._chats = (
-            None
-            if template is None
-            else Conversations(tokenizer, template, options.chat_template_options)
-        )
+        self._chats: Conversations | None = None
+        if options.chat_template is not None or tokenizer.chat_template is not None:
+            from stages.prompts.conversations import Conversations, chosen_template
+
+            template = chosen_template(options.chat_template, tokenizer)
+            if template is not None:
+                self._chats = Conversations(tokenizer, template, options.chat_template_options)
+        has_template = self._chats is not None
         self._chat = has_template if options.chat is None else options.chat
         if self._chat and not has_template:
             problem = "but the tokenizer has no chat template"
@@ -224,6 +225,8 @@ class PromptFormatter:
         self, read: _Read, prompt_ids: list[int], where: str
     ) -> tuple[int, list[Response]]:
         """Return how many of the prompt's tokens the responses continue, and the responses."""
+        from stages.prompts.conversations import Response, plain_response
+
         cut = [read.fields.get(f"{name}_truncated") is True for name in self.options.responses]
         if read.messages is not None and self._chats is not None:
             row_messages = (

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -24,10 +25,12 @@ from pipeline.index.client import Index, RunStatus
 from pipeline.schedule.pacing import Pacer
 from pipeline.warehouse.dock import Dock
 from stages.flow.catalogue import GIVEN
-from stages.prompts.difficulty import Difficulty, IndexedDifficulty
-from stages.prompts.external import ExternalPrompts
 from stages.prompts.formatter import Prompt
 from stages.prompts.sources import PromptSource
+
+if TYPE_CHECKING:
+    from stages.prompts.difficulty import IndexedDifficulty
+    from stages.prompts.external import ExternalPrompts
 
 log = structlog.get_logger()
 
@@ -37,7 +40,7 @@ WAIT_SECONDS = 10.0
 class Gate:
     """Admits the groups of ``steps`` optimizer steps of P groups each, ``group_size`` samples a
     group, as the index's gate allows and no earlier than ``pacer`` says; a group that was filtered
-    out is replaced by one more."""
+    out is replaced by one more. ``fed``: ``source``, where its prompts come from outside."""
 
     def __init__(
         self,
@@ -47,13 +50,15 @@ class Gate:
         group_size: int,
         steps: int,
         groups_per_step: int,
-        difficulty: Difficulty | None = None,
+        fed: ExternalPrompts | None = None,
+        difficulty: IndexedDifficulty | None = None,
         pacer: Pacer | None = None,
     ) -> None:
         self.dock = dock
         self.source = source
         self._pacer = pacer
-        self._chosen = None if difficulty is None else IndexedDifficulty(dock.index, difficulty)
+        self._fed = fed
+        self._chosen = difficulty
         self.group_size = group_size
         self.steps = steps
         self.groups = steps * groups_per_step
@@ -69,10 +74,7 @@ class Gate:
             status = await index.status()
             limit = min(status.gate, self.groups + status.filtered, await self._due(status))
             numbers = [*sorted(status.remake), *range(status.admitted, limit)]
-            if (
-                isinstance(self.source, ExternalPrompts)
-                and (available := self.source.available) is not None
-            ):
+            if self._fed is not None and (available := self._fed.available) is not None:
                 numbers = [number for number in numbers if number < available]
             if numbers and not self.paused:
                 await self._admit(numbers, status.admitted)

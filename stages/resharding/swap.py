@@ -24,13 +24,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.tensor import DTensor
 
 from stages import device as devices
 from stages.parallel.placement import LocalTensor
 from stages.resharding.gather import Gather, GatherError
 from stages.resharding.plan import Phase, ReshardPlan
+from stages.resharding.tensors import bytes_of, empty, live_bytes, storages_of
 
 _ALIGN = 512  # of a storage in the arena: what copy engines and caches like
 
@@ -49,67 +48,6 @@ class State(Enum):
     TRAINING = "training"
     GENERATING = "generating"
     RETURNING = "returning"
-
-
-# --- tensors of a rank
-# -----------------------------------------------------------------------------------------------
-
-
-def local_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters of ``model`` by name as this rank holds them, tied ones once: local
-    tensors of DTensors, or all."""
-    return {name: local_part(parameter.detach()) for name, parameter in model.named_parameters()}
-
-
-def training_state(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """Yield this rank's gradients and optimizer state, as local tensors."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                yield local_part(parameter.grad)
-            for value in optimizer.state.get(parameter, {}).values():
-                if isinstance(value, torch.Tensor):
-                    yield local_part(value)
-
-
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def live_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the number of bytes of the storages of ``tensors``, shared ones once.
-
-    A storage that was resized to 0 has none.
-    """
-    return sum(storage.nbytes() for storage in _storages(tensors))
-
-
-def separate(parameters: Iterable[nn.Parameter]) -> None:
-    """Give each of ``parameters`` a storage of its own that can be resized: a model read from files
-    may have mapped them."""
-    for parameter in parameters:
-        storage = parameter.untyped_storage()
-        if not storage.resizable() or storage.nbytes() != parameter.nbytes:
-            parameter.data = parameter.data.clone()
-
-
-def empty(tensors: Iterable[torch.Tensor]) -> None:
-    """Free the memory of ``tensors``. They keep their shapes and lose their values."""
-    for tensor in tensors:
-        tensor.untyped_storage().resize_(0)
-
-
-def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
-    storages: dict[int, torch.UntypedStorage] = {}
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        storages.setdefault(storage._cdata, storage)
-    return list(storages.values())
-
-
-def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    """Return all of ``storage`` as uint8 [n]."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 # --- host memory
@@ -154,7 +92,7 @@ class Arena:
         for storage in storages:
             if nbytes := storage.nbytes():
                 self._memory[self._used : self._used + nbytes].copy_(
-                    _bytes(storage), non_blocking=True
+                    bytes_of(storage), non_blocking=True
                 )
                 stored.append((storage, self._used, nbytes))
                 self._used += _padded(nbytes)
@@ -177,7 +115,7 @@ class Arena:
             stream.wait_stream(torch.accelerator.current_stream(self.device))
         with stream or nullcontext():
             for storage, offset, nbytes in self._away:
-                _bytes(storage).copy_(self._memory[offset : offset + nbytes], non_blocking=True)
+                bytes_of(storage).copy_(self._memory[offset : offset + nbytes], non_blocking=True)
         self._away = []
         self._used = 0
 
@@ -264,11 +202,11 @@ class Swap:
         answer or a checksum is wrong.
         """
         self._expect(State.TRAINING, "to_rollout")
-        weights = _storages(self._weights.values())
+        weights = storages_of(self._weights.values())
         training = {storage._cdata for storage in weights}
         state = [
             s
-            for s in _storages(self._training_state())
+            for s in storages_of(self._training_state())
             if s._cdata not in training and s.device.type == self.device.type
         ]
         self.arena.reserve([*state, *weights])

@@ -51,8 +51,7 @@ from stages.rewards.calls import (
 )
 from stages.rewards.registry import RESERVED, RewardError
 from stages.rewards.scores import FAILED, FAILED_AS_ZERO, RewardScores, number_of
-from stages.tasks.answers import computes
-from stages.tasks.tasks import COMPUTED, HARMLESS, has_expression
+from stages.tasks.tasks import COMPUTED, HARMLESS
 
 FETCHES = ("given", "fields", "response_ids")
 ROWS_AT_ONCE = 64  # of one claim; rows that became ready together are scored together
@@ -141,7 +140,12 @@ class RewardSet:
         )
         if pool is None:
             return [local] * len(self.names)
-        divided = DividedCaller(local, pool, has_expression) if computes() else local
+        divided: Caller = local
+        if not COMPUTED.isdisjoint(self.names):
+            from stages.rewards.number_rewards import has_expression
+            from stages.tasks.answers import computes
+
+            divided = DividedCaller(local, pool, has_expression) if computes() else local
         callers: dict[str, Caller] = dict.fromkeys(HARMLESS, local) | dict.fromkeys(
             COMPUTED, divided
         )

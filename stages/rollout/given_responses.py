@@ -20,14 +20,12 @@ from pipeline.index.client import Claim
 from pipeline.warehouse.dock import Dock
 from pipeline.worker.controller import Output, Stage
 from stages.flow.adapter import GROUPS_AT_ONCE, groups_of, outputs_of
-from stages.flow.catalogue import GIVEN, MASK, Truncated
+from stages.flow.catalogue import EMPTY, GIVEN, MASK, Truncated
 from stages.flow.declarations import Drop
 from stages.flow.stage_calls import Result
 
 if TYPE_CHECKING:
     from stages.flow.drop_alarm import DropAlarm
-
-EMPTY = "no token of a response is trained"  # reason of a dropped group
 
 
 class GivenResponses(Stage):

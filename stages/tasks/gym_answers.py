@@ -11,11 +11,17 @@ from __future__ import annotations
 import ast
 import builtins
 import importlib
+import json
 import keyword
 import operator
 import re
 from collections.abc import Callable
+from functools import cache
 from typing import Any
+
+from pipeline.compat.extras import extra
+from stages.tasks.answers import in_tags
+from stages.tasks.tasks import Completions, json_text, text
 
 MOST_CHARACTERS = 4000  # of a text that is evaluated
 KNOWN = re.compile(
@@ -148,3 +154,42 @@ def evaluate_nothing(task: str) -> None:
     if task in EVALUATES:
         module, name, replacement = EVALUATES[task]
         setattr(importlib.import_module(f"reasoning_gym.{module}"), name, replacement)
+
+
+def reasoning_gym(
+    completions: Completions, question: list[Any], answer: list[Any], metadata: list[Any], **_: Any
+) -> list[float]:
+    """Return the score that the reasoning_gym task of the question gives to the text inside
+    ``<answer>`` tags, or to the whole response when it has none."""
+    columns = zip(completions, question, answer, metadata, strict=True)
+    return [_reasoning_gym(tagged(text(completion)), *row) for completion, *row in columns]
+
+
+def _reasoning_gym(response: str, question: Any, answer: Any, metadata: Any) -> float:
+    about = json.loads(metadata) if isinstance(metadata, str) else metadata
+    if not isinstance(about, dict) or "source_dataset" not in about:
+        raise TypeError(
+            f"metadata: {metadata!r:.100} does not name a task; give the row that "
+            f"reasoning_gym made"
+        )
+    entry = {
+        "question": question,
+        "answer": None if answer is None else json_text(answer),
+        "metadata": about,
+    }
+    return float(_scorer(about["source_dataset"])(response, entry))
+
+
+def tagged(response: str) -> str:
+    """Return the last ``<answer>…</answer>`` in ``response``, or all of it."""
+    part = in_tags(response)
+    return (response if part is None else part).strip()
+
+
+@cache
+def _scorer(task: str) -> Callable[..., float]:
+    with extra("quickstart"):
+        from reasoning_gym import get_score_answer_fn
+
+    evaluate_nothing(task)
+    return get_score_answer_fn(task)

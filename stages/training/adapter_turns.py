@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from stages import device as devices
 from stages.resharding.plan import Phase
-from stages.resharding.swap import State, live_bytes
+from stages.resharding.swap import State
+from stages.resharding.tensors import live_bytes
 
 if TYPE_CHECKING:
     from stages.engines.protocols import ColocatedEngine

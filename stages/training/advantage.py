@@ -44,7 +44,6 @@ from stages.flow.declarations import Drop
 from stages.flow.drop_alarm import DropAlarm
 from stages.flow.resolver import passed_column
 from stages.flow.stage_calls import Result
-from stages.prompts.difficulty import outcome
 from stages.rewards.scores import has_reward
 
 DROPPED = "truncated"  # reason of a group with too few responses that were not truncated
@@ -96,6 +95,8 @@ class Advantage(Stage):
             await self._alarm.add(results)
         if self._rated is not None:  # before the commit, by which the groups may leave
             rewards = rewards_of_groups(rows, groups, members, bool(self.rewards))
+            from stages.prompts.difficulty import outcome
+
             await self._rated.put_outcomes(
                 {group: outcome(of_group) for group, of_group in rewards.items()}
             )

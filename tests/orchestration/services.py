@@ -20,7 +20,7 @@ from orchestration.processes.handles import Process
 from orchestration.recipe.schema import Recipe
 from orchestration.service.agent import Agent
 from orchestration.service.index_server import ServiceIndex
-from orchestration.state.lifecycle import shared_prefix
+from orchestration.state.paths import shared_prefix
 from orchestration.state.registry import ActiveRun, Registry, RunRecord
 from pipeline.data.arena import shared_memory_directory
 from pipeline.data.events import ENDED, Event

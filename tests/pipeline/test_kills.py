@@ -15,12 +15,12 @@ from urllib.parse import urlsplit
 import pytest
 import torch
 
+from pipeline.data.arena import WarehouseUnreachable
 from pipeline.data.columns import Column, Schema
 from pipeline.index.client import Index, IndexUnreachable, LeaseLost, RunConfig, StageSpec
 from pipeline.index.embedded import EmbeddedIndex
 from pipeline.warehouse import directory
 from pipeline.warehouse.dock import Dock
-from pipeline.warehouse.requests import WarehouseUnreachable
 from tests.forked import program
 from tests.servers import REDIS, WITHOUT_REDIS, Cable, RedisServer, self_signed
 

@@ -19,7 +19,7 @@ from stages.prompts.difficulty import (
     prompt_key,
     share,
 )
-from stages.prompts.options import PromptOptions
+from stages.prompts.rows.options import PromptOptions
 from stages.prompts.sources import PromptSource, load_prompts
 
 ROWS = 40

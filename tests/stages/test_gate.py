@@ -186,7 +186,7 @@ async def test_prompts_from_outside_enter_as_they_come(dock: Dock, tmp_path: Pat
 
     source = Outside(dock.index, tmp_path / "prompts.jsonl", None)  # type: ignore[arg-type]
     source.asked = []  # type: ignore[attr-defined]
-    async with running(gate_of(dock, source)):
+    async with running(gate_of(dock, source, fed=source)):
         await until(lambda admitted: admitted == 1, dock)
         source.count = 3
         await dock.index.wake(VERSION)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from orchestration.private_files import SERVICE_NAMES
 from orchestration.service.own_services import services_folder
-from orchestration.state.lifecycle import WHERE
+from orchestration.state.paths import WHERE
 
 RUNS = "runs"  # in the service's folder: the folders of its runs
 MOST_ENTRIES = 20_000  # of a folder, with its subfolders

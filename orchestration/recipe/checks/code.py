@@ -12,11 +12,9 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from orchestration.recipe.checks.registry import Environment, check, machine_check, problem
-from orchestration.recipe.field_problems import field_problem
 from orchestration.recipe.flow import flow_of
 from orchestration.recipe.problems import suggest, value_or_none
 from orchestration.recipe.schema import Recipe
-from orchestration.sandbox.sandbox import WAY_OUT, available
 from pipeline.problems import Problem
 from stages.engines.mock.options import MockRolloutOptions, MockTrainOptions
 from stages.engines.registry import (
@@ -27,7 +25,6 @@ from stages.engines.registry import (
     engine_names,
     find_factory,
 )
-from stages.tasks.gym_answers import EVALUATES, EXECUTES
 from stages.tasks.tasks import CONFIGS, HARMLESS, REWARDS
 from stages.user_code import CodeUnusable, place_of
 
@@ -218,6 +215,9 @@ def sandboxes_can_be_had(recipe: Recipe, environment: Environment) -> Iterator[P
     sandboxed = [*_sandboxed(recipe)]
     if not environment.devices or not sandboxed:
         return
+    from orchestration.sandbox.sandbox import WAY_OUT, available
+    from stages.tasks.gym_answers import EVALUATES, EXECUTES
+
     for key, _, read in sandboxed:
         for place, path in enumerate(read):
             if not Path(path).expanduser().exists():
@@ -279,6 +279,8 @@ def option_problems(
             target(**{option: value for option, value in options.items() if option not in unknown})
     except (TypeError, ValueError) as error:
         if is_model and isinstance(error, ValidationError):
+            from orchestration.recipe.field_problems import field_problem
+
             yield from (field_problem(item, key, allowed) for item in error.errors())
         else:
             yield Problem(key, options, f"is refused ({error})", f"it takes {', '.join(allowed)}")

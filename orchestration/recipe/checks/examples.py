@@ -15,11 +15,13 @@ from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sizes.planner import prompt_limits, vocabulary_of
 from pipeline.problems import Problem
 from stages.prompts.conversations import chosen_template, is_template_name
-from stages.prompts.file_checks import PromptCheck
-from stages.prompts.options import PromptOptions
+from stages.prompts.rows.checked import PromptCheck
 from stages.prompts.rows.files import PromptError, Reading, Row
+from stages.prompts.rows.opened import open_rows
+from stages.prompts.rows.options import PromptOptions
+from stages.prompts.rows.prompt_check import prompt_check
+from stages.prompts.rows.templates import check_chat_options, read_chat_template
 from stages.prompts.rows.values import describe
-from stages.prompts.templates import check_chat_options, read_chat_template
 from stages.prompts.too_long import LongPrompts
 
 if TYPE_CHECKING:
@@ -77,7 +79,7 @@ def prompt_sources(recipe: Recipe) -> list[str]:
     programs or functions make."""
     found = []
     for key, part in recipe.prompts.parts().items():
-        check = PromptCheck(part, Reading())
+        check = prompt_check(part, Reading())
         for _ in check.faults():
             pass
         texts = [check.about] if check.about else []
@@ -96,11 +98,9 @@ def _tokenizer(recipe: Recipe) -> Tokenizer | None:
 def _first_rows(options: PromptOptions, seed: int) -> list[tuple[Row, str]]:
     """The first row of a source and where it is, and perhaps one more; none where they cannot be
     had without running code of the user."""
-    from stages.prompts.tables import open_rows
-
     match options.source:
         case "jsonl" | "parquet":
-            check = PromptCheck(options, Reading(rows=FEW_ROWS))
+            check = prompt_check(options, Reading(rows=FEW_ROWS))
             for _ in check.faults():
                 pass
             return check.examples

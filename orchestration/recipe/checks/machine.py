@@ -42,7 +42,7 @@ from pipeline.index.address import redacted
 from pipeline.problems import Problem
 from stages.device_names import device_fault
 from stages.engines.registry import BUILT_IN, Side, engine_names
-from stages.prompts.file_checks import PromptCheck
+from stages.prompts.rows.prompt_check import prompt_check
 from stages.rewards.registry import RESERVED, RewardError, RewardFunctions, parameters_of
 
 FEW_SAMPLES = 64 * 2**20  # bytes; pipeline.keep_samples up to this needs no free room
@@ -327,7 +327,7 @@ def prompts_can_be_read(recipe: Recipe, environment: Environment) -> Iterator[Pr
                 fix = suggest(str(part.task), list(DATASETS))
                 yield Problem(f"{key}.task", part.task, "is not a task of reasoning_gym", fix)
                 continue
-        check = PromptCheck(part, environment.reading)
+        check = prompt_check(part, environment.reading)
         for fault in check.faults():
             for found in fault.problems:
                 yield replace(found, key=found.key.replace("prompts", key, 1))

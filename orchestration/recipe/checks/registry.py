@@ -9,17 +9,21 @@
 
 from __future__ import annotations
 
+import importlib
 import operator
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+from orchestration.recipe.model_files import KNOWN_MODELS
 from orchestration.recipe.schema import Recipe
 from pipeline.problems import Problem
 from stages.device_names import plugin_fault
-from stages.prompts.file_checks import PromptCheck
+from stages.prompts.rows.checked import PromptCheck
 from stages.prompts.rows.files import Reading
+
+CHAT = ("chat_template", "chat_template_options", "responses")  # of prompts
 
 
 @dataclass
@@ -35,6 +39,20 @@ class Environment:
     here: bool
     prompts: dict[str, PromptCheck] = field(default_factory=dict, init=False)
 
+
+# Modules with the checks of a subject that many recipes lack, and the keys of the subject: they are
+# imported for a recipe in which one of these is not as by default, and find nothing in any other.
+SUBJECTS = {
+    "adapters": ("model.lora",),
+    "addresses": (
+        *(f"pipeline.{name}" for name in ("index", "index_serve", "serve")),
+        *(f"pipeline.tls_{name}" for name in ("certificate", "key", "authority")),
+        *("sync.serve", "sync.transport"),
+        *(f"launch.{name}" for name in ("launcher", "remote_rollouts", "address")),
+    ),
+    "examples": ("model.vocabulary", *(f"prompts.{name}" for name in CHAT)),
+    "teacher": ("teacher",),
+}
 
 Check = Callable[[Recipe], Iterator[Problem]]
 MachineCheck = Callable[[Recipe, Environment], Iterator[Problem]]
@@ -86,6 +104,7 @@ def run_checks(
     if environment is not None and (fault := plugin_fault()):
         yield Problem("torch", None, *fault)
         return
+    _import_subjects(recipe)
     for check_recipe, keys in CHECKS.items():
         if not _overlap(keys, wrong):
             yield from check_recipe(recipe)
@@ -95,6 +114,22 @@ def run_checks(
         for check_machine in machine_checks():
             if not _overlap(MACHINE_CHECKS[check_machine], wrong):
                 yield from check_machine(recipe, environment)
+
+
+def _import_subjects(recipe: Recipe) -> None:
+    """Import the checks of the subjects that ``recipe`` has."""
+    for name, keys in SUBJECTS.items():
+        is_users_model = name == "examples" and recipe.model.source not in KNOWN_MODELS
+        if is_users_model or any(_is_set(recipe, key) for key in keys):
+            importlib.import_module(f"orchestration.recipe.checks.{name}")
+
+
+def _is_set(recipe: Recipe, key: str) -> bool:
+    """Return whether ``key``, which may be a section, is not as by default."""
+    section, _, name = key.rpartition(".")
+    table = operator.attrgetter(section)(recipe) if section else recipe
+    default = type(table).model_fields[name].get_default(call_default_factory=True)
+    return bool(getattr(table, name) != default)
 
 
 def _overlap(keys: Collection[str], others: Collection[str]) -> bool:

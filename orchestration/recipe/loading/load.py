@@ -17,18 +17,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from orchestration.recipe.checks import (  # noqa: F401  # registers their checks
-    adapters,
-    addresses,
     code,
-    examples,
     flow,
     machine,
     memory,
     relations,
-    teacher,
 )
 from orchestration.recipe.checks.registry import Environment, run_checks
-from orchestration.recipe.field_problems import field_problem, valid_part
 from orchestration.recipe.problems import RecipeError, suggest
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sections.bounds import NotToml, out_of_bounds, read_toml
@@ -104,6 +99,8 @@ def recorded_recipe(path: Path) -> Recipe:
     try:
         return Recipe.from_json(path.read_bytes())
     except ValidationError as error:
+        from orchestration.recipe.field_problems import field_problem
+
         problems = [field_problem(item) for item in error.errors()[:MOST_PROBLEMS]]
         raise RecipeError(str(path), problems) from error
 
@@ -207,6 +204,8 @@ def parse_recipe(
     try:
         recipe = Recipe.model_validate(data, strict=True)
     except ValidationError as error:
+        from orchestration.recipe.field_problems import field_problem, valid_part
+
         recipe, keys, errors = valid_part(data, error)
         reason |= keys
         found += [field_problem(item) for item in errors[:MOST_PROBLEMS]]

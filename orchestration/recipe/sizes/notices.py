@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from orchestration.recipe.flow import algorithm_of
 from orchestration.recipe.model_files import KNOWN_MODELS, text_config, tokens_of
 from orchestration.recipe.schema import Recipe
-from orchestration.sandbox.sandbox import WAY_OUT, available
 from pipeline.problems import Problem
 
 
@@ -49,7 +48,11 @@ def notices(recipe: Recipe, longest: int, change: int | None) -> Iterator[Proble
         ("reward.functions", confined if recipe.runs_stage("reward") else []),
         ("stages", stages),
     ):
-        if names and (shortfall := available().shortfall):
+        if not names:
+            continue
+        from orchestration.sandbox.sandbox import WAY_OUT, available
+
+        if shortfall := available().shortfall:
             yield Problem(key, None, f"{names} get {shortfall}", WAY_OUT)
     if (
         recipe.rollout.engine != "torch"

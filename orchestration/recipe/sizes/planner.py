@@ -21,7 +21,7 @@ from pipeline.problems import Problem
 from stages.flow.catalogue import expert_type
 from stages.flow.declarations import itemsize
 from stages.flow.graph import document
-from stages.prompts.options import PromptLimits
+from stages.prompts.rows.options import PromptLimits
 
 if TYPE_CHECKING:
     from orchestration.recipe.schema import Recipe

@@ -17,7 +17,6 @@ from functools import partial
 import torch
 from tensordict import TensorDictBase
 
-from stages.adapters.training import adapters_off
 from stages.algorithms.batch import TrainBatch
 from stages.algorithms.named import AlgorithmLike, split_gap
 from stages.engines.plans import Piece, cut_mini_batches, plan_micro_batches
@@ -219,6 +218,8 @@ class TrainingStep:
                 raise ValueError(
                     "scores: 'base' is the model without its adapters, and it has none"
                 )
+            from stages.adapters.training import adapters_off
+
             with adapters_off(self._packed_model.model):
                 scores[BASE] = self.scores(batch)[0]
         return scores

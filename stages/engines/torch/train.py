@@ -40,7 +40,7 @@ from stages.engines.torch.model.optimizer import (
 from stages.engines.torch.model.packed_model import Kernels, PackedModel
 from stages.engines.torch.parallel.interface import Parallel
 from stages.engines.torch.step import MiniBatch, TrainingStep
-from stages.resharding.swap import local_part, local_weights, training_state
+from stages.resharding.tensors import local_part, local_weights, training_state
 
 Result = TypeVar("Result")
 

@@ -17,7 +17,7 @@ from api.cli.dock import group_view, status_view
 from api.cli.main import app
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
-from orchestration.state.lifecycle import WHERE
+from orchestration.state.paths import WHERE
 from pipeline.data.columns import Column, Schema
 from pipeline.index.client import Index, StageSpec
 from pipeline.warehouse.dock import Dock

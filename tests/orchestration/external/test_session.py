@@ -25,7 +25,7 @@ from orchestration.recipe.problems import RecipeError
 from orchestration.recipe.worker_kinds import workers_of
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
-from orchestration.state.lifecycle import WHERE
+from orchestration.state.paths import WHERE
 from orchestration.workers.engines import train_engine
 from orchestration.workers.flow import EXTERNAL_PROMPTS
 from pipeline.data.columns import ColumnError, Packed

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from orchestration.recipe.loading.load import parse_recipe
-from orchestration.rewards.pool import reward_pool, reward_set
+from orchestration.rewards.functions import reward_pool, reward_set
 from stages.rewards.calls import CallFailed, LocalCaller
 from stages.tasks import answers
 from tests.orchestration.runs import TINY

@@ -13,7 +13,8 @@ import pytest
 
 from orchestration.processes.environment import of_user_code
 from orchestration.rewards import needs
-from orchestration.rewards.pool import PoolOfEach, RewardPool, reward_pool
+from orchestration.rewards.functions import reward_pool
+from orchestration.rewards.pool import PoolOfEach, RewardPool
 from orchestration.sandbox.sandbox import LANDLOCK, NAMESPACES, Available, Sandbox, refusal
 from stages.rewards.calls import CallFailed
 from stages.rewards.registry import RewardError

@@ -18,7 +18,7 @@ from benchmarks.ray_cluster import on_ray, raylets
 from orchestration.history.events_file import METRICS, read_metrics
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
-from orchestration.state.lifecycle import WHERE
+from orchestration.state.paths import WHERE
 from orchestration.state.registry import RunRecord
 from pipeline.data.events import Event
 from pipeline.index.client import INDEX_VARIABLE

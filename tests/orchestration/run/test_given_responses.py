@@ -20,8 +20,8 @@ from orchestration.recipe.sizes.planner import notices_of
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
 from stages.model.load import load_model, load_tokenizer
-from stages.prompts.options import PromptOptions
 from stages.prompts.rows.files import PromptError
+from stages.prompts.rows.options import PromptOptions
 from stages.prompts.sources import load_prompts
 from tests.orchestration.run.test_run import assert_nothing_left
 from tests.orchestration.runs import TINY, complete, recipe

@@ -22,8 +22,8 @@ from orchestration.recipe.problems import RecipeError
 from orchestration.recipe.schema import Recipe
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
-from orchestration.state.lifecycle import WHERE
 from orchestration.state.lock import LOCK, RunError, RunLocked, lock_run
+from orchestration.state.paths import WHERE
 from orchestration.workers.engines import rollout_engine, train_engine
 from pipeline.data.events import Event, LedgerEvent
 from pipeline.index.embedded import EmbeddedIndex

@@ -29,13 +29,12 @@ from orchestration.recipe.models import tokenizer_of
 from orchestration.recipe.schema import Recipe
 from orchestration.run.execution import Execution, RunResult
 from orchestration.run.folder import RunFolder
-from orchestration.state.lifecycle import WHERE
 from orchestration.state.lock import RunError
+from orchestration.state.paths import WHERE
 from orchestration.workers.engines import train_engine
-from pipeline.data.arena import shared_memory_directory
+from pipeline.data.arena import WarehouseUnreachable, shared_memory_directory
 from pipeline.index.client import RunConfig
 from pipeline.warehouse.dock import Dock
-from pipeline.warehouse.requests import WarehouseUnreachable
 from stages.engines.mock.engines import MockRolloutEngine
 from stages.engines.protocols import SwapTimes
 from stages.rollout.weight_follower import ATTEMPTS

@@ -20,7 +20,7 @@ from orchestration.processes.handles import Process
 from orchestration.recipe.schema import Recipe
 from orchestration.service import agent as agents
 from orchestration.service.agent import Agent, AgentError
-from orchestration.state.lifecycle import WHERE, shared_of
+from orchestration.state.paths import WHERE, shared_of
 from orchestration.state.registry import RunRecord, WrongState
 from pipeline.data.events import Event
 from pipeline.index.client import Index

@@ -12,8 +12,8 @@ from orchestration.recipe.problems import RecipeError
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
 from orchestration.simulation import live
+from orchestration.simulation.bound import choose_bound
 from orchestration.simulation.forecast import Forecast
-from orchestration.simulation.live import choose_bound
 from tests.orchestration.runs import MOCK, complete, recipe
 
 # generation and training need 0.3 s each; the longest responses need as long alone

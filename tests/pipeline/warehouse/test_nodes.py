@@ -15,13 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.data.arena import StaleHandle
+from pipeline.data.arena import StaleHandle, WarehouseUnreachable
 from pipeline.data.columns import Column, Schema
 from pipeline.index.client import Index, IndexRefused, RunConfig, StageSpec
 from pipeline.index.errors import WarehouseGone
 from pipeline.warehouse import directory
 from pipeline.warehouse.dock import Dock
-from pipeline.warehouse.requests import WarehouseUnreachable
 from pipeline.wire.frames import TransferError
 from tests.forked import program
 

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.families import model_of as family_model
 from orchestration.checkpoints.checkpoint import Checkpoint, Writer
-from stages.adapters.export import ADAPTER, load_adapter
+from stages.adapters.export import load_adapter
 from stages.adapters.names import adapter_shapes
-from stages.adapters.options import AdapterOptions
+from stages.adapters.options import ADAPTER, AdapterOptions
 from stages.algorithms import NamedAlgorithm
 from stages.engines.protocols import WeightMismatch
 from stages.engines.torch.decoding.decoder import TorchDecoder

@@ -18,7 +18,7 @@ from orchestration.recipe.checks.registry import MACHINE_CHECKS, machine_checks
 from orchestration.recipe.models import tokenizer_of
 from orchestration.recipe.problems import RecipeError
 from stages.model.load import tiny_model, tiny_tokenizer
-from stages.prompts.options import PromptOptions
+from stages.prompts.rows.options import PromptOptions
 from stages.prompts.sources import load_prompts
 from tests.orchestration.runs import TINY, recipe
 

@@ -14,10 +14,10 @@ from transformers import PreTrainedTokenizerFast
 
 from stages.model.load import Tokenizer, is_ready, load_tokenizer
 from stages.prompts.conversations import Conversations, Response, chosen_template
-from stages.prompts.file_checks import PromptCheck
 from stages.prompts.formatter import PromptFormatter
-from stages.prompts.options import PromptLimits, PromptOptions
 from stages.prompts.rows.files import PromptError, Reading
+from stages.prompts.rows.options import PromptLimits, PromptOptions
+from stages.prompts.rows.prompt_check import prompt_check
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' "
@@ -303,7 +303,7 @@ def test_a_row_that_is_a_whole_conversation_trains_all_turns_of_the_assistant(
     path = tmp_path / "talk.jsonl"
     path.write_text(json.dumps({"messages": talk}) + "\n")
     assert not [
-        *PromptCheck(
+        *prompt_check(
             PromptOptions(source="jsonl", path=str(path), responses=["messages"]), Reading()
         ).faults()
     ]
@@ -314,7 +314,7 @@ def test_a_row_that_is_a_whole_conversation_trains_all_turns_of_the_assistant(
     )
     with pytest.raises(PromptError, match=wrong + r"prompts\.responses = \['messages'\]"):
         PromptFormatter(generated, tokenizer).prompt({"messages": talk}, "line 1")
-    (fault,) = PromptCheck(generated, Reading()).faults()
+    (fault,) = prompt_check(generated, Reading()).faults()
     assert "train whole conversations with algorithm.name = 'sft'" in str(fault)
 
 

@@ -24,7 +24,7 @@ from orchestration.recipe.problems import RecipeError
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
 from stages.model.load import Tokenizer, load_tokenizer
-from stages.prompts.options import PromptLimits, PromptOptions
+from stages.prompts.rows.options import PromptLimits, PromptOptions
 from stages.prompts.sources import LARGEST_BLOCK, load_prompts, places_of
 from stages.samples.sample_log import FOLDER, read
 from tests.forked import ROOT, asyncdock

@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from stages.model.load import Tokenizer, load_tokenizer
-from stages.prompts.file_checks import MOST_FAULTS, PromptCheck
-from stages.prompts.options import PromptLimits, PromptOptions
+from stages.prompts.rows.checked import MOST_FAULTS
 from stages.prompts.rows.files import LINE_BYTES, PromptError, Reading
+from stages.prompts.rows.options import PromptLimits, PromptOptions
+from stages.prompts.rows.prompt_check import prompt_check
+from stages.prompts.rows.templates import fill_template, parse_template
 from stages.prompts.sources import PromptSource, load_prompts
-from stages.prompts.templates import fill_template, parse_template
 from stages.tasks.tasks import TASKS
 
 CHAT_TEMPLATE = (
@@ -504,7 +505,7 @@ def test_files_that_are_broken_are_named_with_their_line(
         load_prompts(options, plain, seed=0)
     assert f"{tmp_path / 'rows.jsonl'}" in str(raised.value)
     assert sentence in str(raised.value)
-    found, *_ = PromptCheck(options, Reading()).faults()
+    found, *_ = prompt_check(options, Reading()).faults()
     (checked,), (refused,) = found.problems, raised.value.problems
     assert (checked.key, checked.value) == ("prompts.path", options.path)
     assert refused.wrong.endswith(checked.wrong), "a check says the same"
@@ -537,7 +538,7 @@ def test_what_is_no_file_is_a_sentence_and_is_not_waited_for(
                 continue  # of Parquet files, it may be one
             with pytest.raises(PromptError, match=sentence):
                 load_prompts(options, plain, seed=0)
-            [found] = PromptCheck(options, Reading()).faults()
+            [found] = prompt_check(options, Reading()).faults()
             assert re.search(sentence, str(found))
             assert str(found).count("prompts.path") <= 1
 
@@ -560,7 +561,7 @@ def test_a_byte_order_mark_and_any_line_ends_are_accepted(
         "a",
         "b",
     }
-    assert list(PromptCheck(options, Reading()).faults()) == []
+    assert list(prompt_check(options, Reading()).faults()) == []
 
 
 def test_a_line_without_end_is_not_read(tmp_path: Path, plain: Tokenizer) -> None:
@@ -603,11 +604,11 @@ def test_a_check_reads_no_more_than_it_may(tmp_path: Path) -> None:
         Reading(seconds=0),
         Reading(stop=stopped),
     ):
-        assert list(PromptCheck(options, reading).faults()) == []
-    [found] = PromptCheck(options, Reading(rows=51)).faults()
+        assert list(prompt_check(options, reading).faults()) == []
+    [found] = prompt_check(options, Reading(rows=51)).faults()
     assert "line 51 is not JSON" in str(found)
     path.write_text("broken\n" * 5000)
-    faults = [str(fault) for fault in PromptCheck(options, Reading()).faults()]
+    faults = [str(fault) for fault in prompt_check(options, Reading()).faults()]
     assert len(faults) == MOST_FAULTS + 1
     assert "has more such rows" in faults[-1]
 
@@ -617,7 +618,7 @@ def test_a_check_reads_tables_and_tasks_too(tmp_path: Path) -> None:
     pytest.importorskip("reasoning_gym")
 
     def faults(**options: Any) -> list[str]:
-        return [str(fault) for fault in PromptCheck(PromptOptions(**options), Reading()).faults()]
+        return [str(fault) for fault in prompt_check(PromptOptions(**options), Reading()).faults()]
 
     table = datasets.Dataset.from_list([{"prompt": "a"}, {"prompt": ""}, {"prompt": None}])
     table.to_parquet(str(tmp_path / "rows.parquet"))

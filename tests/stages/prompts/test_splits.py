@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stages.model.load import load_tokenizer
-from stages.prompts.file_checks import PromptCheck
-from stages.prompts.options import PromptOptions
 from stages.prompts.rows.files import PromptError, Reading
+from stages.prompts.rows.options import PromptOptions
+from stages.prompts.rows.prompt_check import prompt_check
 from stages.prompts.rows.splits import by_split, data_files
 from stages.prompts.sources import load_prompts
 
@@ -40,7 +40,7 @@ def taken(options: PromptOptions) -> list[str]:
 
 
 def checked(options: PromptOptions) -> tuple[list[str], str, int | None]:
-    check = PromptCheck(options, Reading())
+    check = prompt_check(options, Reading())
     return [str(fault) for fault in check.faults()], check.about, check.rows
 
 
@@ -221,5 +221,5 @@ def test_a_check_looks_no_further_than_its_budget_allows(tmp_path: Path) -> None
     for number in range(20):
         write(tmp_path / f"{number}" / "rows.jsonl", ["a"])
     assert data_files(tmp_path, None, ".jsonl", lambda _: False) is None
-    check = PromptCheck(PromptOptions(source="jsonl", path=str(tmp_path)), Reading(rows=5))
+    check = prompt_check(PromptOptions(source="jsonl", path=str(tmp_path)), Reading(rows=5))
     assert (list(check.faults()), check.rows, check.has_columns) == ([], None, False)

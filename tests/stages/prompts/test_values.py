@@ -26,11 +26,11 @@ from tensordict import NonTensorStack, TensorDict
 from pipeline.index.client import Index
 from stages.model.load import load_tokenizer
 from stages.prompts.external import put_prompts
-from stages.prompts.file_checks import PromptCheck
 from stages.prompts.formatter import Prompt
 from stages.prompts.gate import columns
-from stages.prompts.options import PromptOptions
 from stages.prompts.rows.files import PromptError, Reading
+from stages.prompts.rows.options import PromptOptions
+from stages.prompts.rows.prompt_check import prompt_check
 from stages.prompts.rows.values import Changes, plain_row
 from stages.prompts.sources import load_prompts
 from stages.rewards.stage import RewardSet, score_rows
@@ -397,9 +397,9 @@ async def test_reward_functions_get_the_same_values_from_every_source(
 ) -> None:
     tokenizer = load_tokenizer("tiny")
     options = SOURCES[kind](tmp_path)
-    assert not list(PromptCheck(options, Reading()).faults())
+    assert not list(prompt_check(options, Reading()).faults())
     if options.leave_out and options.source != "datasets":
-        [fault, *_] = PromptCheck(options.model_copy(update={"leave_out": []}), Reading()).faults()
+        [fault, *_] = prompt_check(options.model_copy(update={"leave_out": []}), Reading()).faults()
         assert "row 1 has 3 bytes (bytes) in column 'picture'" in str(fault)
     source = load_prompts(options, tokenizer, seed=0).train
     prompts = [source.prompt(number) for number in range(4)]

@@ -26,7 +26,8 @@ from stages.parallel.layout import Layout
 from stages.parallel.placement import ModelState, Names, Placement, model_state, place
 from stages.resharding.exchange import GroupExchange, SharedExchange
 from stages.resharding.plan import Phase, PhaseMemory, ReshardPlan, memory, plan_reshard
-from stages.resharding.swap import State, Swap, SwapError, live_bytes, local_weights, training_state
+from stages.resharding.swap import State, Swap, SwapError
+from stages.resharding.tensors import live_bytes, local_weights, training_state
 from tests.stages.resharding.models import SMALL, fused_config, moe_config
 
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from orchestration.recipe.loading.load import parse_recipe
-from orchestration.rewards.pool import reward_set
+from orchestration.rewards.functions import reward_set
 from stages.model.load import tiny_tokenizer
 from stages.rewards.calls import CallFailed, plain_scores
 from stages.rewards.registry import RewardError

@@ -6,8 +6,13 @@ from typing import Any
 
 import pytest
 
-from stages.tasks.gym_answers import NotPlain, integer, literal, plain_expression
-from stages.tasks.tasks import reasoning_gym
+from stages.tasks.gym_answers import (
+    NotPlain,
+    integer,
+    literal,
+    plain_expression,
+    reasoning_gym,
+)
 
 SLOW = {"knight_swap": 1, "futoshiki": 1, "arc_agi": 1}  # seconds for a row
 

@@ -304,7 +304,7 @@ def test_the_time_for_a_text_grows_with_its_length_alone(part: str) -> None:
 
 def test_math_verify_is_imported_for_expressions_alone() -> None:
     code = (
-        "import sys; from stages.tasks.tasks import exact_number as f; "
+        "import sys; from stages.rewards.number_rewards import exact_number as f; "
         "print(*f(['#### 1,200'], [1200]), 'sympy' in sys.modules)"
     )
     out = subprocess.run(

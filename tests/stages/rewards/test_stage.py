@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from stages.rewards import stage
+from stages.rewards.number_rewards import last_number
 from stages.rewards.registry import RewardError
 from stages.rewards.stage import FIRST, ErrorPolicy, RewardScores, RewardSet
-from stages.tasks.tasks import REWARDS, last_number, repeat
+from stages.tasks.tasks import REWARDS, repeat
 
 
 def length(completions: list[str], **columns: Any) -> list[float]:

@@ -23,7 +23,7 @@ from stages.engines.mock.options import MockRolloutOptions
 from stages.engines.protocols import SamplingParams
 from stages.model.load import tiny_tokenizer
 from stages.prompts.formatter import Prompt
-from stages.prompts.options import PromptOptions
+from stages.prompts.rows.options import PromptOptions
 from stages.prompts.sources import load_prompts
 from stages.rewards.stage import ErrorPolicy, RewardSet
 from stages.rollout.evaluate import Evaluation, Evaluator, distinct_prompts

@@ -45,9 +45,8 @@ from stages.engines.torch.model.attention_interface import (
     replace_attention,
     state_of,
 )
-from stages.engines.torch.model.expert_routing import RoutingRecorder
 from stages.engines.torch.model.logits import use_float32
-from stages.resharding.swap import separate
+from stages.resharding.tensors import separate
 
 ATTENTION = "asyncdock_two_part"
 NOT_FINITE = "the model's logits are not finite; its weights or its inputs are broken"
@@ -124,7 +123,11 @@ class TorchDecoder:
         self.prompts: list[Prompt] = []
         self.attention = TwoPartAttention()
         self.routing: torch.Tensor | None = None
-        self._recorder = RoutingRecorder(self.model) if routed_experts else None
+        self._recorder: RoutingRecorder | None = None
+        if routed_experts:
+            from stages.engines.torch.model.expert_routing import RoutingRecorder
+
+            self._recorder = RoutingRecorder(self.model)
         self._sharing: SharedPrompts | None = None
         self._static = static
         can_pack = device.type == "cpu" and can_pack_in(self.dtype)

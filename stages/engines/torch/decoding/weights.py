@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from stages.adapters.names import adapter_shapes, down_of, up_of
 from stages.adapters.options import AdapterOptions
 from stages.engines.checks import Layout, check_weights, layout_of
 from stages.engines.torch.decoding.llama_forward import (
@@ -32,7 +31,7 @@ from stages.engines.torch.decoding.llama_forward import (
     Place,
     own_places,
 )
-from stages.resharding.swap import separate
+from stages.resharding.tensors import separate
 
 WeightSet = list[tuple[Any, str, torch.Tensor]]  # holder, attribute, its new tensor
 
@@ -206,6 +205,8 @@ class DecoderAdapters:
     """
 
     def __init__(self, model: Any, options: AdapterOptions) -> None:
+        from stages.adapters.names import adapter_shapes
+
         self._options = options
         self.layout: Layout = {
             name: (shape, model.dtype) for name, shape in adapter_shapes(model, options).items()
@@ -235,6 +236,8 @@ class DecoderAdapters:
     def _adapter(
         self, layers: Sequence[nn.Linear], names: Mapping[int, str]
     ) -> tuple[JoinedAdapter | None, list[Place]]:
+        from stages.adapters.names import down_of, up_of
+
         layer_names = [names[id(layer.weight)].removesuffix(".weight") for layer in layers]
         has = [down_of(name) in self.layout for name in layer_names]
         if not any(has):

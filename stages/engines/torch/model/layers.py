@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.func import functional_call
 
-from stages.adapters.training import is_adapted
+from stages.adapters.options import is_adapted
 
 
 @torch.no_grad()

@@ -17,9 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from stages import device as devices
-from stages.adapters.export import ADAPTER, save_adapter, write_merged
-from stages.adapters.options import AdapterOptions
-from stages.adapters.training import add_adapters
+from stages.adapters.options import ADAPTER, AdapterOptions
 from stages.engines.torch.model.attention_interface import fix_rope, replace_attention
 from stages.engines.torch.model.expert_load import ExpertLoad
 from stages.engines.torch.model.expert_routing import RoutingReplay
@@ -71,7 +69,11 @@ class PackedModel:
             use_fast_norms(model)
         self.expert_load = ExpertLoad(model, device)
         self.adapters = adapters
-        self._adapter_config = add_adapters(model, adapters) if adapters else {}
+        self._adapter_config: dict[str, Any] = {}
+        if adapters:
+            from stages.adapters.training import add_adapters
+
+            self._adapter_config = add_adapters(model, adapters)
         self._plain_forward = model.forward
         self.value_head = value_head(model, device) if has_values else {}
 
@@ -144,6 +146,8 @@ class PackedModel:
     ) -> None:
         """Write the adapters ``matrices`` beside ``path``, and the model merged with them into it.
         ``base``: see :func:`~stages.adapters.export.write_merged`."""
+        from stages.adapters.export import save_adapter, write_merged
+
         assert self.adapters is not None
         matrices = {name: value.to(self.dtype) for name, value in matrices.items()}
         save_adapter(path.with_name(ADAPTER), self._adapter_config, matrices)

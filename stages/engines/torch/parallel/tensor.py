@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import (
 )
 from transformers import PreTrainedModel
 
-from stages.adapters.training import is_adapted
+from stages.adapters.options import is_adapted
 from stages.engines.protocols import ModelRefused
 from stages.engines.torch.model.attention_interface import PROBE
 from stages.engines.torch.model.expert_load import expert_modules

@@ -18,7 +18,8 @@ from stages.engines.torch.train import TorchTrainEngine
 from stages.parallel.layout import Layout
 from stages.parallel.placement import model_state, place
 from stages.resharding.plan import plan_reshard
-from stages.resharding.swap import Swap, live_bytes
+from stages.resharding.swap import Swap
+from stages.resharding.tensors import live_bytes
 from tests.batches import make_batch
 from tests.ranks import on_ranks
 from tests.stages.engines.torch.test_sharded import assert_same_state

@@ -22,10 +22,10 @@ from orchestration.recipe.sizes.planner import notices_of
 from orchestration.workers.engines import (
     reference_engine,
     rollout_engine,
-    terms_of,
     train_engine,
     unpadded_vocabulary,
 )
+from orchestration.workers.terms import terms_of
 from stages.engines.protocols import GroupRequest, SamplingParams
 from stages.engines.responses import Responses
 from stages.engines.torch.model import token_logprobs

@@ -1,9 +1,8 @@
-"""Checks a source of prompts without a tokenizer, without torch, and within a :class:`Reading`.
+"""Checks the files of a source of prompts (stages.prompts.rows.checked).
 
 jsonl     every line: UTF-8, JSON, an object with a prompt, and the columns that the template names
 parquet   the schema, and the same of every row
 datasets  the folder's splits and schemas; of ``module:function``, that there is such a function, which is not called
-task      its options
 """
 
 from __future__ import annotations
@@ -15,91 +14,34 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.compat.extras import extra
-from stages.prompts.options import SHORT_CHARACTERS, PromptOptions
+from stages.prompts.rows.checked import PromptCheck
 from stages.prompts.rows.files import (
     LINE_BYTES,
     PromptError,
-    Reading,
     Row,
     begins_list,
     lines,
     open_file,
     parse_line,
 )
+from stages.prompts.rows.options import SHORT_CHARACTERS
 from stages.prompts.rows.splits import choose_split, data_files
-from stages.prompts.rows.values import Changes, plain_row
-from stages.prompts.tables import (
-    check_size,
-    config_error,
-    dataset_function,
-    open_rows,
-    saved_folder,
-)
-from stages.prompts.templates import (
+from stages.prompts.rows.tables import dataset_function, saved_folder
+from stages.prompts.rows.templates import (
     fill_template,
-    parse_template,
     prompt_in,
     responses_in,
     with_prompt,
 )
+from stages.prompts.rows.values import plain_row
 
-MOST_FAULTS = 10  # of the rows of one source
 
-
-class PromptCheck:
-    """Reads the rows that ``options`` name. :meth:`faults` sets
-
-    ``conversation``  the first row that is a conversation; "": there is none
-    ``columns``       of the rows that were read, without the prompt's; ``changes``: of their values
-    ``examples``      the first sound row and where it is, and the first with a response of several messages
-    ``rows``          number of the source's rows; None: it is not known
-    ``has_columns``   whether a row was read, or a schema
-    ``about``         which files and rows they are, for people
-    ``has_faults``    whether anything is wrong"""
-
-    def __init__(self, options: PromptOptions, reading: Reading) -> None:
-        self.options = options
-        self.reading = reading
-        self.conversation = ""
-        self.columns: set[str] = set()
-        self.changes: Changes = {}
-        self.examples: list[tuple[Row, str]] = []
-        self.rows: int | None = None
-        self.has_columns = False
-        self.about = ""
-        self.has_faults = self._has_turns = False  # turns of an example
-        self._pieces = parse_template(options.template)
-
-    def faults(self) -> Iterator[PromptError]:
-        """Yield what is wrong: at most :data:`MOST_FAULTS`, and then one that says that there are
-        more. Those without a key of their own are about the source's path or task."""
-        try:
-            for count, fault in enumerate(self._faults(), 1):
-                if count > MOST_FAULTS:
-                    yield self._keyed(PromptError("has more such rows", "correct these first"))
-                    return
-                self.has_faults = True
-                yield self._keyed(fault)
-        except PromptError as error:
-            self.has_faults = True
-            yield self._keyed(error)
-        except Exception as error:  # of a library that reads a file
-            self.has_faults = True
-            problem = f"cannot be read ({type(error).__name__}: {error})"
-            yield self._keyed(PromptError(problem, "correct it"))
-
-    def _keyed(self, fault: PromptError) -> PromptError:
-        (problem,) = fault.problems
-        if problem.key != "prompts":
-            return fault
-        name = "path" if self.options.path is not None else "task"
-        value = getattr(self.options, name)
-        return PromptError(problem.wrong, problem.fix, f"prompts.{name}", value)
+class FileCheck(PromptCheck):
+    """The check of a source with files."""
 
     def _faults(self) -> Iterator[PromptError]:
-        options = self.options
         path = str(self.options.path)
-        match options.source:
+        match self.options.source:
             case "jsonl":
                 yield from self._check_files(Path(path), ".jsonl", self._check_jsonl)
             case "parquet":
@@ -108,17 +50,6 @@ class PromptCheck:
                 dataset_function(path)
             case "datasets":
                 yield from self._check_saved(saved_folder(path))
-            case "reasoning_gym":
-                self._check_task(str(options.task))
-                self.columns |= {"question", "answer", "metadata"} - {*options.leave_out}
-                self.has_columns = True
-            case "builtin":
-                rows = open_rows(options, 0)
-                self.columns |= set(rows(0) if callable(rows) else ()) - {
-                    options.column,
-                    *options.leave_out,
-                }
-                self.has_columns = True
 
     def _check_files(
         self, path: Path, suffix: str, check: Callable[[Sequence[Path]], Iterator[PromptError]]
@@ -292,18 +223,6 @@ class PromptCheck:
             raise PromptError(f"has no column {column!r} ({has})", "set prompts.column")
         self.columns |= set(columns) - {column, *self.options.leave_out}
         self.has_columns = True
-
-    def _check_task(self, task: str) -> None:
-        with extra("quickstart"):
-            from reasoning_gym.factory import DATASETS
-
-        config = self.options.config
-        check_size(config)
-        make_config = DATASETS[task][1]
-        try:
-            make_config(**config).validate()
-        except Exception as error:  # assertions, and errors of types that it does not check
-            raise config_error(config, f"does not fit reasoning_gym's {task}: {error}") from None
 
 
 def _json_object(path: Path) -> dict[str, Any]:

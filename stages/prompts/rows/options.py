@@ -24,7 +24,7 @@ from stages.json_schema import (
     schema_of,
     unit,
 )
-from stages.prompts.templates import parse_template
+from stages.prompts.rows.templates import parse_template
 from stages.tasks.tasks import CONFIGS, TASKS
 
 # A text of more characters than TOKEN_CHARACTERS for each token that it may have is too long
