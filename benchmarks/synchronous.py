@@ -34,8 +34,8 @@ from orchestration.workers.engines import (
 )
 from stages.algorithms import Drop
 from stages.engines.protocols import Completion, GroupRequest, TrainEngine
-from stages.flow.adapter import outputs_of
 from stages.flow.catalogue import ROUTED
+from stages.flow.groups import outputs_of
 from stages.prompts.difficulty import Difficulty
 from stages.prompts.gate import columns
 from stages.prompts.sources import Prompt, load_prompts

@@ -42,3 +42,12 @@ def replacing(path: Path, need: int) -> Iterator[Path]:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
         raise OSError(error.errno, refusal(path, need, error)) from error
+
+
+def sync(path: Path | str) -> None:
+    """Wait until a file, or the list of a folder's files, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -24,7 +24,7 @@ from api.cli.common.output import print_json, refuse, table
 from api.cli.common.recipe_files import RecipeArgument, description, find, load, stored
 from api.cli.folder.foreign import run_folder
 from api.cli.local_run import create_and_show, fork_server, original_folder
-from api.terminal.live import duration
+from api.terminal.numbers import duration
 from api.terminal.screen import safe_console
 from orchestration.recipe.flow import device_count
 
@@ -433,7 +433,7 @@ def check(
         shown = [asdict(example) for example in examples]
         answer = {"plan": asdict(follows), "prompts": prompt_sources(loaded), "examples": shown}
         return print_json({"recipe": json.loads(loaded.to_json()), **answer})
-    from api.terminal.report import plan_table
+    from api.terminal.plan_table import plan_table
     from orchestration.recipe.flow import flow_of
     from stages.flow.graph import to_mermaid, to_svg, to_text
 

@@ -10,7 +10,6 @@ import bisect
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -20,16 +19,9 @@ from rich.table import Table
 from rich.text import Text
 
 from api.telemetry.progress import Progress
+from api.terminal.numbers import count, duration, number, percent, short_seconds, unscored
 from orchestration.history.totals import SHARES, shares
 from orchestration.recipe.sections.values import format_size
-from pipeline.data.events import (
-    AlarmEvent,
-    EvaluationEvent,
-    Event,
-    StateEvent,
-    StepEvent,
-    WorkerEvent,
-)
 
 SPARKS = "▁▂▃▄▅▆▇█"
 # Each share of time has its own glyph and its own colour; either of them identifies it.
@@ -114,59 +106,6 @@ def share_bar(shares: dict[str, float], width: int) -> Text:
     return bar
 
 
-def duration(seconds: float | None) -> str:
-    """Return ``seconds`` as hours, minutes and seconds.
-
-    >>> duration(75), duration(3725), duration(None)
-    ('1:15', '1:02:05', '–')
-    """
-    if seconds is None or not math.isfinite(seconds):
-        return "–"
-    minutes, rest = divmod(round(max(0.0, seconds)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def unscored(failed: int, absent: int) -> str:
-    """Return how many responses a mean reward leaves out, as a text.
-
-    >>> unscored(3, 0), unscored(0, 0)
-    ('  (3 failed)', '')
-    """
-    counts = {"failed": failed, "without a reward": absent}
-    text = ", ".join(f"{count:,} {outcome}" for outcome, count in counts.items() if count)
-    return f"  ({text})" if text else ""
-
-
-def number(value: Any, form: str = ".3g") -> str:
-    """Return ``value`` formatted; ``–`` for None and for numbers that are not finite."""
-    if value is None or not math.isfinite(value):
-        return "–"
-    return format(value, form)
-
-
-def count(value: int) -> str:
-    """Return ``value`` with at most three digits from 100,000 on.
-
-    >>> count(98_765), count(987_654), count(98_765_432)
-    ('98,765', '988k', '98.8M')
-    """
-    if value < 100_000:
-        return f"{value:,}"
-    return f"{value / 1e3:.0f}k" if value < 999_500 else f"{value / 1e6:.3g}M"
-
-
-def short_seconds(seconds: float | None) -> str:
-    """Return ``seconds`` in ms below 0.1 s.
-
-    >>> short_seconds(0.0042), short_seconds(1.25)
-    ('4.2 ms', '1.25 s')
-    """
-    if seconds is None:
-        return "–"
-    return f"{seconds * 1000:.2g} ms" if seconds < 0.1 else f"{seconds:.3g} s"
-
-
 # --------------------------------------------------------------------------------------------------
 # The live view
 
@@ -248,11 +187,11 @@ def _learning(progress: Progress, width: int) -> RenderableType:
             "KL",
             Text(
                 f"{number(measured.get('kl_behaviour'), '.2g')}   clipped "
-                f"{_percent(measured.get('clip_fraction'))}"
+                f"{percent(measured.get('clip_fraction'))}"
             ),
         ),
         ("entropy", Text(f"{number(measured.get('entropy'), '.3f')} nats")),
-        ("effective", Text(f"{_percent(measured.get('ess'))} of tokens   lr {rate}")),
+        ("effective", Text(f"{percent(measured.get('ess'))} of tokens   lr {rate}")),
     ]
     right_rows = [
         ("tokens/s", _speed(progress, width)),
@@ -260,7 +199,7 @@ def _learning(progress: Progress, width: int) -> RenderableType:
         ("staleness", _staleness(progress)),
         ("weights", _weights(progress, width)),
         ("swap", _swap(progress)),
-        ("truncated", Text(f"{_percent(measured.get('truncated'))} of responses")),
+        ("truncated", Text(f"{percent(measured.get('truncated'))} of responses")),
     ]
     grid = Table.grid(padding=(0, 1), expand=True)
     grid.add_column(style="dim", no_wrap=True)
@@ -292,7 +231,7 @@ def _speed(progress: Progress, width: int) -> Text:
     if rate is not None:
         text.append(f"  {number(rate / progress.devices, ',.0f')} a device", style="not bold")
     if width >= WIDE and (busiest := progress.busiest()):
-        text.append(f"  {busiest[0]} busy {_percent(busiest[1])}", style="not bold dim")
+        text.append(f"  {busiest[0]} busy {percent(busiest[1])}", style="not bold dim")
     return text
 
 
@@ -350,7 +289,7 @@ def _stages(progress: Progress, width: int) -> RenderableType:
             str(worker.latest.queue_depth),
             str(worker.latest.in_flight),
             share_bar(parts, bar),
-            *[_percent(parts[part]) for part in SHARES][: len(names)],
+            *[percent(parts[part]) for part in SHARES][: len(names)],
             number(worker.rate("rows"), ".1f"),
             number(worker.rate("tokens"), ",.0f"),
         )
@@ -382,74 +321,3 @@ def call_lines(progress: Progress) -> list[str]:
         for worker, totals in progress.workers.items()
         for name, tally in (totals.latest.calls or {}).items()
     ]
-
-
-def _percent(share: float | None) -> str:
-    return "–" if share is None or not math.isfinite(share) else f"{100 * share:.0f}%"
-
-
-# --------------------------------------------------------------------------------------------------
-# Plain lines
-
-
-class PlainView:
-    """A line for each step, evaluation, change of state, death and restart."""
-
-    def __init__(self, progress: Progress, console: Console) -> None:
-        self.progress = progress
-        self.console = console
-        # a line that is not printed yet, and its reason: the run may fail with the same one
-        self._death = ("", "")
-
-    def event(self, event: Event) -> None:
-        """Apply ``event`` to ``progress`` and print its line."""
-        data = self.progress.apply(event)
-        line, (death, reason) = plain_line(self.progress, event), self._death
-        if not line:
-            return
-        self._death = ("", "")
-        if death and not (isinstance(data, StateEvent) and reason and reason in data.reason):
-            self._print(death)
-        if isinstance(data, WorkerEvent) and data.change == "died":
-            self._death = (line, data.reason)
-        else:
-            self._print(line)
-
-    def _print(self, line: str) -> None:
-        self.console.print(line, soft_wrap=True, highlight=False, markup=False)
-
-
-def plain_line(progress: Progress, event: Event) -> str:
-    """Return ``event`` in one line, after ``progress`` has applied it; empty when it is not worth
-    one."""
-    match data := event.decoded():
-        case StateEvent():
-            return (f"run {progress.name}: {data.state}") + (
-                f" ({data.reason})" if data.reason else ""
-            )
-        case StepEvent(metrics=metrics):
-            return (
-                f"step {data.step + 1}/{progress.steps}  reward "
-                f"{number(data.reward_mean, '.3f')}"
-                f"{unscored(data.reward_failed, data.reward_absent)}  loss "
-                f"{number(data.loss, '.4f')}  kl {number(metrics.get('kl_behaviour'), '.2g')}  "
-                f"clipped {_percent(metrics.get('clip_fraction'))}  entropy "
-                f"{number(metrics.get('entropy'), '.3f')}  staleness "
-                f"{number(data.staleness_mean, '.2f')} mean {number(data.staleness_max, '.0f')} "
-                f"max (bound {progress.bound})  {number(progress.tokens_per_second, ',.0f')} "
-                f"tokens/s  {number(data.seconds, '.2f')} s  {duration(progress.seconds_left)} left"
-            )
-        case EvaluationEvent():
-            reward = number(data.reward_mean, ".3f")
-            reason = f": {data.reason}" if data.reason else ""
-            without = unscored(data.failed, data.absent)
-            return (
-                f"evaluation v{data.version}  reward {reward} of {data.count} held-out "
-                f"prompts{without}{reason}"
-            )
-        case AlarmEvent():
-            return f"alarm at step {data.step + 1}: {data.reason}. {data.look}"
-        case WorkerEvent(change="died" | "restarted"):
-            reason = f": {data.reason}" if data.change == "died" and data.reason else ""
-            return f"worker {data.worker} {data.change}{reason}"
-    return ""

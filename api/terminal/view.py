@@ -27,7 +27,6 @@ def viewing(
 ) -> Iterator[tuple[Callable[[Event], object], Callable[[str], None]]]:
     """Yield two functions: one applies an event to ``progress`` and shows it, the other prints a
     line beside the view."""
-    from api.terminal.live import LiveView, PlainView
     from orchestration.history.lines import event_json
 
     def print_json(event: Event) -> None:
@@ -35,12 +34,16 @@ def viewing(
         write(event_json(event))
 
     if json or plain or not console.is_terminal:
+        from api.terminal.plain import PlainView
+
         yield (
             print_json if json else PlainView(progress, console).event,
             functools.partial(console.print, markup=False),
         )
     else:
         from rich.live import Live
+
+        from api.terminal.live import LiveView
 
         view = LiveView(progress, console)
         with Live(

@@ -38,7 +38,8 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from orchestration.checkpoints.store import STEP, CheckpointStore, sync
+from orchestration.disk import sync
+from orchestration.state.paths import STEP
 from pipeline.problems import Fatal
 from stages.model import manifest
 from stages.model.manifest import STATE, FilesDamaged
@@ -48,6 +49,7 @@ from stages.threads import run_in_thread
 if TYPE_CHECKING:
     import torch
 
+    from orchestration.checkpoints.store import CheckpointStore
     from stages.engines.protocols import TrainEngine
     from stages.model.load import Tokenizer
 
@@ -319,7 +321,7 @@ class Writer:
 
         state = self._copy
         is_sharded = _sharded(self._copy)
-        store = CheckpointStore(self._url) if self._url else None
+        store = _store(self._url) if self._url else None
         elsewhere = None if (partial / BEGUN).exists() else store
         train, model = (str(Path(part) / name) for name in (TRAIN, MODEL))
 
@@ -480,7 +482,7 @@ def newest(
     )
     if not url or (known >= 0 and not lacks):
         return local_checkpoint
-    store = CheckpointStore(url)
+    store = _store(url)
     for _ in range(PULLS):
         names = store.names()
         if not names or (local_checkpoint is not None and names[-1] < local_checkpoint.path.name):
@@ -574,3 +576,9 @@ def set_aside(path: Path) -> Path:
             sync(path.parent)
             return aside
     raise AssertionError("there is always another number")
+
+
+def _store(url: str) -> CheckpointStore:
+    from orchestration.checkpoints.store import CheckpointStore
+
+    return CheckpointStore(url)

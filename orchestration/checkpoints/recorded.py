@@ -8,7 +8,6 @@ Nothing is removed because a checkpoint could not be found: it may be on a disk 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import mmap
 import re
@@ -21,10 +20,8 @@ from orchestration.checkpoints import checkpoint
 from orchestration.checkpoints.checkpoint import Checkpoint, CheckpointUnusable
 from orchestration.checkpoints.store import CheckpointStore
 from orchestration.history.events_file import METRICS, newest_checkpoint
-from orchestration.recipe.schema import Recipe
 from orchestration.state.documents import CHECKPOINT_REPORTED
 from orchestration.state.lock import RunError
-from orchestration.state.paths import FIRST_ID
 
 INDEX = "index"  # in the run's folder: the folder of the embedded index
 SUMMARY = "summary.json"
@@ -32,17 +29,6 @@ SUMMARY = "summary.json"
 _REPORTED = re.compile(CHECKPOINT_REPORTED.key.encode() + rb"\r\n\$\d+\r\n(\d+)\r\n")
 
 log = structlog.get_logger()
-
-
-def store_url(recipe: Recipe, out: Path, run: str = "") -> str:
-    """Return where the checkpoints of the run in the folder ``out`` are copied to; "" when they are
-    not. The folder there has the id of the first run in ``out``: that is ``run`` where none is
-    known yet, and "" is returned without both."""
-    if not recipe.checkpoint.url:
-        return ""
-    with contextlib.suppress(FileNotFoundError):
-        run = (out / FIRST_ID).read_text()
-    return f"{recipe.checkpoint.url.rstrip('/')}/{run}" if run else ""
 
 
 def recorded_version(out: Path) -> int:

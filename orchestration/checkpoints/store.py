@@ -17,16 +17,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import shutil
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 import stamina
 
+from orchestration.disk import sync
 from orchestration.state.lock import RunError
+from orchestration.state.paths import STEP
 from pipeline.locks import locked
 from stages.model.manifest import (
     MANIFEST,
@@ -41,7 +41,6 @@ from stages.model.manifest import (
 from stages.model.manifest import read as read_manifest
 
 FILES = "files.json"
-STEP = re.compile(r"step-\d{8,18}")  # the folder of a checkpoint
 PUSH_SECONDS = 300.0  # for which a store that refuses is tried again, beside training
 # for which another process of this machine may be reading the same checkpoint
 PULL_SECONDS = 3600.0
@@ -295,12 +294,3 @@ class CheckpointStore:
 
 def _files_below(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file()]
-
-
-def sync(path: Any) -> None:
-    """Wait until a file, or the list of a folder's files, is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

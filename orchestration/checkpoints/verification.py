@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from orchestration.checkpoints.checkpoint import ASIDE, CheckpointUnusable, open_checkpoint, whole
-from orchestration.checkpoints.recorded import store_url
 from orchestration.checkpoints.store import CheckpointStore
 from orchestration.recipe.loading.load import recorded_recipe
 from orchestration.recipe.sections.values import format_size
-from orchestration.state.paths import RECIPE
+from orchestration.state.paths import RECIPE, store_url
 from stages.model import manifest
 from stages.model.manifest import STATE, FilesDamaged
 

@@ -178,6 +178,12 @@ class Recipe(Section):
         return 1.0 if self.prompts.responses else self.rollout.temperature
 
     @property
+    def has_model_folders(self) -> bool:
+        """Whether a key names a folder with a base model."""
+        sources = (self.model.source, self.model.reference, self.critic.source)
+        return any(source and source not in KNOWN_MODELS for source in sources)
+
+    @property
     def masks_padding(self) -> bool:
         """Whether tokens that pad the embedding have no probability, in sampling and in training:
         by default where the torch engines do both. On given responses nothing is sampled, and

@@ -27,7 +27,7 @@ from typing import cast
 
 import structlog
 
-from orchestration.checkpoints import base_models, checkpoint
+from orchestration.checkpoints import checkpoint
 from orchestration.checkpoints.checkpoint import Checkpoint
 from orchestration.disk import refusal
 from orchestration.launch.launchers import (
@@ -204,7 +204,10 @@ class Execution:
             newest = self.folder.begins - 1 if self.evaluated is None else self.evaluated
             await EVALUATED.put_once(index, newest)
             self.folder.empty_shared()
-        base_models.record_beside(self.recipe, self.folder.path)
+        if self.recipe.has_model_folders:
+            from orchestration.checkpoints import base_models
+
+            base_models.record_beside(self.recipe, self.folder.path)
         if self.recipe.stages:  # before the recipe: workers wait for that
             await DECLARED.put(index, declared_of(self.recipe))
         await RUN_RECIPE.put(index, self.recipe)

@@ -20,14 +20,13 @@ from typing import Any, BinaryIO
 
 import stamina
 
-from orchestration.checkpoints import base_models, checkpoint
+from orchestration.checkpoints import checkpoint
 from orchestration.checkpoints.checkpoint import Checkpoint
-from orchestration.checkpoints.recorded import set_newer_aside, start_of, store_url
 from orchestration.private_files import MASKS, write_private
 from orchestration.recipe.loading.load import change_recipe, overridden, recorded_recipe
 from orchestration.recipe.schema import Recipe
 from orchestration.state.lock import LOCK, RunError, RunLocked, lock_run
-from orchestration.state.paths import FIRST_ID, RECIPE, WHERE, RunPaths, shared_of
+from orchestration.state.paths import FIRST_ID, RECIPE, WHERE, RunPaths, shared_of, store_url
 from pipeline.data.arena import shared_memory_directory
 from pipeline.node import owned_prefix
 
@@ -100,6 +99,9 @@ class RunFolder:
         on. Raises RunError, and RecipeError for what does not fit the recipe and for keys that may
         not change (:func:`orchestration.recipe.loading.load.fixed_keys`).
         """
+        from orchestration.checkpoints import base_models
+        from orchestration.checkpoints.recorded import set_newer_aside, start_of
+
         try:
             recipe = recorded_recipe(path / RECIPE)
         except OSError as error:

@@ -3,14 +3,21 @@ index."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pipeline.data.arena import shared_memory_directory
 from pipeline.node import folder_id
 
+if TYPE_CHECKING:
+    from orchestration.recipe.schema import Recipe
+
+STEP = re.compile(r"step-\d{8,18}")  # the folder of a checkpoint
 RECIPE = "recipe.json"  # in the run's folder; private, because its index's URL may hold a password
 WHERE = "index.json"  # there while the run is alive: the index's URL and the run's id
 # there, too: the id of the run that began in it, by which checkpoint.url has a folder for it
@@ -72,3 +79,14 @@ def shared_prefix(folders: Path) -> str:
     FileNotFoundError where there is no such folder.
     """
     return f"asyncdock-run-{folder_id(folders)}-"
+
+
+def store_url(recipe: Recipe, out: Path, run: str = "") -> str:
+    """Return where the checkpoints of the run in the folder ``out`` are copied to; "" when they are
+    not. The folder there has the id of the first run in ``out``: that is ``run`` where none is
+    known yet, and "" is returned without both."""
+    if not recipe.checkpoint.url:
+        return ""
+    with contextlib.suppress(FileNotFoundError):
+        run = (out / FIRST_ID).read_text()
+    return f"{recipe.checkpoint.url.rstrip('/')}/{run}" if run else ""

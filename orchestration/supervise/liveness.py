@@ -17,7 +17,6 @@ import structlog
 
 from orchestration.launch.launchers import Life
 from orchestration.recipe.sections import LaunchSection
-from orchestration.supervise.waiting import waiting_chain
 from pipeline.index.client import Index
 
 log = structlog.get_logger()
@@ -84,6 +83,8 @@ class Liveness:
         self._progress = progress
         if self._still <= (limit := self._launch.stall_timeout):
             return
+        from orchestration.supervise.waiting import waiting_chain
+
         self._still, chain = 0.0, await waiting_chain(self._index)
         log.warning("the run stands still", seconds=limit, chain=[wait.text for wait in chain])
         if chain and chain[-1].process in self.lives:

@@ -29,9 +29,9 @@ from orchestration.sandbox.sandbox import WAY_OUT, Sandbox, available
 from orchestration.sandbox.user_code import as_given, import_path, readable
 from orchestration.user_stages.process import Setup
 from stages.flow.bounded_call import TimeLimit
-from stages.flow.declarations import Drop, StageDeclaration
+from stages.flow.declarations import Drop, Result, StageDeclaration
 from stages.flow.packed_rows import BadRows, packed_rows, unpacked_rows
-from stages.flow.stage_calls import Result, StageCaller, StageError, StageProcessEnded, schema_of
+from stages.flow.stage_calls import StageCaller, StageError, StageProcessEnded, schema_of
 from stages.flow.user_stage import ENTRY_POINTS
 from stages.model.load import MADE_FROM_SEED, model_folder
 

@@ -1,4 +1,4 @@
-"""Adapters: a user's stage, and an algorithm's credit, as stages that a controller runs.
+"""The adapter of a user's stage, as a stage that a controller runs.
 
 A user's stage is called in a process of its own, or with the inline launcher in this one. A call
 has a bounded time: the worker fails after it, and is started again. When one of the same rows takes
@@ -11,86 +11,26 @@ its groups      ─▶ process(group) ─▶ columns or Drop ─▶ committed to
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
-import torch
 from tensordict import TensorDict
 
 from pipeline.index.client import Claim, Index
 from pipeline.worker.controller import Output, Stage
 from stages.flow.bounded_call import TimeLimit
-from stages.flow.declarations import Drop, StageDeclaration
-from stages.flow.stage_calls import Result, StageCaller, StageError
+from stages.flow.declarations import Result, StageDeclaration
+from stages.flow.groups import groups_of, outputs_of, plain_columns, rows_at
+from stages.flow.stage_calls import StageCaller, StageError
 from stages.weights.documents import TIMED_OUT
 
 ROWS_AT_ONCE = 64
-GROUPS_AT_ONCE = 256
 USER_GROUPS_AT_ONCE = 8  # of a user's stage, which may take long over each
 MOST_NOTED = 4096  # rows whose calls took too long that a run remembers
 
 
 class StageTimedOut(RuntimeError):
     """A call of a user's stage took too long, for the first time with its rows."""
-
-
-def plain_columns(rows: TensorDict, names: Sequence[str]) -> dict[str, Any]:
-    """Return the columns of fetched rows, ragged ones as lists of tensors and texts as lists of
-    strings."""
-    return {name: _plain(rows[name]) for name in names}
-
-
-def _plain(column: Any) -> Any:
-    if isinstance(column, torch.Tensor):
-        return list(column.unbind()) if column.is_nested else column
-    return list(column)
-
-
-def rows_at(column: Any, positions: Sequence[int]) -> Any:
-    return (
-        column[positions] if isinstance(column, torch.Tensor) else [column[at] for at in positions]
-    )
-
-
-def groups_of(groups: Sequence[int]) -> list[list[int]]:
-    """Return the positions of each group's rows, where ``groups`` names the group of each row."""
-    members: dict[int, list[int]] = {}
-    for row, group in enumerate(groups):
-        members.setdefault(group, []).append(row)
-    return list(members.values())
-
-
-def outputs_of(
-    members: Sequence[Sequence[int]], results: Sequence[Result], tokens: Sequence[int]
-) -> Iterator[Output]:
-    """Yield the outputs to commit of groups at the positions ``members``: one output of all that
-    stay, one for each reason to drop."""
-    remaining = [
-        (at, result)
-        for at, result in zip(members, results, strict=True)
-        if not isinstance(result, Drop)
-    ]
-    if remaining:
-        positions = [row for at, _ in remaining for row in at]
-        columns = {
-            name: _joined([result[name] for _, result in remaining]) for name in remaining[0][1]
-        }
-        yield Output(positions, columns, tokens=sum(tokens[row] for row in positions))
-    dropped: dict[str, list[int]] = {}
-    for at, result in zip(members, results, strict=True):
-        if isinstance(result, Drop):
-            dropped.setdefault(result.reason, []).extend(at)
-    for reason, rows in dropped.items():
-        yield Output(rows, dropped=reason, tokens=sum(tokens[row] for row in rows))
-
-
-def _joined(parts: Sequence[Any]) -> Any:
-    """Return the same column of several groups as one."""
-    if len(parts) == 1:
-        return parts[0]
-    if isinstance(parts[0], torch.Tensor) and not parts[0].is_nested:
-        return torch.cat(list(parts))
-    return [value for part in parts for value in part]
 
 
 class StageAdapter(Stage):

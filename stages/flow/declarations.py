@@ -59,6 +59,9 @@ class Drop:
     instead: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
 
 
+Result = Mapping[str, Any] | Drop  # of a call of a stage, or of an algorithm's credit
+
+
 @dataclass(frozen=True)
 class StageDeclaration:
     """A stage: what it takes, the columns that it needs and makes, and what computes it.

@@ -14,15 +14,13 @@ from pipeline.data.blocks import pack
 from pipeline.data.columns import ColumnError, Schema
 from pipeline.problems import Fatal, Passing
 from stages.flow.bounded_call import BoundedCalls, TimeLimit
-from stages.flow.declarations import Columns, Drop, StageDeclaration, column
+from stages.flow.declarations import Columns, Drop, Result, StageDeclaration, column
 from stages.flow.resolver import passed_column
 from stages.flow.user_stage import StageRows, UserStage
 from stages.user_code import place_of, shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
-
-Result = Mapping[str, Any] | Drop
 
 
 class StageError(Fatal, RuntimeError):

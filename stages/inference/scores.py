@@ -12,8 +12,8 @@ from tensordict import TensorDict
 from pipeline.index.client import Claim
 from pipeline.worker.controller import Output, Stage
 from stages.engines.protocols import TrainEngine
-from stages.flow.adapter import GROUPS_AT_ONCE
 from stages.flow.catalogue import CRITIC
+from stages.flow.groups import GROUPS_AT_ONCE
 from stages.training.critic import CriticRank, CriticWorker
 from stages.training.ranks import train_batch
 

@@ -27,12 +27,14 @@ from stages.prompts.rows.templates import (
 from stages.prompts.rows.values import Changes, plain_row
 from stages.prompts.too_long import LongPrompts
 
-# recipes are read, and runs watched over the network, without torch, which takes seconds to import
 if TYPE_CHECKING:
     import torch
 
     from stages.model.load import Tokenizer
     from stages.prompts.conversations import Conversations, Response
+
+
+# recipes are read, and runs watched over the network, without torch, which takes seconds to import
 
 
 @dataclass(frozen=True)

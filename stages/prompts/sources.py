@@ -40,6 +40,7 @@ from stages.prompts.too_long import LongPrompts
 if TYPE_CHECKING:
     from stages.model.load import Tokenizer
 
+
 log = structlog.get_logger()
 
 # draws for one seq, after which a procedural source has no prompt that fits

@@ -19,10 +19,9 @@ from tensordict import TensorDict
 from pipeline.index.client import Claim
 from pipeline.warehouse.dock import Dock
 from pipeline.worker.controller import Output, Stage
-from stages.flow.adapter import GROUPS_AT_ONCE, groups_of, outputs_of
 from stages.flow.catalogue import EMPTY, GIVEN, MASK, Truncated
-from stages.flow.declarations import Drop
-from stages.flow.stage_calls import Result
+from stages.flow.declarations import Drop, Result
+from stages.flow.groups import GROUPS_AT_ONCE, groups_of, outputs_of
 
 if TYPE_CHECKING:
     from stages.flow.drop_alarm import DropAlarm

@@ -43,13 +43,6 @@ from stages.weights.documents import DAMAGED, LAST_TAKEN
 from stages.weights.published import Probe, Published, WeightsDamaged, WeightsUnreachable
 from stages.weights.records import WeightRecords
 from stages.weights.transport.roles import Reader
-from stages.weights.verification.fault import (
-    OTHER,
-    UNDELIVERED,
-    find_fault,
-    raise_alarm,
-    same_logprobs,
-)
 from stages.weights.verification.probe import ProbeFailed, ProbeJudge, ProbeRule, scored
 
 log = structlog.get_logger()
@@ -85,6 +78,8 @@ class ProbeRefused(SwapRefused):
         """
         if not self.failed.alarm:
             return
+        from stages.weights.verification.fault import OTHER, UNDELIVERED, raise_alarm, same_logprobs
+
         look = self.look or (UNDELIVERED if same_logprobs(self.found, before) else OTHER)
         await raise_alarm(index, worker, version, self.failed, look)
 
@@ -408,6 +403,8 @@ class WeightFollower:
         try:
             return {} if logprobs is None else judge.judge(probe, logprobs, same_weights=same)
         except ProbeFailed as failed:
+            from stages.weights.verification.fault import find_fault
+
             look = ""
             finding = find_fault(self.stage.engine, probe, failed, self.stage.params.temperature)
             with contextlib.suppress(SwapRefused):  # it takes too long

@@ -38,12 +38,11 @@ from pipeline.index.client import Claim, Index
 from pipeline.index.prompts import PassRateCalls
 from pipeline.worker.controller import Output, Stage
 from stages.algorithms.named import AlgorithmLike, NamedAlgorithm
-from stages.flow.adapter import GROUPS_AT_ONCE, groups_of, outputs_of, plain_columns, rows_at
 from stages.flow.catalogue import CREDIT, MASK, Truncated, credit_stage
-from stages.flow.declarations import Drop
+from stages.flow.declarations import Drop, Result
 from stages.flow.drop_alarm import DropAlarm
+from stages.flow.groups import GROUPS_AT_ONCE, groups_of, outputs_of, plain_columns, rows_at
 from stages.flow.resolver import passed_column
-from stages.flow.stage_calls import Result
 from stages.rewards.scores import has_reward
 
 DROPPED = "truncated"  # reason of a group with too few responses that were not truncated

@@ -18,7 +18,7 @@ import json
 import math
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import structlog
 import torch
@@ -41,7 +41,6 @@ from stages.engines.protocols import TrainEngine, UndoableEngine
 from stages.flow.catalogue import TOKEN_STALENESS
 from stages.rewards.scores import has_failed, has_reward
 from stages.samples.sample_log import Recorder, Sample
-from stages.training.critic import CriticOrders
 from stages.training.ranks import RankGroup
 from stages.training.skipped import SkippedSteps
 from stages.weights.documents import DAMAGED, ENGINES, FORECAST, LAST_TAKEN, TAKEN
@@ -49,6 +48,9 @@ from stages.weights.published import Probe, Published, WeightsDamaged
 from stages.weights.records import WeightRecords
 from stages.weights.transport.roles import Publisher
 from stages.weights.verification.probe import probed
+
+if TYPE_CHECKING:
+    from stages.training.critic import CriticOrders
 
 log = structlog.get_logger()
 

@@ -170,7 +170,9 @@ def of_experts(ranks: RankCoordinates, folder: str) -> dict[str, Any]:
         gradients, metrics = gradients_of_step(engine, share(ranks), algorithm())
         found[name] = {key: value.numpy() for key, value in gradients.items()}
         found[f"{name} weights"] = {key: value.numpy() for key, value in weights_of(engine).items()}
-        counts = engine.parallel.total_of_tokens(engine.packed_model.expert_load.counts)
+        load = engine.packed_model.expert_load
+        assert load is not None
+        counts = engine.parallel.total_of_tokens(load.counts)
         found[f"{name} load"] = (metrics["fed_tokens"], counts.tolist(), metrics["max_expert_load"])
     return found
 

@@ -471,7 +471,8 @@ async def watch_run(
 
 def runs_table(runs: Sequence[RunView], now: float) -> Table:
     """Return the table that ``list`` prints at Unix time ``now``."""
-    from api.terminal.live import STATE_STYLES, number
+    from api.terminal.live import STATE_STYLES
+    from api.terminal.numbers import number
 
     columns = ("run", "state", "steps", "reward", "took", "created", "owner")
     run_table = table(*columns, right=("steps", "reward", "took"), header_style="dim")
@@ -492,7 +493,7 @@ def runs_table(runs: Sequence[RunView], now: float) -> Table:
 
 def run_table(run: RunView, now: float, stages: StagesView) -> Table:
     """Return the table that ``show`` prints at Unix time ``now``."""
-    from api.terminal.live import number
+    from api.terminal.numbers import number
     from api.terminal.report import dropped_text
 
     dropped = {
@@ -517,7 +518,7 @@ def run_table(run: RunView, now: float, stages: StagesView) -> Table:
 
 
 def _print_sample(sample: SampleView, console: Console) -> None:
-    from api.terminal.live import number
+    from api.terminal.numbers import number
 
     versions = " ".join(f"v{version}×{tokens}" for version, tokens in sample.versions)
     console.rule(
@@ -564,6 +565,6 @@ def _active(what: Ask) -> Callable[[Index], Awaitable[str]]:
 
 
 def _took(run: RunView, now: float) -> str:
-    from api.terminal.live import duration
+    from api.terminal.numbers import duration
 
     return duration((run.ended or now) - run.started) if run.started else ""

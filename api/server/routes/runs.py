@@ -46,11 +46,11 @@ from api.server.service.operations import Reply, operation
 from api.server.service.run_status import RunStatus
 from api.server.service.service import PRINCIPAL, Service
 from orchestration.checkpoints import checkpoint, recorded
-from orchestration.checkpoints.recorded import store_url
 from orchestration.recipe.flow import device_count
 from orchestration.recipe.schema import Recipe
 from orchestration.state.documents import CHECKPOINT_REPORTED, RUN_FLOW
 from orchestration.state.lock import RunError
+from orchestration.state.paths import store_url
 from orchestration.state.registry import RunRecord
 from orchestration.supervise.scale import overrides_of, request_scale
 from orchestration.supervise.waiting import waiting_chain

@@ -20,8 +20,8 @@ from orchestration.recipe.model_files import KNOWN_MODELS
 from orchestration.recipe.schema import Recipe
 from pipeline.problems import Problem
 from stages.device_names import plugin_fault
-from stages.prompts.rows.checked import PromptCheck
 from stages.prompts.rows.files import Reading
+from stages.prompts.rows.prompt_check import PromptCheck
 
 CHAT = ("chat_template", "chat_template_options", "responses")  # of prompts
 

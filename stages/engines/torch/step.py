@@ -156,22 +156,23 @@ class TrainingStep:
             _add(sums, measured)
             return output.loss
 
-        model.expert_load.counts.zero_()
+        if model.expert_load is not None:
+            model.expert_load.counts.zero_()
         micro_batches = [rows.packing(pieces) for pieces in plan]
         parallel.runner.learn(micro_batches, mini_batch.passes, loss_of)
 
         fed = sum(
             rows.groups[piece.group].shape.tokens(piece.rows) for pieces in plan for piece in pieces
         )
-        of_engine = {
-            "fed_tokens": float(fed),
-            **model.expert_load.metrics(parallel.total_of_tokens),
-        }
+        of_engine = {"fed_tokens": float(fed)}
+        if model.expert_load is not None:
+            of_engine |= model.expert_load.metrics(parallel.total_of_tokens)
         measured = {name: value.item() for name, value in sums.items()}
         reduced = parallel.reduce_metrics(measured | of_engine, mini_batch.everywhere)
         of_engine = {name: reduced.pop(name) for name in ("loss", *of_engine)}
         gap, metrics = split_gap(reduced)
-        gap |= model.routing.metrics(parallel.total_of_tokens)
+        if model.routing is not None:
+            gap |= model.routing.metrics(parallel.total_of_tokens)
         if math.isfinite(of_engine["loss"]):
             metrics = algorithm.finish(metrics)
         return {**of_engine, **gap, **metrics}
@@ -201,7 +202,8 @@ class TrainingStep:
 
     def _rows(self, batch: TensorDictBase) -> Rows:
         groups, responses = groups_of(batch)
-        experts = self._packed_model.routing.rows(batch)
+        routing = self._packed_model.routing
+        experts = [] if routing is None else routing.rows(batch)
         return Rows(groups, responses, experts, self._packed_model.device)
 
     def _plan(self, groups: Sequence[Group], *, whole: bool = False) -> list[list[Piece]]:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.compat.extras import extra
-from stages.prompts.rows.checked import PromptCheck
 from stages.prompts.rows.files import (
     LINE_BYTES,
     PromptError,
@@ -25,6 +24,7 @@ from stages.prompts.rows.files import (
     parse_line,
 )
 from stages.prompts.rows.options import SHORT_CHARACTERS
+from stages.prompts.rows.prompt_check import PromptCheck
 from stages.prompts.rows.splits import choose_split, data_files
 from stages.prompts.rows.tables import dataset_function, saved_folder
 from stages.prompts.rows.templates import (

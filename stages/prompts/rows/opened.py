@@ -1,6 +1,6 @@
 """The rows of a source of prompts: a table, or a function from a number to a row.
 
-jsonl, parquet, datasets ──▶ stages.prompts.rows.tables ──▶ Table       reasoning_gym, builtin ──▶ row(number)
+jsonl, parquet, datasets ──▶ stages.prompts.tables ──▶ Table       reasoning_gym, builtin ──▶ row(number)
                                                   reasoning_gym with a size ──▶ Table
 """
 

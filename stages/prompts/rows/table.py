@@ -1,4 +1,4 @@
-"""A table of rows, which a source of prompts reads by number."""
+"""A table of rows by their numbers."""
 
 from __future__ import annotations
 

@@ -9,7 +9,8 @@ from rich.console import Console
 from api.telemetry.progress import Progress
 from api.telemetry.prometheus import FAMILIES, RunListener
 from api.telemetry.trackers import Points
-from api.terminal.live import LiveView, plain_line
+from api.terminal.live import LiveView
+from api.terminal.plain import plain_line
 from api.terminal.report import summarize, summary_table
 from orchestration.history.events_file import MetricsFile, read_metrics
 from orchestration.history.totals import ALARMS

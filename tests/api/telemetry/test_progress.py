@@ -16,7 +16,8 @@ from rich.console import Console
 
 from api.telemetry.progress import Progress, weighted_median
 from api.telemetry.thinned import MOST
-from api.terminal.live import LiveView, plain_line, sparkline
+from api.terminal.live import LiveView, sparkline
+from api.terminal.plain import plain_line
 from api.terminal.report import summarize
 from orchestration.history.totals import SHARES, shares
 from pipeline.data.events import Event

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from api.terminal.report import plan_table
+from api.terminal.plan_table import plan_table
 from orchestration.launch.launchers import ProcessLauncher
 from orchestration.recipe import devices
 from orchestration.recipe.devices import DevicePool, Devices, assign

@@ -13,8 +13,8 @@ from tensordict import TensorDict
 from stages.algorithms import Algorithm, LossOutput, TokenBatch
 from stages.algorithms.batch import TrainBatch
 from stages.algorithms.policy_gradient.grpo import GRPO
-from stages.flow.adapter import outputs_of
 from stages.flow.declarations import Columns, RunsOn
+from stages.flow.groups import outputs_of
 from stages.training.advantage import credits
 from tests.batches import make_batch
 from tests.stages.engines.torch.test_train import engine_of, tiny_llama

@@ -14,7 +14,7 @@ import torch
 
 from api.telemetry.progress import Progress
 from api.telemetry.trackers import Points
-from api.terminal.live import plain_line
+from api.terminal.plain import plain_line
 from api.terminal.report import samples_markdown, summarize
 from orchestration.history.lines import event_json
 from pipeline.data.events import EvaluationEvent, Event

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -47,6 +47,9 @@ from stages.engines.torch.model.attention_interface import (
 )
 from stages.engines.torch.model.logits import use_float32
 from stages.resharding.tensors import separate
+
+if TYPE_CHECKING:
+    from stages.engines.torch.model.expert_routing import RoutingRecorder
 
 ATTENTION = "asyncdock_two_part"
 NOT_FINITE = "the model's logits are not finite; its weights or its inputs are broken"

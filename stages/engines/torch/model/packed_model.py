@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -19,8 +19,6 @@ from transformers import PreTrainedModel
 from stages import device as devices
 from stages.adapters.options import ADAPTER, AdapterOptions
 from stages.engines.torch.model.attention_interface import fix_rope, replace_attention
-from stages.engines.torch.model.expert_load import ExpertLoad
-from stages.engines.torch.model.expert_routing import RoutingReplay
 from stages.engines.torch.model.layers import use_fast_layers, use_fast_norms, use_fused_layers
 from stages.engines.torch.model.logits import logit_scale, value_head, values_of
 from stages.engines.torch.model.packing import (
@@ -31,6 +29,10 @@ from stages.engines.torch.model.packing import (
 )
 from stages.engines.torch.model.token_logprobs import TokenLogprobs, scaled_logits
 from stages.model.files import WeightFiles
+
+if TYPE_CHECKING:
+    from stages.engines.torch.model.expert_load import ExpertLoad
+    from stages.engines.torch.model.expert_routing import RoutingReplay
 
 Kernels = Literal["auto", "plain"]
 Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # see PackedModel.outputs
@@ -59,15 +61,21 @@ class PackedModel:
         self.kind = type(model).__name__  # FSDP makes it another class
         self.hidden_size: int = model.config.get_text_config().hidden_size
         self.feeding = Feeding(fix_rope(model, context), fused=kernels == "auto")
-        self.routing = RoutingReplay(model, self.feeding)
         self._divisor, self._softcap = logit_scale(model.config)
         self._vocabulary = vocabulary
         self._temperature = temperature or 1.0  # greedy rollouts record logprobs at temperature 1
         self._kernels = kernels
+        self.routing: RoutingReplay | None = None
+        self.expert_load: ExpertLoad | None = None
+        if _has_experts(model):
+            from stages.engines.torch.model.expert_load import ExpertLoad
+            from stages.engines.torch.model.expert_routing import RoutingReplay
+
+            self.routing = RoutingReplay(model, self.feeding)
+            self.expert_load = ExpertLoad(model, device)
         _prepare(model, activation_checkpointing)
         if device.type == "cpu" and kernels == "auto":
             use_fast_norms(model)
-        self.expert_load = ExpertLoad(model, device)
         self.adapters = adapters
         self._adapter_config: dict[str, Any] = {}
         if adapters:
@@ -153,6 +161,13 @@ class PackedModel:
         save_adapter(path.with_name(ADAPTER), self._adapter_config, matrices)
         scale = self.adapters.scale
         write_merged(path, self.model, matrices, scale, base=base, kind=self.kind)
+
+
+def _has_experts(model: nn.Module) -> bool:
+    """Return whether a layer of ``model`` has a router, or experts that are stacked."""
+    downs = (module._parameters.get("down_proj") for module in model.modules())
+    stacked = any(down is not None and down.ndim == 3 for down in downs)
+    return stacked or any(type(m).__name__.endswith("TopKRouter") for m in model.modules())
 
 
 def _prepare(model: PreTrainedModel, activation_checkpointing: bool) -> None:

@@ -95,7 +95,8 @@ class MicroBatchRunner:
 
     def _counted(self, is_real: bool) -> AbstractContextManager[None]:
         """Count the load of experts meanwhile, but not that of idle micro-batches."""
-        return self._packed_model.expert_load if is_real else nullcontext()
+        load = self._packed_model.expert_load
+        return load if is_real and load is not None else nullcontext()
 
 
 def idle_batch(device: torch.device) -> PackedBatch:
