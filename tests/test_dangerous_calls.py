@@ -131,10 +131,6 @@ ALLOWED: dict[tuple[str, str], tuple[int, str]] = {
         1,
         "the server that is installed with the package; no shell",
     ),
-    ("stages/algorithms/registry.py", "importlib.import_module"): (
-        2,
-        "names of files below its own folder",
-    ),
     ("stages/device.py", "importlib.import_module"): (5, OWN_NAME),
     ("stages/device_names.py", "subprocess.run"): (
         1,
@@ -149,9 +145,10 @@ ALLOWED: dict[tuple[str, str], tuple[int, str]] = {
     ("orchestration/cluster/ray_hosts.py", "asyncio.create_subprocess_exec"): (1, OWN_COMMAND),
     ("orchestration/processes/forkserver.py", "subprocess.Popen"): (1, OWN_COMMAND),
     ("orchestration/processes/forkserver.py", "importlib.import_module"): (
-        1,
+        2,
         "what its owner, the parent process, tells it",
     ),
+    ("orchestration/recipe/checks/registry.py", "importlib.import_module"): (1, OWN_NAME),
     ("orchestration/processes/handles.py", "subprocess.run"): (
         1,
         "ps with a number, where there is no /proc",

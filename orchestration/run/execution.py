@@ -66,7 +66,7 @@ from pipeline.first_of import first_of
 from pipeline.index.address import split_password
 from pipeline.index.client import INDEX_VARIABLE, Index, IndexUnreachable, RunConfig
 from pipeline.index.errors import IndexUnwritable
-from stages.flow.graph import document
+from stages.flow.document import document
 from stages.flow.resolver import Flow
 from stages.threads import run_in_thread
 from stages.weights.documents import EVALUATED

@@ -1,4 +1,4 @@
-"""A flow as text, as Mermaid, as SVG, and as data for the dashboard.
+"""A flow as text, as Mermaid and as SVG.
 
 source ─▶ rollout ─▶ reward ─▶ advantage ─▶ update      layer 0, 1, 2, …: one more than the deepest stage that it reads
               └────▶ reference ────────────────┘        edges that another way implies are left out of pictures
@@ -7,8 +7,8 @@ source ─▶ rollout ─▶ reward ─▶ advantage ─▶ update      layer 0,
 from __future__ import annotations
 
 from html import escape
-from typing import Any
 
+from stages.flow.document import layers
 from stages.flow.resolver import Edge, Flow
 
 # of a box, and between boxes, in px
@@ -18,44 +18,6 @@ ACROSS = 92
 DOWN = 34
 MARGIN = 24
 SHOWN = 3  # names of columns beside an edge, at most
-
-
-def layers(flow: Flow) -> dict[str, int]:
-    """Return the layer of each stage: 0 for the source, else one more than the deepest stage that
-    it reads from."""
-    depth: dict[str, int] = {}
-    for stage in flow.stages:
-        depth[stage.name] = max(
-            (depth[edge.maker] + 1 for edge in flow.edges if edge.reader == stage.name), default=0
-        )
-    return depth
-
-
-def document(flow: Flow) -> dict[str, Any]:
-    """Return the flow as plain values, in the order of its stages."""
-    depth = layers(flow)
-    return {
-        "stages": [
-            {
-                "name": stage.name,
-                "takes": stage.takes,
-                "runs_on": stage.runs_on,
-                "layer": depth[stage.name],
-                "needs": list(stage.needs),
-                "makes": dict(stage.makes),
-            }
-            for stage in flow.stages
-        ],
-        "edges": [
-            {
-                "from": edge.maker,
-                "to": edge.reader,
-                "columns": list(edge.columns),
-                "direct": edge.direct,
-            }
-            for edge in flow.edges
-        ],
-    }
 
 
 def to_text(flow: Flow) -> str:

@@ -15,10 +15,11 @@ from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sizes.planner import prompt_limits, vocabulary_of
 from pipeline.problems import Problem
 from stages.prompts.conversations import chosen_template, is_template_name
+from stages.prompts.rows.checked import prompt_check
 from stages.prompts.rows.files import PromptError, Reading, Row
 from stages.prompts.rows.opened import open_rows
 from stages.prompts.rows.options import PromptOptions
-from stages.prompts.rows.prompt_check import PromptCheck, prompt_check
+from stages.prompts.rows.prompt_check import PromptCheck
 from stages.prompts.rows.templates import check_chat_options, read_chat_template
 from stages.prompts.rows.values import describe
 from stages.prompts.too_long import LongPrompts

@@ -42,7 +42,7 @@ from pipeline.index.address import redacted
 from pipeline.problems import Problem
 from stages.device_names import device_fault
 from stages.engines.registry import BUILT_IN, Side, engine_names
-from stages.prompts.rows.prompt_check import prompt_check
+from stages.prompts.rows.checked import prompt_check
 from stages.rewards.registry import RESERVED, RewardError, RewardFunctions, parameters_of
 
 FEW_SAMPLES = 64 * 2**20  # bytes; pipeline.keep_samples up to this needs no free room

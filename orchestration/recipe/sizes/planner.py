@@ -20,7 +20,7 @@ from orchestration.recipe.sizes.notices import notices
 from pipeline.problems import Problem
 from stages.flow.catalogue import expert_type
 from stages.flow.declarations import itemsize
-from stages.flow.graph import document
+from stages.flow.document import document
 from stages.prompts.rows.options import PromptLimits
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from stages.parallel.layout import Layout
     from stages.parallel.placement import ModelState, Names, Placement
     from stages.resharding.plan import ReshardPlan
+
 
 # header, offsets, scalars and alignment of one written block; a sample lies in at most four
 BLOCK_BYTES = 1024
@@ -131,7 +132,7 @@ class Plan:
     rollout engine, by part, with all rows as long as the recipe allows. Empty where the model's
     sizes are not known."""
     flow: dict[str, Any]
-    """Stages, and the columns between them: see :func:`stages.flow.graph.document`."""
+    """Stages, and the columns between them: see :func:`stages.flow.document.document`."""
     picked: str
     """Options of the algorithm that follow from the staleness bound, and why; "" when none does."""
     notices: list[str]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
-from stages.weights.transport.depot import Depot
-from stages.weights.transport.network import WeightSender
-from stages.weights.transport.store import WeightStore
+if TYPE_CHECKING:
+    from stages.weights.transport.depot import Depot
+    from stages.weights.transport.network import WeightSender
+    from stages.weights.transport.store import WeightStore
 
-Publisher: TypeAlias = WeightStore | WeightSender
-Reader: TypeAlias = WeightStore | Depot
+Publisher: TypeAlias = "WeightStore | WeightSender"
+Reader: TypeAlias = "WeightStore | Depot"

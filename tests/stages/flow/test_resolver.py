@@ -14,7 +14,8 @@ from stages.algorithms import Algorithm, LossOutput, TokenBatch, build_algorithm
 from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.flow.catalogue import PROMPT, catalogue
 from stages.flow.declarations import Columns, FlowError, RunsOn, StageDeclaration
-from stages.flow.graph import document, to_mermaid, to_svg, to_text
+from stages.flow.document import document
+from stages.flow.graph import to_mermaid, to_svg, to_text
 from stages.flow.resolver import resolve
 
 

@@ -15,9 +15,9 @@ from transformers import PreTrainedTokenizerFast
 from stages.model.load import Tokenizer, is_ready, load_tokenizer
 from stages.prompts.conversations import Conversations, Response, chosen_template
 from stages.prompts.formatter import PromptFormatter
+from stages.prompts.rows.checked import prompt_check
 from stages.prompts.rows.files import PromptError, Reading
 from stages.prompts.rows.options import PromptLimits, PromptOptions
-from stages.prompts.rows.prompt_check import prompt_check
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' "

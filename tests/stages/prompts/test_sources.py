@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from stages.model.load import Tokenizer, load_tokenizer
+from stages.prompts.rows.checked import prompt_check
 from stages.prompts.rows.files import LINE_BYTES, PromptError, Reading
 from stages.prompts.rows.options import PromptLimits, PromptOptions
-from stages.prompts.rows.prompt_check import MOST_FAULTS, prompt_check
+from stages.prompts.rows.prompt_check import MOST_FAULTS
 from stages.prompts.rows.templates import fill_template, parse_template
 from stages.prompts.sources import PromptSource, load_prompts
 from stages.tasks.tasks import TASKS

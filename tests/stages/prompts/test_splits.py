@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stages.model.load import load_tokenizer
+from stages.prompts.rows.checked import prompt_check
 from stages.prompts.rows.files import PromptError, Reading
 from stages.prompts.rows.options import PromptOptions
-from stages.prompts.rows.prompt_check import prompt_check
 from stages.prompts.rows.splits import by_split, data_files
 from stages.prompts.sources import load_prompts
 

@@ -28,9 +28,9 @@ from stages.model.load import load_tokenizer
 from stages.prompts.external import put_prompts
 from stages.prompts.formatter import Prompt
 from stages.prompts.gate import columns
+from stages.prompts.rows.checked import prompt_check
 from stages.prompts.rows.files import PromptError, Reading
 from stages.prompts.rows.options import PromptOptions
-from stages.prompts.rows.prompt_check import prompt_check
 from stages.prompts.rows.values import Changes, plain_row
 from stages.prompts.sources import load_prompts
 from stages.rewards.stage import RewardSet, score_rows
