@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ["pipeline", "stages", "orchestration", "api"]
+from tests.sources import PACKAGES, ROOT, nodes_of, sources, tree_of
+
 FILES = [
     "orchestration/state/documents.py",
     "stages/weights/documents.py",
@@ -44,11 +44,6 @@ class Declaration:
     readers: set[str] = field(default_factory=set)
 
 
-def sources(*folders: str) -> Iterator[Path]:
-    for folder in folders:
-        yield from sorted((ROOT / folder).rglob("*.py"))
-
-
 @cache
 def declarations() -> dict[str, Declaration]:
     """All declarations by name, with the modules that use them.
@@ -57,7 +52,7 @@ def declarations() -> dict[str, Declaration]:
     """
     declared: dict[str, Declaration] = {}
     for file in FILES:
-        body = ast.parse((ROOT / file).read_text(encoding="utf-8")).body
+        body = tree_of(ROOT / file).body
         for statement, following in zip(body, [*body[1:], None], strict=True):
             if not isinstance(statement, ast.Assign | ast.AnnAssign):
                 continue
@@ -93,10 +88,10 @@ def uses(path: Path, declared: dict[str, Declaration]) -> Iterator[tuple[str, st
     text = path.read_text(encoding="utf-8")
     if "documents" not in text:
         return
-    tree = ast.parse(text)
+    nodes = nodes_of(path)
     imported = {
         alias.name
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.ImportFrom)
         and node.module
         and f"{node.module.replace('.', '/')}.py" in FILES
@@ -104,8 +99,8 @@ def uses(path: Path, declared: dict[str, Declaration]) -> Iterator[tuple[str, st
         if alias.name in declared
     }
     held: dict[str, str] = {}  # attribute or variable → the log that it holds
-    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
-    for node in ast.walk(tree):
+    parents = {child: node for node in nodes for child in ast.iter_child_nodes(node)}
+    for node in nodes:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
             function = node.value.func
             if (
@@ -114,7 +109,7 @@ def uses(path: Path, declared: dict[str, Declaration]) -> Iterator[tuple[str, st
                 and ast.unparse(function.value) in imported
             ):
                 held[ast.unparse(node.targets[0])] = ast.unparse(function.value)
-    for node in ast.walk(tree):
+    for node in nodes:
         used = ast.unparse(node) if isinstance(node, ast.Name | ast.Attribute) else ""
         name = held.get(used, used)
         if name not in imported or isinstance(getattr(node, "ctx", None), ast.Store):

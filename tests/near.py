@@ -13,6 +13,7 @@ out, and what is farther than ``MOST_FILES`` files: this is no substitute for `m
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -33,10 +34,16 @@ def changed_files() -> list[str]:
     return "".join(listed).split()
 
 
+@functools.cache
+def text_of(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+@functools.cache
 def imports(path: Path) -> set[str]:
     """Return our modules that the file ``path`` imports, at its top or in a function."""
     modules = set[str]()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(ast.parse(text_of(path))):
         if isinstance(node, ast.Import):
             modules.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -56,18 +63,19 @@ def nearest(files: Iterable[str]) -> list[str]:
     >>> nearest(["pipeline/first_of.py"])[0]
     'tests/pipeline/test_first_of.py'
     """
-    of_tests = {path: imports(path) for path in sorted((ROOT / "tests").rglob("test_*.py"))}
+    tests = sorted((ROOT / "tests").rglob("test_*.py"))
     chosen = dict[str, None]()
     for file in files:
         path = ROOT / file
-        if path in of_tests:
+        if path in tests:
             chosen[file] = None
             continue
         module = file.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
         mirror = ROOT / "tests" / Path(file).parent / f"test_{path.stem}.py"
-        users = [test for test, modules in of_tests.items() if module in modules]
-        users.sort(key=lambda test: (test != mirror, len(of_tests[test])))
-        if mirror in of_tests and mirror not in users:
+        name = module.rpartition(".")[2]
+        users = [test for test in tests if name in text_of(test) and module in imports(test)]
+        users.sort(key=lambda test: (test != mirror, len(imports(test))))
+        if mirror in tests and mirror not in users:
             users.insert(0, mirror)
         chosen.update(dict.fromkeys(str(test.relative_to(ROOT)) for test in users[:MOST_FILES]))
     return list(chosen)

@@ -4,14 +4,14 @@ of them that are called."""
 from __future__ import annotations
 
 import ast
+import functools
 import re
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.sources import PACKAGES, ROOT, nodes_of, tree_of
+
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-PACKAGES = ("pipeline", "stages", "orchestration", "api")
 WALKS = re.findall(r"^\*\*(.+)\*\*\n\n((?:\d+\. .*\n(?: {3}.*\n)*)+)", PAGE, re.MULTILINE)
 
 
@@ -57,10 +57,10 @@ def test_a_walk_names_each_file_once_with_a_function_of_it(title: str, steps: st
 
 def defines(file: str, name: str) -> bool:
     """Return whether ``file`` has the function, class or method ``name``."""
-    source = (ROOT / file).read_text(encoding="utf-8")
     if file.endswith(".lua"):
+        source = (ROOT / file).read_text(encoding="utf-8")
         return re.search(rf"function {name}\(", source) is not None
-    body: list[ast.stmt] = ast.parse(source).body
+    body = tree_of(ROOT / file).body
     for part in name.split("."):
         named = [
             node
@@ -74,12 +74,13 @@ def defines(file: str, name: str) -> bool:
     return True
 
 
+@functools.cache
 def used_names() -> set[str]:
     """The names that the packages call, pass on, or register by a decorator."""
     names = set[str]()
     for package in PACKAGES:
         for path in (ROOT / package).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            for node in nodes_of(path):
                 if isinstance(node, ast.Name):
                     names.add(node.id)
                 elif isinstance(node, ast.Attribute):

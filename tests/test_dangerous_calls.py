@@ -8,6 +8,7 @@ do harm.
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 from collections import Counter
 from collections.abc import Iterator
@@ -16,9 +17,8 @@ from pathlib import Path
 import pytest
 
 from stages.tasks.gym_answers import EVALUATES, EXECUTES
+from tests.sources import PACKAGES, ROOT
 
-ROOT = Path(__file__).parents[1]
-PACKAGES = ("pipeline", "stages", "orchestration", "api")
 # Dotted names, as a file imports them; all names of a module where it is given alone.
 DANGEROUS = {
     "eval",
@@ -112,6 +112,7 @@ def _is_false(value: ast.expr) -> bool:
     return isinstance(value, ast.Constant) and value.value is False
 
 
+@functools.cache
 def calls_below(folder: Path, root: Path) -> Counter[tuple[str, str]]:
     """Return how often each file, by its path from ``root``, calls each name."""
     return Counter(

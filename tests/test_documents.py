@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.documents import BEGIN, FILES, KINDS, PACKAGES, ROOT, declarations, page, sources
+from tests.documents import BEGIN, FILES, KINDS, declarations, page
+from tests.sources import PACKAGES, ROOT, nodes_of, sources
 
 # Calls of the index that take the name of a document, log or topic.
 NAMED = ("get", "put", "put_once", "wake", "wait", "woken", "wait_any", "emit")
@@ -30,11 +31,11 @@ def keys() -> list[str]:
 def named_elsewhere(path: Path, declared: list[str]) -> list[str]:
     """Lines of a file that name a document, log or topic by a text."""
     text = path.read_text(encoding="utf-8")
-    tree = ast.parse(text)
+    nodes = nodes_of(path)
     has_index = "pipeline.index" in text
     documented = {
         id(node.body[0].value)
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
         and node.body
         and isinstance(node.body[0], ast.Expr)
@@ -42,8 +43,10 @@ def named_elsewhere(path: Path, declared: list[str]) -> list[str]:
     plain = {key for key in declared if "{" not in key and re.search("[:-]", key)}
     beginnings = {key.partition("{")[0] for key in declared if "{" in key}
     violations = []
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
+            if not has_index or node.func.attr not in (*NAMED, *PRIMITIVES):
+                continue
             of_index = re.search(r"\bindex$|_index$", ast.unparse(node.func.value))
             arguments = [
                 node.args[0],
@@ -54,7 +57,7 @@ def named_elsewhere(path: Path, declared: list[str]) -> list[str]:
                 or (isinstance(argument, ast.Constant) and isinstance(argument.value, str))
                 for argument in arguments
             )
-            if has_index and of_index and by_text and node.func.attr in (*NAMED, *PRIMITIVES):
+            if of_index and by_text:
                 violations.append(f"line {node.lineno}: {ast.unparse(node)}")
         elif isinstance(node, ast.JoinedStr) and isinstance(first := node.values[0], ast.Constant):
             if first.value in beginnings and len(node.values) > 1:
@@ -82,7 +85,7 @@ def test_they_are_made_in_their_files_and_read_through_their_kinds_alone() -> No
     for path in sources(*PACKAGES):
         name = path.relative_to(ROOT).as_posix()
         text = path.read_text(encoding="utf-8")
-        for node in ast.walk(ast.parse(text)):
+        for node in nodes_of(path):
             if not isinstance(node, ast.Call):
                 continue
             function = ast.unparse(node.func)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import functools
 import importlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,14 +20,9 @@ from stages.engines.protocols import ModelRefused, RequestRefused
 from stages.parallel.layout import LayoutError
 from stages.prompts.rows.files import PromptError
 from stages.rollout.external_checks import Misfit
+from tests.sources import PACKAGES, ROOT, nodes_of, sources
 
-ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ["pipeline", "stages", "orchestration", "api"]
-TREES = {
-    path.relative_to(ROOT): ast.parse(path.read_text(encoding="utf-8"))
-    for package in PACKAGES
-    for path in sorted((ROOT / package).rglob("*.py"))
-}
+FILES = sources(*PACKAGES)
 KINDS = {
     "Fatal": [
         *("AlgorithmError", "BoundBroken", "CannotStart", "CheckpointUnusable", "ColumnError"),
@@ -60,6 +56,15 @@ OTHERS = {
 }
 
 
+@functools.cache
+def classes() -> list[tuple[Path, ast.ClassDef]]:
+    """Each class of the packages, with its file."""
+    return [
+        (path, node) for path in FILES for node in nodes_of(path) if isinstance(node, ast.ClassDef)
+    ]
+
+
+@functools.cache
 def bases(node: ast.ClassDef) -> set[str]:
     return {ast.unparse(base).rpartition(".")[2] for base in node.bases}
 
@@ -70,10 +75,9 @@ def classes_below(*roots: str) -> dict[str, str]:
     known = set(roots)
     while True:
         new = {
-            node.name: ".".join(path.with_suffix("").parts)
-            for path, tree in TREES.items()
-            for node in ast.walk(tree)
-            if isinstance(node, ast.ClassDef) and node.name not in known and bases(node) & known
+            node.name: ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            for path, node in classes()
+            if node.name not in known and bases(node) & known
         }
         if not new:
             return modules
@@ -109,9 +113,9 @@ def test_no_list_of_errors_stands_for_what_they_should_declare() -> None:
     python = [name for name, value in vars(builtins).items() if isinstance(value, type)]
     ours = classes_below(*python) | dict.fromkeys(["Fatal", "Passing"], "")
     listed = [
-        f"{path}:{node.lineno}: {ast.unparse(node)}"
-        for path, tree in TREES.items()
-        for statement in ast.walk(tree)
+        f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}"
+        for path in FILES
+        for statement in nodes_of(path)
         if isinstance(statement, ast.Assign | ast.AnnAssign)
         for node in ast.walk(statement)
         if isinstance(node, ast.Tuple | ast.List | ast.Set)
@@ -191,16 +195,14 @@ PARSING = (
 )
 
 
-def errors_in(function: ast.AST) -> set[str]:
+def errors_in(path: Path) -> set[str]:
     """Names that hold an error: of handlers, and of parameters by their types."""
     handlers = {
-        node.name
-        for node in ast.walk(function)
-        if isinstance(node, ast.ExceptHandler) and node.name
+        node.name for node in nodes_of(path) if isinstance(node, ast.ExceptHandler) and node.name
     }
     arguments = {
         node.arg
-        for node in ast.walk(function)
+        for node in nodes_of(path)
         if isinstance(node, ast.arg)
         and node.annotation is not None
         and ast.unparse(node.annotation).endswith(("Error", "Exception"))
@@ -208,11 +210,11 @@ def errors_in(function: ast.AST) -> set[str]:
     return handlers | arguments
 
 
-def parsed_in(tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
+def parsed_in(path: Path) -> Iterator[tuple[ast.AST, str]]:
     """Yield the places where the words of an error, or the name of its class, decide something."""
-    errors = errors_in(tree)
+    errors = errors_in(path)
     texts = {f"str({name})" for name in errors} | {f"type({name}).__name__" for name in errors}
-    for node in ast.walk(tree):
+    for node in nodes_of(path):
         if isinstance(node, ast.Compare):
             read = [node.left, *node.comparators]
             known = any(isinstance(each, ast.Constant | ast.Tuple) for each in read)
@@ -240,9 +242,11 @@ def parsed_in(tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
 def test_no_message_and_no_name_of_an_error_is_parsed() -> None:
     """An error carries its problems. Whoever reports them reads those, so that words may change."""
     parsed = {
-        (str(path), text): f"{path}:{getattr(node, 'lineno', 0)}: {ast.unparse(node)}"
-        for path, tree in TREES.items()
-        for node, text in parsed_in(tree)
+        (str(path.relative_to(ROOT)), text): (
+            f"{path}:{getattr(node, 'lineno', 0)}: {ast.unparse(node)}"
+        )
+        for path in FILES
+        for node, text in parsed_in(path)
     }
     assert not [parsed[place] for place in parsed.keys() - OF_LIBRARIES]
     assert parsed.keys() >= OF_LIBRARIES, "what is allowed is there"

@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from pipeline.compat.extras import MODULES, ExtraMissing, extra
-from tests.test_house import PACKAGES, ROOT, sources
+from tests.sources import PACKAGES, ROOT, sources, tree_of
 
 BROUGHT_BY = packages_distributions()
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))[
@@ -70,7 +70,7 @@ def imports(path: Path) -> Iterator[tuple[str, str | None, int]]:
         for child in ast.iter_child_nodes(node):
             yield from visit(child, extra_of(node) or around)
 
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = tree_of(path)
     yield from visit(tree, next(filter(None, map(extra_of, tree.body)), None))
 
 

@@ -4,22 +4,23 @@ hold in the head."""
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import re
 import subprocess
 import sys
 import tokenize
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.sources import PACKAGES, ROOT, nodes_of, sources
+
 # keys of a recipe's section
 SIZES = ("dp", "dp_replicate", "tp", "cp", "context_parallel", "pp", "vpp", "ep")
-PACKAGES = ["pipeline", "stages", "orchestration", "api"]  # each imports only those before it
 FILE_TOKENS = 4600
 CLASS_TOKENS = 2800
 LINE_COLUMNS = 100
@@ -52,23 +53,20 @@ FOREIGN = {
 FILES_IN_FOLDER = 12
 
 
-def sources(*packages: str) -> list[Path]:
-    files = [path for package in packages for path in sorted((ROOT / package).rglob("*.py"))]
-    assert files
-    return files
-
-
-def imports(path: Path) -> Iterator[tuple[str, int]]:
+@functools.cache
+def imports(path: Path) -> tuple[tuple[str, int], ...]:
     """The modules that a file imports, at its top, in a function or for type checkers, with their
     lines."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    imported = list[tuple[str, int]]()
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, node.lineno) for alias in node.names)
+            imported += [(alias.name, node.lineno) for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:  # a module of a package, or a name of a module
                 submodule = f"{node.module}.{alias.name}"
                 exists = (ROOT / submodule.replace(".", "/")).with_suffix(".py").exists()
-                yield submodule if exists else node.module, node.lineno
+                imported.append((submodule if exists else node.module, node.lineno))
+    return tuple(imported)
 
 
 def module_of(path: Path) -> str:
@@ -125,21 +123,21 @@ LAYOUT = {
 }
 
 
-def docstring_lines(tree: ast.AST) -> dict[int, int]:
+def docstring_lines(nodes: Iterable[ast.AST]) -> dict[int, int]:
     """The last line of each docstring, by its first one."""
     return {
         node.lineno: node.end_lineno or node.lineno
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.Expr)
         and isinstance(node.value, ast.Constant)
         and isinstance(node.value.value, str)
     }
 
 
-def code_tokens(source: str, tree: ast.AST) -> list[tokenize.TokenInfo]:
+def code_tokens(source: str, nodes: Iterable[ast.AST]) -> list[tokenize.TokenInfo]:
     """The tokens of ``source`` without comments, docstrings and layout: what its size is counted
     in."""
-    documented = docstring_lines(tree)
+    documented = docstring_lines(nodes)
     return [
         token
         for token in tokenize.generate_tokens(io.StringIO(source).readline)
@@ -152,12 +150,12 @@ def test_files_and_classes_are_short() -> None:
     long = []
     for path in sources(*PACKAGES):
         source = path.read_text(encoding="utf-8")
-        tree = ast.parse(source)
-        rows = [token.start[0] for token in code_tokens(source, tree)]
+        nodes = nodes_of(path)
+        rows = [token.start[0] for token in code_tokens(source, nodes)]
         name = path.relative_to(ROOT)
         if len(rows) > FILE_TOKENS:
             long.append(f"{name}: {len(rows)} tokens")
-        for node in ast.walk(tree):
+        for node in nodes:
             if isinstance(node, ast.ClassDef):
                 last = node.end_lineno or node.lineno
                 size = sum(node.lineno <= row <= last for row in rows)
@@ -172,7 +170,7 @@ def test_lines_of_code_are_at_most_a_hundred_columns_wide() -> None:
     for path in sources(*PACKAGES):
         source = path.read_text(encoding="utf-8")
         pictures = set[int]()
-        for first, last in docstring_lines(ast.parse(source)).items():
+        for first, last in docstring_lines(nodes_of(path)).items():
             pictures.update(range(first, last + 1))
         for number, line in enumerate(source.splitlines(), 1):
             code = re.sub(r"  # (type: ignore|noqa).*", "", line)
@@ -214,7 +212,7 @@ def test_few_files_read_the_sizes_of_a_parallel_strategy() -> None:
     """
     readers: dict[str, list[str]] = {}
     for path in sources(*PACKAGES):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes_of(path):
             if (
                 isinstance(node, ast.Attribute)
                 and node.attr in SIZES
@@ -230,15 +228,15 @@ def test_few_files_read_the_sizes_of_a_parallel_strategy() -> None:
 
 def test_no_private_name_of_another_module_is_used() -> None:
     """Those of libraries are left out: torch has no public way to some of its parts."""
-    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sources(*PACKAGES)}
-    private = {path: set(private_names(tree)) for path, tree in trees.items()}
-    ours = set[str]().union(*private.values())
+    files = sources(*PACKAGES)
+    private = {path: set(private_names(nodes_of(path))) for path in files}
+    not_foreign = set[str]().union(*private.values()) - FOREIGN
     used = []
-    for path, tree in trees.items():
-        for node in ast.walk(tree):
+    for path in files:
+        for node in nodes_of(path):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(tuple(PACKAGES)):
                 names = [alias.name for alias in node.names if is_private(alias.name)]
-            elif isinstance(node, ast.Attribute) and node.attr in ours - FOREIGN:
+            elif isinstance(node, ast.Attribute) and node.attr in not_foreign:
                 inherited = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
                 names = [] if inherited or node.attr in private[path] else [node.attr]
             else:
@@ -251,9 +249,9 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
-def private_names(tree: ast.AST) -> Iterator[str]:
+def private_names(nodes: Iterable[ast.AST]) -> Iterator[str]:
     """The private names that a module gives: to functions, classes, attributes and variables."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             name = node.name
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
@@ -271,7 +269,7 @@ def test_variables_are_named_for_what_they_hold() -> None:
     counts = Counter(
         node.id
         for path in sources(*PACKAGES)
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in nodes_of(path)
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
     )
     vague = {name: counts[name] for name in VAGUE_NAMES if counts[name]}

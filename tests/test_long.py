@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests import long
-from tests.test_house import ROOT
+from tests.sources import ROOT
 
 
 def functions_of(file: str) -> set[str]:

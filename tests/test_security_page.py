@@ -9,7 +9,7 @@ import re
 import pytest
 
 from tests.attacks import BOUNDARIES, boundaries_of
-from tests.test_house import ROOT
+from tests.sources import ROOT
 
 
 def test_each_boundary_of_the_page_is_attacked_and_no_other() -> None:

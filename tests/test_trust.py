@@ -4,7 +4,7 @@ have written."""
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from stages.engines.vllm.library import engine_arguments
-from tests.test_house import PACKAGES, ROOT, sources
+from tests.sources import PACKAGES, ROOT, nodes_of, sources
 
 LOADERS = {"from_pretrained", "from_config"}
 # Calls that have no such argument, and what they read.
@@ -48,13 +48,16 @@ class EngineArguments:
     additional_config: Any = None
 
 
-def calls(path: Path) -> Iterator[tuple[str, ast.Call | ast.ClassDef]]:
+@functools.cache
+def calls(path: Path) -> tuple[tuple[str, ast.Call | ast.ClassDef], ...]:
     """Dotted names that ``path`` calls or derives classes from, with their nodes."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    named_nodes = list[tuple[str, ast.Call | ast.ClassDef]]()
+    for node in nodes_of(path):
         if isinstance(node, ast.Call):
-            yield ast.unparse(node.func), node
+            named_nodes.append((ast.unparse(node.func), node))
         if isinstance(node, ast.ClassDef):
-            yield from ((ast.unparse(base), node) for base in node.bases)
+            named_nodes += [(ast.unparse(base), node) for base in node.bases]
+    return tuple(named_nodes)
 
 
 def named(path: Path) -> str:
