@@ -1,8 +1,8 @@
 # make demo    train SmolLM2-135M on sums, live in this terminal (about ten minutes on two cores)
-# make test    lint, types and the tests, but for the long ones (half an hour on two busy cores, less on quiet ones)
+# make test    lint, types and the tests, but for those that take more than two seconds (tests/long.txt)
 # make near    the tests nearest to the files that differ from the last commit: FILES=stages/prompts/gate.py (under half a minute)
 # make test-long    the long ones: real runs, kills, clusters, benchmarks, by tests/long.txt
-# make test-all    both, and what takes a machine of its own: test-pages, compose-check
+# make test-all    both, with new examples drawn by Hypothesis, and what takes a machine of its own: test-pages, compose-check
 # make test-pages  every command and program of README and the documentation, in order as they stand (`make test` has the short pages)
 # make compose-check    every command of compose/README.md under a real Docker (root; half an hour on two cores)
 # make attack    the attacks on each boundary of SECURITY.md, and what held
@@ -33,11 +33,18 @@ demo: $(VENV)/.demo
 
 # Most of a test's time is waiting, for processes to start, die and be noticed: files run side by side. A test that fails
 # there is run once more, alone, and fails if it fails again: on a machine that others use it may just have had no time.
+# With UNTIL=TIME (seconds since the epoch) no test begins later, and the end says which were not run.
 define tests
-$(BIN)/python -m pytest -m $(1) -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder --durations=40 || { \
+$(PYTEST) -m $(1) -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder --durations=40 || { \
   [ $$? -eq 1 ] && echo "These failed beside others, and are run once more, alone:" && \
-  $(BIN)/python -m pytest -m $(1) --last-failed --last-failed-no-failures none -v; }
+  $(PYTEST) -m $(1) --last-failed --last-failed-no-failures none -v; }
 endef
+UNTIL :=
+EXAMPLES := fixed
+PYTEST = $(BIN)/python -m pytest --hypothesis-profile=$(EXAMPLES) $(if $(UNTIL),--until=$(UNTIL))
+
+# Each test starts processes: they would compile our modules again and again.
+unexport PYTHONDONTWRITEBYTECODE
 
 test: lint
 	$(call tests,'not pages and not long')
@@ -51,6 +58,7 @@ test-long: $(VENV)/.test
 attack: $(VENV)/.test
 	$(call tests,attack)
 
+test-all: EXAMPLES := explore
 test-all: test test-long test-pages compose-check
 
 # `make test` runs the short pages; here are the others too.

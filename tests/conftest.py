@@ -20,12 +20,12 @@ from hypothesis import HealthCheck, settings
 from pipeline.data.arena import SHARED_VARIABLE, shared_memory_directory
 from pipeline.index.client import Index
 from pipeline.index.embedded import EmbeddedIndex
-from tests import attacks, forked, long
+from tests import attacks, budget, forked, long
 from tests.servers import REDIS, WITHOUT_REDIS, RedisServer
 
-# A run of the suite says something about the code alone: the same examples each time. New ones are
-# looked for with `pytest --hypothesis-profile=explore`. How long an example takes is the machine's
-# matter.
+# A run of the suite says something about the code alone: the same examples each time, and none of
+# earlier runs (a derandomized profile has no database). `make test-all` draws new ones, with
+# `pytest --hypothesis-profile=explore`. How long an example takes is the machine's matter.
 untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("fixed", untimed, derandomize=True)
 settings.register_profile("explore", untimed, derandomize=False)
@@ -60,6 +60,20 @@ LONG = (
 )
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--until",
+        type=float,
+        metavar="TIME",
+        help="begin no test after this time, in seconds since the epoch, and say which were not run",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if (until := config.getoption("until")) is not None:
+        config.pluginmanager.register(budget.Budget(until, must_run=config.getoption("lf")))
+
+
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     attacks.mark(items)
@@ -68,6 +82,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    for line in budget.summary(terminalreporter.stats):
+        terminalreporter.line(line)
     if config.option.markexpr == "attack":
         terminalreporter.section("SECURITY.md")
         for line in attacks.summary(terminalreporter.stats):

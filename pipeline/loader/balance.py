@@ -12,7 +12,7 @@ def balanced(lengths: Sequence[int], parts: int, *, equal: bool = True) -> list[
     lists' counts differ by one at most.
 
     >>> balanced([9, 7, 6, 5, 4, 1], 2)
-    [[0, 3, 5], [1, 2, 4]]
+    [[0, 2, 5], [1, 3, 4]]
     """
     if parts < 1:
         raise ValueError(f"parts: {parts} cannot hold anything; give at least 1")

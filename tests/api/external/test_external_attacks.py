@@ -4,6 +4,7 @@ never the run."""
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import math
 import re
@@ -273,6 +274,7 @@ async def test_a_run_survives_the_worst_values_that_are_taken(
 # ── PUT weights ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@functools.cache
 def whole_model() -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in train_engine(recipe(TRAINER)).weights()}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import io
 import math
 
@@ -140,7 +139,3 @@ def test_plain_lines_show_one_line_a_step() -> None:
     assert "run scripted: failed (update-0: [boom])" in lines
     assert "worker rollout-0 died: ended by signal 9" in lines
     assert "evaluation v8  reward 0.900 of 16 held-out prompts" in lines
-
-
-def test_the_examples_in_the_docstrings_are_true() -> None:
-    assert doctest.testmod(terminal).failed == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import doctest
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 
 from orchestration.recipe.flow import flow_of
 from orchestration.state.documents import ENDING, PROCESS, RUN_RECIPE, Ending, EndKind
-from orchestration.supervise import group as module
 from orchestration.supervise.budget import RestartBudget
 from orchestration.supervise.group import (
     MOVES,
@@ -35,10 +33,6 @@ from tests.orchestration.runs import TINY, recipe
 
 def group(*workers: tuple[str, int]) -> WorkerGroup:
     return WorkerGroup(list(workers), RestartBudget(1, window=60.0))
-
-
-def test_examples() -> None:
-    assert doctest.testmod(module).failed == 0
 
 
 @given(st.lists(st.sampled_from([*State, "ready", "go on"]), max_size=12))

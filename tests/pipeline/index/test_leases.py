@@ -142,8 +142,8 @@ async def test_a_clock_that_is_set_makes_no_lease_longer_or_shorter(
             dock = Dock(index, SCHEMA, worker="w", directory=tmp_path, slab=0)
             await dock.join(1 << 20)
             await admit(dock, range(1))
-            lost = await claim(dock, "", lease=2.0)
             began = time.monotonic()
+            lost = await claim(dock, "", lease=2.0)
             await server.set("shift", shift)
             while isinstance(
                 found := await index.claim("rollout", "w", 1, 60.0, 0, dock.home), Nothing
@@ -151,13 +151,13 @@ async def test_a_clock_that_is_set_makes_no_lease_longer_or_shorter(
                 assert found.due is not None
                 assert found.due <= 0.5, "it looks again in a quarter of the lease"
                 await index.wait("rollout", found.wait, found.due)
-            assert 1.4 < time.monotonic() - began < 4, (
-                "at most a quarter of the lease is lost by the jump"
-            )
+            lasted = time.monotonic() - began
+            assert lasted > 1.4, "at most a quarter of the lease is lost by the jump"
+            assert lasted < 60, "a busy machine may be late, but not by the jump"
             assert found.row.tolist() == lost.row.tolist()
-            assert (await index.take_swap_turn("a", most=1, lease=2.0)).granted
+            assert (await index.take_swap_turn("a", most=1, lease=20.0)).granted
             await server.set("shift", 2 * shift)
-            assert not (await index.take_swap_turn("b", most=1, lease=2.0)).granted
+            assert not (await index.take_swap_turn("b", most=1, lease=20.0)).granted
         finally:
             await server.delete("shift")
             await index.load()
