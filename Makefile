@@ -25,7 +25,7 @@ VLLM := .venv-vllm
 TORCH := torch<2.14
 SOURCES := pipeline stages orchestration api tests benchmarks asyncdock_command.py setup.py
 
-.PHONY: demo attack test near test-long test-all test-pages compose-check test-vllm lint bounds gpu-check gpu-wheels soak soak-cluster clean
+.PHONY: demo attack test suite near test-long test-all test-pages compose-check test-vllm lint bounds gpu-check gpu-wheels soak soak-cluster clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.demo
@@ -46,7 +46,11 @@ PYTEST = $(BIN)/python -m pytest --hypothesis-profile=$(EXAMPLES) $(if $(UNTIL),
 # Each test starts processes: they would compile our modules again and again.
 unexport PYTHONDONTWRITEBYTECODE
 
-test: lint
+# mypy takes two minutes of one core without its cache: beside the tests, most of whose time is waiting.
+test: $(VENV)/.test
+	$(MAKE) --no-print-directory -j2 EXAMPLES=$(EXAMPLES) lint suite
+
+suite: $(VENV)/.test
 	$(call tests,'not pages and not long')
 
 near: $(VENV)/.test
