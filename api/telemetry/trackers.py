@@ -112,7 +112,7 @@ class Points:
 
     def _shares(self, event: Event) -> Iterator[Point]:
         for name, worker in self._totals.workers.items():
-            counts = worker.since(self._before.get(name, {}))
+            counts = worker.clock.since(self._before.get(name, {}))
             self._before[name] = worker.totals
             if counts["wall"] > 0:
                 parts = shares(counts)

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
+from orchestration.history.worker_clock import WorkerClock
 from pipeline.data.events import (
     AlarmEvent,
     Event,
@@ -31,7 +32,6 @@ ALARMS = 100  # newest alarms that are kept; all are counted
 RATE_SECONDS = 10.0  # recent rates and shares are those of this long a past
 SHARES = ("busy", "waiting_input", "waiting_room", "other")
 COUNTED_TOKENS = ("generated", "trained", "filtered")
-COUNTED = (*SHARES, "wall", "rows", "tokens")
 # Fields of RunTotals: plain values; and newest events.
 _PLAIN = (
     *(
@@ -55,43 +55,61 @@ _EVENTS: dict[str, type[EventData]] = {
 
 
 class WorkerTotals:
-    """Times and counts of one worker.
+    """Times and counts of one worker. ``latest`` is its newest event, of the Unix time ``time``."""
 
-    A restarted worker reports its own from 0 on, which shows in a smaller ``wall``; the totals go
-    on from those of its former processes. ``latest`` is its newest event.
-    """
-
-    def __init__(self, first: StageEvent, former: Mapping[str, float] | None = None) -> None:
-        """``former``: totals of the worker's processes before the one that sent ``first``."""
+    def __init__(
+        self,
+        first: StageEvent,
+        time: float,
+        former: Mapping[str, float] | None = None,
+        before_recent: Mapping[str, float] | None = None,
+    ) -> None:
+        """``former``: totals of the worker's processes before the one that sent ``first``;
+        ``before_recent``: totals before the recent ones."""
         self.latest = first
-        self._former = dict(former or dict.fromkeys(COUNTED, 0))
-        self.totals = self._former
-        self._recent: deque[dict[str, float]] = deque()
-        self.apply(first)
+        self.time = time
+        self.clock = WorkerClock(former=former)
+        self._recent = deque[Mapping[str, float]]([before_recent] if before_recent else ())
+        self.apply(first, time)
 
     def wire(self) -> dict[str, Any]:
-        """Return the state as plain values. It does not contain recent rates."""
-        return {"latest": self.latest.wire(), "former": self._former}
+        """Return the state as plain values, from which :meth:`of` makes it again."""
+        return {
+            "latest": self.latest.wire(),
+            "time": self.time,
+            "former": self.clock.former,
+            "before_recent": self._before_recent,
+        }
 
-    def apply(self, event: StageEvent) -> None:
-        if (event.wall or 0.0) < (self.latest.wall or 0.0):
-            self._former = self.totals
+    @classmethod
+    def of(cls, wire: Mapping[str, Any]) -> Self:
+        """Restore a worker from :meth:`wire`. What an older version did not write is not known."""
+        latest = StageEvent.of(wire["latest"])
+        return cls(latest, wire.get("time", 0.0), wire["former"], wire.get("before_recent"))
+
+    def apply(self, event: StageEvent, time: float) -> None:
         self.latest = event
-        self.totals = {name: self._former[name] + (getattr(event, name) or 0) for name in COUNTED}
+        self.time = time
+        self.clock.add(vars(event))
         self._recent.append(self.totals)
         while (
             len(self._recent) > 2 and self.totals["wall"] - self._recent[1]["wall"] >= RATE_SECONDS
         ):
             self._recent.popleft()
 
-    def since(self, before: Mapping[str, float]) -> dict[str, float]:
-        """Return what was added to the totals ``before``; {}: to none."""
-        return {name: total - before.get(name, 0) for name, total in self.totals.items()}
+    @property
+    def totals(self) -> dict[str, float]:
+        """Of all of its processes."""
+        return self.clock.totals
 
     @property
     def recent(self) -> dict[str, float]:
         """Totals that were added within the last :data:`RATE_SECONDS`."""
-        return self.since(self._recent[0] if len(self._recent) > 1 else {})
+        return self.clock.since(self._before_recent)
+
+    @property
+    def _before_recent(self) -> Mapping[str, float]:
+        return self._recent[0] if len(self._recent) > 1 else {}
 
     def rate(self, name: str) -> float:
         """Recent ``rows`` or ``tokens`` per second."""
@@ -161,7 +179,7 @@ class RunTotals:
         totals.nodes = {name: (machine, host) for name, (machine, host) in totals.nodes.items()}
         totals.alarms.extend((time, AlarmEvent.of(alarm)) for time, alarm in wire["alarms"])
         for name, worker in wire["workers"].items():
-            totals.workers[name] = WorkerTotals(StageEvent.of(worker["latest"]), worker["former"])
+            totals.workers[name] = WorkerTotals.of(worker)
         return totals
 
     def apply(self, event: Event) -> EventData | None:
@@ -178,9 +196,9 @@ class RunTotals:
             case StageEvent():
                 self.names.add(data.worker)
                 if data.worker in self.workers:
-                    self.workers[data.worker].apply(data)
+                    self.workers[data.worker].apply(data, event.time)
                 else:
-                    self.workers[data.worker] = WorkerTotals(data)
+                    self.workers[data.worker] = WorkerTotals(data, event.time)
             case SyncEvent():
                 self.names.add(data.worker)
                 self._sync(data)

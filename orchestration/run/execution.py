@@ -30,6 +30,7 @@ import structlog
 from orchestration.checkpoints import checkpoint
 from orchestration.checkpoints.checkpoint import Checkpoint
 from orchestration.disk import refusal
+from orchestration.event_feed import EventFeed
 from orchestration.launch.launchers import (
     Hosts,
     InlineLauncher,
@@ -110,6 +111,7 @@ class Execution:
         # the command by which another machine joins it as a host, once that is known
         self.joining = ""
         self._client: Index | None = None
+        self._feed: EventFeed | None = None
         self._hosts = _hosts(self.recipe, folder.path)
         self._up = asyncio.Event()
         self._over = False
@@ -158,19 +160,10 @@ class Execution:
         self._client = Index(self.index.url, self.folder.run_id)
         try:
             await self._prepare()
-            self._announce()
-            outcome = await self._supervise(stop, launcher)
-            launch = self.recipe.launch
-            budget = RestartBudget(launch.max_restarts, launch.restart_window)
-            while outcome.state == REWIND:
-                if budget.take(time.monotonic()):
-                    outcome = await self._fail(
-                        f"launch.max_restarts = {budget.most} is used up: {outcome.reason}"
-                    )
-                    break
-                await self._rewind()
-                outcome = await self._supervise(stop, launcher)
-            await self._let_readers_finish()
+            async with EventFeed.reading(self._client) as self._feed:
+                self._announce()
+                outcome = await self._supervise_and_rewind(stop, launcher, self._feed)
+                await self._let_readers_finish()
             return outcome
         finally:
             launcher.close()
@@ -278,11 +271,28 @@ class Execution:
         if self._hosts is not None:
             self._hosts.begin(self._connected, self.index.join_url)
 
-    async def _supervise(self, stop: asyncio.Event, launcher: Launcher) -> Outcome:
+    async def _supervise_and_rewind(
+        self, stop: asyncio.Event, launcher: Launcher, events: EventFeed
+    ) -> Outcome:
+        outcome = await self._supervise(stop, launcher, events)
+        launch = self.recipe.launch
+        budget = RestartBudget(launch.max_restarts, launch.restart_window)
+        while outcome.state == REWIND:
+            if budget.take(time.monotonic()):
+                return await self._fail(
+                    f"launch.max_restarts = {budget.most} is used up: {outcome.reason}"
+                )
+            await self._rewind()
+            outcome = await self._supervise(stop, launcher, events)
+        return outcome
+
+    async def _supervise(
+        self, stop: asyncio.Event, launcher: Launcher, events: EventFeed
+    ) -> Outcome:
         index = self._connected
         remote = RemoteLauncher(index, launcher, remote_workers(self.recipe), self._hosts)
         self.supervisor = Supervisor(
-            index, remote, self.recipe, begins=self.folder.begins, folder=self.folder.path
+            index, remote, self.recipe, events, begins=self.folder.begins, folder=self.folder.path
         )
         try:
             await remote.begin()
@@ -326,13 +336,13 @@ class Execution:
         self._readers.add(done)
         try:
             await self._up.wait()
-            if self._client is None:
+            if self._feed is None:
                 return
-            async for event in self._client.follow(after):
+            async for event in self._feed.follow(after):
                 yield event
                 ended = event.kind == "state" and event.data["state"] in ENDED
                 # otherwise it was resumed since
-                if ended and (await self._client.state())[0] in ENDED:
+                if ended and (await self._connected.state())[0] in ENDED:
                     return
         except IndexUnreachable:
             if not self._over:

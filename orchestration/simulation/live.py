@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import structlog
 
@@ -28,6 +29,7 @@ from stages.weights.documents import FORECAST
 if TYPE_CHECKING:
     from orchestration.simulation.bound import LiveForecast
 
+
 log = structlog.get_logger()
 
 # steps from which costs are measured, at least, and their time
@@ -38,69 +40,87 @@ SHARE = 0.02  # of the time, that simulations may take
 STAGE_EVENTS = 4000  # that are kept of a window
 
 
-async def follow_costs(index: Index, recipe: Recipe, folder: Path) -> None:
-    """Forecast the run of ``index``, and decide its staleness bound where its recipe leaves that to
-    the run, without end."""
-    if (
-        not recipe.runs_stage("update")
-        or not recipe.runs_stage("rollout")
-        or recipe.prompts.responses
-    ):
-        return  # another program does a part of it, or nothing is generated for training
-    known = await FORECAST.get(index)
-    begin = recipe.pipeline.staleness_min or recipe.pipeline.staleness
-    live: LiveForecast | None = None
+def is_forecast(recipe: Recipe) -> bool:
+    """Return whether runs of ``recipe`` are forecast: no other program does a part of them, and
+    something is generated for training."""
+    runs_both = recipe.runs_stage("update") and recipe.runs_stage("rollout")
+    return runs_both and not recipe.prompts.responses
 
-    def judge(events: list[Event]) -> ForecastEvent:
-        nonlocal live
+
+class CostFollower:
+    """Forecasts the run of ``index`` by its events, and decides its staleness bound where its
+    recipe leaves that to the run."""
+
+    def __init__(self, index: Index, recipe: Recipe, folder: Path, bound: int) -> None:
+        self._index = index
+        self._recipe = recipe
+        self._folder = folder
+        self._bound = bound
+        self._live: LiveForecast | None = None  # once there is something to judge
+        self._window = list[Event]()
+        self._steps = 0  # in the window
+        self._settling = 1  # steps that do not count: the first one waits for the start
+        self._pause_until = 0.0
+        self._last_failure = ""
+
+    @classmethod
+    async def begin(cls, index: Index, recipe: Recipe, folder: Path) -> Self:
+        """Return one that goes on from the last forecast of the run in ``folder``."""
+        known = await FORECAST.get(index)
+        begin = recipe.pipeline.staleness_min or recipe.pipeline.staleness
+        return cls(index, recipe, folder, known.bound if known else begin)
+
+    async def take(self, event: Event) -> None:
+        if event.kind not in ("step", "stage", "sync"):
+            return
+        if event.kind == "step" and self._settling:
+            self._settling -= 1
+            self._window = []
+            return
+        self._window.append(event)
+        self._steps += event.kind == "step"
+        if len(self._window) > STAGE_EVENTS:
+            self._window = [
+                each for at, each in enumerate(self._window) if each.kind == "step" or at % 2
+            ]
+        if (
+            event.kind == "step"
+            and self._steps >= WINDOW
+            and event.time - self._window[0].time >= SECONDS
+            and time.monotonic() >= self._pause_until
+        ):
+            events = self._window
+            self._window = [event]
+            self._steps = 0
+            await self._judge(events)
+
+    def _report(self, events: Sequence[Event]) -> ForecastEvent:
         from orchestration.simulation.bound import LiveForecast
 
-        live = live or LiveForecast(recipe, folder, known.bound if known else begin, WINDOW)
-        return live.judge(events)
+        self._live = self._live or LiveForecast(self._recipe, self._folder, self._bound, WINDOW)
+        return self._live.judge(events)
 
-    window = list[Event]()
-    steps = 0
-    left = 1
-    rest = 0.0
-    said = ""  # the first step waits for the start
-    async for event in index.follow((await index.event_ends())[1]):
-        if event.kind == "step" and left:
-            left = left - 1
-            window = []
-        elif event.kind in ("step", "stage", "sync"):
-            window.append(event)
-            steps += event.kind == "step"
-        if len(window) > STAGE_EVENTS:
-            window = [one for at, one in enumerate(window) if one.kind == "step" or at % 2]
-        if (
-            event.kind != "step"
-            or steps < WINDOW
-            or event.time - window[0].time < SECONDS
-            or time.monotonic() < rest
-        ):
-            continue
-        events = window
-        window = [event]
-        steps = 0
+    async def _judge(self, events: Sequence[Event]) -> None:
         began = time.monotonic()
         try:
-            found = await asyncio.to_thread(judge, events)
+            report = await asyncio.to_thread(self._report, events)
         except Exception as failed:  # a run never ends for want of a forecast
             from orchestration.simulation.recorded import NotMeasured
 
-            if str(failed) != said:
+            if str(failed) != self._last_failure:
                 log.warning(
                     "no forecast of the next steps",
                     reason=str(failed),
                     exc_info=not isinstance(failed, NotMeasured),
                 )
-            said = str(failed)
-            continue
-        rest = time.monotonic() + (time.monotonic() - began) / SHARE
-        if found.bound != found.before:
-            await index.set_slack(replace(recipe.staleness_plan, bound=found.bound).slack)
-            left = SETTLING
-        await FORECAST.put(index, found)
-        await index.emit(found)
-        if found.reason:
-            log.info("forecast", reason=found.reason)
+            self._last_failure = str(failed)
+            return
+        self._pause_until = time.monotonic() + (time.monotonic() - began) / SHARE
+        if report.bound != report.before:
+            plan = replace(self._recipe.staleness_plan, bound=report.bound)
+            await self._index.set_slack(plan.slack)
+            self._settling = SETTLING
+        await FORECAST.put(self._index, report)
+        await self._index.emit(report)
+        if report.reason:
+            log.info("forecast", reason=report.reason)

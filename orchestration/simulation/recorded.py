@@ -24,6 +24,7 @@ from typing import Any
 
 from orchestration.history.events_file import METRICS, read_metrics
 from orchestration.history.kept import of_one
+from orchestration.history.worker_clock import WorkerClock
 from orchestration.recipe.devices import SIDES, cores_here, on_this_node, wanted_devices
 from orchestration.recipe.loading.load import compare_recipe, recorded_recipe
 from orchestration.recipe.problems import RecipeError
@@ -94,7 +95,7 @@ def measured_costs(
     # of each row
     prompted = profile.prompt_tokens / run.recipe.algorithm.group_size if profile else 0.0
     cores = _cores(run.recipe)
-    settled = [step for one in runs for step in one.settled]
+    settled = [step for each in runs for step in each.settled]
     fed = [_tokens(step) + prompted * step.data["rows"] for step in settled]
     by_token, by_step = _line(fed, [_training(step, alone=cores > 0) for step in settled])
     measured = run.events
@@ -104,9 +105,9 @@ def measured_costs(
         if swap["worker"].startswith("rollout-") and swap.get("exposed_seconds")
     ]
     reference = [
-        one
-        for one in measured["stage"]
-        if one["stage"] == "reference" and one["tokens"] and one.get("busy")
+        report
+        for report in measured["stage"]
+        if report["stage"] == "reference" and report["tokens"] and report.get("busy")
     ]
     costs = Costs(
         row_rate=run.row_rate,
@@ -138,15 +139,15 @@ def measured_costs(
             prefill_token_seconds=profile.prefill_token_seconds,
             prompt_tokens=profile.prompt_tokens,
         )
-    found = _lengths(folder / FOLDER, run.steps[0].data["step"])
-    found = found or [[round(step.data["response_length_mean"])] for step in run.steps]
+    of_samples = _lengths(folder / FOLDER, run.steps[0].data["step"])
+    mean_lengths = [[round(step.data["response_length_mean"])] for step in run.steps]
     lengths = DrawnLengths(
         run.recipe.algorithm.group_size,
         run.recipe.rollout.max_tokens,
-        measured=found,
+        measured=of_samples or mean_lengths,
         seed=run.recipe.seed,
     )
-    fits = [_fitted(costs, lengths, one) for one in runs]
+    fits = [_fitted(costs, lengths, each) for each in runs]
     return (_divided(fits, runs) if len(fits) > 1 else fits[0]), lengths
 
 
@@ -176,6 +177,7 @@ class _Measured:
         events = defaultdict[str, list[Mapping[str, Any]]](list)
         steps = list[Event]()
         trainer = list[tuple[float, ...]]()
+        trainer_clock = WorkerClock(("wall", "waiting_input"))
         begun = dict[str, float]()
         starts = list[float]()
         for event in stream:
@@ -184,17 +186,16 @@ class _Measured:
                 steps.append(event)
             elif event.kind == "stage" and event.data["stage"] == "update":
                 trained = sum(step.data["train_seconds"] for step in steps)
-                trainer.append(
-                    (event.data["wall"], event.data["waiting_input"], trained, len(steps))
-                )
+                trainer_clock.add(event.data)
+                trainer.append((*trainer_clock.totals.values(), trained, len(steps)))
             elif event.kind == "worker" and event.data["stage"] == "rollout":
                 if event.data["change"] in ("started", "died"):
                     begun.setdefault(event.data["worker"], event.time)
                 elif event.data["change"] == "ready" and event.data["worker"] in begun:
                     starts.append(event.time - begun.pop(event.data["worker"]))
         if len(steps) < FEWEST_STEPS:
-            wrong = f"{len(steps)} optimizer steps are too few to measure"
-            raise NotMeasured(folder, wrong, f"let it make {FEWEST_STEPS}")
+            too_few = f"{len(steps)} optimizer steps are too few to measure"
+            raise NotMeasured(folder, too_few, f"let it make {FEWEST_STEPS}")
         margin, (between, waited) = margin_of(len(steps)), _between(trainer)
         settled = steps[max(1, margin) : len(steps) - margin + 1]
         row_rate, rows, busy = _decoding(events["stage"], recipe.rollout.max_rows)
@@ -240,11 +241,11 @@ def _cores(recipe: Recipe) -> int:
     """CPU cores of this machine, where one rank and all replicas of ``recipe`` compute on them; 0
     elsewhere."""
     kinds = on_this_node()
-    found = [
+    devices = [
         wanted_devices(recipe, worker, kinds) for worker in workers_of(recipe) if worker[0] in SIDES
     ]
     alone = not recipe.launch.on_cluster and not remote_workers(recipe) and recipe.train.ranks == 1
-    return cores_here() if alone and all(one and one[0] == "cpu" for one in found) else 0
+    return cores_here() if alone and all(each and each[0] == "cpu" for each in devices) else 0
 
 
 def _dropped(ledgers: list[Mapping[str, Any]]) -> float:
@@ -294,15 +295,16 @@ def _fitted(costs: Costs, lengths: DrawnLengths, run: _Measured) -> Costs:
         fast = 1.0
         for _ in range(HALVINGS):
             middle = (slow + fast) / 2
-            found = forecast(setup, generating(costs, middle), lengths)
-            if found.tokens_per_second < wanted if busy is None else found.decoding > busy:
+            simulated_run = forecast(setup, generating(costs, middle), lengths)
+            too_slow = simulated_run.tokens_per_second < wanted
+            if too_slow if busy is None else simulated_run.decoding > busy:
                 slow = middle
             else:
                 fast = middle
         costs = generating(costs, (slow + fast) / 2)
         if costs.cores:
-            found = forecast(setup, costs, lengths)
-            slower = (trained - found.training * found.step_seconds) / trained_alone
+            fitted = forecast(setup, costs, lengths)
+            slower = (trained - fitted.training * fitted.step_seconds) / trained_alone
             costs = replace(
                 costs, other_threads=max(0.0, costs.other_threads + costs.cores * slower)
             )
@@ -331,18 +333,16 @@ def _line(x: list[float], y: list[float]) -> tuple[float, float]:
 
     Where x hardly varies, or does not explain y, all is slope.
     """
-    at = fmean(x)
-    of = fmean(y)
-    spread = sum((one - at) ** 2 for one in x)
-    slope = (
-        sum((one - at) * (other - of) for one, other in zip(x, y, strict=True)) / spread
-        if spread
-        else 0.0
-    )
-    explained = slope**2 * spread / (sum((other - of) ** 2 for other in y) or 1.0)
-    if explained < 0.5 or not 0 < slope * at < of:
-        return of / at, 0.0
-    return slope, of - slope * at
+    x_mean = fmean(x)
+    y_mean = fmean(y)
+    x_spread = sum((value - x_mean) ** 2 for value in x)
+    y_spread = sum((value - y_mean) ** 2 for value in y)
+    together = sum((a - x_mean) * (b - y_mean) for a, b in zip(x, y, strict=True))
+    slope = together / x_spread if x_spread else 0.0
+    explained = slope**2 * x_spread / (y_spread or 1.0)
+    if explained < 0.5 or not 0 < slope * x_mean < y_mean:
+        return y_mean / x_mean, 0.0
+    return slope, y_mean - slope * x_mean
 
 
 def _between(trainer: list[tuple[float, ...]]) -> tuple[float, float]:
@@ -372,30 +372,36 @@ def _decoding(stages: list[Mapping[str, Any]], max_rows: int) -> tuple[float, fl
     tokens = 0
     busy = 0.0
     wall = 0.0
-    before = dict[str, Mapping[str, Any]]()
-    for now in stages:
-        if now["stage"] != "rollout":
+    clocks = defaultdict[str, WorkerClock](lambda: WorkerClock(("tokens", "busy", "wall")))
+    newest = dict[str, Mapping[str, Any]]()  # report of each worker
+    for report in stages:
+        if report["stage"] != "rollout":
             continue
-        last = before.get(now["worker"])
-        # less: another process of that name
-        if last and last["tokens"] and now["wall"] > last["wall"]:
-            held = min(max_rows, (now["in_flight"] + last["in_flight"]) / 2)
-            decoding.append(min(max_rows, now["in_flight"]))
-            row_seconds += held * (now["wall"] - last["wall"])
-            tokens += now["tokens"] - last["tokens"]
-            busy += now["busy"] - last["busy"]
-            wall += now["wall"] - last["wall"]
-        before[now["worker"]] = now
+        clock = clocks[report["worker"]]
+        before = clock.totals
+        goes_on = clock.add(report)
+        last = newest.get(report["worker"])
+        newest[report["worker"]] = report
+        if last is None or not goes_on or not last["tokens"]:
+            continue
+        added = clock.since(before)
+        held = min(max_rows, (report["in_flight"] + last["in_flight"]) / 2)
+        decoding.append(min(max_rows, report["in_flight"]))
+        row_seconds += held * added["wall"]
+        tokens += added["tokens"]
+        busy += added["busy"]
+        wall += added["wall"]
     if not tokens:  # a run of a few seconds: no worker has reported twice
         tokens, busy, wall = (
-            sum(last[name] for last in before.values()) for name in ("tokens", "busy", "wall")
+            sum(clock.totals[name] for clock in clocks.values())
+            for name in ("tokens", "busy", "wall")
         )
     if not row_seconds:
         decoding = [max_rows]
         row_seconds = busy * max_rows / 2
     if tokens <= 0 or row_seconds <= 0:
-        wrong = "no rollout worker has reported tokens"
-        raise NotMeasured("the run", wrong, "give a run that has generated its responses")
+        no_tokens = "no rollout worker has reported tokens"
+        raise NotMeasured("the run", no_tokens, "give a run that has generated its responses")
     return (
         tokens / row_seconds,
         max(1.0, sorted(decoding)[int(0.9 * (len(decoding) - 1))]),

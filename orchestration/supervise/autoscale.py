@@ -17,10 +17,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import structlog
 
+from orchestration.history.worker_clock import WorkerClock
 from orchestration.recipe.problems import RecipeError
 from orchestration.recipe.schema import Recipe
 from orchestration.state.documents import SCALE
@@ -90,70 +90,74 @@ class Window:
     """The seconds between two looks at the `stage` events of a run, from the first step on."""
 
     def __init__(self) -> None:
-        # the figures of each worker at the window's begin
-        self._begin: dict[tuple[str, str], Mapping[str, Any]] = {}
-        self._now: dict[tuple[str, str], Mapping[str, Any]] = {}
+        self._clocks: dict[tuple[str, str], WorkerClock] = {}  # by stage and worker
+        # their totals at the window's begin
+        self._begin: dict[tuple[str, str], Mapping[str, float]] = {}
+        self._untrained: set[str] = set()  # trainers whose process has trained no row yet
 
     def add(self, event: Event) -> None:
         """Take an event of the run into account."""
-        if event.kind == "stage" and event.data["stage"] in ("rollout", "update"):
-            worker = (event.data["stage"], event.data["worker"])
-            figures = event.data
-            before = self._now.get(worker)
-            if before is None or figures["wall"] < before["wall"]:  # its process has begun
-                self._begin[worker] = figures
-            elif (
-                worker[0] == "update" and not before["rows"]
-            ):  # until the first step it waits for any number
-                self._begin = {**self._now, worker: figures}
-            self._now[worker] = figures
+        if event.kind != "stage" or event.data["stage"] not in ("rollout", "update"):
+            return
+        stage, name = worker = event.data["stage"], event.data["worker"]
+        is_new = worker not in self._clocks
+        clock = self._clocks.setdefault(worker, WorkerClock())
+        goes_on = clock.add(event.data)
+        if is_new:
+            self._begin[worker] = clock.totals
+        elif goes_on and name in self._untrained:  # until the first step it waits for any number
+            self._begin = {each: clock.totals for each, clock in self._clocks.items()}
+        if stage == "update" and not event.data["rows"]:
+            self._untrained.add(name)
+        else:
+            self._untrained.discard(name)
 
     def load(self) -> Load | None:
         """Return the load, and begin the next window; None, and the window goes on, while the
         trainer, or each rollout, has not reported a time."""
 
-        def spent(stage: str, key: str) -> list[float]:
-            return [
-                now[key] - self._begin[worker][key]
-                for worker, now in self._now.items()
-                if worker[0] == stage and now["wall"] > self._begin[worker]["wall"]
-            ]
-
-        busy = spent("rollout", "busy")
-        seconds = spent("update", "wall")
-        waiting = spent("update", "waiting_input")
-        if not busy or not seconds:
-            return None
-        self._now = {
-            worker: now
-            for worker, now in self._now.items()
-            if now["wall"] > self._begin[worker]["wall"]
+        spent = {
+            worker: added
+            for worker, clock in self._clocks.items()
+            if (added := clock.since(self._begin[worker]))["wall"] > 0
         }
-        self._begin = dict(self._now)  # workers that are gone are forgotten
-        waits = min(wait / wall for wait, wall in zip(waiting, seconds, strict=True))
-        return Load(len(busy), sum(busy) / max(seconds), waits)
+        trainers = [added for (stage, _), added in spent.items() if stage == "update"]
+        busy = [added["busy"] for (stage, _), added in spent.items() if stage == "rollout"]
+        if not busy or not trainers:
+            return None
+        # workers that are gone are forgotten
+        self._clocks = {worker: self._clocks[worker] for worker in spent}
+        self._begin = {worker: clock.totals for worker, clock in self._clocks.items()}
+        waits = min(added["waiting_input"] / added["wall"] for added in trainers)
+        return Load(len(busy), sum(busy) / max(added["wall"] for added in trainers), waits)
 
 
-async def follow_load(index: Index, recipe: Recipe) -> None:
-    """Scale the run of ``index`` as ``launch.autoscale`` of its ``recipe`` says, without end."""
-    section = recipe.launch.autoscale
-    decided = 0.0
-    window = Window()
-    policy = AutoscalePolicy(section.min, section.max)
-    async for event in index.follow((await index.event_ends())[1]):
-        window.add(event)
-        decided = decided or event.time
-        if (
-            event.kind != "stage"
-            or event.time - decided < section.window
-            or (load := window.load()) is None
-        ):
-            continue
-        decided = event.time
-        asked = await SCALE.get(index) or recipe.rollout.workers
-        wanted = policy.decide(asked, load)
+class LoadFollower:
+    """Scales the run of ``index`` as ``launch.autoscale`` of its ``recipe`` says, by its events."""
+
+    def __init__(self, index: Index, recipe: Recipe) -> None:
+        section = recipe.launch.autoscale
+        self._index = index
+        self._workers = recipe.rollout.workers
+        self._window = Window()
+        self._window_seconds = section.window
+        self._policy = AutoscalePolicy(section.min, section.max)
+        self._decided = 0.0  # time of the event by which the last decision was made
+
+    async def take(self, event: Event) -> None:
+        self._window.add(event)
+        self._decided = self._decided or event.time
+        if event.kind != "stage" or event.time - self._decided < self._window_seconds:
+            return
+        if (load := self._window.load()) is not None:
+            self._decided = event.time
+            await self._scale(load)
+
+    async def _scale(self, load: Load) -> None:
+        asked = await SCALE.get(self._index) or self._workers
+        wanted = self._policy.decide(asked, load)
         if wanted == asked:
-            continue
+            return
         log.info(
             "scales the rollouts",
             before=asked,
@@ -162,6 +166,6 @@ async def follow_load(index: Index, recipe: Recipe) -> None:
             busy=load.busy,
         )
         try:
-            await request_scale(index, wanted)
+            await request_scale(self._index, wanted)
         except (RecipeError, WrongState) as refused:
             log.warning("rollouts not scaled", wanted=wanted, reason=str(refused))

@@ -38,19 +38,13 @@ from typing import Any, TypeVar
 
 import structlog
 
+from orchestration.event_feed import EventFeed
 from orchestration.guard.guard import Guard
 from orchestration.launch.launchers import Launcher, Life, Unplaceable
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.worker_kinds import kind_of, remote_workers, workers_of
-from orchestration.simulation.live import follow_costs
-from orchestration.state.documents import (
-    LEAVE,
-    PROCESS,
-    SCALE,
-    SCALES,
-    Ending,
-    EndKind,
-)
+from orchestration.simulation.live import CostFollower, is_forecast
+from orchestration.state.documents import LEAVE, PROCESS, SCALE, SCALES, Ending, EndKind
 from orchestration.supervise.budget import RestartBudget
 from orchestration.supervise.group import (
     State,
@@ -66,7 +60,7 @@ from orchestration.supervise.group import (
 from orchestration.supervise.liveness import Liveness
 from orchestration.supervise.lives import Lives, RunFailed
 from orchestration.supervise.watch import GuardFailed, GuardWatch, options_of
-from pipeline.data.events import LIVE, WorkerEvent
+from pipeline.data.events import LIVE, Event, WorkerEvent
 from pipeline.documents.flow import STATE, VERSION
 from pipeline.first_of import cancel_all, first_of
 from pipeline.index.client import Index, IndexRefused, IndexUnreachable
@@ -97,7 +91,7 @@ class _Rewind(Exception):
 
 class Supervisor:
     """The supervisor that runs the workers of ``recipe`` until the work is done, ``stop`` is set,
-    or it cannot go on.
+    or it cannot go on. ``events``: of the run.
 
     ``begins``: optimizer steps that were made before; ``folder``: of the run, with what it has
     recorded; None: nothing is forecast.
@@ -108,6 +102,7 @@ class Supervisor:
         index: Index,
         launcher: Launcher,
         recipe: Recipe,
+        events: EventFeed,
         *,
         begins: int,
         folder: Path | None = None,
@@ -116,6 +111,7 @@ class Supervisor:
         self.launcher = launcher
         self.recipe = recipe
         self.launch = recipe.launch
+        self.events = events
         self.folder = folder
         self.workers = workers_of(recipe)
         self.begins = begins
@@ -129,7 +125,6 @@ class Supervisor:
         # None: look again whether all is done
         self._ended: asyncio.Queue[asyncio.Task[Any] | None] = asyncio.Queue()
         self._stopping = False
-        self._began = "0"  # the last event before those of this supervisor
 
     def pids(self) -> dict[str, int]:
         """Return the process of each worker, by ``KIND-NUMBER``."""
@@ -161,23 +156,23 @@ class Supervisor:
         await _forget_former_workers(self.index, self.workers)
         if (await self.index.state())[0] == "stopping":  # requested before anything was launched
             return Outcome("stopped", STOPPED)
-        _, self._began = await self.index.event_ends()
+        _, began = await self.index.event_ends()
         await self.guard.begin()
         for workers in groups_of(self.workers):
             self._add(workers)
         await self._record_engines()
         stopping = self._begin(first_of(stop.wait(), _stop_requested(self.index)))
-        guarding = self._begin(self.guard.run())
-        for work in (self._follow_ready(), self._limit_start()):
-            self._begin(work)
-        for work in (self._liveness.run(), self._scale()):
+        guarding = self._begin(self.events.feed(self.guard.take, self.guard.after))
+        self._begin(self.events.feed(self._note_ready, began))
+        for work in (self._limit_start(), self._liveness.run(), self._scale()):
             self._begin(work)
         if self.launch.autoscale.max:
-            from orchestration.supervise.autoscale import follow_load
+            from orchestration.supervise.autoscale import LoadFollower
 
-            self._begin(follow_load(self.index, self.recipe))
-        if self.folder is not None:
-            self._begin(follow_costs(self.index, self.recipe, self.folder))
+            self._begin(self.events.feed(LoadFollower(self.index, self.recipe).take, began))
+        if self.folder is not None and is_forecast(self.recipe):
+            costs = await CostFollower.begin(self.index, self.recipe, self.folder)
+            self._begin(self.events.feed(costs.take, began))
         trained = None
         # another program trains
         if not any(group.kind.rank_group for group in self._groups.values()):
@@ -394,16 +389,16 @@ class Supervisor:
         """Record for the trainer which engines must have the last version before the run ends."""
         await ENGINES.put(self.index, engines_of(self._groups.values()))
 
-    async def _follow_ready(self) -> None:
-        """Let workers be ready, and the run be `running` when it can train, without end."""
-        async for event in self.index.follow(self._began):
-            if event.kind != "worker" or event.data["change"] != "ready":
-                continue
-            for group in self._groups.values():
-                group.ready(event.data["worker"])
-            if not missing(self._groups.values()):
-                # A run that was paused when its supervisor was killed stays so.
-                await self.index.transition(["starting"], "running")
+    async def _note_ready(self, event: Event) -> None:
+        """Let a worker be ready where ``event`` says so, and the run be `running` when it can
+        train."""
+        if event.kind != "worker" or event.data["change"] != "ready":
+            return
+        for group in self._groups.values():
+            group.ready(event.data["worker"])
+        if not missing(self._groups.values()):
+            # A run that was paused when its supervisor was killed stays so.
+            await self.index.transition(["starting"], "running")
 
     async def _limit_start(self) -> None:
         """Raise RunFailed when the run cannot train within ``startup_timeout``: of an elastic kind

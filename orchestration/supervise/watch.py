@@ -64,7 +64,8 @@ def options_of(recipe: Recipe) -> GuardOptions:
 
 class GuardWatch:
     """The guard of the run in ``index``. Call :meth:`begin` before the run's first events, then
-    :meth:`run`. ``folder``: of the run, with the events from before it was resumed."""
+    :meth:`take` with those after id ``after``. ``folder``: of the run, with the events from before
+    it was resumed."""
 
     def __init__(
         self,
@@ -77,7 +78,7 @@ class GuardWatch:
         self.guard = guard
         self.on_alarm = on_alarm
         self.folder = folder
-        self._after = "0"
+        self.after = "0"  # the last event that was taken
         self._judged = (0, 0)
         self._taking = asyncio.Lock()
         # alarms of events after the last one that is known to be judged
@@ -93,7 +94,7 @@ class GuardWatch:
             if event.kind == "alarm" and order(event.id) > self._judged:
                 self._emitted.add((event.data["metric"], event.data["step"]))
         await self._take(past.events)
-        self._after = last  # behind events of steps that are made again
+        self.after = last  # behind events of steps that are made again
         await self.catch_up()
 
     async def _past(self) -> tuple[Past, str]:
@@ -122,25 +123,24 @@ class GuardWatch:
                 past.add(event)
         return past, last
 
-    async def run(self) -> None:
-        """Judge events as they come, without end. Raises GuardFailed."""
-        while True:
-            await self._take(await self.index.events(self._after, STATE_SECONDS))
+    async def take(self, event: Event) -> None:
+        """Judge ``event``. Raises GuardFailed."""
+        await self._take([event])
 
     async def catch_up(self) -> None:
         """Judge the events that are there now. Raises GuardFailed."""
-        while events := await self.index.past_events(self._after):
+        while events := await self.index.past_events(self.after):
             await self._take(events)
 
     async def _take(self, events: Iterable[Event]) -> None:
-        async with self._taking:  # `run` and `catch_up` may have read the same events
-            new = [event for event in events if order(event.id) > order(self._after)]
+        async with self._taking:  # `catch_up` may have read the same events
+            new = [event for event in events if order(event.id) > order(self.after)]
             for event in new:
-                self._after = event.id
+                self.after = event.id
                 if (data := event.decoded() if event.kind in KINDS else None) is not None:
                     await self._judge(data, order(event.id) <= self._judged)
-            if any(event.kind in KINDS for event in new):
-                await JUDGED.put(self.index, self._after)
+            if any(event.kind in ("step", "alarm") for event in new):
+                await JUDGED.put(self.index, self.after)
 
     async def _judge(self, data: EventData, before: bool) -> None:
         """Judge ``event`` and act on its alarms. ``before``: a former supervisor has judged it and
@@ -162,7 +162,7 @@ class GuardWatch:
             return
         reason = f"guard: step {alarm.step}: {alarm.reason}. {alarm.look}"
         if self.on_alarm == "fail":
-            await JUDGED.put(self.index, self._after)
+            await JUDGED.put(self.index, self.after)
             raise GuardFailed(reason)
         while (await self.index.transition(["running"], "paused", reason))[0] in (
             "created",

@@ -4,7 +4,7 @@ on."""
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgpack
@@ -110,13 +110,6 @@ class Events(Calls):
             ),
             None,
         )
-
-    async def follow(self, after: str = "0") -> AsyncIterator[Event]:
-        """Yield the events after id ``after``, without end."""
-        while True:
-            for event in await self.events(after):
-                after = event.id
-                yield event
 
 
 LOG_SECONDS = 10.0  # a wait on the server for an entry is renewed this often

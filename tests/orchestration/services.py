@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from orchestration.event_feed import EventFeed
 from orchestration.history.events_file import METRICS, read_metrics
 from orchestration.processes.handles import Process
 from orchestration.recipe.schema import Recipe
@@ -127,8 +128,8 @@ class Service:
     ) -> Event:
         index = Index(self.url, run)
         try:
-            async with asyncio.timeout(SECONDS):
-                async for event in index.follow():
+            async with asyncio.timeout(SECONDS), EventFeed.reading(index) as feed:
+                async for event in feed.follow():
                     if event.kind == kind and condition(event.data):
                         return event
         finally:

@@ -188,7 +188,7 @@ def test_a_window_has_the_times_since_the_one_before_it() -> None:
     window.add(report("update", "update-0", 2.0, waiting_input=1.0))  # restarted
     window.add(report("update", "update-0", 12.0, waiting_input=6.0))
     window.add(report("rollout", "rollout-0", 120.0, busy=25.0))
-    assert window.load() == Load(1, busy=pytest.approx(0.5), waits=pytest.approx(0.5)), (
+    assert window.load() == Load(1, busy=pytest.approx(5 / 12), waits=pytest.approx(0.5)), (
         "rollout-1 has left"
     )
 

@@ -18,7 +18,7 @@ from orchestration.supervise.supervisor import Supervisor
 from pipeline.documents.flow import STATE
 from pipeline.index.client import Index
 from stages.weights.documents import ENGINES
-from tests.orchestration.run.test_ranks import ScriptedLauncher
+from tests.orchestration.run.test_ranks import ScriptedLauncher, supervise
 from tests.orchestration.runs import TINY, recipe
 
 
@@ -58,8 +58,8 @@ async def supervised(
     )
     await index.transition([""], "created")
     launcher = ScriptedLauncher(index)
-    supervisor = Supervisor(index, launcher, of, begins=0)
-    work = asyncio.create_task(supervisor.run(asyncio.Event()))
+    supervisor, supervising = await supervise(index, launcher, of)
+    work = asyncio.create_task(supervising)
     yield supervisor, launcher, work
     work.cancel()
     await asyncio.gather(work, return_exceptions=True)
@@ -161,9 +161,8 @@ async def test_a_run_begins_without_a_late_rollout_where_another_is_ready(
         flow_of(of).config(of.staleness_plan), {"published": 0, "trained": 0, "admitted": 0}
     )
     await index.transition([""], "created")
-    work = asyncio.create_task(
-        Supervisor(index, ScriptedLauncher(index, late), of, begins=0).run(asyncio.Event())
-    )
+    _, supervising = await supervise(index, ScriptedLauncher(index, late), of)
+    work = asyncio.create_task(supervising)
     async with asyncio.timeout(20):
         while (found := await index.state())[0] in ("created", "starting"):
             await index.wait(STATE, found[2], 1.0)

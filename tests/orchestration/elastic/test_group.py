@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestration.event_feed import EventFeed
 from orchestration.recipe.flow import flow_of
 from orchestration.state.documents import ENDING, PROCESS, RUN_RECIPE, Ending, EndKind
 from orchestration.supervise.budget import RestartBudget
@@ -27,6 +28,7 @@ from orchestration.supervise.supervisor import Supervisor
 from pipeline.documents.flow import STATE
 from pipeline.index.client import Index
 from stages.weights.documents import ENGINES
+from tests.orchestration.run import test_ranks as ranks
 from tests.orchestration.run.test_ranks import ScriptedLauncher
 from tests.orchestration.runs import TINY, recipe
 
@@ -103,8 +105,8 @@ async def supervise(index: Index) -> AsyncIterator[Supervise]:
         await RUN_RECIPE.put(index, of)
         await index.transition([""], "created")
         launcher = ScriptedLauncher(index, late)
-        supervisor = Supervisor(index, launcher, of, begins=0)
-        works.append(asyncio.create_task(supervisor.run(asyncio.Event())))
+        supervisor, supervising = await ranks.supervise(index, launcher, of)
+        works.append(asyncio.create_task(supervising))
         return supervisor, launcher
 
     yield begin
@@ -116,12 +118,13 @@ async def supervise(index: Index) -> AsyncIterator[Supervise]:
 async def event(index: Index, worker: str, change: str) -> dict[str, Any]:
     """Wait for a `worker` event, and return it."""
     async with asyncio.timeout(20):
-        async for each in index.follow():
-            if each.kind == "worker" and (each.data["worker"], each.data["change"]) == (
-                worker,
-                change,
-            ):
-                return dict(each.data)
+        async with EventFeed.reading(index) as feed:
+            async for each in feed.follow():
+                if each.kind == "worker" and (each.data["worker"], each.data["change"]) == (
+                    worker,
+                    change,
+                ):
+                    return dict(each.data)
     raise AssertionError
 
 

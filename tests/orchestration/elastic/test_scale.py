@@ -30,7 +30,6 @@ from orchestration.state.documents import (
 from orchestration.state.paths import RunPaths
 from orchestration.state.registry import WrongState
 from orchestration.supervise.scale import request_scale, scaled
-from orchestration.supervise.supervisor import Supervisor
 from orchestration.workers.rollout import RolloutJob
 from pipeline.documents.flow import SECRET, WAREHOUSES
 from pipeline.index.client import Index, RunConfig
@@ -39,7 +38,7 @@ from stages.engines.mock.engines import MockRolloutEngine
 from stages.weights.documents import ENGINES
 from tests.orchestration.run.test_hosts import REMOTE
 from tests.orchestration.run.test_partial_rollout import LONG_TAILED
-from tests.orchestration.run.test_ranks import ScriptedLauncher, ScriptedLife
+from tests.orchestration.run.test_ranks import ScriptedLauncher, ScriptedLife, supervise
 from tests.orchestration.run.test_run import assert_each_sample_once, assert_nothing_left
 from tests.orchestration.runs import MOCK, TINY, Watched, executing, recipe
 
@@ -163,8 +162,8 @@ async def test_the_number_of_a_run_that_is_taken_over_stays(index: Index) -> Non
     await index.transition([""], "running")
     await request_scale(index, 2)
     launcher = ScriptedLauncher(index)
-    supervisor = Supervisor(index, launcher, of, begins=0)
-    work = asyncio.create_task(supervisor.run(asyncio.Event()))
+    supervisor, supervising = await supervise(index, launcher, of)
+    work = asyncio.create_task(supervising)
     lives = await launcher.next(4)
     assert sorted(lives) == ["flow-0", "rollout-0", "rollout-1", "update-0"]
     assert await ENGINES.get(index) == ["rollout-0", "rollout-1"]
@@ -182,8 +181,8 @@ async def test_a_worker_whose_host_leaves_is_launched_again(index: Index) -> Non
     )
     await index.transition([""], "created")
     launcher = ScriptedLauncher(index)
-    supervisor = Supervisor(index, launcher, of, begins=0)
-    work = asyncio.create_task(supervisor.run(asyncio.Event()))
+    _, supervising = await supervise(index, launcher, of)
+    work = asyncio.create_task(supervising)
     life = (await launcher.next(3))["rollout-0"]
     await LEAVE.put(index, True, name=life.name)
     life.code.set_result(0)

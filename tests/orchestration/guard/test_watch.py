@@ -11,6 +11,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from benchmarks import faults
+from orchestration.event_feed import EventFeed
 from orchestration.guard import past
 from orchestration.guard.guard import Guard, GuardOptions
 from orchestration.history.events_file import METRICS, MetricsFile, read_metrics
@@ -150,14 +151,14 @@ async def test_what_is_constant_by_construction_is_said_and_not_judged(index: In
 async def test_an_alarm_of_a_worker_acts_as_the_guards_own(index: Index) -> None:
     failing = watch(index, "fail")
     await failing.begin()
-    running = asyncio.create_task(failing.run())
-    await index.emit(
-        AlarmEvent(
-            metric="probe", step=3, value=0.1, reason="it differs", look="there", worker="rollout-0"
-        )
+    alarm = AlarmEvent(
+        metric="probe", step=3, value=0.1, reason="it differs", look="there", worker="rollout-0"
     )
-    with pytest.raises(GuardFailed, match=r"guard: step 3: it differs\. there"):
-        await asyncio.wait_for(running, 10)
+    async with EventFeed.reading(index) as feed:
+        running = asyncio.create_task(feed.feed(failing.take, failing.after))
+        await index.emit(alarm)
+        with pytest.raises(GuardFailed, match=r"guard: step 3: it differs\. there"):
+            await asyncio.wait_for(running, 10)
     await watch(index, "fail").begin()  # a successor does not fail of it again
 
 

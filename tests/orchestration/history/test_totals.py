@@ -72,8 +72,17 @@ EVENTS = [
 @pytest.mark.parametrize("cut", range(len(EVENTS) + 1))
 def test_another_process_goes_on_with_the_same_totals(cut: int) -> None:
     sent = json.dumps(totals_of(EVENTS[:cut]).wire())
-    gone_on = totals_of(EVENTS[cut:], RunTotals.of(json.loads(sent)))
+    restored = RunTotals.of(json.loads(sent))
+    assert restored.wire() == totals_of(EVENTS[:cut]).wire()
+    assert {name: worker.recent for name, worker in restored.workers.items()} == {
+        name: worker.recent for name, worker in totals_of(EVENTS[:cut]).workers.items()
+    }
+    gone_on = totals_of(EVENTS[cut:], restored)
     whole = totals_of(EVENTS)
+    # it has forgotten where it looked back to in between
+    for totals in (gone_on, whole):
+        for worker in totals.workers.values():
+            worker._recent.clear()
     assert gone_on.wire() == whole.wire()
     assert {name: worker.totals for name, worker in gone_on.workers.items()} == {
         name: worker.totals for name, worker in whole.workers.items()

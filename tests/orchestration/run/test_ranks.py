@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
@@ -15,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.synchronous import synchronous_run
+from orchestration.event_feed import EventFeed
 from orchestration.recipe.flow import flow_of
 from orchestration.recipe.problems import RecipeError
 from orchestration.recipe.schema import Recipe
@@ -301,6 +303,19 @@ class ScriptedLauncher:
         return {f"{kind}-{number}": life for kind, number, life in found}
 
 
+async def supervise(index: Index, launcher: Any, of: Recipe) -> tuple[Supervisor, Any]:
+    """A supervisor of a new run of ``of``, and its work, to be awaited."""
+    feeds = contextlib.AsyncExitStack()
+    feed = await feeds.enter_async_context(EventFeed.reading(index))
+    supervisor = Supervisor(index, launcher, of, feed, begins=0)
+
+    async def work() -> Outcome:
+        async with feeds:
+            return await supervisor.run(asyncio.Event())
+
+    return supervisor, work()
+
+
 @pytest.fixture
 async def supervised(
     index: Index,
@@ -318,8 +333,8 @@ async def supervised(
     )
     await index.transition([""], "created")
     launcher = ScriptedLauncher(index)
-    supervisor = Supervisor(index, launcher, of, begins=0)
-    work = asyncio.create_task(supervisor.run(asyncio.Event()))
+    supervisor, supervising = await supervise(index, launcher, of)
+    work = asyncio.create_task(supervising)
     yield supervisor, launcher, work
     work.cancel()
     await asyncio.gather(work, return_exceptions=True)
