@@ -1,6 +1,7 @@
 /* Progress of a run: added up from its record and its events so far. Views read it; nothing here draws or calls.
  *
- *    history, events ──▶ Progress ──▶ series of the charts, stages with shares and rates, spans, what to notice
+ *    history, events ──▶ Progress ──▶ series of the charts, spans, what to notice
+ *    GET …/stages ─────────┘          stages with shares and rates, which the server has added up
  *
  * Applying a step again (history and stream overlap; a trainer replays after a death) changes nothing.
  */
@@ -10,31 +11,14 @@ export const WORDS = { busy: "busy", waiting_input: "waiting for input", waiting
 export const ENDED = ["finished", "stopped", "failed"];
 export const STATES = { created: "waiting" }; // words of states that are not shown by their names
 
-const RECENT = 10; // seconds that live shares and rates look back, as in the terminal
 const RATE_STEPS = 8; // steps that tokens per second and the time left look back
 const SPAN_SECONDS = 660; // how long spans are kept
-const GONE = 6; // seconds without a `stage` event after which a worker is not shown as at work
+const GONE = 6; // seconds that a worker reports later than the others, after which it is not shown as at work
 
-/** One worker: its newest `stage` events, and the shares and rates of the last seconds. */
+/** One worker of a stage: its newest report, and the shares and rates of the last seconds. */
 class Worker {
-  constructor(name, stage) {
-    Object.assign(this, { name, stage, past: [], process: "", time: 0 });
-  }
-
-  get latest() {
-    return this.past.at(-1) ?? null;
-  }
-
-  apply(time, data) {
-    if (this.latest && data.wall < this.latest.wall) this.past = []; // a restarted worker counts from 0 again
-    this.past.push(data);
-    this.time = time;
-    while (this.past.length > 2 && data.wall - this.past[1].wall >= RECENT) this.past.shift();
-  }
-
-  since(name) {
-    if (!this.latest) return 0;
-    return this.latest[name] - (this.past.length > 1 ? this.past[0][name] : 0);
+  constructor(stage, latest) {
+    Object.assign(this, { name: latest.worker, stage, latest, recent: latest.recent, process: latest.process, time: latest.time });
   }
 
   get shares() {
@@ -42,15 +26,15 @@ class Worker {
   }
 
   rate(name) {
-    const wall = this.since("wall");
-    return wall > 0 ? this.since(name) / wall : 0;
+    return this.recent.wall > 0 ? this.recent[name] / this.recent.wall : 0;
   }
 }
 
 /** Parts of the wall time of `workers` together; they add up to 1, or are all 0 before any time has passed. */
 function shares(workers) {
-  const wall = workers.reduce((sum, worker) => sum + worker.since("wall"), 0);
-  const part = (name) => workers.reduce((sum, worker) => sum + worker.since(name), 0) / wall;
+  const total = (name) => workers.reduce((sum, worker) => sum + worker.recent[name], 0);
+  const wall = total("wall");
+  const part = (name) => total(name) / wall;
   return Object.fromEntries(SHARES.map((name) => [name, wall > 0 ? part(name) : 0]));
 }
 
@@ -72,8 +56,8 @@ export class Progress {
     this.notes = [];
     this.forecast = null; // of the next steps, the newest
     this.alarms = []; // of the guard, the oldest first
-    this.heard = 0; // Unix seconds of the last event
-    this.received = 0; // and of its arrival: the stream begins in the past
+    this.reported = 0; // Unix seconds of the last report of any worker
+    this.received = 0; // of the arrival of the last event or report
     this.changed = 0;
     this.sorted = [];
     this.update(record);
@@ -120,11 +104,9 @@ export class Progress {
   }
 
   apply(kind, data) {
-    this.heard = data.time;
     this.received = this.now;
     if (kind === "step") this.step(data);
     else if (kind === "evaluation") this.evaluations.set(data.version, data);
-    else if (kind === "stage") this.worker(data.worker, data.stage).apply(data.time, data);
     else if (kind === "sync") this.sync(data);
     else if (kind === "ledger") this.ledger = data;
     else if (kind === "span") this.span(data);
@@ -158,11 +140,6 @@ export class Progress {
     this.changed += 1;
   }
 
-  worker(name, stage) {
-    if (!this.workers.has(name)) this.workers.set(name, new Worker(name, stage));
-    return this.workers.get(name);
-  }
-
   change(data) {
     if (data.change === "restarted") this.restarts += 1;
     if (["died", "restarted", "absent", "left", "kept its weights"].includes(data.change)) {
@@ -182,8 +159,10 @@ export class Progress {
     this.flow = view.flow;
     for (const alarm of view.alarms ?? []) this.alarm(alarm);
     for (const stage of view.stages) {
-      for (const { worker, process, state, pid, node, host } of stage.workers) {
-        this.worker(worker, stage.name).process = process;
+      for (const report of stage.workers) {
+        const { process, state, pid, node, host, time } = report;
+        this.workers.set(report.worker, new Worker(stage.name, report));
+        if (time > this.reported) [this.reported, this.received] = [time, this.now];
         if (state) this.processes.set(process, { change: state, reason: "", pid, node: host ? node : "" });
       }
     }
@@ -191,13 +170,13 @@ export class Progress {
 
   /** What a worker has done lately: {worker, stage, spans: [{name, start, seconds, rows, version}]}. */
   span(data) {
-    const kept = this.spans.get(data.worker) ?? { stage: data.stage, spans: [] };
-    this.spans.set(data.worker, kept);
-    for (const span of data.spans) kept.spans.push({ ...span, end: span.start + span.seconds });
-    kept.spans.sort((a, b) => a.end - b.end);
-    const oldest = kept.spans.at(-1)?.end - SPAN_SECONDS;
-    const first = kept.spans.findIndex((span) => span.end >= oldest);
-    if (first > 0) kept.spans.splice(0, first);
+    const { spans } = this.spans.get(data.worker) ?? { spans: [] };
+    this.spans.set(data.worker, { stage: data.stage, spans });
+    for (const span of data.spans) spans.push({ ...span, end: span.start + span.seconds });
+    spans.sort((a, b) => a.end - b.end);
+    const oldest = spans.at(-1)?.end - SPAN_SECONDS;
+    const first = spans.findIndex((span) => span.end >= oldest);
+    if (first > 0) spans.splice(0, first);
   }
 
   get history() {
@@ -245,15 +224,17 @@ export class Progress {
     return { step: history.map((step) => step.step + 1), get, speed };
   }
 
+  /** Whether others have reported since a worker should have. */
+  silent(worker) {
+    return this.reported - worker.time > GONE;
+  }
+
   /** Workers by stage: {workers, shares, rows, tokens, queue, held}. */
   get stages() {
-    const found = new Map();
-    for (const worker of this.workers.values()) {
-      if (!worker.latest) continue;
-      found.set(worker.stage, [...(found.get(worker.stage) ?? []), worker]);
-    }
+    const byStage = new Map();
+    for (const worker of this.workers.values()) byStage.set(worker.stage, [...(byStage.get(worker.stage) ?? []), worker]);
     return new Map(
-      [...found].map(([stage, workers]) => [
+      [...byStage].map(([stage, workers]) => [
         stage,
         {
           workers,
@@ -262,7 +243,7 @@ export class Progress {
           tokens: workers.reduce((sum, worker) => sum + worker.rate("tokens"), 0),
           queue: Math.max(...workers.map((worker) => worker.latest.queue_depth ?? 0)), // one queue, all see it
           held: workers.reduce((sum, worker) => sum + (worker.latest.in_flight ?? 0), 0),
-          quiet: this.heard - Math.max(...workers.map((worker) => worker.time)) > GONE,
+          quiet: workers.every((worker) => this.silent(worker)),
         },
       ]),
     );
@@ -277,9 +258,9 @@ export class Progress {
 
   /** What a person should notice: [{level: bad | watch | fine, text}], the worst first. */
   get findings() {
-    const found = [];
-    const bad = (text) => found.push({ level: "bad", text });
-    const watch = (text) => found.push({ level: "watch", text });
+    const findings = [];
+    const bad = (text) => findings.push({ level: "bad", text });
+    const watch = (text) => findings.push({ level: "watch", text });
     const last = this.last;
     if (this.state === "failed") bad(this.reason || "The run failed.");
     if (last) {
@@ -302,6 +283,6 @@ export class Progress {
     if (this.forecast?.reason) watch(`From step ${this.forecast.step + 1}: ${this.forecast.reason}.`);
     for (const alarm of this.alarms.slice(-3).reverse()) watch(`Alarm at step ${alarm.step + 1}: ${alarm.reason}.`);
     if (this.restarts) watch(`${this.restarts} worker restart${this.restarts > 1 ? "s" : ""}.`);
-    return found.sort((a, b) => (a.level === "bad" ? 0 : 1) - (b.level === "bad" ? 0 : 1));
+    return findings.sort((a, b) => (a.level === "bad" ? 0 : 1) - (b.level === "bad" ? 0 : 1));
   }
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, RootModel, Tag
@@ -198,6 +199,14 @@ class StageWorker(StageEvent, kind="stage"):
     Seconds; the four shares add up to ``wall``.
     """
 
+    time: Annotated[float, Doc("Unix seconds of this report, its newest one.")]
+    recent: Annotated[
+        Mapping[str, float],
+        Doc(
+            "What these seconds, `rows` and `tokens` have grown by within the last 10 s of them, "
+            "whichever process of the worker reported them."
+        ),
+    ]
     process: Annotated[str, Doc("The worker process that it runs in; empty for an external one.")]
     state: Annotated[
         str, Doc("Last change of that process: started, ready, died, restarted, stopped.")

@@ -6,8 +6,8 @@
  *    update         ████  ██
  *
  * A claim's span is light, and darker where several of one worker overlap; inside it, what took the time (a training step, a swap of
- * weights) is solid. What is under way has not ended and so is no span yet: after the last one the worker's own accounts, sent twice a
- * second, are drawn as a narrow band.
+ * weights) is solid. What is under way has not ended and so is no span yet: after the last one the worker's busy share of its last seconds
+ * is drawn as a narrow band.
  */
 
 import { colour } from "./charts.js";
@@ -258,20 +258,15 @@ export class Timeline {
   /** What has not ended: busy according to the worker's accounts. */
   live(pen, lane, top, x, from, until, left, progress, fill) {
     const worker = lane.worker ? progress.workers.get(lane.worker) : null;
-    if (!worker || worker.past.length < 2) return;
-    pen.fillStyle = fill;
-    const begun = worker.time - worker.latest.wall;
+    const busy = worker?.shares.busy ?? 0;
+    if (busy <= 0.02) return;
     const covered = lane.spans.reduce((last, span) => Math.max(last, span.end), from);
-    for (let at = 1; at < worker.past.length; at += 1) {
-      const [before, after] = [worker.past[at - 1], worker.past[at]];
-      const share = (after.busy - before.busy) / (after.wall - before.wall);
-      if (!(share > 0.02)) continue;
-      const begin = Math.max(left, x(Math.max(covered, begun + before.wall)));
-      const wide = x(Math.min(until, begun + after.wall)) - begin;
-      if (wide <= 0) continue;
-      pen.globalAlpha = 0.2 + 0.4 * share;
-      pen.fillRect(begin, top + LANE / 2 - 3, wide, 6);
-    }
+    const begin = Math.max(left, x(Math.max(covered, worker.time - worker.recent.wall)));
+    const wide = x(Math.min(until, worker.time)) - begin;
+    if (wide <= 0) return;
+    pen.fillStyle = fill;
+    pen.globalAlpha = 0.2 + 0.4 * busy;
+    pen.fillRect(begin, top + LANE / 2 - 3, wide, 6);
     pen.globalAlpha = 1;
   }
 

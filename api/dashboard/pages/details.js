@@ -31,7 +31,7 @@ export class Workers {
   }
 
   update(progress) {
-    for (const worker of progress.workers.values()) if (worker.latest) this.row(worker, progress);
+    for (const worker of progress.workers.values()) this.row(worker, progress);
     const ledger = progress.ledger ?? {};
     const words = { generated: "generated", trained: "trained", filtered: "filtered", remade: "made again", in_flight: "in flight" };
     const found = Object.entries(words).flatMap(([name, word]) => {
@@ -40,7 +40,7 @@ export class Workers {
       return element("div", {}, element("dt", {}, word), element("dd", {}, `${count(rows)} samples${tokens === undefined ? "" : `, ${count(tokens)} tokens`}`));
     });
     for (const worker of progress.workers.values()) {
-      for (const [name, of] of Object.entries(worker.latest?.calls ?? {})) {
+      for (const [name, of] of Object.entries(worker.latest.calls ?? {})) {
         const text = `${count(of.calls)} calls, ${count(of.failed)} failed, ${count(of.again)} again, ${seconds(of.seconds / of.calls)} a call`;
         found.push(element("div", {}, element("dt", {}, `${worker.name} ${name}`), element("dd", {}, text)));
       }
@@ -72,7 +72,7 @@ export class Workers {
     }
     const { shares, latest } = worker;
     for (const name of SHARES) row.bar[name].style.width = `${100 * shares[name]}%`;
-    const quiet = progress.heard - worker.time > 6;
+    const quiet = progress.silent(worker);
     const process = progress.processes.get(worker.process || worker.name);
     const state = process && process.change !== "ready" ? process.change : quiet && !progress.ended ? "silent" : "";
     const where = [worker.process || (process ? worker.name : ""), process?.pid, process?.node && `on ${process.node}`, state].filter(Boolean).join(" ");

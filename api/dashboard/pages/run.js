@@ -1,8 +1,8 @@
 /* One run: how it fares, what can be done with it, and everything that is known of it.
  *
- *    record ─┐
- *    history ─┼─▶ Progress ──▶ header and figures · picture · charts · timeline · samples, workers, checkpoints, logs, recipe
- *    stream ──┘   (steps have numbers, so that the order of arrival does not matter)
+ *    record, stages ─┐
+ *    history ────────┼─▶ Progress ──▶ header and figures · picture · charts · timeline · samples, workers, checkpoints, logs, recipe
+ *    stream ─────────┘   (steps have numbers, so that the order of arrival does not matter)
  */
 
 import { Chart, smooth } from "../charts/charts.js";
@@ -17,9 +17,9 @@ import { Samples } from "./samples.js";
 import { Stream } from "../stream.js";
 import { Timeline } from "../charts/timeline.js";
 
-const KINDS = "step,stage,sync,evaluation,state,worker,ledger,checkpoint,span,prompt,alarm,forecast";
-const BEFORE = 130; // seconds of the past that the stream begins with, for the timeline and the shares
-const STAGES_SECONDS = 4; // between two looks at gate and ledger
+const KINDS = "step,sync,evaluation,state,worker,ledger,checkpoint,span,prompt,alarm,forecast";
+const BEFORE = 130; // seconds of the past that the stream begins with, for the timeline
+const STAGES_SECONDS = 2; // between two looks at the stages, the gate and the ledger
 const WAITING_SECONDS = 3; // between two looks at a run that no agent has taken yet
 const SMOOTH_FROM = 24; // steps from which a moving average is drawn over the rewards
 
@@ -356,7 +356,6 @@ export class RunPage {
   follow(since = BEFORE) {
     this.stream?.stop();
     this.progress.spans.clear();
-    this.progress.workers.clear();
     const { record } = this.progress;
     const until = record.ended ?? this.service.now;
     const from = Math.max(record.created, until - since);

@@ -437,7 +437,14 @@ def _workers(status: RunStatus, stage: str) -> Iterator[StageWorker]:
             state, pid = status.totals.processes.get(process, ("", 0))
             node, host = status.totals.nodes.get(process, ("", ""))
             yield StageWorker(
-                **vars(worker.latest), process=process, state=state, pid=pid, node=node, host=host
+                **vars(worker.latest),
+                time=worker.time,
+                recent=worker.recent,
+                process=process,
+                state=state,
+                pid=pid,
+                node=node,
+                host=host,
             )
 
 

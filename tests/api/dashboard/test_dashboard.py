@@ -145,6 +145,29 @@ def test_alarms_are_on_the_chart_where_they_happened_and_in_a_list(
     assert (alarm["metric"], alarm["step"], alarm["value"]) == ("equal_groups", 7, 1.0)
 
 
+def test_the_picture_shows_what_the_server_has_added_up(
+    browser: Browser, served: Site, ended: str
+) -> None:
+    browser.open(f"{served.url}#/runs/{ended}")
+    browser.until("return /busy/.test(document.querySelector('#picture-says').textContent)")
+    says = browser.js("return document.querySelector('#picture-says').textContent")
+    stages = served.get(f"v1/runs/{ended}/stages").body["stages"]
+    assert len(stages) == 4
+    for stage in stages:
+        recent = {
+            name: sum(worker["recent"][name] for worker in stage["workers"])
+            for name in ("busy", "waiting_input", "waiting_room", "wall")
+        }
+        busy, for_input, for_room = (
+            f"{100 * recent[name] / recent['wall']:.0f} %"
+            for name in ("busy", "waiting_input", "waiting_room")
+        )
+        assert (
+            f"{stage['name']} {busy} busy, {for_input} waiting for input, {for_room} waiting for "
+            f"room, {stage['workers'][0]['queue_depth']} rows in its queue"
+        ) in says
+
+
 def test_a_whole_run_is_started_watched_paused_and_stopped_in_the_page(
     browser: Browser, served: Site
 ) -> None:

@@ -21,6 +21,7 @@ from api.server.service.service import SERVICE
 from api.server.service.service import service as services
 from api.telemetry import prometheus
 from orchestration.history.events_file import METRICS, MetricsFile
+from orchestration.recipe.flow import flow_of
 from orchestration.recipe.loading.load import parse_recipe
 from orchestration.state.documents import TOTALS
 from orchestration.state.recording import record_rest
@@ -95,6 +96,12 @@ class EventfulRun:
         assert held.record.id == self.record.id
         await self.registry.renew(self.record.id, "token", "process", 60.0)
         await self.index.transition(["", "created"], "running")
+
+    async def init(self) -> None:
+        """Put the flow of the run's recipe into the index."""
+        recipe = parse_recipe(MOCK)
+        counters = {"published": 0, "trained": 0, "admitted": 0}
+        await self.index.init(flow_of(recipe).config(recipe.staleness_plan), counters)
 
     async def finish(self) -> None:
         await self.index.transition(["running"], "finished")
@@ -266,6 +273,7 @@ async def test_when_the_index_has_given_the_events_up_every_answer_is_as_before(
 ) -> None:
     key = f"{run.registry._index.prefix}run:{run.record.id}"
     await run.registry._index._redis.hset(key, "folder", str(tmp_path))
+    await run.init()
     for number in range(5):
         await run.emit("step", step(number, reward_mean=number / 4))
         await run.emit("stage", stage("rollout-0", wall=4.0 * (number + 1)))
@@ -305,6 +313,28 @@ async def test_when_the_index_has_given_the_events_up_every_answer_is_as_before(
     app_service.run_statuses.forget(run.record.id)  # as a server that was started again
     assert await answers() == before
     assert [data["step"] for _, kind, data in before["stream"] if kind == "step"] == list(range(5))
+
+
+async def test_what_a_worker_did_lately_goes_on_over_its_restart(
+    client: Client, run: EventfulRun
+) -> None:
+    """It reports its own from 0 on after it; what is long past does not count."""
+    await run.init()
+    for wall in (2.0, 8.0, 12.0, 16.0, 4.0):
+        await run.emit("stage", stage("rollout-0", wall=wall, rows=int(2 * wall)))
+    view = await (await client.get(f"{run.path}/stages")).json()
+    (worker,) = next(each for each in view["stages"] if each["name"] == "rollout")["workers"]
+    assert worker["wall"] == 4.0, "of its process"
+    assert worker["recent"] == {
+        "wall": 12.0,  # 8 to 16 s of the one before, and 4 s of this one
+        "busy": 3.0,
+        "waiting_input": 6.0,
+        "waiting_room": 1.5,
+        "other": 1.5,
+        "rows": 24,
+        "tokens": 240,
+    }
+    assert worker["time"] == (await run.index.past_events())[-1].time
 
 
 async def test_a_run_with_damaged_totals_keeps_its_events_and_no_other_run_waits_for_it(
