@@ -167,6 +167,11 @@ class Recipe(Section):
         return self.launch.placement == "colocated"
 
     @property
+    def rows_per_step(self) -> int:
+        """Samples of one optimizer step."""
+        return self.train.groups_per_step * self.algorithm.group_size
+
+    @property
     def replicas(self) -> int:
         """Number of rollout engines."""
         return self.train.ranks if self.colocated else self.rollout.workers

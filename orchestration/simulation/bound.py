@@ -59,8 +59,7 @@ class LiveForecast:
         """What the events of some steps in a row say. Raises NotMeasured."""
         steps = [event for event in events if event.kind == "step"]
         costs, lengths = measured_costs(events, self.folder, with_bound(self.recipe, self.bound))
-        rows = self.recipe.train.groups_per_step * self.recipe.algorithm.group_size
-        length = max(self.window, min(3 * self.window, SAMPLES // rows))
+        length = max(self.window, min(3 * self.window, SAMPLES // self.recipe.rows_per_step))
         pipeline = self.recipe.pipeline
         bounds = range(pipeline.staleness_min or pipeline.staleness, pipeline.staleness + 1)
         forecasts = []

@@ -64,7 +64,7 @@ def setup_of(recipe: Recipe, *, steps: int = 0) -> Setup:
         steps=steps or recipe.train.steps,
         replicas=replicas,
         max_rows=recipe.rollout.max_rows,
-        most_rows=max(recipe.rollout.max_rows, plan.groups_per_step * size if alone else 0),
+        most_rows=max(recipe.rollout.max_rows, recipe.rows_per_step if alone else 0),
         first_groups=-(-plan.groups_per_step // replicas),
         budget=recipe.rollout.budget,
         cut=recipe.rollout.on_update == "cut",

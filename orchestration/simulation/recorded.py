@@ -273,7 +273,7 @@ def _fitted(costs: Costs, lengths: DrawnLengths, run: _Measured) -> Costs:
     busy = run.busy
     if busy is not None and not LEAST_BUSY < busy < 1 - LEAST_BUSY:
         return costs  # any rate would do
-    rows = _rows(run.recipe)
+    rows = run.recipe.rows_per_step
     simulated = max(6, min(16, FITTED_SAMPLES // (HALVINGS * rows)))
     setup = setup_of(run.recipe, steps=simulated)
     wanted = sum(map(_tokens, run.settled)) / run.seconds
@@ -315,17 +315,12 @@ def _divided(fits: Sequence[Costs], runs: Sequence[_Measured]) -> Costs:
     """The costs of the first of two fits, with the time that a step's responses take beside
     decoding divided into one of each response and one of each swap, which a smaller step has as
     well."""
-    (more, fewer), (costs, smaller) = (_rows(run.recipe) for run in runs), fits
+    (more, fewer), (costs, smaller) = (run.recipe.rows_per_step for run in runs), fits
     taken = costs.response_seconds * more
     taken_smaller = smaller.response_seconds * fewer
     of_response = min(max(0.0, (taken - taken_smaller) / (more - fewer)), costs.response_seconds)
     of_swap = (taken - of_response * more) / runs[0].recipe.replicas
     return replace(costs, response_seconds=of_response, swap_seconds=costs.swap_seconds + of_swap)
-
-
-def _rows(recipe: Recipe) -> int:
-    """Of a step."""
-    return recipe.train.groups_per_step * recipe.algorithm.group_size
 
 
 def _line(x: list[float], y: list[float]) -> tuple[float, float]:

@@ -111,8 +111,7 @@ def what_if(folder: Path, overrides: Sequence[str]) -> tuple[Forecast, Forecast]
     costs, lengths = costs_of_run(folder)
 
     def of(one: Recipe) -> Forecast:
-        rows = one.train.groups_per_step * one.algorithm.group_size
-        steps = min(MOST_STEPS, max(FEWEST_STEPS, SAMPLES // (10 * rows)))
+        steps = min(MOST_STEPS, max(FEWEST_STEPS, SAMPLES // (10 * one.rows_per_step)))
         return forecast(
             setup_of(one, steps=steps), costs(one), lengths.of_groups(one.algorithm.group_size)
         )
@@ -161,8 +160,8 @@ def search(
             f"device each, here {devices - others + 2}"
         )
     wanted = list(_changes(recipe, others, bounds))
-    rows = recipe.train.groups_per_step * recipe.algorithm.group_size
-    steps = min(MOST_STEPS, max(FEWEST_STEPS, SAMPLES // (len(wanted) * rows)))
+    samples = SAMPLES // (len(wanted) * recipe.rows_per_step)
+    steps = min(MOST_STEPS, max(FEWEST_STEPS, samples))
     found = [_tried(recipe, changes, costs, lengths, steps, device_memory) for changes in wanted]
     runs = sorted((choice for choice in found if choice.forecast), key=_speed, reverse=True)
     freshest = float("inf")

@@ -148,7 +148,7 @@ def make_rollout(
     # not depend on how fast the rest of the run is; several workers, also those that join later,
     # share the groups by the room that each has.
     is_alone = recipe.replicas == 1 and not job.number and not recipe.launch.autoscale.max
-    step_rows = recipe.train.groups_per_step * size if is_alone else 0
+    step_rows = recipe.rows_per_step if is_alone else 0
     stage = Rollout(
         job.dock,
         engine,

@@ -468,7 +468,7 @@ def threads_exist(recipe: Recipe, _: Environment) -> Iterator[Problem]:
     *("algorithm.group_size", "launch.launcher", "critic"),
 )
 def ranks_fit(recipe: Recipe) -> Iterator[Problem]:
-    rows = recipe.train.groups_per_step * recipe.algorithm.group_size
+    rows = recipe.rows_per_step
     for side, of in _rank_groups(recipe):
         device = of.device or recipe.train.device
         if of.dp > rows:

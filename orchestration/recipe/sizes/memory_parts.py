@@ -122,7 +122,7 @@ def micro_batch(recipe: Recipe, prompt: int) -> MicroBatch:
     train = recipe.train
     size = recipe.algorithm.group_size
     fed = recipe.rollout.max_tokens - 1
-    rows = -(-train.groups_per_step * size // train.dp)
+    rows = -(-recipe.rows_per_step // train.dp)
     group = prompt + size * fed  # of one replica
     groups = 1
     fits = size
@@ -150,6 +150,52 @@ def layer_bytes(sizes: Sizes, item: int, tokens: int) -> int:
     return tokens * each
 
 
+def train_state(recipe: Recipe, sizes: Sizes | None, parameters: int, learned: int) -> Parts:
+    """Bytes that one rank of a train engine holds from step to step, by part: its shares of
+    weights, AdamW's two moments and gradients in the dtype in which they are trained; one rank
+    alone also the copy in which it computes. ``checkpoint copy``: host memory, from which
+    checkpoints are written beside training. ``learned``: parameters that are trained; beside
+    adapters the others are frozen. ``sizes``: None where they are not known."""
+    train = recipe.train
+    item = ITEM_BYTES[recipe.model.dtype]
+    share = -(-learned // train.shards)
+    if sizes is not None and train.pp > 1 and not recipe.adapters:
+        # The first stage has the embedding and the last the head: of tied weights both are whole.
+        ends = sizes.outside if sizes.tied else sizes.outside // 2
+        share += -(-(ends * train.pp - sizes.outside) // train.shards)
+    trained = share * ITEM_BYTES[recipe.trained_dtype]
+    frozen = -(-parameters // train.shards) * item if recipe.adapters else 0
+    copy = learned * item if recipe.mixed_precision and train.ranks == 1 else 0
+    return {
+        "weights": frozen + trained + copy,
+        "optimizer": 2 * trained,
+        "gradients": trained,
+        "checkpoint copy": 3 * trained,
+    }
+
+
+def rollout_state(recipe: Recipe, parameters: int, learned: int) -> Parts:
+    """Bytes that one rollout engine holds of weights, by part: its own, and the ``verified copy``
+    of those that are published, of which it makes the next ones; none in a colocated run, nor where
+    vLLM's workers map the node's."""
+    item = ITEM_BYTES[recipe.model.dtype]
+    maps = recipe.rollout.engine == "vllm" and recipe.adapters is None
+    copied = 0 if recipe.colocated or maps else learned * item
+    return {"weights": parameters * item, "verified copy": copied}
+
+
+def cache_bytes(recipe: Recipe, sizes: Sizes, prompt: int) -> int:
+    """Bytes of the KV cache of one torch rollout engine: the room for all rows at their longest,
+    and what one layer had before it last grew, while that is copied."""
+    rollout = recipe.rollout
+    groups = -(-rollout.max_rows // recipe.algorithm.group_size)
+    room, before = grown(rollout.max_tokens - 1)
+    slots = -(-rollout.max_rows // SLOTS) * SLOTS
+    of_prompts = -(-groups // SLOTS) * SLOTS * -(-prompt // SLOT_TOKENS) * SLOT_TOKENS
+    tokens = sizes.layers * (slots * room + of_prompts) + slots * before
+    return 2 * ITEM_BYTES[recipe.model.dtype] * sizes.kv_heads * sizes.head * tokens
+
+
 def train_memory(recipe: Recipe, sizes: Sizes, parameters: int, prompt: int, learned: int) -> Parts:
     """Bytes of one rank of the torch train engine at the peak of a step, by part.
 
@@ -161,16 +207,9 @@ def train_memory(recipe: Recipe, sizes: Sizes, parameters: int, prompt: int, lea
     train = recipe.train
     batch = micro_batch(recipe, prompt)
     item = ITEM_BYTES[recipe.model.dtype]
-    trained = ITEM_BYTES[recipe.trained_dtype]
-    share = -(-learned // train.shards)
-    one = train.ranks == 1
-    if train.pp > 1 and not recipe.adapters:
-        # The first stage has the embedding and the last the head: of tied weights both are whole.
-        ends = sizes.outside if sizes.tied else sizes.outside // 2
-        share += -(-(ends * train.pp - sizes.outside) // train.shards)
-    frozen = -(-parameters // train.shards) * item if recipe.adapters else 0
+    state = train_state(recipe, sizes, parameters, learned)
     activations, logits, gradients = max(
-        _moments_of_a_step(recipe, sizes, batch, share * trained), key=sum
+        _moments_of_a_step(recipe, sizes, batch, state["gradients"]), key=sum
     )
     layer = (
         max(0, (parameters - sizes.outside) // sizes.layers - sizes.experts) // train.tp
@@ -178,19 +217,16 @@ def train_memory(recipe: Recipe, sizes: Sizes, parameters: int, prompt: int, lea
     )
     freed = (KEPT_ACTIVATIONS if batch.only else KEPT_SEVERAL) * activations
     kept = _kept(freed, item * batch.tokens * sizes.intermediate // train.tp)
-    if not one and trained * layer < MAPPED_BYTES:
-        kept += KEPT_GATHERED * trained * layer * -(-sizes.layers // train.pp)
-    return {
-        "weights": frozen
-        + share * trained
-        + (learned * item if recipe.mixed_precision and one else 0),
-        "optimizer": 2 * share * trained,
+    is_alone = train.ranks == 1
+    layer_item = ITEM_BYTES[recipe.trained_dtype] * layer
+    if not is_alone and layer_item < MAPPED_BYTES:
+        kept += KEPT_GATHERED * layer_item * -(-sizes.layers // train.pp)
+    return state | {
         "gradients": gradients,
-        "gathered": 0 if one else item * (3 * layer + 2 * sizes.outside),
+        "gathered": 0 if is_alone else item * (3 * layer + 2 * sizes.outside),
         "activations": activations,
         "logits": logits,
-        "checkpoint copy": 3 * share * trained,
-        "undo copy": 3 * share * trained if recipe.keeps_undo else 0,
+        "undo copy": state["checkpoint copy"] if recipe.keeps_undo else 0,
         "kept": kept,
     }
 
@@ -242,35 +278,31 @@ def rollout_memory(
     """Bytes of one torch rollout engine, by part.
 
     ``new weights``: a version that is prepared while the one before is in use, ``verified copy``:
-    the bytes that it is made of. ``KV cache``: the room for all rows at their longest, and what one
-    layer had before it last grew, while that is copied. ``activations``: of one prefill, or of the
-    attention of one decode step. On a CPU weights are copies in oneDNN's layout, the head's in
+    the bytes that it is made of. ``activations``: of one prefill, or of the attention of one decode
+    step. On a CPU weights are copies in oneDNN's layout, the head's in
     float32; that counts also for ``auto``, where the device is not known yet.
     """
     rollout = recipe.rollout
     item = ITEM_BYTES[recipe.model.dtype]
     rows = rollout.max_rows
     groups = -(-rollout.max_rows // recipe.algorithm.group_size)
-    copied = not recipe.colocated and rollout.device in ("auto", "cpu")
-    weights = parameters * item + (_packed_head(sizes, item) if copied else 0)
-    room, before = grown(rollout.max_tokens - 1)
-    slots = -(-rows // SLOTS) * SLOTS
-    of_prompts = -(-groups // SLOTS) * SLOTS * -(-prompt // SLOT_TOKENS) * SLOT_TOKENS
-    tokens = sizes.layers * (slots * room + of_prompts) + slots * before
+    state = rollout_state(recipe, parameters, learned)
+    packed = not recipe.colocated and rollout.device in ("auto", "cpu")
+    weights = state["weights"] + (_packed_head(sizes, item) if packed else 0)
     prefill = min(groups * prompt, max(prompt, PREFILL_TOKENS))
     scores = 4 * FLOAT * rows * sizes.heads * (prompt + rollout.max_tokens)
     in_layers = FLOAT * max(0, parameters - sizes.outside)  # in bfloat16 as much is kept
     swaps = not recipe.colocated and recipe.runs_stage("update")
-    own = learned * item if recipe.adapters else 0
+    adapters = learned * item if recipe.adapters else 0
     return {
-        "weights": weights + own,
-        "new weights": (own or weights) if swaps else 0,
-        "verified copy": learned * item if swaps else 0,
-        "KV cache": 2 * item * sizes.kv_heads * sizes.head * tokens,
+        "weights": weights + adapters,
+        "new weights": (adapters or weights) if swaps else 0,
+        "verified copy": state["verified copy"] if swaps else 0,
+        "KV cache": cache_bytes(recipe, sizes, prompt),
         "activations": max(forward_bytes(sizes, item, prefill), scores),
         "logits": 2 * FLOAT * rows * sizes.vocabulary,
         "kept": _kept(
-            KEPT_WEIGHTS * in_layers if swaps and not own else 0,
+            KEPT_WEIGHTS * in_layers if swaps and not adapters else 0,
             item * sizes.width * sizes.intermediate,
         ),
     }

@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any
 from orchestration.recipe.flow import column_bytes, computes_reference, flow_of
 from orchestration.recipe.model_files import experts_of, parameters_in, text_config
 from orchestration.recipe.problems import value_or_none
-from orchestration.recipe.sizes.memory_parts import ITEM_BYTES, Engine, memory
+from orchestration.recipe.sizes.memory_parts import (
+    ITEM_BYTES,
+    Engine,
+    Sizes,
+    cache_bytes,
+    memory,
+    rollout_state,
+    train_state,
+)
 from orchestration.recipe.sizes.notices import notices
 from pipeline.problems import Problem
 from stages.flow.catalogue import expert_type
@@ -75,7 +83,7 @@ class Turns:
     """Bytes of the largest rank of a colocated run.
 
     On the device: while it trains (without activations), while it generates (without KV caches, at
-    most ``caches``), and in between, ``buckets`` included. And in ``host`` memory while it
+    most ``caches``; 0: not known), and in between, ``buckets`` included. And in ``host`` memory while it
     generates.
     """
 
@@ -142,46 +150,39 @@ class Plan:
 def plan(recipe: Recipe) -> Plan:
     """Derive the numbers of ``recipe``. Loads no weights."""
     flow = recipe.staleness_plan
-    size = recipe.algorithm.group_size
     same = ("bound", "window", "slack", "max_age", "groups_per_step", "groups_in_flight")
-    rows_per_step = flow.groups_per_step * size
     parameters = parameters_of(recipe)
-    weights = (parameters or 0) * ITEM_BYTES[recipe.model.dtype]
     trained = trained_parameters(recipe) or 0
-    ranks = recipe.train.ranks
+    sizes = Sizes.of(config_of(recipe.model.source))
+    training = train_state(recipe, sizes, parameters or 0, trained)
     published = trained * ITEM_BYTES[recipe.model.dtype]
     reference = parameters_of_source(recipe.model.reference or recipe.model.source) or 0
-    # vLLM's workers then map the node's copy, which is counted as slot_bytes, once for all of them.
-    direct = recipe.rollout.engine == "vllm" and recipe.adapters is None
+    # vLLM's workers map the node's copy, once for all of them, but for adapters
     stores = (
-        (1 if direct else recipe.rollout.workers)
+        (recipe.rollout.workers if recipe.adapters else 1)
         if recipe.rollout.engine == "vllm" and recipe.runs_stage("rollout")
         else 0
     )
     return Plan(
         **{name: getattr(flow, name) for name in same},
-        rows_in_flight=flow.groups_in_flight * size,
-        rows_per_step=rows_per_step,
-        rows_retained=_steps_retained(recipe) * rows_per_step,
+        rows_in_flight=flow.groups_in_flight * recipe.algorithm.group_size,
+        rows_per_step=recipe.rows_per_step,
+        rows_retained=_steps_retained(recipe) * recipe.rows_per_step,
         arena_bytes=arena_bytes(recipe),
         prompt_tokens=prompt_limits(recipe).tokens or 0,
-        tokens_per_step=rows_per_step * recipe.rollout.max_tokens,
+        tokens_per_step=recipe.rows_per_step * recipe.rollout.max_tokens,
         decode_rows=recipe.replicas * recipe.rollout.max_rows,
         parameters=parameters,
         trained_parameters=trained_parameters(recipe),
         train_ranks=recipe.train.ranks,
-        train_bytes=-(
-            -(4 * trained * ITEM_BYTES[recipe.trained_dtype] + (weights if recipe.adapters else 0))
-            // recipe.train.shards
-        )
-        + (published if recipe.mixed_precision and ranks == 1 else 0),
-        rollout_bytes=(weights + (0 if recipe.colocated or direct else published))
+        train_bytes=training["weights"] + training["optimizer"] + training["gradients"],
+        rollout_bytes=sum(rollout_state(recipe, parameters or 0, trained).values())
         * recipe.replicas,
         reference_bytes=reference * ITEM_BYTES[recipe.model.dtype]
         if computes_reference(recipe)
         else 0,
         slot_bytes=0 if recipe.colocated else (WEIGHT_SLOTS + VLLM_SLOTS * stores) * published,
-        copy_bytes=-(-_saved_bytes(recipe) // recipe.train.shards),
+        copy_bytes=training["checkpoint copy"] if recipe.runs_stage("update") else 0,
         turns=turns(recipe) if recipe.colocated and parameters else None,
         memory=memory_of(recipe),
         flow=document(flow_of(recipe)),
@@ -383,8 +384,13 @@ def reshard_plan(
 
 def turns(recipe: Recipe) -> Turns:
     """Memory of a colocated run's ranks while they train, generate, and swap."""
-    from stages.resharding.plan import Phase, memory
+    from stages.resharding.plan import Phase
+    from stages.resharding.plan import memory as memory_of_swap
 
+    sizes = Sizes.of(config_of(recipe.model.source))
+    caches = 0
+    if sizes is not None:
+        caches = cache_bytes(recipe, sizes, prompt_limits(recipe).tokens or 0)
     if recipe.adapters:  # the base stays where it is, and so does what the adapters' training holds
         ranks = recipe.train.ranks
         item = ITEM_BYTES[recipe.model.dtype]
@@ -396,37 +402,17 @@ def turns(recipe: Recipe) -> Turns:
         both = base + (base // ranks if ranks > 1 else 0) + copies * learned * item
         training = both + 4 * own
         resting = both + 3 * own
-        return Turns(training, resting, training, buckets=0, caches=_cache_bytes(recipe), host=0)
+        return Turns(training, resting, training, buckets=0, caches=caches, host=0)
     plan = reshard_plan(recipe)
     held = held_bytes(recipe, plan.source)
-    phases = {phase.phase: phase for phase in memory(plan, held)}
+    phases = {phase.phase: phase for phase in memory_of_swap(plan, held)}
     return Turns(  # with gradients while it trains
         training=max(2 * plan.source.nbytes(rank) + held[rank] for rank in range(plan.world)),
         generating=max(phases[Phase.GENERATE].live),
         between=max(phases[Phase.GATHER].live),
         buckets=max(plan.temporary),
-        caches=_cache_bytes(recipe),
+        caches=caches,
         host=max(phases[Phase.PREFETCH].host),
-    )
-
-
-def _cache_bytes(recipe: Recipe) -> int:
-    """KV cache of one engine with all rows as long as they may be; it grows by half of its size."""
-    from stages.model.load import load_config
-
-    config = load_config(recipe.model.source).get_text_config()
-    rollout = recipe.rollout
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    tokens = rollout.max_rows * (rollout.max_tokens + (prompt_limits(recipe).tokens or 0))
-    return math.ceil(
-        1.5**2
-        * 2
-        * ITEM_BYTES[recipe.model.dtype]
-        * config.num_hidden_layers
-        * heads
-        * width
-        * tokens
     )
 
 

@@ -127,6 +127,22 @@ def test_ranks_share_what_training_holds() -> None:
     assert mixed.rollout_bytes == alone.rollout_bytes / 2
 
 
+def test_what_is_held_is_the_same_in_the_figures_and_in_the_parts() -> None:
+    """Both stages of a pipeline have the tied embedding."""
+    staged = of(train={"pp": 2})
+    parts = staged.memory["train"]
+    assert staged.train_bytes == 4 * parts["weights"] == 2 * parts["optimizer"]
+    assert staged.copy_bytes == parts["checkpoint copy"]
+    assert staged.train_bytes > of().train_bytes / 2
+    adapters = of(model={"lora": {"rank": 2}}, train={"dp": 2})
+    parts = adapters.memory["train"]
+    trained = parts["optimizer"] // 2
+    assert adapters.train_bytes == parts["weights"] + 3 * trained
+    colocated = of(launch={"placement": "colocated"}, pipeline={"staleness": 0})
+    assert colocated.turns is not None
+    assert colocated.turns.caches == colocated.memory["rollout"]["KV cache"]
+
+
 @pytest.mark.parametrize(("set_to", "expected"), [({}, 37), ({"response_tokens": 9}, 9)])
 def test_the_constant_of_a_loss_is_the_longest_response_unless_it_is_set(
     set_to: dict[str, int], expected: int
