@@ -364,7 +364,7 @@ def _decoding(stages: list[Mapping[str, Any]], max_rows: int) -> tuple[float, fl
     while the worker was busy."""
     decoding = list[float]()
     row_seconds = 0.0
-    tokens = 0
+    tokens = 0.0
     busy = 0.0
     wall = 0.0
     clocks = defaultdict[str, WorkerClock](lambda: WorkerClock(("tokens", "busy", "wall")))

@@ -95,33 +95,35 @@ def what_if(folder: Path, overrides: Sequence[str]) -> tuple[Forecast, Forecast]
     """By the costs of the run in ``folder``: a forecast of it as it is, and one with ``overrides``
     (``KEY=VALUE``, of :data:`SIMULATED`). Raises NotMeasured and RecipeError."""
     recipe = recipe_of(folder)
-    given = [
+    changes = [
         (key.strip(), value)
         for key, _, value in (override.partition("=") for override in overrides)
     ]
     fix = f"use some of {', '.join(SIMULATED)}"
     if other := [
-        Problem(key, value, "is not simulated", fix) for key, value in given if key not in SIMULATED
+        Problem(key, value, "is not simulated", fix)
+        for key, value in changes
+        if key not in SIMULATED
     ]:
         raise RecipeError(recipe.name, other)
-    fixed = FIXED if "pipeline.staleness" in dict(given) else ()
+    fixed = FIXED if "pipeline.staleness" in dict(changes) else ()
     changed = compare_recipe(recipe, (*overrides, *fixed))
     if larger := [*_larger(changed)]:
         raise RecipeError(recipe.name, larger)
     costs, lengths = costs_of_run(folder)
 
-    def of(one: Recipe) -> Forecast:
-        steps = min(MOST_STEPS, max(FEWEST_STEPS, SAMPLES // (10 * one.rows_per_step)))
+    def forecast_of(each: Recipe) -> Forecast:
+        steps = min(MOST_STEPS, max(FEWEST_STEPS, SAMPLES // (10 * each.rows_per_step)))
         return forecast(
-            setup_of(one, steps=steps), costs(one), lengths.of_groups(one.algorithm.group_size)
+            setup_of(each, steps=steps), costs(each), lengths.of_groups(each.algorithm.group_size)
         )
 
-    return of(recipe), of(changed)
+    return forecast_of(recipe), forecast_of(changed)
 
 
 def _larger(recipe: Recipe) -> Iterator[Problem]:
     """What of ``recipe`` is more than a what-if simulates."""
-    wrong = "is more than is simulated"
+    too_many = "is more than is simulated"
     replicas = "train.dp" if recipe.colocated else "rollout.workers"
     for key, value, most in (
         (replicas, recipe.replicas, MOST_REPLICAS),
@@ -129,7 +131,7 @@ def _larger(recipe: Recipe) -> Iterator[Problem]:
         ("algorithm.group_size", recipe.algorithm.group_size, MOST_OF_A_GROUP),
     ):
         if value > most:
-            yield Problem(key, value, wrong, f"give at most {most}")
+            yield Problem(key, value, too_many, f"give at most {most}")
     groups = recipe.train.groups_per_step
     size = recipe.algorithm.group_size
     if groups * size > MOST_OF_A_STEP:
@@ -137,7 +139,7 @@ def _larger(recipe: Recipe) -> Iterator[Problem]:
             f"give at most {MOST_OF_A_STEP} samples a step: {max(1, MOST_OF_A_STEP // size)} "
             f"groups of {size}"
         )
-        yield Problem("train.groups_per_step", groups, wrong, fix)
+        yield Problem("train.groups_per_step", groups, too_many, fix)
 
 
 def search(
@@ -162,8 +164,8 @@ def search(
     wanted = list(_changes(recipe, others, bounds))
     samples = SAMPLES // (len(wanted) * recipe.rows_per_step)
     steps = min(MOST_STEPS, max(FEWEST_STEPS, samples))
-    found = [_tried(recipe, changes, costs, lengths, steps, device_memory) for changes in wanted]
-    runs = sorted((choice for choice in found if choice.forecast), key=_speed, reverse=True)
+    choices = [_tried(recipe, changes, costs, lengths, steps, device_memory) for changes in wanted]
+    runs = sorted((choice for choice in choices if choice.forecast), key=_speed, reverse=True)
     freshest = float("inf")
     marked = []
     for choice in runs:
@@ -171,7 +173,7 @@ def search(
         best = choice.forecast.staleness_mean < freshest
         freshest = min(freshest, choice.forecast.staleness_mean)
         marked.append(replace(choice, pareto=best))
-    return marked + [choice for choice in found if choice.forecast is None]
+    return marked + [choice for choice in choices if choice.forecast is None]
 
 
 def _speed(choice: Choice) -> float:

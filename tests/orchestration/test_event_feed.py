@@ -14,10 +14,13 @@ import pytest
 
 from orchestration import event_feed
 from orchestration.event_feed import EventFeed
+from orchestration.run.execution import Execution
+from orchestration.run.folder import RunFolder
 from pipeline.data.events import Event
 from pipeline.index.client import Index, IndexUnreachable
 from pipeline.index.embedded import EmbeddedIndex
 from tests.any_event import AnyEvent
+from tests.orchestration.runs import MOCK, complete, recipe
 
 RECENT = 20
 
@@ -152,6 +155,24 @@ async def test_all_followers_cost_one_read(index: Index) -> None:
         assert len(set(reads)) == len(reads), "no event was read twice"
         for task in feeding:
             task.cancel()
+
+
+async def test_a_run_reads_its_events_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For its guard, readiness and forecast, and for who watches it."""
+    positions = list[str]()
+    reads = Index.events
+
+    async def counted(index: Index, after: str = "0", timeout: float = 1.0) -> list[Event]:
+        events = await reads(index, after, timeout)
+        positions.extend(event.id for event in events)
+        return events
+
+    monkeypatch.setattr(Index, "events", counted)
+    watched, result = await complete(Execution(RunFolder.create(recipe(MOCK), tmp_path / "run")))
+    assert result.state == "finished"
+    assert len(watched.of("step")) == 6
+    assert len(positions) > 20
+    assert len(set(positions)) == len(positions)
 
 
 async def test_a_killed_index_that_comes_back_loses_no_event_and_one_that_does_not_is_said() -> (

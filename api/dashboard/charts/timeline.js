@@ -34,14 +34,14 @@ export function union(intervals) {
 
 /** The parts in which two lists of disjoint intervals in order both are. */
 export function both(one, other) {
-  const found = [];
+  const parts = [];
   for (let i = 0, j = 0; i < one.length && j < other.length; ) {
     const [begin, end] = [Math.max(one[i][0], other[j][0]), Math.min(one[i][1], other[j][1])];
-    if (end > begin) found.push([begin, end]);
+    if (end > begin) parts.push([begin, end]);
     if (one[i][1] < other[j][1]) i += 1;
     else j += 1;
   }
-  return found;
+  return parts;
 }
 
 export const total = (intervals) => intervals.reduce((sum, [begin, end]) => sum + end - begin, 0);
@@ -273,14 +273,14 @@ export class Timeline {
   point(event) {
     const frame = this.canvas.getBoundingClientRect();
     const [x, y] = [event.clientX - frame.left, event.clientY - frame.top];
-    const found = this.boxes.filter((box) => x >= box.begin - 2 && x <= box.end + 2 && y >= box.top && y <= box.bottom).at(-1);
-    this.tip.hidden = !found;
-    if (!found) return;
-    const { span, lane } = found;
+    const box = this.boxes.filter((each) => x >= each.begin - 2 && x <= each.end + 2 && y >= each.top && y <= each.bottom).at(-1);
+    this.tip.hidden = !box;
+    if (!box) return;
+    const { span, lane } = box;
     const more = [span.rows ? `${span.rows} rows` : "", span.version === undefined ? "" : `version ${span.version}`].filter(Boolean).join(", ");
     say(this.tip, `${span.by ?? lane.key}: ${span.name}, ${seconds(span.seconds)}${more ? `, ${more}` : ""}, at ${clock(span.start)}`);
     const left = Math.max(0, Math.min(x + 12, frame.width - this.tip.offsetWidth));
-    this.tip.style.transform = `translate(${left}px, ${found.bottom + 4}px)`;
+    this.tip.style.transform = `translate(${left}px, ${box.bottom + 4}px)`;
   }
 
   describe(work, window) {

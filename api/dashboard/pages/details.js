@@ -34,7 +34,7 @@ export class Workers {
     for (const worker of progress.workers.values()) this.row(worker, progress);
     const ledger = progress.ledger ?? {};
     const words = { generated: "generated", trained: "trained", filtered: "filtered", remade: "made again", in_flight: "in flight" };
-    const found = Object.entries(words).flatMap(([name, word]) => {
+    const entries = Object.entries(words).flatMap(([name, word]) => {
       const [rows, tokens] = [ledger[`${name}_samples`] ?? ledger[name], ledger[`${name}_tokens`]];
       if (rows === undefined) return [];
       return element("div", {}, element("dt", {}, word), element("dd", {}, `${count(rows)} samples${tokens === undefined ? "" : `, ${count(tokens)} tokens`}`));
@@ -42,15 +42,15 @@ export class Workers {
     for (const worker of progress.workers.values()) {
       for (const [name, of] of Object.entries(worker.latest.calls ?? {})) {
         const text = `${count(of.calls)} calls, ${count(of.failed)} failed, ${count(of.again)} again, ${seconds(of.seconds / of.calls)} a call`;
-        found.push(element("div", {}, element("dt", {}, `${worker.name} ${name}`), element("dd", {}, text)));
+        entries.push(element("div", {}, element("dt", {}, `${worker.name} ${name}`), element("dd", {}, text)));
       }
     }
     for (const [reason, groups] of Object.entries(ledger.dropped ?? {})) {
       const tokens = ledger.dropped_tokens?.[reason];
       const text = `${count(groups)} groups${tokens === undefined ? "" : `, ${count(tokens)} tokens`}`;
-      found.push(element("div", {}, element("dt", {}, `dropped: ${reason}`), element("dd", {}, text)));
+      entries.push(element("div", {}, element("dt", {}, `dropped: ${reason}`), element("dd", {}, text)));
     }
-    this.ledger.replaceChildren(...(found.length ? found : [element("div", {}, element("dt", {}, "no events yet"))]));
+    this.ledger.replaceChildren(...(entries.length ? entries : [element("div", {}, element("dt", {}, "no events yet"))]));
   }
 
   row(worker, progress) {

@@ -267,8 +267,8 @@ export class RunPage {
     say(reward.value, fixed(last?.reward_mean ?? record.reward ?? null, 3));
     const unscored = (data) => (data?.reward_failed ?? data?.failed ?? 0) + (data?.reward_absent ?? data?.absent ?? 0);
     const newest = [...progress.evaluations.values()].at(-1);
-    const left = [[last, "responses"], [newest, "held-out answers"]].filter(([data]) => unscored(data) > 0);
-    say(reward.more, [last ? `± ${fixed(last.reward_std, 2)}` : "", ...left.map(([data, what]) => `${count(unscored(data))} ${what} not scored`)].filter(Boolean).join(", "));
+    const withUnscored = [[last, "responses"], [newest, "held-out answers"]].filter(([data]) => unscored(data) > 0);
+    say(reward.more, [last ? `± ${fixed(last.reward_std, 2)}` : "", ...withUnscored.map(([data, what]) => `${count(unscored(data))} ${what} not scored`)].filter(Boolean).join(", "));
     say(speed.value, count(progress.rate()));
     say(speed.more, last ? `${count(progress.rate() / record.devices)} a device, ${count(last.tokens_generated)} generated` : "");
     say(staleness.value, last ? fixed(last.staleness_mean, 2) : "–");
@@ -282,14 +282,14 @@ export class RunPage {
   }
 
   notice(progress) {
-    const found = progress.findings.map(({ level, text }) => [level, text]);
+    const findings = progress.findings.map(({ level, text }) => [level, text]);
     const fine = { running: "Nothing unusual.", finished: "Finished; nothing unusual.", stopped: progress.reason || "Stopped.", paused: "Paused: nothing new is claimed until it goes on." }[progress.state];
-    if (!found.length && fine) found.push([progress.state === "running" || progress.state === "finished" ? "fine" : "info", fine]);
-    const now = JSON.stringify(found);
+    if (!findings.length && fine) findings.push([progress.state === "running" || progress.state === "finished" ? "fine" : "info", fine]);
+    const now = JSON.stringify(findings);
     if (now === this.noticed) return;
     this.noticed = now;
     const words = { bad: "Wrong: ", watch: "Notice: " };
-    this.findings.replaceChildren(...found.map(([level, text]) => element("li", { class: level }, element("i", { "aria-hidden": "true" }), words[level] ? element("span", { class: "hidden" }, words[level]) : null, text)));
+    this.findings.replaceChildren(...findings.map(([level, text]) => element("li", { class: level }, element("i", { "aria-hidden": "true" }), words[level] ? element("span", { class: "hidden" }, words[level]) : null, text)));
   }
 
   // ── what is asked of the service ──

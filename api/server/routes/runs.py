@@ -456,15 +456,15 @@ def _hosts(status: RunStatus) -> Iterator[Host]:
         yield Host(name=name, node=nodes[name][0], state=processes[name][0], workers=workers)
 
 
-def _checkpoint(found: checkpoint.Checkpoint) -> CheckpointView | None:
+def _checkpoint(usable: checkpoint.Checkpoint) -> CheckpointView | None:
     """Return the view of a checkpoint; None when it is removed while it is read, as a run keeps
     only the newest ones."""
     try:
-        size = sum(file.stat().st_size for file in found.path.rglob("*") if file.is_file())
-        time = found.path.stat().st_mtime
+        size = sum(file.stat().st_size for file in usable.path.rglob("*") if file.is_file())
+        time = usable.path.stat().st_mtime
     except FileNotFoundError:
         return None
-    return CheckpointView(version=found.version, path=str(found.path), time=time, bytes=size)
+    return CheckpointView(version=usable.version, path=str(usable.path), time=time, bytes=size)
 
 
 def _log_files(folder: Path) -> dict[str, Path]:

@@ -44,14 +44,14 @@ def memory_has_room(recipe: Recipe, environment: Environment) -> Iterator[Proble
     against what there is."""
     if not environment.devices:
         return
-    of = value_or_none(lambda: memory_of(recipe))
+    parts_of = value_or_none(lambda: memory_of(recipe))
     free = free_bytes(shared_memory_directory())
     # the arena is reported by itself
-    if not of or (free is not None and recipe.pipeline.arena > free):
+    if not parts_of or (free is not None and recipe.pipeline.arena > free):
         return
     shared = {"arena": recipe.pipeline.arena, "weight versions": plan(recipe).slot_bytes}
     if (
-        sum(count(recipe, side) * sum(parts.values()) for side, parts in of.items())
+        sum(count(recipe, side) * sum(parts.values()) for side, parts in parts_of.items())
         + sum(shared.values())
         < SMALL
     ):
@@ -59,7 +59,7 @@ def memory_has_room(recipe: Recipe, environment: Environment) -> Iterator[Proble
     from stages.device import memory_bytes, on_cpu
 
     on_host: dict[str, Parts] = {SHARED: shared}
-    for side, parts in of.items():
+    for side, parts in parts_of.items():
         # The section's own device, or where that has none, as for the reference, where training
         # computes.
         device = getattr(getattr(recipe, side, None), "device", None) or recipe.train.device
@@ -91,11 +91,11 @@ def count(recipe: Recipe, side: Engine) -> int:
     }[side]
 
 
-def _too_large(recipe: Recipe, of: dict[str, Parts], room: int, where: str) -> Problem:
-    """``of``: parts of all processes of each side together, which do not fit into ``room``."""
-    needed = sum(sum(parts.values()) for parts in of.values())
+def _too_large(recipe: Recipe, parts_of: dict[str, Parts], room: int, where: str) -> Problem:
+    """``parts_of``: parts of all processes of each side together, which do not fit into ``room``."""
+    needed = sum(sum(parts.values()) for parts in parts_of.values())
     size, side, part = max(
-        (size, side, part) for side, parts in of.items() for part, size in parts.items()
+        (size, side, part) for side, parts in parts_of.items() for part, size in parts.items()
     )
     reason = (
         f"takes {format_size(size)} for {part} of {side}, the largest part of "
@@ -154,11 +154,11 @@ def host_bytes(root: Path = Path("/")) -> int | None:
     the least limit of the cgroup and of those that it lies in (version 1 or 2). None where that is
     not known."""
     try:
-        found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+        limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     except (OSError, ValueError):
         return None
-    found += filter(None, map(_number, _limit_files(root)))
-    return min(found)
+    limits += filter(None, map(_number, _limit_files(root)))
+    return min(limits)
 
 
 def _limit_files(root: Path) -> Iterator[Path]:

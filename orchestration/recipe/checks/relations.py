@@ -76,11 +76,11 @@ def _holds_longest_row(recipe: Recipe, key: str, tokens: int, ranks: int = 1) ->
 @check("rollout.engine", "rollout.vllm")
 def vllm_table_is_used(recipe: Recipe) -> Iterator[Problem]:
     rollout = recipe.rollout
-    given = recipe.rollout.vllm.model_dump(exclude_defaults=True)
-    if given and rollout.engine != "vllm":
+    vllm_keys = recipe.rollout.vllm.model_dump(exclude_defaults=True)
+    if vllm_keys and rollout.engine != "vllm":
         yield Problem(
             "rollout.vllm",
-            given,
+            vllm_keys,
             f"has no effect with engine {rollout.engine!r}",
             "remove the table",
         )
@@ -546,8 +546,8 @@ def heads_divide_over_context(recipe: Recipe) -> Iterator[Problem]:
         fix = "set train.cp = 2 or more, or remove it"
         yield problem(recipe, "train.context_parallel", "has no effect with train.cp = 1", fix)
     for side, of in _rank_groups(recipe):
-        found = heads_of(getattr(of, "source", None) or recipe.model.source)
-        heads = found.get("num_attention_heads", 0)  # 0: not known
+        source = getattr(of, "source", None) or recipe.model.source
+        heads = heads_of(source).get("num_attention_heads", 0)  # 0: not known
         if (
             of.cp == 1
             or recipe.train.context_parallel != "ulysses"

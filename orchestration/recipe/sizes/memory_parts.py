@@ -216,18 +216,18 @@ def train_memory(recipe: Recipe, sizes: Sizes, parameters: int, prompt: int, lea
         + sizes.experts // train.ep
     )
     freed = (KEPT_ACTIVATIONS if batch.only else KEPT_SEVERAL) * activations
-    kept = _kept(freed, item * batch.tokens * sizes.intermediate // train.tp)
+    kept_bytes = _kept(freed, item * batch.tokens * sizes.intermediate // train.tp)
     is_alone = train.ranks == 1
     layer_item = ITEM_BYTES[recipe.trained_dtype] * layer
     if not is_alone and layer_item < MAPPED_BYTES:
-        kept += KEPT_GATHERED * layer_item * -(-sizes.layers // train.pp)
+        kept_bytes += KEPT_GATHERED * layer_item * -(-sizes.layers // train.pp)
     return state | {
         "gradients": gradients,
         "gathered": 0 if is_alone else item * (3 * layer + 2 * sizes.outside),
         "activations": activations,
         "logits": logits,
         "undo copy": state["checkpoint copy"] if recipe.keeps_undo else 0,
-        "kept": kept,
+        "kept": kept_bytes,
     }
 
 
@@ -243,7 +243,7 @@ def _moments_of_a_step(
     # rank.
     fed = batch.tokens * sizes.width
     gathered = 1 if sizes.experts else 2
-    one = (
+    layer = (
         layer_bytes(sizes, item, batch.tokens) // train.tp
         + gathered * item * fed * (train.tp - 1) // train.tp
     )
@@ -255,7 +255,11 @@ def _moments_of_a_step(
         under_way = train.vpp if batch.only else train.pp if train.vpp == 1 else interleaved
         layers = under_way * -(-layers // (train.pp * train.vpp))
     # ``again``: what is computed again for the backward pass.
-    each, again = (item * fed // train.tp, one) if train.activation_checkpointing else (one, 0)
+    each = layer
+    again = 0
+    if train.activation_checkpointing:
+        each = item * fed // train.tp
+        again = layer
     # Beside what the layer keeps: the gradients of its output, and of the two factors of its MLP's
     # product or inside norms.
     working = (
@@ -407,11 +411,11 @@ def memory(
         "critic": critic_memory,
     }
     models = {"reference": reference, "critic": critic}
-    of: dict[Engine, Parts] = {}
+    parts_of: dict[Engine, Parts] = {}
     for side in (side for side, runs in here.items() if runs):
         config, parameters = models.get(side, policy)
         if parameters and (sizes := Sizes.of(config)) is not None:
-            of[side] = derive[side](
+            parts_of[side] = derive[side](
                 recipe, sizes, parameters, prompt, parameters if learned is None else learned
             )
-    return of
+    return parts_of

@@ -193,10 +193,10 @@ def plan(recipe: Recipe) -> Plan:
 
 def memory_of(recipe: Recipe) -> dict[Engine, dict[str, int]]:
     """See :attr:`Plan.memory`."""
-    own = recipe.model.source
+    source = recipe.model.source
     policy, reference, critic = (
-        (config_of(source), parameters_of_source(source))
-        for source in (own, recipe.model.reference or own, recipe.critic.source or own)
+        (config_of(each), parameters_of_source(each))
+        for each in (source, recipe.model.reference or source, recipe.critic.source or source)
     )
     return memory(
         recipe,
@@ -396,12 +396,12 @@ def turns(recipe: Recipe) -> Turns:
         item = ITEM_BYTES[recipe.model.dtype]
         learned = trained_parameters(recipe) or 0
         base = (parameters_of(recipe) or 0) * item
-        own = -(-learned * ITEM_BYTES[recipe.trained_dtype] // ranks)
+        shard = -(-learned * ITEM_BYTES[recipe.trained_dtype] // ranks)
         # the engine's, and those in which training computes
         copies = 2 if recipe.mixed_precision and ranks == 1 else 1
-        both = base + (base // ranks if ranks > 1 else 0) + copies * learned * item
-        training = both + 4 * own
-        resting = both + 3 * own
+        weights = base + (base // ranks if ranks > 1 else 0) + copies * learned * item
+        training = weights + 4 * shard
+        resting = weights + 3 * shard
         return Turns(training, resting, training, buckets=0, caches=caches, host=0)
     plan = reshard_plan(recipe)
     held = held_bytes(recipe, plan.source)
@@ -505,15 +505,15 @@ def context_of(recipe: Recipe) -> int | None:
     config = config_of(recipe.model.source)
     if rollout.engine == "vllm" and rollout.vllm.max_model_len:
         return rollout.vllm.max_model_len
-    found = [config.get("max_position_embeddings", config.get("n_positions"))]
+    limits = [config.get("max_position_embeddings", config.get("n_positions"))]
     change = longrope_change(recipe)
     if (
         change is not None
         and (recipe.prompts.max_prompt_tokens or 1) + rollout.max_tokens <= change
     ):
         # the recipe does not ask for longer rows, and so keeps the short factors
-        found.append(change)
-    return min((size for size in found if isinstance(size, int) and size > 0), default=None)
+        limits.append(change)
+    return min((size for size in limits if isinstance(size, int) and size > 0), default=None)
 
 
 def longrope_change(recipe: Recipe) -> int | None:
