@@ -30,6 +30,7 @@ from orchestration.simulation.recorded import (
     measured_costs,
     recorded_costs,
 )
+from pipeline.data.events import Event, Kind
 from tests.orchestration.runs import MOCK, TINY, recipe
 
 MOST_WAITING = 0.02  # of a run's time
@@ -211,6 +212,26 @@ def test_time_after_the_last_step_is_none_between_steps() -> None:
     between, waited = _between([tuple(report) for report in reports])
     assert between == pytest.approx(0.9)
     assert waited == pytest.approx(0.1)
+
+
+def test_a_restart_of_the_trainer_takes_nothing_from_the_time_between_steps(tmp_path: Path) -> None:
+    """Its clock begins at 0 again: the one of each step is half a second after 1 s of training."""
+    of = recipe(MOCK)
+    stream = list[Event]()
+
+    def emit(kind: Kind, **data: Any) -> None:
+        stream.append(Event(f"{len(stream) + 1}-0", float(len(stream)), kind, data))
+
+    rollout = {"stage": "rollout", "worker": "rollout-0", "in_flight": 8}
+    emit("stage", **rollout, wall=1.0, busy=1.0, waiting_input=0.0, tokens=100)
+    for number in range(8):
+        lived = 1.5 * (number % 4 + 1)
+        numbers = {"train_seconds": 1.0, "response_length_mean": 8.0, "rows": 16}
+        emit("step", step=number, version=number + 1, groups=[], **numbers)
+        trainer = {"stage": "update", "worker": "update-0", "tokens": 0, "in_flight": 0}
+        emit("stage", **trainer, wall=lived, busy=lived, waiting_input=0.0)
+        emit("stage", **rollout, wall=2.0 + number, busy=2.0, waiting_input=0.0, tokens=200)
+    assert _Measured.of(stream, tmp_path, of).between == pytest.approx(0.5)
 
 
 def test_what_is_lacking_is_named(tmp_path: Path) -> None:
