@@ -75,6 +75,22 @@ async def up(*logs: Path) -> None:
             await asyncio.sleep(0.02)  # a file has nothing else to wait on
 
 
+async def test_a_launch_names_modules_that_the_server_imports(
+    connection: Connection, tmp_path: Path
+) -> None:
+    """For that process and later ones; where one cannot be imported, its process says so."""
+    code = "import sys; print('colorsys' in sys.modules, 'up')"
+    launches = [("one", []), ("two", ["colorsys", "there.is.none"]), ("three", [])]
+    for name, imports in launches:
+        child = await connection.launch(does(code, tmp_path, name, imports=imports))
+        assert await child.wait() == 0
+    assert [(tmp_path / name).read_text().split()[0] for name, _ in launches] == [
+        "False",
+        "True",
+        "True",
+    ]
+
+
 async def test_a_child_finds_what_a_new_process_would(
     connection: Connection, tmp_path: Path
 ) -> None:

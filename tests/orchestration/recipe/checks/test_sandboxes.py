@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from orchestration.recipe.checks import code
 from orchestration.recipe.loading.load import load_recipe
-from orchestration.recipe.sizes import notices
 from orchestration.recipe.sizes.planner import notices_of
+from orchestration.sandbox import sandbox
 from orchestration.sandbox.sandbox import Available
 from tests.orchestration.recipe.minimal import problems
 
@@ -64,8 +63,7 @@ def test_what_a_model_wrote_is_scored_by_installed_code_in_a_sandbox_alone(gym: 
 def test_a_machine_without_a_sandbox_is_told_at_the_task_and_at_the_function(
     gym: Path, minimal: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(code, "available", lambda: NONE)
-    monkeypatch.setattr(notices, "available", lambda: NONE)
+    monkeypatch.setattr(sandbox, "available", lambda: NONE)
     found = keys(gym)
     assert found.keys() == {"prompts.task"}
     assert (
@@ -85,8 +83,7 @@ def test_a_machine_without_a_sandbox_is_told_at_the_task_and_at_the_function(
 
 
 def test_a_weaker_sandbox_is_a_notice(gym: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(code, "available", lambda: WEAKER)
-    monkeypatch.setattr(notices, "available", lambda: WEAKER)
+    monkeypatch.setattr(sandbox, "available", lambda: WEAKER)
     (notice,) = [
         str(notice) for notice in notices_of(load_recipe(gym)) if "reasoning_gym" in str(notice)
     ]
