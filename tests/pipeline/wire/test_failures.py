@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.data.arena import Arena
+from pipeline.data.arena import Arena, WarehouseUnreachable
 from pipeline.data.blocks import pack
 from pipeline.warehouse.requests import (
     Limits,
-    WarehouseUnreachable,
 )
 from pipeline.warehouse.server import WarehouseServer
 from pipeline.wire.frames import TransferError

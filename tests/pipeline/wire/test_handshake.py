@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.data.arena import Arena
+from pipeline.data.arena import Arena, WarehouseUnreachable
 from pipeline.data.blocks import pack
 from pipeline.data.columns import Schema
 from pipeline.warehouse.requests import (
     Limits,
-    WarehouseUnreachable,
 )
 from pipeline.warehouse.server import WarehouseServer
 from pipeline.wire.frames import TransferError
