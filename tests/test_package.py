@@ -106,6 +106,8 @@ def test_the_index_knows_what_it_is(metadata: Message) -> None:
     assert metadata["Keywords"]
     named = {line.partition(",")[0] for line in metadata.get_all("Project-URL", [])}
     assert {"Source", "Documentation", "Changelog", "Issues"} <= named
+    # Whoever moves the repository changes one name.
+    assert all(url.startswith(SOURCE) for url in PROJECT["urls"].values())
 
 
 def test_every_link_and_picture_of_the_index_page_is_absolute(metadata: Message) -> None:
