@@ -10,7 +10,15 @@ import pytest
 import torch
 
 from benchmarks.families import CONTEXT, write
-from benchmarks.models import Checkpoint, batch_of, generated, loaded, one_step, plain_rows
+from benchmarks.models import (
+    Checkpoint,
+    batch_of,
+    generated,
+    loaded,
+    one_step,
+    plain_rows,
+    vocabulary_of,
+)
 from pipeline.data.arena import shared_memory_directory
 from stages.engines.torch.train import TorchTrainEngine
 from stages.engines.vllm.rollout import VllmReceivingEngine
@@ -58,7 +66,7 @@ async def test_weights_of_each_step_reach_vllm_by_each_transport(
                 await engine.load_weights(
                     version, await engine.receive(sender.publish(version, trainer.weights()))
                 )
-            rows, logprobs = await generated(engine, seed=version)
+            rows, logprobs = await generated(engine, vocabulary_of(checkpoint.plain), seed=version)
             expected = torch.cat(list(trainer.logprobs(batch_of(rows, logprobs)).unbind()))
             assert float((logprobs - expected).abs().max()) < 1e-4
             first = plain_rows(checkpoint.plain, rows)
