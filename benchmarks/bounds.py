@@ -58,12 +58,22 @@ NEAR = (
 )
 
 
-def execute(command: list[str], log: Path, **options: object) -> int:
-    """Exit code of ``command``; what it prints is appended to ``log``."""
+def execute(command: list[str], log: Path, folder: Path | None = None) -> int:
+    """Exit code of ``command`` in ``folder``; what it prints is appended to ``log``."""
+    # The environments are new: each module is compiled once, not by every process.
+    variables = {
+        name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"
+    }
     with log.open("a", encoding="utf-8") as file:
         file.write(f"$ {' '.join(command)}\n")
         file.flush()
-        return subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, **options).returncode  # type: ignore[call-overload]
+        return subprocess.run(
+            command,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            cwd=folder,
+            env=variables | {"OMP_NUM_THREADS": "1"},
+        ).returncode
 
 
 def direct_dependencies() -> list[str]:
@@ -104,7 +114,7 @@ def compiled(python: str, resolution: str, folder: Path) -> Path:
     command += [part for name in EXTRAS for part in ("--extra", name)]
     command += [part for name in direct_dependencies() for part in ("--only-binary", name)]
     command += ["--no-header", "--no-annotate", "--quiet", "--output-file", str(requirements)]
-    if execute(command, folder / "log.txt", cwd=ROOT):
+    if execute(command, folder / "log.txt", ROOT):
         raise RuntimeError(
             f"{resolution} for Python {python} cannot be resolved; see {folder / 'log.txt'}"
         )
@@ -149,21 +159,36 @@ def installed(python: str, requirements: Path, folder: Path) -> Path:
     return environment / "bin"
 
 
-def tested(commands: Path, folder: Path, jobs: int) -> dict[str, int]:
-    """Run NEAR; return the number of tests by their result."""
-    report = folder / "tests.xml"
-    command = [str(commands / "python"), "-m", "pytest", "-p", "no:cacheprovider", "-n", str(jobs)]
-    command += ["--dist", "loadfile", f"--junitxml={report}", *NEAR]
-    execute(
-        command,
-        folder / "log.txt",
-        cwd=folder / "source",
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+def results(report: Path) -> dict[str, object]:
+    """Counts of a run of pytest by result, and the names of the tests that failed."""
     if not report.is_file():
-        return {"tests": 0, "failures": 0, "errors": 1, "skipped": 0}
+        return {"tests": 0, "failures": 0, "errors": 1, "skipped": 0, "failed": []}
     suite = ElementTree.parse(report).getroot()[0]
-    return {name: int(suite.attrib[name]) for name in ("tests", "failures", "errors", "skipped")}
+    counts = {name: int(suite.attrib[name]) for name in ("tests", "failures", "errors", "skipped")}
+    failed = [
+        f"{case.attrib['classname']}::{case.attrib['name']}"
+        for case in suite.iter("testcase")
+        if case.find("failure") is not None or case.find("error") is not None
+    ]
+    return {**counts, "failed": failed}
+
+
+def tested(commands: Path, folder: Path, jobs: int) -> dict[str, object]:
+    """Run NEAR, and what failed once more, alone: on a busy machine it may just have had no time.
+
+    Returns the counts of the tests by their last result, and the names of those that failed twice.
+    """
+
+    def run(report: Path, *options: str) -> dict[str, object]:
+        command = [str(commands / "python"), "-m", "pytest", f"--junitxml={report}", *options]
+        execute([*command, *NEAR], folder / "log.txt", folder / "source")
+        return results(report)
+
+    first = run(folder / "tests.xml", "-n", str(jobs), "--dist", "loadfile")
+    if not first["failed"]:
+        return first
+    again = run(folder / "again.xml", "--last-failed", "--last-failed-no-failures", "none")
+    return first | {name: again[name] for name in ("failures", "errors", "failed")}
 
 
 def tried(python: str, resolution: str, folder: Path, jobs: int) -> dict[str, object]:
@@ -185,8 +210,8 @@ def tried(python: str, resolution: str, folder: Path, jobs: int) -> dict[str, ob
     row["install_seconds"] = round(time.perf_counter() - began)
     asyncdock = str(commands / "asyncdock")
     log = folder / "log.txt"
-    row["tiny"] = execute([asyncdock, *TINY, "--out", str(folder / "run")], log, cwd=folder)
-    row["keys"] = execute([asyncdock, "recipes", "--keys"], log, cwd=folder)
+    row["tiny"] = execute([asyncdock, *TINY, "--out", str(folder / "run")], log, folder)
+    row["keys"] = execute([asyncdock, "recipes", "--keys"], log, folder)
     return row | tested(commands, folder, jobs)
 
 
@@ -253,12 +278,12 @@ def main() -> int:
                     ),
                     flush=True,
                 )
+                if options.json:
+                    options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
                 if not is_sound(rows[-1]):
                     print((place / "log.txt").read_text(encoding="utf-8")[-4000:], file=sys.stderr)
                 if options.folder is None:
                     shutil.rmtree(place / "environment")
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     print(table(rows))
     return 0 if all(map(is_sound, rows)) else 1
 
