@@ -119,7 +119,7 @@ def tiny_models() -> dict[str, Callable[[], PreTrainedModel]]:
         "Llama": lambda: LlamaForCausalLM(LlamaConfig(**TINY)),
         "Qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**TINY, head_dim=16)),
         "Qwen3 MoE": lambda: Qwen3MoeForCausalLM(
-            Qwen3MoeConfig(
+            Qwen3MoeConfig(  # type: ignore[call-arg]  # head_dim
                 **TINY, head_dim=16, moe_intermediate_size=48, num_experts=8, num_experts_per_tok=2
             )
         ),
@@ -261,7 +261,10 @@ def fused_numerics(device: torch.device) -> list[Figure]:
     def norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float = 1e-5) -> torch.Tensor:
         return x * (x.square().mean(-1, keepdim=True) + epsilon).rsqrt() * weight
 
-    plain = {"rms_norm": norm, "swiglu": lambda gate, up: torch.nn.functional.silu(gate) * up}
+    plain: dict[str, Callable[..., torch.Tensor]] = {
+        "rms_norm": norm,
+        "swiglu": lambda gate, up: torch.nn.functional.silu(gate) * up,
+    }
     figures = []
     for name, function in devices.fused_layers(device).items():
         first = torch.randn(64, 256)

@@ -251,7 +251,7 @@ def plot(trials: list[Trial], name: str, path: Path) -> None:
 
     figure, panels = pyplot.subplots(1, 2, figsize=(11, 4.5), layout="constrained", sharey=True)
     several = len({t.recipe for t in trials}) > 1
-    colours = COLOURS if len(arms(trials)) <= len(COLOURS) else pyplot.get_cmap("tab20").colors
+    colours = COLOURS if len(arms(trials)) <= len(COLOURS) else pyplot.get_cmap("tab20").colors  # type: ignore[attr-defined]
     for axes, what in zip(panels, ("tokens", "times"), strict=True):
         for colour, ((recipe, staleness), arm) in zip(colours, arms(trials).items(), strict=False):
             for t in arm:

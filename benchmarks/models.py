@@ -404,7 +404,8 @@ class Checkpoint:
         )
         store = WeightStore(self.home / "shared")
         sender = WeightSender(WeightStore(self.home / "sent"), host="127.0.0.1", secret=SECRET)
-        transports = ((store, store), (sender, Depot(self.home / "received", secret=SECRET)))
+        depot = Depot(self.home / "received", secret=SECRET)
+        transports: tuple[tuple[Any, Any], ...] = ((store, store), (sender, depot))
 
         async def run() -> list[Gap]:
             engine = TorchRolloutEngine(

@@ -153,7 +153,7 @@ def model_of(hidden: int, experts: bool) -> PreTrainedModel:
             "num_experts_per_tok": CHOSEN,
             "moe_intermediate_size": hidden,
         }
-        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **routed, head_dim=hidden // 8))  # type: ignore[arg-type]
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **routed, head_dim=hidden // 8))  # type: ignore[arg-type, call-arg]
     return LlamaForCausalLM(LlamaConfig(**sizes))  # type: ignore[arg-type]
 
 

@@ -65,7 +65,7 @@ SHAPES: dict[str, PretrainedConfig] = {
         vocab_size=152064,
         tie_word_embeddings=False,
     ),
-    "MoE 30B-A3B": Qwen3MoeConfig(
+    "MoE 30B-A3B": Qwen3MoeConfig(  # type: ignore[call-arg]  # head_dim
         hidden_size=2048,
         intermediate_size=6144,
         moe_intermediate_size=768,

@@ -15,7 +15,7 @@ import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tensordict import NonTensorStack, TensorDict
@@ -33,7 +33,7 @@ from orchestration.workers.engines import (
     train_engine,
 )
 from stages.algorithms import Drop
-from stages.engines.protocols import Completion, GroupRequest, TrainEngine
+from stages.engines.protocols import Completion, GroupRequest, TrainEngine, UndoableEngine
 from stages.flow.catalogue import ROUTED
 from stages.flow.groups import outputs_of
 from stages.prompts.difficulty import Difficulty
@@ -178,7 +178,7 @@ async def synchronous_run(recipe: Recipe) -> AsyncGenerator[SynchronousStep, Non
                 if not metrics:
                     critic.undo()
                 elif not learned:
-                    trainer.undo()
+                    cast(UndoableEngine, trainer).undo()
                 metrics = {**metrics, **learned} if metrics and learned else {}
             await rollout.load_weights(
                 step + 1, {name: value.clone() for name, value in trainer.weights()}

@@ -33,7 +33,7 @@ from stages.engines.protocols import GroupRequest, SamplingParams
 from stages.engines.torch.train import TorchTrainEngine
 from stages.engines.vllm.rollout import VllmReceivingEngine, VllmRolloutEngine
 from stages.model.load import load_model, load_tokenizer, model_folder
-from stages.weights.transport.network import WeightSender
+from stages.weights.transport.network import Credentials, WeightSender
 from stages.weights.transport.store import WeightStore
 
 GROUP = 8
@@ -44,14 +44,18 @@ ARMS: list[tuple[type[VllmRolloutEngine], str, str]] = [
     (VllmReceivingEngine, "keep", "keep"),
 ]
 TEMPERATURES = (0.0, 0.7, 1.0)
+SECRET = b"of the benchmark of vLLM"
 
 
 def build(
     kind: type[VllmRolloutEngine], source: str, threads: int, pause: Any, kv_cache: Any
 ) -> VllmRolloutEngine:
+    shared = shared_memory_directory() / f"asyncdock-benchmark-{time.monotonic_ns()}"
+    shared.mkdir()
+    Credentials(SECRET, shared).write(shared)
     return kind(
         model_folder(source),
-        shared=shared_memory_directory() / f"asyncdock-benchmark-{time.monotonic_ns()}",
+        shared=shared,
         dtype=torch.float32,
         max_rows=32,
         max_model_len=512,
@@ -160,7 +164,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {"model": options.model, "bytes": nbytes, "gap": [], "update": []}
     print(f"{options.model}: weights of {nbytes / 2**20:.0f} MiB\n")
     directory = shared_memory_directory() / f"asyncdock-benchmark-trainer-{time.monotonic_ns()}"
-    sender = WeightSender(WeightStore(directory), host="127.0.0.1")
+    sender = WeightSender(WeightStore(directory), host="127.0.0.1", secret=SECRET)
     try:
         await arms(options, sender, weights, result)
     finally:
@@ -220,7 +224,12 @@ async def arms(
                 *rest,
             ]
             transport = "network" if issubclass(kind, VllmReceivingEngine) else "shared_memory"
-            row = {"transport": transport, "rows": pause, "kv_cache": kv_cache, "start": start}
+            row: dict[str, Any] = {
+                "transport": transport,
+                "rows": pause,
+                "kv_cache": kv_cache,
+                "start": start,
+            }
             row |= await updates(engine, sender, asked, weights, options.repeats)
         finally:
             await engine.close()
