@@ -42,11 +42,12 @@ from statistics import median
 from typing import Any
 
 from benchmarks.executed import executed
+from benchmarks.lengths import LognormalLengths
 from orchestration.logs import configure
 from orchestration.processes.forkserver import ForkServer
 from orchestration.recipe.loading.load import compare_recipe
 from orchestration.recipe.schema import Recipe
-from orchestration.simulation.costs import Costs, DrawnLengths
+from orchestration.simulation.costs import Costs
 from orchestration.simulation.engine_profile import profile_engine
 from orchestration.simulation.forecast import Forecast, forecast, margin_of, setup_of
 from orchestration.simulation.mock_costs import mock_costs, mock_lengths
@@ -307,7 +308,7 @@ def speed() -> list[dict[str, float]]:
             between_steps=0.05,
         )
         began = time.perf_counter()
-        forecast(setup, costs, DrawnLengths(8, 2048, median=200, sigma=0.8))
+        forecast(setup, costs, LognormalLengths(8, 2048, median=200, sigma=0.8))
         seconds = time.perf_counter() - began
         rows.append(
             {

@@ -23,10 +23,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from benchmarks.analytic import Hardware, analytic_costs
+from benchmarks.lengths import LognormalLengths
 from benchmarks.products import SHAPES
 from orchestration.recipe.loading.load import compare_recipe
 from orchestration.recipe.schema import Recipe
-from orchestration.simulation.costs import Costs, DrawnLengths
+from orchestration.simulation.costs import Costs
 from orchestration.simulation.forecast import Forecast, forecast, setup_of
 from orchestration.simulation.mock_costs import mock_costs, mock_lengths
 
@@ -68,9 +69,9 @@ class Row:
     seconds: float  # of the planner
 
 
-def lengths(seed: int = 0) -> DrawnLengths:
+def lengths(seed: int = 0) -> LognormalLengths:
     median = RESPONSE / math.exp(SIGMA**2 / 2)
-    return DrawnLengths(SIZE, LONGEST, median=median, sigma=SIGMA, seed=seed)
+    return LognormalLengths(SIZE, LONGEST, median=median, sigma=SIGMA, seed=seed)
 
 
 def cluster(

@@ -190,7 +190,7 @@ def judged(
     attention = 6 * sizes.layers * sizes.heads * sizes.head * length  # causal: half of all pairs
     again = 4 / 3 if train.activation_checkpointing else 1
     compute = again * tokens * (6 * model.active + attention) / layout.world / machine.flops
-    passes = -(-rows * length // train.tokens_of_pass(train.token_budget) // layout.replicas)
+    passes = -(-rows * length // (train.token_budget * train.cp) // layout.replicas)
     bubble = (layout.pp - 1) / (passes * layout.vpp)
     return {
         "product": {k: v for k, v in chosen.items() if v != 1},

@@ -46,7 +46,6 @@ WHAT_IF = {  # numbers of a forecast that are compared, and their forms
     **{"staleness_mean": ".2f", "staleness_p95": "d", "staleness_max": "d"},
 }
 MOST_CHOICES = 12  # that are printed
-PLOT_WIDTH = 60
 
 LONGEST_EXAMPLE = 2000  # characters of a prompt that `check` prints
 
@@ -341,23 +340,7 @@ def _search_view(choices: list[Choice]) -> RenderableType:
                 f"{' '.join(infeasible[0].changes)}: {infeasible[0].refused}"
             )
         )
-    return Group(shown, *notes, Text(), Text(_pareto_plot(runs)))
-
-
-def _pareto_plot(runs: list[Choice]) -> str:
-    """Return a plot of throughput against staleness: tokens/s to the right, mean staleness
-    downwards, a line for each tenth of a version that occurs."""
-    most = max(choice.forecast.tokens_per_second for choice in runs if choice.forecast)
-    lines = dict[float, list[str]]()
-    for choice in runs:
-        if choice.forecast is not None:
-            line = lines.setdefault(
-                round(choice.forecast.staleness_mean, 1), [" "] * (PLOT_WIDTH + 1)
-            )
-            at = round(PLOT_WIDTH * choice.forecast.tokens_per_second / most)
-            line[at] = "*" if choice.pareto or line[at] == "*" else "·"
-    body = [f"{age:9.1f} |{''.join(line).rstrip()}" for age, line in sorted(lines.items())]
-    return "\n".join(["staleness", *body, f"{'':9} +{'-' * PLOT_WIDTH} {most:,.0f} tokens/s"])
+    return Group(shown, *notes)
 
 
 @plan_app.command("reshard")

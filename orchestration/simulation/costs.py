@@ -8,7 +8,6 @@ Importing this needs no torch.
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -54,7 +53,6 @@ class Costs:
     swap_seconds: float = 0.0
     copy_seconds: float = 0.0
     reference_token_seconds: float = 0.0
-    reward_seconds: float = 0.0
     between_steps: float = 0.0
     restart_seconds: float = 30.0
     dropped: float = 0.0
@@ -93,11 +91,8 @@ class EngineProfile:
 
 
 class DrawnLengths:
-    """Lengths of responses, ``longest`` tokens at most; the same for the same seed.
-
-    Drawn with replacement from the groups ``measured`` (responses of a group have similar lengths),
-    or log-normal. A share ``stragglers`` is ``times`` as long.
-    """
+    """Lengths of responses, ``longest`` tokens at most, drawn with replacement from the groups
+    ``measured`` (responses of a group have similar lengths); the same for the same seed."""
 
     CHUNK = 4096  # groups that are drawn at once
 
@@ -105,22 +100,14 @@ class DrawnLengths:
         self,
         group_size: int,
         longest: int,
+        measured: Sequence[Sequence[int]],
         *,
-        measured: Sequence[Sequence[int]] = (),
-        median: float = 1.0,
-        sigma: float = 0.0,
         seed: int = 0,
-        stragglers: float = 0.0,
-        times: float = 1.0,
     ) -> None:
         self.group_size = group_size
         self.longest = longest
         self.seed = seed
-        self._median = median
-        self._sigma = sigma
         self._measured = np.array([np.resize(group, group_size) for group in measured])
-        self._stragglers = stragglers
-        self._times = times
         self._chunks: dict[int, list[list[int]]] = {}
 
     def __call__(self, group: int) -> Sequence[int]:
@@ -131,22 +118,10 @@ class DrawnLengths:
 
     def of_groups(self, group_size: int) -> DrawnLengths:
         """The same lengths in groups of another size."""
-        other = copy.copy(self)
-        other.group_size = group_size
-        other._chunks = {}
-        other._measured = np.array([np.resize(group, group_size) for group in self._measured])
-        return other
+        return DrawnLengths(group_size, self.longest, self._measured.tolist(), seed=self.seed)
 
     def _draw(self, chunk: int) -> list[list[int]]:
         random = np.random.default_rng([self.seed, chunk])
-        shape = (self.CHUNK, self.group_size)
-        if len(self._measured):
-            drawn = self._measured[random.integers(len(self._measured), size=self.CHUNK)].astype(
-                float
-            )
-        else:
-            drawn = self._median * random.lognormal(0.0, self._sigma, shape)
-        if self._stragglers:
-            drawn = np.where(random.random(shape) < self._stragglers, drawn * self._times, drawn)
-        found: list[list[int]] = np.clip(drawn.round(), 1, self.longest).astype(int).tolist()
-        return found
+        groups = self._measured[random.integers(len(self._measured), size=self.CHUNK)]
+        lengths: list[list[int]] = np.clip(groups, 1, self.longest).tolist()
+        return lengths

@@ -144,7 +144,7 @@ def measured_costs(
     lengths = DrawnLengths(
         run.recipe.algorithm.group_size,
         run.recipe.rollout.max_tokens,
-        measured=of_samples or mean_lengths,
+        of_samples or mean_lengths,
         seed=run.recipe.seed,
     )
     fits = [_fitted(costs, lengths, each) for each in runs]

@@ -148,20 +148,18 @@ def search(
     lengths: LengthsOf,
     *,
     devices: int,
-    bounds: Sequence[int] = BOUNDS,
     device_memory: int = 0,
 ) -> list[Choice]:
-    """Simulate the splits of ``devices`` devices at each of ``bounds``; the fastest first, those
-    that cannot run last.
-    ``device_memory``: bytes of a device, 0: not looked at. Raises ValueError where the devices are
-    too few."""
+    """Simulate the splits of ``devices`` devices at each of :data:`BOUNDS`; the fastest first,
+    those that cannot run last. ``device_memory``: bytes of a device, 0: not looked at. Raises
+    ValueError where the devices are too few."""
     others = devices - (1 if computes_reference(recipe) else 0)
     if others < 2:
         raise ValueError(
             f"--devices: {devices} is too few; rollout, training and a reference of its own take a "
             f"device each, here {devices - others + 2}"
         )
-    wanted = list(_changes(recipe, others, bounds))
+    wanted = list(_changes(recipe, others))
     samples = SAMPLES // (len(wanted) * recipe.rows_per_step)
     steps = min(MOST_STEPS, max(FEWEST_STEPS, samples))
     choices = [_tried(recipe, changes, costs, lengths, steps, device_memory) for changes in wanted]
@@ -180,10 +178,10 @@ def _speed(choice: Choice) -> float:
     return choice.forecast.tokens_per_second if choice.forecast else 0.0
 
 
-def _changes(recipe: Recipe, devices: int, bounds: Sequence[int]) -> Iterator[tuple[str, ...]]:
+def _changes(recipe: Recipe, devices: int) -> Iterator[tuple[str, ...]]:
     bounded = [
         (f"pipeline.staleness={bound}", *(FIXED if recipe.pipeline.staleness_min else ()))
-        for bound in bounds
+        for bound in BOUNDS
     ]
     each = recipe.train.model_copy(update={"dp": 1}).ranks
     for ranks in range(1, devices):

@@ -288,7 +288,7 @@ class Simulator:
             else:
                 group.left -= 1
                 if not group.left:
-                    self._at(self.now + self.costs.reward_seconds, self._ended, group)
+                    self._at(self.now, self._ended, group)
             room = self.setup.most_rows - replica.held
             if (self._ready and room >= self.setup.group_size) or (self._parked and room > 0):
                 self._claim(replica)

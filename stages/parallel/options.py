@@ -49,11 +49,6 @@ class RankSizes(BaseModel):
     def has_stages(self) -> bool:
         return getattr(self, "pp", 1) > 1
 
-    def tokens_of_pass(self, budget: int) -> int:
-        """Return the most that a pass has with a ``budget`` for each of the ranks that divide its
-        tokens."""
-        return budget * getattr(self, "cp", 1)
-
     def tokens_of_rank(self, tokens: int) -> int:
         """Return the most that a context-parallel rank has of so many ``tokens``."""
         return -(-tokens // getattr(self, "cp", 1))

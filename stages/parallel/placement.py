@@ -186,12 +186,6 @@ class ModelState:
     def expert_bytes(self) -> int:
         return sum(parameter.nbytes for parameter in self.parameters if parameter.expert)
 
-    @property
-    def split_bytes(self) -> int:
-        """Bytes of the dense parameters that tensor parallelism splits: TW of MindSpeed RL, Eq.
-        3."""
-        return sum(p.nbytes for p in self.parameters if p.split and not p.expert)
-
     def named(self, names: Names) -> tuple[Tensor, ...]:
         """Return the tensors of an engine that uses these names."""
         return self.tensors if names == "hf" else tuple(_fused(self))

@@ -9,9 +9,10 @@ from statistics import median
 
 import pytest
 
+from benchmarks.lengths import LognormalLengths
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
-from orchestration.simulation.costs import Costs, DrawnLengths
+from orchestration.simulation.costs import Costs
 from orchestration.simulation.forecast import Forecast, forecast
 from orchestration.simulation.simulator import Setup
 from pipeline.schedule.pacing import MARGIN, STEPS, Pacer
@@ -37,7 +38,7 @@ def both(
 
     ``balance``: seconds of training over seconds of generation.
     """
-    lengths = DrawnLengths(SIZE, 400, median=60, sigma=sigma)
+    lengths = LognormalLengths(SIZE, 400, median=60, sigma=sigma)
     tokens = sum(sum(lengths(group)) for group in range(640)) / 640 * GROUPS
     costs = Costs(
         row_rate=tokens / ROWS,  # a step is generated in one second

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.lengths import LognormalLengths
 from orchestration.recipe.schema import Recipe
-from orchestration.simulation.costs import Costs, DrawnLengths
+from orchestration.simulation.costs import Costs
 from orchestration.simulation.forecast import forecast, setup_of
 from orchestration.simulation.mock_costs import mock_costs, mock_lengths
 from orchestration.simulation.simulator import Setup, Simulator, Step
@@ -28,7 +29,7 @@ def simulated(
     simulator = Simulator(
         Setup(plan, steps=steps, **given),
         costs,
-        DrawnLengths(given["group_size"], 200, median=50, sigma=1),
+        LognormalLengths(given["group_size"], 200, median=50, sigma=1),
     )
     return simulator, simulator.run()
 
@@ -77,7 +78,6 @@ def test_each_step_trains_whole_groups_within_the_bound(
         swap_seconds=0.2,
         copy_seconds=0.1,
         reference_token_seconds=1e-4,
-        reward_seconds=0.05,
         between_steps=0.02,
         restart_seconds=3.0,
         dropped=dropped,
@@ -183,7 +183,7 @@ def test_a_swap_stops_decoding_and_a_rolling_one_only_a_replica() -> None:
 def test_stragglers_lost_replicas_and_dropped_groups_cost_time() -> None:
     plan = StalenessPlan(1, 4)
     plain = simulated(StalenessPlan(1, 4))[1][-1].at
-    lengths = DrawnLengths(4, 20_000, median=50, sigma=1, stragglers=0.01, times=100)
+    lengths = LognormalLengths(4, 20_000, median=50, sigma=1, stragglers=0.01, times=100)
     slow = Simulator(
         Setup(plan, 4, 12, max_rows=16, most_rows=16, first_groups=4), COSTS, lengths
     ).run()
