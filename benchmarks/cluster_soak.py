@@ -55,7 +55,6 @@ SETTINGS = (
     "rollout.options.time_scale=0.2",
     "pipeline.serve=0.0.0.0",
     "sync.transport=network",
-    "sync.serve=0.0.0.0",
     "launch.max_restarts=10000",
     "launch.hang_timeout=5",
     "launch.startup_timeout=60",

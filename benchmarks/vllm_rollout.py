@@ -37,18 +37,17 @@ from stages.weights.transport.network import Credentials, WeightSender
 from stages.weights.transport.store import WeightStore
 
 GROUP = 8
-ARMS: list[tuple[type[VllmRolloutEngine], str, str]] = [
-    (VllmRolloutEngine, "keep", "keep"),
-    (VllmRolloutEngine, "keep", "rebuild"),
-    (VllmRolloutEngine, "abort", "rebuild"),
-    (VllmReceivingEngine, "keep", "keep"),
+ARMS: list[tuple[type[VllmRolloutEngine], str]] = [
+    (VllmRolloutEngine, "keep"),
+    (VllmRolloutEngine, "rebuild"),
+    (VllmReceivingEngine, "keep"),
 ]
 TEMPERATURES = (0.0, 0.7, 1.0)
 SECRET = b"of the benchmark of vLLM"
 
 
 def build(
-    kind: type[VllmRolloutEngine], source: str, threads: int, pause: Any, kv_cache: Any
+    kind: type[VllmRolloutEngine], source: str, threads: int, kv_cache: Any
 ) -> VllmRolloutEngine:
     shared = shared_memory_directory() / f"asyncdock-benchmark-{time.monotonic_ns()}"
     shared.mkdir()
@@ -62,7 +61,6 @@ def build(
         block_size=32,
         kv_cache_bytes=2**29,
         enforce_eager=True,
-        pause=pause,
         kv_cache=kv_cache,
         threads=threads,
     )
@@ -176,11 +174,9 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
 async def arms(
     options: argparse.Namespace, sender: WeightSender, weights: Any, result: dict[str, Any]
 ) -> None:
-    for arm, (kind, pause, kv_cache) in enumerate(ARMS):
+    for arm, (kind, kv_cache) in enumerate(ARMS):
         began = time.perf_counter()
-        engine = await asyncio.to_thread(
-            build, kind, options.model, options.threads, pause, kv_cache
-        )
+        engine = await asyncio.to_thread(build, kind, options.model, options.threads, kv_cache)
         start = time.perf_counter() - began
         try:
             if not arm:
@@ -212,7 +208,7 @@ async def arms(
                     "start s",
                 )
                 print(
-                    f"\n{'transport':<15}{'rows':<7}{'their KV':<10}"
+                    f"\n{'transport':<15}{'their KV':<10}"
                     + "".join(f"{name:>13}" for name in names)
                 )
             # One response of a token, so that an update begins when the other 31 are being made.
@@ -224,18 +220,13 @@ async def arms(
                 *rest,
             ]
             transport = "network" if issubclass(kind, VllmReceivingEngine) else "shared_memory"
-            row: dict[str, Any] = {
-                "transport": transport,
-                "rows": pause,
-                "kv_cache": kv_cache,
-                "start": start,
-            }
+            row: dict[str, Any] = {"transport": transport, "kv_cache": kv_cache, "start": start}
             row |= await updates(engine, sender, asked, weights, options.repeats)
         finally:
             await engine.close()
         result["update"].append(row)
         print(
-            f"{transport:<15}{pause:<7}{kv_cache:<10}"
+            f"{transport:<15}{kv_cache:<10}"
             + "".join(
                 f"{row[name]:>13.2f}" for name in ("exposed", "pause", "load", "hidden", "copy")
             )

@@ -95,6 +95,14 @@ def is_loopback(host: str) -> bool:
     )
 
 
+def is_unspecified(host: str) -> bool:
+    """Return whether ``host`` is `0.0.0.0` or `::`, which stands for all addresses."""
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False
+
+
 def announced(host: str, route: str, others: str = "") -> str:
     """Return the address by which other nodes reach a server that listens on ``host``: ``host``
     itself, or where that is `auto` or stands for all addresses, the one that leads to the index, or

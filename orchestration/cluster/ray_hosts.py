@@ -188,11 +188,7 @@ class RayHosts:
         host = urlsplit(self._join).hostname or ""
         elsewhere = [node["address"] for node in nodes.values() if not is_own(node["address"])]
         if elsewhere and is_loopback(host):
-            key = (
-                "pipeline.index"
-                if self._recipe.pipeline.index != "embedded"
-                else "pipeline.index_serve"
-            )
+            key = "pipeline.serve" if self._recipe.index_address else "pipeline.index"
             problem = (
                 f"is reached from this machine alone, and the cluster has nodes at "
                 f"{', '.join(elsewhere)}"

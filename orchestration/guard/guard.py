@@ -18,6 +18,7 @@ from orchestration.guard.rules import COLLAPSED, CONSTANT, EQUAL_WEIGHTS, RESUME
 from orchestration.history.lines import finite_numbers
 from pipeline.data.events import AlarmEvent, EventData, StepEvent, SyncEvent
 
+COMPARED_STEPS = 32  # past steps that a metric is compared with
 WARM_UP = 8  # values before a trend is judged
 RECENT = 8  # steps that the chance of equal groups is estimated from
 NORMAL = 1.4826  # median absolute deviations in a standard deviation
@@ -33,15 +34,13 @@ JUMP = 4.0  # deviations of the mean reward
 class GuardOptions:
     """Options of a guard.
 
-    ``window``: steps that a value is compared with. ``sensitivity``: deviations that are an alarm.
-    ``off``: metrics that are not judged. ``gap_limit``: largest mean difference of two engines'
-    logprobs with the same weights, as far as it is known before the first probe (0: it is not).
-    ``grad_clip``: gradients up to it are no alarm. ``rebuilds``: whether the KV cache of a response
-    in flight is computed again after a swap. ``constants``: metrics that are constant by
-    construction, and why; they are not judged.
+    ``sensitivity``: deviations that are an alarm. ``off``: metrics that are not judged.
+    ``gap_limit``: largest mean difference of two engines' logprobs with the same weights, as far as
+    it is known before the first probe (0: it is not). ``grad_clip``: gradients up to it are no
+    alarm. ``rebuilds``: whether the KV cache of a response in flight is computed again after a
+    swap. ``constants``: metrics that are constant by construction, and why; they are not judged.
     """
 
-    window: int = 32
     sensitivity: float = 8.0
     off: Collection[str] = ()
     gap_limit: float = 0.0
@@ -53,8 +52,8 @@ class GuardOptions:
 class Window:
     """The last values of one metric, with their median and deviation."""
 
-    def __init__(self, size: int) -> None:
-        self.values: deque[float] = deque(maxlen=size)
+    def __init__(self) -> None:
+        self.values: deque[float] = deque(maxlen=COMPARED_STEPS)
 
     @property
     def median(self) -> float:
@@ -254,7 +253,7 @@ class Guard:
             )
 
     def _window(self, name: str) -> Window:
-        return self._windows.setdefault(name, Window(self.options.window))
+        return self._windows.setdefault(name, Window())
 
 
 def _shown(value: float) -> str:

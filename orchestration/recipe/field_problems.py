@@ -14,7 +14,7 @@ from pydantic_core import ErrorDetails
 
 from orchestration.recipe.problems import suggest
 from orchestration.recipe.schema import Recipe
-from orchestration.recipe.sections.retired import RENAMED_VALUES, RETIRED
+from orchestration.recipe.sections.retired import GONE, RENAMED_VALUES, RETIRED
 from pipeline.problems import Problem
 from stages.device_names import PATTERN, device_fix
 
@@ -89,7 +89,7 @@ def field_problem(
             plan = f"`asyncdock plan reshard RECIPE --train {layout}` plans such a layout"
             return Problem(key, value, reason, f"take it out and set train.dp and train.tp; {plan}")
         case "extra_forbidden" if key in RETIRED:
-            return Problem(key, value, "is no key any more", RETIRED[key].fix)
+            return Problem(key, value, GONE, RETIRED[key].fix)
         case "extra_forbidden" if key == "extends":
             fix = "write it at the top of the recipe's own file"
             return Problem(key, value, "cannot be set where a recipe is whole already", fix)

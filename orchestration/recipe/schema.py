@@ -40,7 +40,8 @@ from orchestration.recipe.sections import (
 )
 from orchestration.recipe.sections.retired import migrated
 from orchestration.recipe.sections.values import CountOrZero
-from pipeline.node import AUTO, LOOPBACK
+from pipeline.index.address import host_of
+from pipeline.node import AUTO, LOOPBACK, is_unspecified
 from pipeline.schedule.staleness import StalenessPlan
 from stages.adapters.options import AdapterOptions
 from stages.algorithms import Algorithm, algorithm_class, build_algorithm
@@ -213,29 +214,31 @@ class Recipe(Section):
         return "network" if self.spans_machines else "shared_memory"
 
     @property
-    def sync_address(self) -> str:
-        """``sync.serve``: an address, or `auto` for the one by which other nodes reach the
-        trainer's."""
-        return self._address(self.sync.serve, alone=LOOPBACK)
+    def warehouse_address(self) -> str:
+        """The host of ``pipeline.serve``: an address, `auto` for the one by which other nodes reach
+        this one, or "" for none."""
+        if self.pipeline.serve == AUTO:
+            return AUTO if self.spans_machines else ""
+        return host_of(self.pipeline.serve)
 
     @property
-    def warehouse_address(self) -> str:
-        """``pipeline.serve``: an address, `auto` for the one by which other nodes reach this one,
-        or "" for none."""
-        return self._address(self.pipeline.serve, alone="")
+    def sync_address(self) -> str:
+        """Where the trainer serves weights: an address, or `auto` for the one by which other nodes
+        reach the trainer's, which is the cluster's choice."""
+        address = self.warehouse_address
+        if self.launch.on_cluster and not is_unspecified(address):
+            return AUTO
+        return address or LOOPBACK
 
     @property
     def index_address(self) -> str:
-        """``pipeline.index_serve``: an address, `auto` for that of this machine on its network, or
-        "" for none."""
-        return (
-            self._address(self.pipeline.index_serve, alone="")
-            if self.pipeline.index == "embedded"
-            else ""
-        )
-
-    def _address(self, value: str, alone: str) -> str:
-        return value if value != AUTO or self.spans_machines else alone
+        """Where an embedded index is served, with its port: an address, `auto` for that of this
+        machine on its network, or "" for none."""
+        if self.pipeline.index != "embedded":
+            return ""
+        if is_unspecified(self.warehouse_address):
+            return AUTO if self.spans_machines else ""
+        return self.pipeline.serve if self.pipeline.serve != AUTO else self.warehouse_address
 
     @property
     def swaps_at_once(self) -> int:

@@ -20,7 +20,7 @@ from typing import Literal
 
 import structlog
 
-from orchestration.guard.guard import Guard, GuardOptions
+from orchestration.guard.guard import COMPARED_STEPS, Guard, GuardOptions
 from orchestration.guard.past import KINDS, Past, read_past
 from orchestration.history.events_file import METRICS
 from orchestration.recipe.flow import algorithm_of
@@ -47,15 +47,13 @@ def options_of(recipe: Recipe) -> GuardOptions:
     section = recipe.guard
     # Which of these keys counts is decided where engines are made; a table of vLLM's is refused
     # with another engine.
-    rebuilds = recipe.colocated or rollout.on_update == "cut" or rollout.vllm.kv_cache == "rebuild"
-    float32 = sync.probe_mean_tolerance or (sync.probe_tolerance or 1e-3) / 5
+    rebuilds = recipe.colocated or rollout.on_update == "cut" or rollout.vllm.kv_cache != "keep"
     return GuardOptions(
-        window=section.window,
         sensitivity=section.sensitivity,
         off=tuple(section.off),
-        gap_limit=float32 if recipe.model.dtype == "float32" else 0.0,
+        gap_limit=(sync.probe_tolerance or 1e-3) / 5 if recipe.model.dtype == "float32" else 0.0,
         grad_clip=recipe.train.grad_clip,
-        rebuilds=rebuilds or rollout.vllm.pause == "abort",
+        rebuilds=rebuilds,
         constants=algorithm_of(recipe).constants(recipe.pipeline.staleness)
         if recipe.runs_stage("update")
         else {},
@@ -100,7 +98,7 @@ class GuardWatch:
     async def _past(self) -> tuple[Past, str]:
         """Return what the run stands on: its last recorded events up to the one that was judged
         last, and what the index has behind them; and the id of the last event that was read."""
-        steps = WINDOWS * self.guard.options.window
+        steps = WINDOWS * COMPARED_STEPS
         recorded = list[Event]()
         if self.folder is not None:
             recorded = await asyncio.to_thread(read_past, self.folder / METRICS, steps)

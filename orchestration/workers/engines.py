@@ -101,10 +101,8 @@ def probe_rule(recipe: Recipe) -> ProbeRule | None:
     if not sync.probe:
         return None
     dtype = getattr(torch, recipe.model.dtype)
-    q95 = sync.probe_tolerance
-    mean = sync.probe_mean_tolerance
     rule = ProbeRule(dtype) if source == "mock" else ProbeRule.of(dtype, load_config(source))
-    return replace(rule, q95=q95, mean=mean, alarm=PROBE not in recipe.guard.off)
+    return replace(rule, q95=sync.probe_tolerance, alarm=PROBE not in recipe.guard.off)
 
 
 def _model(recipe: Recipe, weights: Path | None = None, dtype: str = "") -> tuple[Any, Tokenizer]:
@@ -341,7 +339,7 @@ def critic_engine(
     }
     options["learning_rate"] = critic.learning_rate or recipe.train.learning_rate
     options["threads"] = threads_of(recipe, recipe.train.threads)
-    options["device"] = devices.select(critic.device or recipe.train.device)
+    options["device"] = devices.select(recipe.train.device)
     head = Path(source) / VALUE_HEAD if source else None
     options["head"] = head if head and head.is_file() else None
     model, parallel = _shared_model(named, recipe.trained_dtype, coordinates, meeting)
@@ -404,10 +402,14 @@ def sync_addresses(host: str, route: str, others: str) -> tuple[str, str]:
     """Return the address to listen on for ``host``, a recipe's `sync_address`, and the one that
     other nodes are given.
 
-    ``route``, ``others``: see :func:`pipeline.node.announced`, whose errors it raises. Loopback
-    stays loopback: `check` refuses it where other machines start workers.
+    ``route``, ``others``: see :func:`pipeline.node.announced`. Loopback stays loopback: `check`
+    refuses it where other machines start workers. Raises ValueError where other nodes cannot reach
+    ``host``.
     """
-    name = host if is_loopback(host) else announced(host, route, others)
+    try:
+        name = host if is_loopback(host) else announced(host, route, others)
+    except ValueError as refused:
+        raise ValueError(f"pipeline.{refused}") from refused
     return (name if host == AUTO else host), name
 
 
@@ -428,12 +430,10 @@ def weight_publisher(
     try:
         host, name = sync_addresses(recipe.sync_address, route, others)
         return WeightSender(store, host=host, advertise=name, secret=secret, tls=tls and tls[0])
-    except ValueError as refused:
-        raise ValueError(f"sync.{refused}") from refused
     except OSError as error:
         fix = "give the address under which engines reach the node that trains"
         raise OSError(
-            f"sync.serve = {recipe.sync_address!r}: nothing can be served there ({error}); {fix}"
+            f"pipeline.serve = {recipe.sync_address!r}: nothing can be served there ({error}); {fix}"
         ) from error
 
 

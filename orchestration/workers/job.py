@@ -147,10 +147,7 @@ class Job:
             return await asyncio.to_thread(joining)
         # the ranks are on one node
         host = recipe.sync_address if recipe.weight_transport == "network" else LOOPBACK
-        try:
-            host, name = await asyncio.to_thread(sync_addresses, host, *await self.index.reach())
-        except ValueError as refused:
-            raise ValueError(f"sync.{refused}") from refused
+        host, name = await asyncio.to_thread(sync_addresses, host, *await self.index.reach())
         met = Rendezvous(host, self.secret, advertise=name, timeout=timeout, tls=tls and tls[0])
         self.resources.callback(met.close)
         await rank_group.broadcast("meet", address=met.address)

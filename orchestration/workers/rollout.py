@@ -23,6 +23,9 @@ from stages.rollout.stage import Rollout
 from stages.rollout.weight_follower import SwapPolicy, WeightFollower
 from stages.threads import run_in_temporary_thread
 
+# of the engine's rows, for an evaluation that is not complete when the next version comes
+EVALUATION_SHARE = 0.25
+
 
 class RolloutJob(Job):
     """The job that generates responses with an engine of its own, at the newest published weights;
@@ -169,5 +172,5 @@ def make_rollout(
         prompts,
         recipe.evaluate.samples,
         rows=recipe.rollout.max_rows,
-        share=recipe.evaluate.share,
+        share=EVALUATION_SHARE,
     )

@@ -66,6 +66,18 @@ class Address:
         )
 
 
+def host_of(text: str) -> str:
+    """Return the host of HOST or HOST:PORT; ``text`` itself where it is neither.
+
+    >>> host_of("10.0.0.1:6379"), host_of("")
+    ('10.0.0.1', '')
+    """
+    try:
+        return Address.split(text)[0]
+    except ValueError:
+        return text
+
+
 def redacted(url: str) -> str:
     """Return ``url`` without its password, which may lie before the server's name or in the
     query."""

@@ -300,7 +300,6 @@ class _Submission:
         to_urls = ASK.format("--allow-checkpoints")
         for key, allowed, violation, fix in (
             ("pipeline.index", ("embedded",), "is chosen by the service", "leave it out"),
-            ("pipeline.index_serve", (AUTO,), "is chosen by the service", "leave it out"),
             ("checkpoint.url", urls, place, f"leave it out, or {to_urls}"),
             (
                 "pipeline.serve",
@@ -331,15 +330,14 @@ class _Submission:
             fix = f"take launch.launcher out, or {ASK.format('--allow-cluster')}"
             self.refuse("launch.address", cluster, violation, fix, "auto")
             override(self.data, "launch.launcher", "process")
-        address = self.value("sync.serve")
-        fix = f"take sync.transport and sync.serve out, or {ask}"
-        address = None if address == AUTO else address
+        address = self.value("pipeline.serve") or LOOPBACK
         remote: tuple[str, str | int] = ("launch.remote_rollouts", 0)
-        if self.text("launch.launcher") in CLUSTERS:
+        is_on_cluster = self.text("launch.launcher") in CLUSTERS
+        if is_on_cluster:
             remote = ("launch.launcher", "process")
         if self.value(remote[0]):
             key, plain = remote
-            derived = address is None or self.value("pipeline.serve") in (None, AUTO)
+            derived = is_on_cluster or address in (LOOPBACK, AUTO)
             reason = option = ""
             if not self.settings.index:
                 reason = "needs an index that other machines reach; this service's is its own"
@@ -352,15 +350,12 @@ class _Submission:
                 self.refuse(
                     key, self.value(key), reason, f"leave it out, or {ASK.format(option)}", plain
                 )
-            if address is not None and not self._may_listen(address):
-                self.refuse("sync.serve", address, port, fix, LOOPBACK)
             return
-        if self.value("sync.transport") != "network" or self._may_listen(address or LOOPBACK):
-            return
-        if address is None:
-            self.refuse("sync.transport", "network", port, fix, "shared_memory")
-        else:
-            self.refuse("sync.serve", address, port, fix, LOOPBACK)
+        at_loopback = self.value("sync.transport") == "network" and address in (LOOPBACK, AUTO)
+        if at_loopback and not self._may_listen(LOOPBACK):
+            self.refuse(
+                "sync.transport", "network", port, f"take it out, or {ask}", "shared_memory"
+            )
 
     def _may_listen(self, address: Any) -> bool:
         return isinstance(address, str) and address in self.settings.allow_listen

@@ -158,14 +158,6 @@ def reference_fits(recipe: Recipe, environment: Environment) -> Iterator[Problem
 
 @machine_check("model", "critic", "algorithm", "train.engine")
 def critic_fits(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
-    device = recipe.critic.device
-    if (
-        device is not None
-        and environment.devices
-        and recipe.trains_critic
-        and (fault := device_fault(device))
-    ):
-        yield Problem("critic.device", device, *fault)
     if recipe.critic.source is not None:
         fix = (
             "give the directory of a Hugging Face checkpoint, such as "

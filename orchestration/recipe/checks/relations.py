@@ -145,15 +145,6 @@ def vllm_options_fit(recipe: Recipe) -> Iterator[Problem]:
         )
         fix = "set rollout.temperature = 1.0, or rollout.top_k = 0 and rollout.top_p = 1.0"
         yield problem(recipe, "rollout.temperature", reason, fix)
-    if rollout.stop and vllm.pause == "abort":
-        reason = "would miss a stop string that an update of the weights cuts in two"
-        fix = "set rollout.vllm.pause = 'keep', or rollout.stop = []"
-        yield problem(recipe, "rollout.vllm.pause", reason, fix)
-    if vllm.pause == "abort" and "kv_cache" in vllm.model_fields_set and vllm.kv_cache == "keep":
-        reason = "keeps nothing of responses that rollout.vllm.pause = 'abort' ends"
-        yield problem(
-            recipe, "rollout.vllm.kv_cache", reason, "remove it, or set rollout.vllm.pause = 'keep'"
-        )
 
 
 @check("rollout", "pipeline.staleness", "pipeline.window", "train.groups_per_step")
@@ -470,7 +461,7 @@ def threads_exist(recipe: Recipe, _: Environment) -> Iterator[Problem]:
 def ranks_fit(recipe: Recipe) -> Iterator[Problem]:
     rows = recipe.rows_per_step
     for side, of in _rank_groups(recipe):
-        device = of.device or recipe.train.device
+        device = recipe.train.device
         if of.dp > rows:
             reason = f"leaves ranks without one of the {rows} samples of a step"
             yield problem(recipe, f"{side}.dp", reason, f"use a value <= {rows}")
@@ -487,8 +478,7 @@ def ranks_fit(recipe: Recipe) -> Iterator[Problem]:
             yield problem(recipe, "launch.launcher", reason, "set launch.launcher = 'process'")
         if ":" in device:
             fix = f"write {device.partition(':')[0]!r}: each rank takes one of them"
-            key = f"{side if of.device else 'train'}.device"
-            yield problem(recipe, key, f"is one device for {of.ranks} ranks", fix)
+            yield problem(recipe, "train.device", f"is one device for {of.ranks} ranks", fix)
 
 
 def _rank_groups(recipe: Recipe) -> Iterator[tuple[str, TrainSection | CriticSection]]:
@@ -621,7 +611,7 @@ def ranks_have_cores(recipe: Recipe, _: Environment) -> Iterator[Problem]:
             continue
         from stages.device import on_cpu  # imports torch, which other recipes are checked without
 
-        if on_cpu(of.device or recipe.train.device):
+        if on_cpu(recipe.train.device):
             reason = f"makes {ranks} ranks, which is more than the {cores} cores of this machine"
             yield problem(
                 recipe,

@@ -5,12 +5,13 @@ Relations between keys are checked in :mod:`orchestration.recipe.checks`."""
 from __future__ import annotations
 
 import ssl
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler, model_validator
 
 from orchestration.recipe.sections.bounds import LARGEST
 from orchestration.recipe.sections.clusters import CLUSTERS, ClusterBackend
+from orchestration.recipe.sections.retired import GONE, RETIRED
 from orchestration.recipe.sections.rewards import NETWORK, READ
 from orchestration.recipe.sections.rewards import RewardSection as RewardSection
 from orchestration.recipe.sections.values import (
@@ -48,6 +49,7 @@ from stages.json_schema import (
     IsCode,
     IsPath,
     fault,
+    faults,
     key,
     only_where,
     schema_of,
@@ -131,14 +133,16 @@ class VllmSection(Section):
         False, "Run without compiling the model: a faster start, slower tokens."
     )
     tensor_parallel: Count = key(1, "Devices over which the matrices of one engine are sharded.")
-    pause: Literal["keep", "abort"] = key(
-        "keep",
-        "Responses in flight when weights arrive: `keep` pauses and continues them, `abort` ends "
-        "them and continues them as new requests.",
-    )
     kv_cache: Literal["keep", "rebuild"] = key(
         "keep", "KV cache of responses in flight: kept, or computed again with the new weights."
     )
+
+    @model_validator(mode="after")
+    def _has_no_retired_key(self) -> Self:
+        """Refuse a key that has gone: it is no argument of vLLM's."""
+        retired = ((name, RETIRED.get(f"rollout.vllm.{name}")) for name in self.model_extra or {})
+        faults(self, ((name, GONE, row.fix) for name, row in retired if row is not None))
+        return self
 
 
 def _no_options(side: Side) -> ConfigDict:
@@ -370,7 +374,6 @@ class CriticSection(RankSizes, Section):
     learning_rate: float | None = key(
         None, "Peak learning rate of AdamW. Default: `train.learning_rate`.", gt=0
     )
-    device: Device | None = key(None, "As `train.device`, which is the default.")
     dp: Count = key(1, "Data-parallel ranks, as `train.dp`; default 1, whatever that is.")
     tp: Count = key(1, "Tensor-parallel ranks, as `train.tp`; default 1, whatever that is.")
     cp: Count = key(
@@ -448,21 +451,16 @@ class PipelineSection(Section):
         "URL of one.",
         json_schema_extra={"pattern": INDEX_PATTERN},
     )
-    index_serve: str = key(
-        AUTO,
-        "Address of this machine, HOST or HOST:PORT, at which others reach an embedded index: with "
-        "a password that the run makes, inside TLS with the tls_ keys. `auto`: where they start "
-        "workers, the one on its network. Empty: none do.",
-        examples=["10.0.0.1", "10.0.0.1:6379"],
-    )
     serve: str = key(
         AUTO,
-        "Address on which other nodes reach the warehouse. `auto`: where other machines start "
-        "workers, the one that leads to the index. `0.0.0.0`: all addresses of this node, of which "
-        "that one is announced. Empty: it is not served.",
+        "Address of this machine, HOST or HOST:PORT, at which others reach the run: its warehouse, "
+        "its weights (`sync.transport`), and at PORT its embedded index, with a password that the "
+        "run makes. `auto`: where others start workers, the one that leads to the index, or to "
+        "their network. `0.0.0.0`: all addresses, of which that one is announced. Empty: none do.",
+        examples=["10.0.0.1", "10.0.0.1:6379"],
     )
     tls_certificate: Annotated[str, IsPath()] = key(
-        "", "PEM file of the warehouse's certificate. If set, nodes connect by TLS."
+        "", "PEM file of this machine's certificate. If set, other machines connect by TLS."
     )
     tls_key: Annotated[str, IsPath()] = key("", "PEM file of its private key.")
     tls_authority: Annotated[str, IsPath()] = key(
@@ -490,11 +488,6 @@ class SyncSection(Section):
         "engines may be on other nodes. Each node has one copy, which it sends on while it "
         "receives it. `auto`: the one that is needed.",
     )
-    serve: str = key(
-        AUTO,
-        "Address of the trainer's node, for `network`. `auto`: as pipeline.serve.",
-        min_length=1,
-    )
     at_once: Annotated[int, Field(ge=0), unit("replicas")] = key(
         0,
         "Replicas that swap at the same time; they take turns, so that some always generate. 0: a "
@@ -513,20 +506,15 @@ class SyncSection(Section):
     probe: bool = key(
         True,
         "After a swap, before its next token, the engine scores a few rows of the batches just "
-        "trained; their tokens' logprobs must be the trainer's, within the two limits below.",
+        "trained; their tokens' logprobs must be the trainer's, within the limit below.",
     )
     probe_tolerance: float = key(
         0.0,
-        "Largest difference of a probed logprob: of 95 of 100 tokens, in float32 of every token. "
-        "0: by model.dtype, 0.001 in float32; in bfloat16 7.5 * 2**-8 * sqrt(layers) (at least 4, "
+        "Largest difference of a probed logprob: of 95 of 100 tokens, in float32 of every token; "
+        "the mean of all may be a fifth of it. 0: by model.dtype, 0.001 in float32; in bfloat16 "
+        "7.5 * 2**-8 * sqrt(layers) (at least 4, "
         "and three times as much for a model with experts) * the standard deviation of the probed "
         "logprobs (at least 1). `asyncdock resume` may change it.",
-        ge=0,
-    )
-    probe_mean_tolerance: float = key(
-        0.0,
-        "Largest mean of the differences of all probed logprobs. 0: a fifth of the limit above. "
-        "`asyncdock resume` may change it.",
         ge=0,
     )
     timeout: Seconds = key(120.0, "Longest time that reading or loading a version may take.")
@@ -549,16 +537,11 @@ class EvaluateSection(Section):
     """Evaluation: held-out prompts, answered greedily beside training."""
 
     every: StepsOrZero = key(0, "Steps between two evaluations. 0: none.")
-    share: float = key(
-        0.25,
-        "An evaluation uses rows of the engine (`rollout.max_rows`) that training leaves idle. "
-        "When the next version comes before it is complete, it goes on with at most this share of "
-        "the rows. At η = 0 all prompts are answered at once.",
-        gt=0,
-        le=1,
-    )
     prompts: Annotated[int, Field(ge=1), unit("prompts")] = key(
-        32, "Number of held-out prompts that are answered."
+        32,
+        "Number of held-out prompts that are answered, by rows of the engine (`rollout.max_rows`) "
+        "that training leaves idle. When the next version comes before, the rest is answered by at "
+        "most a quarter of the rows. At η = 0 all are answered at once.",
     )
     samples: Annotated[int, Field(ge=0), unit("prompts")] = key(
         4, "Number of those prompts that are shown with their responses."
@@ -589,12 +572,9 @@ class GuardSection(Section):
         "`warn`: an event and a line in the log. `pause`: the run is paused too. `fail`: "
         "the run fails.",
     )
-    window: Annotated[int, Field(ge=8, le=10_000), unit("steps")] = key(
-        32, "Number of past steps that a metric is compared with."
-    )
     sensitivity: float = key(
         8.0,
-        "Deviations from the median of these steps that are an alarm. Less: more alarms, also "
+        "Deviations from the median of the last 32 steps that are an alarm. Less: more alarms, also "
         "false ones.",
         gt=0,
     )
@@ -623,6 +603,9 @@ else:
 
 class LaunchSection(Section):
     """How worker processes start, restart and stop."""
+
+    restart_window: ClassVar[float] = 3600.0
+    """Seconds for which a restart counts for ``max_restarts``."""
 
     launcher: Launcher = key(
         "process",
@@ -653,10 +636,9 @@ class LaunchSection(Section):
     )
     max_restarts: Annotated[int, Field(ge=0), unit("restarts")] = key(
         3,
-        "Restarts of one worker, or rank group, within `restart_window`; the next fails the run, "
-        "or lets a rollout wait.",
+        "Restarts of one worker, or rank group, within an hour; the next fails the run, or lets a "
+        "rollout wait.",
     )
-    restart_window: Seconds = key(3600.0, "How long a restart counts for `max_restarts`.")
     startup_timeout: Seconds = key(
         300.0, "Longest time until all workers are ready; of several rollout workers, one."
     )

@@ -6,7 +6,7 @@ device themselves.
     Responses ◀── the row has ended ◀── tokens, logprobs ◀─ each step
                      │ aborted by a swap: requested again, with the tokens so far appended to its prompt
     load_weights() ── VllmWeights.bring (generation goes on)
-                   ── pause (keep | abort) ──▶ VllmWeights.load ──▶ new version ──▶ resume
+                   ── pause ──▶ VllmWeights.load ──▶ new version ──▶ resume
 
 vLLM is imported when an engine is made, not before. Its weight version is the policy version. From
 0.32 on vLLM reports with each response which version made which of its tokens; with 0.30 and 0.31
@@ -57,10 +57,8 @@ class VllmRolloutEngine:
     top-k or top-p; vLLM then gives logprobs before temperature only, so such requests need
     temperature 0 or 1.
 
-    ``pause``: what a swap does with rows in flight. ``keep`` holds them in vLLM; ``abort`` aborts
-    them and requests the rest afterwards. ``kv_cache`` (with ``keep``): rows go on with the keys
-    and values of the old weights (``keep``), or vLLM computes them again (``rebuild``, as ``abort``
-    always does).
+    ``kv_cache``: a swap holds rows in flight in vLLM. They go on with the keys and values of the
+    old weights (``keep``), or vLLM computes them again (``rebuild``).
 
     ``kv_cache_bytes``: memory for keys and values; None lets vLLM take ``gpu_memory_utilization``
     of the device. ``max_model_len``: tokens of prompt and response together (None: the model's
@@ -82,7 +80,6 @@ class VllmRolloutEngine:
         dtype: torch.dtype,
         max_rows: int,
         filters: bool = False,
-        pause: Literal["keep", "abort"] = "keep",
         kv_cache: Literal["keep", "rebuild"] = "keep",
         max_model_len: int | None = None,
         block_size: int | None = None,
@@ -100,7 +97,6 @@ class VllmRolloutEngine:
     ) -> None:
         self._vllm = import_vllm()
         self._filters = filters
-        self._pause = pause
         self._rebuild = kv_cache == "rebuild"
         self._version = initial_version
         self._weights = _weights(
@@ -171,7 +167,6 @@ class VllmRolloutEngine:
                 vocabulary=self._vocabulary,
                 context=self.context,
                 filters=self._filters,
-                cuts_stop_strings=self._pause == "abort",
             )
         responses = Responses(sum(len(request.places) for request in requests), self._abort)
         if self._failed is not None:
@@ -383,9 +378,8 @@ class VllmRolloutEngine:
         for row in self._rows if cut else ():
             row.cut = True  # before vLLM aborts it: its task goes on then
         try:
-            await pause(
-                self._vllm, self._llm, "abort" if cut else self._pause, clear_cache=self._rebuild
-            )
+            mode = "abort" if cut else "keep"
+            await pause(self._vllm, self._llm, mode, clear_cache=self._rebuild)
             await self._llm.abort(
                 [row.request_id for row in self._rows if row.request_id and not row.tokens]
             )

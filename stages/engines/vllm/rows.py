@@ -89,25 +89,16 @@ class VllmRow(ResponseInProgress):
         )
 
 
-def check_request(
-    request: GroupRequest, *, vocabulary: int, context: int, filters: bool, cuts_stop_strings: bool
-) -> None:
+def check_request(request: GroupRequest, *, vocabulary: int, context: int, filters: bool) -> None:
     """Raise RequestRefused for a request that an engine with these limits cannot serve.
 
-    ``filters``: it was made for top-k and top-p. ``cuts_stop_strings``: its swaps abort requests,
-    so that a stop string may be split between two.
+    ``filters``: it was made for top-k and top-p.
     """
     check_basics(request, vocabulary=vocabulary, context=context)
     params = request.params
     refused = functools.partial(RequestRefused, request.group)
     if params.stop and (params.budget or request.begun):
         fix = "a stop string that a cut splits would be missed: use stop_token_ids"
-        raise refused("stop", f"stop is {params.stop}", fix)
-    if params.stop and cuts_stop_strings:
-        fix = (
-            "a stop string that a swap splits would be missed with pause = 'abort': use pause = "
-            "'keep', or stop_token_ids"
-        )
         raise refused("stop", f"stop is {params.stop}", fix)
     filtered = params.top_k or params.top_p < 1
     if filtered and params.temperature and not filters:

@@ -104,13 +104,8 @@ class ProbeLimits:
         judged = (
             (gap.max, self.max, f"the largest of {gap.tokens} tokens", "sync.probe_tolerance"),
             (gap.q95, self.q95, f"95th percentile of {gap.tokens} tokens", "sync.probe_tolerance"),
-            (gap.mean, self.mean, f"mean of {gap.tokens} tokens", "sync.probe_mean_tolerance"),
-            (
-                gap.k3,
-                self.k3,
-                f"k3 of {gap.tokens} tokens",
-                "sync.probe_tolerance * sync.probe_mean_tolerance / 2",
-            ),
+            (gap.mean, self.mean, f"mean of {gap.tokens} tokens", "sync.probe_tolerance / 5"),
+            (gap.k3, self.k3, f"k3 of {gap.tokens} tokens", "sync.probe_tolerance ** 2 / 10"),
         )
         for found, limit, what, key in judged:
             if not found <= limit:
@@ -129,24 +124,21 @@ class ProbeLimits:
 @dataclass(frozen=True)
 class ProbeRule:
     """What the limits of a probe follow from: the dtype that a model of ``layers`` layers computes
-    in, whether tokens are ``routed`` to experts, and the probe itself. ``q95`` and ``mean`` replace
-    the limits of these names where they are not 0. docs/measurements/probe.md derives the numbers."""
+    in, whether tokens are ``routed`` to experts, and the probe itself. ``q95`` replaces the limit
+    of this name where it is not 0. docs/measurements/probe.md derives the numbers."""
 
     dtype: torch.dtype
     layers: int = 1
     routed: bool = False
     q95: float = 0.0
-    mean: float = 0.0
     alarm: bool = True  # a refused probe is an alarm of the guard
 
     @classmethod
-    def of(
-        cls, dtype: torch.dtype, config: Any, *, q95: float = 0.0, mean: float = 0.0
-    ) -> ProbeRule:
+    def of(cls, dtype: torch.dtype, config: Any) -> ProbeRule:
         """From the config of a transformers model."""
         text = config.get_text_config()
         routed = (getattr(text, "num_experts_per_tok", None) or 0) > 0
-        return cls(dtype, int(getattr(text, "num_hidden_layers", 32)), routed, q95, mean)
+        return cls(dtype, int(getattr(text, "num_hidden_layers", 32)), routed)
 
     def limits(self, probe: Probe) -> ProbeLimits:
         """In float32 every token is held to 0.001.
@@ -159,14 +151,14 @@ class ProbeRule:
         """
         if self.dtype == torch.float32:
             q95 = self.q95 or 1e-3
-            return ProbeLimits(self.mean or q95 / 5, q95, q95)
+            return ProbeLimits(q95 / 5, q95, q95)
         spread = float(
             torch.tensor([value for row in probe.logprobs for value in row]).std(correction=0)
         )
         rounding = torch.finfo(self.dtype).eps / 2
         roundings = max(4.0, math.sqrt(self.layers)) * (3 if self.routed else 1)
         q95 = self.q95 or 7.5 * rounding * roundings * max(1.0, spread)
-        return ProbeLimits(self.mean or q95 / 5, q95)
+        return ProbeLimits(q95 / 5, q95)
 
 
 class ProbeFailed(RuntimeError):

@@ -25,7 +25,6 @@ ON_RAY: dict[str, Any] = {
     "pipeline__index": "redis://a.server",
     "pipeline__serve": "0.0.0.0",
     "sync__transport": "network",
-    "sync__serve": "0.0.0.0",
 }
 
 
@@ -148,7 +147,10 @@ def test_workers_of_a_lost_node_find_room_on_the_others(lost: str) -> None:
             r"Ray gives",
         ),
         ({"pipeline__index": "unix:///x.sock"}, r"pipeline\.index = .*is on this machine alone"),
-        ({"sync__serve": "127.0.0.1"}, r"sync\.serve = .*is reached from this machine alone"),
+        (
+            {"pipeline__serve": "127.0.0.1"},
+            r"pipeline\.serve = .*is reached from this machine alone",
+        ),
         (
             {"launch__placement": "colocated", "sync__transport": "shared_memory"},
             r"launch\.placement = .*one machine",

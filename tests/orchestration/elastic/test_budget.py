@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestration.recipe.flow import flow_of
+from orchestration.recipe.sections import LaunchSection
 from orchestration.state.documents import EndKind
 from orchestration.supervise.budget import RestartBudget
 from orchestration.supervise.supervisor import Supervisor
@@ -45,14 +46,15 @@ WINDOW = 0.4
 
 @pytest.fixture
 async def supervised(
-    index: Index,
+    index: Index, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[tuple[Supervisor, ScriptedLauncher, asyncio.Task[Any]]]:
     limits = {
         "launch__max_restarts": 1,
         "launch__startup_timeout": 20.0,
         "launch__stop_timeout": 0.2,
     }
-    of = recipe(TINY, rollout__workers=2, launch__restart_window=WINDOW, **limits)
+    of = recipe(TINY, rollout__workers=2, **limits)
+    monkeypatch.setattr(LaunchSection, "restart_window", WINDOW)
     await index.init(
         flow_of(of).config(of.staleness_plan), {"published": 0, "trained": 0, "admitted": 0}
     )
@@ -105,11 +107,11 @@ async def test_a_rollout_without_restarts_left_waits_for_one_while_another_works
 
 @pytest.mark.parametrize("is_last", [False, True])
 async def test_the_run_ends_without_the_rollouts_that_are_absent(
-    supervised: Any, index: Index, is_last: bool
+    supervised: Any, index: Index, is_last: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``is_last``: all others are done when it dies."""
     supervisor, launcher, work = supervised
-    supervisor.launch = supervisor.launch.model_copy(update={"restart_window": 600.0})
+    monkeypatch.setattr(LaunchSection, "restart_window", 600.0)
     lives = await launcher.next(4)
     lives["rollout-0"].code.set_result(1)
     again = await launcher.next(1)
@@ -128,10 +130,10 @@ async def test_the_run_ends_without_the_rollouts_that_are_absent(
 
 
 async def test_the_last_rollout_without_restarts_left_fails_the_run(
-    supervised: Any, index: Index
+    supervised: Any, index: Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    supervisor, launcher, work = supervised
-    supervisor.launch = supervisor.launch.model_copy(update={"restart_window": 600.0})
+    _, launcher, work = supervised
+    monkeypatch.setattr(LaunchSection, "restart_window", 600.0)
     lives = await launcher.next(4)
     for worker in ("rollout-0", "rollout-1"):
         lives[worker].code.set_result(1)

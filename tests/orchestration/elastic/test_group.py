@@ -88,7 +88,7 @@ def test_of_a_kind_that_is_elastic_one_ready_worker_is_enough() -> None:
 # --- the supervisor, with scripted workers ---
 
 Supervise = Callable[..., Awaitable[tuple[Supervisor, ScriptedLauncher]]]
-LONG = {"launch__restart_window": 600.0, "launch__stop_timeout": 0.2, "launch__max_restarts": 1}
+LONG = {"launch__stop_timeout": 0.2, "launch__max_restarts": 1}
 
 
 @pytest.fixture

@@ -215,10 +215,14 @@ def test_settings_of_the_vllm_engine_are_read(minimal: Path) -> None:
         "model.source=smollm2",
         "rollout.engine=vllm",
         "rollout.vllm.kv_cache_bytes=1GiB",
-        "rollout.vllm.pause=abort",
+        "rollout.vllm.kv_cache=rebuild",
     ]
     options = load_recipe(minimal, sets).rollout.vllm
-    assert (options.kv_cache_bytes, options.pause, options.max_model_len) == (2**30, "abort", None)
+    assert (options.kv_cache_bytes, options.kv_cache, options.max_model_len) == (
+        2**30,
+        "rebuild",
+        None,
+    )
 
 
 def test_other_keys_of_the_vllm_engine_are_arguments_of_it(

@@ -161,11 +161,7 @@ async def test_a_run_is_not_disturbed(clock: ShiftedClock, tmp_path: Path) -> No
 
 
 async def test_a_run_with_a_host_is_not_disturbed(clock: ShiftedClock, tmp_path: Path) -> None:
-    here = {
-        "pipeline__index_serve": "127.0.0.1",
-        "pipeline__serve": "127.0.0.1",
-        "sync__serve": "127.0.0.1",
-    }
+    here = {"pipeline__serve": "127.0.0.1"}
     run, metrics = running(tmp_path, rollout__workers=2, launch__remote_rollouts=1, **here)
     host: subprocess.Popen[bytes] | None = None
     (tmp_path / "host").mkdir()

@@ -209,11 +209,7 @@ async def test_a_run_without_its_host_is_running_and_ends_with_the_workers_that_
 ) -> None:
     """It trained all of its steps in the state "starting", and then waited for the host in
     silence."""
-    changes = {
-        "pipeline__index_serve": "127.0.0.1",
-        "pipeline__serve": "127.0.0.1",
-        "sync__serve": "127.0.0.1",
-    }
+    changes = {"pipeline__serve": "127.0.0.1"}
     of = recipe(MOCK, **REMOTE, **changes, launch__startup_timeout=3600.0)
     async with executing(Execution(RunFolder.create(of, tmp_path / "run"))) as (watched, work):
         await watched.until(lambda: bool(watched.of("step")))
@@ -232,11 +228,7 @@ async def test_a_run_without_its_host_is_running_and_ends_with_the_workers_that_
 async def test_a_run_whose_rollouts_are_all_on_hosts_says_that_it_waits_for_one(
     tmp_path: Path,
 ) -> None:
-    changes = {
-        "pipeline__index_serve": "127.0.0.1",
-        "pipeline__serve": "127.0.0.1",
-        "sync__serve": "127.0.0.1",
-    }
+    changes = {"pipeline__serve": "127.0.0.1"}
     limits = {"launch__remote_rollouts": 2, "launch__startup_timeout": 20.0}
     async with executing(
         Execution(
@@ -307,10 +299,9 @@ def test_workers_that_hosts_cannot_have_are_refused(change: dict[str, Any], wron
     "changes",
     [
         {"pipeline__serve": "0.0.0.0"},
-        {"pipeline__serve": "0.0.0.0", "pipeline__index_serve": "127.0.0.1"},
-        {"pipeline__serve": "::1", "pipeline__index_serve": "::1"},
-        {"pipeline__serve": "0.0.0.0", "pipeline__index_serve": "localhost"},
-        {"sync__transport": "network", "sync__serve": "0.0.0.0"},
+        {"pipeline__serve": "::1"},
+        {"pipeline__serve": "localhost"},
+        {"sync__transport": "network", "pipeline__serve": "0.0.0.0"},
         {"sync__transport": "network", "pipeline__serve": "127.0.0.1"},
     ],
     ids=lambda changes: " ".join(f"{key}={value}" for key, value in changes.items()),

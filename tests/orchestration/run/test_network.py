@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from orchestration.recipe.problems import RecipeError
+from orchestration.recipe.schema import Recipe
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
 from orchestration.workers.engines import weight_publisher
@@ -91,13 +92,14 @@ async def test_several_replicas_follow_a_trainer_of_several_ranks_and_any_of_the
 
 
 def test_an_address_that_is_not_the_trainers_is_refused_with_its_name(tmp_path: Path) -> None:
-    network = {"sync__transport": "network", "sync__serve": "192.0.2.1"}
-    with pytest.raises(RecipeError, match=r'sync\.serve = "192\.0\.2\.1": cannot be listened on'):
+    network = {"sync__transport": "network", "pipeline__serve": "192.0.2.1"}
+    with pytest.raises(RecipeError, match=r'pipeline\.serve = "192\.0\.2\.1": cannot be listened'):
         recipe(MOCK, **network)
-    # it may be an address of the node that has the trainer
-    on_ray = recipe(MOCK, **network, launch__launcher="ray")
-    with pytest.raises(OSError, match=r"sync\.serve = '192\.0\.2\.1': nothing can be served there"):
-        weight_publisher(on_ray, tmp_path, secret=b"sixteen or more bytes", route="192.0.2.8")
+    recorded = recipe(MOCK, sync__transport="network").model_dump()
+    recorded["pipeline"]["serve"] = "192.0.2.1"
+    moved = Recipe.recorded(recorded)
+    with pytest.raises(OSError, match=r"serve = '192\.0\.2\.1': nothing can be served there"):
+        weight_publisher(moved, tmp_path, secret=b"sixteen or more bytes", route="192.0.2.8")
 
 
 def test_it_is_not_for_engines_that_share_the_trainers_device() -> None:

@@ -123,7 +123,6 @@ async def test_a_rollout_that_dies_at_its_swap_and_stays_away_holds_up_no_other_
     changes: dict[str, Any] = {
         "launch__launcher": "process",
         "launch__max_restarts": 0,
-        "launch__restart_window": 600.0,
     }
     of = recipe(MOCK, train__steps=10, rollout__workers=2, sync__at_once=1, **changes)
     of = of.model_copy(

@@ -202,22 +202,16 @@ def test_addresses() -> None:
     ("changes", "wrong"),
     [
         (
-            {"pipeline__index": "redis://x"},
-            r"is for an embedded index, and pipeline\.index = "
-            r"'redis://x'",
+            {"pipeline__serve": "192.0.2.1"},
+            r"cannot be listened on \(.*give a name or an address "
+            r"of this machine",
         ),
-        ({"pipeline__index_serve": "0.0.0.0"}, "stands for all addresses of this machine"),
-        (
-            {"pipeline__index_serve": "192.0.2.1"},
-            r"cannot be listened on \(.*give an address of "
-            r"this machine",
-        ),
-        ({"pipeline__index_serve": "127.0.0.1:x"}, "cannot be listened on"),
+        ({"pipeline__serve": "127.0.0.1:x"}, "cannot be listened on"),
     ],
 )
 def test_an_address_that_cannot_be_served_is_refused(changes: dict[str, str], wrong: str) -> None:
-    with pytest.raises(RecipeError, match=rf"pipeline\.index_serve = .*{wrong}"):
-        recipe(MOCK, **{"pipeline__index_serve": "127.0.0.1", **changes})
+    with pytest.raises(RecipeError, match=rf"pipeline\.serve = .*{wrong}"):
+        recipe(MOCK, **changes)
 
 
 def test_a_command_of_another_user_does_not_see_the_socket(tmp_path: Path) -> None:

@@ -282,10 +282,11 @@ def test_models_and_certificates_lie_below_the_roots_too(roots: tuple[Path, Path
         ({"pipeline__serve": "0.0.0.0"}, "pipeline.serve"),
         ({"pipeline__serve": "127.0.0.1"}, "pipeline.serve"),
         ({"sync__transport": "network"}, "sync.transport"),
-        ({"sync__transport": "network", "sync__serve": "127.0.0.1"}, "sync.serve"),
-        ({"sync__transport": "network", "sync__serve": "0.0.0.0"}, "sync.serve"),
-        ({"sync__transport": "network", "sync__serve": "::"}, "sync.serve"),
-        ({"sync__transport": "network", "sync__serve": ["0.0.0.0"]}, "sync.serve"),
+        ({"sync__transport": "network", "pipeline__serve": "127.0.0.1"}, "pipeline.serve"),
+        ({"sync__transport": "network", "pipeline__serve": "0.0.0.0"}, "pipeline.serve"),
+        ({"sync__transport": "network", "pipeline__serve": "127.0.0.1"}, "sync.transport"),
+        ({"pipeline__serve": ["0.0.0.0"]}, "pipeline.serve"),
+        ({"pipeline__serve": "127.0.0.1:22"}, "pipeline.serve"),
         ({"name": "n" * 65}, "name"),
         ({"name": "../../etc"}, "name"),
         ({"rollout__workers": 100}, "rollout.workers"),
@@ -315,14 +316,16 @@ def test_a_run_may_take_all_that_the_operator_gives_to_one_and_no_more() -> None
 def test_only_the_addresses_that_the_operator_allows_are_listened_on() -> None:
     """`sync.transport = "network"` in a request opened a port on every address of the
     machine."""
-    network = {"sync.transport": "network", "sync.serve": "127.0.0.7"}
-    assert "sync.serve" in refused(recipe(), overrides=network)
-    assert "sync.serve" in refused(
+    network = {"sync.transport": "network", "pipeline.serve": "127.0.0.7"}
+    assert "pipeline.serve" in refused(recipe(), overrides=network)
+    assert "pipeline.serve" in refused(
         recipe(), overrides=network, allow_listen={"127.0.0.1", "127.0.0.70"}
     )
     given = Settings(data=Path(), allow_listen=frozenset(["127.0.0.7"]))
-    assert accept(given, recipe(), network).sync.serve == "127.0.0.7"
-    assert accept(given, recipe(), {"pipeline.serve": "127.0.0.7"}).pipeline.serve == "127.0.0.7"
+    assert accept(given, recipe(), network).sync_address == "127.0.0.7"
+    assert "pipeline.serve" in refused(
+        recipe(), overrides={"pipeline.serve": "127.0.0.7:22"}, allow_listen={"127.0.0.7"}
+    )
     assert "sync.transport" in refused(
         recipe(sync__transport="network"), allow_listen={"127.0.0.7"}
     )
@@ -349,7 +352,7 @@ def test_checkpoints_are_copied_only_to_listed_places(tmp_path: Path) -> None:
 
 
 def test_workers_are_placed_on_listed_clusters_alone() -> None:
-    wanted = {"pipeline.serve": "0.0.0.0", "sync.transport": "network", "sync.serve": "0.0.0.0"}
+    wanted = {"pipeline.serve": "0.0.0.0", "sync.transport": "network"}
     wanted |= {"launch.launcher": "ray", "launch.address": "ray://10.0.0.2:10001"}
     settings: dict[str, Any] = {"allow_listen": {"0.0.0.0"}, "index": "redis://:secret@10.0.0.1"}
     assert "launch.address" in refused(
@@ -360,7 +363,7 @@ def test_workers_are_placed_on_listed_clusters_alone() -> None:
 
 
 def test_hosts_may_run_workers_where_the_services_index_is_reached_from_other_machines() -> None:
-    wanted = {"pipeline.serve": "0.0.0.0", "sync.transport": "network", "sync.serve": "0.0.0.0"}
+    wanted = {"pipeline.serve": "0.0.0.0", "sync.transport": "network"}
     wanted |= {"launch.remote_rollouts": 1, "launch.launcher": "process"}
     found = refused(recipe(), overrides=wanted, allow_listen={"0.0.0.0"})
     assert "needs an index that other machines reach" in found["launch.remote_rollouts"].wrong
@@ -386,13 +389,9 @@ def test_one_key_for_other_machines_opens_ports_only_where_that_is_allowed(
         "allow_clusters": {"ray://10.0.0.2:10001"},
     }
     assert "has the run listen" in refused(recipe(), overrides=wanted, **settings)[name].wrong
-    for served in ("sync.serve", "pipeline.serve"):
-        assert name in refused(
-            recipe(),
-            overrides={**wanted, served: "127.0.0.7"},
-            **settings,
-            allow_listen={"127.0.0.7"},
-        )
+    listed = {"overrides": {**wanted, "pipeline.serve": "127.0.0.7"}, "allow_listen": {"127.0.0.7"}}
+    found = refused(recipe(), **settings, **listed)
+    assert (name in found) == (name == "launch.launcher"), "a cluster chooses the trainer's node"
     given = Settings(
         data=Path(),
         **{**settings, "allow_clusters": frozenset(settings["allow_clusters"])},

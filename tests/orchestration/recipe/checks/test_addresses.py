@@ -36,13 +36,20 @@ def with_keys(changes: dict[str, Any]) -> Recipe:
         (RAY, ("network", "auto", "auto", "auto")),
         ({**RAY, "pipeline.index": "redis://10.0.0.9"}, ("network", "auto", "auto", "")),
         ({"sync.transport": "network"}, ("network", "127.0.0.1", "", "")),
+        ({**HOSTS, "pipeline.serve": "0.0.0.0"}, ("network", "0.0.0.0", "0.0.0.0", "auto")),
+        ({**RAY, "pipeline.serve": "0.0.0.0"}, ("network", "0.0.0.0", "0.0.0.0", "auto")),
+        ({"pipeline.serve": "0.0.0.0"}, ("shared_memory", "0.0.0.0", "0.0.0.0", "")),
         (
-            {**HOSTS, "pipeline.serve": "0.0.0.0", "sync.serve": "0.0.0.0"},
-            ("network", "0.0.0.0", "0.0.0.0", "auto"),
+            {**HOSTS, "pipeline.serve": "127.0.0.1:7"},
+            ("network", "127.0.0.1", "127.0.0.1", "127.0.0.1:7"),
         ),
         (
-            {**RAY, "pipeline.index_serve": "127.0.0.1:7"},
-            ("network", "auto", "auto", "127.0.0.1:7"),
+            {**RAY, "pipeline.serve": "127.0.0.1:7"},
+            ("network", "auto", "127.0.0.1", "127.0.0.1:7"),
+        ),
+        (
+            {**HOSTS, "pipeline.serve": own_address(), "pipeline.index": "redis://10.0.0.9"},
+            ("network", own_address(), own_address(), ""),
         ),
     ],
 )
@@ -65,54 +72,36 @@ def test_one_key_says_all_and_those_that_are_given_win(
 @pytest.mark.parametrize(
     ("changes", "wrong"),
     [
-        (
-            {"pipeline.index_serve": ""},
-            r'pipeline\.index_serve = "": leaves the index on this '
-            r"machine alone",
-        ),
         ({"pipeline.index": "unix:///run/x.sock"}, r"pipeline\.index = .*is on this machine alone"),
         ({"pipeline.index": "redis://0.0.0.0"}, r"pipeline\.index = .*stands for all addresses"),
         ({"pipeline.serve": ""}, r"pipeline\.serve = .*is empty, but other machines start workers"),
-        (
-            {"pipeline.serve": "127.0.0.1"},
-            r"pipeline\.serve = .*is reached from this machine "
-            r"alone",
-        ),
-        (
-            {"pipeline.serve": "localhost"},
-            r"pipeline\.serve = .*is reached from this machine "
-            r"alone",
+        *(
+            (
+                {"pipeline.serve": address, "pipeline.index": "rediss://a.server"},
+                r"pipeline\.serve = .*this machine alone, and pipeline\.index",
+            )
+            for address in ("127.0.0.1", "127.0.0.7", "localhost", "::1")
         ),
         ({"sync.transport": "shared_memory"}, r"sync\.transport = .*is the memory of one machine"),
-        ({"sync.serve": "127.0.0.1"}, r"sync\.serve = .*is reached from this machine alone"),
-        ({"sync.serve": "127.0.0.7"}, r"sync\.serve = .*is reached from this machine alone"),
-        (
-            {"sync.serve": "::1", "pipeline.index": "rediss://a.server"},
-            r"sync\.serve = .*this machine alone, and pipeline\.index",
-        ),
         ({"pipeline.serve": "10.99.99.99"}, r"pipeline\.serve = .*cannot be listened on"),
         (
             {"pipeline.serve": "::", "pipeline.index": "redis://10.0.0.9"},
             r"pipeline\.serve = .*IPv6 alone, and .* by IPv4",
         ),
         (
-            {"sync.serve": "0.0.0.0", "pipeline.index": "redis://[fd00::9]"},
-            r"sync\.serve = .*IPv4 alone, and .* by IPv6",
+            {"pipeline.serve": "0.0.0.0", "pipeline.index": "redis://[fd00::9]"},
+            r"pipeline\.serve = .*IPv4 alone, and .* by IPv6",
         ),
         (
-            {"pipeline.index_serve": "0.0.0.0"},
-            r"pipeline\.index_serve = .*stands for all addresses "
-            r"of this machine",
+            {"pipeline.serve": "0.0.0.0:7"},
+            r"pipeline\.serve = .*the port is that of an embedded index at one address",
         ),
         (
-            {"pipeline.index_serve": "10.99.99.99"},
-            r"pipeline\.index_serve = .*cannot be listened "
-            r"on",
+            {"pipeline.serve": f"{own_address()}:7", "pipeline.index": "redis://10.0.0.9"},
+            r"pipeline\.serve = .*the port is that of an embedded index",
         ),
-        (
-            {"pipeline.index_serve": "10.0.0.1", "pipeline.index": "redis://x"},
-            r"pipeline\.index_serve = .*take one of the two out",
-        ),
+        ({"pipeline.index_serve": "10.0.0.1"}, r"index_serve = .*write `pipeline\.serve`"),
+        ({"sync.serve": "10.0.0.1"}, r"sync\.serve = .*write `pipeline\.serve`"),
     ],
 )
 def test_addresses_that_other_machines_cannot_reach_are_refused(
@@ -128,22 +117,10 @@ def test_addresses_that_other_machines_cannot_reach_are_refused(
     [
         {},
         {"pipeline.index": "redis://a.server"},
-        {
-            "pipeline.index": "redis://127.0.0.1",
-            "pipeline.serve": "0.0.0.0",
-            "sync.serve": "0.0.0.0",
-        },
-        {"pipeline.index_serve": "127.0.0.1", "pipeline.serve": "0.0.0.0"},
-        {
-            "pipeline.index_serve": "127.0.0.1",
-            "pipeline.serve": "127.0.0.1",
-            "sync.serve": "127.0.0.1",
-        },
-        {
-            "pipeline.index_serve": own_address(),
-            "pipeline.serve": own_address(),
-            "sync.serve": own_address(),
-        },
+        {"pipeline.index": "redis://127.0.0.1", "pipeline.serve": "0.0.0.0"},
+        {"pipeline.serve": "0.0.0.0"},
+        {"pipeline.serve": "127.0.0.1"},
+        {"pipeline.serve": own_address()},
     ],
 )
 def test_addresses_that_a_run_works_with_are_accepted(
@@ -156,20 +133,15 @@ def test_without_other_machines_the_weights_stay_here_and_a_warehouse_is_for_who
     None
 ):
     elsewhere = {"pipeline.index": "redis://a.server"}
-    assert (
-        with_keys(
-            {**elsewhere, "sync.transport": "network", "sync.serve": "127.0.0.1"}
-        ).sync_address
-        == "127.0.0.1"
-    )
+    assert with_keys({**elsewhere, "sync.transport": "network"}).sync_address == "127.0.0.1"
     with pytest.raises(
         RecipeError,
         match=r"pipeline\.serve = .*is reached from this machine "
         r"alone",
     ):
         with_keys({**elsewhere, "pipeline.serve": "127.0.0.1"})
-    with pytest.raises(RecipeError, match=r"sync\.serve = .*cannot be listened on"):
-        with_keys({"sync.transport": "network", "sync.serve": "10.99.99.99"})
+    with pytest.raises(RecipeError, match=r"pipeline\.serve = .*cannot be listened on"):
+        with_keys({"sync.transport": "network", "pipeline.serve": "10.99.99.99"})
 
 
 @pytest.mark.parametrize(
@@ -196,8 +168,7 @@ def test_a_certificate_is_of_the_address_that_others_use(tmp_path: Path) -> None
     assert with_keys({**HOSTS, **right}).pipeline.tls_certificate
     with pytest.raises(
         RecipeError,
-        match=rf"tls_certificate = .*is not accepted for '{own_address()}', "
-        rf"pipeline.index_serve",
+        match=rf"tls_certificate = .*is not accepted for '{own_address()}', the address of this",
     ):
         with_keys({**HOSTS, **tls(tmp_path / "wrong")})
     assert with_keys({**tls(tmp_path / "wrong"), "pipeline.serve": "127.0.0.1"}), "which is in it"
@@ -206,11 +177,11 @@ def test_a_certificate_is_of_the_address_that_others_use(tmp_path: Path) -> None
 def test_a_port_that_the_run_listens_on_does_not_keep_it_from_being_scaled() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    recipe = with_keys({**HOSTS, "pipeline.index_serve": f"127.0.0.1:{port}"})
+    recipe = with_keys({**HOSTS, "pipeline.serve": f"127.0.0.1:{port}"})
     with socket.create_server(("127.0.0.1", port)):
         assert scaled(recipe, 2).rollout.workers == 2
-        with pytest.raises(RecipeError, match=r"pipeline\.index_serve = .*cannot be listened on"):
-            with_keys({**HOSTS, "pipeline.index_serve": f"127.0.0.1:{port}"})
+        with pytest.raises(RecipeError, match=r"pipeline\.serve = .*cannot be listened on"):
+            with_keys({**HOSTS, "pipeline.serve": f"127.0.0.1:{port}"})
 
 
 @pytest.mark.parametrize(

@@ -556,7 +556,7 @@ def test_the_recipe_of_a_folder_that_was_checked_can_be_loaded(tmp_path: Path) -
     assert model_files.has_chat_template(tmp_path) is False
 
 
-@pytest.mark.parametrize("address", ["192.0.2.1", "127.0.0.1:8000", "no such name"])
+@pytest.mark.parametrize("address", ["192.0.2.1", "127.0.0.1:x", "no such name"])
 def test_an_address_that_cannot_be_listened_on_is_refused_where_the_run_will_be(
     address: str,
 ) -> None:
@@ -564,7 +564,7 @@ def test_an_address_that_cannot_be_listened_on_is_refused_where_the_run_will_be(
     with pytest.raises(
         RecipeError,
         match=r"pipeline\.serve = .*: cannot be listened on .* without "
-        r"a port",
+        r"a free port",
     ):
         parse_recipe(recipe)
     assert parse_recipe(recipe, devices=False).pipeline.serve == address

@@ -209,9 +209,6 @@ def test_limits_follow_from_dtype_layers_and_spread_and_a_recipe_may_replace_the
         assert ProbeRule(torch.float32, 30).limits(probe) == ProbeLimits(0.0002, 0.001, 0.001)
         assert ProbeRule(torch.float32, 30, q95=0.1).limits(probe) == ProbeLimits(0.02, 0.1, 0.1)
         assert ProbeRule(torch.bfloat16, 4, q95=0.6).limits(probe) == ProbeLimits(0.12, 0.6)
-        assert ProbeRule(torch.bfloat16, 4, q95=0.6, mean=0.01).limits(probe) == ProbeLimits(
-            0.01, 0.6
-        )
     few, many, routed = (ProbeRule(torch.bfloat16, *of) for of in ((4,), (64,), (16, True)))
     assert few.limits(spread(0.1)) == few.limits(spread(1)) == ProbeLimits(6 / 256, 30 / 256)
     assert ProbeRule(torch.bfloat16, 16).limits(spread(1)) == few.limits(spread(1))
@@ -241,11 +238,10 @@ def test_one_token_may_round_far_off_in_bfloat16_and_none_in_float32() -> None:
         "by 0.6 (95th percentile of 100 tokens; sync.probe_tolerance is 0.53)"
     )
     assert low.exceeded(two_far_off) == (
-        "by 0.0316 (k3 of 100 tokens; sync.probe_tolerance * sync.probe_mean_tolerance / 2 is "
-        "0.028)"
+        "by 0.0316 (k3 of 100 tokens; sync.probe_tolerance ** 2 / 10 is 0.028)"
     )
     assert low.exceeded(all_a_little) == (
-        "by 0.11 (mean of 100 tokens; sync.probe_mean_tolerance is 0.106)"
+        "by 0.11 (mean of 100 tokens; sync.probe_tolerance / 5 is 0.106)"
     )
     for broken in (math.nan, math.inf):
         assert low.exceeded(of(*[0.0] * 99, broken)) is not None
