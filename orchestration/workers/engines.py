@@ -433,7 +433,8 @@ def weight_publisher(
     except OSError as error:
         fix = "give the address under which engines reach the node that trains"
         raise OSError(
-            f"pipeline.serve = {recipe.sync_address!r}: nothing can be served there ({error}); {fix}"
+            f"pipeline.serve = {recipe.sync_address!r}: nothing can be served there ({error}); "
+            f"{fix}"
         ) from error
 
 

@@ -574,8 +574,8 @@ class GuardSection(Section):
     )
     sensitivity: float = key(
         8.0,
-        "Deviations from the median of the last 32 steps that are an alarm. Less: more alarms, also "
-        "false ones.",
+        "Deviations from the median of the last 32 steps that are an alarm. Less: more alarms, "
+        "also false ones.",
         gt=0,
     )
     off: list[str] = key(
