@@ -32,7 +32,15 @@ import numpy as np
 import torch
 
 from pipeline.data.arena import StaleHandle
-from pipeline.data.columns import Column, ColumnError, Packed, Schema, indexes_of, offsets_of
+from pipeline.data.columns import (
+    Column,
+    ColumnError,
+    Packed,
+    Schema,
+    indexes_of,
+    jagged_parts,
+    offsets_of,
+)
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
@@ -244,20 +252,6 @@ def _ragged_parts(column: Column, value: Any) -> tuple[list[torch.Tensor], torch
     if any(part.requires_grad for part in parts):
         parts = [part.detach() for part in parts]
     return parts, offsets_of([part.numel() for part in parts])
-
-
-def jagged_parts(
-    value: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
-    """Return the values, offsets and lengths of a jagged nested tensor; None for any other tensor.
-
-    Reads the private attributes, because each public accessor goes through torch's dispatcher,
-    which takes longer than the copy of a small column.
-    """
-    if not hasattr(value, "_offsets"):
-        return None
-    nested: Any = value
-    return nested._values, nested._offsets, nested._lengths
 
 
 def _are_offsets(offsets: torch.Tensor, total: int) -> bool:

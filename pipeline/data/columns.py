@@ -183,6 +183,18 @@ class Packed:
     values: torch.Tensor
     offsets: torch.Tensor | None
 
+    @classmethod
+    def of(cls, column: torch.Tensor) -> Packed:
+        """Return a ragged column of B rows: a jagged nested tensor [B, j] on the same memory; of
+        any other tensor of rows, or where rows do not lie one after the other, a copy."""
+        if (inner := jagged_parts(column)) is not None:
+            values, bounds, lengths = inner
+            offsets = bounds.to("cpu", torch.int64)
+            if lengths is None and int(offsets[0]) == 0 and int(offsets[-1]) == len(values):
+                return cls(values, offsets)
+        rows = column.unbind()
+        return cls(torch.cat(rows), offsets_of([len(row) for row in rows]))
+
     def __len__(self) -> int:
         """Return the number of rows of a ragged column.
 
@@ -196,6 +208,29 @@ class Packed:
         """Return the number of elements of each row of a ragged column, int64 [B]."""
         assert self.offsets is not None, "a dense column has no lengths"
         return self.offsets.diff()
+
+    def rows(self) -> list[torch.Tensor]:
+        """Return the rows of a ragged column, on the same memory."""
+        return list(self.values.split(self.lengths().tolist()))
+
+    def lists(self) -> list[list[Any]]:
+        """Return the rows of a ragged column as lists of numbers."""
+        assert self.offsets is not None, "a dense column has no lengths"
+        values = self.values.tolist()
+        return [values[begin:end] for begin, end in pairwise(self.offsets.tolist())]
+
+    def sums(self) -> torch.Tensor:
+        """Return the sum of each row of a ragged column of integers or truth values, int64 [B]."""
+        sums = self.values.new_zeros(len(self.values) + 1, dtype=torch.int64)
+        torch.cumsum(self.values, 0, out=sums[1:])
+        return sums[self.offsets].diff()
+
+    def indexes(self, positions: Sequence[int] | np.ndarray) -> torch.Tensor:
+        """Return int64, the places in ``values`` of the rows at ``positions``, row after row."""
+        assert self.offsets is not None, "a dense column has no offsets"
+        bounds = self.offsets.numpy()
+        at = np.asarray(positions, np.int64)
+        return torch.from_numpy(indexes_of(bounds[at], np.diff(bounds)[at]))
 
     def value(self, column: Column, rows: int, ragged: Ragged, fill: float = 0) -> Any:
         """Return these ``rows`` rows of ``column`` for its reader: a dense column as a tensor [B,
@@ -236,10 +271,30 @@ class Packed:
                 else self.values
             )
             return Packed(values, None)
-        bounds = self.offsets.numpy()
-        starts = bounds[:-1][positions]
-        sizes = np.diff(bounds)[positions]
-        return Packed(self.values[torch.from_numpy(indexes_of(starts, sizes))], offsets_of(sizes))
+        sizes = self.lengths().numpy()[positions]
+        return Packed(self.values[self.indexes(positions)], offsets_of(sizes))
+
+
+def jagged_parts(
+    value: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
+    """Return the values, offsets and lengths of a jagged nested tensor; None for any other tensor.
+
+    Reads the private attributes, because each public accessor goes through torch's dispatcher,
+    which takes longer than the copy of a small column.
+    """
+    if not hasattr(value, "_offsets"):
+        return None
+    nested: Any = value
+    return nested._values, nested._offsets, nested._lengths
+
+
+def plain_values(column: Any) -> list[Any]:
+    """Return the values of a fetched column, one for each row, as plain Python values: numbers,
+    lists of numbers, or texts."""
+    if not isinstance(column, torch.Tensor):
+        return list(column)
+    return Packed.of(column).lists() if column.is_nested else column.tolist()
 
 
 def in_order(parts: Sequence[tuple[np.ndarray, Packed]], count: int) -> Packed:

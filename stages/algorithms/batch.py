@@ -3,6 +3,9 @@ micro-batches.
 
 TensorDict of whole groups ─▶ TrainBatch ─▶ algorithm.prepare (whitening …) ─▶ TokenBatch for each micro-batch
                                                tokens that loss_mask leaves out end here
+
+A ragged column stays as it lies in the batch, row after row: no row is a tensor of its own. What a
+micro-batch takes of a column is gathered by one index of its tokens.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import torch
 from tensordict import TensorDictBase
 
+from pipeline.data.columns import Packed
 from stages.algorithms.token_batch import TokenBatch
 from stages.flow.catalogue import AGE, MASK, OPTIONAL, WEIGHT, made_in_training
 from stages.flow.declarations import AlgorithmDeclaration
@@ -47,6 +51,7 @@ class TrainBatch:
     is trained on; ``trained`` int64 [B] counts the tokens of each row that are.
 
     ``total`` adds a tensor up over all ranks, for statistics of the whole train batch.
+    ``computed``: ragged columns [T] that the model in training has made.
     """
 
     def __init__(
@@ -54,32 +59,29 @@ class TrainBatch:
         batch: TensorDictBase,
         algorithm: TrainedAlgorithm,
         total: Callable[[torch.Tensor], torch.Tensor] = lambda values: values,
-        computed: Mapping[str, Sequence[torch.Tensor]] | None = None,
+        computed: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        self.lengths = torch.tensor([len(row) for row in jagged_rows(batch, "response_ids")])
+        self._responses = ragged(batch, "response_ids")
+        self.lengths = self._responses.lengths()
         self.row = torch.repeat_interleave(torch.arange(len(self.lengths)), self.lengths)
         self.total = total
         self._rows: dict[str, torch.Tensor] = {}
-        self._tokens: dict[str, list[torch.Tensor]] = {
-            name: list(rows) for name, rows in (computed or {}).items()
-        }
+        self._tokens = dict(computed or {})
         # in their order
         for name in (name for name in algorithm.loss_reads if name not in algorithm.prepare_makes):
             if name not in self._tokens and name in batch and not batch[name].is_nested:
                 self._rows[name] = batch[name].cpu()
             elif name not in self._tokens:
-                self._tokens[name] = jagged_rows(batch, name, self.lengths)
-        self.mask = jagged_rows(batch, MASK, self.lengths) if MASK in batch else None
+                self._tokens[name] = ragged(batch, name, self.lengths).values
         self.weight = batch[WEIGHT].cpu() if WEIGHT in batch else None
-        self.age = jagged_rows(batch, AGE, self.lengths) if AGE in batch else None
-        self.trained = (
-            self.lengths if self.mask is None else torch.stack([row.sum() for row in self.mask])
-        )
-        self.is_trained = (
-            torch.ones(len(self.row), dtype=torch.bool)
-            if self.mask is None
-            else torch.cat(self.mask)
-        )
+        self.age = ragged(batch, AGE, self.lengths).values if AGE in batch else None
+        if MASK in batch:
+            mask = ragged(batch, MASK, self.lengths)
+            self.is_trained = mask.values
+            self.trained = mask.sums()
+        else:
+            self.is_trained = torch.ones(len(self.row), dtype=torch.bool)
+            self.trained = self.lengths
         for name, values in algorithm.prepare(self).items():
             shape = self.row.shape if name in algorithm.prepare_makes else self[name].shape
             if values.shape != shape:
@@ -89,7 +91,7 @@ class TrainBatch:
             if name in self._rows:
                 self._rows[name] = values
             else:
-                self._tokens[name] = list(values.split(self.lengths.tolist()))
+                self._tokens[name] = values
 
     @property
     def names(self) -> list[str]:
@@ -97,7 +99,8 @@ class TrainBatch:
         return [*self._rows, *self._tokens]
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return self._rows[name] if name in self._rows else torch.cat(self._tokens[name])
+        """Return a copy: what the batch is made of may be the memory of a warehouse."""
+        return (self._rows[name] if name in self._rows else self._tokens[name]).clone()
 
     def whitened(
         self, values: torch.Tensor, over: Literal["tokens", "rows"] = "rows"
@@ -137,56 +140,51 @@ class TrainBatch:
         at = torch.tensor(numbers)
         device = logprobs.device
         row = torch.arange(len(numbers)).repeat_interleave(self.lengths[at])
-        flat = {
-            name: torch.cat([rows[number] for number in numbers])
-            for name, rows in self._tokens.items()
-        }
-        age = None if self.age is None else torch.cat([self.age[number] for number in numbers])
-        if self.mask is not None:
-            mask = torch.cat([self.mask[number] for number in numbers])
-            row = row[mask]
-            logprobs = logprobs[mask.to(device)]
-            entropy = None if entropy is None else entropy[mask.to(device)]
-            values = None if values is None else values[mask.to(device)]
-            flat = {name: values[mask] for name, values in flat.items()}
-            age = None if age is None else age[mask]
-        single = {name: values[at] for name, values in self._rows.items()}
-        flat |= {name: values[row] for name, values in single.items()}
+        index = self._responses.indexes(numbers)
+        is_trained = self.is_trained[index]
+        if not bool(is_trained.all()):
+            index = index[is_trained]
+            row = row[is_trained]
+            there = is_trained.to(device)
+            logprobs = logprobs[there]
+            entropy = None if entropy is None else entropy[there]
+            values = None if values is None else values[there]
+        single = {name: column[at] for name, column in self._rows.items()}
+        columns = {name: column.index_select(0, index) for name, column in self._tokens.items()}
+        columns |= {name: column[row] for name, column in single.items()}
         return TokenBatch(
             logprobs=logprobs,
-            columns={name: values.to(device) for name, values in flat.items()},
+            columns={name: column.to(device) for name, column in columns.items()},
             row=row.to(device),
             row_tokens=self.trained[at].to(device),
             total_tokens=total_tokens,
             total_rows=total_rows,
             total_groups=total_groups,
-            rows={name: values.to(device) for name, values in single.items()},
+            rows={name: column.to(device) for name, column in single.items()},
             group=torch.tensor(groups).to(device),
             entropy=entropy,
             values=values,
-            age=None if age is None else age.to(device),
+            age=None if self.age is None else self.age[index].to(device),
             weight=None if self.weight is None else self.weight[at][row].to(device),
         )
 
 
-def jagged_rows(
-    batch: TensorDictBase, name: str, lengths: torch.Tensor | None = None
-) -> list[torch.Tensor]:
-    """Return the rows of the ragged column ``name``, on the CPU.
+def ragged(batch: TensorDictBase, name: str, lengths: torch.Tensor | None = None) -> Packed:
+    """Return the ragged column ``name`` on the CPU: of a batch there, on the same memory.
 
-    Raises ValueError where one is not as long as ``lengths`` says.
+    Raises ValueError where a row is not as long as ``lengths`` says.
     """
     if name not in batch:
         raise ValueError(f"batch: column {name} is missing; it has {sorted(batch.keys())}")
-    rows = list(batch[name].cpu().unbind())
-    for number, (row, length) in enumerate(
-        zip(rows, [] if lengths is None else lengths.tolist(), strict=False)
-    ):
-        if len(row) != length:
-            raise ValueError(
-                f"{name}: row {number} has {len(row)} values for a response of {length} tokens"
-            )
-    return rows
+    packed = Packed.of(batch[name])
+    packed = Packed(packed.values.cpu(), packed.offsets)
+    if lengths is not None and len(wrong := (packed.lengths() != lengths).nonzero()):
+        row = int(wrong[0, 0])
+        raise ValueError(
+            f"{name}: row {row} has {int(packed.lengths()[row])} values for a response of "
+            f"{int(lengths[row])} tokens"
+        )
+    return packed
 
 
 def over_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
+from pipeline.data.columns import Packed
 from pipeline.worker.controller import Output
 from stages.flow.declarations import Drop, Result
 
@@ -25,7 +26,7 @@ def plain_columns(rows: TensorDict, names: Sequence[str]) -> dict[str, Any]:
 
 def _plain(column: Any) -> Any:
     if isinstance(column, torch.Tensor):
-        return list(column.unbind()) if column.is_nested else column
+        return Packed.of(column).rows() if column.is_nested else column
     return list(column)
 
 

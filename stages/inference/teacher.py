@@ -24,6 +24,7 @@ import stamina
 import torch
 from tensordict import TensorDict
 
+from pipeline.data.columns import plain_values
 from pipeline.index.client import Claim
 from pipeline.problems import Fatal, Problem, ProblemError
 from pipeline.worker.controller import Output, Stage
@@ -284,8 +285,6 @@ class TeacherReference(Stage):
         return int(held < self._most_rows)  # a claim of one group each, which run at the same time
 
     async def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
-        pairs = zip(rows["prompt_ids"].unbind(), rows["response_ids"].unbind(), strict=True)
-        logprobs = await self.server.logprobs(
-            [(prompt.tolist(), response.tolist()) for prompt, response in pairs]
-        )
+        prompts, responses = (plain_values(rows[name]) for name in self.fetches)
+        logprobs = await self.server.logprobs(list(zip(prompts, responses, strict=True)))
         yield Output(range(len(claim)), {"ref_logprobs": logprobs}, tokens=int(claim.tokens.sum()))

@@ -34,6 +34,7 @@ import structlog
 import torch
 from tensordict import TensorDict
 
+from pipeline.data.columns import plain_values
 from pipeline.data.events import AlarmEvent
 from pipeline.index.client import Claim, Index
 from pipeline.worker.controller import Output, Stage
@@ -404,18 +405,11 @@ async def score_rows(
     """Return the scores of rows with the columns ``given`` and ``fields`` (JSON texts) and
     ``response_ids`` int64 jagged. The columns ``reads`` are arguments of the functions by their
     names."""
-    ids = [row.tolist() for row in rows["response_ids"].unbind()]
+    ids = plain_values(rows["response_ids"])
     return await rewards.score(
         [json.loads(text) for text in rows["given"]],
         [rewards.text(tokenizer, row) for row in ids],
         ids,
         [json.loads(text) for text in rows["fields"]],
-        {name: _values(rows[name]) for name in reads},
+        {name: plain_values(rows[name]) for name in reads},
     )
-
-
-def _values(column: Any) -> list[Any]:
-    """Return the values of a column, one for each row, as plain Python values."""
-    if isinstance(column, torch.Tensor):
-        return [row.tolist() for row in column.unbind()] if column.is_nested else column.tolist()
-    return list(column)

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
+from pipeline.data.columns import Packed
 from pipeline.first_of import cancel_all
 from pipeline.index.client import Claim
 from pipeline.warehouse.dock import Dock
@@ -95,7 +96,7 @@ class Rollout(Stage):
 
     async def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
         positions = {(row.group, row.place): i for i, row in enumerate(claim.rows)}
-        prompts = rows["prompt_ids"].unbind()
+        prompts = Packed.of(rows["prompt_ids"]).rows()
         begun = await self._begun(claim, prompts)
         requests = []
         params = replace(self.params, budget=self._budget())
@@ -150,7 +151,7 @@ class Rollout(Stage):
         positions, rows = await self.dock.begun(claim, columns_read)
         if not positions:
             return {}
-        columns = [[tensor.clone() for tensor in rows[name].unbind()] for name in columns_read]
+        columns = [[row.clone() for row in Packed.of(rows[name]).rows()] for name in columns_read]
         return {
             position: Begun(
                 tokens,

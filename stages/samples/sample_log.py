@@ -261,8 +261,10 @@ class Recorder:
     def _samples(
         self, step: int, claim: Claim, stale: Sequence[int], rows: TensorDict
     ) -> list[Sample]:
-        ids = [row.tolist() for row in rows["response_ids"].unbind()]
-        versions = [row.tolist() for row in rows["versions"].unbind()]
+        from pipeline.data.columns import plain_values
+
+        ids = plain_values(rows["response_ids"])
+        versions = plain_values(rows["versions"])
         prompts = [json.loads(text) for text in rows["given"]]
         fields = (
             [json.loads(text) for text in rows["fields"]] if "fields" in rows else [{}] * len(ids)

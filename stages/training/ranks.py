@@ -21,11 +21,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import structlog
 import torch
 from tensordict import TensorDict
 
+from pipeline.data.columns import Packed, offsets_of
 from pipeline.index.client import Claim, Index
 from pipeline.warehouse.dock import Dock
 from stages.algorithms.batch import trained_columns
@@ -124,8 +124,7 @@ class RankGroup:
         ]
         trained = claim.tokens
         if MASK in dock.schema:
-            masks = (await dock.fetch(claim, [MASK]))[MASK]
-            trained = np.array([int(mask.sum()) for mask in masks.unbind()])
+            trained = (await dock.fetch_packed(claim, [MASK]))[MASK].sums().numpy()
         shares = deal(
             shapes,
             replicas,
@@ -239,37 +238,33 @@ def train_batch(
     if trained is not None:
         batch[STALENESS] = trained - torch.from_numpy(claim.oldest_version.astype("int64"))
         if VERSIONS in batch:
-            versions = [row.tolist() for row in batch[VERSIONS].unbind()]
-            for name, of in {
-                AGE: ages_of,
-                **({TOKEN_STALENESS: staleness_of} if by_token else {}),
-            }.items():
-                rows_of = [of(row, trained) for row in versions]
-                batch[name] = torch.nested.nested_tensor(rows_of, layout=torch.jagged)
+            staleness, ages = staleness_of(Packed.of(batch[VERSIONS]), trained)
+            batch[AGE] = ages.jagged()
+            if by_token:
+                batch[TOKEN_STALENESS] = staleness.jagged()
             del batch[VERSIONS]
     return batch
 
 
-def staleness_of(versions: Sequence[int], trained: int) -> torch.Tensor:
-    """Returns int64 [T], the steps that a trainer which has made ``trained`` steps has made since
-    each token of a response was generated. ``versions``: version, tokens, version, tokens, … of the
-    response.
+def staleness_of(versions: Packed, trained: int) -> tuple[Packed, Packed]:
+    """Returns int64 [T] of the tokens of each response: the steps that a trainer which has made
+    ``trained`` steps has made since the token was generated, and the index into AGES of its age.
+    ``versions``: version, tokens, version, tokens, … of each response.
 
-    >>> staleness_of([1, 2, 5, 1, 7, 2], 7).tolist()
-    [6, 6, 2, 0, 0]
+    >>> column = torch.nested.nested_tensor([[1, 2, 5, 1, 7, 1], [7, 2]], layout=torch.jagged)
+    >>> staleness, ages = staleness_of(Packed.of(column), 7)
+    >>> staleness.lists(), ages.lists()
+    ([[6, 6, 2, 0], [0, 0]], [[4, 4, 2, 5], [0, 0]])
     """
-    generated = torch.tensor(versions[::2])
-    counts = torch.tensor(versions[1::2])
-    return (trained - generated).repeat_interleave(counts)
-
-
-def ages_of(versions: Sequence[int], trained: int) -> torch.Tensor:
-    """Returns int64 [T], the index into AGES of each token of a response; see :func:`staleness_of`.
-
-    >>> ages_of([6, 2, 7, 1], 7).tolist(), ages_of([7, 2], 7).tolist()
-    ([1, 1, 5], [0, 0])
-    """
-    staleness = staleness_of(versions, trained)
+    generated, tokens = versions.values.view(-1, 2).unbind(1)
+    pairs = versions.lengths() // 2
+    row = torch.arange(len(pairs)).repeat_interleave(pairs)
+    staleness = trained - generated
+    oldest = torch.zeros_like(pairs).scatter_reduce(0, row, staleness, "amax", include_self=False)
     ages = staleness.clamp(0, len(AGES) - 2)
-    ages[(staleness == 0) & (staleness < staleness.max())] = AGES.index("resumed")
-    return ages
+    ages[(staleness == 0) & (oldest[row] > 0)] = AGES.index("resumed")
+    offsets = offsets_of(torch.zeros_like(pairs).index_add(0, row, tokens).numpy())
+    return (
+        Packed(staleness.repeat_interleave(tokens), offsets),
+        Packed(ages.repeat_interleave(tokens), offsets),
+    )

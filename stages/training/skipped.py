@@ -20,6 +20,7 @@ from typing import Any
 
 import structlog
 
+from pipeline.data.columns import plain_values
 from pipeline.index.client import Claim
 from pipeline.problems import Fatal
 from stages.samples.sample_log import Recorder
@@ -93,7 +94,7 @@ class SkippedSteps:
 def _rows(column: Any) -> list[Any]:
     """Return the values of each row; a number that is not finite as text, which JSON has no number
     for."""
-    return [_plain(row.tolist()) for row in column.unbind()]
+    return [_plain(value) for value in plain_values(column)]
 
 
 def _plain(value: Any) -> Any:

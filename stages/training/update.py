@@ -26,6 +26,7 @@ import xxhash
 from tensordict import TensorDict
 
 from pipeline.data.arena import StaleHandle
+from pipeline.data.columns import Packed
 from pipeline.data.events import ForecastEvent, StepEvent, SyncEvent
 from pipeline.documents.flow import VERSION
 from pipeline.first_of import cancel_all, first_of
@@ -361,7 +362,7 @@ def probe_rows(before: Sequence[list[int]], batch: TensorDict, tokens: int) -> l
     ``batch`` one row, or as many groups' first rows as it takes for ``tokens`` to be probed. The
     oldest leave first, where the others are enough."""
     limits = (("prompt_ids", PROBE_PROMPT), ("response_ids", PROBE_RESPONSE))
-    prompts, responses = (batch[name].unbind() for name, _ in limits)
+    prompts, responses = (Packed.of(batch[name]).rows() for name, _ in limits)
     first = {group: number for number, group in reversed(list(enumerate(batch["group"].tolist())))}
     fresh = [
         [*prompts[number][:PROBE_PROMPT].tolist(), *responses[number][:PROBE_RESPONSE].tolist()]
@@ -393,8 +394,8 @@ def variety(claim: Claim, rows: TensorDict) -> dict[str, float]:
     out = {}
     if "response_ids" in rows:
         hashes = {
-            xxhash.xxh3_64_intdigest(row.contiguous().numpy())
-            for row in rows["response_ids"].unbind()
+            xxhash.xxh3_64_intdigest(row.numpy().data)
+            for row in Packed.of(rows["response_ids"]).rows()
         }
         out["distinct_responses"] = len(hashes) / len(claim)
     if "reward" in rows:

@@ -503,3 +503,34 @@ def test_schemas_that_cannot_be_are_refused() -> None:
     largest = Schema(columns[:MAX_COLUMNS])
     every = [column.name for column in largest.columns]
     assert largest.names(largest.mask(every)) == every
+
+
+def test_a_jagged_column_is_packed_on_its_own_memory() -> None:
+    values = torch.arange(6)
+    column = torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, 2, 2, 6]))
+    packed = Packed.of(column)
+    assert packed.values.data_ptr() == values.data_ptr()
+    assert packed.lists() == [[0, 1], [], [2, 3, 4, 5]]
+    assert packed.sums().tolist() == [1, 0, 14]
+    assert packed.indexes([2, 0]).tolist() == [2, 3, 4, 5, 0, 1]
+    assert packed.select(np.array([2, 0]), 3).lists() == [[2, 3, 4, 5], [0, 1]]
+    packed.rows()[2][0] = 7
+    assert values[2] == 7, "rows are views"
+
+
+@pytest.mark.parametrize("kind", ["gaps", "dense", "strided"])
+def test_rows_that_do_not_lie_one_after_the_other_are_packed_by_a_copy(kind: str) -> None:
+    rows = [torch.tensor([1, 2]), torch.tensor([4, 5])]
+    column = torch.stack(rows)
+    if kind == "gaps":
+        column = torch.nested.nested_tensor_from_jagged(
+            torch.arange(6), torch.tensor([1, 4, 6]), lengths=torch.tensor([2, 2])
+        )
+    elif kind == "strided":
+        column = torch.nested.nested_tensor(rows)
+    assert Packed.of(column).lists() == [[1, 2], [4, 5]]
+
+
+def test_a_mask_is_summed_row_by_row() -> None:
+    mask = Packed(torch.tensor([True, False, True, True]), torch.tensor([0, 0, 3, 4, 4]))
+    assert mask.sums().tolist() == [0, 2, 1, 0]

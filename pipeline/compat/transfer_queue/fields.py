@@ -19,8 +19,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack
 
 from pipeline.compat.transfer_queue.batch_meta import Tag
-from pipeline.data.blocks import jagged_parts
-from pipeline.data.columns import ColumnError, Packed, offsets_of
+from pipeline.data.columns import ColumnError, Packed, jagged_parts, offsets_of
 from pipeline.index.errors import IndexRefused
 
 MAX_FIELDS = 63  # of a partition: the index keeps a key's fields as bits of two 32-bit words

@@ -379,9 +379,9 @@ class MockTrainEngine:
     def train_batch(self, batch: TensorDictBase, algorithm: AlgorithmLike) -> Mapping[str, float]:
         began = time.perf_counter()
         wanted = {name: by for name, by in algorithm.scores.items() if by in IN_TRAINING}
-        zeros = [torch.zeros(len(row)) for row in batch["response_ids"].unbind()]
+        zeros = torch.zeros(len(batch["response_ids"].values()))
         scores = {
-            n: batch["rollout_logprobs"].unbind() if by == "policy" else zeros
+            n: batch["rollout_logprobs"].values() if by == "policy" else zeros
             for n, by in wanted.items()
         }
         train_batch = TrainBatch(batch, algorithm, computed=scores)

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from tensordict import TensorDictBase
 from transformers import PreTrainedModel
 
+from pipeline.data.columns import Packed
 from stages.algorithms.named import AlgorithmLike
 from stages.engines.torch.model.logits import values_of
 from stages.engines.torch.model.packed_model import Outputs, PackedModel
@@ -65,16 +66,15 @@ class TorchCriticEngine(TorchTrainEngine):
         if own_rank.layout.replicas == 1:
             return self.logprobs(batch)
         groups = batch["group"].tolist()
-        lengths = [len(row) for row in batch["response_ids"].unbind()]
+        responses = Packed.of(batch["response_ids"])
         numbers = sorted(set(groups))[own_rank.replica :: own_rank.layout.replicas]
         local_rows = [row for row, group in enumerate(groups) if group in numbers]
         # Without a group of its own, a replica computes with the others.
-        values = self.logprobs(batch[local_rows or [0]])
-        rows = [torch.zeros(length) for length in lengths]
-        for row, value in zip(local_rows, values.unbind(), strict=False):
-            rows[row] = value
-        everywhere = self.parallel.total(torch.cat(rows)).split(lengths)
-        return torch.nested.nested_tensor(list(everywhere), layout=torch.jagged)
+        local_values = Packed.of(self.logprobs(batch[local_rows or [0]])).values
+        index = responses.indexes(local_rows)
+        values = torch.zeros(len(responses.values))
+        values[index] = local_values[: len(index)]
+        return Packed(self.parallel.total(values), responses.offsets).jagged()
 
     def save_pretrained(self, path: Path, state: Mapping[str, Any] | None = None) -> None:
         """Write a Hugging Face checkpoint of the decoder, and the value head beside it."""

@@ -17,6 +17,7 @@ from functools import partial
 import torch
 from tensordict import TensorDictBase
 
+from pipeline.data.columns import Packed
 from stages.algorithms.batch import TrainBatch
 from stages.algorithms.named import AlgorithmLike, split_gap
 from stages.engines.plans import Piece, cut_mini_batches, plan_micro_batches
@@ -32,6 +33,9 @@ class Rows:
     experts that their tokens go to."""
 
     groups: Sequence[Group]
+    column: Packed
+    """The responses, as they lie in the batch."""
+
     responses: Sequence[torch.Tensor]
     experts: Sequence[torch.Tensor]
     device: torch.device
@@ -87,7 +91,7 @@ class TrainingStep:
         all ranks, of which this one has the rows of ``batch``, into mini-batches."""
         rows = self._rows(batch)
         scored_by = {name: by for name, by in algorithm.scores.items() if by in IN_TRAINING}
-        scores = self._scores_by(batch, set(scored_by.values()))
+        scores = self._scores_by(rows, set(scored_by.values()))
         named = {name: scores[by] for name, by in scored_by.items()}
         train_batch = TrainBatch(batch, algorithm, self._parallel.total, named)
 
@@ -177,11 +181,16 @@ class TrainingStep:
             metrics = algorithm.finish(metrics)
         return {**of_engine, **gap, **metrics}
 
-    @torch.no_grad()
-    def scores(self, batch: TensorDictBase) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return the logprobs and the values of the response tokens of each row, on the CPU;
-        values are empty without a value head. Each group is computed alone."""
+    def logprobs(self, batch: TensorDictBase) -> Packed:
+        """Return the logprobs of the response tokens, on the CPU, without a gradient. Each group
+        is computed alone."""
         rows = self._rows(batch)
+        return Packed(self._scores(rows)[0], rows.column.offsets)
+
+    @torch.no_grad()
+    def _scores(self, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the logprobs [T] and the values [T] of the response tokens of ``rows``, on the
+        CPU; values are empty without a value head. Each group is computed alone."""
         plan = [
             [Piece(number, piece.rows)]
             for number, group in enumerate(rows.groups)
@@ -189,32 +198,31 @@ class TrainingStep:
         ]
         [(_, passes)] = self._parallel.all_gather_counts([len(plan)])
         outputs = self._parallel.runner.score([rows.packing(pieces) for pieces in plan], passes)
-        logprobs = [torch.empty(0)] * len(rows.responses)
-        values = list(logprobs)
+        logprobs = torch.empty(len(rows.column.values))
+        values = torch.empty(len(logprobs) if self._packed_model.value_head else 0)
         for pieces, (of_tokens, _, of_states) in zip(plan, outputs, strict=False):
-            numbers = rows.numbers(pieces)
-            lengths = [len(rows.responses[number]) for number in numbers]
-            for scores, column in ((of_tokens, logprobs), (of_states, values)):
-                if len(scores):
-                    for number, row in zip(numbers, scores.cpu().split(lengths), strict=True):
-                        column[number] = row
+            index = rows.column.indexes(rows.numbers(pieces))
+            logprobs[index] = of_tokens.cpu()
+            if len(values):
+                values[index] = of_states.cpu()
         return logprobs, values
 
     def _rows(self, batch: TensorDictBase) -> Rows:
-        groups, responses = groups_of(batch)
+        groups, column = groups_of(batch)
         routing = self._packed_model.routing
         experts = [] if routing is None else routing.rows(batch)
-        return Rows(groups, responses, experts, self._packed_model.device)
+        return Rows(groups, column, column.rows(), experts, self._packed_model.device)
 
     def _plan(self, groups: Sequence[Group], *, whole: bool = False) -> list[list[Piece]]:
         shapes = [group.shape for group in groups]
         return plan_micro_batches(shapes, self._token_budget, whole=whole)
 
-    def _scores_by(self, batch: TensorDictBase, scorers: set[str]) -> dict[str, list[torch.Tensor]]:
-        """Return the score of each response token by each of ``scorers``, of ``IN_TRAINING``."""
-        scores: dict[str, list[torch.Tensor]] = {}
+    def _scores_by(self, rows: Rows, scorers: set[str]) -> dict[str, torch.Tensor]:
+        """Return the score [T] of each response token by each of ``scorers``, of
+        ``IN_TRAINING``."""
+        scores: dict[str, torch.Tensor] = {}
         if scorers - {BASE}:
-            scores = dict(zip(IN_TRAINING, self.scores(batch), strict=False))
+            scores = dict(zip(IN_TRAINING, self._scores(rows), strict=False))
         if BASE in scorers:
             if self._packed_model.adapters is None:
                 raise ValueError(
@@ -223,7 +231,7 @@ class TrainingStep:
             from stages.adapters.training import adapters_off
 
             with adapters_off(self._packed_model.model):
-                scores[BASE] = self.scores(batch)[0]
+                scores[BASE] = self._scores(rows)[0]
         return scores
 
 

@@ -298,7 +298,7 @@ class TorchTrainEngine:
         Each group is computed alone, so its bits do not depend on the other groups.
         """
         try:
-            return torch.nested.nested_tensor(self._training.scores(batch)[0], layout=torch.jagged)
+            return self._training.logprobs(batch).jagged()
         finally:
             self.parallel.reshard()  # after a forward alone the model's own parameters stay whole
 

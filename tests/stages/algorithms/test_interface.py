@@ -10,6 +10,7 @@ import torch
 from pydantic import Field
 from tensordict import TensorDict
 
+from pipeline.data.columns import Packed
 from stages.algorithms import Algorithm, LossOutput, TokenBatch
 from stages.algorithms.batch import TrainBatch
 from stages.algorithms.policy_gradient.grpo import GRPO
@@ -100,6 +101,51 @@ def test_a_pair_is_never_cut() -> None:
     sizes = sorted(torch.bincount(batch["group"] - batch["group"].min()).tolist())
     found = sorted(int(n) for tokens in algorithm.batches for n in torch.bincount(tokens.group))  # type: ignore[arg-type]
     assert found == [size for size in sizes if size]
+
+
+class Scaling(Observing):
+    """Writes into what it reads of the batch, where a warehouse may have it."""
+
+    @property
+    def loss_reads(self) -> Columns:
+        return {"rollout_logprobs": "float32 ragged", "advantage": "float32"}
+
+    def prepare(self, batch: TrainBatch) -> Mapping[str, torch.Tensor]:
+        return {
+            "advantage": batch["advantage"].mul_(3),
+            "rollout_logprobs": batch["rollout_logprobs"].sub_(1),
+        }
+
+
+def test_what_an_algorithm_writes_into_a_column_is_not_written_into_the_batch() -> None:
+    batch = make_batch()
+    memory = Packed.of(batch["rollout_logprobs"]).values
+    before = memory.clone(), batch["advantage"].clone()
+    changed = TrainBatch(batch, Scaling())
+    assert torch.equal(changed["rollout_logprobs"], before[0] - 1)
+    assert torch.equal(changed["advantage"], before[1] * 3)
+    assert torch.equal(memory, before[0])
+    assert torch.equal(batch["advantage"], before[1])
+
+
+def test_a_micro_batch_has_its_rows_in_its_own_order() -> None:
+    batch = make_batch()
+    rows = [torch.arange(len(row)) % 3 != 1 for row in batch["response_ids"].unbind()]
+    batch["loss_mask"] = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    whole = TrainBatch(batch, Scaling())
+    numbers = [4, 0, 3]
+    logprobs = [row - 1 for row in batch["rollout_logprobs"].unbind()]
+    sizes = {"total_tokens": 1, "total_rows": 1, "total_groups": 1}
+    given = torch.cat([logprobs[number] for number in numbers])
+    tokens = whole.tokens(numbers, [0, 0, 1], given, **sizes)
+    expected = torch.cat([logprobs[number][rows[number]] for number in numbers])
+    assert torch.equal(tokens["rollout_logprobs"], expected)
+    assert torch.equal(tokens.logprobs, expected)
+    assert tokens.row.tolist() == [
+        at for at, number in enumerate(numbers) for _ in range(int(rows[number].sum()))
+    ]
+    assert tokens.row_tokens.tolist() == [int(rows[number].sum()) for number in numbers]
+    assert tokens.rows["advantage"].tolist() == (batch["advantage"][numbers] * 3).tolist()
 
 
 def test_masked_tokens_are_not_trained_on() -> None:

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
+from pipeline.data.columns import Packed
 from stages.algorithms import Algorithm, Drop, TokenBatch, build_algorithm
 from stages.algorithms.batch import TrainBatch
 from stages.algorithms.policy_gradient.base import PROXIMAL
@@ -51,7 +52,7 @@ def measured(algorithm: Algorithm, batch: TensorDict) -> dict[str, float]:
         if name in algorithm.loss_reads and name in algorithm.scores
     ]
     train_batch = TrainBatch(
-        batch, algorithm, computed={name: list(batch[name].unbind()) for name in scored}
+        batch, algorithm, computed={name: Packed.of(batch[name]).values for name in scored}
     )
     now = torch.cat(list(batch["now"].unbind())).requires_grad_()
     count = len(batch)
@@ -313,7 +314,8 @@ def test_a_pair_is_chosen_among_responses_with_a_trained_token() -> None:
 def test_each_token_is_interpolated_by_its_own_version() -> None:
     """A-3PO: a response of four stretches, of versions 1, 5, 6 and 7, in the step of version 7:
     shares 1/6, 1/2, 1, 0."""
-    stale = staleness_of([1, 2, 5, 1, 6, 1, 7, 2], 7)
+    versions = Packed(torch.tensor([1, 2, 5, 1, 6, 1, 7, 2]), torch.tensor([0, 8]))
+    stale = staleness_of(versions, 7)[0].values
     assert stale.tolist() == [6, 6, 2, 1, 0, 0]
     algorithm = build_algorithm(
         "grpo", {"proximal": "interpolated", "correction": "truncate", "weight_high": 100.0}

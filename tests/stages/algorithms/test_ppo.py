@@ -81,7 +81,9 @@ def test_advantages_and_returns_are_those_of_the_formulas(
     given_batch = TrainBatch(
         batch,
         ppo,
-        computed={"values": [torch.tensor(v, dtype=torch.float64) for v in draw["values"]]},
+        computed={
+            "values": torch.tensor([x for row in draw["values"] for x in row], dtype=torch.float64)
+        },
     )
     advantages = []
     returns = []
@@ -147,7 +149,7 @@ def test_time_counts_trained_tokens(
     """Of a reward of 1 and a critic that says 0: (gamma lambda)^k at the k-th trained token from
     the end."""
     ppo = PPO(gamma=gamma, gae_lambda=lam, whiten=False)
-    values = [torch.zeros(len(mask), dtype=torch.float64), torch.zeros(2, dtype=torch.float64)]
+    values = torch.zeros(len(mask) + 2, dtype=torch.float64)
     batch = TrainBatch(masked_batch([mask, [1, 1]], [1.0, 1.0]), ppo, computed={"values": values})
     at = batch.is_trained[: len(mask)]
     assert batch["advantage"][: len(mask)][at].tolist() == pytest.approx(expected)
@@ -163,7 +165,7 @@ def test_tokens_that_are_left_out_are_not_charged_for_the_kl_and_have_no_value()
         "rollout_logprobs": [[-1.0, -9.0, -1.0, 5.0]],
         "ref_logprobs": [[-1.2, 7.0, -1.4, 0.0]],
     }
-    values = [torch.tensor([0.3, 50.0, 0.6, -70.0], dtype=torch.float64)]
+    values = torch.tensor([0.3, 50.0, 0.6, -70.0], dtype=torch.float64)
     batch = TrainBatch(
         masked_batch([[1, 0, 1, 0]], [1.0], **columns), ppo, computed={"values": values}
     )
@@ -201,7 +203,7 @@ def test_what_is_left_out_changes_no_loss_and_no_metric(critic: Any) -> None:
         losses = []
         metrics = dict[str, float]()
         for algorithm in (ppo, learning):
-            values = [torch.tensor(row, dtype=torch.float64) for row in chosen["values"]]
+            values = torch.tensor([x for row in chosen["values"] for x in row], dtype=torch.float64)
             given_batch = TrainBatch(batch, algorithm, computed={"values": values})
             now = torch.tensor(
                 [x for row in chosen["now"] for x in row], dtype=torch.float64, requires_grad=True
@@ -464,7 +466,7 @@ def test_versions_of_a_batch_are_ordered() -> None:
     alone."""
     batch = batch_with_rewards()
     lengths = [len(row) for row in batch["response_ids"].unbind()]
-    values = [torch.zeros(n) for n in lengths]
+    values = torch.zeros(sum(lengths))
     given_batch = TrainBatch(batch, PPO(whiten=False, gae_lambda=1.0), computed={"values": values})
     edges = [0, *torch.tensor(lengths).cumsum(0).tolist()]
     for number, (start, end) in enumerate(pairwise(edges)):

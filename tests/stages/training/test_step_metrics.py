@@ -10,10 +10,11 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from pipeline.data.columns import Packed
 from stages.algorithms import build_algorithm
 from stages.algorithms.named import LEAST_TOKENS, split_gap
 from stages.algorithms.token_batch import AGES, TokenBatch
-from stages.training.ranks import ages_of, train_batch
+from stages.training.ranks import staleness_of, train_batch
 from stages.training.update import variety
 from tests.stages.engines.contract_train import make_batch
 from tests.stages.engines.torch.test_train import engine_of, tiny_llama
@@ -29,7 +30,8 @@ from tests.stages.engines.torch.test_train import engine_of, tiny_llama
     ],
 )
 def test_the_age_of_each_token_after_seven_steps(versions: list[int], expected: list[str]) -> None:
-    assert [AGES[at] for at in ages_of(versions, 7).tolist()] == expected
+    column = Packed(torch.tensor(versions), torch.tensor([0, len(versions)]))
+    assert [AGES[at] for at in staleness_of(column, 7)[1].values.tolist()] == expected
 
 
 def test_a_batch_has_the_staleness_of_each_token_and_of_each_row() -> None:

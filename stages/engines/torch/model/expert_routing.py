@@ -19,7 +19,7 @@ from tensordict import TensorDictBase
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from stages.algorithms.batch import jagged_rows
+from stages.algorithms.batch import ragged
 from stages.engines.torch.model.packing import Feeding
 from stages.flow.catalogue import ROUTED, expert_type
 
@@ -82,10 +82,12 @@ class RoutingReplay:
         self._follows = ROUTED in batch
         if not self._follows:
             return []
-        pairs = zip(batch["prompt_ids"].unbind(), batch["response_ids"].unbind(), strict=True)
-        fed = torch.tensor([len(prompt) + len(response) - 1 for prompt, response in pairs])
+        prompts, responses = (
+            ragged(batch, name).lengths() for name in ("prompt_ids", "response_ids")
+        )
         width = sum(self._chosen)
-        return [row.view(-1, width) for row in jagged_rows(batch, ROUTED, fed * width)]
+        routed = ragged(batch, ROUTED, (prompts + responses - 1) * width)
+        return [row.view(-1, width) for row in routed.rows()]
 
     def metrics(self, total: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
         """Return ``routing_agreement`` since the last call: the share of the choices followed in

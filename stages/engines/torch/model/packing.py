@@ -19,7 +19,8 @@ from tensordict import TensorDictBase
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from stages.algorithms.batch import jagged_rows
+from pipeline.data.columns import Packed
+from stages.algorithms.batch import ragged
 from stages.engines.plans import GroupShape, Piece
 from stages.engines.torch.model.attention import (
     FEW_KEYS,
@@ -151,11 +152,12 @@ class Group:
         )
 
 
-def groups_of(batch: TensorDictBase) -> tuple[list[Group], list[torch.Tensor]]:
-    """Return the groups of ``batch`` in the order of their numbers, rows by place, and all
-    responses by row number."""
-    prompts = jagged_rows(batch, "prompt_ids")
-    responses = jagged_rows(batch, "response_ids")
+def groups_of(batch: TensorDictBase) -> tuple[list[Group], Packed]:
+    """Return the groups of ``batch`` in the order of their numbers, rows by place, and the column
+    of all responses."""
+    prompts = ragged(batch, "prompt_ids").rows()
+    column = ragged(batch, "response_ids")
+    lengths = column.lengths().tolist()
     by_group: dict[int, list[tuple[int, int]]] = {}
     for number, (group, place) in enumerate(
         zip(batch["group"].tolist(), batch["place"].tolist(), strict=True)
@@ -171,14 +173,14 @@ def groups_of(batch: TensorDictBase) -> tuple[list[Group], list[torch.Tensor]]:
                     f"prompt_ids: rows {numbers[0]} and {number} of group {group} do "
                     f"not share one prompt"
                 )
-            if len(prompt) < 1 or len(responses[number]) < 1:
+            if len(prompt) < 1 or lengths[number] < 1:
                 raise ValueError(
                     f"row {number} of group {group}: prompt_ids and response_ids need "
                     f"at least one token"
                 )
-        shape = GroupShape(len(prompt), tuple(len(responses[number]) for number in numbers))
+        shape = GroupShape(len(prompt), tuple(lengths[number] for number in numbers))
         groups.append(Group(group, prompt, places, numbers, shape))
-    return groups, responses
+    return groups, column
 
 
 def pack_pieces(

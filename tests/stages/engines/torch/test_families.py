@@ -112,11 +112,10 @@ def test_the_trainer_has_the_plain_logprobs_and_gradients_past_windows(family: s
         assert float((found - expected).detach().abs().max()) < LIMIT
         total = total + expected.sum()
     total.backward()
-    groups, responses = groups_of(batch)
+    groups, column = groups_of(batch)
     pieces = [Piece(number, tuple(range(len(group.rows)))) for number, group in enumerate(groups)]
-    engine.packed_model.outputs(pack_pieces(pieces, engine.device, groups, responses, []))[
-        0
-    ].sum().backward()
+    packed = pack_pieces(pieces, engine.device, groups, column.rows(), [])
+    engine.packed_model.outputs(packed)[0].sum().backward()
     expected_by_name = dict(plain.named_parameters())
     for name, parameter in engine.model.named_parameters():
         want = expected_by_name[name].grad
