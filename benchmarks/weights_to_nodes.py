@@ -64,7 +64,8 @@ from stages.engines.mock.options import MockRolloutOptions, MockTrainOptions
 from stages.engines.protocols import SamplingParams
 from stages.model.load import model_folder
 from stages.rollout.stage import Rollout
-from stages.rollout.weight_follower import SwapPolicy, WeightFollower
+from stages.rollout.swapper import Swapper, SwapPolicy
+from stages.rollout.weight_follower import WeightFollower
 from stages.weights.published import Published
 from stages.weights.records import WeightRecords
 from stages.weights.transport.chain import PIECE_BYTES, SERVICE, receive_pieces
@@ -290,10 +291,18 @@ async def measure_swaps(replicas: int, at_once: int, seconds: float, home: Path)
             ]
             none: Any = None
             controls: Any = Controls()
+            policy = SwapPolicy(at_once=at_once)
             following = [
                 WeightFollower(
                     index,
-                    WeightStore(home / "shared"),
+                    Swapper(
+                        index,
+                        WeightStore(home / "shared"),
+                        engine,
+                        policy,
+                        worker=f"rollout-{number}",
+                        temperature=1.0,
+                    ),
                     Rollout(
                         none,
                         engine,
@@ -308,7 +317,6 @@ async def measure_swaps(replicas: int, at_once: int, seconds: float, home: Path)
                     every=0,
                     steps=2,
                     overlap=True,
-                    policy=SwapPolicy(at_once=at_once),
                 )
                 for number, engine in enumerate(engines)
             ]

@@ -20,7 +20,8 @@ from stages.prompts.formatter import Prompt
 from stages.prompts.sources import load_prompts
 from stages.rollout.evaluate import Evaluator, distinct_prompts
 from stages.rollout.stage import Rollout
-from stages.rollout.weight_follower import SwapPolicy, WeightFollower
+from stages.rollout.swapper import Swapper, SwapPolicy
+from stages.rollout.weight_follower import WeightFollower
 from stages.threads import run_in_temporary_thread
 
 # of the engine's rows, for an evaluation that is not complete when the next version comes
@@ -62,9 +63,22 @@ class RolloutJob(Job):
         overlap = recipe.staleness_plan.slack > 0
         reader = weight_reader(recipe, self.paths.shared, self.secret)
         self.resources.callback(reader.close)
-        self._follower = WeightFollower(
+        swapper = Swapper(
             self.index,
             reader,
+            engine,
+            SwapPolicy(
+                probe=probe_rule(recipe),
+                timeout=recipe.sync.timeout,
+                at_once=recipe.swaps_at_once if overlap else 0,
+            ),
+            worker=worker,
+            temperature=stage.params.temperature,
+            cut=recipe.rollout.on_update == "cut",
+        )
+        self._follower = WeightFollower(
+            self.index,
+            swapper,
             stage,
             self.control(stage),
             evaluator,
@@ -72,12 +86,6 @@ class RolloutJob(Job):
             every=recipe.evaluate.every,
             steps=recipe.train.steps,
             overlap=overlap,
-            policy=SwapPolicy(
-                probe=probe_rule(recipe),
-                timeout=recipe.sync.timeout,
-                at_once=recipe.swaps_at_once if overlap else 0,
-            ),
-            cut=recipe.rollout.on_update == "cut",
         )
         await self._follower.begin()
 

@@ -35,7 +35,8 @@ from stages.engines.torch.train import TorchTrainEngine
 from stages.model.load import tiny_model, tiny_tokenizer
 from stages.parallel.layout import Layout
 from stages.rollout.stage import Rollout
-from stages.rollout.weight_follower import ATTEMPTS, SwapPolicy, SwapRefused, WeightFollower
+from stages.rollout.swapper import Swapper, SwapPolicy, SwapRefused
+from stages.rollout.weight_follower import ATTEMPTS, WeightFollower
 from stages.training.ranks import RankGroup, RankWorker
 from stages.training.update import Update
 from stages.weights.documents import DAMAGED
@@ -105,9 +106,9 @@ def follower(
         "every": 0,
         "steps": steps,
         "overlap": True,
-        "policy": policy,
     }
-    return WeightFollower(index, store, stage, controls, None, **options)
+    swapper = Swapper(index, store, engine, policy, worker=worker, temperature=PARAMS.temperature)
+    return WeightFollower(index, swapper, stage, controls, None, **options)
 
 
 @pytest.fixture
@@ -285,6 +286,7 @@ async def test_a_failing_transport_leaves_the_old_version_and_is_tried_again(
     trainer.store.bucket_bytes = 4096
     store = Faulty(tmp_path, fault, 0, released)
     following = follower(trainer.index, store, engine, SwapPolicy(probe=EXACT, timeout=20))
+    swapper = following.swapper
     await trainer.publish()
     assert await following._take()
     before = await response(engine)
@@ -292,7 +294,7 @@ async def test_a_failing_transport_leaves_the_old_version_and_is_tried_again(
     store.times = 1
     await trainer.publish()
     if fault == "stalls":
-        following.policy = replace(following.policy, timeout=0.5)
+        swapper.policy = replace(swapper.policy, timeout=0.5)
     assert not await following._take()
     assert engine.version == 1
     after = await response(engine)
@@ -306,7 +308,7 @@ async def test_a_failing_transport_leaves_the_old_version_and_is_tried_again(
     assert "version 2" in kept["reason"]
     assert ("bucket" if fault != "stalls" else "sync.timeout = 0.5 s") in kept["reason"]
     released.set()
-    following.policy = replace(following.policy, timeout=20)
+    swapper.policy = replace(swapper.policy, timeout=20)
     assert await following._take(), "the next attempt finds it whole"
     assert engine.version == 2
     new = await response(engine)
@@ -333,7 +335,7 @@ async def test_a_stuck_reading_is_the_only_one(
     assert "version 1: the attempt before is still reading after sync.timeout = 0.2 s" in second
     released.set()
     assert await following._take()
-    assert following._reading is None
+    assert following.swapper._reading is None
 
 
 async def test_what_stays_damaged_is_given_up_loudly(
@@ -698,10 +700,10 @@ async def test_weights_that_a_held_up_decode_keeps_out_are_not_taken_later_unsai
         (kept,) = await events(index, "worker")
         assert "version 1: not loaded within sync.timeout = 0.3 s" in kept["reason"]
         assert not await events(index, "sync")
-        following.policy = SwapPolicy(probe=probe, timeout=DEADLINE)
+        following.swapper.policy = SwapPolicy(probe=probe, timeout=DEADLINE)
         assert await following._take()
         assert engine.version == 1
-        assert following._held == published
+        assert following.swapper.held == published
         assert len(await events(index, "sync")) == 1
         assert not engine._paused
     finally:

@@ -34,7 +34,7 @@ from stages.engines.torch.decoding.llama_forward import can_pack_in
 from stages.engines.torch.model.logits import PIECE, float32_logits
 from stages.engines.torch.rollout import TorchRolloutEngine
 from stages.engines.torch.train import TorchTrainEngine
-from stages.rollout.weight_follower import SwapPolicy
+from stages.rollout.swapper import SwapPolicy
 from stages.training.update import PROBE_ROWS, probe_rows
 from stages.weights.published import Probe
 from stages.weights.records import WeightRecords
