@@ -14,12 +14,13 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDictBase
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from pipeline.data.columns import Packed
+from pipeline.data.columns import Packed, indexes_of
 from stages.algorithms.batch import ragged
 from stages.engines.plans import GroupShape, Piece
 from stages.engines.torch.model.attention import (
@@ -212,48 +213,65 @@ def pack(
     counted in this order. ``experts[i]``: the choices that routers follow, of the fed tokens of
     these rows; a prompt takes those of its first."""
     ids = []
-    positions = []
-    pieces = []
-    source = []
+    lengths: list[int] = []  # of the prompts and rows, in the order in which they are packed
+    firsts: list[int] = []  # positions of their first tokens: 0 for prompts alone
+    prompt_ends: list[int] = []  # of each row
     at = 0
     for prompt, responses in zip(prompts, rows, strict=True):
-        length = len(prompt)
-        prompt_end = row_start = at + length
         ids += [prompt, *(response[:-1] for response in responses)]
-        fed = [len(response) - 1 for response in responses]
-        row_positions = [torch.arange(length, length + tokens) for tokens in fed]
-        positions += [torch.arange(length), *row_positions]
-        for tokens in fed:
-            source += [torch.tensor([prompt_end - 1]), torch.arange(row_start, row_start + tokens)]
-            row_start += tokens
-        blocks = tuple(_blocks(prompt_end, length, fed, device))
-        apart = slice(
-            prompt_end, max([prompt_end, *(block.end for block in blocks if not block.joined)])
-        )
-        seen = torch.cat(row_positions)[: apart.stop - apart.start]
-        pieces.append(PackedPiece(slice(at, prompt_end), blocks, apart, seen, tuple(fed)))
-        at = row_start
+        length = prompt.numel()
+        fed = [response.numel() - 1 for response in responses]
+        lengths += [length, *fed]
+        firsts += [0, *[length] * len(fed)]
+        prompt_ends += [at + length] * len(fed)
+        at += length + sum(fed)
+    sizes = np.array(lengths)
+    is_row = np.array(firsts) > 0
+    positions = torch.from_numpy(indexes_of(np.array(firsts), sizes))
+    source = _predicting((np.cumsum(sizes) - sizes)[is_row], sizes[is_row], prompt_ends)
+    is_place = np.zeros(at, bool)
+    is_place[source] = True
     pairs = zip(prompts, experts, strict=False)
     chosen = [
         part
         for prompt, row_experts in pairs
         for part in (row_experts[0][: len(prompt)], *(row[len(prompt) :] for row in row_experts))
     ]
-    places, inverse = torch.cat(source).unique(return_inverse=True)
     return PackedBatch(
         ids=torch.cat(ids)[None].to(device),
-        positions=torch.cat(positions)[None].to(device),
-        pieces=tuple(pieces),
-        places=places.to(device),
-        source=inverse.to(device),
+        positions=positions[None].to(device),
+        pieces=tuple(_pieces(prompts, rows, positions, device)),
+        places=torch.from_numpy(np.flatnonzero(is_place)).to(device),
+        source=torch.from_numpy((np.cumsum(is_place) - 1)[source]).to(device),
         targets=torch.cat([response for responses in rows for response in responses]).to(device),
-        longest=max(
-            len(p) + len(r) - 1
-            for p, responses in zip(prompts, rows, strict=True)
-            for r in responses
-        ),
+        longest=int((np.array(firsts) + sizes).max()),
         experts=torch.cat(chosen).to(device) if chosen else None,
     )
+
+
+def _predicting(starts: np.ndarray, fed: np.ndarray, prompt_ends: Sequence[int]) -> np.ndarray:
+    """Return int64 [T], the packed token that predicts each token of the rows, which begin at
+    ``starts`` with ``fed`` tokens: a row's first is predicted by the last one of its prompt."""
+    source = indexes_of(starts - 1, fed + 1)
+    source[np.cumsum(fed + 1) - fed - 1] = np.array(prompt_ends) - 1
+    return source
+
+
+def _pieces(
+    prompts: Sequence[torch.Tensor],
+    rows: Sequence[Sequence[torch.Tensor]],
+    positions: torch.Tensor,
+    device: torch.device,
+) -> Iterable[PackedPiece]:
+    """Yield the pieces of a micro-batch, whose tokens have these ``positions``."""
+    at = 0
+    for prompt, responses in zip(prompts, rows, strict=True):
+        end = at + prompt.numel()
+        fed = tuple(response.numel() - 1 for response in responses)
+        blocks = tuple(_blocks(end, prompt.numel(), fed, device))
+        apart = slice(end, max([end, *(block.end for block in blocks if not block.joined)]))
+        yield PackedPiece(slice(at, end), blocks, apart, positions[apart], fed)
+        at = end + sum(fed)
 
 
 def _blocks(
@@ -267,11 +285,12 @@ def _blocks(
     while first < count:
         longest = lengths[first]
         last = first + sum(2 * length >= longest for length in lengths[first:count])
-        members = torch.tensor(lengths[first:last])
+        members = np.array(lengths[first:last])
         end = start + int(members.sum())
         real = None
-        if int(members.min()) < longest:
-            real = (torch.arange(longest) < members[:, None]).flatten().nonzero()[:, 0].to(device)
+        if lengths[last - 1] < longest:
+            places = indexes_of(np.arange(last - first) * longest, members)
+            real = torch.from_numpy(places).to(device)
         joined = prompt if prompt + longest <= FEW_KEYS else 0
         yield AttentionBlock(start, end, last - first, longest, joined, real)
         first = last
