@@ -54,7 +54,7 @@ from benchmarks.rollout import Sizes, readings
 from orchestration.processes.forkserver import ENVIRONMENT
 from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.engines.protocols import Completion, GroupRequest, SamplingParams
-from stages.engines.torch import step as training_step
+from stages.engines.torch.model import packing
 from stages.engines.torch.rollout import TorchRolloutEngine
 from stages.engines.torch.train import TorchTrainEngine
 from stages.model.load import load_model
@@ -275,7 +275,7 @@ def profiled(ours: OurSide) -> dict[str, dict[str, float]]:
     parallel.clip = labelled("clip", parallel.clip)
     model.hidden = labelled("forward", model.hidden)
     with (
-        patch.object(training_step, "pack_pieces", labelled("packing", training_step.pack_pieces)),
+        patch.object(packing, "pack", labelled("packing", packing.pack)),
         torch.profiler.profile() as profile,
     ):
         began = time.perf_counter()

@@ -4,7 +4,6 @@ process of a stage."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -52,7 +51,5 @@ def unpacked_rows(schema: Schema, data: bytearray, rows: int) -> dict[str, Any]:
 def _plain(column: Column, packed: Packed, rows: int) -> Any:
     if packed.values.dtype == torch.bool and bool((packed.values.view(torch.uint8) > 1).any()):
         raise BadRows(f"column {column.name!r} has bytes that are neither true nor false")
-    if column.shape is None and column.dtype != "utf8":
-        assert packed.offsets is not None
-        return [packed.values[begin:end] for begin, end in pairwise(packed.offsets.tolist())]
-    return packed.value(column, rows, "packed")
+    value = packed.value(column, rows, "packed")
+    return value.rows() if isinstance(value, Packed) else value

@@ -10,7 +10,7 @@ optimizer_step     clip ─▶ finite? ─▶ AdamW                             
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -22,33 +22,9 @@ from stages.algorithms.batch import TrainBatch
 from stages.algorithms.named import AlgorithmLike, split_gap
 from stages.engines.plans import Piece, cut_mini_batches, plan_micro_batches
 from stages.engines.torch.model.packed_model import PackedModel
-from stages.engines.torch.model.packing import Group, PackedBatch, groups_of, pack_pieces
+from stages.engines.torch.model.packing import Group, Rows
 from stages.engines.torch.parallel.interface import Parallel
 from stages.flow.declarations import BASE, IN_TRAINING
-
-
-@dataclass(frozen=True, eq=False)
-class Rows:
-    """The rows of a batch that this rank has: ``groups``, and by row number the responses and the
-    experts that their tokens go to."""
-
-    groups: Sequence[Group]
-    column: Packed
-    """The responses, as they lie in the batch."""
-
-    responses: Sequence[torch.Tensor]
-    experts: Sequence[torch.Tensor]
-    device: torch.device
-
-    def packing(self, pieces: Sequence[Piece]) -> Callable[[], PackedBatch]:
-        """Return the function that packs a micro-batch of ``pieces``, which are of
-        :attr:`groups`."""
-        rows = self.groups, self.responses, self.experts
-        return partial(pack_pieces, pieces, self.device, *rows)
-
-    def numbers(self, pieces: Sequence[Piece]) -> list[int]:
-        """Return the row numbers of a micro-batch."""
-        return [self.groups[piece.group].rows[row] for piece in pieces for row in piece.rows]
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,7 +123,7 @@ class TrainingStep:
                 return logprobs.sum() * 0
             pieces = plan[number]
             tokens = mini_batch.batch.tokens(
-                rows.numbers(pieces),
+                [number for piece in pieces for number in rows.numbers(piece)],
                 [at for at, piece in enumerate(pieces) for _ in piece.rows],
                 logprobs,
                 entropy,
@@ -162,7 +138,7 @@ class TrainingStep:
 
         if model.expert_load is not None:
             model.expert_load.counts.zero_()
-        micro_batches = [rows.packing(pieces) for pieces in plan]
+        micro_batches = [partial(rows.pack, pieces) for pieces in plan]
         parallel.runner.learn(micro_batches, mini_batch.passes, loss_of)
 
         fed = sum(
@@ -191,27 +167,27 @@ class TrainingStep:
     def _scores(self, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the logprobs [T] and the values [T] of the response tokens of ``rows``, on the
         CPU; values are empty without a value head. Each group is computed alone."""
-        plan = [
-            [Piece(number, piece.rows)]
+        pieces = [
+            Piece(number, piece.rows)
             for number, group in enumerate(rows.groups)
             for (piece,) in self._plan([group])
         ]
-        [(_, passes)] = self._parallel.all_gather_counts([len(plan)])
-        outputs = self._parallel.runner.score([rows.packing(pieces) for pieces in plan], passes)
+        [(_, passes)] = self._parallel.all_gather_counts([len(pieces)])
+        micro_batches = [partial(rows.pack, [piece]) for piece in pieces]
+        outputs = self._parallel.runner.score(micro_batches, passes)
         logprobs = torch.empty(len(rows.column.values))
         values = torch.empty(len(logprobs) if self._packed_model.value_head else 0)
-        for pieces, (of_tokens, _, of_states) in zip(plan, outputs, strict=False):
-            index = rows.column.indexes(rows.numbers(pieces))
+        for piece, (of_tokens, _, of_states) in zip(pieces, outputs, strict=False):
+            index = rows.column.indexes(rows.numbers(piece))
             logprobs[index] = of_tokens.cpu()
             if len(values):
                 values[index] = of_states.cpu()
         return logprobs, values
 
     def _rows(self, batch: TensorDictBase) -> Rows:
-        groups, column = groups_of(batch)
-        routing = self._packed_model.routing
-        experts = [] if routing is None else routing.rows(batch)
-        return Rows(groups, column, column.rows(), experts, self._packed_model.device)
+        model = self._packed_model
+        experts = [] if model.routing is None else model.routing.rows(batch)
+        return Rows.of(batch, model.device, experts)
 
     def _plan(self, groups: Sequence[Group], *, whole: bool = False) -> list[list[Piece]]:
         shapes = [group.shape for group in groups]

@@ -153,54 +153,70 @@ class Group:
         )
 
 
-def groups_of(batch: TensorDictBase) -> tuple[list[Group], Packed]:
-    """Return the groups of ``batch`` in the order of their numbers, rows by place, and the column
-    of all responses."""
-    prompts = ragged(batch, "prompt_ids").rows()
-    column = ragged(batch, "response_ids")
-    lengths = column.lengths().tolist()
-    by_group: dict[int, list[tuple[int, int]]] = {}
-    for number, (group, place) in enumerate(
-        zip(batch["group"].tolist(), batch["place"].tolist(), strict=True)
-    ):
-        by_group.setdefault(group, []).append((place, number))
-    groups = []
-    for group, members in sorted(by_group.items()):
-        places, numbers = zip(*sorted(members), strict=True)
-        prompt = prompts[numbers[0]]
-        for number in numbers:
-            if not torch.equal(prompts[number], prompt):
-                raise ValueError(
-                    f"prompt_ids: rows {numbers[0]} and {number} of group {group} do "
-                    f"not share one prompt"
-                )
-            if len(prompt) < 1 or lengths[number] < 1:
-                raise ValueError(
-                    f"row {number} of group {group}: prompt_ids and response_ids need "
-                    f"at least one token"
-                )
-        shape = GroupShape(len(prompt), tuple(lengths[number] for number in numbers))
-        groups.append(Group(group, prompt, places, numbers, shape))
-    return groups, column
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """The rows of a batch that a rank has, as micro-batches are packed of them: ``groups``, and by
+    row number the responses and the experts that their tokens go to."""
 
+    groups: Sequence[Group]
+    column: Packed
+    """The responses, as they lie in the batch."""
 
-def pack_pieces(
-    pieces: Sequence[Piece],
-    device: torch.device,
-    groups: Sequence[Group],
-    responses: Sequence[torch.Tensor],
-    experts: Sequence[torch.Tensor],
-) -> PackedBatch:
-    """Return the pieces' response tokens, piece by piece, row by row.
+    responses: Sequence[torch.Tensor]
+    experts: Sequence[torch.Tensor]
+    """Empty where routers choose."""
 
-    ``responses``, ``experts``: of each row; the latter may be empty.
-    """
-    numbers = [[groups[piece.group].rows[row] for row in piece.rows] for piece in pieces]
-    rows, chosen = (
-        [[values[number] for number in some] for some in numbers if len(values)]
-        for values in (responses, experts)
-    )
-    return pack([groups[piece.group].prompt for piece in pieces], rows, device, chosen)
+    device: torch.device
+
+    @classmethod
+    def of(
+        cls, batch: TensorDictBase, device: torch.device, experts: Sequence[torch.Tensor] = ()
+    ) -> Rows:
+        """Return the rows of ``batch``: groups in the order of their numbers, their rows by place.
+
+        Raises ValueError.
+        """
+        prompts = ragged(batch, "prompt_ids").rows()
+        column = ragged(batch, "response_ids")
+        lengths = column.lengths().tolist()
+        by_group: dict[int, list[tuple[int, int]]] = {}
+        for number, (group, place) in enumerate(
+            zip(batch["group"].tolist(), batch["place"].tolist(), strict=True)
+        ):
+            by_group.setdefault(group, []).append((place, number))
+        groups = []
+        for group, members in sorted(by_group.items()):
+            places, numbers = zip(*sorted(members), strict=True)
+            prompt = prompts[numbers[0]]
+            for number in numbers:
+                if not torch.equal(prompts[number], prompt):
+                    raise ValueError(
+                        f"prompt_ids: rows {numbers[0]} and {number} of group {group} do "
+                        f"not share one prompt"
+                    )
+                if len(prompt) < 1 or lengths[number] < 1:
+                    raise ValueError(
+                        f"row {number} of group {group}: prompt_ids and response_ids need "
+                        f"at least one token"
+                    )
+            shape = GroupShape(len(prompt), tuple(lengths[number] for number in numbers))
+            groups.append(Group(group, prompt, places, numbers, shape))
+        return cls(groups, column, column.rows(), experts, device)
+
+    def numbers(self, piece: Piece) -> list[int]:
+        """Return the row numbers of ``piece``, which is of :attr:`groups`."""
+        return [self.groups[piece.group].rows[row] for row in piece.rows]
+
+    def pack(self, pieces: Sequence[Piece]) -> PackedBatch:
+        """Return the micro-batch of ``pieces``: their response tokens piece by piece, row by
+        row."""
+        numbers = [self.numbers(piece) for piece in pieces]
+        responses, experts = (
+            [[values[number] for number in of_piece] for of_piece in numbers if values]
+            for values in (self.responses, self.experts)
+        )
+        prompts = [self.groups[piece.group].prompt for piece in pieces]
+        return pack(prompts, responses, self.device, experts)
 
 
 def pack(

@@ -20,7 +20,7 @@ from benchmarks.families import (
 from benchmarks.models import batch_of
 from stages.engines.plans import Piece
 from stages.engines.torch.decoding.decoder import TorchDecoder
-from stages.engines.torch.model.packing import groups_of, pack_pieces
+from stages.engines.torch.model.packing import Rows
 from stages.engines.torch.train import TorchTrainEngine
 from tests.stages.engines.contract_train import make_batch
 
@@ -112,10 +112,9 @@ def test_the_trainer_has_the_plain_logprobs_and_gradients_past_windows(family: s
         assert float((found - expected).detach().abs().max()) < LIMIT
         total = total + expected.sum()
     total.backward()
-    groups, column = groups_of(batch)
-    pieces = [Piece(number, tuple(range(len(group.rows)))) for number, group in enumerate(groups)]
-    packed = pack_pieces(pieces, engine.device, groups, column.rows(), [])
-    engine.packed_model.outputs(packed)[0].sum().backward()
+    rows = Rows.of(batch, engine.device)
+    pieces = [Piece(at, tuple(range(len(group.rows)))) for at, group in enumerate(rows.groups)]
+    engine.packed_model.outputs(rows.pack(pieces))[0].sum().backward()
     expected_by_name = dict(plain.named_parameters())
     for name, parameter in engine.model.named_parameters():
         want = expected_by_name[name].grad
