@@ -117,7 +117,9 @@ class PromptFormatter:
     def prompt(self, row: Row, where: str) -> Prompt:
         """Return the prompt of ``row``, however long; its beginning is cut off if the options say
         so."""
-        read = self._read(row, where)
+        return self._prompt(self._read(row, where), where)
+
+    def _prompt(self, read: _Read, where: str) -> Prompt:
         if read.text is None:
             raise PromptError(
                 f"{where} has more than {self.limits.characters} characters", "shorten it"
@@ -144,7 +146,8 @@ class PromptFormatter:
         One that is too long is added to ``too_long``; None when it is skipped. Raises PromptError
         when prompts.too_long = "fail".
         """
-        return self.prompt(row, where) if self._fits(row, where, too_long) else None
+        read = self._read(row, where)
+        return self._prompt(read, where) if self._fits(read, where, too_long) else None
 
     def fitting(self, rows: Table, too_long: LongPrompts) -> Iterator[int]:
         """Yield the numbers of the ``rows`` that :meth:`bounded` does not skip.
@@ -159,16 +162,17 @@ class PromptFormatter:
                     too_long,
                     can_cut=False,
                 )
-            elif self._fits(rows[number], rows.where(number), too_long):
-                yield number
+            else:
+                where = rows.where(number)
+                if self._fits(self._read(rows[number], where), where, too_long):
+                    yield number
 
-    def _fits(self, row: Row, where: str, too_long: LongPrompts) -> bool:
-        """Return whether ``row`` makes a prompt.
+    def _fits(self, read: _Read, where: str, too_long: LongPrompts) -> bool:
+        """Return whether a row makes a prompt.
 
         A text that is surely too long is not built, and one whose bytes already show that it is
         short enough is not tokenized.
         """
-        read = self._read(row, where)
         text = read.text
         limit = self.limits.tokens
         most = self.limits.nbytes
@@ -212,10 +216,12 @@ class PromptFormatter:
         return size
 
     def _ids(self, read: _Read, where: str) -> list[int]:
+        """Return the tokens of the text, which are made once."""
         has_special_tokens = read.messages is not None  # a chat template writes them itself
-        ids: list[int] = self._tokenizer(read.text, add_special_tokens=not has_special_tokens)[
-            "input_ids"
-        ]
+        if read.ids is None:
+            tokens = self._tokenizer(read.text, add_special_tokens=not has_special_tokens)
+            read.ids = tokens["input_ids"]
+        ids = read.ids
         if not ids:
             raise PromptError(
                 f"{where} has no tokens: {read.text!r:.100}",
@@ -297,13 +303,14 @@ class PromptFormatter:
         )
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Read:
-    """The parts of a row: ``messages`` of its prompt (None: it is read as a text), and the ``text``
-    that the model reads."""
+    """The parts of a row: ``messages`` of its prompt (None: it is read as a text), the ``text``
+    that the model reads, and its tokens where they were needed."""
 
     given: str | list[Message]
     fields: Row
     responses: list[str | list[Message]]
     messages: list[Message] | None
     text: str | None
+    ids: list[int] | None = None

@@ -15,12 +15,14 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from stages.model.load import Tokenizer, load_tokenizer
+from stages.prompts.formatter import PromptFormatter
 from stages.prompts.rows.checked import prompt_check
 from stages.prompts.rows.files import LINE_BYTES, PromptError, Reading
 from stages.prompts.rows.options import PromptLimits, PromptOptions
 from stages.prompts.rows.prompt_check import MOST_FAULTS
 from stages.prompts.rows.templates import fill_template, parse_template
 from stages.prompts.sources import PromptSource, load_prompts
+from stages.prompts.too_long import LongPrompts
 from stages.tasks.tasks import TASKS
 
 CHAT_TEMPLATE = (
@@ -701,3 +703,26 @@ def test_the_template_may_only_name_columns(tmp_path: Path, plain: Tokenizer) ->
     options = PromptOptions(source="jsonl", path=numbered(tmp_path, 1), template="{prompt} {unit}")
     with pytest.raises(PromptError, match=r"'unit'.*'answer'"):
         load_prompts(options, plain, seed=0).train.prompt(0)
+
+
+def test_a_prompt_is_tokenized_once_where_its_length_is_checked_first(plain: Tokenizer) -> None:
+    texts = []
+
+    class Counting:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(plain, name)
+
+        def __call__(self, text: str, **options: Any) -> Any:
+            texts.append(text)
+            return plain(text, **options)
+
+    counting: Any = Counting()
+    options = PromptOptions(source="jsonl", path="rows.jsonl", max_prompt_tokens=20)
+    formatter = PromptFormatter(options, counting)
+    too_long = LongPrompts(None)
+    prompt = formatter.bounded({"prompt": "2 + 2 = "}, "line 1", too_long)
+    assert prompt is not None
+    assert prompt.ids.tolist() == plain("2 + 2 = ")["input_ids"]
+    assert texts == ["2 + 2 = "]
+    assert formatter.bounded({"prompt": "2 + " * 20}, "line 2", too_long) is None
+    assert (len(texts), too_long.skipped) == (2, 1)
