@@ -209,19 +209,17 @@ def _ragged_parts(column: Column, value: Any) -> tuple[list[torch.Tensor], torch
                 "is ragged",
                 f"give a jagged nested tensor or a list, got {_shown(value)}",
             )
-        values, bounds, lengths = inner
-        if values.dtype != column.dtype:
+        if inner[0].dtype != column.dtype:
             _check_dtype(column, value)
-        if values.dim() != 1:
+        if inner[0].dim() != 1:
             raise ColumnError(
                 column.name,
                 f"ragged rows have one dimension, got {_shown(value)}",
             )
-        offsets = bounds.to("cpu", torch.int64)
-        if lengths is None and int(offsets[0]) == 0:
-            return [values.detach()], offsets
-        parts = list(value.unbind())
-    elif isinstance(value, Packed):
+        packed = Packed.of(value)
+        assert packed.offsets is not None
+        return [packed.values.detach()], packed.offsets
+    if isinstance(value, Packed):
         _check_dtype(column, value.values)
         if (
             value.offsets is None
@@ -234,21 +232,20 @@ def _ragged_parts(column: Column, value: Any) -> tuple[list[torch.Tensor], torch
                 f"{_shown(value)}",
             )
         return [value.values.detach()], value.offsets
-    else:
-        parts = list(value)
-        try:  # all of them at once: a check for each would cost more than the copy
-            fit = {part.dtype for part in parts} == {column.dtype} and {
-                part.dim() for part in parts
-            } == {1}
-        except AttributeError:
-            fit = False
-        for part in () if fit else parts:
-            _check_dtype(column, part)
-            if part.dim() != 1:
-                raise ColumnError(
-                    column.name,
-                    f"ragged rows have one dimension, got {_shown(part)}",
-                )
+    parts = list(value)
+    try:  # all of them at once: a check for each would cost more than the copy
+        fit = {part.dtype for part in parts} == {column.dtype} and {
+            part.dim() for part in parts
+        } == {1}
+    except AttributeError:
+        fit = False
+    for part in () if fit else parts:
+        _check_dtype(column, part)
+        if part.dim() != 1:
+            raise ColumnError(
+                column.name,
+                f"ragged rows have one dimension, got {_shown(part)}",
+            )
     if any(part.requires_grad for part in parts):
         parts = [part.detach() for part in parts]
     return parts, offsets_of([part.numel() for part in parts])

@@ -190,8 +190,8 @@ class Packed:
         if (inner := jagged_parts(column)) is not None:
             values, bounds, lengths = inner
             offsets = bounds.to("cpu", torch.int64)
-            if lengths is None and int(offsets[0]) == 0 and int(offsets[-1]) == len(values):
-                return cls(values, offsets)
+            if lengths is None and int(offsets[0]) == 0:
+                return cls(values[: int(offsets[-1])], offsets)
         rows = column.unbind()
         return cls(torch.cat(rows), offsets_of([len(row) for row in rows]))
 

@@ -518,6 +518,16 @@ def test_a_jagged_column_is_packed_on_its_own_memory() -> None:
     assert values[2] == 7, "rows are views"
 
 
+def test_values_after_the_last_row_of_a_jagged_column_are_left_out() -> None:
+    values = torch.arange(6)
+    column = torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, 1, 3]))
+    packed = Packed.of(column)
+    assert packed.values.data_ptr() == values.data_ptr()
+    assert packed.lists() == [[0], [1, 2]]
+    view = write(SCHEMA, {"ids": column})
+    assert [view.row("ids", slot).tolist() for slot in range(2)] == [[0], [1, 2]]
+
+
 @pytest.mark.parametrize("kind", ["gaps", "dense", "strided"])
 def test_rows_that_do_not_lie_one_after_the_other_are_packed_by_a_copy(kind: str) -> None:
     rows = [torch.tensor([1, 2]), torch.tensor([4, 5])]

@@ -60,6 +60,16 @@ async def test_the_table_of_tensors_is_written_once(
     assert await WeightRecords(index).read(await record_of(index, 4)) == wanted
 
 
+async def test_the_record_of_a_run_that_began_before_there_was_a_table_is_read(
+    index: Index, tmp_path: Path
+) -> None:
+    """The trainer of a resumed run publishes no version again that engines can still read."""
+    await index.init(RunConfig(()), {})
+    wanted = await published(index, WeightStore(tmp_path), 3, names=2)
+    await index.publish_weights(3, wanted.record())
+    assert await WeightRecords(index).read(await record_of(index, 3)) == wanted
+
+
 async def test_tables_that_change_with_each_version_are_not_kept_for_ever(
     index: Index, tmp_path: Path
 ) -> None:
