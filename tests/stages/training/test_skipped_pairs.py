@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from pipeline.data.columns import Packed
 from pipeline.warehouse.dock import Dock
 from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.flow.catalogue import MASK
@@ -135,16 +136,16 @@ async def test_rows_are_dealt_by_what_each_mini_batch_trains_of_them(
     plain = await rank_group.deal(dock, claim, GRPO(mini_batches=2))
     for step in ({0, 1}, {2, 3}):
         assert all({int(claim.group[at]) for at in share} & step for share in plain)
-    fetch = dock.fetch
+    fetch = dock.fetch_packed
 
     async def fetch_mask(part: Any, columns: Any) -> Any:
         if list(columns) != [MASK]:
             return await fetch(part, columns)
         rows = zip(part.group.tolist(), part.tokens.tolist(), strict=True)
         masks = [torch.full((tokens,), group != 1) for group, tokens in rows]
-        return {MASK: torch.nested.nested_tensor(masks, layout=torch.jagged)}
+        return {MASK: Packed.of(torch.nested.nested_tensor(masks, layout=torch.jagged))}
 
-    monkeypatch.setattr(dock, "fetch", fetch_mask)
+    monkeypatch.setattr(dock, "fetch_packed", fetch_mask)
     monkeypatch.setattr(type(dock.schema), "__contains__", lambda schema, name: name == MASK)
     shares = await rank_group.deal(dock, claim, GRPO(mini_batches=3))
     assert sorted(at for share in shares for at in share) == list(range(len(claim)))
