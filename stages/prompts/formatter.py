@@ -12,9 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from stages.prompts.rows.files import PromptError, Row
+from stages.prompts.rows.files import PromptError, Row, Table
 from stages.prompts.rows.options import PromptLimits, PromptOptions
-from stages.prompts.rows.table import Table
 from stages.prompts.rows.templates import (
     Message,
     fill_template,

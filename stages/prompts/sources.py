@@ -29,10 +29,9 @@ import numpy as np
 import structlog
 
 from stages.prompts.formatter import Prompt, PromptFormatter
-from stages.prompts.rows.files import PromptError, Row
+from stages.prompts.rows.files import PromptError, Row, Table
 from stages.prompts.rows.opened import open_rows
 from stages.prompts.rows.options import PromptLimits, PromptOptions
-from stages.prompts.rows.table import Table
 from stages.prompts.rows.templates import Message
 from stages.prompts.rows.values import describe
 from stages.prompts.too_long import LongPrompts

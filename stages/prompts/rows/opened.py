@@ -11,9 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pipeline.compat.extras import extra
-from stages.prompts.rows.files import PromptError, Row
+from stages.prompts.rows.files import PromptError, Row, Table
 from stages.prompts.rows.options import PromptOptions
-from stages.prompts.rows.table import Table
 from stages.tasks.tasks import TASKS
 
 MOST_GENERATED = 1_000_000  # rows of a reasoning_gym task with a size

@@ -13,6 +13,7 @@ from pipeline.compat.extras import extra
 from stages.prompts.rows.files import (
     PromptError,
     Row,
+    Table,
     existing,
     kind_of,
     lines,
@@ -22,7 +23,6 @@ from stages.prompts.rows.files import (
 )
 from stages.prompts.rows.options import PromptOptions
 from stages.prompts.rows.splits import DataFiles, choose_split, data_files
-from stages.prompts.rows.table import Table
 from stages.user_code import CodeUnusable, imported, place_of
 
 
