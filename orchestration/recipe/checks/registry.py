@@ -45,9 +45,9 @@ class Environment:
 SUBJECTS = {
     "adapters": ("model.lora",),
     "addresses": (
-        *(f"pipeline.{name}" for name in ("index", "index_serve", "serve")),
+        *(f"pipeline.{name}" for name in ("index", "serve")),
         *(f"pipeline.tls_{name}" for name in ("certificate", "key", "authority")),
-        *("sync.serve", "sync.transport"),
+        "sync.transport",
         *(f"launch.{name}" for name in ("launcher", "remote_rollouts", "address")),
     ),
     "examples": ("model.vocabulary", *(f"prompts.{name}" for name in CHAT)),

@@ -140,7 +140,7 @@ def test_the_devices_of_a_node_are_those_that_its_processes_see(
 
 
 def test_check_shows_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("api.terminal.report.on_this_node", lambda: FOUR)
+    monkeypatch.setattr("api.terminal.plan_table.on_this_node", lambda: FOUR)
     of = recipe(rollout={"workers": 2}, launch={"launcher": "process"})
     cells = [str(cell) for column in plan_table(of, plan(of)).columns for cell in column.cells]
     assert "update-0 on cuda 0, rollout-0 on cuda 1, rollout-1 on cuda 2" in cells
