@@ -2,7 +2,7 @@
 the outputs.
 
 claim ──▶ fetch ──▶ process ──▶ write + commit ──▶ (next claim)
-  │                   └─ outputs are committed, or parked to be continued, one by one as the stage yields them
+  │                   └─ each output commits itself as the stage yields it (outputs.py): written, parked, dropped, trained
   └─ nothing ready: block on the index until a row becomes ready, a version is published or a lease expires
 concurrently: renew leases at a third of their length; emit a `stage` event twice a second, and a `span` event of
               what was processed since the last one
@@ -11,51 +11,29 @@ concurrently: renew leases at a third of their length; emit a `stage` event twic
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import structlog
 
 from pipeline.data.arena import StaleHandle
-from pipeline.data.events import EventData, SpanEvent, StageEvent
+from pipeline.data.events import SpanEvent, StageEvent
 from pipeline.first_of import first_of
 from pipeline.index.client import Claim, Index, LeaseLost
 from pipeline.worker.clock import Clock
+from pipeline.worker.outputs import Output, Parked
 from pipeline.worker.spans import Spans
 
 if TYPE_CHECKING:  # these import torch
     from tensordict import TensorDict
 
-    from pipeline.warehouse.dock import Dock, Rows
+    from pipeline.warehouse.dock import Dock
 
 log = structlog.get_logger()
 
 EVENT_SECONDS = 0.5
 # a wait on the server is renewed this often, so that nothing depends on a single wake-up
 WAIT_SECONDS = 10.0
-
-
-@dataclass(frozen=True)
-class Output:
-    """Output of a stage for the rows at ``positions`` of its claim.
-
-    ``rows`` are the columns to write (None: none). ``generated`` gives (oldest policy version,
-    tokens) of each row when the stage makes responses; with ``parked`` the responses are
-    unfinished, and the rows can be claimed again to continue them. ``step``: all rows of the claim
-    were trained in that optimizer step, and ``event`` becomes a `step` event atomically. ``tokens``
-    is the number to report. ``dropped``: the reason for which the groups of the rows leave the run
-    untrained.
-    """
-
-    positions: Sequence[int] = ()
-    rows: Rows | None = None
-    generated: Sequence[tuple[int, int]] | None = None
-    step: int | None = None
-    event: EventData | None = None
-    tokens: int = 0
-    parked: bool = False
-    dropped: str = ""
 
 
 class Stage(Protocol):
@@ -205,24 +183,16 @@ class Controller:
             self.wake()
 
     async def _commit(self, claim: Claim, output: Output) -> None:
-        if output.step is not None:
+        if output.ends_lease:
             self._settled.add(claim.token)
-            await self.dock.index.train(claim, output.step, output.event)
-            self.rows += len(claim)
-        elif output.parked:
-            assert output.rows is not None
-            assert output.generated is not None
-            await self.dock.park(claim, output.positions, output.rows, generated=output.generated)
-            self.parked += len(output.positions)
-            self._held[claim.token] -= len(output.positions)
-        elif output.dropped:
-            groups = sorted(set(claim.group[list(output.positions)].tolist()))
-            await self.dock.index.drop_groups(claim, groups, output.dropped)
-            self._held[claim.token] -= len(output.positions)
-        elif output.positions:
-            await self.dock.commit(claim, output.positions, output.rows, generated=output.generated)
-            self.rows += len(output.positions)
-            self._held[claim.token] -= len(output.positions)
+        await output.commit(self.dock, claim)
+        count = len(output.positions)
+        if not output.ends_lease:
+            self._held[claim.token] -= count
+        if output.finished:
+            self.rows += count
+        elif isinstance(output, Parked):
+            self.parked += count
         self.tokens += output.tokens
 
     async def _renew(self) -> None:

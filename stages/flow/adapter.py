@@ -17,7 +17,8 @@ from typing import Any
 from tensordict import TensorDict
 
 from pipeline.index.client import Claim, Index
-from pipeline.worker.controller import Output, Stage
+from pipeline.worker.controller import Stage
+from pipeline.worker.outputs import Output
 from stages.flow.bounded_call import TimeLimit
 from stages.flow.declarations import Result, StageDeclaration
 from stages.flow.groups import groups_of, outputs_of, plain_columns, rows_at

@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict
 
 from pipeline.data.columns import Packed
-from pipeline.worker.controller import Output
+from pipeline.worker.outputs import Dropped, Output, Written
 from stages.flow.declarations import Drop, Result
 
 GROUPS_AT_ONCE = 256
@@ -59,13 +59,13 @@ def outputs_of(
         columns = {
             name: _joined([result[name] for _, result in remaining]) for name in remaining[0][1]
         }
-        yield Output(positions, columns, tokens=sum(tokens[row] for row in positions))
+        yield Written(positions, rows=columns, tokens=sum(tokens[row] for row in positions))
     dropped: dict[str, list[int]] = {}
     for at, result in zip(members, results, strict=True):
         if isinstance(result, Drop):
             dropped.setdefault(result.reason, []).extend(at)
     for reason, rows in dropped.items():
-        yield Output(rows, dropped=reason, tokens=sum(tokens[row] for row in rows))
+        yield Dropped(rows, reason=reason, tokens=sum(tokens[row] for row in rows))
 
 
 def _joined(parts: Sequence[Any]) -> Any:

@@ -10,7 +10,8 @@ from collections.abc import AsyncGenerator
 from tensordict import TensorDict
 
 from pipeline.index.client import Claim
-from pipeline.worker.controller import Output, Stage
+from pipeline.worker.controller import Stage
+from pipeline.worker.outputs import Output, Written
 from stages.engines.protocols import TrainEngine
 from stages.flow.catalogue import CRITIC
 from stages.flow.groups import GROUPS_AT_ONCE
@@ -32,7 +33,9 @@ class Reference(Stage):
 
     async def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
         logprobs = await asyncio.to_thread(self.engine.logprobs, train_batch(claim, rows))
-        yield Output(range(len(claim)), {"ref_logprobs": logprobs}, tokens=int(claim.tokens.sum()))
+        yield Written(
+            range(len(claim)), rows={"ref_logprobs": logprobs}, tokens=int(claim.tokens.sum())
+        )
 
 
 class Values(Stage):
@@ -53,4 +56,4 @@ class Values(Stage):
 
     async def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
         values = await self.critic.values(claim, rows)
-        yield Output(range(len(claim)), {"values": values}, tokens=int(claim.tokens.sum()))
+        yield Written(range(len(claim)), rows={"values": values}, tokens=int(claim.tokens.sum()))

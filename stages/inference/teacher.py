@@ -27,7 +27,8 @@ from tensordict import TensorDict
 from pipeline.data.columns import plain_values
 from pipeline.index.client import Claim
 from pipeline.problems import Fatal, Problem, ProblemError
-from pipeline.worker.controller import Output, Stage
+from pipeline.worker.controller import Stage
+from pipeline.worker.outputs import Output, Written
 from stages.model.load import Tokenizer
 
 SAMPLE = "What is 3 + 4? be=bbbb"  # that both tokenizers must split in the same way
@@ -287,4 +288,6 @@ class TeacherReference(Stage):
     async def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
         prompts, responses = (plain_values(rows[name]) for name in self.fetches)
         logprobs = await self.server.logprobs(list(zip(prompts, responses, strict=True)))
-        yield Output(range(len(claim)), {"ref_logprobs": logprobs}, tokens=int(claim.tokens.sum()))
+        yield Written(
+            range(len(claim)), rows={"ref_logprobs": logprobs}, tokens=int(claim.tokens.sum())
+        )

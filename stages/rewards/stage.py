@@ -37,7 +37,8 @@ from tensordict import TensorDict
 from pipeline.data.columns import plain_values
 from pipeline.data.events import AlarmEvent
 from pipeline.index.client import Claim, Index
-from pipeline.worker.controller import Output, Stage
+from pipeline.worker.controller import Stage
+from pipeline.worker.outputs import Output, Written
 from stages.model.load import Tokenizer
 from stages.rewards.calls import (
     LARGEST,
@@ -392,9 +393,9 @@ class Reward(Stage):
         scores = await score_rows(self.rewards, self.tokenizer, rows, reads)
         if self._alarm is not None:
             await self._alarm.report(self.rewards)
-        yield Output(
+        yield Written(
             range(len(claim)),
-            {"reward": scores.total, "scores": scores.scores},
+            rows={"reward": scores.total, "scores": scores.scores},
             tokens=int(claim.tokens.sum()),
         )
 

@@ -18,7 +18,8 @@ from tensordict import TensorDict
 
 from pipeline.index.client import Claim
 from pipeline.warehouse.dock import Dock
-from pipeline.worker.controller import Output, Stage
+from pipeline.worker.controller import Stage
+from pipeline.worker.outputs import Output, Written
 from stages.flow.catalogue import EMPTY, GIVEN, MASK, Truncated
 from stages.flow.declarations import Drop, Result
 from stages.flow.groups import GROUPS_AT_ONCE, groups_of, outputs_of
@@ -71,8 +72,10 @@ class GivenResponses(Stage):
         if self._alarm is not None:
             await self._alarm.add(results)
         for output in outputs_of(members, results, tokens):
-            generated = [(version, tokens[row]) for row in output.positions]
-            yield output if output.dropped else replace(output, generated=generated)
+            if isinstance(output, Written):
+                generated = [(version, tokens[row]) for row in output.positions]
+                output = replace(output, generated=generated)
+            yield output
 
     def _group(
         self, given: Sequence[dict[str, Any]], places: Sequence[int], version: int

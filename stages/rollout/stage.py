@@ -28,7 +28,8 @@ from pipeline.data.columns import Packed
 from pipeline.first_of import cancel_all
 from pipeline.index.client import Claim
 from pipeline.warehouse.dock import Dock
-from pipeline.worker.controller import Output, Stage
+from pipeline.worker.controller import Stage
+from pipeline.worker.outputs import Output, Parked, Written
 from stages.engines.device_lease import DeviceLease
 from stages.engines.protocols import (
     Begun,
@@ -188,7 +189,7 @@ def responses(
     *,
     before: int = 0,
     parked: bool = False,
-) -> Output:
+) -> Written | Parked:
     """Return the columns of ended or ``parked`` responses; ``before`` of their tokens were counted
     in earlier visits. Raises EngineFailed for a logprob that is not finite: such a row is not
     committed, so that nothing is trained on it."""
@@ -210,10 +211,7 @@ def responses(
         rows[ROUTED] = routed
     if not parked:
         rows["truncated"] = torch.tensor([c.finish_reason == "length" for c in completions])
-    return Output(
-        positions=positions,
-        rows=rows,
-        generated=[(c.oldest_version, len(c.token_ids)) for c in completions],
-        tokens=sum(len(c.token_ids) for c in completions) - before,
-        parked=parked,
-    )
+    generated = [(c.oldest_version, len(c.token_ids)) for c in completions]
+    tokens = sum(len(c.token_ids) for c in completions) - before
+    kind = Parked if parked else Written
+    return kind(positions, rows=rows, generated=generated, tokens=tokens)

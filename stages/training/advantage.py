@@ -36,7 +36,8 @@ from tensordict import TensorDict
 
 from pipeline.index.client import Claim, Index
 from pipeline.index.prompts import PassRateCalls
-from pipeline.worker.controller import Output, Stage
+from pipeline.worker.controller import Stage
+from pipeline.worker.outputs import Output
 from stages.algorithms.named import AlgorithmLike, NamedAlgorithm
 from stages.flow.catalogue import CREDIT, MASK, Truncated, credit_stage
 from stages.flow.declarations import Drop, Result

@@ -33,7 +33,8 @@ from pipeline.first_of import cancel_all, first_of
 from pipeline.index.client import BoundBroken, Claim
 from pipeline.problems import Passing
 from pipeline.warehouse.dock import Dock
-from pipeline.worker.controller import Output, Stage
+from pipeline.worker.controller import Stage
+from pipeline.worker.outputs import Output, Trained
 from pipeline.worker.spans import Spans
 from stages.algorithms.batch import trained_columns
 from stages.algorithms.named import AlgorithmLike
@@ -185,7 +186,12 @@ class Update(Stage):
                 self.trained, claim, scored, stale, metrics, ledger, spent, reason, forecast
             )
             self._since = now
-            yield Output(step=self.trained, event=event, tokens=int(claim.tokens.sum()))
+            yield Trained(
+                range(len(claim)),
+                step=self.trained,
+                event=event,
+                tokens=int(claim.tokens.sum()),
+            )
             self.trained += 1
             await self.publish()
             if self.recorder is not None:

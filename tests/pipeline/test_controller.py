@@ -18,7 +18,8 @@ from pipeline.index.client import Claim, Index, RunConfig, StageSpec
 from pipeline.index.warehouses import Block
 from pipeline.warehouse.dock import Dock
 from pipeline.worker.clock import Clock
-from pipeline.worker.controller import Controller, Output
+from pipeline.worker.controller import Controller
+from pipeline.worker.outputs import Output, Trained, Written
 from pipeline.worker.spans import Spans
 from tests.any_event import AnyEvent
 
@@ -61,7 +62,9 @@ class Double:
             for position, number in enumerate(numbers):
                 await self.gate.wait()
                 self.fail(number)
-                yield Output([position], {"doubled": torch.tensor([2 * number])}, tokens=number)
+                yield Written(
+                    [position], rows={"doubled": torch.tensor([2 * number])}, tokens=number
+                )
                 self.done.append(number)
         finally:
             self.closed += 1
@@ -253,7 +256,8 @@ class Train:
         return None
 
     async def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
-        yield Output(
+        yield Trained(
+            range(len(claim)),
             step=self.steps,
             event=AnyEvent(kind="step", data={"step": self.steps}),
             tokens=len(claim.rows),

@@ -39,7 +39,7 @@ def test_two_replicas_a_reference_and_a_trainer_use_four_devices() -> None:
     }
 
 
-def test_a_critic_of_its_own_comes_before_the_reference_and_may_have_a_device_of_its_own() -> None:
+def test_a_critic_of_its_own_comes_before_the_reference() -> None:
     sections = {"algorithm": {"name": "ppo", "options": {"critic": "own", "kl_coef": 0.1}}}
     found = on(FOUR, **sections)
     assert found == {
@@ -48,14 +48,6 @@ def test_a_critic_of_its_own_comes_before_the_reference_and_may_have_a_device_of
         "critic-0": "cuda:2",
         "reference-0": "cuda:3",
     }
-    found = on(FOUR, **sections, critic={"device": "cuda:0"})
-    assert found == {
-        "update-0": "cuda:1",
-        "rollout-0": "cuda:2",
-        "critic-0": "cuda:0",
-        "reference-0": "cuda:3",
-    }
-    assert "critic-0" not in on(FOUR, **sections, critic={"device": "cpu"})
 
 
 def test_fewer_devices_are_shared_in_turn_and_ranks_get_their_own_first() -> None:

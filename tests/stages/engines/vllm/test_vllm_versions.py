@@ -97,4 +97,5 @@ async def test_tokens_before_and_after_each_swap_are_those_of_their_version(
             assert other.median() > 0.05, "other weights would be found"
         assert all(isinstance(piece, Token) for piece in streamed[place])
         assert [piece.version for piece in streamed[place]] == made_by
-    assert versions == {0, 1, 2, 3}
+    # a swap after the last token changes nothing
+    assert {0, 1} <= versions <= {0, 1, 2, 3}
