@@ -40,7 +40,7 @@ from benchmarks.executed import executed
 from orchestration.logs import configure
 from orchestration.recipe.loading.load import parse_recipe
 from orchestration.recipe.schema import Recipe
-from orchestration.recipe.sections.values import format_size
+from orchestration.units import format_size
 from pipeline.data.events import Event
 
 ARMS: dict[str, dict[str, Any]] = {

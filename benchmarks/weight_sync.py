@@ -66,7 +66,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from orchestration.recipe.sections.values import format_size, parse_size
+from orchestration.units import format_size, parse_size
 from stages import device as devices
 from stages.parallel.layout import Layout, parse_layout
 from stages.parallel.placement import ModelState, model_state, place

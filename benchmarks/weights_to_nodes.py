@@ -53,7 +53,7 @@ import torch
 from safetensors import safe_open
 
 from benchmarks.dispatch_scale import Infeasible, Network, inside
-from orchestration.recipe.sections.values import format_size, parse_size
+from orchestration.units import format_size, parse_size
 from pipeline.data.arena import shared_memory_directory
 from pipeline.index.client import Index, RunConfig
 from pipeline.index.embedded import EmbeddedIndex, die_with_parent

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from orchestration.recipe.sections.values import format_size
+from orchestration.units import format_size
 
 
 def refusal(path: Path, need: int, error: OSError) -> str:

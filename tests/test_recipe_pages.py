@@ -217,7 +217,7 @@ def test_every_default_is_what_a_recipe_without_the_key_gets() -> None:
 
 
 def _bytes(text: str | int) -> int:
-    from orchestration.recipe.sections.values import parse_size
+    from orchestration.units import parse_size
 
     size = parse_size(text)
     assert isinstance(size, int)

@@ -84,7 +84,7 @@ def inspect(
 
 def status_view(found: Mapping[str, Any]) -> RenderableType:
     """Return what ``status`` prints."""
-    from orchestration.recipe.sections.values import format_size
+    from orchestration.units import format_size
 
     stats = found["stats"]
     ledger = found["ledger"]

@@ -227,8 +227,8 @@ def _search(
     *,
     as_json: bool,
 ) -> None:
-    from orchestration.recipe.sections.values import parse_size
     from orchestration.simulation.search import search
+    from orchestration.units import parse_size
 
     try:
         memory = int(str(parse_size(device_memory))) if device_memory else 0

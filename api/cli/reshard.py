@@ -18,13 +18,13 @@ from api.cli.common.output import table
 from orchestration.recipe.checks.relations import experts_divide, heads_divide
 from orchestration.recipe.field_problems import missing_parallelism
 from orchestration.recipe.schema import Recipe
-from orchestration.recipe.sections.values import format_size, parse_size
 from orchestration.recipe.sizes.planner import (
     held_bytes,
     reshard_plan,
     rollout_layout,
     trained_state,
 )
+from orchestration.units import format_size, parse_size
 
 if TYPE_CHECKING:
     from stages.parallel.layout import Layout, Side

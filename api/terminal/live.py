@@ -21,7 +21,7 @@ from rich.text import Text
 from api.telemetry.progress import Progress
 from api.terminal.numbers import count, duration, number, percent, short_seconds, unscored
 from orchestration.history.totals import SHARES, shares
-from orchestration.recipe.sections.values import format_size
+from orchestration.units import format_size
 
 SPARKS = "▁▂▃▄▅▆▇█"
 # Each share of time has its own glyph and its own colour; either of them identifies it.

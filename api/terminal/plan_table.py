@@ -7,8 +7,8 @@ from rich.table import Table
 from api.terminal.screen import pairs_table
 from orchestration.recipe.devices import assign, on_this_node, shown
 from orchestration.recipe.schema import Recipe
-from orchestration.recipe.sections.values import format_size
 from orchestration.recipe.sizes.planner import Plan, prompt_limits
+from orchestration.units import format_size
 
 TOO_LONG = {
     "skip": "longer ones are skipped",

@@ -10,8 +10,8 @@ from pathlib import Path
 from orchestration.checkpoints.checkpoint import ASIDE, CheckpointUnusable, open_checkpoint, whole
 from orchestration.checkpoints.store import CheckpointStore
 from orchestration.recipe.loading.load import recorded_recipe
-from orchestration.recipe.sections.values import format_size
 from orchestration.state.paths import RECIPE, store_url
+from orchestration.units import format_size
 from stages.model import manifest
 from stages.model.manifest import STATE, FilesDamaged
 

@@ -62,7 +62,7 @@ class Window:
     def deviations(self, value: float, floor: float) -> float:
         """Return how far ``value`` is above the median, in deviations of at least ``floor``.
 
-        >>> window = Window(9); window.values.extend([1, 2, 3, 4, 5]); round(window.deviations(5.9652, 0.1), 4)
+        >>> window = Window(); window.values.extend([1, 2, 3, 4, 5]); round(window.deviations(5.9652, 0.1), 4)
         2.0
         """
         median = self.median

@@ -39,7 +39,7 @@ from orchestration.recipe.sections import (
     TrainSection,
 )
 from orchestration.recipe.sections.retired import migrated
-from orchestration.recipe.sections.values import CountOrZero
+from orchestration.units import CountOrZero
 from pipeline.index.address import host_of
 from pipeline.node import AUTO, LOOPBACK, is_unspecified
 from pipeline.schedule.staleness import StalenessPlan

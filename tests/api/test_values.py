@@ -16,9 +16,9 @@ from aiohttp import ClientTimeout
 
 from api.external.session import ExternalSession
 from api.server.app import ROUTES
+from api.server.service import external_sessions as sessions_module
 from api.server.service.external_sessions import ExternalSessions
 from api.server.service.operations import operations_of
-from api.server.service.service import external_sessions as sessions_module
 from tests.api.serving import Client, problem, serving
 from tests.orchestration.runs import MOCK
 

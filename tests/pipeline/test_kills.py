@@ -36,7 +36,7 @@ VICTIM = """
 import asyncio, sys, time
 from pathlib import Path
 import torch
-from pipeline import blocks
+from pipeline.data import blocks
 from pipeline.warehouse.dock import Dock
 from tests.pipeline.test_kills import SCHEMA, STAGES
 

@@ -119,7 +119,7 @@ def serve_command(
     from api.server.access.settings import Settings
     from api.server.app import ServeError
     from orchestration.private_files import keep_from_others
-    from orchestration.recipe.sections.values import parse_size
+    from orchestration.units import parse_size
 
     keep_from_others()
     # The options that have a setting's name.

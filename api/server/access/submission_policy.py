@@ -20,6 +20,7 @@ from api.server.access.roots import below_root, leads_out
 from api.server.access.settings import Settings
 from api.server.http import problems as answers
 from orchestration.checkpoints import base_models
+from orchestration.cluster_backends import CLUSTERS
 from orchestration.recipe.loading.load import (
     SHIPPED,
     extended,
@@ -33,9 +34,8 @@ from orchestration.recipe.problems import RecipeError, suggest
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sections import VllmSection
 from orchestration.recipe.sections.bounds import out_of_bounds
-from orchestration.recipe.sections.clusters import CLUSTERS
 from orchestration.recipe.sections.retired import migrated
-from orchestration.recipe.sections.values import format_size
+from orchestration.units import format_size
 from pipeline.index.address import redacted
 from pipeline.node import AUTO, LOOPBACK
 from pipeline.problems import Problem

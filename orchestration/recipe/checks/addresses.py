@@ -16,9 +16,9 @@ import ssl
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
+from orchestration.cluster_backends import CLUSTERS
 from orchestration.recipe.checks.registry import Environment, check, machine_check, problem
 from orchestration.recipe.schema import Recipe
-from orchestration.recipe.sections.clusters import CLUSTERS
 from pipeline.compat.extras import install, is_installed
 from pipeline.index.address import Address
 from pipeline.node import AUTO, is_loopback, is_unspecified, own_address

@@ -26,7 +26,6 @@ from orchestration.recipe.model_files import KNOWN_MODELS
 from orchestration.recipe.problems import suggest, value_or_none
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sections import ExternalStage
-from orchestration.recipe.sections.values import format_size
 from orchestration.recipe.sizes.planner import (
     checkpoint_bytes,
     config_of,
@@ -36,6 +35,7 @@ from orchestration.recipe.sizes.planner import (
     trained_state,
     vocabulary_of,
 )
+from orchestration.units import format_size
 from pipeline.compat.extras import extra, install, install_vllm, is_installed
 from pipeline.data.arena import shared_memory_directory
 from pipeline.index.address import redacted

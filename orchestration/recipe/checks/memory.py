@@ -15,9 +15,9 @@ from orchestration.recipe.checks.machine import free_bytes
 from orchestration.recipe.checks.registry import Environment, machine_check, problem
 from orchestration.recipe.problems import value_or_none
 from orchestration.recipe.schema import Recipe
-from orchestration.recipe.sections.values import format_size
 from orchestration.recipe.sizes.memory_parts import CPU_PARTS, HOST_PARTS, Engine, Parts
 from orchestration.recipe.sizes.planner import arena_bytes, memory_of, plan, prompt_limits
+from orchestration.units import format_size
 from pipeline.data.arena import shared_memory_directory
 from pipeline.problems import Problem
 

@@ -16,8 +16,8 @@ from orchestration.recipe.model_files import experts_of
 from orchestration.recipe.problems import value_or_none
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sections import CriticSection, TrainSection
-from orchestration.recipe.sections.values import format_size
 from orchestration.recipe.sizes.planner import arena_bytes, config_of, heads_of
+from orchestration.units import format_size
 from pipeline.problems import Problem
 from pipeline.schedule.staleness import passing_steps
 from stages.engines.bounds import LEAST_VLLM

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler, model_validator
 
+from orchestration.cluster_backends import CLUSTERS, ClusterBackend
 from orchestration.recipe.sections.bounds import LARGEST
-from orchestration.recipe.sections.clusters import CLUSTERS, ClusterBackend
 from orchestration.recipe.sections.retired import GONE, RETIRED
 from orchestration.recipe.sections.rewards import NETWORK, READ
 from orchestration.recipe.sections.rewards import RewardSection as RewardSection
-from orchestration.recipe.sections.values import (
+from orchestration.units import (
     AUTO_STALENESS,
     DEVICE_MEANING,
     INDEX_PATTERN,

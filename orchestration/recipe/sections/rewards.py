@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from orchestration.recipe.sections.values import Count, CountOrZero, Seconds, Section, SizeOrZero
+from orchestration.units import Count, CountOrZero, Seconds, Section, SizeOrZero
 from stages.json_schema import IsCode, IsPath, key
 from stages.tasks.tasks import HARMLESS
 

@@ -236,9 +236,9 @@ def test_two_runs_with_default_names_in_one_second_both_have_a_folder(
 
 
 BROKEN = """
-import api.cli.main as command
+import api.cli.main as command, api.cli.plan as recipes
 def broken(): raise KeyError('inside out')
-command.stored = broken
+recipes.stored = broken
 command.main()
 """
 

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from api.telemetry.progress import Progress
 from api.terminal import live as terminal
+from api.terminal.plain import PlainView
 from orchestration.history.totals import SHARES
 from tests.api import scripted
 
@@ -128,7 +129,7 @@ def test_a_sparkline_fits_and_rises_with_its_values(values: list[float], width: 
 def test_plain_lines_show_one_line_a_step() -> None:
     out = io.StringIO()
     progress = Progress("scripted", scripted.STEPS, scripted.BOUND)
-    view = terminal.PlainView(progress, Console(file=out, width=40))
+    view = PlainView(progress, Console(file=out, width=40))
     for event in scripted.events("failed", "update-0: [boom]"):
         view.event(event)
     lines = out.getvalue().splitlines()

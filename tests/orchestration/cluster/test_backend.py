@@ -11,10 +11,10 @@ from orchestration.history.events_file import METRICS, read_metrics
 
 ROOT = Path(__file__).resolve().parents[3]
 
-# As if it stood in orchestration/recipe/sections/clusters.py: in every process of the run.
+# As if it stood in orchestration/cluster_backends.py: in every process of the run.
 ROW = """
 import re
-from orchestration.recipe.sections.clusters import CLUSTERS, ClusterBackend
+from orchestration.cluster_backends import CLUSTERS, ClusterBackend
 CLUSTERS["toy"] = ClusterBackend(
     title="Toy",
     hosts="toy_cluster:ToyHosts",

@@ -25,7 +25,7 @@ from orchestration.recipe.sections.bounds import (
     out_of_bounds,
     read_toml,
 )
-from orchestration.recipe.sections.values import parse_size
+from orchestration.units import parse_size
 from tests.orchestration.runs import MOCK
 
 NESTED = "[" * 5000 + "]" * 5000

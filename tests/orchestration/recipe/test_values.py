@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestration.recipe.sections.values import format_size, parse_size
+from orchestration.units import format_size, parse_size
 
 
 @settings(deadline=None)

@@ -263,7 +263,7 @@ async def test_a_connection_at_work_is_not_closed_to_make_room(
         site,
         port,
     ):
-        app = site._app
+        app = site._runner.app
         app[SERVICE].most_held = 3
         record, _ = await registry.submit(_recipe())
         path = f"/v1/runs/{record.id}/metrics/stream"

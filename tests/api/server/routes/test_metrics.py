@@ -17,8 +17,8 @@ import pytest
 from aiohttp import ClientResponse
 from prometheus_client.parser import text_string_to_metric_families
 
+from api.server.service import service as services
 from api.server.service.service import SERVICE
-from api.server.service.service import service as services
 from api.telemetry import prometheus
 from orchestration.history.events_file import METRICS, MetricsFile
 from orchestration.recipe.flow import flow_of

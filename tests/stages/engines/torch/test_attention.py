@@ -78,7 +78,7 @@ def test_outputs_and_gradients_are_those_of_each_row_alone(
 ) -> None:
     monkeypatch.setattr(attention, "CHUNK", chunk)
     for module in ("attention", "packing"):
-        monkeypatch.setattr(f"stages.engines.torch.{module}.FEW_KEYS", few_keys)
+        monkeypatch.setattr(f"stages.engines.torch.model.{module}.FEW_KEYS", few_keys)
     torch.manual_seed(0)
     ids = [[torch.zeros(n, dtype=torch.int64) for n in rows] for rows in ROWS]
     packed = pack([torch.zeros(n, dtype=torch.int64) for n in PROMPTS], ids, torch.device("cpu"))
