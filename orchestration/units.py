@@ -9,7 +9,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from orchestration.recipe.sections.bounds import LARGEST
+from orchestration.bounds import LARGEST
 from stages.device_names import EXAMPLES, PATTERN
 from stages.json_schema import fault, unit
 

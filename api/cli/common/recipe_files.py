@@ -59,7 +59,7 @@ def stored() -> dict[str, Path]:
 
 def description(path: Path) -> str:
     """Return the ``description`` of the recipe in the file ``path``, or why it cannot be read."""
-    from orchestration.recipe.sections.bounds import read_toml
+    from orchestration.bounds import read_toml
 
     try:
         return str(read_toml(path.read_text(encoding="utf-8")).get("description", ""))

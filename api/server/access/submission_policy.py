@@ -19,6 +19,7 @@ from typing import Any
 from api.server.access.roots import below_root, leads_out
 from api.server.access.settings import Settings
 from api.server.http import problems as answers
+from orchestration.bounds import out_of_bounds
 from orchestration.checkpoints import base_models
 from orchestration.cluster_backends import CLUSTERS
 from orchestration.recipe.loading.load import (
@@ -33,7 +34,6 @@ from orchestration.recipe.model_files import KNOWN_MODELS
 from orchestration.recipe.problems import RecipeError, suggest
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sections import VllmSection
-from orchestration.recipe.sections.bounds import out_of_bounds
 from orchestration.recipe.sections.retired import migrated
 from orchestration.units import format_size
 from pipeline.index.address import redacted

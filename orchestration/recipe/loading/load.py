@@ -16,6 +16,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from orchestration.bounds import NotToml, out_of_bounds, read_toml
 from orchestration.recipe.checks import (  # noqa: F401  # registers their checks
     code,
     flow,
@@ -26,7 +27,6 @@ from orchestration.recipe.checks import (  # noqa: F401  # registers their check
 from orchestration.recipe.checks.registry import Environment, run_checks
 from orchestration.recipe.problems import RecipeError, suggest
 from orchestration.recipe.schema import Recipe
-from orchestration.recipe.sections.bounds import NotToml, out_of_bounds, read_toml
 from pipeline.problems import Problem
 from stages.algorithms.registry import built_in
 from stages.json_schema import FixedOnResume, marked

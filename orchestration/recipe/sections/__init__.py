@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler, model_validator
 
+from orchestration.bounds import LARGEST
 from orchestration.cluster_backends import CLUSTERS, ClusterBackend
-from orchestration.recipe.sections.bounds import LARGEST
 from orchestration.recipe.sections.retired import GONE, RETIRED
 from orchestration.recipe.sections.rewards import NETWORK, READ
 from orchestration.recipe.sections.rewards import RewardSection as RewardSection

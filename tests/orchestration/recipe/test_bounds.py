@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from api.cli.main import app
-from orchestration.recipe.loading.load import load_recipe, override, parse_recipe, toml_value
-from orchestration.recipe.problems import RecipeError
-from orchestration.recipe.sections.bounds import (
+from orchestration.bounds import (
     DEEPEST,
     LARGEST,
     LONGEST_LIST,
@@ -25,6 +23,8 @@ from orchestration.recipe.sections.bounds import (
     out_of_bounds,
     read_toml,
 )
+from orchestration.recipe.loading.load import load_recipe, override, parse_recipe, toml_value
+from orchestration.recipe.problems import RecipeError
 from orchestration.units import parse_size
 from tests.orchestration.runs import MOCK
 
