@@ -498,9 +498,11 @@ async def test_a_worker_whose_reading_never_returns_ends_and_its_successor_goes_
     """Memory that does not answer, in the first life of the rollout worker: its process must not
     wait for it."""
 
-    def launch(entry: str, arguments: list[str], env: dict[str, str], *where: str) -> Launch:
+    def launch(
+        entry: str, arguments: list[str], env: dict[str, str], *where: str, **options: Any
+    ) -> Launch:
         if "rollout" not in arguments:
-            return Launch(entry, arguments, env, *where)
+            return Launch(entry, arguments, env, *where, **options)
         return Launch(
             "builtins:exec",
             STUCK.format(first=str(tmp_path / "first"), arguments=arguments),
