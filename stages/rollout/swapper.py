@@ -191,9 +191,13 @@ class Swapper:
         """
         about = f"weights of version {published.version}"
         logprobs = await self._score(published, probe)
-        same = self.held is not None and self.held.buckets == published.buckets
+        has_same_bytes = self.held is not None and self.held.buckets == published.buckets
         try:
-            return {} if logprobs is None else judge.judge(probe, logprobs, same_weights=same)
+            return (
+                {}
+                if logprobs is None
+                else judge.judge(probe, logprobs, same_weights=has_same_bytes)
+            )
         except ProbeFailed as failed:
             look = ""
             from stages.weights.verification.fault import find_fault

@@ -1,4 +1,4 @@
-"""Ends requests whose token is revoked or expires.
+"""Ends a request when its token is revoked or expires.
 
 revoked ──▶ the index wakes `watch` ──▶ the tokens in use are looked up ──▶ their requests end: 401, or a stream is cut off
 expires ──▶ the deadline of its requests
