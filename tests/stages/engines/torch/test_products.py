@@ -15,10 +15,19 @@ import torch
 
 from stages.engines.torch.train import TorchTrainEngine
 from stages.parallel.layout import Layout
+from stages.parallel.options import fits_ulysses
 from tests.batches import make_batch
 from tests.ranks import of_product
 from tests.stages.products import after_steps, first_step, name_of, of_tokens
-from tests.stages.sharded import OPTIONS, gradients_of_step, model_of, positions, resumed, saved
+from tests.stages.sharded import (
+    OPTIONS,
+    SIZES,
+    gradients_of_step,
+    model_of,
+    positions,
+    resumed,
+    saved,
+)
 from tests.stages.sharded import algorithm as grpo
 
 # kind of model (see tests/stages/sharded.py), strategies, and options of the engine
@@ -68,12 +77,21 @@ OF_STAGES = [
     if "-" in product[0] and product[0] not in ("experts-4", "llama-8")
 ]
 OTHERS = [product for product in PRODUCTS if "-" not in product[0] and product not in OF_EXPERTS]
+
+
+def fitting(kind: str, product: dict[str, Any]) -> dict[str, Any]:
+    """Return ``product``, with a ring where the heads of ``kind`` cannot be divided."""
+    heads = 8 if kind.startswith("grouped") else SIZES["num_attention_heads"]
+    tp, cp = product.get("tp", 1), product.get("cp", 1)
+    return product if cp == 1 or fits_ulysses(heads, tp, cp) else {**product, **RING}
+
+
 PAIRS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("experts-4", {"dp": 2, "ep": 2, "pp": 2}, {"dp": 2, "ep": 2, **INTERLEAVED}),
     ("qwen3-5", {"dp": 2}, {"pp": 2}),
     ("llama-4", INTERLEAVED, {"dp": 2}),
     *(
-        (kind, first, then)
+        (kind, first, fitting(kind, then))
         for some in (OTHERS, OF_STAGES, OF_EXPERTS)
         for (kind, first, _), (_, then, _) in pairwise(some)
         if first != then
