@@ -270,11 +270,13 @@ class Dock:
         rows: Rows,
         *,
         generated: Sequence[tuple[int, int]],
+        to: str = "",
     ) -> None:
         """Store unfinished rows of the claim at ``positions`` with what this stage has made of them
         so far: ``rows`` are columns that it produces, ``generated`` as in :meth:`commit`. They
-        leave the claim and come first, one by one, in the stage's next claims; earlier progress of
-        theirs is released. Raises LeaseLost as :meth:`commit` does."""
+        leave the claim and come first, one by one, in the stage's next claims, or in those of the
+        stage ``to`` that takes turns with it; earlier progress of theirs is released. Raises
+        LeaseLost as :meth:`commit` does."""
         if not len(positions):
             return
         held, order = ranges(claim.row[np.asarray(positions)])
@@ -283,7 +285,7 @@ class Dock:
         # rows.
         await self.writer.store(
             lambda stored: self.index.park(
-                stored, claim.stage, claim.token, held, made, claim.owner
+                stored, claim.stage, claim.token, held, made, claim.owner, to
             ),
             rows,
             order,

@@ -74,7 +74,8 @@ end
 local function offer(run, cfg, from, to, before, after, offers)
   local fixed
   for _, stage in ipairs(cfg.stages) do
-    if band(after, stage.needs) == stage.needs and band(before, stage.needs) ~= stage.needs then
+    local is_offered = stage.origin == stage.name  -- another one gets its rows from the stage that it takes turns with
+    if is_offered and band(after, stage.needs) == stage.needs and band(before, stage.needs) ~= stage.needs then
       local list = offers[stage.name] or {}
       offers[stage.name] = list
       if stage.takes == 'rows' then
@@ -132,8 +133,9 @@ end
 
 -- Rows from..to have no parked progress any more. Only a stage that takes groups has any.
 local function end_progress(run, stage, from, to)
-  if stage.takes ~= 'groups' or call('EXISTS', run .. 'begun:' .. stage.name) == 0 then return end
-  cut(run .. 'begun:' .. stage.name, from, to)
+  local rows_of_it = (stage.origin == stage.name and 'begun:' or 'parked:') .. stage.name
+  if stage.takes ~= 'groups' or call('EXISTS', run .. rows_of_it) == 0 then return end
+  cut(run .. 'begun:' .. stage.origin, from, to)
   local gone = cut(run .. 'parked:' .. stage.name, from, to)
   if gone > 0 then count(run, 'parked:' .. stage.name, -gone) end
 end
