@@ -26,6 +26,7 @@ from stages.training.advantage import Advantage
 
 if TYPE_CHECKING:
     from stages.prompts.external import ExternalPrompts
+    from stages.prompts.formatter import OpensConversation
 
 log = structlog.get_logger()
 
@@ -112,6 +113,14 @@ class FlowJob(Job):
                 )
             )
 
+    async def _dialogue(self) -> OpensConversation | None:
+        """Return what renders conversations that an environment goes on with; None: none does."""
+        if not self.recipe.has_environment:
+            return None
+        from orchestration.environments.declared import declarations, dialogue_of
+
+        return dialogue_of(self.recipe, self.tokenizer, await declarations(self.index))
+
     async def _prompts(self) -> PromptSource:
         recipe = self.recipe
         limits = prompt_limits(self.recipe)
@@ -124,6 +133,7 @@ class FlowJob(Job):
                 recipe.seed,
                 limits=limits,
                 listed=listed,
+                opens=await self._dialogue(),
             )
             return split.train
         from stages.prompts.external import ExternalPrompts

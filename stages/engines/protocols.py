@@ -93,11 +93,11 @@ class GroupRequest:
             counted = sum(count for _, count in begun.versions)
             longest = self.limit(place) - 1
             if place not in self.places or not max(1, begun.turn_start) <= tokens <= longest:
+                before = f", {begun.turn_start} of them before its turn" if begun.turn_start else ""
                 raise ValueError(
-                    f"group {self.group}: place {place} is begun with {tokens} tokens, "
-                    f"{begun.turn_start} of them before its turn; give begun only places of "
-                    f"{self.places} with {max(1, begun.turn_start)} to {longest} tokens, as "
-                    f"max_tokens counts all of a turn"
+                    f"group {self.group}: place {place} is begun with {tokens} tokens{before}; give "
+                    f"begun only places of {self.places} with {max(1, begun.turn_start)} to "
+                    f"{longest} tokens, as max_tokens counts all of a turn"
                 )
             if len(begun.logprobs) != tokens or counted != tokens:
                 raise ValueError(
@@ -146,6 +146,11 @@ class Completion:
     def oldest_version(self) -> int:
         """The oldest policy version that made one of its tokens."""
         return min(version for version, _ in self.versions if version != OBSERVED)
+
+    @property
+    def generated_tokens(self) -> int:
+        """How many of its tokens a policy has made."""
+        return sum(count for version, count in self.versions if version != OBSERVED)
 
     def tokens(self) -> list[Token]:
         versions = [version for version, count in self.versions for _ in range(count)]

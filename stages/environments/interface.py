@@ -8,8 +8,9 @@ Importing this needs no torch.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 Message = dict[str, Any]
@@ -31,6 +32,31 @@ class EnvironmentDeclaration:
     tools: tuple[Tool, ...] = ()
     replayable: bool = False
     gives_reward: bool = False
+
+
+@dataclass(frozen=True)
+class Declarations:
+    """The declarations of a run's environments, ``by_name`` ("": its only one), as its processes
+    pass them on."""
+
+    by_name: Mapping[str, EnvironmentDeclaration]
+
+    def to_json(self) -> str:
+        return json.dumps({name: asdict(each) for name, each in self.by_name.items()})
+
+    @classmethod
+    def from_json(cls, text: str) -> Declarations:
+        by_name = {}
+        for name, fields in json.loads(text).items():
+            fields["tools"] = tuple(fields["tools"])
+            by_name[name] = EnvironmentDeclaration(**fields)
+        return cls(by_name)
+
+    @property
+    def tools(self) -> tuple[Tool, ...]:
+        """The tools of all environments, each once."""
+        tools = [tool for each in self.by_name.values() for tool in each.tools]
+        return tuple(tool for at, tool in enumerate(tools) if tool not in tools[:at])
 
 
 @dataclass(frozen=True)
@@ -104,6 +130,10 @@ class EnvironmentCaller(Protocol):
 
     def knows(self, key: str) -> bool:
         """Return whether the trajectory ``key`` is open here."""
+
+    async def finish(self, key: str, timeout: float) -> Reply:
+        """End a trajectory that its environment would go on with; the reply may have the reward of
+        all of it. Raises EnvironmentFailed."""
 
     async def close(self, key: str) -> None:
         """Let the trajectory go. Does nothing for one that is not open."""

@@ -20,12 +20,22 @@ SOURCE = "source"
 CREDIT = "advantage"
 UPDATE = "update"
 CRITIC = "critic"
+ENVIRONMENT = "environment"
 PROMPT: Columns = {"prompt_ids": "int64 ragged", "given": "text", "fields": "text"}
 RESPONSE: Columns = {
     "response_ids": "int64 ragged",
     "rollout_logprobs": "float32 ragged",
     "versions": "int64 ragged",  # run-length encoded: version, tokens, version, tokens, …
     "truncated": "bool",
+}
+# What an environment adds to a response of several turns: where each of them begins, the
+# environment's reward for each, that of the whole trajectory (NaN: none), and why it has ended
+# (stages/environments/trajectory.py).
+TRAJECTORY: Columns = {
+    "turn_starts": "int64 ragged",
+    "turn_reward": "float32 ragged",
+    "environment_reward": "float32",
+    "ending": "uint8",
 }
 # Read by every update where a stage makes them: tokens that are trained on, and a factor of each
 # row's loss. And the experts that the rollout's routers chose, which the trainer's then follow: of
@@ -58,6 +68,7 @@ def catalogue(
     critic: bool = False,
     in_training: Collection[str] = (),
     routed: str = "",
+    environment: bool = False,
 ) -> list[StageDeclaration]:
     """Return the catalogue of a run with ``rewards`` reward functions, which read the columns
     ``reward_reads`` beside responses. ``source``: columns that its prompts bring. A stage of the
@@ -65,7 +76,8 @@ def catalogue(
     ``given_responses``: so many responses are in each prompt's row, which the rollout stage takes
     over, the best first. ``critic``: a critic of its own is trained in the run, and makes the
     values. ``routed``: dtype of the column of routed experts, which the rollout stage makes; "": it
-    makes none."""
+    makes none. ``environment``: an environment answers the policy's turns; the two stages make the
+    response together."""
     rollout_makes = {**RESPONSE, **({ROUTED: f"{routed} ragged"} if routed else {})}
     if given_responses:
         del rollout_makes["rollout_logprobs"]
@@ -82,9 +94,17 @@ def catalogue(
         "cpu" if given_responses else "policy",
         workers=int(not given_responses),
     )
+    makers = [rollout]
+    if environment:
+        reads = {"prompt_ids": "int64 ragged", "given": "text", "fields": "text"}
+        makes = {**rollout_makes, MASK: OPTIONAL[MASK], **TRAJECTORY}
+        makers = [
+            StageDeclaration(ENVIRONMENT, "groups", reads, makes),
+            replace(rollout, makes={}, takes_turns_with=ENVIRONMENT),
+        ]
     product_stages = [
         StageDeclaration(SOURCE, "groups", {}, source, workers=0),
-        rollout,
+        *makers,
         StageDeclaration(
             "reward",
             "rows",
@@ -120,7 +140,7 @@ def catalogue(
     others = [
         stage
         for stage in remaining
-        if stage is rollout or not given_responses or not {*rollout_makes} & {*stage.makes}
+        if stage in makers or not given_responses or not {*rollout_makes} & {*stage.makes}
     ]
     return [product_stages[0], *others, *stages]
 

@@ -1,0 +1,45 @@
+"""What a run's environments declare, and the dialogue that follows from it, for each worker that
+needs them.
+
+environment worker ─▶ declares ─▶ ENVIRONMENTS in the index ─▶ flow worker: prompts with the tools
+                                                           └─▶ rollout workers: tokens that end a turn
+"""
+
+from __future__ import annotations
+
+from orchestration.recipe.schema import Recipe
+from orchestration.state.documents import ENVIRONMENTS
+from pipeline.documents.flow import STATE
+from pipeline.index.client import Index
+from stages.environments.dialogue.chat import ChatDialogue
+from stages.environments.dialogue.plain import PlainDialogue
+from stages.environments.interface import Declarations
+from stages.model.load import Tokenizer
+from stages.prompts.conversations import chosen_template
+
+WAIT_SECONDS = 10.0
+
+
+async def declarations(index: Index) -> Declarations:
+    """Return what the run's environments declare, once their worker has said it."""
+    position = ""
+    while (declared := await ENVIRONMENTS.get(index)) is None:
+        position = await index.woken(STATE, position, WAIT_SECONDS)
+    return declared
+
+
+def dialogue_of(
+    recipe: Recipe, tokenizer: Tokenizer, declared: Declarations
+) -> ChatDialogue | PlainDialogue:
+    """Return how the conversations of ``recipe`` are written. Raises PromptError."""
+    prompts = recipe.prompts
+    template = chosen_template(prompts.chat_template, tokenizer)
+    if template is None or prompts.chat is False:
+        return PlainDialogue(tokenizer, declared.tools)
+    return ChatDialogue(
+        tokenizer,
+        template,
+        prompts.chat_template_options,
+        declared.tools,
+        tools_as_text=recipe.environment.tools == "text",
+    )

@@ -1,0 +1,361 @@
+"""Environment: opens a trajectory for each row of a group, and answers the policy's turns.
+
+    claim groups ──▶ open each row's environment ─▶ the first observation ──┐
+                                                                            ▼
+    claim rows whose turn has ended ──▶ step ──▶ the next observation ──▶ park for rollout
+       ▲                                  └─ it was the last turn ──▶ commit: the row is a response now
+       └── any turn, from any rollout worker ◀──────────────────────────────┘
+
+Waits for: rows, an environment's answer. What is answered while a commit is under way goes out
+together with the next one. The environments live in this worker. When it dies, those that are
+replayable are opened again and given the recorded turns; the trajectories of others begin again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import structlog
+from tensordict import TensorDict
+
+from pipeline.first_of import cancel_all
+from pipeline.index.claims import Claim, Handle
+from pipeline.problems import Fatal
+from pipeline.warehouse.dock import Dock
+from pipeline.worker.controller import Stage
+from pipeline.worker.outputs import Output, Parked, Written
+from stages.environments.dialogue.interface import Dialogue
+from stages.environments.interface import (
+    EnvironmentCaller,
+    EnvironmentDeclaration,
+    EnvironmentFailed,
+    Reply,
+    Trajectory,
+)
+from stages.environments.trajectory import (
+    Ending,
+    Progress,
+    ended_columns,
+    parked_columns,
+    parked_progress,
+)
+from stages.flow.catalogue import ENVIRONMENT
+from stages.rollout.stage import Rollout, group_seed
+
+log = structlog.get_logger()
+
+COLUMN = "environment"  # of a prompt's row: which one, where the run has several
+LARGEST_PLACE = 1 << 16
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The limits of a trajectory.
+
+    ``max_turns``. ``max_tokens``: of turns and observations together; a turn may have
+    ``turn_tokens``, and the trajectory ends when a whole one has no room any more.
+    ``step_seconds``: of one answer. ``trajectory_seconds``: of all, in one worker's life.
+    """
+
+    max_turns: int
+    max_tokens: int
+    turn_tokens: int
+    step_seconds: float
+    trajectory_seconds: float
+
+
+class EnvironmentUnusable(Fatal, RuntimeError):
+    """An environment failed, and the recipe wants the run to end then (environment.on_error)."""
+
+
+@dataclass
+class _OpenTrajectory:
+    """A trajectory whose environment lives here. ``began``: by the monotonic clock. ``answered``:
+    how many turns the environment has answered."""
+
+    began: float
+    answered: int = 0
+
+
+@dataclass
+class _Row:
+    """A claimed row. ``ending``: why its trajectory has ended; None: it goes on."""
+
+    handle: Handle
+    position: int
+    columns: Mapping[str, Any]
+    progress: Progress
+    ending: Ending | None = None
+    reward: float = math.nan
+
+    @property
+    def key(self) -> str:
+        """The trajectory's name: rows are never used again."""
+        return str(self.handle.row)
+
+
+@dataclass
+class Figures:
+    """What the worker has seen since its process began. ``endings``: trajectories by why they have
+    ended. ``remade``: those that began again because their environment was gone."""
+
+    turns: int = 0
+    calls: int = 0
+    failed_calls: int = 0
+    observed_tokens: int = 0
+    replayed: int = 0
+    remade: int = 0
+    endings: Counter[str] = field(default_factory=Counter)
+
+
+class Environments(Stage):
+    """The stage. ``concurrency``: trajectories that it opens or answers at the same time.
+    ``on_error``: a trajectory whose environment fails has no reward, so that its group is dropped,
+    or the reward 0; or the run ends. ``end_token``: the only token of a trajectory that has failed
+    before it had one."""
+
+    name = ENVIRONMENT
+    fetches: tuple[str, ...] = ("given", "fields")
+
+    def __init__(
+        self,
+        dock: Dock,
+        caller: EnvironmentCaller,
+        declarations: Mapping[str, EnvironmentDeclaration],
+        dialogue: Dialogue,
+        limits: Limits,
+        *,
+        seed: int,
+        group_size: int,
+        concurrency: int,
+        end_token: int = 0,
+        on_error: Literal["drop", "zero", "fail"] = "drop",
+    ) -> None:
+        self.dock = dock
+        self.caller = caller
+        self.declarations = declarations
+        self.dialogue = dialogue
+        self.limits = limits
+        self.seed = seed
+        self.on_error = on_error
+        self.seen = Figures()
+        self._group_size = group_size
+        self._concurrency = concurrency
+        self._end_token = end_token
+        self._open: dict[str, _OpenTrajectory] = {}
+
+    def room(self, held: int) -> int:
+        return (self._concurrency - held) // self._group_size
+
+    def figures(self) -> Mapping[str, Any]:
+        return {"trajectories": {"open": len(self._open), **vars(self.seen)}}
+
+    async def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
+        await self._close_expired()
+        progress = await parked_progress(self.dock, claim)
+        texts = zip(rows["given"], rows["fields"], strict=True)
+        tasks = [
+            asyncio.create_task(
+                self._advance(
+                    _Row(
+                        handle,
+                        position,
+                        {**json.loads(fields), "prompt": json.loads(given)},
+                        progress.get(position) or Progress(),
+                    )
+                )
+            )
+            for position, (handle, (given, fields)) in enumerate(
+                zip(claim.rows, texts, strict=True)
+            )
+        ]
+        waiting = set(tasks)
+        try:
+            while waiting:
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                answered = [task.result() for task in done]
+                if going_on := [row for row in answered if row.ending is None]:
+                    yield self._parked(going_on)
+                if ended := [row for row in answered if row.ending is not None]:
+                    yield await self._ended(ended)
+        finally:
+            await cancel_all(*tasks)
+
+    # ── one row ──
+
+    async def _advance(self, row: _Row) -> _Row:
+        """Open the row's environment, or have it answer the last turn."""
+        try:
+            if not row.progress.turn_starts:
+                await self._begin(row)
+            elif await self._has_its_environment(row):
+                await self._answer(row)
+            else:
+                self.seen.remade += 1
+                row.progress = Progress()
+                await self._begin(row)
+        except EnvironmentFailed as failed:
+            await self._fail(row, failed)
+        except BaseException:  # cancelled in the middle of a call: it knows more than the row
+            await self._close(row.key)
+            raise
+        if row.ending is not None:
+            self.seen.endings[row.ending.name.lower()] += 1
+        return row
+
+    async def _begin(self, row: _Row) -> None:
+        reply = await self._open_environment(row)
+        if reply.done:
+            raise EnvironmentFailed("its environment ended before the first turn")
+        self._observe(row, self.dialogue.opening(reply.messages))
+        if not self._has_room(row.progress):
+            raise EnvironmentFailed(
+                f"the first observation has {len(row.progress.token_ids)} tokens, and a turn of "
+                f"rollout.max_tokens = {self.limits.turn_tokens} more does not fit "
+                f"environment.max_tokens = {self.limits.max_tokens}"
+            )
+        row.progress.begin_turn()
+
+    async def _open_environment(self, row: _Row) -> Reply:
+        await self._close(row.key)
+        self._open[row.key] = _OpenTrajectory(time.monotonic())
+        seed = group_seed(self.seed, row.handle.group) * LARGEST_PLACE + row.handle.place
+        trajectory = Trajectory(row.key, row.columns, seed, self._environment_of(row))
+        return await self.caller.open(trajectory, self.limits.step_seconds)
+
+    def _environment_of(self, row: _Row) -> str:
+        """Return which environment the row wants. Raises EnvironmentFailed."""
+        if "" in self.declarations:
+            return ""
+        name = row.columns.get(COLUMN)
+        if name not in self.declarations:
+            raise EnvironmentFailed(
+                f"the row has {COLUMN} = {name!r}; give one of {sorted(self.declarations)}"
+            )
+        return str(name)
+
+    async def _has_its_environment(self, row: _Row) -> bool:
+        """Return whether the row's environment has answered all turns but the last one; one that is
+        replayable is brought there."""
+        earlier = len(row.progress.turn_starts) - 1
+        trajectory = self._open.get(row.key)
+        if trajectory is not None and self.caller.knows(row.key):
+            if trajectory.answered == earlier:
+                return True
+            await self._close(row.key)
+        if not self.declarations[self._environment_of(row)].replayable:
+            return False
+        await self._open_environment(row)
+        for number, turn_ids in enumerate(row.progress.turns[:-1]):
+            turn = self.dialogue.turn(turn_ids, truncated=False, number=number)
+            await self.caller.step(row.key, turn, self._seconds(row))
+            self._open[row.key].answered += 1
+        self.seen.replayed += 1
+        return True
+
+    async def _answer(self, row: _Row) -> None:
+        progress = row.progress
+        turn_ids = progress.turns[-1]
+        number = len(progress.turn_starts) - 1
+        turn = self.dialogue.turn(turn_ids, progress.truncated, number)
+        reply = await self.caller.step(row.key, turn, self._seconds(row))
+        self._open[row.key].answered += 1
+        self.seen.turns += 1
+        self.seen.calls += reply.calls
+        self.seen.failed_calls += reply.failed_calls
+        progress.turn_reward.append(math.nan if reply.reward is None else reply.reward)
+        row.ending = self._ending(row, reply)
+        if row.ending is None:
+            self._observe(row, self.dialogue.continuation(turn_ids, reply.messages))
+            if self._has_room(progress):
+                progress.begin_turn()
+            else:
+                row.ending = Ending.TOKENS
+        if row.ending is not None:
+            if not reply.done:
+                last = await self.caller.finish(row.key, self.limits.step_seconds)
+                if last.reward is not None:
+                    progress.turn_reward[-1] = last.reward
+            row.reward = _sum(progress.turn_reward)
+            await self._close(row.key)
+
+    def _observe(self, row: _Row, token_ids: Sequence[int]) -> None:
+        row.progress.observe(token_ids)
+        self.seen.observed_tokens += len(token_ids)
+
+    def _has_room(self, progress: Progress) -> bool:
+        return len(progress.token_ids) + self.limits.turn_tokens <= self.limits.max_tokens
+
+    def _ending(self, row: _Row, reply: Reply) -> Ending | None:
+        if reply.done:
+            return Ending.DONE
+        if row.progress.truncated:
+            return Ending.TRUNCATED
+        if len(row.progress.turn_starts) >= self.limits.max_turns:
+            return Ending.TURNS
+        return Ending.TIMEOUT if self._seconds(row) <= 0 else None
+
+    def _seconds(self, row: _Row) -> float:
+        """Return how long the next call may take."""
+        spent = time.monotonic() - self._open[row.key].began
+        return min(self.limits.step_seconds, max(0.0, self.limits.trajectory_seconds - spent))
+
+    async def _fail(self, row: _Row, failed: EnvironmentFailed) -> None:
+        """End a trajectory whose environment has failed. Raises EnvironmentUnusable."""
+        place = f" ({failed.place})" if failed.place else ""
+        group, at = row.handle.group, row.handle.place
+        if self.on_error == "fail":
+            raise EnvironmentUnusable(f"environment: group {group}, place {at}: {failed}{place}")
+        log.warning("environment failed", group=group, place=at, reason=f"{failed}{place}")
+        await self._close(row.key)
+        if not row.progress.token_ids:
+            row.progress.observe([self._end_token])
+        row.ending = Ending.FAILED
+        row.reward = 0.0 if self.on_error == "zero" else math.nan
+
+    async def _close(self, key: str) -> None:
+        if self._open.pop(key, None) is not None:
+            await self.caller.close(key)
+
+    async def _close_expired(self) -> None:
+        """Close environments whose rows have gone: their groups were dropped or lost."""
+        oldest = time.monotonic() - self.limits.trajectory_seconds - self.limits.step_seconds
+        for key in [key for key, each in self._open.items() if each.began < oldest]:
+            await self._close(key)
+
+    # ── outputs ──
+
+    def _parked(self, rows: Sequence[_Row]) -> Parked:
+        trajectories = [row.progress for row in rows]
+        return Parked(
+            [row.position for row in rows],
+            rows=parked_columns(trajectories),
+            generated=[each.generated for each in trajectories],
+            to=Rollout.name,
+        )
+
+    async def _ended(self, rows: Sequence[_Row]) -> Written:
+        trajectories = [row.progress for row in rows]
+        generated = [each.generated for each in trajectories]
+        if any(not tokens for _, tokens in generated):  # the present policy has made none of them
+            version = (await self.dock.index.status()).published
+            generated = [(oldest if tokens else version, tokens) for oldest, tokens in generated]
+        endings = [Ending.FAILED if row.ending is None else row.ending for row in rows]
+        return Written(
+            [row.position for row in rows],
+            rows=ended_columns(trajectories, [row.reward for row in rows], endings),
+            generated=generated,
+        )
+
+
+def _sum(rewards: Sequence[float]) -> float:
+    """Return the sum of the turns' rewards; NaN where none has one."""
+    known = [reward for reward in rewards if not math.isnan(reward)]
+    return math.fsum(known) if known else math.nan
