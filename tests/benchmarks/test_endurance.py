@@ -129,12 +129,13 @@ def test_a_real_run_grows_only_by_what_is_named(tmp_path: Path) -> None:
         for name, trend in trends.items()
         if name.startswith(("threads", "descriptors", "index: keys"))
     }
-    assert {
+    wanted = {
         "threads: worker flow",
         "descriptors: worker update",
         "descriptors: index",
         "index: keys",
-    } <= counted.keys()
+    }
+    assert not wanted - counted.keys(), sorted(counted)
     for name, trend in counted.items():
         values = growth.values[name]
         settled = values[len(values) // 3 :]
