@@ -7,15 +7,15 @@ environment worker ─▶ declares ─▶ ENVIRONMENTS in the index ─▶ flow 
 
 from __future__ import annotations
 
+from stages.environments.dialogue.choice import choose_dialogue
+
 from orchestration.recipe.schema import Recipe
 from orchestration.state.documents import ENVIRONMENTS
 from pipeline.documents.flow import STATE
 from pipeline.index.client import Index
-from stages.environments.dialogue.chat import ChatDialogue
-from stages.environments.dialogue.plain import PlainDialogue
+from stages.environments.dialogue.interface import Dialogue
 from stages.environments.interface import Declarations
 from stages.model.load import Tokenizer
-from stages.prompts.conversations import chosen_template
 
 WAIT_SECONDS = 10.0
 
@@ -28,18 +28,7 @@ async def declarations(index: Index) -> Declarations:
     return declared
 
 
-def dialogue_of(
-    recipe: Recipe, tokenizer: Tokenizer, declared: Declarations
-) -> ChatDialogue | PlainDialogue:
+def dialogue_of(recipe: Recipe, tokenizer: Tokenizer, declared: Declarations) -> Dialogue:
     """Return how the conversations of ``recipe`` are written. Raises PromptError."""
-    prompts = recipe.prompts
-    template = chosen_template(prompts.chat_template, tokenizer)
-    if template is None or prompts.chat is False:
-        return PlainDialogue(tokenizer, declared.tools)
-    return ChatDialogue(
-        tokenizer,
-        template,
-        prompts.chat_template_options,
-        declared.tools,
-        tools_as_text=recipe.environment.tools == "text",
-    )
+    as_text = recipe.environment.tools == "text"
+    return choose_dialogue(recipe.prompts, tokenizer, declared.tools, tools_as_text=as_text)

@@ -141,10 +141,12 @@ def reward_reads(
 
 
 def stage_columns(recipe: Recipe) -> Columns:
-    """The columns that the recipe's own stages make; none where a stage cannot be made, which is
-    reported elsewhere."""
-    made = value_or_none(lambda: [declared.makes for declared in declarations_of(recipe)])
-    return {name: kind for makes in made or () for name, kind in makes.items()}
+    """The columns that the recipe's own stages and its environments make; of the stages none where
+    one cannot be made, which is reported elsewhere."""
+    made = value_or_none(lambda: [declared.makes for declared in declarations_of(recipe)]) or []
+    if recipe.has_environment:
+        made.append(TRAJECTORY)
+    return {name: kind for makes in made for name, kind in makes.items()}
 
 
 def column_bytes(recipe: Recipe) -> int:

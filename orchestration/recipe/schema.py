@@ -125,6 +125,12 @@ class Recipe(Section):
         return self.environment.use is not None
 
     @property
+    def moves_together(self) -> bool:
+        """Whether all trajectories of a step take their turns together: with η = 0, so that what is
+        decoded together, and so each bit, does not depend on time."""
+        return self.has_environment and self.staleness_plan.slack == 0
+
+    @property
     def longest_response(self) -> int:
         """Tokens of the longest response: of a trajectory, all its turns and observations."""
         longest_turn = self.rollout.max_tokens

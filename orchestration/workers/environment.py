@@ -44,8 +44,12 @@ class EnvironmentJob(Job):
                 ),
                 seed=recipe.seed,
                 group_size=recipe.algorithm.group_size,
-                concurrency=max(section.concurrency, recipe.algorithm.group_size),
+                concurrency=max(
+                    section.concurrency,
+                    recipe.rows_per_step if recipe.moves_together else recipe.algorithm.group_size,
+                ),
                 end_token=self.tokenizer.eos_token_id or 0,
+                together=recipe.moves_together,
                 on_error=section.on_error,
             )
         )

@@ -183,6 +183,7 @@ def make_rollout(
         most_rows=0 if recipe.prompts.responses else max(recipe.rollout.max_rows, step_rows),
         parks_stragglers=recipe.rollout.straggler == "park",
         environment=ENVIRONMENT if recipe.has_environment else "",
+        together=recipe.moves_together,
         first_rows=-(-recipe.train.groups_per_step // recipe.replicas) * size,
     )
     if not prompts:

@@ -112,14 +112,20 @@ class Figures:
     observed_tokens: int = 0
     replayed: int = 0
     remade: int = 0
-    endings: Counter[str] = field(default_factory=Counter)
+    endings: Counter[Ending] = field(default_factory=Counter)
+
+    def counts(self) -> dict[str, int]:
+        """Return all of it by name."""
+        counts = {name: count for name, count in vars(self).items() if name != "endings"}
+        ended = {f"ended_{ending.name.lower()}": n for ending, n in self.endings.items()}
+        return {**counts, **ended}
 
 
 class Environments(Stage):
     """The stage. ``concurrency``: trajectories that it opens or answers at the same time.
     ``on_error``: a trajectory whose environment fails has no reward, so that its group is dropped,
     or the reward 0; or the run ends. ``end_token``: the only token of a trajectory that has failed
-    before it had one."""
+    before it had one. ``together``: rows that were claimed together are handed on together."""
 
     name = ENVIRONMENT
     fetches: tuple[str, ...] = ("given", "fields")
@@ -136,6 +142,7 @@ class Environments(Stage):
         group_size: int,
         concurrency: int,
         end_token: int = 0,
+        together: bool = False,
         on_error: Literal["drop", "zero", "fail"] = "drop",
     ) -> None:
         self.dock = dock
@@ -149,13 +156,14 @@ class Environments(Stage):
         self._group_size = group_size
         self._concurrency = concurrency
         self._end_token = end_token
+        self._returns = asyncio.ALL_COMPLETED if together else asyncio.FIRST_COMPLETED
         self._open: dict[str, _OpenTrajectory] = {}
 
     def room(self, held: int) -> int:
         return (self._concurrency - held) // self._group_size
 
     def figures(self) -> Mapping[str, Any]:
-        return {"trajectories": {"open": len(self._open), **vars(self.seen)}}
+        return {"trajectories": {"open": len(self._open), **self.seen.counts()}}
 
     async def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
         await self._close_expired()
@@ -179,8 +187,8 @@ class Environments(Stage):
         waiting = set(tasks)
         try:
             while waiting:
-                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                answered = [task.result() for task in done]
+                done, waiting = await asyncio.wait(waiting, return_when=self._returns)
+                answered = sorted((task.result() for task in done), key=lambda row: row.position)
                 if going_on := [row for row in answered if row.ending is None]:
                     yield self._parked(going_on)
                 if ended := [row for row in answered if row.ending is not None]:
@@ -207,7 +215,7 @@ class Environments(Stage):
             await self._close(row.key)
             raise
         if row.ending is not None:
-            self.seen.endings[row.ending.name.lower()] += 1
+            self.seen.endings[row.ending] += 1
         return row
 
     async def _begin(self, row: _Row) -> None:
@@ -270,7 +278,7 @@ class Environments(Stage):
         self.seen.turns += 1
         self.seen.calls += reply.calls
         self.seen.failed_calls += reply.failed_calls
-        progress.turn_reward.append(math.nan if reply.reward is None else reply.reward)
+        progress.turn_reward.append(_number(reply.reward))
         row.ending = self._ending(row, reply)
         if row.ending is None:
             self._observe(row, self.dialogue.continuation(turn_ids, reply.messages))
@@ -281,8 +289,7 @@ class Environments(Stage):
         if row.ending is not None:
             if not reply.done:
                 last = await self.caller.finish(row.key, self.limits.step_seconds)
-                if last.reward is not None:
-                    progress.turn_reward[-1] = last.reward
+                progress.turn_reward[-1] = _sum([progress.turn_reward[-1], _number(last.reward)])
             row.reward = _sum(progress.turn_reward)
             await self._close(row.key)
 
@@ -353,6 +360,11 @@ class Environments(Stage):
             rows=ended_columns(trajectories, [row.reward for row in rows], endings),
             generated=generated,
         )
+
+
+def _number(reward: float | None) -> float:
+    """Return the reward of a reply; NaN: it has none."""
+    return math.nan if reward is None else reward
 
 
 def _sum(rewards: Sequence[float]) -> float:

@@ -58,7 +58,8 @@ class Rollout(Stage):
     optimizer step does not wait for later ones. ``parks_stragglers``: a visit of a response ends
     after STRAGGLER times the mean length, as with ``params.budget``. The limit depends on other
     responses alone, and what is parked is continued, so it favours no length. ``environment``: the
-    stage that answers each turn; "": a response is one turn."""
+    stage that answers each turn; "": a response is one turn. ``together``: turns that were claimed
+    together are handed on together, so that what is decoded together depends on no time."""
 
     name = "rollout"
     fetches: tuple[str, ...] = ("prompt_ids",)
@@ -75,9 +76,11 @@ class Rollout(Stage):
         first_rows: int | None = None,
         parks_stragglers: bool = False,
         environment: str = "",
+        together: bool = False,
     ) -> None:
         self.dock = dock
         self._environment = environment
+        self._together = together
         self._lengths = deque[int](maxlen=RECENT if parks_stragglers else 0)
         self.engine = engine
         self.params = params
@@ -120,8 +123,10 @@ class Rollout(Stage):
             missing = len(positions)
             while missing:
                 news = [await ended.get()]
-                while not ended.empty():
-                    news.append(ended.get_nowait())
+                while not ended.empty() or (
+                    self._together and None not in news and len(news) < missing
+                ):
+                    news.append(await ended.get())
                 together = [completion for completion in news if completion is not None]
                 missing -= len(together)
                 self._lengths.extend(
