@@ -57,7 +57,7 @@ def example_prompts(recipe: Recipe) -> list[ExamplePrompt]:
     returns none while the tokenizer of "smollm2" is not converted. Raises RecipeError for a row
     that makes no prompt.
     """
-    tokenizer = _tokenizer(recipe)
+    tokenizer = tokenizer_at_hand(recipe)
     if tokenizer is None:
         return []
     from stages.prompts.formatter import PromptFormatter
@@ -88,7 +88,7 @@ def prompt_sources(recipe: Recipe) -> list[str]:
     return found
 
 
-def _tokenizer(recipe: Recipe) -> Tokenizer | None:
+def tokenizer_at_hand(recipe: Recipe) -> Tokenizer | None:
     """The recipe's tokenizer; None where it cannot be loaded, or not at once."""
     from stages.model.load import is_ready, load_tokenizer
 
@@ -121,7 +121,7 @@ def tokenizer_reads_texts(recipe: Recipe, environment: Environment) -> Iterator[
     """Some expressions of a tokenizer.json make its library fail on some texts."""
     if vocabulary_of(recipe) is None or recipe.model.source in KNOWN_MODELS:
         return
-    if (tokenizer := _tokenizer(recipe)) is None:
+    if (tokenizer := tokenizer_at_hand(recipe)) is None:
         return
     from stages.model.load import TokenizerFailed
 
@@ -143,7 +143,7 @@ def embedding_has_all_tokens(recipe: Recipe, environment: Environment) -> Iterat
     if (
         rows is None
         or recipe.model.source in KNOWN_MODELS
-        or (tokenizer := _tokenizer(recipe)) is None
+        or (tokenizer := tokenizer_at_hand(recipe)) is None
     ):
         return
     try:
@@ -183,7 +183,7 @@ def prompts_are_rendered(recipe: Recipe, environment: Environment) -> Iterator[P
     if not (prompts.chat_template or prompts.chat_template_options or prompts.responses):
         return
     try:
-        tokenizer = _tokenizer(recipe)
+        tokenizer = tokenizer_at_hand(recipe)
         if tokenizer is None:
             if prompts.chat_template and not is_template_name(prompts.chat_template):
                 check_chat_options(

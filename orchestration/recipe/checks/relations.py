@@ -79,6 +79,15 @@ def _holds_longest_row(recipe: Recipe, key: str, tokens: int, ranks: int = 1) ->
         yield problem(recipe, key, reason, f"use a value >= {-(-longest // ranks)}")
 
 
+@check("reward.functions", "environment.use")
+def rewards_of_environments_have_one(recipe: Recipe) -> Iterator[Problem]:
+    names = [function.name for function in recipe.reward.functions]
+    if "environment" in names and not recipe.has_environment:
+        key = f"reward.functions.{names.index('environment')}.name"
+        fix = "set environment.use, or take the function out"
+        yield Problem(key, "environment", "returns the rewards of an environment", fix)
+
+
 @check("rollout.engine", "rollout.vllm")
 def vllm_table_is_used(recipe: Recipe) -> Iterator[Problem]:
     rollout = recipe.rollout
