@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
+from pipeline.compat.extras import install
 from stages.environments.dialogue.interface import MessagesRefused
 from stages.environments.dialogue.template import USER, TemplateText, calling
 from stages.environments.interface import Message
@@ -25,7 +26,7 @@ RESULT: Message = {
     "tool_call_id": "call00000",
     "content": "A result.",
 }
-ANOTHER = "give a template that only appends"
+ANOTHER = f"give a template that only appends, or {install('renderers')}, which knows some models"
 AS_TEXT = "or set environment.tools = 'text'"
 
 

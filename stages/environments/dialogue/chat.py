@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from stages.environments.dialogue.appending import KEY, RESULT, require_appending
 from stages.environments.dialogue.encoder import DialogueEncoder
 from stages.environments.dialogue.interface import ROLES, checked_messages
-from stages.environments.dialogue.template import USER, TemplateText, calling
+from stages.environments.dialogue.template import USER, TemplateText, calling, require_open
 from stages.environments.dialogue.tool_text import results_as_text, with_tools
 from stages.environments.dialogue.turns import read_turn, split_thinking, with_calls
 from stages.environments.interface import Message, Tool, Turn
@@ -74,11 +74,7 @@ class ChatDialogue:
     def prompt(self, messages: Sequence[Message], where: str) -> str:
         """Return the text of a prompt, tools included, without the beginning of the assistant's
         turn. Raises PromptError, also for one whose last message is the assistant's."""
-        if messages[-1]["role"] == "assistant":
-            raise PromptError(
-                f"{where} ends with a message of the assistant, which an environment cannot follow",
-                "end it with one of the user",
-            )
+        require_open(messages, where)
         if self._as_text:
             messages = with_tools(messages, self._tools)
         return self._chats.render(messages, where)

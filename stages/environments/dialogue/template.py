@@ -43,8 +43,10 @@ class TemplateText:
         beginning of the assistant's turn. Raises MessagesRefused."""
         roles = [message["role"] for message in messages]
         try:
-            closed = self._closed[len(before)] if before in PLAIN else self.render(before)
             text = self.render([*before, *messages], opens=True)
+            closed = self._closed[len(before)] if before in PLAIN else ""
+            if not closed or not text.startswith(closed):  # some templates write the date
+                closed = self.render(before)
         except PromptError as error:
             raise MessagesRefused(f"messages of the roles {roles}: {error}") from error
         if not text.startswith(closed):
@@ -77,3 +79,13 @@ def calling(results: Sequence[Message]) -> Message:
         for place, result in enumerate(results)
     ]
     return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def require_open(messages: Sequence[Message], where: str) -> None:
+    """Raise PromptError for a prompt that ends with the assistant's message: the tokens of an
+    environment could not follow it."""
+    if messages[-1]["role"] == "assistant":
+        raise PromptError(
+            f"{where} ends with a message of the assistant, which an environment cannot follow",
+            "end it with one of the user",
+        )

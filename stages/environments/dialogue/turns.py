@@ -28,8 +28,8 @@ def read_turn(text: str, truncated: bool, number: int, *, calls: bool) -> Turn:
 
 
 def with_calls(message: Message, calls: list[Any], truncated: bool, number: int) -> Turn:
-    """Return a turn with ``calls``, each as JSON or as an object, those that can be read in its
-    message. The fault is that of the first one that cannot be."""
+    """Return a turn with ``calls``, each as JSON, as an object, or as why it cannot be read; its
+    message has those that can be. The fault is that of the first one that cannot be."""
     tool_calls = list[Message]()
     faults = list[str]()
     for place, call in enumerate(calls):
@@ -44,6 +44,8 @@ def with_calls(message: Message, calls: list[Any], truncated: bool, number: int)
 
 def _call(call: Any, identity: str) -> Message:
     """Return a tool call as messages have it. Raises CallUnreadable."""
+    if isinstance(call, CallUnreadable):
+        raise call
     shown = f"{call if isinstance(call, str) else json.dumps(call, default=str)}".strip()[:200]
     if isinstance(call, str):
         try:

@@ -85,9 +85,17 @@ SPECIAL = [
     "<|end_header_id|>",
     "<|eot_id|>",
     "</s>",
+    "<|endoftext|>",
     "|im_end|>",  # within another one
 ]
-ADDED = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
+ADDED = [
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+    "<think>",
+    "</think>",
+]
 
 
 def byte_level() -> Tokenizer:

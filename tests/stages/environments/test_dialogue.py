@@ -299,6 +299,15 @@ def test_results_of_several_calls_go_to_a_template_that_takes_one_call() -> None
     assert texts[0].count("<tool_response>") == 2
 
 
+def test_what_a_template_writes_first_may_change_as_a_date_does() -> None:
+    tokenizer = byte_level()
+    tokenizer.bos_token = "</s>"
+    dialogue = ChatDialogue(tokenizer, "{{ bos_token }}" + CHATML, {})
+    added = dialogue.continuation([], [user("a")])
+    tokenizer.bos_token = "<|begin_of_text|>"
+    assert dialogue.continuation([], [user("a")]) == added
+
+
 def test_a_prompt_of_an_environment_ends_before_the_assistants_turn() -> None:
     tokenizer = byte_level()
     tokenizer.chat_template = QWEN_APPENDS
