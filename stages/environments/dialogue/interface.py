@@ -12,12 +12,12 @@ Importing this needs no torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 from stages.environments.interface import EnvironmentFailed, Message, Turn
 
-ROLES = ("user", "tool", "system", "developer")
+ROLES = frozenset({"user", "tool", "system", "developer"})  # of an environment's messages
 
 
 class MessagesRefused(EnvironmentFailed):
@@ -31,6 +31,10 @@ class Dialogue(Protocol):
     """
 
     stop_token_ids: tuple[int, ...]
+
+    def prompt(self, messages: Sequence[Message], where: str) -> str:
+        """Return the text of a prompt's conversation, tools included, without the beginning of the
+        assistant's turn. Raises PromptError, which names it by ``where``."""
 
     def opening(self, messages: Sequence[Message]) -> list[int]:
         """Return the tokens between the prompt and the first turn. Raises MessagesRefused."""
@@ -46,28 +50,18 @@ class Dialogue(Protocol):
         """
 
 
-def checked_messages(messages: Sequence[Message], *, tools: bool) -> list[Message]:
+def checked_messages(messages: Sequence[Message], roles: Collection[str]) -> list[Message]:
     """Return an environment's messages with their contents as strings.
 
-    ``tools``: some may be of a tool. Raises MessagesRefused for roles that are not an
-    environment's, and for contents that are no text.
+    Raises MessagesRefused for a role that is none of ``roles``, and for a content that is no text.
     """
-    return [
-        {**message, "content": _text(message.get("content"))}
-        for message in messages
-        if _require_role(message, tools)
-    ]
-
-
-def _require_role(message: Message, tools: bool) -> bool:
-    role = message.get("role")
-    if role not in ROLES or (role == "tool" and not tools):
-        others = [name for name in ROLES if name != "tool" or tools]
-        raise MessagesRefused(
-            f"an environment's message has role = {role!r}: {message!r:.200}; use one of {others}"
-            + ("" if tools else ", and 'tool' only in an environment that has tools")
-        )
-    return True
+    for message in messages:
+        if message.get("role") not in roles:
+            raise MessagesRefused(
+                f"an environment's message has role = {message.get('role')!r}: {message!r:.200}; "
+                f"here it may have one of {sorted(roles)}"
+            )
+    return [{**message, "content": _text(message.get("content"))} for message in messages]
 
 
 def _text(content: Any) -> str:
