@@ -20,7 +20,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 
 from orchestration.external.accounting import OVER, PREFIX, StageTimes
 from orchestration.external.errors import NotExternal, WeightsTooOld
@@ -35,7 +34,7 @@ from pipeline.documents.flow import SECRET, STATE
 from pipeline.index.address import redacted
 from pipeline.index.client import Claim, Index, LeaseLost
 from pipeline.warehouse.dock import Dock
-from stages.flow.catalogue import MASK, RESPONSE
+from stages.flow.catalogue import RESPONSE
 from stages.prompts.external import put_prompts
 from stages.rollout.external_checks import (
     Columns,
@@ -311,10 +310,8 @@ class External(ExternalWeights):
             if claim.stage == "reward":
                 check_rewards(columns)
             if claim.stage == "reference":
-                lengths = torch.from_numpy(part.tokens.astype("int64"))
-                if MASK in dock.schema:
-                    ids = (await dock.fetch_packed(part, ["response_ids"]))["response_ids"]
-                    lengths = ids.lengths()
+                responses = await dock.fetch_packed(part, ["response_ids"])
+                lengths = responses["response_ids"].lengths()
                 check_logprobs("ref_logprobs", columns["ref_logprobs"], lengths)
             await dock.commit(claim, positions, columns)
             return self._times.put(part, held_rows - len(positions), int(part.tokens.sum()))

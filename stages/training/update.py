@@ -41,11 +41,11 @@ from stages.algorithms.named import AlgorithmLike
 from stages.engines.device_lease import DeviceLease
 from stages.engines.protocols import TrainEngine, UndoableEngine
 from stages.flow.catalogue import AGE, MASK, OBSERVED, TOKEN_STALENESS, VERSIONS
-from stages.flow.token_versions import generated_tokens
 from stages.rewards.scores import has_failed, has_reward
 from stages.samples.sample_log import Recorder, Sample
 from stages.training.ranks import RankGroup
 from stages.training.skipped import SkippedSteps
+from stages.training.token_versions import generated_tokens
 from stages.weights.documents import DAMAGED, ENGINES, FORECAST, LAST_TAKEN, TAKEN
 from stages.weights.published import Probe, Published, WeightsDamaged
 from stages.weights.records import WeightRecords

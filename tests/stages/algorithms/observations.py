@@ -12,7 +12,7 @@ from tensordict import TensorDict
 
 from pipeline.data.columns import Packed
 from stages.flow.catalogue import AGE, MASK, OBSERVED, TOKEN_STALENESS
-from stages.training.ranks import staleness_of
+from stages.training.token_versions import staleness_of
 from tests.batches import stack
 
 TRAINED_STEPS = 7

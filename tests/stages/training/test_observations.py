@@ -30,7 +30,8 @@ from stages.model.load import load_tokenizer
 from stages.parallel.layout import Layout
 from stages.samples.sample_log import Recorder, SampleLog
 from stages.training.advantage import Advantage
-from stages.training.ranks import RankGroup, staleness_of, train_batch
+from stages.training.ranks import RankGroup, train_batch
+from stages.training.token_versions import staleness_of
 from stages.training.update import probe_rows, variety
 
 Turn = tuple[str, int]  # what was generated, and by which version; version -1: observed
