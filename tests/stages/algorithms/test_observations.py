@@ -18,6 +18,9 @@ from stages.algorithms.policy_gradient.base import PolicyGradient
 from stages.algorithms.policy_gradient.distillation import Distillation
 from stages.algorithms.policy_gradient.ppo import PPO, ValueLearner
 from stages.algorithms.registry import built_in
+from stages.engines.mock.engines import MockTrainEngine
+from stages.engines.mock.options import MockTrainOptions
+from stages.engines.torch.critic import TorchCriticEngine
 from stages.flow.catalogue import MASK, ROW_MASK
 from tests.batches import make_batch, unstack
 from tests.stages.algorithms.observations import aged, masks_of, versions_of, with_observations
@@ -156,6 +159,7 @@ def engine_rows(name: str) -> tuple[list[Any], list[list[int]], list[torch.Tenso
     for at, row in enumerate(rows):
         row["preference"] = torch.tensor(1.0 - 2 * (at % 2))
         row["reward"] = row["advantage"]
+        row["values"] = row["ref_logprobs"] + 4  # of a critic of its own
         if name == "distillation":
             row["advantage"] = row["ref_logprobs"] - row["rollout_logprobs"]
     versions = [versions_of(len(row["response_ids"]), rng) for row in rows]
@@ -167,13 +171,36 @@ def engine_for(algorithm: Any, model: Any) -> Any:
     return engine_of(model, value_head=has_values, token_budget=40)
 
 
-@pytest.mark.parametrize("name", built_in())
-def test_the_engine_trains_the_same_bits_whatever_an_observations_columns_hold(name: str) -> None:
-    algorithm = algorithm_named(name, kl_coef=0.1, response_tokens=9, epochs=1, mini_batches=2)
+def critic_of(algorithm: Any) -> Any:
+    return TorchCriticEngine(
+        tiny_llama(), learning_rate=1e-2, total_steps=10, device="cpu", token_budget=40
+    )
+
+
+def mock_of(algorithm: Any) -> Any:
+    return MockTrainEngine(MockTrainOptions(step_seconds=0))
+
+
+@pytest.mark.parametrize(
+    ("name", "engine_of_algorithm"),
+    [
+        *((name, lambda algorithm: engine_for(algorithm, tiny_llama())) for name in built_in()),
+        ("critic", critic_of),
+        ("ppo", mock_of),
+        ("gspo", mock_of),
+    ],
+)
+def test_an_engine_trains_the_same_bits_whatever_an_observations_columns_hold(
+    name: str, engine_of_algorithm: Any
+) -> None:
+    if name == "critic":
+        algorithm: Any = PPO(critic="own", kl_reward=0.1).critic_algorithm()
+    else:
+        algorithm = algorithm_named(name, kl_coef=0.1, response_tokens=9, epochs=1, mini_batches=2)
     rows, versions, masks = engine_rows(name)
     results = []
     for seed in range(2):
-        engine = engine_for(algorithm, tiny_llama())
+        engine = engine_of_algorithm(algorithm)
         batch = with_observations(rows, versions, masks, seed)
         metrics = engine.train_batch(batch, algorithm)
         results.append((metrics, weights_of(engine)))
