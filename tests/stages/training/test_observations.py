@@ -20,9 +20,13 @@ from pipeline.data.columns import Packed
 from pipeline.index.client import Claim, Index
 from pipeline.schedule.staleness import StalenessPlan
 from pipeline.warehouse.dock import Dock
+from pipeline.worker.outputs import Trained
 from stages.algorithms.batch import TrainBatch, trained_columns
+from stages.algorithms.named import NamedAlgorithm
 from stages.algorithms.policy_gradient.grpo import DAPO
 from stages.algorithms.token_batch import AGES
+from stages.engines.mock.engines import MockTrainEngine
+from stages.engines.mock.options import MockTrainOptions
 from stages.flow.catalogue import CREDIT, MASK, OBSERVED, ROW_MASK, TRAJECTORY, catalogue
 from stages.flow.declarations import StageDeclaration
 from stages.flow.resolver import resolve
@@ -32,7 +36,7 @@ from stages.samples.sample_log import Recorder, SampleLog
 from stages.training.advantage import Advantage
 from stages.training.ranks import RankGroup, train_batch
 from stages.training.token_versions import staleness_of
-from stages.training.update import probe_rows, variety
+from stages.training.update import Update, probe_rows, variety
 
 Turn = tuple[str, int]  # what was generated, and by which version; version -1: observed
 
@@ -60,6 +64,7 @@ ROWS: list[list[Turn]] = [
     [("ba" * 10, 5)],
     [("bd" * 10, 5)],
 ]
+TRAINED = 6  # steps
 TRUNCATED = [False, False, False, True, False, False, False, False]
 REWARDS = [1.0, 0.0] * 4
 
@@ -92,7 +97,7 @@ def columns_of(row: Sequence[Turn], reward: float = 0.5) -> dict[str, torch.Tens
 @pytest.fixture
 async def dock(index: Index, tmp_path: Path) -> AsyncIterator[Dock]:
     plan = StalenessPlan(8, len(ROWS) // 2, 1)
-    await index.init(FLOW.config(plan), {"published": 0, "trained": 0, "admitted": 0})
+    await index.init(FLOW.config(plan), {"published": TRAINED, "trained": TRAINED, "admitted": 0})
     dock = Dock(
         index, FLOW.schema, worker="test", directory=tmp_path, lease=30.0, slab=2**16, secret=b"x"
     )
@@ -214,6 +219,37 @@ async def test_rows_are_dealt_by_what_is_fed(dock: Dock) -> None:
     lengths = [sum(len(text) for text, _ in ROWS[at]) for at in rows_of(claim)]
     fed = [sum(lengths[at] for at in share) for share in shares]
     assert max(fed) < 1.1 * sum(lengths) / 2
+
+
+async def test_a_step_reports_generated_tokens(dock: Dock) -> None:
+    claim = await filled(dock)
+
+    async def after(version: int) -> None:
+        assert version == TRAINED + 1
+
+    update = Update(
+        dock,
+        MockTrainEngine(MockTrainOptions(step_seconds=0)),
+        NamedAlgorithm("dapo", ALGORITHM),
+        None,
+        steps=TRAINED + 1,
+        staleness=8,
+        version=TRAINED,
+        after_step=after,
+        after_last=lambda: None,
+    )
+    rows = await dock.fetch(claim, update.fetches)
+    async for output in update.process(claim, rows):
+        await output.commit(dock, claim)
+        assert isinstance(output, Trained)
+        event = output.event
+    generated = [sum(len(t) for t, v in row if v != OBSERVED) for row in ROWS]
+    assert event.response_length_mean == sum(generated) / 8
+    assert event.tokens_trained == sum(generated)
+    assert (event.staleness_max, event.staleness_mean) == (4, 2.0)
+    assert event.metrics["gap_mean"] == 0.0, "of logprobs that the mock engine takes over"
+    assert event.metrics["distinct_responses"] == 1.0
+    assert (await dock.index.ledger())["trained_tokens"] == sum(generated)
 
 
 def test_responses_that_differ_in_their_observations_alone_are_one() -> None:
