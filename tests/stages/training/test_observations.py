@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from pipeline.data.columns import Packed
+from pipeline.data.events import StepEvent
 from pipeline.index.client import Claim, Index
 from pipeline.schedule.staleness import StalenessPlan
 from pipeline.warehouse.dock import Dock
@@ -242,6 +243,7 @@ async def test_a_step_reports_generated_tokens(dock: Dock) -> None:
     async for output in update.process(claim, rows):
         await output.commit(dock, claim)
         assert isinstance(output, Trained)
+        assert isinstance(output.event, StepEvent)
         event = output.event
     generated = [sum(len(t) for t, v in row if v != OBSERVED) for row in ROWS]
     assert event.response_length_mean == sum(generated) / 8
