@@ -7,12 +7,11 @@ environment worker ─▶ declares ─▶ ENVIRONMENTS in the index ─▶ flow 
 
 from __future__ import annotations
 
-from stages.environments.dialogue.choice import choose_dialogue
-
 from orchestration.recipe.schema import Recipe
 from orchestration.state.documents import ENVIRONMENTS
 from pipeline.documents.flow import STATE
 from pipeline.index.client import Index
+from stages.environments.dialogue.choice import choose_dialogue
 from stages.environments.dialogue.interface import Dialogue
 from stages.environments.interface import Declarations
 from stages.model.load import Tokenizer

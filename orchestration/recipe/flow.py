@@ -13,6 +13,7 @@ from orchestration.recipe.model_files import experts_of, text_config
 from orchestration.recipe.problems import value_or_none
 from stages.algorithms import NamedAlgorithm
 from stages.flow.catalogue import (
+    ENDED,
     PROMPT,
     RESPONSE,
     ROUTED,
@@ -131,7 +132,7 @@ def reward_reads(
         return recipe.declared.reads
     made = {name: kind for stage in declared for name, kind in stage.makes.items()}
     if recipe.has_environment:
-        made |= TRAJECTORY
+        made |= {**TRAJECTORY, **ENDED}
     functions = RewardFunctions()
     parameters = [
         parameters_of(functions.find(function.name)) for function in recipe.reward.functions
@@ -145,7 +146,7 @@ def stage_columns(recipe: Recipe) -> Columns:
     one cannot be made, which is reported elsewhere."""
     made = value_or_none(lambda: [declared.makes for declared in declarations_of(recipe)]) or []
     if recipe.has_environment:
-        made.append(TRAJECTORY)
+        made.append({**TRAJECTORY, **ENDED})
     return {name: kind for makes in made for name, kind in makes.items()}
 
 

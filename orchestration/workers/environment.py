@@ -12,7 +12,7 @@ from orchestration.sandbox.user_code import readable
 from orchestration.state.documents import ENVIRONMENTS
 from orchestration.workers.job import Job
 from stages.environments.interface import Declarations, EnvironmentCaller
-from stages.environments.stage import Environments, Limits
+from stages.trajectories.stage import Environments, Limits
 
 if TYPE_CHECKING:
     from orchestration.recipe.sections.environment import EnvironmentSection

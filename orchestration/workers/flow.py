@@ -17,7 +17,7 @@ from orchestration.state.documents import EXTERNAL_TERMS
 from orchestration.workers.job import Job, Work
 from pipeline.documents.flow import VERSION
 from pipeline.schedule.pacing import Pacer
-from stages.flow.catalogue import CREDIT, MASK
+from stages.flow.catalogue import CREDIT
 from stages.flow.drop_alarm import DropAlarm
 from stages.prompts.gate import Gate
 from stages.prompts.sources import PromptSource, load_prompts
@@ -100,16 +100,15 @@ class FlowJob(Job):
             rewards = scored_by(recipe) if "scores" in flow[CREDIT].needs else ()
             rated = self.index if by_difficulty else None
             refill = self.index, recipe.algorithm.max_refill * recipe.train.groups_per_step
-            masked = MASK in flow[CREDIT].needs
             self.control(
                 Advantage(
                     self.algorithm(),
+                    flow[CREDIT],
                     credit_truncated(recipe),
                     rewards,
                     rated,
                     alarm,
                     refill,
-                    masked,
                 )
             )
 

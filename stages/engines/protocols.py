@@ -20,12 +20,12 @@ from tensordict import TensorDictBase
 
 from pipeline.compat.extras import ExtraMissing
 from pipeline.problems import Problem, ProblemError
+from stages.flow.catalogue import OBSERVED
 
 if TYPE_CHECKING:
     from stages.weights.published import Published
 
 FinishReason = Literal["stop", "length", "cut"]
-OBSERVED = -1  # the version of tokens that no policy has made: those of an environment
 
 
 @dataclass(frozen=True)
@@ -93,11 +93,11 @@ class GroupRequest:
             counted = sum(count for _, count in begun.versions)
             longest = self.limit(place) - 1
             if place not in self.places or not max(1, begun.turn_start) <= tokens <= longest:
-                before = f", {begun.turn_start} of them before its turn" if begun.turn_start else ""
                 raise ValueError(
-                    f"group {self.group}: place {place} is begun with {tokens} tokens{before}; give "
-                    f"begun only places of {self.places} with {max(1, begun.turn_start)} to "
-                    f"{longest} tokens, as max_tokens counts all of a turn"
+                    f"group {self.group}: place {place} is begun with {tokens} tokens; give begun "
+                    f"only places of {self.places} with {max(1, begun.turn_start)} to {longest} "
+                    f"tokens, as max_tokens counts all of a turn, which begins after "
+                    f"{begun.turn_start}"
                 )
             if len(begun.logprobs) != tokens or counted != tokens:
                 raise ValueError(

@@ -28,21 +28,31 @@ RESPONSE: Columns = {
     "versions": "int64 ragged",  # run-length encoded: version, tokens, version, tokens, …
     "truncated": "bool",
 }
-# What an environment adds to a response of several turns: where each of them begins, the
-# environment's reward for each, that of the whole trajectory (NaN: none), and why it has ended
-# (stages/environments/trajectory.py).
-TRAJECTORY: Columns = {
-    "turn_starts": "int64 ragged",
-    "turn_reward": "float32 ragged",
-    "environment_reward": "float32",
-    "ending": "uint8",
-}
+# In the column versions, of tokens that no policy has generated: an environment's.
+OBSERVED = -1
 # Read by every update where a stage makes them: tokens that are trained on, and a factor of each
 # row's loss. And the experts that the rollout's routers chose, which the trainer's then follow: of
 # each fed token (the prompt's, and the response's but its last) the numbers of its experts, layer
-# by layer. Of the type expert_type() says.
-OPTIONAL: Columns = {"loss_mask": "bool ragged", "row_weight": "float32", "routed_experts": ""}
-MASK, WEIGHT, ROUTED = OPTIONAL
+# by layer. Of the type expert_type() says. And which rows are trained at all, where loss_mask says
+# which tokens the policy has generated.
+OPTIONAL: Columns = {
+    "loss_mask": "bool ragged",
+    "row_weight": "float32",
+    "routed_experts": "",
+    "row_mask": "bool",
+}
+MASK, WEIGHT, ROUTED, ROW_MASK = OPTIONAL
+# Of a row with turns of the policy and observations between them: which tokens are generated; the
+# first token of each turn, as an index of response_ids; and the reward of each turn.
+TRAJECTORY: Columns = {
+    MASK: OPTIONAL[MASK],
+    "turn_starts": "int64 ragged",
+    "turn_reward": "float32 ragged",
+}
+_, TURN_STARTS, TURN_REWARD = TRAJECTORY
+# Of one that has ended: the reward that its environment gave (NaN: none), and why it has ended, as
+# stages/trajectories/progress.py numbers the reasons.
+ENDED: Columns = {"environment_reward": "float32", "ending": "uint8"}
 # the column of responses that prompts bring: their tokens, and which of these are trained, as JSON
 GIVEN = "responses"
 # The update stage adds them to its batch: steps trained since the oldest token of the row was
@@ -51,7 +61,7 @@ STALENESS = "staleness"
 VERSIONS = "versions"
 TOKEN_STALENESS = "token_staleness"
 # And, where the rows have versions: of each token its index into AGES of
-# stages/algorithms/token_batch.py.
+# stages/algorithms/token_batch.py; OBSERVED of those that were not generated.
 AGE = "age"
 EMPTY = "no token of a response is trained"  # reason of a group that brings its responses
 # Responses that were cut at their longest: see stages/training/advantage.py.
@@ -97,7 +107,7 @@ def catalogue(
     makers = [rollout]
     if environment:
         reads = {"prompt_ids": "int64 ragged", "given": "text", "fields": "text"}
-        makes = {**rollout_makes, MASK: OPTIONAL[MASK], **TRAJECTORY}
+        makes = {**rollout_makes, **TRAJECTORY, **ENDED}
         makers = [
             StageDeclaration(ENVIRONMENT, "groups", reads, makes),
             replace(rollout, makes={}, takes_turns_with=ENVIRONMENT),
@@ -151,19 +161,28 @@ def expert_type(experts: int) -> str:
 
 
 def credit_stage(
-    algorithm: AlgorithmDeclaration, truncated: Truncated = "train", drops: Columns | None = None
+    algorithm: AlgorithmDeclaration,
+    truncated: Truncated = "train",
+    drops: Columns | None = None,
+    *,
+    masked: bool = False,
 ) -> StageDeclaration | None:
     """Return the stage that computes the algorithm's credit, and the mask that leaves out truncated
     responses, and drops groups by what the columns ``drops`` say; None where there is none of
-    these."""
+    these. ``masked``: another stage makes loss_mask, so truncated responses are left out by
+    row_mask."""
     reads = dict(algorithm.credit_reads if algorithm.credit_makes else {})
     makes = dict(algorithm.credit_makes)
     if truncated != "train":
-        reads["truncated"], makes[MASK] = RESPONSE["truncated"], OPTIONAL[MASK]
+        left_out_by = ROW_MASK if masked else MASK
+        reads["truncated"], makes[left_out_by] = RESPONSE["truncated"], OPTIONAL[left_out_by]
     reads |= drops or {}
     if not makes and not drops:
         return None
-    optional = {name: kind for name, kind in algorithm.credit_optional.items() if name not in makes}
+    optional = dict(algorithm.credit_optional)
+    if any(" ragged" in kind for kind in makes.values()):
+        optional[MASK] = OPTIONAL[MASK]  # has the lengths of responses with observations
+    optional = {name: kind for name, kind in optional.items() if name not in makes}
     return StageDeclaration(CREDIT, "groups", reads, makes, workers=0, optional=optional)
 
 

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from pipeline.problems import Problem
-from stages.flow.catalogue import SOURCE, UPDATE, Truncated, credit_stage, update_stage
+from stages.flow.catalogue import MASK, SOURCE, UPDATE, Truncated, credit_stage, update_stage
 from stages.flow.declarations import (
     IN_TRAINING,
     AlgorithmDeclaration,
@@ -125,7 +125,8 @@ def resolve(
     reads, and no other. A stage that makes nothing (it can only drop groups) is on the way too:
     training waits for it. ``drops``: columns by which the credit stage drops groups. Raises
     FlowError."""
-    credit = credit_stage(algorithm, truncated, drops)
+    masked = any(MASK in stage.makes for stage in catalogue)
+    credit = credit_stage(algorithm, truncated, drops, masked=masked)
     update = update_stage(algorithm)
     if credit:
         before = _made_before(credit, catalogue)

@@ -55,8 +55,8 @@ class EnvironmentSection(Section):
     sandbox: bool = key(
         False,
         "Have the environments live in a sandbox ([rewards.md](rewards.md#the-sandbox)): no "
-        "network, files read-only and only those needed, a scratch folder. In a service they always "
-        "do.",
+        "network, files read-only and only those needed, a scratch folder. In a service they "
+        "always do.",
     )
     network: bool = NETWORK
     read: Annotated[list[str], IsPath()] = READ

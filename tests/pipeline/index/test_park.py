@@ -305,7 +305,8 @@ async def test_two_stages_take_turns_with_a_row_until_one_commits_it(turns: Dock
     await turns.park(turn, [1], tokens([8, 80]), generated=[(0, 1)], to="environment")
     answer = await claimed(turns, "environment")
     assert await progress(turns, answer) == [[8, 80]]
-    assert answer.tokens.tolist() == [1] and answer.oldest_version.tolist() == [0]
+    assert answer.tokens.tolist() == [1]
+    assert answer.oldest_version.tolist() == [0]
     last = {**tokens([8, 80]), "ended": torch.tensor([True])}
     await turns.commit(answer, [0], last, generated=[(0, 1)])
     await turns.park(turn, [0], tokens([7, 70]), generated=[(0, 1)])  # cut: its own stage goes on
@@ -327,9 +328,11 @@ async def test_a_lost_turn_is_taken_again_by_its_own_stage(turns: Dock) -> None:
     await turns.index.hand_back(turn)
     await turns.index.hand_back(claim)  # of its rows, the one that was not handed on
     turn = await claimed(turns, "rollout")
-    assert turn.place.tolist() == [0] and await progress(turns, turn) == [[7]]
+    assert turn.place.tolist() == [0]
+    assert await progress(turns, turn) == [[7]]
     again = await claimed(turns, "environment")
-    assert again.place.tolist() == [1] and await progress(turns, again) == []
+    assert again.place.tolist() == [1]
+    assert await progress(turns, again) == []
 
 
 async def test_training_waits_for_the_stage_whose_turn_it_is(turns: Dock) -> None:

@@ -20,7 +20,7 @@ from stages.algorithms.registry import built_in
 from stages.algorithms.supervised.dpo import DPO
 from stages.engines.torch.train import TorchTrainEngine
 from stages.flow.catalogue import AGE, TOKEN_STALENESS
-from stages.training.ranks import staleness_of
+from stages.training.token_versions import staleness_of
 from tests.batches import make_batch, stack, unstack
 from tests.stages.engines.torch.test_train import engine_of, tiny_llama
 

@@ -25,7 +25,6 @@ import pytest
 import torch
 
 from stages.engines.protocols import (
-    OBSERVED,
     Begun,
     ColocatedEngine,
     Completion,
@@ -39,6 +38,7 @@ from stages.engines.protocols import (
     Token,
     WeightMismatch,
 )
+from stages.flow.catalogue import OBSERVED
 
 Found = dict[tuple[int, int], Completion]
 

@@ -39,15 +39,15 @@ from stages.environments.interface import (
     Reply,
     Trajectory,
 )
-from stages.environments.trajectory import (
+from stages.flow.catalogue import ENVIRONMENT
+from stages.rollout.stage import Rollout, group_seed
+from stages.trajectories.progress import (
     Ending,
     Progress,
     ended_columns,
     parked_columns,
     parked_progress,
 )
-from stages.flow.catalogue import ENVIRONMENT
-from stages.rollout.stage import Rollout, group_seed
 
 log = structlog.get_logger()
 

@@ -21,8 +21,7 @@ import torch
 from pipeline.data.columns import Packed
 from pipeline.index.client import Claim
 from pipeline.warehouse.dock import Dock, Rows
-from stages.engines.protocols import OBSERVED
-from stages.flow.catalogue import MASK
+from stages.flow.catalogue import MASK, OBSERVED
 
 PARKED = (
     "response_ids",
