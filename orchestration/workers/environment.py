@@ -11,6 +11,7 @@ from orchestration.sandbox.sandbox import Sandbox
 from orchestration.sandbox.user_code import readable
 from orchestration.state.documents import ENVIRONMENTS
 from orchestration.workers.job import Job
+from stages.environments.classes import environments
 from stages.environments.interface import Declarations, EnvironmentCaller
 from stages.trajectories.stage import Environments, Limits
 
@@ -56,10 +57,13 @@ class EnvironmentJob(Job):
 
     def _caller(self, section: EnvironmentSection) -> EnvironmentCaller:
         assert section.use is not None
+        flow = self.recipe.staleness_plan
+        # those of lost groups stay open until they are overdue
+        places = 2 * flow.groups_in_flight * self.recipe.algorithm.group_size
         if self.recipe.launch.launcher == "inline":
             from stages.environments.local import LocalCaller
 
-            return LocalCaller(section.use, section.options)
+            return LocalCaller(environments(section.use, section.options), places)
         from orchestration.environments.pool import EnvironmentPool
 
         sandbox = None
@@ -67,12 +71,11 @@ class EnvironmentJob(Job):
             sandbox = Sandbox(
                 read=readable(section.read), network=section.network, memory=section.memory
             )
-        rows = self.recipe.staleness_plan.groups_in_flight * self.recipe.algorithm.group_size
         return EnvironmentPool(
             section.use,
             section.options,
             processes=section.processes,
-            concurrency=-(-rows // section.processes),
+            concurrency=-(-places // section.processes),
             memory=section.memory,
             log=self.paths.out / "logs" / f"{self.kind}-{self.number}.environments.log",
             sandbox=sandbox,

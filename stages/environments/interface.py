@@ -2,6 +2,7 @@
 
     open(trajectory) ──▶ Reply ──▶ rollout generates a turn ──▶ step(key, Turn) ──▶ Reply ──▶ … ──▶ close(key)
                            └ messages before the first turn           └ messages, a reward, whether it was the last
+                                                           a limit ends it ──▶ finish(key) ──▶ Reply: the reward
 
 Importing this needs no torch.
 """
@@ -92,9 +93,9 @@ class Turn:
 class Reply:
     """The environment's answer to a turn, or to the beginning.
 
-    ``messages`` are appended to the conversation. ``reward`` of the turn; None: none. ``done``: the
-    trajectory ends here. ``calls``: how many tools were called, and ``failed_calls``, how many of
-    these failed.
+    ``messages`` are appended to the conversation. ``reward`` of the turn; None: none. A
+    trajectory's reward is the sum of its replies'. ``done``: the trajectory ends here. ``calls``:
+    how many tools were called, and ``failed_calls``, how many of these failed.
     """
 
     messages: Sequence[Message] = ()
@@ -115,7 +116,13 @@ class EnvironmentFailed(RuntimeError):
 
 class EnvironmentCaller(Protocol):
     """Calls the environments of many trajectories, each in an order, different ones at the same
-    time."""
+    time.
+
+    ``places``: trajectories that can be open at the same time; a further one waits. A trajectory of
+    which a call raised EnvironmentFailed is not open any more.
+    """
+
+    places: int
 
     async def declare(self) -> Mapping[str, EnvironmentDeclaration]:
         """Return the declarations of the run's environments by name ("": its only one). Raises
@@ -128,12 +135,12 @@ class EnvironmentCaller(Protocol):
         """Answer a turn. Raises EnvironmentFailed; KeyError for a trajectory that is not open
         here."""
 
+    async def finish(self, key: str, timeout: float) -> Reply:
+        """Return the last reply, with the reward that is due, of a trajectory that ended by a limit:
+        no reply was ``done``. Raises as :meth:`step`."""
+
     def knows(self, key: str) -> bool:
         """Return whether the trajectory ``key`` is open here."""
-
-    async def finish(self, key: str, timeout: float) -> Reply:
-        """End a trajectory that its environment would go on with; the reply may have the reward of
-        all of it. Raises EnvironmentFailed."""
 
     async def close(self, key: str) -> None:
         """Let the trajectory go. Does nothing for one that is not open."""
