@@ -4,9 +4,9 @@
                                             ├─ calls none ─▶ the end ─▶ get_reward()
                                             └─ of a class with step: step(text) ─▶ a user message, a reward, the end
 
-Methods are plain or async. Plain ones of a trajectory are called in a thread of its own, async ones
-on the event loop. A tool that raises answers the turn with its error; what any other method raises
-ends the trajectory. Importing this needs no torch.
+Methods are plain or async. Plain ones of a trajectory are called in a thread of its own, where no
+handlers of signals can be set; async ones on the event loop. A tool that raises answers the turn
+with its error; what any other method raises ends the trajectory. Importing this needs no torch.
 """
 
 from __future__ import annotations
@@ -143,10 +143,12 @@ def answers_text(instance: Any) -> bool:
 
 def gives_reward(instance: Any) -> bool:
     """Return whether ``instance`` knows the reward: by ``get_reward()``, or an attribute ``reward``
-    that it has from the beginning, unless its attribute ``gives_reward`` says otherwise."""
-    attribute = inspect.getattr_static(instance, "reward", None)
-    has_attribute = "reward" in dir(instance) and not inspect.isfunction(attribute)
-    known = has_attribute or hasattr(type(instance), "get_reward")
+    that it has from the beginning, or that ``reset`` names, unless its attribute ``gives_reward``
+    says otherwise."""
+    code = getattr(inspect.unwrap(type(instance).reset), "__code__", None)
+    has_attribute = "reward" in (*dir(instance), *(code.co_names if code else ()))
+    is_tool = inspect.isfunction(inspect.getattr_static(instance, "reward", None))
+    known = (has_attribute and not is_tool) or hasattr(type(instance), "get_reward")
     return bool(getattr(instance, "gives_reward", known))
 
 

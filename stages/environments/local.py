@@ -64,9 +64,8 @@ class LocalCaller(EnvironmentCaller):
         return key in self._open
 
     async def close(self, key: str) -> None:
-        environment = self._open.pop(key, None)
-        if environment is not None:
-            self._free.release()
+        environment = self._open.get(key)
+        if environment is not None and self._forget(key, environment):
             await environment.close()
 
     async def end(self) -> None:
@@ -79,16 +78,24 @@ class LocalCaller(EnvironmentCaller):
             async with deadline:
                 return await call
         except EnvironmentFailed:
-            await self.close(key)
+            if self._forget(key, environment):
+                await environment.close()
             raise
         except BaseException:
-            if self._open.pop(key, None) is not None:
-                self._free.release()
+            self._forget(key, environment)
             method, place = environment.doing()
             self._hanging.append(environment.abandon())
             if deadline.expired():
                 raise EnvironmentFailed(f"{method} took more than {timeout:g} s", place) from None
             raise
+
+    def _forget(self, key: str, environment: ClassEnvironment) -> bool:
+        """Return False where ``key`` was closed, or is another trajectory by now."""
+        if self._open.get(key) is not environment:
+            return False
+        del self._open[key]
+        self._free.release()
+        return True
 
 
 def unknown_environment(name: str, names: Mapping[str, Any]) -> EnvironmentFailed:

@@ -73,10 +73,6 @@ class Calculator:
 class Wordle:
     """Of TRL's shape: the first observation from reset(), and the reward as an attribute."""
 
-    def __init__(self) -> None:
-        self.reward = 0.0
-        self.done = False
-
     def reset(self, secret: str, **kwargs: Any) -> str | None:
         self.secret = secret
         self.reward = 0.0

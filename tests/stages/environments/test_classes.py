@@ -325,7 +325,7 @@ async def test_declarations_have_schemas_of_types_and_docstrings() -> None:
         ("Calculator", {}, "use 'module:Class'"),
         (f"{EXAMPLES}:NoReset", {}, r"has no method reset; write reset\(\*\*row\)"),
         (f"{EXAMPLES}:NoDocstring", {}, "'look' without a schema: .*or call it _look"),
-        (f"{EXAMPLES}:Wordle", {"size": 3}, "unexpected keyword argument 'size'.*examples.py"),
+        (f"{EXAMPLES}:Calculator", {"size": 3}, "unexpected keyword argument 'size'.*examples.py"),
     ],
 )
 async def test_what_is_no_environment_is_told_with_the_way_out(
@@ -346,6 +346,19 @@ async def test_a_place_is_waited_for_and_given_back() -> None:
     await caller.close("a")
     await opening
     await caller.open(trajectory("b", secret="x"), LIMIT)  # it begins again, in its own place
+
+
+async def test_a_call_of_before_does_not_close_a_trajectory_that_began_again() -> None:
+    examples.AsyncSearch.waiting = None
+    caller = caller_of("AsyncSearch")
+    await caller.open(trajectory(pages={}), LIMIT)
+    old = asyncio.create_task(caller.step("t", calling(("meet", {})), 0.2))
+    await asyncio.sleep(0)
+    await caller.open(trajectory(pages={}), LIMIT)
+    with pytest.raises(EnvironmentFailed, match=r"AsyncSearch.meet took more than 0.2 s"):
+        await old
+    assert caller.knows("t")
+    assert (await caller.finish("t", LIMIT)).reward == 0.5
 
 
 def test_neither_an_import_nor_a_declaration_needs_torch() -> None:
