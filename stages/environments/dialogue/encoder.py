@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from stages.model.load import Tokenizer
 
-BREAK = "\U000f5a1b"  # of a private-use plane, in no content: it is taken out
+BREAK = "\U000f5a1b"  # of a private-use plane; a content loses it
 
 
 class DialogueEncoder:
@@ -41,7 +41,7 @@ class DialogueEncoder:
         """Return ``value`` with a break in each text of a control token in its strings, but for
         keys. Surrogates, which have no UTF-8, become question marks."""
         if isinstance(value, str):
-            text = value.replace(BREAK, "").encode("utf-8", "replace").decode()
+            text = value.encode("utf-8", "replace").decode()
             return self._begins.sub(lambda begin: begin[0] + BREAK, text)
         if isinstance(value, Mapping):
             return {name: self.as_data(item) for name, item in value.items()}

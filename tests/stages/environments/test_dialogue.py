@@ -202,6 +202,17 @@ def test_a_turn_that_was_cut_is_closed(turn: str) -> None:
             "give a template",
         ),
         (
+            QWEN_APPENDS.replace(
+                "{{- '<|im_end|>\\n' }}\n    {%- elif m.role == 'tool'",
+                "{{- '<|endoftext|>' if m.tool_calls else '<|im_end|>\\n' }}"
+                "\n    {%- elif m.role == 'tool'",
+            ),
+            {},
+            [ADD],
+            "message 3 (assistant) of ['system', 'user', 'assistant'] it ends the turn with",
+            "environment.tools = 'text'",
+        ),
+        (
             CHATML.replace("m.content", "m.content.split('</think>')[-1]"),
             {},
             [],
@@ -257,6 +268,32 @@ def test_a_template_that_refuses_messages_costs_the_trajectory_alone() -> None:
         dialogue.opening([user("a")])
     with pytest.raises(EnvironmentFailed, match=r"\['user', 'user'\].*roles must alternate"):
         dialogue.continuation([], [user("a"), user("b")])
+
+
+def test_messages_that_a_template_moves_to_the_front_are_refused() -> None:
+    moves = "{% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}"
+    only_others = CHATML.replace("in messages", "in messages if m.role != 'system'")
+    dialogue = ChatDialogue(BYTES, moves + only_others, {})
+    assert dialogue.continuation([], [user("a")])
+    with pytest.raises(MessagesRefused, match=r"before messages of the roles \['system'\]"):
+        dialogue.continuation([], [{"role": "system", "content": "a"}])
+
+
+def test_a_turn_without_an_end_of_its_own_ends_with_the_tokenizers() -> None:
+    lines = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+    dialogue = ChatDialogue(BYTES, lines, {})
+    assert dialogue.stop_token_ids == ()
+    for turn in ([], [int(BYTES.eos_token_id or 0)]):
+        assert BYTES.decode(dialogue.continuation(turn, [user("a")])) == "\nuser: a\n"
+
+
+def test_added_tokens_that_are_no_control_tokens_stay_tokens() -> None:
+    tokenizer = byte_level()
+    tokenizer.add_tokens(["\n\n", "<td>"])
+    template = CHATML.replace("<|im_end|>\n", "<|im_end|>\n\n")
+    ids = ChatDialogue(tokenizer, template, {}).opening([user("a\n\nb<td>")])
+    numbers = [tokenizer.convert_tokens_to_ids(text) for text in ("\n\n", "<td>")]
+    assert [token for token in ids if token in numbers] == [*numbers, numbers[0]]
 
 
 @pytest.mark.parametrize(
