@@ -47,11 +47,17 @@ def choose_dialogue(
         return PlainDialogue(tokenizer, tools)
     chat_options = options.chat_template_options
     if renderer not in (None, TEMPLATE):
+        if tools_as_text:
+            problem = "means nothing beside environment.tools = 'text'"
+            raise PromptError(problem, "take one of them out", "environment.renderer", renderer)
         return RendererDialogue(tokenizer, renderer, chat_options, tools, roles=roles)
     may_know = renderer is None and options.chat_template is None and not tools_as_text
     chats = Conversations(tokenizer, template, chat_options, tools)
     for name in known_renderers(tokenizer) if may_know and is_installed("renderers") else ():
-        dialogue = RendererDialogue(tokenizer, name, chat_options, tools, roles=roles)
+        try:
+            dialogue = RendererDialogue(tokenizer, name, chat_options, tools, roles=roles)
+        except PromptError:  # of other models, or without these options
+            continue
         opened = f"{dialogue.prompt([USER], 'a prompt')}{tokenizer.decode(dialogue.opening([]))}"
         if opened == chats.prompt([USER], "a prompt"):
             return dialogue

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from stages.model.load import Tokenizer
 
-BREAK = "\U000f5a1b"  # of a private-use plane; a content loses it
+BREAK = "\U000f5a1b"  # of a private-use plane; contents lose it
 
 
 class DialogueEncoder:
@@ -41,7 +41,7 @@ class DialogueEncoder:
         """Return ``value`` with a break in each text of a control token in its strings, but for
         keys. Surrogates, which have no UTF-8, become question marks."""
         if isinstance(value, str):
-            text = value.encode("utf-8", "replace").decode()
+            text = value.replace(BREAK, "").encode("utf-8", "replace").decode()
             return self._begins.sub(lambda begin: begin[0] + BREAK, text)
         if isinstance(value, Mapping):
             return {name: self.as_data(item) for name, item in value.items()}
@@ -64,3 +64,21 @@ class DialogueEncoder:
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
+
+
+class DataTokenizer:
+    """The tokenizer that a renderer writes texts with: contents of messages are data. It says no
+    offsets, so that pieces may be encoded one by one."""
+
+    def __init__(self, tokenizer: Tokenizer, encoder: DialogueEncoder) -> None:
+        self._tokenizer = tokenizer
+        self._encoder = encoder
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        """Return the tokens of ``text``."""
+        return self._encoder.ids(text)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "__call__":
+            raise AttributeError(name)
+        return getattr(self._tokenizer, name)

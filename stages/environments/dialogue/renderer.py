@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.compat.extras import extra
-from stages.environments.dialogue.encoder import DialogueEncoder
+from stages.environments.dialogue.encoder import DataTokenizer, DialogueEncoder
 from stages.environments.dialogue.interface import ROLES, MessagesRefused, checked_messages
 from stages.environments.dialogue.template import USER, require_open
 from stages.environments.dialogue.turns import CallUnreadable, with_calls
@@ -76,22 +76,26 @@ class RendererDialogue:
     def continuation(self, turn_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
         """Return the tokens between the turn ``turn_ids`` and the next. Raises MessagesRefused."""
         data = self._as_data(messages)
+        prompt_ids = self._opened
         turn = list(turn_ids)
-        bridged = self._renderer.bridge_to_next_turn(self._opened, turn, data, tools=self._tools)
-        before = [*self._opened, *turn]
-        if bridged is None and turn and turn[-1] in self._end_ids:  # it ended while it thought
-            before = [*self._closed, turn[-1]]
-            bridged = self._renderer.bridge_to_next_turn(
-                self._closed, turn[-1:], data, tools=self._tools
-            )
-        return self._after(before, bridged.token_ids if bridged else [], messages)
+        ids = self._bridge(prompt_ids, turn, data)
+        if not ids and turn and turn[-1] in self._end_ids:  # it ended while it thought
+            prompt_ids = self._closed
+            turn = turn[-1:]
+            ids = self._bridge(prompt_ids, turn, data)
+        return self._after([*prompt_ids, *turn], ids, messages)
 
     def turn(self, token_ids: Sequence[int], truncated: bool, number: int = 0) -> Turn:
         """Return a turn as a message, or with the fault of its tool calls."""
-        parsed = self._renderer.parse_response(
-            list(token_ids), tools=self._tools, prompt_ids=self._opened
-        )
-        message: Message = {"role": "assistant", "content": parsed.content}
+        try:
+            parsed = self._renderer.parse_response(
+                list(token_ids), tools=self._tools, prompt_ids=self._opened
+            )
+        except Exception as error:  # what a policy writes is anything
+            message = {"role": "assistant", "content": str(self._tokenizer.decode(list(token_ids)))}
+            fault = f"The tool call cannot be read: {str(error)[:300]}"
+            return Turn(message, fault, truncated)
+        message = {"role": "assistant", "content": parsed.content}
         if parsed.reasoning_content:
             message["reasoning_content"] = parsed.reasoning_content
         calls = [
@@ -101,6 +105,16 @@ class RendererDialogue:
             for call in parsed.tool_calls
         ]
         return with_calls(message, calls if self._tools else [], truncated, number)
+
+    def _bridge(self, prompt_ids: list[int], turn: list[int], messages: list[Message]) -> list[int]:
+        """Return the prompt, the turn, and what follows it; [] where the library does not know."""
+        try:
+            bridged = self._renderer.bridge_to_next_turn(
+                prompt_ids, turn, messages, tools=self._tools
+            )
+        except Exception as error:  # of a library, for messages of anybody
+            raise MessagesRefused(f"the renderer refuses the messages ({error})") from error
+        return list(bridged.token_ids) if bridged else []
 
     def _as_data(self, messages: Sequence[Message]) -> list[Message]:
         data: list[Message] = self._encoder.as_data(checked_messages(messages, self._roles))
@@ -125,24 +139,6 @@ class RendererDialogue:
             roles = [message["role"] for message in messages]
             raise MessagesRefused(f"the renderer does not append messages of the roles {roles}")
         return ids[len(before) :]
-
-
-class DataTokenizer:
-    """The tokenizer that a renderer writes texts with: contents of messages are data. It says no
-    offsets, so that pieces may be encoded one by one."""
-
-    def __init__(self, tokenizer: Tokenizer, encoder: DialogueEncoder) -> None:
-        self._tokenizer = tokenizer
-        self._encoder = encoder
-
-    def encode(self, text: str, **_: Any) -> list[int]:
-        """Return the tokens of ``text``."""
-        return self._encoder.ids(text)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "__call__":
-            raise AttributeError(name)
-        return getattr(self._tokenizer, name)
 
 
 def known_renderers(tokenizer: Tokenizer) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from stages.environments.interface import Message, Turn
 
-CALL = re.compile(r"\s*<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 FORM = 'Write {"name": ..., "arguments": {...}}.'
 
 
@@ -23,8 +23,10 @@ def read_turn(text: str, truncated: bool, number: int, *, calls: bool) -> Turn:
     message: Message = {"role": "assistant", "content": text}
     if not calls:
         return Turn(message, truncated=truncated)
-    message["content"] = CALL.sub("", text).strip() if CALL.search(text) else text
-    return with_calls(message, [call[1] for call in CALL.finditer(text)], truncated, number)
+    content, *pieces = CALL.split(text)
+    if pieces:
+        message["content"] = "".join([content, *pieces[1::2]]).strip()
+    return with_calls(message, pieces[::2], truncated, number)
 
 
 def with_calls(message: Message, calls: list[Any], truncated: bool, number: int) -> Turn:

@@ -385,3 +385,8 @@ def test_a_content_that_has_no_utf_8_is_written(kind: str) -> None:
     tokenizer = TOKENIZERS[kind]
     dialogue = ChatDialogue(tokenizer, CHATML, {})
     assert "a?b" in tokenizer.decode(dialogue.opening([user("a\ud800b")]))
+
+
+def test_a_mark_of_ours_in_a_content_changes_nothing_but_that_it_is_gone() -> None:
+    dialogue = ChatDialogue(BYTES, LLAMA, {})
+    assert dialogue.opening([user("a \U000f5a1b")]) == dialogue.opening([user("a ")])

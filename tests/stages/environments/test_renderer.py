@@ -89,6 +89,8 @@ def test_turns() -> None:
     fault = dialogue.turn(ids_of(SUM.replace("}}", "}")), truncated=True)
     assert fault.truncated
     assert "has invalid_json" in fault.fault
+    deep = dialogue.turn(ids_of(f"<tool_call>{'[' * 100_000}</tool_call>"), truncated=False)
+    assert deep.fault
 
 
 def test_a_prompt_has_the_tools_and_no_message_is_left_out() -> None:
@@ -109,6 +111,8 @@ def test_a_renderer_of_another_model_is_refused() -> None:
     for name in ("glm-5", "qwen-99"):
         with pytest.raises(PromptError, match=f'environment.renderer = "{name}": is no renderer'):
             choose_dialogue(OPTIONS, BYTES, renderer=name)
+    with pytest.raises(PromptError, match="beside environment"):
+        choose_dialogue(OPTIONS, BYTES, [ADD], tools_as_text=True, renderer="qwen3")
 
 
 @pytest.mark.parametrize(
@@ -126,3 +130,5 @@ def test_a_model_is_known_by_its_name_and_what_its_template_writes(
     tokenizer.chat_template = template
     tokenizer.name_or_path = f"/models/{folder}"
     assert isinstance(choose_dialogue(OPTIONS, tokenizer), kind)
+    other = OPTIONS.model_copy(update={"chat_template_options": {"of_no_renderer": 1}})
+    assert isinstance(choose_dialogue(other, tokenizer), ChatDialogue)

@@ -37,7 +37,7 @@ def test_calls_are_read_with_what_stands_between_them() -> None:
     turn = read(f"First.\n{SUM}\nThen {SUM}", number=12)
     assert turn.message == {
         "role": "assistant",
-        "content": "First.\nThen",
+        "content": "First.\n\nThen",
         "tool_calls": [call("call01200", a=1), call("call01201", a=1)],
     }
     assert not turn.fault
