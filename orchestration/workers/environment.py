@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from orchestration.environments.declared import dialogue_of
 from orchestration.processes.environment import of_user_code
+from orchestration.recipe.dialogue import dialogue_of
 from orchestration.sandbox.sandbox import Sandbox
 from orchestration.sandbox.user_code import readable
 from orchestration.state.documents import ENVIRONMENTS

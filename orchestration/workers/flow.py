@@ -116,7 +116,8 @@ class FlowJob(Job):
         """Return what renders conversations that an environment goes on with; None: none does."""
         if not self.recipe.has_environment:
             return None
-        from orchestration.environments.declared import declarations, dialogue_of
+        from orchestration.environments.declared import declarations
+        from orchestration.recipe.dialogue import dialogue_of
 
         return dialogue_of(self.recipe, self.tokenizer, await declarations(self.index))
 

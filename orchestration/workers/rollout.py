@@ -154,7 +154,8 @@ async def turn_ends(job: Job) -> tuple[int, ...]:
     answers turns."""
     if not job.recipe.has_environment:
         return ()
-    from orchestration.environments.declared import declarations, dialogue_of
+    from orchestration.environments.declared import declarations
+    from orchestration.recipe.dialogue import dialogue_of
 
     declared = await declarations(job.index)
     return dialogue_of(job.recipe, job.tokenizer, declared).stop_token_ids

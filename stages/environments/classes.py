@@ -83,7 +83,10 @@ class EnvironmentFactory:
         if problems:
             raise CodeUnusable(*problems)
         return EnvironmentDeclaration(
-            tuple(schemas), bool(getattr(instance, "replayable", False)), gives_reward(instance)
+            tools=tuple(schemas),
+            replayable=bool(getattr(instance, "replayable", False)),
+            gives_reward=gives_reward(instance),
+            roles=("user",) if answers_text(instance) else ("tool",),
         )
 
 

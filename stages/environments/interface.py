@@ -28,11 +28,13 @@ class EnvironmentDeclaration:
 
     ``tools``: what the policy may call. ``replayable``: opened again with the same row and seed, and
     given the same turns, it gives the same replies. ``gives_reward``: its replies have the reward.
+    ``roles``: of the messages after a turn.
     """
 
     tools: tuple[Tool, ...] = ()
     replayable: bool = False
     gives_reward: bool = False
+    roles: tuple[str, ...] = ("tool",)
 
 
 @dataclass(frozen=True)
@@ -49,9 +51,14 @@ class Declarations:
     def from_json(cls, text: str) -> Declarations:
         by_name = {}
         for name, fields in json.loads(text).items():
-            fields["tools"] = tuple(fields["tools"])
-            by_name[name] = EnvironmentDeclaration(**fields)
+            sequences = {key: tuple(fields[key]) for key in ("tools", "roles")}
+            by_name[name] = EnvironmentDeclaration(**fields | sequences)
         return cls(by_name)
+
+    @property
+    def roles(self) -> set[str]:
+        """The roles of messages after a turn, of all environments."""
+        return {role for each in self.by_name.values() for role in each.roles}
 
     @property
     def tools(self) -> tuple[Tool, ...]:

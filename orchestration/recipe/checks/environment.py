@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from stages.environments.classes import environments
-
 from orchestration.recipe.checks.examples import tokenizer_at_hand
 from orchestration.recipe.checks.registry import Environment, check, machine_check, problem
+from orchestration.recipe.dialogue import dialogue_of
 from orchestration.recipe.schema import Recipe
 from pipeline.problems import Problem
-from stages.environments.dialogue.choice import choose_dialogue
+from stages.environments.classes import environments
 from stages.environments.interface import Declarations
 from stages.prompts.rows.files import PromptError
 from stages.user_code import CodeUnusable
@@ -70,9 +69,7 @@ def turns_can_be_written(recipe: Recipe, environment: Environment) -> Iterator[P
     try:
         factories = environments(section.use, section.options)
         declared = Declarations({name: each.declare() for name, each in factories.items()})
-        choose_dialogue(
-            recipe.prompts, tokenizer, declared.tools, tools_as_text=section.tools == "text"
-        )
+        dialogue_of(recipe, tokenizer, declared)
     except CodeUnusable:  # reported for the code itself
         return
     except PromptError as refused:

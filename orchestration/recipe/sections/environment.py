@@ -30,6 +30,14 @@ class EnvironmentSection(Section):
         "How tools are written: `template` as the model's chat template does; `text` by a text "
         "protocol, for models whose template has no tools.",
     )
+    renderer: str | None = key(
+        None,
+        "What writes conversations as tokens: a renderer of the library `renderers` by its name, "
+        "or `none` for the model's chat template. Default: the renderer of a model that the "
+        "library knows, where it is installed and writes what the template does.",
+        min_length=1,
+        examples=["qwen3"],
+    )
     max_turns: Count = key(8, "Turns of a trajectory. After the last one it ends.")
     max_tokens: Tokens | None = key(
         None,

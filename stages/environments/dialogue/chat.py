@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from stages.environments.dialogue.appending import KEY, RESULT, require_appending
 from stages.environments.dialogue.encoder import DialogueEncoder
-from stages.environments.dialogue.interface import ROLES, checked_messages
+from stages.environments.dialogue.interface import OPENING_ROLES, ROLES, checked_messages
 from stages.environments.dialogue.template import USER, TemplateText, calling, require_open
 from stages.environments.dialogue.tool_text import results_as_text, with_tools
 from stages.environments.dialogue.turns import read_turn, split_thinking, with_calls
@@ -81,7 +81,7 @@ class ChatDialogue:
 
     def opening(self, messages: Sequence[Message]) -> list[int]:
         """Return the tokens between the prompt and the first turn. Raises MessagesRefused."""
-        return self._encoder.ids(self._chat.added([USER], self._as_data(messages)))
+        return self._encoder.ids(self._chat.added([USER], self._as_data(messages, OPENING_ROLES)))
 
     def continuation(self, turn_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
         """Return the tokens between the turn ``turn_ids`` and the next. Raises MessagesRefused."""
@@ -96,9 +96,11 @@ class ChatDialogue:
     def _has_ended(self, turn_ids: Sequence[int]) -> bool:
         return bool(turn_ids) and turn_ids[-1] in self._end_ids
 
-    def _as_data(self, messages: Sequence[Message]) -> list[Message]:
+    def _as_data(
+        self, messages: Sequence[Message], further_roles: Collection[str] = ()
+    ) -> list[Message]:
         """Return an environment's messages as the template gets them. Raises MessagesRefused."""
-        checked = checked_messages(messages, self._roles)
+        checked = checked_messages(messages, {*self._roles, *further_roles})
         data: list[Message] = self._encoder.as_data(checked)
         return results_as_text(data) if self._as_text else data
 

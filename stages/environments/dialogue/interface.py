@@ -20,6 +20,9 @@ from stages.environments.interface import EnvironmentFailed, Message, Turn
 ROLES = frozenset({"user", "tool", "system", "developer"})  # of an environment's messages
 
 
+OPENING_ROLES = ("user", "system")  # before the first turn
+
+
 class MessagesRefused(EnvironmentFailed):
     """An environment's messages cannot be written by the model's chat template."""
 

@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.compat.extras import extra
 from stages.environments.dialogue.encoder import DataTokenizer, DialogueEncoder
-from stages.environments.dialogue.interface import ROLES, MessagesRefused, checked_messages
+from stages.environments.dialogue.interface import (
+    OPENING_ROLES,
+    ROLES,
+    MessagesRefused,
+    checked_messages,
+)
 from stages.environments.dialogue.template import USER, require_open
 from stages.environments.dialogue.turns import CallUnreadable, with_calls
 from stages.environments.interface import Message, Tool, Turn
@@ -70,7 +75,7 @@ class RendererDialogue:
 
     def opening(self, messages: Sequence[Message]) -> list[int]:
         """Return the tokens between the prompt and the first turn. Raises MessagesRefused."""
-        ids = self._render([USER, *self._as_data(messages)], opens=True)
+        ids = self._render([USER, *self._as_data(messages, OPENING_ROLES)], opens=True)
         return self._after(self._closed, ids, messages)
 
     def continuation(self, turn_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
@@ -116,8 +121,12 @@ class RendererDialogue:
             raise MessagesRefused(f"the renderer refuses the messages ({error})") from error
         return list(bridged.token_ids) if bridged else []
 
-    def _as_data(self, messages: Sequence[Message]) -> list[Message]:
-        data: list[Message] = self._encoder.as_data(checked_messages(messages, self._roles))
+    def _as_data(
+        self, messages: Sequence[Message], further_roles: Collection[str] = ()
+    ) -> list[Message]:
+        data: list[Message] = self._encoder.as_data(
+            checked_messages(messages, {*self._roles, *further_roles})
+        )
         return data
 
     def _render(self, messages: Sequence[Message], *, opens: bool = False) -> list[int]:
