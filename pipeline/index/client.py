@@ -106,6 +106,13 @@ class RunConfig:
     headstart: float = 0.1
 
     def __post_init__(self) -> None:
+        for at, stage in enumerate(self.stages):
+            partners = {other.name for other in self.stages[:at] if other.takes == "groups"}
+            if stage.takes_turns_with and stage.takes_turns_with not in partners:
+                raise ValueError(
+                    f"stages: {stage.name!r} takes turns with {stage.takes_turns_with!r}, which is "
+                    f"no earlier stage that takes groups; name one of {sorted(partners)}"
+                )
         if len(self.stages) > MAX_STAGES:
             raise ValueError(
                 f"stages: {len(self.stages)} are too many; join some, at most {MAX_STAGES} fit"

@@ -84,6 +84,7 @@ local function config(run)
     if not packed then fail('NORUN', 'run is not in this index') end
     if configured == 1000 then configs, configured = {}, 0 end
     configs[run], configured = cmsgpack.unpack(packed), configured + 1
+    for _, stage in ipairs(configs[run].stages) do stage.origin = stage.origin or stage.name end  -- of an older release
   end
   return configs[run]
 end

@@ -365,3 +365,8 @@ async def test_rows_are_handed_to_the_partner_alone(turns: Dock) -> None:
     claim = await claimed(turns, "environment")
     with pytest.raises(IndexRefused, match="does not take turns with score"):
         await turns.park(claim, [0], tokens([7]), generated=[(-1, 0)], to="score")
+
+
+def test_a_partner_is_an_earlier_stage_that_takes_groups() -> None:
+    with pytest.raises(ValueError, match="'rollout' takes turns with 'update'"):
+        RunConfig((StageSpec("rollout", "groups", 0, 0, takes_turns_with="update"), STAGES[2]))
