@@ -15,6 +15,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field
 
 from stages.json_schema import options_model
+from stages.tasks.calculator import sums
 from stages.tasks.guess import guess
 
 Completions = list[str | list[dict[str, str]]]
@@ -43,7 +44,7 @@ def repeat(
     return {"prompt": f"{first}{other}=", "answer": first * length}
 
 
-TASKS: dict[str, Callable[..., dict[str, Any]]] = {"repeat": repeat, "guess": guess}
+TASKS: dict[str, Callable[..., dict[str, Any]]] = {"repeat": repeat, "guess": guess, "sums": sums}
 # of prompts.config
 CONFIGS: dict[str, type[BaseModel]] = {name: options_model(task) for name, task in TASKS.items()}
 
@@ -89,12 +90,11 @@ COMPUTED = frozenset({"arithmetic", "exact_number"})
 
 
 def text(completion: str | list[dict[str, str]]) -> str:
-    """Return the text of a completion: a string, or messages."""
-    return (
-        completion
-        if isinstance(completion, str)
-        else "".join(message["content"] for message in completion)
-    )
+    """Return the text of a completion: a string, or the assistant's last message."""
+    if isinstance(completion, str):
+        return completion
+    turns = [message["content"] for message in completion if message["role"] == "assistant"]
+    return turns[-1] if turns else ""
 
 
 def json_text(value: Any) -> str:
