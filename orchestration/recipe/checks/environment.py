@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from stages.environments.classes import environments
-
 from orchestration.recipe.checks.examples import tokenizer_at_hand
 from orchestration.recipe.checks.registry import Environment, check, machine_check, problem
 from orchestration.recipe.schema import Recipe
 from pipeline.problems import Problem
+from stages.environments.classes import environments
 from stages.environments.dialogue.choice import choose_dialogue
 from stages.environments.interface import Declarations
 from stages.prompts.rows.files import PromptError
