@@ -14,6 +14,7 @@ from orchestration.recipe.problems import value_or_none
 from stages.algorithms import NamedAlgorithm
 from stages.flow.catalogue import (
     ENDED,
+    ENDING,
     PROMPT,
     RESPONSE,
     ROUTED,
@@ -57,10 +58,14 @@ def flow_of(recipe: Recipe) -> Flow:
         in_training=[name for name, by in algorithm.scores.items() if by == BASE],
         environment=recipe.has_environment,
     )
-    rated: Columns = {"reward": "float32"} if recipe.prompts.sampling == "difficulty" else {}
-    flow = resolve(algorithm, stages, truncated, rated)
+    drops: dict[str, str] = {}  # columns by which groups are dropped
+    if recipe.prompts.sampling == "difficulty":
+        drops["reward"] = "float32"
+    if recipe.has_environment:
+        drops[ENDING] = ENDED[ENDING]
+    flow = resolve(algorithm, stages, truncated, drops)
     if recipe.runs_stage("reward") and "reward" in flow:
-        return resolve(algorithm, stages, truncated, {"scores": f"float32 [{functions}]", **rated})
+        return resolve(algorithm, stages, truncated, {"scores": f"float32 [{functions}]", **drops})
     return flow
 
 

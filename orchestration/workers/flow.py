@@ -139,7 +139,7 @@ class FlowJob(Job):
         from stages.prompts.external import ExternalPrompts
         from stages.prompts.formatter import PromptFormatter
 
-        form = PromptFormatter(recipe.prompts, self.tokenizer, limits)
+        form = PromptFormatter(recipe.prompts, self.tokenizer, limits, await self._dialogue())
         prompts = self._external_prompts = ExternalPrompts(
             self.index, self.paths.out / EXTERNAL_PROMPTS, form
         )

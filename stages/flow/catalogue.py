@@ -53,6 +53,9 @@ _, TURN_STARTS, TURN_REWARD = TRAJECTORY
 # Of one that has ended: the reward that its environment gave (NaN: none), and why it has ended, as
 # stages/trajectories/progress.py numbers the reasons.
 ENDED: Columns = {"environment_reward": "float32", "ending": "uint8"}
+ENDING = "ending"
+# of that column: its environment has failed, and its group is dropped
+DROPPED_ENDING = 6
 # the column of responses that prompts bring: their tokens, and which of these are trained, as JSON
 GIVEN = "responses"
 # The update stage adds them to its batch: steps trained since the oldest token of the row was

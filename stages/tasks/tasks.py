@@ -60,14 +60,10 @@ def spelling(completions: Completions, answer: list[Any], **_: Any) -> list[floa
 
 def environment(
     completions: Completions, environment_reward: list[float], **_: Any
-) -> list[float | str]:
-    """Return the rewards that the environments gave their trajectories."""
-    return [
-        "no reward, as its environment has failed or has given none"
-        if math.isnan(reward)
-        else reward
-        for reward in environment_reward
-    ]
+) -> list[float | None]:
+    """Return the rewards that the environments gave their trajectories; None where one gave
+    none."""
+    return [None if math.isnan(reward) else reward for reward in environment_reward]
 
 
 def _spelling(response: str, wanted: str) -> float:

@@ -40,7 +40,7 @@ from pipeline.index.prompts import PassRateCalls
 from pipeline.worker.controller import Stage
 from pipeline.worker.outputs import Output
 from stages.algorithms.named import AlgorithmLike, NamedAlgorithm
-from stages.flow.catalogue import CREDIT, MASK, ROW_MASK, Truncated
+from stages.flow.catalogue import CREDIT, DROPPED_ENDING, ENDING, MASK, ROW_MASK, Truncated
 from stages.flow.declarations import Drop, Result, StageDeclaration
 from stages.flow.drop_alarm import DropAlarm
 from stages.flow.groups import GROUPS_AT_ONCE, groups_of, outputs_of, plain_columns, rows_at
@@ -48,6 +48,7 @@ from stages.flow.resolver import passed_column
 from stages.rewards.scores import has_reward
 
 DROPPED = "truncated"  # reason of a group with too few responses that were not truncated
+ENVIRONMENT_FAILED = "the environment failed"  # reason of a group with such a trajectory
 ABSENT = "no reward function applies"  # reason of a group with too few responses that have a reward
 
 
@@ -165,7 +166,7 @@ def credits(
     """Return the credit of each group of ``rows``, and the positions of its rows.
 
     ``groups`` names the group of each row; ``tokens`` has the length of each response. A group in
-    which one of the functions ``rewards`` failed is dropped. ``rows_alone``: truncated responses
+    which one of the functions ``rewards`` or an environment failed is dropped. ``rows_alone``: truncated responses
     are left out by row_mask, which has no tokens.
     """
     optional = [name for name in algorithm.credit_optional if name in rows]
@@ -178,6 +179,9 @@ def credits(
     )
     results: list[Result] = []
     for at in members:
+        if ENDING in rows and bool((rows[ENDING][at] == DROPPED_ENDING).any()):
+            results.append(Drop(ENVIRONMENT_FAILED))
+            continue
         group = {name: rows_at(column, at) for name, column in columns.items()}
         if failures := failed[at].any(dim=0).nonzero()[:, 0].tolist():
             results.append(Drop(f"reward {rewards[failures[0]]} failed"))

@@ -21,7 +21,7 @@ import torch
 from pipeline.data.columns import Packed
 from pipeline.index.client import Claim
 from pipeline.warehouse.dock import Dock, Rows
-from stages.flow.catalogue import MASK, OBSERVED
+from stages.flow.catalogue import DROPPED_ENDING, MASK, OBSERVED
 
 PARKED = (
     "response_ids",
@@ -41,7 +41,8 @@ class Ending(IntEnum):
     TOKENS = 2  # no further turn has room in environment.max_tokens
     TRUNCATED = 3  # a turn was cut at rollout.max_tokens
     TIMEOUT = 4  # environment.trajectory_timeout
-    FAILED = 5  # its environment failed
+    FAILED = 5  # its environment failed, and its reward is 0
+    DROPPED = DROPPED_ENDING  # its environment failed, and its group is dropped
 
 
 @dataclass

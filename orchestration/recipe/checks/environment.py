@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from orchestration.recipe.checks.examples import tokenizer_at_hand
+from orchestration.recipe.checks.examples import dialogue_at_hand, tokenizer_at_hand
 from orchestration.recipe.checks.registry import Environment, check, machine_check, problem
-from orchestration.recipe.dialogue import dialogue_of
 from orchestration.recipe.schema import Recipe
 from pipeline.problems import Problem
 from stages.environments.classes import environments
-from stages.environments.interface import Declarations
 from stages.prompts.rows.files import PromptError
 from stages.user_code import CodeUnusable
 
@@ -62,14 +60,11 @@ def environment_is_sound(recipe: Recipe) -> Iterator[Problem]:
 
 @machine_check("environment", "model.source", "prompts")
 def turns_can_be_written(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
-    section = recipe.environment
-    tokenizer = tokenizer_at_hand(recipe)
-    if section.use is None or tokenizer is None:
+    tokenizer = tokenizer_at_hand(recipe) if recipe.has_environment else None
+    if tokenizer is None:
         return
     try:
-        factories = environments(section.use, section.options)
-        declared = Declarations({name: each.declare() for name, each in factories.items()})
-        dialogue_of(recipe, tokenizer, declared)
+        dialogue_at_hand(recipe, tokenizer)
     except CodeUnusable:  # reported for the code itself
         return
     except PromptError as refused:

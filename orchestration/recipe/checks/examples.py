@@ -25,6 +25,7 @@ from stages.prompts.rows.values import describe
 from stages.prompts.too_long import LongPrompts
 
 if TYPE_CHECKING:
+    from stages.environments.dialogue.interface import Dialogue
     from stages.model.load import Tokenizer
 
 
@@ -64,14 +65,33 @@ def example_prompts(recipe: Recipe) -> list[ExamplePrompt]:
 
     found = []
     try:
+        opens = dialogue_at_hand(recipe, tokenizer)
         for part in recipe.prompts.parts().values():
             rows = _first_rows(part, recipe.seed)
-            form = PromptFormatter(part, tokenizer, prompt_limits(recipe))
+            form = PromptFormatter(part, tokenizer, prompt_limits(recipe), opens)
             if rows and (prompt := form.bounded(*rows[0], LongPrompts(None))) is not None:
                 found.append(ExamplePrompt(rows[0][1], prompt.text, len(prompt.ids)))
     except PromptError as error:
         raise RecipeError(recipe.name, error.problems) from error
     return found
+
+
+def dialogue_at_hand(recipe: Recipe, tokenizer: Tokenizer) -> Dialogue | None:
+    """Return what writes the conversations of a run with environments; None for another run.
+
+    Imports the environments' classes. Raises CodeUnusable, and PromptError for a template that
+    cannot write their turns.
+    """
+    section = recipe.environment
+    if section.use is None:
+        return None
+    from orchestration.recipe.dialogue import dialogue_of
+    from stages.environments.classes import environments
+    from stages.environments.interface import Declarations
+
+    factories = environments(section.use, section.options)
+    declared = Declarations({name: each.declare() for name, each in factories.items()})
+    return dialogue_of(recipe, tokenizer, declared)
 
 
 def prompt_sources(recipe: Recipe) -> list[str]:

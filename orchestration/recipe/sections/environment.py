@@ -16,7 +16,7 @@ Name = Annotated[str, Field(min_length=1)]
 class EnvironmentSection(Section):
     """What answers the policy's turns: without it a response is one turn."""
 
-    use: Annotated[Name | dict[str, Name] | None, IsCode("stage", "refused")] = key(
+    use: Annotated[Name | dict[str, Name] | None, IsCode("stage", "guess")] = key(
         None,
         "A class as `module:Class`, or one that an installed package registers; or several by the "
         "names that rows have in their column `environment`.",
