@@ -60,9 +60,13 @@ class CallThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._begun = 0
         self._ended = 0
+        self._is_closed = False
 
     def run(self, work: Callable[[], T]) -> asyncio.Future[T]:
-        """Return a future of what ``work`` returns or raises."""
+        """Return a future of what ``work`` returns or raises. Raises RuntimeError after :meth:`end`:
+        nothing would call it."""
+        if self._is_closed:
+            raise RuntimeError("its thread was ended")
         outcome, call = deferred(work)
         self._begun += 1
         self._calls.put(call)
@@ -72,6 +76,7 @@ class CallThread:
 
     def end(self) -> None:
         """Let the thread end after the calls that it has."""
+        self._is_closed = True
         self._calls.put(None)
 
     def busy(self) -> bool:

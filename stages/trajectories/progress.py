@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -73,11 +74,10 @@ class Progress:
     @property
     def turns(self) -> list[list[int]]:
         """The tokens of each turn, without the observations after it."""
-        ends = [*self.turn_starts[1:], len(self.token_ids)]
         mask = self.mask()
         return [
             [token for token, made in zip(self.token_ids[a:b], mask[a:b], strict=True) if made]
-            for a, b in zip(self.turn_starts, ends, strict=True)
+            for a, b in pairwise([*self.turn_starts, len(self.token_ids)])
         ]
 
     def mask(self) -> list[bool]:

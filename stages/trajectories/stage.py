@@ -14,6 +14,7 @@ replayable are opened again and given the recorded turns; the trajectories of ot
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import math
 import time
@@ -27,6 +28,7 @@ from tensordict import TensorDict
 
 from pipeline.first_of import cancel_all
 from pipeline.index.claims import Claim, Handle
+from pipeline.index.errors import LeaseLost
 from pipeline.problems import Fatal
 from pipeline.warehouse.dock import Dock
 from pipeline.worker.controller import Stage
@@ -61,7 +63,8 @@ class Limits:
 
     ``max_turns``. ``max_tokens``: of turns and observations together; a turn may have
     ``turn_tokens``, and the trajectory ends when a whole one has no room any more.
-    ``step_seconds``: of one answer. ``trajectory_seconds``: of all, in one worker's life.
+    ``step_seconds``: of one answer. ``trajectory_seconds``: of all, in one worker's life; it is
+    looked at before and after an answer, and interrupts none.
     """
 
     max_turns: int
@@ -77,28 +80,28 @@ class EnvironmentUnusable(Fatal, RuntimeError):
 
 @dataclass
 class _OpenTrajectory:
-    """A trajectory whose environment lives here. ``began``: by the monotonic clock. ``answered``:
-    how many turns the environment has answered."""
+    """A trajectory whose environment was opened here. ``key``: another one each time that it is
+    opened, so that a call of a lost lease never meets a later one. ``began``: by the monotonic
+    clock. ``answered``: how many turns the environment was given."""
 
+    group: int
+    key: str
     began: float
     answered: int = 0
 
 
 @dataclass
 class _Row:
-    """A claimed row. ``ending``: why its trajectory has ended; None: it goes on."""
+    """A claimed row. ``trajectory``: as it was opened here. ``ending``: why it has ended; None: it
+    goes on."""
 
     handle: Handle
     position: int
     columns: Mapping[str, Any]
     progress: Progress
+    trajectory: _OpenTrajectory | None = None
     ending: Ending | None = None
     reward: float = math.nan
-
-    @property
-    def key(self) -> str:
-        """The trajectory's name: rows are never used again."""
-        return str(self.handle.row)
 
 
 @dataclass
@@ -157,7 +160,9 @@ class Environments(Stage):
         self._concurrency = concurrency
         self._end_token = end_token
         self._returns = asyncio.ALL_COMPLETED if together else asyncio.FIRST_COMPLETED
-        self._open: dict[str, _OpenTrajectory] = {}
+        # by row; rows are never used again
+        self._open: dict[int, _OpenTrajectory] = {}
+        self._openings = itertools.count()
 
     def room(self, held: int) -> int:
         return (self._concurrency - held) // self._group_size
@@ -166,7 +171,7 @@ class Environments(Stage):
         return {"trajectories": {"open": len(self._open), **self.seen.counts()}}
 
     async def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
-        await self._close_expired()
+        await self._close_gone()
         progress = await parked_progress(self.dock, claim)
         texts = zip(rows["given"], rows["fields"], strict=True)
         tasks = [
@@ -177,6 +182,7 @@ class Environments(Stage):
                         position,
                         {**json.loads(fields), "prompt": json.loads(given)},
                         progress.get(position) or Progress(),
+                        self._open.get(handle.row),
                     )
                 )
             )
@@ -203,6 +209,10 @@ class Environments(Stage):
         try:
             if not row.progress.turn_starts:
                 await self._begin(row)
+            elif row.trajectory is not None and self._is_overdue(row.trajectory):
+                row.ending = Ending.TIMEOUT
+                row.progress.turn_reward.append(math.nan)
+                await self._end(row)
             elif await self._has_its_environment(row):
                 await self._answer(row)
             else:
@@ -212,7 +222,7 @@ class Environments(Stage):
         except EnvironmentFailed as failed:
             await self._fail(row, failed)
         except BaseException:  # cancelled in the middle of a call: it knows more than the row
-            await self._close(row.key)
+            await self._close(row)
             raise
         if row.ending is not None:
             self.seen.endings[row.ending] += 1
@@ -231,11 +241,13 @@ class Environments(Stage):
             )
         row.progress.begin_turn()
 
-    async def _open_environment(self, row: _Row) -> Reply:
-        await self._close(row.key)
-        self._open[row.key] = _OpenTrajectory(time.monotonic())
+    async def _open_environment(self, row: _Row, began: float | None = None) -> Reply:
+        await self._close(row)
+        key = f"{row.handle.row}.{next(self._openings)}"
+        began = time.monotonic() if began is None else began
+        row.trajectory = self._open[row.handle.row] = _OpenTrajectory(row.handle.group, key, began)
         seed = group_seed(self.seed, row.handle.group) * LARGEST_PLACE + row.handle.place
-        trajectory = Trajectory(row.key, row.columns, seed, self._environment_of(row))
+        trajectory = Trajectory(key, row.columns, seed, self._environment_of(row))
         return await self.caller.open(trajectory, self.limits.step_seconds)
 
     def _environment_of(self, row: _Row) -> str:
@@ -252,29 +264,33 @@ class Environments(Stage):
     async def _has_its_environment(self, row: _Row) -> bool:
         """Return whether the row's environment has answered all turns but the last one; one that is
         replayable is brought there."""
-        earlier = len(row.progress.turn_starts) - 1
-        trajectory = self._open.get(row.key)
-        if trajectory is not None and self.caller.knows(row.key):
-            if trajectory.answered == earlier:
+        trajectory = row.trajectory
+        earlier = row.progress.turns[:-1]
+        began = None
+        if trajectory is not None:
+            if self.caller.knows(trajectory.key) and trajectory.answered == len(earlier):
                 return True
-            await self._close(row.key)
+            began = trajectory.began
         if not self.declarations[self._environment_of(row)].replayable:
             return False
-        await self._open_environment(row)
-        for number, turn_ids in enumerate(row.progress.turns[:-1]):
-            turn = self.dialogue.turn(turn_ids, truncated=False, number=number)
-            await self.caller.step(row.key, turn, self._seconds(row))
-            self._open[row.key].answered += 1
+        await self._open_environment(row, began)
+        for number, turn_ids in enumerate(earlier):
+            await self._step(row, turn_ids, number)
         self.seen.replayed += 1
         return True
+
+    async def _step(self, row: _Row, turn_ids: Sequence[int], number: int) -> Reply:
+        """Give the row's environment a turn: a truncated one is the last one."""
+        trajectory = self._live(row)
+        trajectory.answered += 1
+        last = number == len(row.progress.turn_starts) - 1
+        turn = self.dialogue.turn(turn_ids, row.progress.truncated and last, number)
+        return await self.caller.step(trajectory.key, turn, self.limits.step_seconds)
 
     async def _answer(self, row: _Row) -> None:
         progress = row.progress
         turn_ids = progress.turns[-1]
-        number = len(progress.turn_starts) - 1
-        turn = self.dialogue.turn(turn_ids, progress.truncated, number)
-        reply = await self.caller.step(row.key, turn, self._seconds(row))
-        self._open[row.key].answered += 1
+        reply = await self._step(row, turn_ids, len(progress.turn_starts) - 1)
         self.seen.turns += 1
         self.seen.calls += reply.calls
         self.seen.failed_calls += reply.failed_calls
@@ -287,11 +303,16 @@ class Environments(Stage):
             else:
                 row.ending = Ending.TOKENS
         if row.ending is not None:
-            if not reply.done:
-                last = await self.caller.finish(row.key, self.limits.step_seconds)
-                progress.turn_reward[-1] = _sum([progress.turn_reward[-1], _number(last.reward)])
-            row.reward = _sum(progress.turn_reward)
-            await self._close(row.key)
+            await self._end(row)
+
+    async def _end(self, row: _Row) -> None:
+        """Ask for the reward that is due, and close the row's environment."""
+        rewards = row.progress.turn_reward
+        if row.ending is not Ending.DONE:
+            last = await self.caller.finish(self._live(row).key, self.limits.step_seconds)
+            rewards[-1] = _sum([rewards[-1], _number(last.reward)])
+        row.reward = _sum(rewards)
+        await self._close(row)
 
     def _observe(self, row: _Row, token_ids: Sequence[int]) -> None:
         row.progress.observe(token_ids)
@@ -307,35 +328,49 @@ class Environments(Stage):
             return Ending.TRUNCATED
         if len(row.progress.turn_starts) >= self.limits.max_turns:
             return Ending.TURNS
-        return Ending.TIMEOUT if self._seconds(row) <= 0 else None
+        assert row.trajectory is not None
+        return Ending.TIMEOUT if self._is_overdue(row.trajectory) else None
 
-    def _seconds(self, row: _Row) -> float:
-        """Return how long the next call may take."""
-        spent = time.monotonic() - self._open[row.key].began
-        return min(self.limits.step_seconds, max(0.0, self.limits.trajectory_seconds - spent))
+    def _is_overdue(self, trajectory: _OpenTrajectory) -> bool:
+        return time.monotonic() - trajectory.began >= self.limits.trajectory_seconds
+
+    def _live(self, row: _Row) -> _OpenTrajectory:
+        """Return the row's trajectory. Raises EnvironmentFailed where its environment has gone."""
+        if row.trajectory is None or not self.caller.knows(row.trajectory.key):
+            raise EnvironmentFailed("its environment is not open any more")
+        return row.trajectory
 
     async def _fail(self, row: _Row, failed: EnvironmentFailed) -> None:
-        """End a trajectory whose environment has failed. Raises EnvironmentUnusable."""
+        """End a trajectory whose environment has failed. Raises EnvironmentUnusable; LeaseLost where
+        another claim of the row has closed it meanwhile."""
+        if self._open.get(row.handle.row) is not row.trajectory:
+            raise LeaseLost(f"row {row.handle.row} is answered under a later lease")
         place = f" ({failed.place})" if failed.place else ""
         group, at = row.handle.group, row.handle.place
         if self.on_error == "fail":
             raise EnvironmentUnusable(f"environment: group {group}, place {at}: {failed}{place}")
         log.warning("environment failed", group=group, place=at, reason=f"{failed}{place}")
-        await self._close(row.key)
+        await self._close(row)
         if not row.progress.token_ids:
             row.progress.observe([self._end_token])
         row.ending = Ending.FAILED
         row.reward = 0.0 if self.on_error == "zero" else math.nan
 
-    async def _close(self, key: str) -> None:
-        if self._open.pop(key, None) is not None:
-            await self.caller.close(key)
+    async def _close(self, row: _Row) -> None:
+        if row.trajectory is not None:
+            if self._open.get(row.handle.row) is row.trajectory:
+                del self._open[row.handle.row]
+            await self.caller.close(row.trajectory.key)
 
-    async def _close_expired(self) -> None:
-        """Close environments whose rows have gone: their groups were dropped or lost."""
-        oldest = time.monotonic() - self.limits.trajectory_seconds - self.limits.step_seconds
-        for key in [key for key, each in self._open.items() if each.began < oldest]:
-            await self._close(key)
+    async def _close_gone(self) -> None:
+        """Close overdue environments whose rows have gone: their groups were dropped or lost."""
+        for number, trajectory in list(self._open.items()):
+            if not self._is_overdue(trajectory):
+                continue
+            group = await self.dock.index.inspect(trajectory.group)
+            if group is None or number not in group[0].row:
+                self._open.pop(number, None)
+                await self.caller.close(trajectory.key)
 
     # ── outputs ──
 

@@ -432,8 +432,8 @@ local function held(run, stage, token, owner, rows)
 end
 
 -- Checks that the versions and tokens of rows that were parked before only grow: the oldest version cannot become newer, nor
--- the tokens fewer. The staleness bound rests on this. A row without a token has no version (-1), and may become one again: it
--- is begun anew.
+-- the tokens fewer. The staleness bound rests on this. A row without a token may be told anew: it
+-- has begun again.
 local function check_progress(run, stage, rows, made)
   local at = 0
   for i = 1, #rows, 2 do
@@ -443,7 +443,7 @@ local function check_progress(run, stage, rows, made)
       for row = begun[j], begun[j + 1] do
         local oldest, tokens = unpack_at('<i4I4', before, 8 * (row - begun[j]) + 1)
         local now_oldest, now_tokens = unpack_at('<i4I4', made, 8 * (at + row - rows[i]) + 1)
-        local is_new = tokens == 0 or now_tokens == 0 and now_oldest == -1
+        local is_new = tokens == 0 or now_tokens == 0
         if not is_new and (now_oldest > oldest or now_tokens < tokens) then
           fail('BAD', 'row ' .. row .. ' was begun by version ' .. oldest .. ' with ' .. tokens .. ' tokens, and cannot be of version '
             .. now_oldest .. ' with ' .. now_tokens .. '; tell the oldest version and the number of all of its tokens')
