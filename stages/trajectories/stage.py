@@ -353,8 +353,9 @@ class Environments(Stage):
         await self._close(row)
         if not row.progress.token_ids:
             row.progress.observe([self._end_token])
-        row.ending = Ending.FAILED
-        row.reward = 0.0 if self.on_error == "zero" else math.nan
+        counts_as_zero = self.on_error == "zero"
+        row.ending = Ending.FAILED if counts_as_zero else Ending.DROPPED
+        row.reward = 0.0 if counts_as_zero else math.nan
 
     async def _close(self, row: _Row) -> None:
         if row.trajectory is not None:

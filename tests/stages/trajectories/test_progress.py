@@ -8,10 +8,14 @@ from pathlib import Path
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tensordict import TensorDict
 
 from pipeline.data.columns import Packed
 from pipeline.worker.outputs import Parked, Written
+from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.flow.catalogue import ENVIRONMENT, MASK, OBSERVED
+from stages.flow.declarations import Drop
+from stages.training.advantage import credits
 from stages.trajectories.progress import (
     Ending,
     Progress,
@@ -124,3 +128,15 @@ async def test_a_parked_trajectory_comes_back_as_it_was(
             assert tokens == progress.token_ids
         assert ended_rows["ending"].tolist() == endings
         assert torch.equal(ended_rows["environment_reward"], torch.tensor(rewards))
+
+
+def test_a_group_with_a_trajectory_that_is_dropped_is_dropped() -> None:
+    algorithm = GRPO(drop_equal=False)
+    rows = TensorDict({"reward": torch.tensor([0.0, 1.0, 0.0, 1.0])}, batch_size=[4])
+    rows["ending"] = torch.tensor(
+        [Ending.DONE, Ending.DROPPED, Ending.FAILED, Ending.TURNS], dtype=torch.uint8
+    )
+    members, results = credits(algorithm, rows, [0, 0, 1, 1])
+    assert members == [[0, 1], [2, 3]]
+    assert results[0] == Drop("the environment failed")
+    assert not isinstance(results[1], Drop)
