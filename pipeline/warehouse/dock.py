@@ -292,14 +292,16 @@ class Dock:
             apart=True,
         )
 
-    async def begun(self, claim: Claim, columns: Sequence[str]) -> tuple[list[int], TensorDict]:
+    async def begun(
+        self, claim: Claim, columns: Sequence[str]
+    ) -> tuple[list[int], dict[str, Packed]]:
         """Which of the claim's rows were parked before, as positions [b], and the ``columns`` that
-        they were parked with, batch size [b], valid as in :meth:`fetch`."""
+        they were parked with, of b rows each, valid as in :meth:`fetch`; none without such rows."""
         refs = claim.refs[await self.warehouses.producer(columns[0])]
         positions = np.flatnonzero(refs["block"]).tolist()
         if not positions:
-            return [], TensorDict({}, batch_size=[0])
-        return positions, await self.fetch(claim.part(positions), columns)
+            return [], {}
+        return positions, await self.fetch_packed(claim.part(positions), columns)
 
     async def fetch(
         self,

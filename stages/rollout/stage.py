@@ -174,7 +174,7 @@ class Rollout(Stage):
         positions, rows = await self.dock.begun(claim, read)
         if not positions:
             return {}, {}
-        columns = {name: [row.clone() for row in Packed.of(rows[name]).rows()] for name in read}
+        columns = {name: [row.clone() for row in rows[name].rows()] for name in read}
         begun = dict[int, Begun]()
         turns = dict[int, Mapping[str, torch.Tensor]]()
         for number, position in enumerate(positions):

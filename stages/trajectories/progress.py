@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from pipeline.data.columns import Packed
 from pipeline.index.client import Claim
 from pipeline.warehouse.dock import Dock, Rows
 from stages.flow.catalogue import DROPPED_ENDING, MASK, OBSERVED
@@ -100,7 +99,8 @@ async def parked_progress(dock: Dock, claim: Claim) -> dict[int, Progress]:
     positions, rows = await dock.begun(claim, PARKED)
     if not positions:
         return {}
-    columns = {name: _values(rows[name]) for name in PARKED}
+    truncated = rows.pop("truncated").values.tolist()
+    columns = {name: column.lists() for name, column in rows.items()}
     return {
         position: Progress(
             token_ids=columns["response_ids"][number],
@@ -108,7 +108,7 @@ async def parked_progress(dock: Dock, claim: Claim) -> dict[int, Progress]:
             versions=_pairs(columns["versions"][number]),
             turn_starts=columns["turn_starts"][number],
             turn_reward=columns["turn_reward"][number],
-            truncated=columns["truncated"][number],
+            truncated=truncated[number],
         )
         for number, position in enumerate(positions)
     }
@@ -136,12 +136,6 @@ def ended_columns(
         "environment_reward": torch.tensor([*rewards], dtype=torch.float32),
         "ending": torch.tensor([*endings], dtype=torch.uint8),
     }
-
-
-def _values(column: torch.Tensor) -> list[Any]:
-    if column.is_nested:
-        return [row.tolist() for row in Packed.of(column).rows()]
-    return column.tolist()
 
 
 def _pairs(flat: Sequence[int]) -> list[tuple[int, int]]:

@@ -55,6 +55,7 @@ log = structlog.get_logger()
 
 COLUMN = "environment"  # of a prompt's row: which one, where the run has several
 LARGEST_PLACE = 1 << 16
+TEXTS = ("given", "fields")
 
 
 @dataclass(frozen=True)
@@ -92,14 +93,16 @@ class _OpenTrajectory:
 
 @dataclass
 class _Row:
-    """A claimed row. ``trajectory``: as it was opened here. ``ending``: why it has ended; None: it
+    """The row at ``position`` of a claim. ``trajectory``: as it was opened here. ``columns``: of its
+    prompt's row, read where its environment is to be opened. ``ending``: why it has ended; None: it
     goes on."""
 
+    claim: Claim
     handle: Handle
     position: int
-    columns: Mapping[str, Any]
     progress: Progress
     trajectory: _OpenTrajectory | None = None
+    columns: Mapping[str, Any] = field(default_factory=dict)
     ending: Ending | None = None
     reward: float = math.nan
 
@@ -131,7 +134,7 @@ class Environments(Stage):
     before it had one. ``together``: rows that were claimed together are handed on together."""
 
     name = ENVIRONMENT
-    fetches: tuple[str, ...] = ("given", "fields")
+    fetches: tuple[str, ...] = ()  # TEXTS, of rows whose environment is to be opened
 
     def __init__(
         self,
@@ -173,23 +176,18 @@ class Environments(Stage):
     async def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
         await self._close_gone()
         progress = await parked_progress(self.dock, claim)
-        texts = zip(rows["given"], rows["fields"], strict=True)
-        tasks = [
-            asyncio.create_task(
-                self._advance(
-                    _Row(
-                        handle,
-                        position,
-                        {**json.loads(fields), "prompt": json.loads(given)},
-                        progress.get(position) or Progress(),
-                        self._open.get(handle.row),
-                    )
-                )
+        rows_claimed = [
+            _Row(
+                claim,
+                handle,
+                position,
+                progress.get(position) or Progress(),
+                self._open.get(handle.row),
             )
-            for position, (handle, (given, fields)) in enumerate(
-                zip(claim.rows, texts, strict=True)
-            )
+            for position, handle in enumerate(claim.rows)
         ]
+        await self._read_columns([row for row in rows_claimed if not self._answers(row)])
+        tasks = [asyncio.create_task(self._advance(row)) for row in rows_claimed]
         waiting = set(tasks)
         try:
             while waiting:
@@ -201,6 +199,15 @@ class Environments(Stage):
                     yield await self._ended(ended)
         finally:
             await cancel_all(*tasks)
+
+    async def _read_columns(self, rows: Sequence[_Row]) -> None:
+        """Read the prompt's columns of ``rows``, which are of one claim."""
+        if not rows:
+            return
+        part = rows[0].claim.part([row.position for row in rows])
+        texts = await self.dock.fetch(part, TEXTS)
+        for row, given, fields in zip(rows, texts["given"], texts["fields"], strict=True):
+            row.columns = {**json.loads(fields), "prompt": json.loads(given)}
 
     # ── one row ──
 
@@ -261,16 +268,25 @@ class Environments(Stage):
             )
         return str(name)
 
+    def _answers(self, row: _Row) -> bool:
+        """Return whether the row's environment is open here and waits for the row's last turn."""
+        trajectory = row.trajectory
+        return (
+            trajectory is not None
+            and self.caller.knows(trajectory.key)
+            and trajectory.answered == len(row.progress.turn_starts) - 1
+        )
+
     async def _has_its_environment(self, row: _Row) -> bool:
         """Return whether the row's environment has answered all turns but the last one; one that is
         replayable is brought there."""
         trajectory = row.trajectory
+        if self._answers(row):
+            return True
+        if not row.columns:  # its process has died since the claim
+            await self._read_columns([row])
         earlier = row.progress.turns[:-1]
-        began = None
-        if trajectory is not None:
-            if self.caller.knows(trajectory.key) and trajectory.answered == len(earlier):
-                return True
-            began = trajectory.began
+        began = None if trajectory is None else trajectory.began
         if not self.declarations[self._environment_of(row)].replayable:
             return False
         await self._open_environment(row, began)

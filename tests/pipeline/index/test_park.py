@@ -106,7 +106,7 @@ async def test_a_parked_row_is_continued_by_any_free_worker(nodes: tuple[Dock, D
     ]
     positions, begun = await b.begun(second, ["response"])
     assert positions == [0, 1]
-    assert [r.tolist() for r in begun["response"].unbind()] == [[0, 1, 2, 3, 4], [2, 3, 4, 5, 6]]
+    assert begun["response"].lists() == [[0, 1, 2, 3, 4], [2, 3, 4, 5, 6]]
     assert await b.claim("score", 10) is not None, "what has ended goes on"
     assert (await a.index.ledger())["generated"] == 1, (
         "a response that has not ended is not counted"
@@ -236,7 +236,7 @@ async def test_progress_moves_with_a_draining_warehouse_and_is_made_again_when_i
     found = await claim(b)
     positions, begun = await b.begun(found, ["response"])
     assert positions == [0, 1, 2, 3]
-    assert begun["response"].unbind()[3].tolist() == [3, 4, 5, 6, 7]
+    assert begun["response"].lists()[3] == [3, 4, 5, 6, 7]
     await b.close()  # the node is gone, and with it all that the drain has moved there
     with pytest.raises(StaleHandle, match="made again"):
         await a.begun(found, ["response"])
@@ -291,7 +291,7 @@ async def claimed(dock: Dock, stage: str, most: int = 1) -> Claim:
 
 async def progress(dock: Dock, claim: Claim) -> list[list[int]]:
     positions, rows = await dock.begun(claim, ["response"])
-    return [row.tolist() for row in rows["response"].unbind()] if positions else []
+    return rows["response"].lists() if positions else []
 
 
 async def test_two_stages_take_turns_with_a_row_until_one_commits_it(turns: Dock) -> None:

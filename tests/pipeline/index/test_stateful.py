@@ -346,8 +346,7 @@ class Flow:
         at, found = await self.docks[worker].begun(claim, ["response"])
         assert at == [i for i, row in enumerate(rows) if row.progress]
         if at:
-            responses = found["response"].unbind()
-            assert [response.tolist() for response in responses] == [rows[i].response for i in at]
+            assert found["response"].lists() == [rows[i].response for i in at]
             assert [claim.rows[i].tokens for i in at] == [len(rows[i].response) for i in at]
 
     def outputs(
