@@ -72,7 +72,7 @@ def planned_cuts(model: PreTrainedModel) -> list[tuple[nn.Module, str]]:
     plan = config.base_model_tp_plan
     if not plan:
         raise ModelRefused("tp", f"{kind} comes without a tensor-parallel plan", "use tp = 1")
-    embeddings = model.get_input_embeddings()  # transformers before 5.17 plans to cut them, too
+    embeddings = model.get_input_embeddings()  # transformers 5.16 plans to cut tied ones, too
     modules = [
         # the plan has * for a layer's number
         (name, module, plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name)))

@@ -523,7 +523,7 @@ def test_a_model_that_cannot_be_cut_is_refused_by_name(
 
 
 def test_embeddings_stay_whole_whatever_the_plan_says() -> None:
-    """As transformers before 5.17 plans for tied ones."""
+    """As transformers 5.16 plans for tied ones."""
     model = model_of("qwen3")
     planned = [id(module) for module, _ in cuts(model, 2)]
     plan = {**model.config.base_model_tp_plan, "embed_tokens": "embedding_rowwise"}
