@@ -133,9 +133,9 @@ end
 
 -- Rows from..to have no parked progress any more. Only a stage that takes groups has any.
 local function end_progress(run, stage, from, to)
-  local rows_of_it = (stage.origin == stage.name and 'begun:' or 'parked:') .. stage.name
-  if stage.takes ~= 'groups' or call('EXISTS', run .. rows_of_it) == 0 then return end
-  cut(run .. 'begun:' .. stage.origin, from, to)
+  if stage.takes ~= 'groups' then return end
+  if call('EXISTS', run .. 'begun:' .. stage.origin) == 1 then cut(run .. 'begun:' .. stage.origin, from, to) end
+  if call('EXISTS', run .. 'parked:' .. stage.name) == 0 then return end
   local gone = cut(run .. 'parked:' .. stage.name, from, to)
   if gone > 0 then count(run, 'parked:' .. stage.name, -gone) end
 end

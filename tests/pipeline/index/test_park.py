@@ -318,6 +318,10 @@ async def test_two_stages_take_turns_with_a_row_until_one_commits_it(turns: Dock
     assert sorted(row.tolist() for row in rows["response"].unbind()) == [[7, 70, 71], [8, 80]]
     ledger = await turns.index.ledger()
     assert (ledger["generated"], ledger["generated_tokens"]) == (2, 3)
+    queues = (await turns.index.stats())["stages"]
+    assert queues["environment"]["begun"] == 0, (
+        "whichever of the two commits a row ends its progress"
+    )
 
 
 async def test_a_lost_turn_is_taken_again_by_its_own_stage(turns: Dock) -> None:
