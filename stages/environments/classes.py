@@ -37,10 +37,7 @@ from stages.threads import CallThread
 from stages.user_code import CodeUnusable, find, place_in, place_of, shown
 
 ENTRY_POINTS = "asyncdock.environments"
-BUILT_IN = {  # by name
-    "calculator": "stages.tasks.calculator:Calculator",
-    "guess": "stages.tasks.guess:Guess",
-}
+BUILT_IN = {"guess": "stages.tasks.guess:Guess"}  # by name
 KEY = "environment.use"
 NO_TOOLS = ("reset", "step", "get_reward", "close")
 SCHEMA_LIBRARY = "transformers.utils.chat_template_utils"  # that schema_of imports
