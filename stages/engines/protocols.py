@@ -64,9 +64,9 @@ class Begun:
     token_ids: torch.Tensor  # int64 [T], T >= 1
     logprobs: torch.Tensor  # float32 [T]
     versions: tuple[tuple[int, int], ...]
-    turn_start: int = 0
     # uint8 or int16 [P + T - 1, layers * top-k], where the run has the column
     routed_experts: torch.Tensor | None = None
+    turn_start: int = 0
 
 
 @dataclass(frozen=True)
