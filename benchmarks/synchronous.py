@@ -5,22 +5,25 @@ The asynchronous run with η = 0 must equal it bit for bit, and speed-ups are me
     for each step:  prompts ▶ generate all ▶ reward all ▶ (reference) ▶ credit ▶ optimizer steps ▶ swap weights
                        ▲                                                  │ groups that are dropped
                        └──────────────────────────────────────────────────┘
+    with an environment, "generate all" is:  open all ▶ generate a turn of each ▶ answer all ▶ … until all have ended
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 from tensordict import NonTensorStack, TensorDict
 
-from orchestration.recipe.flow import algorithm_of, needs_reference
+from orchestration.recipe.dialogue import dialogue_of
+from orchestration.recipe.flow import algorithm_of, needs_reference, reward_reads
 from orchestration.recipe.models import tokenizer_of
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sizes.planner import prompt_limits
@@ -33,15 +36,32 @@ from orchestration.workers.engines import (
     train_engine,
 )
 from stages.algorithms import Drop
-from stages.engines.protocols import Completion, GroupRequest, TrainEngine, UndoableEngine
+from stages.engines.protocols import (
+    Begun,
+    Completion,
+    GroupRequest,
+    RolloutEngine,
+    TrainEngine,
+    UndoableEngine,
+)
+from stages.environments.classes import environments
+from stages.environments.dialogue.interface import Dialogue
+from stages.environments.interface import Declarations, Reply, Trajectory
+from stages.environments.local import LocalCaller
 from stages.flow.catalogue import ROUTED
 from stages.flow.groups import outputs_of
+from stages.model.load import Tokenizer
 from stages.prompts.difficulty import Difficulty
 from stages.prompts.gate import columns
 from stages.prompts.sources import Prompt, load_prompts
 from stages.rewards.stage import score_rows
 from stages.rollout.stage import group_seed
 from stages.training.advantage import credits, rewards_of_groups, spared
+from stages.trajectories.progress import Ending, Progress, ended_columns
+from stages.trajectories.stage import LARGEST_PLACE
+
+Key = tuple[int, int]  # group, place
+Ended = tuple[Progress, float]  # a trajectory that has ended, and its reward
 
 
 @dataclass(frozen=True)
@@ -83,6 +103,11 @@ async def synchronous_run(recipe: Recipe) -> AsyncGenerator[SynchronousStep, Non
     per_step = recipe.train.groups_per_step
     rewards = reward_set(recipe, end_tokens=sampling.stop_token_ids)
     dropping = scored_by(recipe)
+    reads = tuple(reward_reads(recipe, []))
+    game = await Game.of(recipe, tokenizer) if recipe.has_environment else None
+    if game is not None:
+        ends = {*sampling.stop_token_ids, *game.dialogue.stop_token_ids}
+        sampling = replace(sampling, stop_token_ids=tuple(sorted(ends)))
     rollout = rollout_engine(recipe, version=0)
     trainer = train_engine(recipe)
     reference = reference_engine(recipe) if needs_reference(recipe) else None
@@ -98,7 +123,8 @@ async def synchronous_run(recipe: Recipe) -> AsyncGenerator[SynchronousStep, Non
             droppable = admitted + recipe.algorithm.max_refill * per_step
             groups: list[int] = []
             asked: dict[int, Prompt] = {}
-            completions: dict[tuple[int, int], Completion] = {}
+            completions: dict[Key, Completion] = {}
+            answers: dict[Key, Ended] = {}
             while len(groups) < per_step:  # once, unless credit drops groups
                 fresh = range(admitted, admitted + per_step - len(groups))
                 admitted = fresh.stop
@@ -119,14 +145,17 @@ async def synchronous_run(recipe: Recipe) -> AsyncGenerator[SynchronousStep, Non
                     )
                     for group in fresh
                 ]
-                async with aclosing(rollout.generate(requests)) as ended:  # type: ignore[type-var]
-                    async for completion in ended:
-                        completions[completion.group, completion.place] = completion
+                if game is None:
+                    completions |= await _generated(rollout, requests)
+                else:
+                    answers |= await game.play(rollout, requests, asked)
                 generating += time.monotonic() - generation_began
                 groups += fresh
-                batch = _batch(
-                    [completions[group, place] for group in groups for place in range(size)]
-                )
+                keys_of = [(group, place) for group in groups for place in range(size)]
+                if game is None:
+                    batch = _batch([completions[key] for key in keys_of])
+                else:
+                    batch = _batch_of_trajectories(keys_of, [answers[key] for key in keys_of])
                 given: dict[str, Any] = columns(
                     [asked[group] for group in groups for _ in range(size)]
                 )
@@ -137,7 +166,7 @@ async def synchronous_run(recipe: Recipe) -> AsyncGenerator[SynchronousStep, Non
                     NonTensorStack(*given["given"]),
                     NonTensorStack(*given["fields"]),
                 )
-                scores = await score_rows(rewards, tokenizer, batch)
+                scores = await score_rows(rewards, tokenizer, batch, reads)
                 batch["reward"], batch["scores"] = scores.total, scores.scores
                 if reference is not None:
                     batch["ref_logprobs"] = await asyncio.to_thread(reference.logprobs, batch)
@@ -194,6 +223,8 @@ async def synchronous_run(recipe: Recipe) -> AsyncGenerator[SynchronousStep, Non
                 critic,
             )
     finally:
+        if game is not None:
+            await game.caller.end()
         await rollout.close()
         for engine in (trainer, reference, critic):
             if engine is not None:
@@ -207,6 +238,134 @@ async def _trained(engine: Any, batch: TensorDict, algorithm: Any) -> Mapping[st
     except FloatingPointError:
         return {}
     return metrics
+
+
+async def _generated(
+    rollout: RolloutEngine, requests: Sequence[GroupRequest]
+) -> dict[Key, Completion]:
+    async with aclosing(rollout.generate(requests)) as ended:  # type: ignore[type-var]
+        return {(done.group, done.place): done async for done in ended}
+
+
+@dataclass(frozen=True)
+class Game:
+    """Plays all trajectories of a step turn by turn, all of them together."""
+
+    recipe: Recipe
+    caller: LocalCaller
+    declared: Declarations
+    dialogue: Dialogue
+
+    @classmethod
+    async def of(cls, recipe: Recipe, tokenizer: Tokenizer) -> Game:
+        section = recipe.environment
+        assert section.use is not None
+        caller = LocalCaller(environments(section.use, section.options))
+        declared = Declarations(await caller.declare())
+        return cls(recipe, caller, declared, dialogue_of(recipe, tokenizer, declared))
+
+    async def play(
+        self,
+        rollout: RolloutEngine,
+        requests: Sequence[GroupRequest],
+        prompts: Mapping[int, Prompt],
+    ) -> dict[Key, Ended]:
+        """Return the trajectories of ``requests`` when all have ended."""
+        going_on: dict[Key, Progress] = {}
+        ended: dict[Key, Ended] = {}
+        for request in requests:
+            for place in request.places:
+                key = (request.group, place)
+                going_on[key] = progress = Progress()
+                reply = await self._open(key, prompts[request.group])
+                progress.observe(self.dialogue.opening(reply.messages))
+                progress.begin_turn()
+        while going_on:
+            for key, done in (await _generated(rollout, _next_turns(requests, going_on))).items():
+                progress = going_on[key]
+                progress.token_ids = done.token_ids.tolist()
+                progress.logprobs = done.logprobs.tolist()
+                progress.versions = [*done.versions]
+                progress.truncated = done.finish_reason == "length"
+            for key, progress in list(going_on.items()):
+                if (reward := await self._answer(key, progress)) is not None:
+                    ended[key] = (going_on.pop(key), reward)
+        return ended
+
+    async def _open(self, key: Key, prompt: Prompt) -> Reply:
+        row: dict[str, Any] = columns([prompt])
+        fields = json.loads(row["fields"][0])
+        group, place = key
+        trajectory = Trajectory(
+            str(key),
+            {**fields, "prompt": json.loads(row["given"][0])},
+            group_seed(self.recipe.seed, group) * LARGEST_PLACE + place,
+            "" if "" in self.declared.by_name else fields["environment"],
+        )
+        return await self.caller.open(trajectory, self.recipe.environment.timeout)
+
+    async def _answer(self, key: Key, progress: Progress) -> float | None:
+        """Answer the last turn. Returns the trajectory's reward where it has ended."""
+        section = self.recipe.environment
+        turn_ids = progress.turns[-1]
+        turn = self.dialogue.turn(turn_ids, progress.truncated, len(progress.turn_starts) - 1)
+        reply = await self.caller.step(str(key), turn, section.timeout)
+        rewards = [reply.reward]
+        has_ended = (
+            reply.done or progress.truncated or len(progress.turn_starts) >= section.max_turns
+        )
+        if not has_ended:
+            progress.observe(self.dialogue.continuation(turn_ids, reply.messages))
+            room = self.recipe.longest_response - len(progress.token_ids)
+            has_ended = room < self.recipe.rollout.max_tokens
+        if has_ended and not reply.done:
+            rewards.append((await self.caller.finish(str(key), section.timeout)).reward)
+        known = [reward for reward in rewards if reward is not None]
+        progress.turn_reward.append(math.fsum(known) if known else math.nan)
+        if not has_ended:
+            progress.begin_turn()
+            return None
+        await self.caller.close(str(key))
+        known = [reward for reward in progress.turn_reward if not math.isnan(reward)]
+        return math.fsum(known) if known else math.nan
+
+
+def _next_turns(
+    requests: Sequence[GroupRequest], going_on: Mapping[Key, Progress]
+) -> list[GroupRequest]:
+    """Return the requests of the next turn of trajectories that go on."""
+    turns = []
+    for request in requests:
+        places = tuple(place for place in request.places if (request.group, place) in going_on)
+        if not places:
+            continue
+        begun = {}
+        for place in places:
+            progress = going_on[request.group, place]
+            if progress.token_ids:
+                begun[place] = Begun(
+                    torch.tensor(progress.token_ids),
+                    torch.tensor(progress.logprobs),
+                    tuple(progress.versions),
+                    turn_start=progress.turn_starts[-1],
+                )
+        turns.append(replace(request, places=places, begun=begun))
+    return turns
+
+
+def _batch_of_trajectories(keys: Sequence[Key], ended: Sequence[Ended]) -> TensorDict:
+    trajectories = [progress for progress, _ in ended]
+    made = ended_columns(
+        trajectories, [reward for _, reward in ended], [Ending.DONE for _ in ended]
+    )
+    del made["versions"], made["ending"]
+    rows = TensorDict({}, batch_size=[len(keys)])
+    rows["group"] = torch.tensor([group for group, _ in keys])
+    rows["place"] = torch.tensor([place for _, place in keys])
+    for name, column in made.items():
+        jagged = isinstance(column, list)
+        rows[name] = torch.nested.nested_tensor(column, layout=torch.jagged) if jagged else column
+    return rows
 
 
 def _batch(completions: list[Completion]) -> TensorDict:

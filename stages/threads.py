@@ -13,9 +13,13 @@ begins with a system call, which takes most of the time of small loops.
 from __future__ import annotations
 
 import asyncio
+import os
+import queue
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import FrameType
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -45,6 +49,51 @@ def run_in_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:
     outcome, run = deferred(work)
     threading.Thread(target=run, name=name, daemon=True).start()
     return asyncio.wrap_future(outcome)
+
+
+class CallThread:
+    """A daemon thread called ``name`` that calls functions one after the other, for objects that
+    belong to the thread that made them, as a connection of sqlite3. It starts with the first."""
+
+    def __init__(self, name: str) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._begun = 0
+        self._ended = 0
+        self._is_closed = False
+
+    def run(self, work: Callable[[], T]) -> asyncio.Future[T]:
+        """Return a future of what ``work`` returns or raises. Raises RuntimeError after :meth:`end`:
+        nothing would call it."""
+        if self._is_closed:
+            raise RuntimeError("its thread was ended")
+        outcome, call = deferred(work)
+        self._begun += 1
+        self._calls.put(call)
+        if self._thread.ident is None:
+            self._thread.start()
+        return asyncio.wrap_future(outcome)
+
+    def end(self) -> None:
+        """Let the thread end after the calls that it has."""
+        self._is_closed = True
+        self._calls.put(None)
+
+    def busy(self) -> bool:
+        """Return whether a call has not returned."""
+        return self._begun > self._ended
+
+    def frame(self) -> FrameType | None:
+        """Return where the thread is."""
+        return sys._current_frames().get(self._thread.ident or 0)
+
+    def _run(self) -> None:
+        process = os.getpid()
+        while call := self._calls.get():
+            call()
+            if os.getpid() != process:
+                os._exit(0)  # a child that the call has forked must not go on with the next
+            self._ended += 1
 
 
 def run_in_temporary_thread(work: Callable[[], T]) -> T:

@@ -32,6 +32,7 @@ KINDS = {
             "EmptyFile",
             "EngineMissing",
             "EngineUnknown",
+            "EnvironmentUnusable",
             "ExtraMissing",
         ),
         *("FilesDamaged", "GateClosed", "ModelNotFound", "NeedsOwnCode", "NeverFits"),

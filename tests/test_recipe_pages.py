@@ -15,6 +15,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
+from orchestration.recipe.checks.examples import example_prompts
 from orchestration.recipe.loading.keys import rewrite, sections
 from orchestration.recipe.loading.load import extended, parse_recipe
 from orchestration.recipe.schema import Recipe
@@ -22,10 +23,12 @@ from stages.model.load import load_model, load_tokenizer
 from stages.prompts.rows.options import Kind
 from stages.prompts.sources import PromptSource, load_prompts
 from stages.rewards.stage import RewardSet
+from tests.pages.page import blocks as page_blocks
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "compose" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 KEYS = ROOT / "docs" / "recipe.md"
+AGENTS = ROOT / "docs" / "agents.md"
 # What a block that shows some sections leaves out.
 REST: dict[str, dict[str, Any]] = {
     "model": {"source": "tiny"},
@@ -65,6 +68,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (directory / "questions.jsonl").write_text(text)
     (directory / "words.txt").write_text("word\n")
     (directory / "conversations.jsonl").write_text(conversation)
+    (directory / "additions.jsonl").write_text(blocks(AGENTS, "json")[0])
     (directory / "sums.jsonl").write_text(blocks(ROOT / "docs" / "rewards.md", "json")[0])
     template = (
         "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if enable_thinking "
@@ -82,7 +86,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     stages = next(
         code for code in blocks(ROOT / "docs" / "stages.md", "python") if "class Judge(" in code
     )
-    for name, code in {**MODULES, "my_engines": engines, "my_stages": stages}.items():
+    agents = {
+        block.file.removesuffix(".py"): block.text
+        for block in page_blocks(AGENTS)
+        if block.file in ("my_env.py", "my_game.py")
+    }
+    for name, code in {**MODULES, "my_engines": engines, "my_stages": stages, **agents}.items():
         (directory / f"{name}.py").write_text(f"from __future__ import annotations\n\n{code}")
     model, tokenizer = load_model("tiny", dtype=torch.float32, seed=0)
     model.config.max_position_embeddings = 4096  # README.md asks for responses of 2048 tokens
@@ -105,7 +114,7 @@ def there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         "orchestration.recipe.checks.machine.is_installed", lambda module: True
     )  # vLLM, where it is not
     yield folder
-    for name in (*MODULES, "my_engines", "my_stages"):
+    for name in (*MODULES, "my_engines", "my_stages", "my_env", "my_game"):
         sys.modules.pop(name, None)
 
 
@@ -144,6 +153,14 @@ def test_each_source_of_prompts_gives_prompts_as_the_page_shows(text: str, there
     source: PromptSource = load_prompts(options, tokenizer, seed=0).train
     assert source.prompt(0).given
     assert "answer" in source.prompt(0).fields
+
+
+def test_the_check_of_an_environment_shows_a_prompt_with_its_tools(there: Path) -> None:
+    [text] = [text for page, text in TOML if page == AGENTS and "my_env:" in text]
+    longer = text.replace("256", "1024")  # a token is a character of the model that is here
+    [example] = example_prompts(completed(longer.replace("smollm2", "models/my-model")))
+    assert '"name": "add"' in example.text
+    assert example.text.endswith("What is 4711 + 1234? Call add.")
 
 
 async def test_a_completion_is_a_text_or_messages_as_the_prompts_are(there: Path) -> None:

@@ -347,6 +347,15 @@ class Schema(RootModel[dict[str, Any]]):
     """A JSON Schema, draft 2020-12."""
 
 
+class SampleSegment(BaseModel):
+    """A turn of the policy, or what an environment answered."""
+
+    generated: bool = Field(description="By the policy, and trained; else observed.")
+    tokens: int
+    text: Text
+    reward: float | None = Field(description="Of a turn. Null where there is none.")
+
+
 class SampleView(BaseModel):
     """A sample that was trained."""
 
@@ -365,9 +374,12 @@ class SampleView(BaseModel):
         [], description="Reward functions that failed on it, and counted as 0."
     )
     advantage: float | None
-    tokens: int = Field(description="Of the response.")
+    tokens: int = Field(description="Of the response that the policy has generated.")
     versions: list[tuple[int, int]] = Field(
-        description="Policy version and tokens, in the response's order."
+        description="Policy version and tokens, in the response's order; version -1: observed."
+    )
+    segments: list[SampleSegment] = Field(
+        [], description="Of a response with turns: these and the observations, in order."
     )
     staleness: int
     truncated: bool

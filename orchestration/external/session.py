@@ -20,7 +20,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 
 from orchestration.external.accounting import OVER, PREFIX, StageTimes
 from orchestration.external.errors import NotExternal, WeightsTooOld
@@ -311,11 +310,9 @@ class External(ExternalWeights):
             if claim.stage == "reward":
                 check_rewards(columns)
             if claim.stage == "reference":
-                check_logprobs(
-                    "ref_logprobs",
-                    columns["ref_logprobs"],
-                    torch.from_numpy(part.tokens.astype("int64")),
-                )
+                responses = await dock.fetch_packed(part, ["response_ids"])
+                lengths = responses["response_ids"].lengths()
+                check_logprobs("ref_logprobs", columns["ref_logprobs"], lengths)
             await dock.commit(claim, positions, columns)
             return self._times.put(part, held_rows - len(positions), int(part.tokens.sum()))
         wanted = PROGRESS if park else tuple(RESPONSE)

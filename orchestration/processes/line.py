@@ -10,6 +10,7 @@ than are taken is not read. Importing this takes the standard library alone.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import faulthandler
 import json
 import os
@@ -17,14 +18,15 @@ import resource
 import socket
 import struct
 import sys
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 SIZES = struct.Struct("<IQ")
 HEAD_BYTES = 16 << 20  # at most
 READ_AHEAD = 1 << 20  # bytes that a stream of messages buffers
+FULL = 0.9  # of the limit of memory: a process that fails with more than this is replaced
 
-Message = tuple[dict[str, Any], bytes]
+Message = tuple[dict[str, Any], bytes | bytearray]
 
 
 class BadMessage(ValueError):
@@ -109,3 +111,42 @@ def prepare(path: list[str], memory: int = 0) -> None:
     if memory:
         resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
     sys.path[:] = path
+
+
+async def serve(
+    line: socket.socket,
+    answer: Callable[[dict[str, Any], bytes | bytearray], Awaitable[Message | None]],
+) -> None:
+    """Answer each message by a task of its own, with the message's id, until the line ends. None is
+    not sent. What has not been answered then is left.
+
+    A child that the code has forked ends instead of answering too.
+    """
+    process = os.getpid()
+    stream, writer = await asyncio.open_connection(sock=line, limit=READ_AHEAD)
+    answering = set[asyncio.Task[None]]()
+
+    async def respond(head: dict[str, Any], body: bytes | bytearray) -> None:
+        message = await answer(head, body)
+        if os.getpid() != process:
+            os._exit(0)
+        if message is not None:
+            writer.write(packed({"id": head.get("id"), **message[0]}, message[1]))
+            writer.write(message[1])
+            with contextlib.suppress(ConnectionError):
+                await writer.drain()
+
+    with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+        while True:
+            task = asyncio.create_task(respond(*await receive_from(stream)))
+            answering.add(task)
+            task.add_done_callback(answering.discard)
+
+
+def is_full() -> bool:
+    """Return whether this process holds nearly as much data as it may."""
+    limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
+    if limit == resource.RLIM_INFINITY or sys.platform != "linux":
+        return False
+    with open("/proc/self/statm") as sizes:
+        return int(sizes.read().split()[5]) * resource.getpagesize() > FULL * limit

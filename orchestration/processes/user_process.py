@@ -15,6 +15,7 @@ import itertools
 import os
 import signal
 import socket
+from pathlib import Path
 from typing import Any, Self
 
 from orchestration.processes.forkserver import Child, Launch
@@ -26,6 +27,7 @@ from pipeline.first_of import cancel_all
 END_SECONDS = 5.0  # until the exit code of a process that ended is known
 # for which the line of a process that has exited is read: what it has forked may hold the other end
 LINE_SECONDS = 1.0
+LOG_BYTES = 16 << 20  # of what a user's code prints; then the file begins again
 
 
 class ProcessEnded(RuntimeError):
@@ -76,6 +78,22 @@ class UserProcess:
             raise
         return cls(child, *await asyncio.open_connection(sock=ours, limit=READ_AHEAD), most)
 
+    async def greet(self, seconds: float) -> dict[str, Any]:
+        """Return the head of its first message, and begin.
+
+        Raises ProcessEnded, also where that takes more than ``seconds``; it is then ended.
+        """
+        try:
+            async with asyncio.timeout(seconds):
+                head, _ = await self.receive()
+        except (TimeoutError, ProcessEnded) as error:
+            await self.end()
+            if isinstance(error, ProcessEnded):
+                raise
+            raise ProcessEnded(f"took more than {seconds:g} s") from None
+        self.begin()
+        return head
+
     def begin(self) -> None:
         """Take messages as answers of :meth:`ask` from now on."""
         self._receiving = asyncio.create_task(self._receive_answers())
@@ -108,6 +126,11 @@ class UserProcess:
             raise ProcessEnded(f"made its process send {bad}", is_bad=True) from None
         except (asyncio.IncompleteReadError, ConnectionError):
             raise ProcessEnded(f"ended its process: {await self._exit()}") from None
+
+    async def wait(self) -> None:
+        """Wait until its line has ended, after :meth:`begin`."""
+        assert self._receiving is not None, "begin() was not called"
+        await asyncio.wait([self._receiving])
 
     async def end(self, patience: float = 0.0) -> None:
         """End it, and what it has started.
@@ -160,3 +183,10 @@ class UserProcess:
         if code is not None and code < 0:
             return f"killed by {signal.Signals(-code).name}"
         return "its exit code is not known" if code is None else f"it exited with code {code}"
+
+
+def bound_log(log: Path, most: int) -> None:
+    """Empty ``log`` when it has more than ``most`` bytes."""
+    with contextlib.suppress(OSError):
+        if log.stat().st_size > most:
+            os.truncate(log, 0)

@@ -12,7 +12,17 @@ from typing import TYPE_CHECKING, Any
 from orchestration.recipe.model_files import experts_of, text_config
 from orchestration.recipe.problems import value_or_none
 from stages.algorithms import NamedAlgorithm
-from stages.flow.catalogue import PROMPT, RESPONSE, ROUTED, Truncated, catalogue, expert_type
+from stages.flow.catalogue import (
+    ENDED,
+    ENDING,
+    PROMPT,
+    RESPONSE,
+    ROUTED,
+    TRAJECTORY,
+    Truncated,
+    catalogue,
+    expert_type,
+)
 from stages.flow.declarations import BASE, Columns, Declared, StageDeclaration, itemsize
 from stages.flow.resolver import Flow, resolve
 from stages.flow.user_stage import UserStage, declaration_of, stage_class
@@ -46,11 +56,16 @@ def flow_of(recipe: Recipe) -> Flow:
         if recipe.train.router == "replay"
         else "",
         in_training=[name for name, by in algorithm.scores.items() if by == BASE],
+        environment=recipe.has_environment,
     )
-    rated: Columns = {"reward": "float32"} if recipe.prompts.sampling == "difficulty" else {}
-    flow = resolve(algorithm, stages, truncated, rated)
+    drops: dict[str, str] = {}  # columns by which groups are dropped
+    if recipe.prompts.sampling == "difficulty":
+        drops["reward"] = "float32"
+    if recipe.has_environment:
+        drops[ENDING] = ENDED[ENDING]
+    flow = resolve(algorithm, stages, truncated, drops)
     if recipe.runs_stage("reward") and "reward" in flow:
-        return resolve(algorithm, stages, truncated, {"scores": f"float32 [{functions}]", **rated})
+        return resolve(algorithm, stages, truncated, {"scores": f"float32 [{functions}]", **drops})
     return flow
 
 
@@ -116,11 +131,13 @@ def reward_reads(
 ) -> Columns:
     """The columns of the recipe's own stages that its reward functions have parameters for;
     ``required``: those alone that have no default. Empty where another program scores."""
-    if not recipe.runs_stage("reward") or not recipe.stages:
+    if not recipe.runs_stage("reward") or not (recipe.stages or recipe.has_environment):
         return {}
     if recipe.declared is not None and not required:
         return recipe.declared.reads
     made = {name: kind for stage in declared for name, kind in stage.makes.items()}
+    if recipe.has_environment:
+        made |= {**TRAJECTORY, **ENDED}
     functions = RewardFunctions()
     parameters = [
         parameters_of(functions.find(function.name)) for function in recipe.reward.functions
@@ -130,10 +147,12 @@ def reward_reads(
 
 
 def stage_columns(recipe: Recipe) -> Columns:
-    """The columns that the recipe's own stages make; none where a stage cannot be made, which is
-    reported elsewhere."""
-    made = value_or_none(lambda: [declared.makes for declared in declarations_of(recipe)])
-    return {name: kind for makes in made or () for name, kind in makes.items()}
+    """The columns that the recipe's own stages and its environments make; of the stages none where
+    one cannot be made, which is reported elsewhere."""
+    made = value_or_none(lambda: [declared.makes for declared in declarations_of(recipe)]) or []
+    if recipe.has_environment:
+        made.append({**TRAJECTORY, **ENDED})
+    return {name: kind for makes in made for name, kind in makes.items()}
 
 
 def column_bytes(recipe: Recipe) -> int:
@@ -146,7 +165,7 @@ def column_bytes(recipe: Recipe) -> int:
         for name, kind in columns.items()
         if name not in (*PROMPT, *RESPONSE, ROUTED, "ref_logprobs")
     ]
-    tokens = recipe.rollout.max_tokens
+    tokens = recipe.longest_response
     sizes = [
         TEXT_BYTES if kind == "text" else itemsize(kind)
         for kind in others

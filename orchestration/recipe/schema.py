@@ -38,6 +38,7 @@ from orchestration.recipe.sections import (
     TeacherSection,
     TrainSection,
 )
+from orchestration.recipe.sections.environment import EnvironmentSection
 from orchestration.recipe.sections.retired import migrated
 from orchestration.units import CountOrZero
 from pipeline.index.address import host_of
@@ -74,6 +75,7 @@ class Recipe(Section):
     ]
     prompts: PromptOptions
     rollout: RolloutSection = RolloutSection()
+    environment: EnvironmentSection = EnvironmentSection()
     reward: RewardSection = RewardSection()
     algorithm: AlgorithmSection = AlgorithmSection()
     train: TrainSection
@@ -116,6 +118,30 @@ class Recipe(Section):
         """
         needs_engine = stage != "rollout" or not self.prompts.responses or self.evaluate.every > 0
         return stage not in self.external.stages and needs_engine
+
+    @property
+    def has_environment(self) -> bool:
+        """Whether an environment answers the policy's turns."""
+        return self.environment.use is not None
+
+    @property
+    def moves_together(self) -> bool:
+        """Whether all trajectories of a step take their turns together: with η = 0, so that what is
+        decoded together, and so each bit, does not depend on time."""
+        return self.has_environment and self.staleness_plan.slack == 0
+
+    @property
+    def longest_response(self) -> int:
+        """Tokens of the longest response: of a trajectory, all its turns and observations."""
+        longest_turn = self.rollout.max_tokens
+        if not self.has_environment:
+            return longest_turn
+        return self.environment.max_tokens or 4 * longest_turn
+
+    @property
+    def longest_response_key(self) -> str:
+        """The key that decides on :attr:`longest_response`."""
+        return "environment.max_tokens" if self.has_environment else "rollout.max_tokens"
 
     @property
     def staleness_plan(self) -> StalenessPlan:

@@ -71,6 +71,12 @@ _ALL = (
         computes=True,
         elastic=True,
     ),
+    # answers the policy's turns
+    WorkerKind(
+        "environment",
+        f"{_BUILDERS}.environment:EnvironmentJob",
+        lambda recipe: range(int(recipe.has_environment)),
+    ),
     # reward workers beside that of `flow`
     WorkerKind(
         "reward", f"{_BUILDERS}.one_stage:RewardJob", lambda recipe: range(1, recipe.reward.workers)

@@ -11,7 +11,6 @@ it is killed.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -21,7 +20,12 @@ from typing import Any
 from orchestration.processes.environment import of_user_code
 from orchestration.processes.forkserver import Launch
 from orchestration.processes.starter import FORKSERVER, Starter
-from orchestration.processes.user_process import ProcessEnded, UserProcess
+from orchestration.processes.user_process import (
+    LOG_BYTES,
+    ProcessEnded,
+    UserProcess,
+    bound_log,
+)
 from orchestration.recipe.sections.rewards import RewardFunction, RewardSection
 from orchestration.rewards.needs import ENTRY, found_sandbox, preload_of, sandbox_of
 from orchestration.rewards.process import Setup
@@ -33,7 +37,6 @@ from stages.rewards.registry import RewardError
 START_SECONDS = 120.0  # to import the functions
 # in which the process of async functions reports that a call took too long, before it is ended
 GRACE_SECONDS = 5.0
-LOG_BYTES = 16 << 20  # of what functions print; then the file begins again
 # by function: its arguments (None: all), whether it is async
 Takes = dict[str, tuple[list[str] | None, bool]]
 
@@ -128,9 +131,7 @@ class RewardPool(Caller):
         answer = await (self._call_shared if is_async and not alone else self._call_alone)(
             request, timeout
         )
-        with contextlib.suppress(OSError):
-            if self._log.stat().st_size > LOG_BYTES:
-                os.truncate(self._log, 0)
+        bound_log(self._log, LOG_BYTES)
         if "error" in answer:
             raise CallFailed(answer["error"], answer["place"], misfit=answer["misfit"])
         scores: Scores = answer["scores"]
@@ -193,20 +194,16 @@ class RewardPool(Caller):
         process = await _RewardProcess.start(self._starter, launch)
         self._running.add(process)
         try:
-            async with asyncio.timeout(START_SECONDS):
-                first, _ = await process.receive()
-        except (TimeoutError, ProcessEnded) as error:
-            await self._end(process)
-            late = f"took more than {START_SECONDS:g} s to import"
-            reason = str(error) if isinstance(error, ProcessEnded) else late
+            first = await process.greet(START_SECONDS)
+        except ProcessEnded as error:
+            self._running.discard(process)
             raise RewardError(
-                f"rewards {list(self._names)}: importing them {reason}; see {self._log}"
+                f"rewards {list(self._names)}: importing them {error}; see {self._log}"
             ) from None
         if "refused" in first:
             await self._end(process)
             raise RewardError(first["refused"])
         process.takes = first["takes"]
-        process.begin()
         return process
 
     async def _end(self, process: _RewardProcess) -> None:

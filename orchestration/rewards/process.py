@@ -18,20 +18,25 @@ import contextlib
 import inspect
 import json
 import os
-import resource
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from orchestration.processes.line import packed, prepare, receive, receive_from, send, take_line
+from orchestration.processes.line import (
+    Message,
+    is_full,
+    prepare,
+    receive,
+    send,
+    serve,
+    take_line,
+)
 from orchestration.sandbox.kernel import SandboxRefused
 from orchestration.sandbox.sandbox import Sandbox, enter
 from stages.rewards.calls import CallFailed, named_by, plain_scores, raised, too_slow
 from stages.rewards.registry import RewardError, RewardFunctions
-
-FULL = 0.9  # of the limit of memory: a process that fails with more than this is replaced
 
 
 @dataclass(frozen=True)
@@ -114,31 +119,26 @@ async def _awaited(result: Awaitable[Any]) -> Any:
 async def _serve_concurrently(
     line: socket.socket, functions: dict[str, Callable[..., Any]]
 ) -> None:
-    stream, writer = await asyncio.open_connection(sock=line)
-    async with asyncio.TaskGroup() as tasks:
-        while True:
-            try:
-                request, _ = await receive_from(stream)
-            except asyncio.IncompleteReadError:
-                return
-            tasks.create_task(_answer_concurrently(writer, request, functions[request["name"]]))
+    async def answer(request: dict[str, Any], _body: bytes | bytearray) -> Message:
+        return await _answer_concurrently(request, functions[request["name"]]), b""
+
+    await serve(line, answer)
 
 
 async def _answer_concurrently(
-    writer: asyncio.StreamWriter, request: dict[str, Any], function: Callable[..., Any]
-) -> None:
+    request: dict[str, Any], function: Callable[..., Any]
+) -> dict[str, Any]:
     deadline = asyncio.timeout(request["timeout"])
     try:
         async with deadline:
             result = await function(**request["arguments"])
-        answer = _scored(request, result)
+        return _scored(request, result)
     except BaseException as error:
         late = deadline.expired()
-        answer = _failure(
+        return _failure(
             request,
             too_slow(request["timeout"], request["rows"]) if late else raised(error, function),
         )
-    writer.write(packed(answer))
 
 
 def _scored(request: dict[str, Any], result: Any) -> dict[str, Any]:
@@ -150,15 +150,7 @@ def _scored(request: dict[str, Any], result: Any) -> dict[str, Any]:
 
 def _failure(request: dict[str, Any], failure: CallFailed) -> dict[str, Any]:
     reason = {"error": str(failure), "place": failure.place, "misfit": failure.misfit}
-    return {"id": request["id"], **reason, "last": _is_full()}
-
-
-def _is_full() -> bool:
-    limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
-    if limit == resource.RLIM_INFINITY or sys.platform != "linux":
-        return False
-    with open("/proc/self/statm") as sizes:
-        return int(sizes.read().split()[5]) * resource.getpagesize() > FULL * limit
+    return {"id": request["id"], **reason, "last": is_full()}
 
 
 if __name__ == "__main__":

@@ -15,7 +15,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from orchestration.sandbox.sandbox import Available, Sandbox
+import structlog
+
+from orchestration.sandbox.kernel import SandboxRefused
+from orchestration.sandbox.sandbox import WAY_OUT, Available, Sandbox, available
+
+log = structlog.get_logger()
 
 PACKAGES = Path(__file__).resolve().parents[2]  # the folder of our packages
 
@@ -38,6 +43,19 @@ def as_given(sandbox: Sandbox, found: Available, names: Sequence[str], group: st
     read = (*sandbox.read, *(place for name in names for place in _places(name, group)))
     modules = (*import_path(names), str(PACKAGES))
     return dataclasses.replace(sandbox, read=read, modules=modules, mechanism=found.mechanism)
+
+
+def found_sandbox(sandbox: Sandbox, names: Sequence[str], group: str) -> Sandbox:
+    """Return ``sandbox`` as this machine gives it to the code ``names``, as :func:`as_given`.
+
+    Raises SandboxRefused where it gives none.
+    """
+    support = available()
+    if not support.mechanism:
+        raise SandboxRefused(f"{support.shortfall}; {WAY_OUT}")
+    if support.shortfall:
+        log.warning("code runs in a weaker sandbox", code=names, reason=support.shortfall)
+    return as_given(sandbox, support, names, group)
 
 
 def readable(paths: Sequence[str]) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from orchestration.history.totals import RecordedTotals
     from orchestration.recipe.schema import Recipe
     from orchestration.state.paths import RunPaths
+    from stages.environments.interface import Declarations
     from stages.flow.declarations import Declared
     from stages.rollout.external_checks import Terms
 
@@ -38,6 +39,11 @@ RUN_RECIPE: Document[Recipe] = Document.of_class("recipe", "orchestration.recipe
 
 DECLARED: Document[Declared] = Document.of_class("declared", "stages.flow.declarations:Declared")
 """What the recipe's own stages declare, so that workers need not import their modules."""
+
+ENVIRONMENTS: Document[Declarations] = Document.of_class(
+    "environments", "stages.environments.interface:Declarations", topic=STATE
+)
+"""What the environments of the recipe declare: their tools, and whether they can be replayed."""
 
 RUN_FLOW: Document[dict[str, Any]] = Document.of_json("flow")
 """The stages and columns of the run as a graph, for viewers."""

@@ -17,16 +17,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import structlog
-
 from orchestration.processes.environment import of_user_code
 from orchestration.processes.forkserver import Launch
 from orchestration.processes.starter import FORKSERVER, Starter
 from orchestration.processes.user_process import ProcessEnded, UserProcess
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sections import StageSection
-from orchestration.sandbox.sandbox import WAY_OUT, Sandbox, available
-from orchestration.sandbox.user_code import as_given, import_path, readable
+from orchestration.sandbox.kernel import SandboxRefused
+from orchestration.sandbox.sandbox import Sandbox
+from orchestration.sandbox.user_code import found_sandbox, import_path, readable
 from orchestration.user_stages.process import Setup
 from stages.flow.bounded_call import TimeLimit
 from stages.flow.declarations import Drop, Result, StageDeclaration
@@ -34,8 +33,6 @@ from stages.flow.packed_rows import BadRows, packed_rows, unpacked_rows
 from stages.flow.stage_calls import StageCaller, StageError, StageProcessEnded, schema_of
 from stages.flow.user_stage import ENTRY_POINTS
 from stages.model.load import MADE_FROM_SEED, model_folder
-
-log = structlog.get_logger()
 
 ENTRY = "orchestration.user_stages.process"
 START_SECONDS = 120.0  # to import the stage, and to make it
@@ -116,13 +113,10 @@ class StageProcess(StageCaller):
 
     def _found_sandbox(self, sandbox: Sandbox) -> Sandbox:
         """Return ``sandbox`` as this machine gives it. Raises StageError where it gives none."""
-        support = available()
-        name = self._declared.name
-        if not support.mechanism:
-            raise StageError(f"stage {name!r}: {support.shortfall}; {WAY_OUT}")
-        if support.shortfall:
-            log.warning("the stage runs in a weaker sandbox", stage=name, reason=support.shortfall)
-        return as_given(sandbox, support, [self._setup.use], ENTRY_POINTS)
+        try:
+            return found_sandbox(sandbox, [self._setup.use], ENTRY_POINTS)
+        except SandboxRefused as refused:
+            raise StageError(f"stage {self._declared.name!r}: {refused}") from None
 
     async def call(self, columns: Mapping[str, Any], rows: int) -> Result:
         assert self._process is not None, "open() was not called"

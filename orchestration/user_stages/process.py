@@ -20,12 +20,11 @@ from typing import Any
 
 from orchestration.logs import configure
 from orchestration.processes.line import (
-    READ_AHEAD,
-    packed,
+    Message,
     prepare,
     receive,
-    receive_from,
     send,
+    serve,
     take_line,
 )
 from orchestration.sandbox.kernel import SandboxRefused
@@ -102,29 +101,20 @@ def _calls_of(setup: Setup, line: socket.socket) -> StageCalls:
 
 async def _serve(line: socket.socket, calls: StageCalls) -> None:
     """Answer until the line ends. Calls that have not ended then are left."""
-    stream, writer = await asyncio.open_connection(sock=line, limit=READ_AHEAD)
     declared = calls.declared
     schemas = schema_of(declared.needs), schema_of(declared.makes)
-    answering = set[asyncio.Task[None]]()
-    while True:
-        try:
-            head, body = await receive_from(stream)
-        except (asyncio.IncompleteReadError, ConnectionError):
-            return
-        task = asyncio.create_task(_answer(writer, calls, schemas, head, bytearray(body)))
-        answering.add(task)
-        task.add_done_callback(answering.discard)
+
+    async def answer(head: dict[str, Any], body: bytes | bytearray) -> Message:
+        return await _answer(calls, schemas, head, bytearray(body))
+
+    await serve(line, answer)
 
 
 async def _answer(
-    writer: asyncio.StreamWriter,
-    calls: StageCalls,
-    schemas: tuple[Schema, Schema],
-    head: dict[str, Any],
-    body: bytearray,
-) -> None:
+    calls: StageCalls, schemas: tuple[Schema, Schema], head: dict[str, Any], body: bytearray
+) -> Message:
     needs, makes = schemas
-    answer = {"id": head["id"]}
+    answer = dict[str, Any]()
     columns = bytearray()
     try:
         result = await calls.call(unpacked_rows(needs, body, head["rows"]), head["rows"])
@@ -138,9 +128,7 @@ async def _answer(
         answer["error"] = str(error)
     except Exception as error:
         answer["error"] = f"stage {calls.declared.name!r}: {error!r}"
-    writer.write(packed(answer, columns))
-    writer.write(columns)
-    await writer.drain()
+    return answer, columns
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from orchestration.state.documents import EXTERNAL_TERMS
 from orchestration.workers.job import Job, Work
 from pipeline.documents.flow import VERSION
 from pipeline.schedule.pacing import Pacer
-from stages.flow.catalogue import CREDIT, MASK
+from stages.flow.catalogue import CREDIT
 from stages.flow.drop_alarm import DropAlarm
 from stages.prompts.gate import Gate
 from stages.prompts.sources import PromptSource, load_prompts
@@ -26,6 +26,7 @@ from stages.training.advantage import Advantage
 
 if TYPE_CHECKING:
     from stages.prompts.external import ExternalPrompts
+    from stages.prompts.formatter import OpensConversation
 
 log = structlog.get_logger()
 
@@ -99,18 +100,26 @@ class FlowJob(Job):
             rewards = scored_by(recipe) if "scores" in flow[CREDIT].needs else ()
             rated = self.index if by_difficulty else None
             refill = self.index, recipe.algorithm.max_refill * recipe.train.groups_per_step
-            masked = MASK in flow[CREDIT].needs
             self.control(
                 Advantage(
                     self.algorithm(),
+                    flow[CREDIT],
                     credit_truncated(recipe),
                     rewards,
                     rated,
                     alarm,
                     refill,
-                    masked,
                 )
             )
+
+    async def _dialogue(self) -> OpensConversation | None:
+        """Return what renders conversations that an environment goes on with; None: none does."""
+        if not self.recipe.has_environment:
+            return None
+        from orchestration.environments.declared import declarations
+        from orchestration.recipe.dialogue import dialogue_of
+
+        return dialogue_of(self.recipe, self.tokenizer, await declarations(self.index))
 
     async def _prompts(self) -> PromptSource:
         recipe = self.recipe
@@ -124,12 +133,13 @@ class FlowJob(Job):
                 recipe.seed,
                 limits=limits,
                 listed=listed,
+                opens=await self._dialogue(),
             )
             return split.train
         from stages.prompts.external import ExternalPrompts
         from stages.prompts.formatter import PromptFormatter
 
-        form = PromptFormatter(recipe.prompts, self.tokenizer, limits)
+        form = PromptFormatter(recipe.prompts, self.tokenizer, limits, await self._dialogue())
         prompts = self._external_prompts = ExternalPrompts(
             self.index, self.paths.out / EXTERNAL_PROMPTS, form
         )

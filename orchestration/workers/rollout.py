@@ -16,6 +16,7 @@ from orchestration.workers.job import Job, Work
 from pipeline.data.events import AlarmEvent
 from stages.adapters.options import ADAPTER
 from stages.engines.protocols import CuttingEngine, RolloutEngine, TokenizingEngine
+from stages.flow.catalogue import ENVIRONMENT
 from stages.prompts.formatter import Prompt
 from stages.prompts.sources import load_prompts
 from stages.rollout.evaluate import Evaluator, distinct_prompts
@@ -58,7 +59,8 @@ class RolloutJob(Job):
         self.version = lambda: engine.version
         if isinstance(engine, TokenizingEngine) and TOKENIZER not in recipe.guard.off:
             await refuse_other_tokenizer(self, engine)
-        stage, evaluator = make_rollout(self, engine, prompts.result())
+        ends = await turn_ends(self)
+        stage, evaluator = make_rollout(self, engine, prompts.result(), ends)
         self._stage = stage
         overlap = recipe.staleness_plan.slack > 0
         reader = weight_reader(recipe, self.paths.shared, self.secret)
@@ -147,13 +149,26 @@ def held_out_prompts(job: Job) -> list[Prompt]:
     return distinct_prompts(held_out, recipe.evaluate.prompts)
 
 
+async def turn_ends(job: Job) -> tuple[int, ...]:
+    """Return the tokens that end a turn beside those that end a response; () where no environment
+    answers turns."""
+    if not job.recipe.has_environment:
+        return ()
+    from orchestration.environments.declared import declarations
+    from orchestration.recipe.dialogue import dialogue_of
+
+    declared = await declarations(job.index)
+    return dialogue_of(job.recipe, job.tokenizer, declared).stop_token_ids
+
+
 def make_rollout(
-    job: Job, engine: RolloutEngine, prompts: Sequence[Prompt]
+    job: Job, engine: RolloutEngine, prompts: Sequence[Prompt], ends: Sequence[int] = ()
 ) -> tuple[Rollout, Evaluator | None]:
     """Return the rollout stage of ``engine``, and the evaluator that answers ``prompts``, if there
-    are any."""
+    are any. ``ends``: further tokens that end a turn."""
     recipe = job.recipe
     sampling = sampling_of(job.recipe, job.tokenizer)
+    sampling = replace(sampling, stop_token_ids=tuple(sorted({*sampling.stop_token_ids, *ends})))
     size = job.recipe.algorithm.group_size
     # A single worker takes a whole step's groups at once, so that the batch that it decodes does
     # not depend on how fast the rest of the run is; several workers, also those that join later,
@@ -168,6 +183,8 @@ def make_rollout(
         group_size=size,
         most_rows=0 if recipe.prompts.responses else max(recipe.rollout.max_rows, step_rows),
         parks_stragglers=recipe.rollout.straggler == "park",
+        environment=ENVIRONMENT if recipe.has_environment else "",
+        together=recipe.moves_together,
         first_rows=-(-recipe.train.groups_per_step // recipe.replicas) * size,
     )
     if not prompts:

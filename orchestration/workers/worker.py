@@ -49,7 +49,7 @@ from pipeline.index.errors import IndexRefused, IndexUnreachable, TooManyDropped
 from pipeline.problems import Fatal, Passing, ProblemError
 from pipeline.warehouse.dock import Dock
 from stages.flow.catalogue import EMPTY
-from stages.training.advantage import ABSENT, DROPPED
+from stages.training.advantage import ABSENT, DROPPED, ENVIRONMENT_FAILED
 from stages.training.update import SamplesGone
 
 log = structlog.get_logger()
@@ -91,6 +91,8 @@ FATAL = (Fatal, FloatingPointError, NotImplementedError)
 FIXES = {
     DROPPED: "raise rollout.max_tokens, or set rollout.truncated = 'mask' or 'train'",
     ABSENT: "let a reward function return a number for these responses",
+    ENVIRONMENT_FAILED: "correct the environment (logs/ have each failure), or set "
+    "environment.on_error = 'zero'",
     EMPTY: "look at prompts.responses: no token of them is trained",
 }
 REWARD_FAILED = "reward "  # how the reason of a group begins on which a reward function failed

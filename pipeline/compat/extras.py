@@ -29,6 +29,7 @@ MODULES = {
     "mlflow": ("mlflow",),
     "quickstart": ("accelerate", "gguf", "matplotlib", "reasoning_gym"),
     "ray": ("grpc", "ray", "starlette"),
+    "renderers": ("renderers",),
     "s3": ("s3fs",),
     "tensorboard": ("tensorboard",),
     "vllm": ("vllm",),

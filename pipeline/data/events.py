@@ -275,6 +275,17 @@ class StageEvent(EventData, kind="stage"):
             "their `seconds`."
         ),
     ] = field(default_factory=dict)
+    trajectories: Annotated[
+        Mapping[str, int],
+        Doc(
+            "Of the environment stage: trajectories that are `open`; and so far `turns` that were "
+            "answered, `calls` of tools and `failed_calls`, `observed_tokens`, trajectories that "
+            "were `replayed` or `remade` as their environment was gone, and that ended: "
+            "`ended_done` by their environment, `ended_turns` at `max_turns`, `ended_tokens` at "
+            "`max_tokens`, `ended_truncated` with a turn that was cut, `ended_timeout`, "
+            "`ended_failed`."
+        ),
+    ] = field(default_factory=dict)
 
 
 class Span(Payload):

@@ -92,7 +92,7 @@ class Document(Generic[T]):
         self._topic = topic
 
     @classmethod
-    def of_class(cls, key: str, place: str) -> Document[Any]:
+    def of_class(cls, key: str, place: str, topic: Topic | None = None) -> Document[Any]:
         """Return a document whose values are of the class at ``place`` (MODULE:NAME), with its
         methods ``to_json`` and ``from_json``. The module is imported when the first value is
         read."""
@@ -101,7 +101,7 @@ class Document(Generic[T]):
         def decode(text: str) -> Any:
             return getattr(import_module(module), name).from_json(text)
 
-        return cls(key, decode, methodcaller("to_json"))
+        return cls(key, decode, methodcaller("to_json"), topic)
 
     @classmethod
     def of_json(cls, key: str, topic: Topic | None = None) -> Document[Any]:

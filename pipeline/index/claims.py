@@ -237,10 +237,12 @@ class Claims(Calls):
         rows: Sequence[int],
         made: bytes,
         owner: str = "",
+        to: str = "",
     ) -> None:
         """Store unfinished rows with their ``stored`` columns, so that any worker of the stage can
-        continue them. Arguments as in :meth:`commit`."""
-        lease = {"stage": stage, "token": token, "owner": owner}
+        continue them; or of the stage ``to``, which takes turns with it. Arguments as in
+        :meth:`commit`."""
+        lease = {"stage": stage, "token": token, "owner": owner, "to": to}
         await self.call("park", **stored._asdict(), **lease, rows=rows, made=made)
 
     async def hand_back(self, claim: Claim) -> None:

@@ -70,13 +70,17 @@ INDEX_VARIABLE = "ASYNCDOCK_INDEX"
 class StageSpec:
     """A stage as the index knows it: the columns that it ``needs`` and ``makes``, as masks, and
     whether it ``takes`` rows, whole groups or train batches (P groups by the anchored window). A
-    stage that ``releases`` is the last of its rows: its commit frees them."""
+    stage that ``releases`` is the last of its rows: its commit frees them. One that
+    ``takes_turns_with`` an earlier stage, which takes groups, makes the columns of that one with
+    it: it gets the rows that the other hands to it, and hands them back, until one of the two
+    commits them."""
 
     name: str
     takes: Takes
     needs: int
     makes: int
     releases: bool = False
+    takes_turns_with: str = ""
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,13 @@ class RunConfig:
     headstart: float = 0.1
 
     def __post_init__(self) -> None:
+        for at, stage in enumerate(self.stages):
+            partners = {other.name for other in self.stages[:at] if other.takes == "groups"}
+            if stage.takes_turns_with and stage.takes_turns_with not in partners:
+                raise ValueError(
+                    f"stages: {stage.name!r} takes turns with {stage.takes_turns_with!r}, which is "
+                    f"no earlier stage that takes groups; name one of {sorted(partners)}"
+                )
         if len(self.stages) > MAX_STAGES:
             raise ValueError(
                 f"stages: {len(self.stages)} are too many; join some, at most {MAX_STAGES} fit"
@@ -109,22 +120,30 @@ class RunConfig:
 
     def packed(self) -> dict[str, Any]:
         """Return the configuration as the function library stores it."""
-        stages: list[dict[str, Any]] = []
+        stages: dict[str, dict[str, Any]] = {}
         producers = 1  # 0 is the admission
         for i, stage in enumerate(self.stages):
-            stages.append(
-                asdict(stage) | {"bit": 1 << i, "producer": producers if stage.makes else -1}
-            )
+            if stage.takes_turns_with:
+                first = stages[stage.takes_turns_with]
+                stages[stage.name] = {**first, "name": stage.name}
+                continue
+            stages[stage.name] = {
+                **asdict(stage),
+                "origin": stage.name,
+                "bit": 1 << i,
+                "producer": producers if stage.makes else -1,
+            }
             producers += bool(stage.makes)
-        for packed in stages:
-            packed["reads"] = [0, *_producers_before(packed["needs"], stages)]
+        all_stages = [*stages.values()]
+        for packed in all_stages:
+            packed["reads"] = [0, *_producers_before(packed["needs"], all_stages)]
         row_fields = ["s", "f", "g", *(f"b{producer}" for producer in range(producers))]
         derived = {
             "producers": producers,
             "row_fields": row_fields,
             "headstart": int(self.headstart * 1000),
         }
-        return {**asdict(self), "stages": stages, **derived}
+        return {**asdict(self), "stages": all_stages, **derived}
 
 
 def _producers_before(needs: int, stages: Sequence[Mapping[str, Any]]) -> list[int]:

@@ -270,11 +270,13 @@ class Dock:
         rows: Rows,
         *,
         generated: Sequence[tuple[int, int]],
+        to: str = "",
     ) -> None:
         """Store unfinished rows of the claim at ``positions`` with what this stage has made of them
         so far: ``rows`` are columns that it produces, ``generated`` as in :meth:`commit`. They
-        leave the claim and come first, one by one, in the stage's next claims; earlier progress of
-        theirs is released. Raises LeaseLost as :meth:`commit` does."""
+        leave the claim and come first, one by one, in the stage's next claims, or in those of the
+        stage ``to`` that takes turns with it; earlier progress of theirs is released. Raises
+        LeaseLost as :meth:`commit` does."""
         if not len(positions):
             return
         held, order = ranges(claim.row[np.asarray(positions)])
@@ -283,21 +285,23 @@ class Dock:
         # rows.
         await self.writer.store(
             lambda stored: self.index.park(
-                stored, claim.stage, claim.token, held, made, claim.owner
+                stored, claim.stage, claim.token, held, made, claim.owner, to
             ),
             rows,
             order,
             apart=True,
         )
 
-    async def begun(self, claim: Claim, columns: Sequence[str]) -> tuple[list[int], TensorDict]:
+    async def begun(
+        self, claim: Claim, columns: Sequence[str]
+    ) -> tuple[list[int], dict[str, Packed]]:
         """Which of the claim's rows were parked before, as positions [b], and the ``columns`` that
-        they were parked with, batch size [b], valid as in :meth:`fetch`."""
+        they were parked with, of b rows each, valid as in :meth:`fetch`; none without such rows."""
         refs = claim.refs[await self.warehouses.producer(columns[0])]
         positions = np.flatnonzero(refs["block"]).tolist()
         if not positions:
-            return [], TensorDict({}, batch_size=[0])
-        return positions, await self.fetch(claim.part(positions), columns)
+            return [], {}
+        return positions, await self.fetch_packed(claim.part(positions), columns)
 
     async def fetch(
         self,

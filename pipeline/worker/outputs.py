@@ -1,7 +1,7 @@
 """What a stage makes of rows of its claim, and how each kind of it is committed.
 
 Written   columns of rows that are finished here            commit: the next stages may claim them
-Parked    columns of unfinished responses                   commit: this stage may claim them again
+Parked    columns of unfinished responses                   commit: this stage may claim them again, or its partner
 Dropped   groups that leave the run untrained               commit: the ledger counts why
 Trained   the rows of a whole claim, in an optimizer step   commit: they are consumed, with the step's event
 """
@@ -54,16 +54,17 @@ class Written(Output):
 
 @dataclass(frozen=True, kw_only=True)
 class Parked(Output):
-    """Unfinished responses: the rows can be claimed again to continue them. ``generated`` as of
-    :class:`Written`."""
+    """Unfinished responses: the rows can be claimed again to continue them, from the stage ``to``
+    where two take turns. ``generated`` as of :class:`Written`; (-1, 0) of a row without a token."""
 
     rows: Rows
     generated: Sequence[tuple[int, int]]
+    to: str = ""
 
     finished = False
 
     async def commit(self, dock: Dock, claim: Claim) -> None:
-        await dock.park(claim, self.positions, self.rows, generated=self.generated)
+        await dock.park(claim, self.positions, self.rows, generated=self.generated, to=self.to)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 micro-batches.
 
 TensorDict of whole groups ─▶ TrainBatch ─▶ algorithm.prepare (whitening …) ─▶ TokenBatch for each micro-batch
-                                               tokens that loss_mask leaves out end here
+                                               tokens that loss_mask or row_mask leave out end here
 
 A ragged column stays as it lies in the batch, row after row: no row is a tensor of its own. What a
 micro-batch takes of a column is gathered by one index of its tokens.
@@ -18,7 +18,15 @@ from tensordict import TensorDictBase
 
 from pipeline.data.columns import Packed
 from stages.algorithms.token_batch import TokenBatch
-from stages.flow.catalogue import AGE, MASK, OPTIONAL, WEIGHT, made_in_training
+from stages.flow.catalogue import (
+    AGE,
+    MASK,
+    OBSERVED,
+    OPTIONAL,
+    ROW_MASK,
+    WEIGHT,
+    made_in_training,
+)
 from stages.flow.declarations import AlgorithmDeclaration
 
 if TYPE_CHECKING:
@@ -75,13 +83,13 @@ class TrainBatch:
                 self._tokens[name] = ragged(batch, name, self.lengths).values
         self.weight = batch[WEIGHT].cpu() if WEIGHT in batch else None
         self.age = ragged(batch, AGE, self.lengths).values if AGE in batch else None
+        self.is_trained = torch.ones(len(self.row), dtype=torch.bool)
         if MASK in batch:
-            mask = ragged(batch, MASK, self.lengths)
-            self.is_trained = mask.values
-            self.trained = mask.sums()
-        else:
-            self.is_trained = torch.ones(len(self.row), dtype=torch.bool)
-            self.trained = self.lengths
+            self.is_trained = ragged(batch, MASK, self.lengths).values
+        if ROW_MASK in batch:
+            self.is_trained = self.is_trained & batch[ROW_MASK].cpu()[self.row]
+        self.trained = Packed(self.is_trained, self._responses.offsets).sums()
+        self._refuse_observed()
         for name, values in algorithm.prepare(self).items():
             shape = self.row.shape if name in algorithm.prepare_makes else self[name].shape
             if values.shape != shape:
@@ -92,6 +100,18 @@ class TrainBatch:
                 self._rows[name] = values
             else:
                 self._tokens[name] = values
+
+    def _refuse_observed(self) -> None:
+        """Raise ValueError where a token is trained that no policy has generated."""
+        if self.age is None:
+            return
+        is_wrong = self.is_trained & (self.age == OBSERVED)
+        if bool(is_wrong.any()):
+            row = int(self.row[is_wrong][0])
+            raise ValueError(
+                f"{MASK}: row {row} trains {int(is_wrong[self.row == row].sum())} tokens of "
+                f"version {OBSERVED}, which no policy has generated; leave them out"
+            )
 
     @property
     def names(self) -> list[str]:

@@ -23,7 +23,7 @@ class TokenBatch:
     """The response tokens of one micro-batch, packed: T tokens of R rows, and the sizes of the
     whole mini-batch.
 
-    Tokens that the column ``loss_mask`` leaves out are not in it. Sums over micro-batches divided
+    Tokens that the columns ``loss_mask`` and ``row_mask`` leave out are not in it. Sums over micro-batches divided
     by the ``total_*`` equal the loss of the mini-batch computed at once, so gradient accumulation
     is exact however rows are packed."""
 

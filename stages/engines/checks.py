@@ -40,8 +40,10 @@ def check_request(request: GroupRequest, *, vocabulary: int, context: int) -> No
         raise refused("max_tokens", f"{params}", fix)
     if "" in params.stop:
         raise refused("stop", f"stop is {params.stop}", "stop strings may not be empty")
-    if len(ids) + params.max_tokens > context:
-        sum_of = f"{len(ids)} prompt tokens + max_tokens {params.max_tokens}"
+    turn_start = max(map(request.turn_start, request.places))
+    if len(ids) + turn_start + params.max_tokens > context:
+        before = f" + {turn_start} tokens of earlier turns" if turn_start else ""
+        sum_of = f"{len(ids)} prompt tokens{before} + max_tokens {params.max_tokens}"
         raise refused("max_tokens", f"{sum_of} > context {context}", "shorten one")
 
 

@@ -20,6 +20,7 @@ from tensordict import TensorDictBase
 
 from pipeline.compat.extras import ExtraMissing
 from pipeline.problems import Problem, ProblemError
+from stages.flow.catalogue import OBSERVED
 
 if TYPE_CHECKING:
     from stages.weights.published import Published
@@ -37,8 +38,9 @@ class SamplingParams:
     ``temperature == 0`` is greedy; logprobs are then those at temperature 1. ``top_k == 0`` and
     ``top_p == 1.0`` disable the filters. A response ends when its decoded text contains one of the
     ``stop`` strings (its tokens are kept), or with one of ``stop_token_ids`` (included).
-    ``max_tokens`` limits the tokens of a response. ``budget`` limits those of one request, after
-    which the response is cut, to be continued by another request (0: no limit).
+    ``max_tokens`` limits the tokens of a response, of one with several turns those of a turn.
+    ``budget`` limits those of one request, after which the response is cut, to be continued by
+    another request (0: no limit).
     """
 
     max_tokens: int
@@ -52,13 +54,19 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Begun:
-    """The part of a response that earlier requests made, with this engine or another one."""
+    """The part of a response that earlier requests made, with this engine or another one.
+
+    Of a response with several turns it also has what an environment has added between them: tokens
+    of version OBSERVED, with a logprob of 0. The first ``turn_start`` tokens are those before the
+    turn to be continued: ``max_tokens`` does not count them, and no stop string is looked for there.
+    """
 
     token_ids: torch.Tensor  # int64 [T], T >= 1
     logprobs: torch.Tensor  # float32 [T]
     versions: tuple[tuple[int, int], ...]
     # uint8 or int16 [P + T - 1, layers * top-k], where the run has the column
     routed_experts: torch.Tensor | None = None
+    turn_start: int = 0
 
 
 @dataclass(frozen=True)
@@ -83,11 +91,13 @@ class GroupRequest:
         for place, begun in self.begun.items():
             tokens = len(begun.token_ids)
             counted = sum(count for _, count in begun.versions)
-            if place not in self.places or not 0 < tokens < self.params.max_tokens:
+            longest = self.limit(place) - 1
+            if place not in self.places or not max(1, begun.turn_start) <= tokens <= longest:
                 raise ValueError(
                     f"group {self.group}: place {place} is begun with {tokens} tokens; give begun "
-                    f"only places of {self.places} with 1 to {self.params.max_tokens - 1} tokens, "
-                    f"as max_tokens counts all of a response"
+                    f"only places of {self.places} with {max(1, begun.turn_start)} to {longest} "
+                    f"tokens, as max_tokens counts all of a turn, which begins after "
+                    f"{begun.turn_start}"
                 )
             if len(begun.logprobs) != tokens or counted != tokens:
                 raise ValueError(
@@ -102,6 +112,14 @@ class GroupRequest:
                     f"group {self.group}: place {place} is begun with experts of {len(routed)} "
                     f"tokens, {fed} were fed"
                 )
+
+    def turn_start(self, place: int) -> int:
+        """Return how many tokens the response at ``place`` had before its present turn."""
+        return self.begun[place].turn_start if place in self.begun else 0
+
+    def limit(self, place: int) -> int:
+        """Return how many tokens the response at ``place`` may have at the end of its turn."""
+        return self.turn_start(place) + self.params.max_tokens
 
 
 @dataclass(frozen=True)
@@ -126,7 +144,13 @@ class Completion:
 
     @property
     def oldest_version(self) -> int:
-        return min(version for version, _ in self.versions)
+        """The oldest policy version that made one of its tokens."""
+        return min(version for version, _ in self.versions if version != OBSERVED)
+
+    @property
+    def generated_tokens(self) -> int:
+        """How many of its tokens a policy has made."""
+        return sum(count for version, count in self.versions if version != OBSERVED)
 
     def tokens(self) -> list[Token]:
         versions = [version for version, count in self.versions for _ in range(count)]

@@ -25,7 +25,8 @@ from stages.engines.protocols import (
 class ResponseInProgress:
     """The response at ``place`` of ``request``: all its tokens so far.
 
-    The first ``begun`` are of earlier requests.
+    The first ``begun`` are of earlier requests, the first ``turn_start`` of them of earlier turns.
+    At ``limit`` tokens its turn ends.
     """
 
     def __init__(self, request: GroupRequest, place: int) -> None:
@@ -36,6 +37,8 @@ class ResponseInProgress:
         self.logprobs: list[float] = begun.logprobs.tolist() if begun else []
         self.versions = list(begun.versions) if begun else []
         self.begun = len(self.tokens)
+        self.turn_start = request.turn_start(place)
+        self.limit = request.limit(place)
         self.begun_routing = begun.routed_experts if begun else None
         self.routing: list[torch.Tensor] = []  # [n, layers * top-k] of the fed tokens after those
 

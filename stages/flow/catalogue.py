@@ -20,6 +20,7 @@ SOURCE = "source"
 CREDIT = "advantage"
 UPDATE = "update"
 CRITIC = "critic"
+ENVIRONMENT = "environment"
 PROMPT: Columns = {"prompt_ids": "int64 ragged", "given": "text", "fields": "text"}
 RESPONSE: Columns = {
     "response_ids": "int64 ragged",
@@ -27,12 +28,34 @@ RESPONSE: Columns = {
     "versions": "int64 ragged",  # run-length encoded: version, tokens, version, tokens, …
     "truncated": "bool",
 }
+# In the column versions, of tokens that no policy has generated: an environment's.
+OBSERVED = -1
 # Read by every update where a stage makes them: tokens that are trained on, and a factor of each
 # row's loss. And the experts that the rollout's routers chose, which the trainer's then follow: of
 # each fed token (the prompt's, and the response's but its last) the numbers of its experts, layer
-# by layer. Of the type expert_type() says.
-OPTIONAL: Columns = {"loss_mask": "bool ragged", "row_weight": "float32", "routed_experts": ""}
-MASK, WEIGHT, ROUTED = OPTIONAL
+# by layer. Of the type expert_type() says. And which rows are trained at all, where loss_mask says
+# which tokens the policy has generated.
+OPTIONAL: Columns = {
+    "loss_mask": "bool ragged",
+    "row_weight": "float32",
+    "routed_experts": "",
+    "row_mask": "bool",
+}
+MASK, WEIGHT, ROUTED, ROW_MASK = OPTIONAL
+# Of a row with turns of the policy and observations between them: which tokens are generated; the
+# first token of each turn, as an index of response_ids; and the reward of each turn.
+TRAJECTORY: Columns = {
+    MASK: OPTIONAL[MASK],
+    "turn_starts": "int64 ragged",
+    "turn_reward": "float32 ragged",
+}
+_, TURN_STARTS, TURN_REWARD = TRAJECTORY
+# Of one that has ended: the reward that its environment gave (NaN: none), and why it has ended, as
+# stages/trajectories/progress.py numbers the reasons.
+ENDED: Columns = {"environment_reward": "float32", "ending": "uint8"}
+ENDING = "ending"
+# of that column: its environment has failed, and its group is dropped
+DROPPED_ENDING = 6
 # the column of responses that prompts bring: their tokens, and which of these are trained, as JSON
 GIVEN = "responses"
 # The update stage adds them to its batch: steps trained since the oldest token of the row was
@@ -41,7 +64,7 @@ STALENESS = "staleness"
 VERSIONS = "versions"
 TOKEN_STALENESS = "token_staleness"
 # And, where the rows have versions: of each token its index into AGES of
-# stages/algorithms/token_batch.py.
+# stages/algorithms/token_batch.py; OBSERVED of those that were not generated.
 AGE = "age"
 EMPTY = "no token of a response is trained"  # reason of a group that brings its responses
 # Responses that were cut at their longest: see stages/training/advantage.py.
@@ -58,6 +81,7 @@ def catalogue(
     critic: bool = False,
     in_training: Collection[str] = (),
     routed: str = "",
+    environment: bool = False,
 ) -> list[StageDeclaration]:
     """Return the catalogue of a run with ``rewards`` reward functions, which read the columns
     ``reward_reads`` beside responses. ``source``: columns that its prompts bring. A stage of the
@@ -65,7 +89,8 @@ def catalogue(
     ``given_responses``: so many responses are in each prompt's row, which the rollout stage takes
     over, the best first. ``critic``: a critic of its own is trained in the run, and makes the
     values. ``routed``: dtype of the column of routed experts, which the rollout stage makes; "": it
-    makes none."""
+    makes none. ``environment``: an environment answers the policy's turns; the two stages make the
+    response together."""
     rollout_makes = {**RESPONSE, **({ROUTED: f"{routed} ragged"} if routed else {})}
     if given_responses:
         del rollout_makes["rollout_logprobs"]
@@ -82,9 +107,17 @@ def catalogue(
         "cpu" if given_responses else "policy",
         workers=int(not given_responses),
     )
+    makers = [rollout]
+    if environment:
+        reads = {"prompt_ids": "int64 ragged", "given": "text", "fields": "text"}
+        makes = {**rollout_makes, **TRAJECTORY, **ENDED}
+        makers = [
+            StageDeclaration(ENVIRONMENT, "groups", reads, makes),
+            replace(rollout, makes={}, takes_turns_with=ENVIRONMENT),
+        ]
     product_stages = [
         StageDeclaration(SOURCE, "groups", {}, source, workers=0),
-        rollout,
+        *makers,
         StageDeclaration(
             "reward",
             "rows",
@@ -92,6 +125,7 @@ def catalogue(
                 "given": "text",
                 "fields": "text",
                 "response_ids": "int64 ragged",
+                **({MASK: OPTIONAL[MASK]} if environment else {}),
                 **(reward_reads or {}),
             },
             {"reward": "float32 finite", "scores": f"float32 [{rewards}]"},
@@ -120,7 +154,7 @@ def catalogue(
     others = [
         stage
         for stage in remaining
-        if stage is rollout or not given_responses or not {*rollout_makes} & {*stage.makes}
+        if stage in makers or not given_responses or not {*rollout_makes} & {*stage.makes}
     ]
     return [product_stages[0], *others, *stages]
 
@@ -131,19 +165,28 @@ def expert_type(experts: int) -> str:
 
 
 def credit_stage(
-    algorithm: AlgorithmDeclaration, truncated: Truncated = "train", drops: Columns | None = None
+    algorithm: AlgorithmDeclaration,
+    truncated: Truncated = "train",
+    drops: Columns | None = None,
+    *,
+    masked: bool = False,
 ) -> StageDeclaration | None:
     """Return the stage that computes the algorithm's credit, and the mask that leaves out truncated
     responses, and drops groups by what the columns ``drops`` say; None where there is none of
-    these."""
+    these. ``masked``: another stage makes loss_mask, so truncated responses are left out by
+    row_mask."""
     reads = dict(algorithm.credit_reads if algorithm.credit_makes else {})
     makes = dict(algorithm.credit_makes)
     if truncated != "train":
-        reads["truncated"], makes[MASK] = RESPONSE["truncated"], OPTIONAL[MASK]
+        left_out_by = ROW_MASK if masked else MASK
+        reads["truncated"], makes[left_out_by] = RESPONSE["truncated"], OPTIONAL[left_out_by]
     reads |= drops or {}
     if not makes and not drops:
         return None
-    optional = {name: kind for name, kind in algorithm.credit_optional.items() if name not in makes}
+    optional = dict(algorithm.credit_optional)
+    if any(" ragged" in kind for kind in makes.values()):
+        optional[MASK] = OPTIONAL[MASK]  # has the lengths of responses with observations
+    optional = {name: kind for name, kind in optional.items() if name not in makes}
     return StageDeclaration(CREDIT, "groups", reads, makes, workers=0, optional=optional)
 
 

@@ -68,7 +68,8 @@ class StageDeclaration:
 
     ``workers``: how many processes run it; 0 where it shares the process of the light stages.
     ``optional``: columns that it reads where another stage makes them. ``place`` names the recipe's
-    key that asks for the stage, in error messages."""
+    key that asks for the stage, in error messages. ``takes_turns_with``: another stage, whose rows
+    and columns it makes together with that one; it declares none itself."""
 
     name: str
     takes: Takes
@@ -78,6 +79,7 @@ class StageDeclaration:
     workers: int = 1
     optional: Columns = field(default_factory=dict)
     place: str = ""
+    takes_turns_with: str = ""
 
 
 class AlgorithmDeclaration(Protocol):

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from pipeline.problems import Problem
-from stages.flow.catalogue import SOURCE, UPDATE, Truncated, credit_stage, update_stage
+from stages.flow.catalogue import MASK, SOURCE, UPDATE, Truncated, credit_stage, update_stage
 from stages.flow.declarations import (
     IN_TRAINING,
     AlgorithmDeclaration,
@@ -81,7 +81,14 @@ class Flow:
         mask = self.schema.mask
         return RunConfig(
             stages=tuple(
-                StageSpec(s.name, s.takes, mask(s.needs), mask(s.makes)) for s in self.stages[1:]
+                StageSpec(
+                    stage.name,
+                    stage.takes,
+                    mask(stage.needs),
+                    mask(stage.makes),
+                    takes_turns_with=stage.takes_turns_with,
+                )
+                for stage in self.stages[1:]
             ),
             groups_per_step=plan.groups_per_step,
             slack=plan.slack,
@@ -118,13 +125,16 @@ def resolve(
     reads, and no other. A stage that makes nothing (it can only drop groups) is on the way too:
     training waits for it. ``drops``: columns by which the credit stage drops groups. Raises
     FlowError."""
-    credit = credit_stage(algorithm, truncated, drops)
+    masked = any(MASK in stage.makes for stage in catalogue)
+    credit = credit_stage(algorithm, truncated, drops, masked=masked)
     update = update_stage(algorithm)
     if credit:
         before = _made_before(credit, catalogue)
         optional = {name: kind for name, kind in credit.optional.items() if name in before}
         credit = replace(credit, needs={**credit.needs, **optional})
+    partners = [stage for stage in catalogue if stage.takes_turns_with]
     stages = [*catalogue, *([credit] if credit else [])]
+    stages = [stage for stage in stages if stage not in partners]
     waits = {passed_column(stage.name): "bool" for stage in stages if not stage.makes}
     stages = [
         stage if stage.makes else replace(stage, makes={passed_column(stage.name): "bool"})
@@ -137,6 +147,10 @@ def resolve(
     needed_names = _backwards(update, stages, problems)
     order = _in_order([stage for stage in stages if stage.name in needed_names], update, problems)
     problems += _twice_made(order)
+    for partner in partners:
+        places = [at for at, stage in enumerate(order) if stage.name == partner.takes_turns_with]
+        for place in places:
+            order.insert(place + 1, partner)
     for stage in stages:
         if stage.place and stage.name not in needed_names:
             names = " and ".join(map(repr, stage.makes))

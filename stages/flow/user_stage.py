@@ -38,6 +38,7 @@ RESERVED = (
     "source",
     "gate",
     "flow",
+    "environment",
     "rollout",
     "reward",
     "reference",

@@ -74,12 +74,20 @@ def chosen_template(chosen: str | None, tokenizer: Tokenizer) -> str | None:
 
 
 class Conversations:
-    """Renders messages with the chat ``template`` and its ``options``."""
+    """Renders messages with the chat ``template`` and its ``options``. ``tools``: the functions that
+    the model may call, as JSON Schemas."""
 
-    def __init__(self, tokenizer: Tokenizer, template: str, options: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: str,
+        options: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
         self._tokenizer = tokenizer
         self._template = template
         self._options = dict(options)
+        self._tools = list(tools)
         specials = {
             token.content for token in tokenizer.added_tokens_decoder.values() if token.special
         }
@@ -90,15 +98,22 @@ class Conversations:
         """Return the text with which the assistant's turn begins; of a last message of the
         assistant, up to its end, so that it is continued. Raises PromptError."""
         if messages[-1]["role"] == "assistant":
-            return self._render(messages, where, continue_final_message=True)
-        return self._render(messages, where, add_generation_prompt=True)
+            return self.render(messages, where, continue_final_message=True)
+        return self.render(messages, where, add_generation_prompt=True)
 
-    def _render(self, messages: Sequence[Message], where: str, **how: bool) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], where: str, **how: bool) -> str:
+        """Return the text of ``messages``; ``how``: what apply_chat_template adds or leaves out.
+        Raises PromptError, which names them by ``where``."""
         options: dict[str, Any] = {"add_generation_prompt": False, **how, **self._options}
+        if self._tools:
+            options["tools"] = self._tools
         try:
             return str(
                 self._tokenizer.apply_chat_template(
-                    list(messages), chat_template=self._template, tokenize=False, **options
+                    list(map(dict, messages)),
+                    chat_template=self._template,
+                    tokenize=False,
+                    **options,
                 )
             )
         except Exception as error:  # a template is a program and may raise anything
@@ -129,7 +144,7 @@ class Conversations:
             for response_turns, is_cut in zip(turns, cut, strict=True)
         ]
         if not all(text.startswith(opened) for text, _ in texts):
-            closed = "" if messages[-1]["role"] == "assistant" else self._render(messages, where)
+            closed = "" if messages[-1]["role"] == "assistant" else self.render(messages, where)
             least = self._ids(closed)
             offset = len(closed)
             common = min(_common(prompt_ids, self._ids(text)) for text, _ in texts)
@@ -155,10 +170,10 @@ class Conversations:
             joined = {**messages[-1], "content": messages[-1]["content"] + turns[0]["content"]}
             whole = [*messages[:-1], joined, *turns[1:]]
             first -= 1
-        text = self._render(whole, where)
+        text = self.render(whole, where)
         end = self.end_of_turn(messages, where)
         spans = self._spans(whole, first, text, where)
-        if not self.ends_itself(end):
+        if not self.end_token(end):
             if self._tokenizer.eos_token is None:
                 raise PromptError(f"{where} has a response, and {NO_END}", GIVE_END)
             text += str(self._tokenizer.eos_token)
@@ -174,12 +189,14 @@ class Conversations:
         if self._end is None:
             role = {"role": "assistant", "content": PROBE}
             before = messages[:-1] if messages[-1]["role"] == "assistant" else messages
-            self._end = self._render([*before, role], where).rpartition(PROBE)[2]
+            self._end = self.render([*before, role], where).rpartition(PROBE)[2]
         return self._end
 
-    def ends_itself(self, end: str) -> bool:
-        """Return whether the ``end`` of a turn has a special token, at which generation stops."""
-        return any(token in end for token in self._specials)
+    def end_token(self, end: str) -> str:
+        """Return the first special token in the ``end`` of a turn, at which generation stops; "":
+        there is none."""
+        tokens = [token for token in self._specials if token in end]
+        return min(tokens, key=lambda token: (end.index(token), -len(token)), default="")
 
     def _without_end(self, messages: Sequence[Message], message: Message, where: str) -> Message:
         """Return a message of the assistant without the end of its turn, which the template
@@ -189,7 +206,7 @@ class Conversations:
         if message["role"] != "assistant":
             return message
         for written in (end, end.rstrip(), str(self._tokenizer.eos_token or "")):
-            if self.ends_itself(written) and content.endswith(written):
+            if self.end_token(written) and content.endswith(written):
                 return {**message, "content": content.removesuffix(written)}
         return message
 
@@ -209,11 +226,11 @@ class Conversations:
             end = len(text)
             if number > first:
                 before = whole[:number]
-                opened = self._render(whole[:number], where, add_generation_prompt=True)
+                opened = self.render(whole[:number], where, add_generation_prompt=True)
                 begin = _common(opened, text)
-                self._require_prefix(self._render(before, where), text[:begin], number, where)
+                self._require_prefix(self.render(before, where), text[:begin], number, where)
             if number < numbers[-1]:
-                closed = self._render(whole[: number + 1], where)
+                closed = self.render(whole[: number + 1], where)
                 self._require_prefix(closed, text, number, where)
                 end = len(closed)
             spans.append((begin, end))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from stages.prompts.rows.files import PromptError, Row, Table
 from stages.prompts.rows.options import PromptLimits, PromptOptions
@@ -70,14 +70,28 @@ class Prompt:
         return json.dumps(self.fields)
 
 
+class OpensConversation(Protocol):
+    """Renders the conversation with which a trajectory begins, up to what its environment adds."""
+
+    def prompt(self, messages: Sequence[Message], where: str) -> str:
+        """Return the text of ``messages``, tools included, without the beginning of the assistant's
+        turn. Raises PromptError, which names them by ``where``."""
+
+
 class PromptFormatter:
     """Makes a :class:`Prompt` of a row, within ``limits`` (default:
-    ``prompts.max_prompt_tokens``)."""
+    ``prompts.max_prompt_tokens``). ``opens``: renders conversations of a run with environments,
+    whose prompts end before the assistant's turn."""
 
     def __init__(
-        self, options: PromptOptions, tokenizer: Tokenizer, limits: PromptLimits | None = None
+        self,
+        options: PromptOptions,
+        tokenizer: Tokenizer,
+        limits: PromptLimits | None = None,
+        opens: OpensConversation | None = None,
     ) -> None:
         self.options = options
+        self._opens = opens
         self._tokenizer = tokenizer
         self.changes: Changes = {}  # of the columns that were read so far
         self.limits = limits or PromptLimits(options.max_prompt_tokens)
@@ -298,7 +312,7 @@ class PromptFormatter:
             fields,
             responses,
             messages,
-            None if is_long else self._chats.prompt(messages, where),
+            None if is_long else (self._opens or self._chats).prompt(messages, where),
         )
 
 

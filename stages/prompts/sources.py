@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import structlog
 
-from stages.prompts.formatter import Prompt, PromptFormatter
+from stages.prompts.formatter import OpensConversation, Prompt, PromptFormatter
 from stages.prompts.rows.files import PromptError, Row, Table
 from stages.prompts.rows.opened import open_rows
 from stages.prompts.rows.options import PromptLimits, PromptOptions
@@ -79,19 +79,20 @@ def load_prompts(
     *,
     limits: PromptLimits | None = None,
     listed: Path | None = None,
+    opens: OpensConversation | None = None,
 ) -> PromptSplit:
     """Open a source and divide it.
 
     ``limits``: how long a prompt may be (default: ``max_prompt_tokens``); longer ones are listed in
-    the file ``listed``. Every row of a table is checked here, so that a bad one is an error at the
-    start. Raises :class:`PromptError`.
+    the file ``listed``. ``opens``: as :class:`PromptFormatter` takes it. Every row of a table is
+    checked here, so that a bad one is an error at the start. Raises :class:`PromptError`.
     """
     too_long = LongPrompts(listed)
     opened = {key: (part, open_rows(part, seed)) for key, part in options.parts().items()}
     if any(callable(rows) for _, rows in opened.values()):
         too_long.resume()
     formatters = {
-        key: PromptFormatter(part, tokenizer, limits) for key, (part, _) in opened.items()
+        key: PromptFormatter(part, tokenizer, limits, opens) for key, (part, _) in opened.items()
     }
     splits = [
         _split(rows, formatters[key], seed, too_long, key) for key, (_, rows) in opened.items()

@@ -12,9 +12,10 @@ A reward function is ``f(prompts, completions, completion_ids, **columns) -> lis
 plain or async. It gets the arguments that it names, or all of them with ``**columns``. ``columns``
 are the other columns of the prompts' rows, one value per response, and those columns of the
 recipe's own stages that a function names. Where a prompt is a conversation, its completion is one
-too: ``[{"role": "assistant", "content": ...}]``. ``None``: the function does not apply to the
-response. A response to which no function applies has no reward: it is in no mean
-(:mod:`stages.rewards.scores`).
+too: ``[{"role": "assistant", "content": ...}]``. Of a trajectory it has each turn as a message of
+the assistant and what its environment answered as one of the role "tool"; a completion that is a
+text has the turns alone. ``None``: the function does not apply to the response. A response to which
+no function applies has no reward: it is in no mean (:mod:`stages.rewards.scores`).
 """
 
 from __future__ import annotations
@@ -25,8 +26,18 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Collection,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import asdict, dataclass
+from itertools import groupby
+from operator import itemgetter
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
@@ -39,6 +50,7 @@ from pipeline.data.events import AlarmEvent
 from pipeline.index.client import Claim, Index
 from pipeline.worker.controller import Stage
 from pipeline.worker.outputs import Output, Written
+from stages.flow.catalogue import MASK
 from stages.model.load import Tokenizer
 from stages.rewards.calls import (
     LARGEST,
@@ -173,7 +185,7 @@ class RewardSet:
     async def score(
         self,
         prompts: Sequence[str | list[dict[str, str]]],
-        completions: Sequence[str],
+        completions: Sequence[str | list[dict[str, str]]],
         completion_ids: Sequence[Sequence[int]],
         fields: Sequence[Mapping[str, Any]],
         columns: Mapping[str, list[Any]] = MappingProxyType({}),
@@ -191,8 +203,8 @@ class RewardSet:
         arguments: dict[str, list[Any]] = {
             "prompts": list(prompts),
             "completions": [
-                text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-                for prompt, text in zip(prompts, completions, strict=True)
+                _in_form_of(prompt, completion)
+                for prompt, completion in zip(prompts, completions, strict=True)
             ],
             "completion_ids": [list(ids) for ids in completion_ids],
         }
@@ -323,6 +335,19 @@ class RewardSet:
         return FAILED if policy.on_error == "drop" else FAILED_AS_ZERO
 
 
+def _in_form_of(
+    prompt: str | list[dict[str, str]], completion: str | list[dict[str, str]]
+) -> str | list[dict[str, str]]:
+    """Return a completion as the prompt is given: as a text, or as messages."""
+    if isinstance(completion, str):
+        is_text = isinstance(prompt, str)
+        return completion if is_text else [{"role": "assistant", "content": completion}]
+    if not isinstance(prompt, str):
+        return completion
+    turns = (message["content"] for message in completion if message["role"] == "assistant")
+    return "".join(turns)
+
+
 async def _all(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Return the results of ``coroutines``, which run at the same time.
 
@@ -389,7 +414,7 @@ class Reward(Stage):
         }
 
     async def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
-        reads = [name for name in self.fetches if name not in FETCHES]
+        reads = [name for name in self.fetches if name not in (*FETCHES, MASK)]
         scores = await score_rows(self.rewards, self.tokenizer, rows, reads)
         if self._alarm is not None:
             await self._alarm.report(self.rewards)
@@ -404,13 +429,29 @@ async def score_rows(
     rewards: RewardSet, tokenizer: Tokenizer, rows: TensorDict, reads: Sequence[str] = ()
 ) -> RewardScores:
     """Return the scores of rows with the columns ``given`` and ``fields`` (JSON texts) and
-    ``response_ids`` int64 jagged. The columns ``reads`` are arguments of the functions by their
-    names."""
+    ``response_ids`` int64 jagged; of trajectories also ``loss_mask``. The columns ``reads`` are
+    arguments of the functions by their names."""
     ids = plain_values(rows["response_ids"])
+    completions: list[Any] = [rewards.text(tokenizer, row) for row in ids]
+    if MASK in rows:
+        masks = plain_values(rows[MASK])
+        completions = [
+            [
+                {"role": role, "content": rewards.text(tokenizer, part)}
+                for role, part in _segments(row, mask)
+            ]
+            for row, mask in zip(ids, masks, strict=True)
+        ]
     return await rewards.score(
         [json.loads(text) for text in rows["given"]],
-        [rewards.text(tokenizer, row) for row in ids],
+        completions,
         ids,
         [json.loads(text) for text in rows["fields"]],
         {name: plain_values(rows[name]) for name in reads},
     )
+
+
+def _segments(ids: Sequence[int], mask: Sequence[bool]) -> Iterator[tuple[str, list[int]]]:
+    """Yield the turns and the observations of a trajectory, each with the role of its message."""
+    for is_turn, tokens in groupby(zip(ids, mask, strict=True), key=itemgetter(1)):
+        yield "assistant" if is_turn else "tool", [token for token, _ in tokens]

@@ -7,7 +7,8 @@
 
 Responses that end while a commit is under way go out together with the next one. One is cut when it
 has used its budget of tokens for one visit, or (by recipe) at a weight update; the worker that
-claims it next continues after its last token.
+claims it next continues after its last token. Where an environment answers, what ends is a turn: the
+row is parked for the environment, which hands it back with its answer or commits it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from itertools import groupby
@@ -43,6 +44,8 @@ from stages.flow.catalogue import ROUTED
 
 # columns that a cut response is parked with
 PROGRESS = ("response_ids", "rollout_logprobs", "versions")
+# of a trajectory: where its turns begin, the present one last, and the environment's rewards so far
+TURNS = ("turn_starts", "turn_reward")
 
 # times the mean length of so many responses: a straggler is parked after these tokens
 STRAGGLER = 4
@@ -54,7 +57,9 @@ class Rollout(Stage):
     waiting in the engine. ``first_rows``: of its first claim (default: as many), so that the first
     optimizer step does not wait for later ones. ``parks_stragglers``: a visit of a response ends
     after STRAGGLER times the mean length, as with ``params.budget``. The limit depends on other
-    responses alone, and what is parked is continued, so it favours no length."""
+    responses alone, and what is parked is continued, so it favours no length. ``environment``: the
+    stage that answers each turn; "": a response is one turn. ``together``: turns that were claimed
+    together are handed on together, so that what is decoded together depends on no time."""
 
     name = "rollout"
     fetches: tuple[str, ...] = ("prompt_ids",)
@@ -70,8 +75,12 @@ class Rollout(Stage):
         most_rows: int,
         first_rows: int | None = None,
         parks_stragglers: bool = False,
+        environment: str = "",
+        together: bool = False,
     ) -> None:
         self.dock = dock
+        self._environment = environment
+        self._together = together
         self._lengths = deque[int](maxlen=RECENT if parks_stragglers else 0)
         self.engine = engine
         self.params = params
@@ -98,7 +107,7 @@ class Rollout(Stage):
     async def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
         positions = {(row.group, row.place): i for i, row in enumerate(claim.rows)}
         prompts = Packed.of(rows["prompt_ids"]).rows()
-        begun = await self._begun(claim, prompts)
+        begun, turns = await self._begun(claim, prompts)
         requests = []
         params = replace(self.params, budget=self._budget())
         for group, members in groupby(claim.rows, key=lambda row: row.group):
@@ -114,18 +123,27 @@ class Rollout(Stage):
             missing = len(positions)
             while missing:
                 news = [await ended.get()]
-                while not ended.empty():
-                    news.append(ended.get_nowait())
+                while not ended.empty() or (
+                    self._together and None not in news and len(news) < missing
+                ):
+                    news.append(await ended.get())
                 together = [completion for completion in news if completion is not None]
                 missing -= len(together)
                 self._lengths.extend(
                     len(done.token_ids) for done in together if done.finish_reason != "cut"
                 )
-                for parked in (False, True):
-                    if some := [c for c in together if (c.finish_reason == "cut") == parked]:
+                for cut in (False, True):
+                    if some := [c for c in together if (c.finish_reason == "cut") == cut]:
                         places = [positions[c.group, c.place] for c in some]
                         before = sum(len(begun[at].token_ids) for at in places if at in begun)
-                        yield responses(places, some, before=before, parked=parked)
+                        yield responses(
+                            places,
+                            some,
+                            before=before,
+                            parked=cut or bool(self._environment),
+                            turns=[turns[at] for at in places] if turns else (),
+                            to="" if cut else self._environment,
+                        )
                 if missing and None in news and self.leaving:
                     return
                 if missing and None in news:
@@ -145,25 +163,38 @@ class Rollout(Stage):
         )
         return min(filter(None, (self.params.budget, straggler)), default=0)
 
-    async def _begun(self, claim: Claim, prompts: Sequence[torch.Tensor]) -> dict[int, Begun]:
-        """Return the progress that rows of the claim were parked with, by position; each has a
-        prompt."""
-        columns_read = (*PROGRESS, ROUTED) if ROUTED in self.dock.schema else PROGRESS
-        positions, rows = await self.dock.begun(claim, columns_read)
+    async def _begun(
+        self, claim: Claim, prompts: Sequence[torch.Tensor]
+    ) -> tuple[dict[int, Begun], dict[int, Mapping[str, torch.Tensor]]]:
+        """Return the progress that rows of the claim were parked with, by position, and their
+        columns TURNS; each has a prompt."""
+        read = [*PROGRESS, *(TURNS if self._environment else ())]
+        if ROUTED in self.dock.schema:
+            read.append(ROUTED)
+        positions, rows = await self.dock.begun(claim, read)
         if not positions:
-            return {}
-        columns = [[row.clone() for row in Packed.of(rows[name]).rows()] for name in columns_read]
-        return {
-            position: Begun(
+            return {}, {}
+        columns = {name: [row.clone() for row in rows[name].rows()] for name in read}
+        begun = dict[int, Begun]()
+        turns = dict[int, Mapping[str, torch.Tensor]]()
+        for number, position in enumerate(positions):
+            row = {name: column[number] for name, column in columns.items()}
+            if self._environment:
+                turns[position] = {name: row[name] for name in TURNS}
+            tokens = row["response_ids"]
+            if not len(tokens):  # an environment that begins with nothing
+                continue
+            experts = row.get(ROUTED)
+            begun[position] = Begun(
                 tokens,
-                logprobs,
-                tuple((int(v), int(n)) for v, n in versions.view(-1, 2)),
-                *(experts.view(len(prompts[position]) + len(tokens) - 1, -1) for experts in routed),
+                row["rollout_logprobs"],
+                tuple((int(v), int(n)) for v, n in row["versions"].view(-1, 2)),
+                turn_start=int(row["turn_starts"][-1]) if self._environment else 0,
+                routed_experts=None
+                if experts is None
+                else experts.view(len(prompts[position]) + len(tokens) - 1, -1),
             )
-            for position, tokens, logprobs, versions, *routed in zip(
-                positions, *columns, strict=True
-            )
-        }
+        return begun, turns
 
     async def _listen(
         self, requests: Sequence[GroupRequest], ended: asyncio.Queue[Completion | None]
@@ -189,9 +220,12 @@ def responses(
     *,
     before: int = 0,
     parked: bool = False,
+    turns: Sequence[Mapping[str, torch.Tensor]] = (),
+    to: str = "",
 ) -> Written | Parked:
     """Return the columns of ended or ``parked`` responses; ``before`` of their tokens were counted
-    in earlier visits. Raises EngineFailed for a logprob that is not finite: such a row is not
+    in earlier visits. ``turns``: of trajectories, the columns TURNS of each; ``to``: the stage that
+    they are parked for. Raises EngineFailed for a logprob that is not finite: such a row is not
     committed, so that nothing is trained on it."""
     for completion in completions:
         if not bool(completion.logprobs.isfinite().all()):
@@ -209,9 +243,12 @@ def responses(
     }
     if routed := [c.routed_experts.flatten() for c in completions if c.routed_experts is not None]:
         rows[ROUTED] = routed
-    if not parked:
+    if not parked or to:
         rows["truncated"] = torch.tensor([c.finish_reason == "length" for c in completions])
-    generated = [(c.oldest_version, len(c.token_ids)) for c in completions]
+    if turns:
+        rows |= {name: [row[name] for row in turns] for name in TURNS}
+    generated = [(c.oldest_version, c.generated_tokens) for c in completions]
     tokens = sum(len(c.token_ids) for c in completions) - before
-    kind = Parked if parked else Written
-    return kind(positions, rows=rows, generated=generated, tokens=tokens)
+    if parked:
+        return Parked(positions, rows=rows, generated=generated, tokens=tokens, to=to)
+    return Written(positions, rows=rows, generated=generated, tokens=tokens)

@@ -31,8 +31,10 @@ def pair_of(group: Iterable[Sample], margin: float = 0.0, *, cut: bool = True) -
     """Return the pair of one ``group``: the prompt, the texts with the highest and the lowest
     reward, the rewards, and the other columns of the prompt's row, and which of the two was cut.
     ``cut``: with responses that :func:`is_cut`. None where the rewards differ by less than
-    ``margin``, or not at all."""
+    ``margin``, or not at all; and where a response is :func:`observing`."""
     members = list(group)
+    if any(map(observing, members)):
+        return None
     scored = [sample for sample in members if _has_reward(sample) and (cut or not is_cut(sample))]
     if not scored:
         return None
@@ -66,6 +68,12 @@ def is_cut(sample: Sample) -> bool:
     return bool(sample.get("truncated")) or not sample.get("ended", True)
 
 
+def observing(sample: Sample) -> bool:
+    """Return whether the response has observations. In a text they would be trained as the
+    policy's own."""
+    return any(not segment["generated"] for segment in sample.get("segments", ()))
+
+
 def export_pairs(run: Path, out: Path, margin: float = 0.0, *, cut: bool = True) -> tuple[int, int]:
     """Write the pairs of the run in the folder ``run`` to ``out``, a file of JSON Lines or Parquet
     by its name, which is there when all of it is. ``cut``: with responses that :func:`is_cut`.
@@ -77,16 +85,24 @@ def export_pairs(run: Path, out: Path, margin: float = 0.0, *, cut: bool = True)
         )
     recipe = _recipe(run)
     count = 0
+    observing_groups = 0
 
     def pairs() -> Iterator[Pair]:
-        nonlocal count
+        nonlocal count, observing_groups
         for group in groups(run / FOLDER):
             count += 1
+            observing_groups += any(map(observing, group))
             if (pair := pair_of(group, margin, cut=cut)) is not None:
                 yield pair
 
     pair_stream = pairs()
     if (first := next(pair_stream, None)) is None:
+        if observing_groups:
+            raise PairsError(
+                f"run: {observing_groups} of {count} groups in {run} have responses with an "
+                f"environment's observations, which a pair of texts would train as the policy's; "
+                f"give a run without an environment"
+            )
         raise PairsError(_why_none(run, recipe, count, margin, cut))
     partial = out.with_name(f".{out.name}.partial")
     try:

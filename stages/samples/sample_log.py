@@ -6,7 +6,8 @@
 
 A sample is one line. Samples of a step stand last first, so that reading backwards gives steps
 newest first, and each step's samples in the order of their groups. The first sample of a group has
-the prompt's row, too: ``given``, ``fields``.
+the prompt's row, too: ``given``, ``fields``. One with turns has its ``segments``: the turns, and what
+was observed between them, in order.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from pipeline.index.client import Claim
+from stages.flow.catalogue import OBSERVED, TURN_REWARD, TURN_STARTS
 
 if TYPE_CHECKING:  # samples are read by the service without torch
     from tensordict import TensorDict
@@ -47,11 +49,15 @@ COLUMNS = (
     "reward",
     "scores",
     "advantage",
+    TURN_STARTS,
+    TURN_REWARD,
 )
 
 log = structlog.get_logger()
 
 Sample = dict[str, Any]
+Segment = tuple[int, int, bool]
+"""A part of a response: its first token, the one after its last, and whether it was generated."""
 
 
 class SampleLog:
@@ -283,6 +289,14 @@ class Recorder:
                 columns["reward"][at] = None
             for at, column in failed.nonzero().tolist():
                 failures[at].append(self.rewards[column])
+        turn_starts, turn_rewards = (
+            plain_values(rows[name]) if name in rows else [[]] * len(ids)
+            for name in (TURN_STARTS, TURN_REWARD)
+        )
+        pairs = [list(zip(of_row[::2], of_row[1::2], strict=True)) for of_row in versions]
+        parts = [
+            segments(of_row, starts) for of_row, starts in zip(pairs, turn_starts, strict=True)
+        ]
         ends = {self.tokenizer.eos_token_id, *self.tokenizer.all_special_ids}
         handles = claim.rows
         order = sorted(range(len(handles)), key=lambda at: (handles[at].group, handles[at].place))
@@ -302,12 +316,15 @@ class Recorder:
                 **({"failed": failures[at]} if failures[at] else {}),
                 "advantage": columns["advantage"][at],
                 "tokens": handles[at].tokens,
-                "versions": [
-                    list(pair) for pair in zip(versions[at][::2], versions[at][1::2], strict=True)
-                ],
+                "versions": [list(pair) for pair in pairs[at]],
                 "staleness": int(stale[at]),
                 "truncated": columns["truncated"][at],
-                "ended": bool(ids[at]) and ids[at][-1] in ends,
+                "ended": _last_generated(ids[at], parts[at]) in ends,
+                **(
+                    {"segments": self._described(ids[at], parts[at], turn_rewards[at])}
+                    if turn_starts[at]
+                    else {}
+                ),
                 **(
                     {"given": prompts[at], "fields": fields[at]}
                     if first[handles[at].group] == at
@@ -316,6 +333,50 @@ class Recorder:
             }
             for at in order
         ]
+
+    def _described(
+        self, ids: list[int], parts: Sequence[Segment], rewards: Sequence[float]
+    ) -> list[dict[str, Any]]:
+        """Return the segments ``parts`` of ``ids`` as the log has them; ``rewards`` of the turns,
+        not a number where there is none."""
+        of_turns = iter(rewards)
+        out = []
+        for begin, end, is_generated in parts:
+            text = str(self.tokenizer.decode(ids[begin:end], skip_special_tokens=True))
+            reward = next(of_turns, math.nan) if is_generated else math.nan
+            out.append(
+                {
+                    "generated": is_generated,
+                    "tokens": end - begin,
+                    "text": text,
+                    "reward": None if math.isnan(reward) else reward,
+                }
+            )
+        return out
+
+
+def segments(versions: Sequence[tuple[int, int]], turn_starts: Sequence[int] = ()) -> list[Segment]:
+    """Return the segments of a response whose tokens ``versions`` (version, tokens) made: its
+    turns, of which those after the first begin at ``turn_starts``, and the observations.
+
+    >>> segments([(3, 2), (4, 1), (-1, 5), (4, 2)], [0, 8])
+    [(0, 3, True), (3, 8, False), (8, 10, True)]
+    """
+    out: list[Segment] = []
+    begin = 0
+    for version, tokens in versions:
+        is_generated = version != OBSERVED
+        goes_on = bool(out) and out[-1][2] == is_generated and begin not in turn_starts
+        first = out.pop()[0] if goes_on else begin
+        begin += tokens
+        out.append((first, begin, is_generated))
+    return out
+
+
+def _last_generated(ids: Sequence[int], parts: Sequence[Segment]) -> int | None:
+    """Return the last token of the last turn."""
+    ends = [end for _, end, is_generated in parts if is_generated]
+    return ids[ends[-1] - 1] if ends else None
 
 
 def shown(given: str | Sequence[dict[str, str]]) -> str:

@@ -7,6 +7,7 @@ reward needs. A reward function has TRL's signature (see :mod:`stages.rewards.st
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -14,6 +15,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field
 
 from stages.json_schema import options_model
+from stages.tasks.guess import guess
 
 Completions = list[str | list[dict[str, str]]]
 
@@ -41,7 +43,7 @@ def repeat(
     return {"prompt": f"{first}{other}=", "answer": first * length}
 
 
-TASKS: dict[str, Callable[..., dict[str, Any]]] = {"repeat": repeat}
+TASKS: dict[str, Callable[..., dict[str, Any]]] = {"repeat": repeat, "guess": guess}
 # of prompts.config
 CONFIGS: dict[str, type[BaseModel]] = {name: options_model(task) for name, task in TASKS.items()}
 
@@ -55,6 +57,14 @@ def spelling(completions: Completions, answer: list[Any], **_: Any) -> list[floa
     ]
 
 
+def environment(
+    completions: Completions, environment_reward: list[float], **_: Any
+) -> list[float | None]:
+    """Return the rewards that the environments gave their trajectories; None where one gave
+    none."""
+    return [None if math.isnan(reward) else reward for reward in environment_reward]
+
+
 def _spelling(response: str, wanted: str) -> float:
     right = sum(a == b for a, b in zip(response, wanted, strict=False))
     return right / max(len(response), len(wanted), 1)
@@ -63,23 +73,23 @@ def _spelling(response: str, wanted: str) -> float:
 # name → its function, which is imported when a recipe names it
 REWARDS = {
     "arithmetic": "stages.rewards.number_rewards:arithmetic",
+    "environment": "stages.tasks.tasks:environment",
     "exact_number": "stages.rewards.number_rewards:exact_number",
     "reasoning_gym": "stages.tasks.gym_answers:reasoning_gym",
     "spelling": "stages.tasks.tasks:spelling",
 }
 # of a few operations on texts: called in the worker
-HARMLESS = frozenset({"arithmetic", "exact_number", "spelling"})
+HARMLESS = frozenset({"arithmetic", "environment", "exact_number", "spelling"})
 # … but not with expressions: a library computes them
 COMPUTED = frozenset({"arithmetic", "exact_number"})
 
 
 def text(completion: str | list[dict[str, str]]) -> str:
-    """Return the text of a completion: a string, or messages."""
-    return (
-        completion
-        if isinstance(completion, str)
-        else "".join(message["content"] for message in completion)
-    )
+    """Return the text of a completion: a string, or the assistant's last message."""
+    if isinstance(completion, str):
+        return completion
+    turns = [message["content"] for message in completion if message["role"] == "assistant"]
+    return turns[-1] if turns else ""
 
 
 def json_text(value: Any) -> str:

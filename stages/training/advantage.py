@@ -13,8 +13,8 @@ A truncated response, cut at ``rollout.max_tokens``, has a reward of something u
 A group with too few responses left is dropped, and another one generated: with ``mask`` one without
 any, with ``drop`` one with fewer than the algorithm's credit compares, and with either one that
 lacks any where the loss compares whole groups (``Algorithm.unit``). The index drops whole groups
-only, so single rows stay in their group, masked (:data:`MASK`), and the ledger counts them as
-trained; the train engine does not compute them.
+only, so single rows stay in their group, masked (:data:`MASK`; :data:`ROW_MASK` where another stage
+makes that one), and the ledger counts them as trained; the train engine does not compute them.
 
 A group with a row on which a reward function failed is dropped, and credit does not see it. A row
 to which no function applies has no reward: credit is that of the others, and its own is zeros, as
@@ -34,29 +34,32 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
+from pipeline.data.columns import Packed
 from pipeline.index.client import Claim, Index
 from pipeline.index.prompts import PassRateCalls
 from pipeline.worker.controller import Stage
 from pipeline.worker.outputs import Output
 from stages.algorithms.named import AlgorithmLike, NamedAlgorithm
-from stages.flow.catalogue import CREDIT, MASK, Truncated, credit_stage
-from stages.flow.declarations import Drop, Result
+from stages.flow.catalogue import CREDIT, DROPPED_ENDING, ENDING, MASK, ROW_MASK, Truncated
+from stages.flow.declarations import Drop, Result, StageDeclaration
 from stages.flow.drop_alarm import DropAlarm
 from stages.flow.groups import GROUPS_AT_ONCE, groups_of, outputs_of, plain_columns, rows_at
 from stages.flow.resolver import passed_column
 from stages.rewards.scores import has_reward
 
 DROPPED = "truncated"  # reason of a group with too few responses that were not truncated
+ENVIRONMENT_FAILED = "the environment failed"  # reason of a group with such a trajectory
 ABSENT = "no reward function applies"  # reason of a group with too few responses that have a reward
 
 
 class Advantage(Stage):
-    """The stage of an algorithm's credit, with ``truncated`` as ``rollout.truncated`` says.
+    """The stage of an algorithm's credit, as the flow has ``declared`` it, with ``truncated`` as
+    ``rollout.truncated`` says.
 
     ``rewards``: the functions, in the order of ``scores``; none where these are not read.
     ``rated``: the index that keeps the pass rates of prompts. ``alarm`` watches that not all groups
     are dropped. ``refill``: the index that knows how far a step is, and the number of groups that
-    it may drop; None: any number. ``masked``: a stage before this one makes ``loss_mask``.
+    it may drop; None: any number.
     """
 
     name = CREDIT
@@ -64,12 +67,12 @@ class Advantage(Stage):
     def __init__(
         self,
         algorithm: AlgorithmLike,
+        declared: StageDeclaration,
         truncated: Truncated = "train",
         rewards: Sequence[str] = (),
         rated: PassRateCalls | None = None,
         alarm: DropAlarm | None = None,
         refill: tuple[Index, int] | None = None,
-        masked: bool = False,
     ) -> None:
         self._alarm = alarm
         self._refill = refill
@@ -77,19 +80,24 @@ class Advantage(Stage):
         self.truncated = truncated
         self.rewards = rewards
         self._rated = rated
-        also = {name: "" for name, reads in {"scores": rewards, "reward": rated}.items() if reads}
-        declared = credit_stage(algorithm, truncated, also)  # type: ignore[arg-type]
-        optional = declared.optional if declared and masked else ()
-        self.fetches = (*(declared.needs if declared else ()), *optional)
+        self._rows_alone = ROW_MASK in declared.makes
+        self.fetches = tuple(declared.needs)
 
     def room(self, held: int) -> int:
         return GROUPS_AT_ONCE
 
     async def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
         tokens = claim.tokens.tolist()
+        lengths = Packed.of(rows[MASK]).lengths().tolist() if MASK in rows else tokens
         groups = claim.group.tolist()
         members, results = credits(
-            self.algorithm, rows, groups, tokens, self.truncated, self.rewards
+            self.algorithm,
+            rows,
+            groups,
+            lengths,
+            self.truncated,
+            self.rewards,
+            rows_alone=self._rows_alone,
         )
         if self._alarm is not None:
             await self._alarm.add(results)
@@ -152,11 +160,14 @@ def credits(
     tokens: Sequence[int] = (),
     truncated: Truncated = "train",
     rewards: Sequence[str] = (),
+    *,
+    rows_alone: bool = False,
 ) -> tuple[list[list[int]], list[Result]]:
     """Return the credit of each group of ``rows``, and the positions of its rows.
 
     ``groups`` names the group of each row; ``tokens`` has the length of each response. A group in
-    which one of the functions ``rewards`` failed is dropped.
+    which one of the functions ``rewards`` or an environment failed is dropped. ``rows_alone``: truncated responses
+    are left out by row_mask, which has no tokens.
     """
     optional = [name for name in algorithm.credit_optional if name in rows]
     read = (*algorithm.credit_reads, *optional) if algorithm.credit_makes else ()
@@ -168,13 +179,18 @@ def credits(
     )
     results: list[Result] = []
     for at in members:
+        if ENDING in rows and bool((rows[ENDING][at] == DROPPED_ENDING).any()):
+            results.append(Drop(ENVIRONMENT_FAILED))
+            continue
         group = {name: rows_at(column, at) for name, column in columns.items()}
         if failures := failed[at].any(dim=0).nonzero()[:, 0].tolist():
             results.append(Drop(f"reward {rewards[failures[0]]} failed"))
             continue
         cut = rows["truncated"][at].tolist() if truncated != "train" else [False] * len(at)
         lengths = [tokens[row] for row in at] if tokens else [0] * len(at)
-        results.append(_credit(algorithm, group, cut, absent[at].tolist(), lengths, truncated))
+        is_absent = absent[at].tolist()
+        result = _credit(algorithm, group, cut, is_absent, lengths, truncated, rows_alone)
+        results.append(result)
     return members, results
 
 
@@ -185,6 +201,7 @@ def _credit(
     absent: Sequence[bool],
     tokens: Sequence[int],
     how: Truncated,
+    rows_alone: bool,
 ) -> Result:
     """Return the credit of one group, and, but with "train", the mask of its responses that are not
     ``truncated``. Credit gets neither these, with "drop", nor those whose reward is ``absent``, and
@@ -203,7 +220,8 @@ def _credit(
     # other ways.
     compares = algorithm.unit == "row" and "advantage" in algorithm.credit_makes and least > 1
     if any(absent) and not (compares and len(rest) >= least):
-        credit = _credit(algorithm, group, truncated, [False] * len(absent), tokens, how)
+        present = [False] * len(absent)
+        credit = _credit(algorithm, group, truncated, present, tokens, how, rows_alone)
         return credit if isinstance(credit, Drop) else Drop(ABSENT, instead=credit)
     # the stage drops groups, and does nothing else
     if not algorithm.credit_makes and how == "train":
@@ -214,6 +232,8 @@ def _credit(
             columns = {name: _with_zeros(column, rest, tokens) for name, column in columns.items()}
         if how == "train":
             return columns
+        if rows_alone:
+            return {**columns, ROW_MASK: ~torch.tensor(truncated)}
         # a credit may make one too
         mask = columns.get(MASK) or [torch.ones(n, dtype=torch.bool) for n in tokens]
         return {

@@ -25,17 +25,17 @@ import structlog
 import torch
 from tensordict import TensorDict
 
-from pipeline.data.columns import Packed, offsets_of
+from pipeline.data.columns import Packed
 from pipeline.index.client import Claim, Index
 from pipeline.warehouse.dock import Dock
 from stages.algorithms.batch import trained_columns
 from stages.algorithms.named import AlgorithmLike
-from stages.algorithms.token_batch import AGES
 from stages.engines.device_lease import DeviceLease
 from stages.engines.plans import GroupShape, deal
 from stages.engines.protocols import TrainEngine, UndoableEngine
-from stages.flow.catalogue import AGE, MASK, STALENESS, TOKEN_STALENESS, VERSIONS
+from stages.flow.catalogue import AGE, MASK, ROW_MASK, STALENESS, TOKEN_STALENESS, VERSIONS
 from stages.parallel.layout import ALONE, RankCoordinates
+from stages.training.token_versions import staleness_of
 from stages.weights.documents import RANK_ORDERS, RANK_PARTS
 from stages.weights.published import Published, joined
 from stages.weights.transport.roles import Publisher
@@ -118,13 +118,18 @@ class RankGroup:
         prompts = await dock.fetch_packed(
             claim.part([positions[0] for positions in members]), ["prompt_ids"]
         )
+        lengths = trained = claim.tokens
+        names = [name for name in (MASK, ROW_MASK) if name in dock.schema]
+        masks = await dock.fetch_packed(claim, names) if names else {}
+        if MASK in masks:
+            lengths = masks[MASK].lengths().numpy()
+            trained = masks[MASK].sums().numpy()
+        if ROW_MASK in masks:
+            trained = trained * masks[ROW_MASK].values.numpy()
         shapes = [
-            GroupShape(int(length), tuple(claim.tokens[positions].tolist()))
+            GroupShape(int(length), tuple(lengths[positions].tolist()))
             for length, positions in zip(prompts["prompt_ids"].lengths(), members, strict=True)
         ]
-        trained = claim.tokens
-        if MASK in dock.schema:
-            trained = (await dock.fetch_packed(claim, [MASK]))[MASK].sums().numpy()
         shares = deal(
             shapes,
             replicas,
@@ -244,27 +249,3 @@ def train_batch(
                 batch[TOKEN_STALENESS] = staleness.jagged()
             del batch[VERSIONS]
     return batch
-
-
-def staleness_of(versions: Packed, trained: int) -> tuple[Packed, Packed]:
-    """Returns int64 [T] of the tokens of each response: the steps that a trainer which has made
-    ``trained`` steps has made since the token was generated, and the index into AGES of its age.
-    ``versions``: version, tokens, version, tokens, … of each response.
-
-    >>> column = torch.nested.nested_tensor([[1, 2, 5, 1, 7, 1], [7, 2]], layout=torch.jagged)
-    >>> staleness, ages = staleness_of(Packed.of(column), 7)
-    >>> staleness.lists(), ages.lists()
-    ([[6, 6, 2, 0], [0, 0]], [[4, 4, 2, 5], [0, 0]])
-    """
-    generated, tokens = versions.values.view(-1, 2).unbind(1)
-    pairs = versions.lengths() // 2
-    row = torch.arange(len(pairs)).repeat_interleave(pairs)
-    staleness = trained - generated
-    oldest = torch.zeros_like(pairs).scatter_reduce(0, row, staleness, "amax", include_self=False)
-    ages = staleness.clamp(0, len(AGES) - 2)
-    ages[(staleness == 0) & (oldest[row] > 0)] = AGES.index("resumed")
-    offsets = offsets_of(torch.zeros_like(pairs).index_add(0, row, tokens).numpy())
-    return (
-        Packed(staleness.repeat_interleave(tokens), offsets),
-        Packed(ages.repeat_interleave(tokens), offsets),
-    )

@@ -40,11 +40,12 @@ from stages.algorithms.batch import trained_columns
 from stages.algorithms.named import AlgorithmLike
 from stages.engines.device_lease import DeviceLease
 from stages.engines.protocols import TrainEngine, UndoableEngine
-from stages.flow.catalogue import TOKEN_STALENESS
+from stages.flow.catalogue import AGE, MASK, OBSERVED, TOKEN_STALENESS, VERSIONS
 from stages.rewards.scores import has_failed, has_reward
 from stages.samples.sample_log import Recorder, Sample
 from stages.training.ranks import RankGroup
 from stages.training.skipped import SkippedSteps
+from stages.training.token_versions import generated_tokens
 from stages.weights.documents import DAMAGED, ENGINES, FORECAST, LAST_TAKEN, TAKEN
 from stages.weights.published import Probe, Published, WeightsDamaged
 from stages.weights.records import WeightRecords
@@ -109,6 +110,8 @@ class Update(Stage):
         self.rank_group = rank_group or RankGroup(dock.index)
         # For the step's event; each rank fetches the columns that it trains on.
         wanted = (*REWARDS[: 1 + scored], "truncated", "response_ids")
+        if MASK in dock.schema:
+            wanted = (*wanted, VERSIONS)
         self.fetches = tuple(name for name in wanted if name in dock.schema)
         self.dock = dock
         self.records = WeightRecords(dock.index)
@@ -365,15 +368,17 @@ class Update(Stage):
 
 def probe_rows(before: Sequence[list[int]], batch: TensorDict, tokens: int) -> list[list[int]]:
     """Return the sequences for the next probe: those of ``before``, the newest last, and of
-    ``batch`` one row, or as many groups' first rows as it takes for ``tokens`` to be probed. The
-    oldest leave first, where the others are enough."""
-    limits = (("prompt_ids", PROBE_PROMPT), ("response_ids", PROBE_RESPONSE))
-    prompts, responses = (Packed.of(batch[name]).rows() for name, _ in limits)
+    ``batch`` one row, or as many groups' first rows as it takes for ``tokens`` to be probed: the
+    prompt and the generated tokens, without those that were observed. The oldest leave first,
+    where the others are enough."""
+    prompts, responses = (Packed.of(batch[name]).rows() for name in ("prompt_ids", "response_ids"))
+    ages = Packed.of(batch[AGE]).rows() if AGE in batch else []
     first = {group: number for number, group in reversed(list(enumerate(batch["group"].tolist())))}
-    fresh = [
-        [*prompts[number][:PROBE_PROMPT].tolist(), *responses[number][:PROBE_RESPONSE].tolist()]
-        for number in sorted(first.values())
-    ]
+    fresh = []
+    for number in sorted(first.values()):
+        generated = responses[number][ages[number] != OBSERVED] if ages else responses[number]
+        prompt = prompts[number][:PROBE_PROMPT].tolist()
+        fresh.append([*prompt, *generated[:PROBE_RESPONSE].tolist()])
     rows = list(before)
     added = 0
     for ids in fresh:
@@ -394,15 +399,15 @@ def _probed_tokens(rows: Sequence[Sequence[int]]) -> int:
 
 
 def variety(claim: Claim, rows: TensorDict) -> dict[str, float]:
-    """Return the metrics of a step's ``rows``: ``distinct_responses``, the share of responses that
-    are not equal to another one; and ``equal_groups``, the share of groups whose rewards are all
+    """Return the metrics of a step's ``rows``: ``distinct_responses``, the share of responses whose
+    generated tokens are not those of another one; and ``equal_groups``, the share of groups whose rewards are all
     equal, of those with any."""
     out = {}
     if "response_ids" in rows:
-        hashes = {
-            xxhash.xxh3_64_intdigest(row.numpy().data)
-            for row in Packed.of(rows["response_ids"]).rows()
-        }
+        responses = Packed.of(rows["response_ids"])
+        if VERSIONS in rows:
+            responses = generated_tokens(responses, Packed.of(rows[VERSIONS]))
+        hashes = {xxhash.xxh3_64_intdigest(row.numpy().data) for row in responses.rows()}
         out["distinct_responses"] = len(hashes) / len(claim)
     if "reward" in rows:
         first = dict[int, float]()

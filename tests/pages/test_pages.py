@@ -17,6 +17,7 @@ from tests.pages.shell import execute, missing, runnable
 # Pages of more than about twenty seconds on two cores.
 LONG = {
     "README.md",
+    "docs/agents.md",
     "docs/cluster.md",
     "docs/engines.md",
     "docs/external.md",

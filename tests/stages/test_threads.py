@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from stages.threads import run_in_temporary_thread, run_in_thread
+from stages.threads import CallThread, run_in_temporary_thread, run_in_thread
 
 HELPERS = """
 import os, time, torch
-from stages.threads import run_in_temporary_thread
+from stages.threads import CallThread, run_in_temporary_thread
 
 torch.set_num_threads(2)
 
@@ -69,3 +69,11 @@ def test_the_helpers_of_a_computation_end_with_it() -> None:
         [sys.executable, "-c", HELPERS], capture_output=True, text=True, check=True, timeout=120
     )
     assert helpers.stdout.split() == ["0", "1"]
+
+
+async def test_an_ended_thread_takes_no_call_that_nothing_would_answer() -> None:
+    thread = CallThread("ended")
+    assert await thread.run(lambda: 1) == 1
+    thread.end()
+    with pytest.raises(RuntimeError, match="was ended"):
+        thread.run(lambda: 2)

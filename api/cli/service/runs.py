@@ -520,7 +520,10 @@ def run_table(run: RunView, now: float, stages: StagesView) -> Table:
 def _print_sample(sample: SampleView, console: Console) -> None:
     from api.terminal.numbers import number
 
-    versions = " ".join(f"v{version}×{tokens}" for version, tokens in sample.versions)
+    versions = " ".join(
+        f"v{version}×{tokens}" if version >= 0 else f"observed×{tokens}"
+        for version, tokens in sample.versions
+    )
     console.rule(
         f"group {sample.group} #{sample.place}  step {sample.step}  reward "
         f"{number(sample.reward, '.3f')}  advantage {number(sample.advantage, '.3f')}  staleness "

@@ -13,7 +13,13 @@ const FIELDS = [
 
 /** [[version, tokens], …] in words. */
 function made(versions) {
-  return (versions ?? []).map(([version, tokens]) => `${tokens} by v${version}`).join(", ");
+  return (versions ?? []).map(([version, tokens]) => (version < 0 ? `${tokens} observed` : `${tokens} by v${version}`)).join(", ");
+}
+
+/** The response as text; observations between its turns are pale. */
+function response({ response, segments }) {
+  if (!segments?.length) return response;
+  return segments.map(({ generated, text }) => element("span", generated ? {} : { class: "quiet", title: "observed, not trained" }, text));
 }
 
 export class Samples {
@@ -82,7 +88,7 @@ export class Samples {
           element("span", { class: "where" }, sample.step === null || sample.step === undefined ? "in flight" : `step ${sample.step}`),
           element("span", { class: "excerpt", dir: "auto" }, element("b", {}, excerpt(sample.prompt)), " ", excerpt(sample.response)),
         ),
-        element("div", { class: "texts" }, text("Prompt", sample.prompt), text("Response", sample.response)),
+        element("div", { class: "texts" }, text("Prompt", sample.prompt), text("Response", response(sample))),
         element(
           "dl",
           { class: "figures" },

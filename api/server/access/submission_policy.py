@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import string
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,9 @@ from stages.tasks.tasks import HARMLESS
 
 LONGEST_NAME = 64
 ASK = "ask the operator for {}"
+ENVIRONMENTS = "environment.use"
+# a key whose value would have code run in a worker, that value, and a harmless one
+IN_WORKER = ("launch.launcher", "inline", "process")
 
 
 def stored_recipes(settings: Settings) -> dict[str, Path]:
@@ -107,6 +110,7 @@ def accept(
     for key, value in copy.deepcopy(dict(overrides)).items():
         if problem := override(submission.data, key, value, "overrides"):
             submission.problems.append(problem)
+    submission.confine_environments()
     submission.refuse_code()
     submission.confine_rewards()
     submission.confine_stages()
@@ -189,17 +193,18 @@ class _Submission:
         """Refuse ``module:name`` that the operator has not listed, and templates that do more than
         name columns."""
         for key, code in [*marked(Recipe, self.data, IsCode)]:
-            name = self.value(key)
-            if (
-                isinstance(name, str)
-                and ":" in name
-                and name not in getattr(self.settings, f"allow_{code.kind}s")
-            ):
-                fix = f"use an installed name, or {ASK.format(f'--allow-{code.kind}')}"
-                violation = "is code that this server does not run"
-                self.refuse(key, name, violation, fix, code.harmless)
+            names = self.value(key)
+            allowed = getattr(self.settings, f"allow_{code.kind}s")
+            for place, name in _names_by_key(key, names).items():
+                if ":" in name and name not in allowed:
+                    fix = f"use an installed name, or {ASK.format(f'--allow-{code.kind}')}"
+                    violation = "is code that this server does not run"
+                    self.problems.append(Problem(place, name, violation, fix))
+                    override(self.data, key, code.harmless)
         if any(problem.key.startswith("stages.") for problem in self.problems):
             self.data["stages"] = []  # nothing of them is imported
+        if any(problem.key.startswith(ENVIRONMENTS) for problem in self.problems):
+            override(self.data, "environment.options", {})  # they are another class's
         for key in self._of_sources("template"):
             template = self.value(key)
             if isinstance(template, str) and not _only_names_columns(template):
@@ -219,9 +224,10 @@ class _Submission:
     def confine_rewards(self) -> None:
         """Have reward functions run in a sandbox, with a network and an environment that the
         operator has allowed."""
+        if self.value("stages") or self.value(ENVIRONMENTS):  # they see the same variables
+            self.data.setdefault("reward", {})
         reward = self.data.get("reward")
-        functions = reward.get("functions") if isinstance(reward, dict) else None
-        if not isinstance(reward, dict) or not isinstance(functions, list):
+        if not isinstance(reward, dict):
             return
         names = reward.get("environment")
         if names is None:
@@ -231,14 +237,15 @@ class _Submission:
                 violation = "is a variable that functions of requests may not see"
                 fix = f"take it out, or {ASK.format(f'--allow-environment {name}')}"
                 self.refuse(f"reward.environment.{index}", name, violation, fix, "")
-        for index, function in enumerate(functions):
+        functions = reward.get("functions")
+        for index, function in enumerate(functions if isinstance(functions, list) else []):
             if (
                 isinstance(function, dict)
                 and isinstance(name := function.get("name"), str)
                 and name not in HARMLESS
             ):
                 self._confine(
-                    f"reward.functions.{index}", function, name, ("reward.processes", 0, 1)
+                    f"reward.functions.{index}", function, [name], ("reward.processes", 0, 1)
                 )
 
     def confine_stages(self) -> None:
@@ -246,14 +253,25 @@ class _Submission:
         stages = self.data.get("stages")
         for index, stage in enumerate(stages if isinstance(stages, list) else []):
             if isinstance(stage, dict) and isinstance(name := stage.get("use"), str):
-                self._confine(
-                    f"stages.{index}", stage, name, ("launch.launcher", "inline", "process")
-                )
+                self._confine(f"stages.{index}", stage, [name], IN_WORKER)
+
+    def confine_environments(self) -> None:
+        """Have environments run in a sandbox, as stages do; with a network only where all may have
+        it."""
+        table = self.data.get("environment")
+        names = [*_names_by_key(ENVIRONMENTS, self.value(ENVIRONMENTS)).values()]
+        if isinstance(table, dict) and names:
+            self._confine("environment", table, names, IN_WORKER)
 
     def _confine(
-        self, key: str, code: dict[str, Any], name: str, in_worker: tuple[str, Any, Any]
+        self,
+        key: str,
+        code: dict[str, Any],
+        names: Sequence[str],
+        in_worker: tuple[str, Any, Any],
     ) -> None:
-        """Have ``code``, the table of the function or stage ``name``, run in a sandbox.
+        """Have ``code``, the table of the functions, stages or environments ``names``, run in a
+        sandbox.
 
         ``in_worker``: the key whose value would have it run in a worker, that value, and a harmless
         one.
@@ -265,12 +283,15 @@ class _Submission:
                 self.refuse(f"{key}.sandbox", False, violation, f"leave it out, or {ask}", True)
             chooses, value, harmless = in_worker
             if self.value(chooses) == value:
-                violation = f"would run {name!r} in a worker, which has no sandbox"
+                listed = ", ".join(map(repr, names))
+                violation = f"would run {listed} in a worker, which has no sandbox"
                 self.refuse(chooses, value, violation, f"leave it out, or {ask}", harmless)
             if code.get("sandbox") is None:
                 code["sandbox"] = True
-        if code.get("network") is True and name not in self.settings.allow_networks:
-            fix = f"leave it out, or {ASK.format(f'--allow-network {name}')}"
+        offline = [name for name in names if name not in self.settings.allow_networks]
+        if code.get("network") is True and offline:
+            options = " ".join(f"--allow-network {name}" for name in offline)
+            fix = f"leave it out, or {ASK.format(options)}"
             self.refuse(f"{key}.network", True, "may not use the network here", fix, False)
 
     def _each(self, table: str, key: str) -> Iterator[str]:
@@ -413,6 +434,16 @@ class _Submission:
             self.refuse(key, value, "lies outside of what this server reads", fix, "refused")
 
 
+def _names_by_key(key: str, value: object) -> dict[str, str]:
+    """Return the names in the ``value`` of ``key``, one or a table of several, by their keys."""
+    names = (
+        {f"{key}.{name}": each for name, each in value.items()}
+        if isinstance(value, Mapping)
+        else {key: value}
+    )
+    return {place: name for place, name in names.items() if isinstance(name, str)}
+
+
 def _only_names_columns(template: str) -> bool:
     """Return whether ``str.format`` would insert columns as they are: no attributes, items,
     conversions or widths."""
@@ -434,10 +465,11 @@ def _beyond_limits(settings: Settings, recipe: Recipe) -> Iterator[Problem]:
     workers = recipe.rollout.workers + recipe.reward.workers + recipe.train.ranks
     workers += recipe.critic.ranks if recipe.trains_critic else 0
     workers += sum(stage.workers for stage in recipe.stages)
+    workers += recipe.environment.processes if recipe.has_environment else 0
     if workers > settings.max_workers:
         violation = (
-            f"makes {workers} workers with those of reward and stages, and dp and tp of train "
-            f"and critic"
+            f"makes {workers} workers with those of reward, stages and environments, and dp and tp "
+            f"of train and critic"
         )
         yield Problem(
             "rollout.workers",

@@ -15,6 +15,8 @@ from orchestration.recipe.checks.registry import Environment, check, machine_che
 from orchestration.recipe.flow import flow_of
 from orchestration.recipe.problems import suggest, value_or_none
 from orchestration.recipe.schema import Recipe
+from orchestration.recipe.sections import StageSection
+from orchestration.recipe.sections.environment import EnvironmentSection
 from pipeline.problems import Problem
 from stages.engines.mock.options import MockRolloutOptions, MockTrainOptions
 from stages.engines.registry import (
@@ -154,21 +156,29 @@ def rewards_are_found(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-@check("reward.functions", "reward.processes", "stages", "launch.launcher")
+def _stages_and_environments(
+    recipe: Recipe,
+) -> Iterator[tuple[str, str, StageSection | EnvironmentSection]]:
+    """Key, name and table of each stage of the recipe's own, and of its environments."""
+    for index, stage in enumerate(recipe.stages):
+        yield f"stages.{index}", stage.use, stage
+    if recipe.has_environment:
+        yield "environment", ", ".join(recipe.environment.uses.values()), recipe.environment
+
+
+@check("reward.functions", "reward.processes", "stages", "environment", "launch.launcher")
 def sandboxes_are_of_use(recipe: Recipe) -> Iterator[Problem]:
     """What a model wrote is scored by installed code in a sandbox alone; what a sandbox lets
     through needs one."""
-    for index, stage in enumerate(recipe.stages):
-        if stage.sandbox and recipe.launch.launcher == "inline":
-            reason = (
-                f"leaves no process that could be in a sandbox, as that of {stage.use!r} is to be"
-            )
+    for key, code, section in _stages_and_environments(recipe):
+        if section.sandbox and recipe.launch.launcher == "inline":
+            reason = f"leaves no process that could be in a sandbox, as that of {code!r} is to be"
             yield problem(recipe, "launch.launcher", reason, "use 'process'")
         for name in ("network", "read"):
-            if getattr(stage, name) and not stage.sandbox:
-                reason = f"has no effect on {stage.use!r}, which is called without a sandbox"
-                fix = f"leave it out, or set stages.{index}.sandbox = true"
-                yield Problem(f"stages.{index}.{name}", getattr(stage, name), reason, fix)
+            if getattr(section, name) and not section.sandbox:
+                reason = f"has no effect on {code!r}, which is called without a sandbox"
+                fix = f"leave it out, or set {key}.sandbox = true"
+                yield Problem(f"{key}.{name}", getattr(section, name), reason, fix)
     for index, function in enumerate(recipe.reward.functions):
         key = f"reward.functions.{index}"
         if function.name in REWARDS and function.name not in HARMLESS and function.sandbox is False:
@@ -201,16 +211,17 @@ def sandboxes_are_of_use(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _sandboxed(recipe: Recipe) -> Iterator[tuple[str, str, list[str]]]:
-    """Key, name and paths to be read of each stage and function that is to be in a sandbox."""
-    for index, stage in enumerate(recipe.stages):
-        if stage.sandbox:
-            yield f"stages.{index}", stage.use, stage.read
+    """Key, name and paths to be read of each stage, environment and function that is to be in a
+    sandbox."""
+    for key, code, section in _stages_and_environments(recipe):
+        if section.sandbox:
+            yield key, code, section.read
     for index, function in enumerate(recipe.reward.functions):
         if function.is_sandboxed and recipe.runs_stage("reward"):
             yield f"reward.functions.{index}", function.name, function.read
 
 
-@machine_check("reward.functions", "prompts", "stages")
+@machine_check("reward.functions", "prompts", "stages", "environment")
 def sandboxes_can_be_had(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
     sandboxed = [*_sandboxed(recipe)]
     if not environment.devices or not sandboxed:
@@ -226,7 +237,7 @@ def sandboxes_can_be_had(recipe: Recipe, environment: Environment) -> Iterator[P
     if found.mechanism:
         return
     for key, name, _ in sandboxed:
-        if key.startswith("stages.") or ":" in name:
+        if not key.startswith("reward.") or ":" in name:
             yield Problem(f"{key}.sandbox", True, f"{name} gets {found.shortfall}", WAY_OUT)
     for key, part in recipe.prompts.parts().items():
         if part.source == "reasoning_gym" and part.task in {*EVALUATES, *EXECUTES}:

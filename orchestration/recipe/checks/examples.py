@@ -25,6 +25,7 @@ from stages.prompts.rows.values import describe
 from stages.prompts.too_long import LongPrompts
 
 if TYPE_CHECKING:
+    from stages.environments.dialogue.interface import Dialogue
     from stages.model.load import Tokenizer
 
 
@@ -57,21 +58,40 @@ def example_prompts(recipe: Recipe) -> list[ExamplePrompt]:
     returns none while the tokenizer of "smollm2" is not converted. Raises RecipeError for a row
     that makes no prompt.
     """
-    tokenizer = _tokenizer(recipe)
+    tokenizer = tokenizer_at_hand(recipe)
     if tokenizer is None:
         return []
     from stages.prompts.formatter import PromptFormatter
 
     found = []
     try:
+        opens = dialogue_at_hand(recipe, tokenizer)
         for part in recipe.prompts.parts().values():
             rows = _first_rows(part, recipe.seed)
-            form = PromptFormatter(part, tokenizer, prompt_limits(recipe))
+            form = PromptFormatter(part, tokenizer, prompt_limits(recipe), opens)
             if rows and (prompt := form.bounded(*rows[0], LongPrompts(None))) is not None:
                 found.append(ExamplePrompt(rows[0][1], prompt.text, len(prompt.ids)))
     except PromptError as error:
         raise RecipeError(recipe.name, error.problems) from error
     return found
+
+
+def dialogue_at_hand(recipe: Recipe, tokenizer: Tokenizer) -> Dialogue | None:
+    """Return what writes the conversations of a run with environments; None for another run.
+
+    Imports the environments' classes. Raises CodeUnusable, and PromptError for a template that
+    cannot write their turns.
+    """
+    section = recipe.environment
+    if section.use is None:
+        return None
+    from orchestration.recipe.dialogue import dialogue_of
+    from stages.environments.classes import environments
+    from stages.environments.interface import Declarations
+
+    factories = environments(section.use, section.options)
+    declared = Declarations({name: each.declare() for name, each in factories.items()})
+    return dialogue_of(recipe, tokenizer, declared)
 
 
 def prompt_sources(recipe: Recipe) -> list[str]:
@@ -88,7 +108,7 @@ def prompt_sources(recipe: Recipe) -> list[str]:
     return found
 
 
-def _tokenizer(recipe: Recipe) -> Tokenizer | None:
+def tokenizer_at_hand(recipe: Recipe) -> Tokenizer | None:
     """The recipe's tokenizer; None where it cannot be loaded, or not at once."""
     from stages.model.load import is_ready, load_tokenizer
 
@@ -121,7 +141,7 @@ def tokenizer_reads_texts(recipe: Recipe, environment: Environment) -> Iterator[
     """Some expressions of a tokenizer.json make its library fail on some texts."""
     if vocabulary_of(recipe) is None or recipe.model.source in KNOWN_MODELS:
         return
-    if (tokenizer := _tokenizer(recipe)) is None:
+    if (tokenizer := tokenizer_at_hand(recipe)) is None:
         return
     from stages.model.load import TokenizerFailed
 
@@ -143,7 +163,7 @@ def embedding_has_all_tokens(recipe: Recipe, environment: Environment) -> Iterat
     if (
         rows is None
         or recipe.model.source in KNOWN_MODELS
-        or (tokenizer := _tokenizer(recipe)) is None
+        or (tokenizer := tokenizer_at_hand(recipe)) is None
     ):
         return
     try:
@@ -183,7 +203,7 @@ def prompts_are_rendered(recipe: Recipe, environment: Environment) -> Iterator[P
     if not (prompts.chat_template or prompts.chat_template_options or prompts.responses):
         return
     try:
-        tokenizer = _tokenizer(recipe)
+        tokenizer = tokenizer_at_hand(recipe)
         if tokenizer is None:
             if prompts.chat_template and not is_template_name(prompts.chat_template):
                 check_chat_options(

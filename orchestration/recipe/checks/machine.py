@@ -411,13 +411,18 @@ def end_tokens_are_known(recipe: Recipe, environment: Environment) -> Iterator[P
 
 
 @machine_check(
-    "model.source", "rollout.max_tokens", "rollout.engine", "rollout.vllm", "train.engine"
+    "model.source",
+    "rollout.max_tokens",
+    "environment.max_tokens",
+    "rollout.engine",
+    "rollout.vllm",
+    "train.engine",
 )
 def context_has_room(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
     context = context_of(recipe)
-    if context is not None and recipe.rollout.max_tokens >= context:
+    if context is not None and recipe.longest_response >= context:
         reason = f"leaves no room for a prompt in the model's context of {context} tokens"
-        yield problem(recipe, "rollout.max_tokens", reason, f"use a value < {context}")
+        yield problem(recipe, recipe.longest_response_key, reason, f"use a value < {context}")
 
 
 def _check_device(side: Side, stage: ExternalStage) -> None:

@@ -111,18 +111,19 @@ def _fix(recipe: Recipe, side: str, part: str, share: float) -> tuple[str, str]:
     of it has room (none if that is negative)."""
     train = recipe.train
     rollout = recipe.rollout
-    longest = train.tokens_of_rank((prompt_limits(recipe).tokens or 0) + rollout.max_tokens)
+    longest = train.tokens_of_rank((prompt_limits(recipe).tokens or 0) + recipe.longest_response)
+    lower = f"lower {recipe.longest_response_key}"
     if part == "arena":
         least = arena_bytes(recipe)
         fits = share * recipe.pipeline.arena >= least
         return (
             "pipeline.arena",
-            f"use '{-(-least >> 20)}MiB', which is enough" if fits else "lower rollout.max_tokens",
+            f"use '{-(-least >> 20)}MiB', which is enough" if fits else lower,
         )
     if part == "KV cache" or (side == "rollout" and part in ("activations", "logits")):
         rows = int(rollout.max_rows * share * 0.95)
         fits = rows >= recipe.algorithm.group_size
-        return "rollout.max_rows", f"use a value <= {rows}" if fits else "lower rollout.max_tokens"
+        return "rollout.max_rows", f"use a value <= {rows}" if fits else lower
     if side == "rollout" and recipe.replicas > 1 and not recipe.colocated:
         return (
             "rollout.workers",
@@ -138,9 +139,9 @@ def _fix(recipe: Recipe, side: str, part: str, share: float) -> tuple[str, str]:
                 f", or {checkpointing}" if checkpointing else ""
             )
         other = checkpointing or "raise train.cp or train.tp"
-        return "train.token_budget", f"{other}, or lower rollout.max_tokens"
+        return "train.token_budget", f"{other}, or {lower}"
     if side != "rollout" and part in ("activations", "logits"):
-        return "train.token_budget", "use a lower value, or lower rollout.max_tokens"
+        return "train.token_budget", f"use a lower value, or {lower}"
     fix = "use a smaller model, or a machine with more memory"
     if recipe.model.dtype == "float32":
         fix = "use a smaller model, model.dtype = 'bfloat16', or a machine with more memory"

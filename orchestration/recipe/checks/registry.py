@@ -51,6 +51,7 @@ SUBJECTS = {
         *(f"launch.{name}" for name in ("launcher", "remote_rollouts", "address")),
     ),
     "examples": ("model.vocabulary", *(f"prompts.{name}" for name in CHAT)),
+    "environment": ("environment",),
     "teacher": ("teacher",),
 }
 

@@ -58,7 +58,13 @@ def group_fits_engine(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-@check("prompts.max_prompt_tokens", "rollout.max_tokens", "train.token_budget", "train.cp")
+@check(
+    "prompts.max_prompt_tokens",
+    "rollout.max_tokens",
+    "environment",
+    "train.token_budget",
+    "train.cp",
+)
 def row_fits_token_budget(recipe: Recipe) -> Iterator[Problem]:
     yield from _holds_longest_row(
         recipe, "train.token_budget", recipe.train.token_budget, recipe.train.cp
@@ -66,11 +72,20 @@ def row_fits_token_budget(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _holds_longest_row(recipe: Recipe, key: str, tokens: int, ranks: int = 1) -> Iterator[Problem]:
-    longest = (recipe.prompts.max_prompt_tokens or 0) + recipe.rollout.max_tokens
+    longest = (recipe.prompts.max_prompt_tokens or 0) + recipe.longest_response
     if tokens * ranks < longest:
         shared = f", divided over {ranks} context-parallel ranks" if ranks > 1 else ""
         reason = f"is less than the {longest} tokens that one prompt and response may have{shared}"
         yield problem(recipe, key, reason, f"use a value >= {-(-longest // ranks)}")
+
+
+@check("reward.functions", "environment.use")
+def rewards_of_environments_have_one(recipe: Recipe) -> Iterator[Problem]:
+    names = [function.name for function in recipe.reward.functions]
+    if "environment" in names and not recipe.has_environment:
+        key = f"reward.functions.{names.index('environment')}.name"
+        fix = "set environment.use, or take the function out"
+        yield Problem(key, "environment", "returns the rewards of an environment", fix)
 
 
 @check("rollout.engine", "rollout.vllm")

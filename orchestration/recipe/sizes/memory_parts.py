@@ -121,7 +121,7 @@ def micro_batch(recipe: Recipe, prompt: int) -> MicroBatch:
     ``prompt``: tokens of the longest prompt."""
     train = recipe.train
     size = recipe.algorithm.group_size
-    fed = recipe.rollout.max_tokens - 1
+    fed = recipe.longest_response - 1
     rows = -(-recipe.rows_per_step // train.dp)
     group = prompt + size * fed  # of one replica
     groups = 1
@@ -189,7 +189,7 @@ def cache_bytes(recipe: Recipe, sizes: Sizes, prompt: int) -> int:
     and what one layer had before it last grew, while that is copied."""
     rollout = recipe.rollout
     groups = -(-rollout.max_rows // recipe.algorithm.group_size)
-    room, before = grown(rollout.max_tokens - 1)
+    room, before = grown(recipe.longest_response - 1)
     slots = -(-rollout.max_rows // SLOTS) * SLOTS
     of_prompts = -(-groups // SLOTS) * SLOTS * -(-prompt // SLOT_TOKENS) * SLOT_TOKENS
     tokens = sizes.layers * (slots * room + of_prompts) + slots * before
@@ -294,7 +294,7 @@ def rollout_memory(
     packed = not recipe.colocated and rollout.device in ("auto", "cpu")
     weights = state["weights"] + (_packed_head(sizes, item) if packed else 0)
     prefill = min(groups * prompt, max(prompt, PREFILL_TOKENS))
-    scores = 4 * FLOAT * rows * sizes.heads * (prompt + rollout.max_tokens)
+    scores = 4 * FLOAT * rows * sizes.heads * (prompt + recipe.longest_response)
     in_layers = FLOAT * max(0, parameters - sizes.outside)  # in bfloat16 as much is kept
     swaps = not recipe.colocated and recipe.runs_stage("update")
     adapters = learned * item if recipe.adapters else 0
@@ -346,7 +346,7 @@ def reference_memory(
     library maps by itself do not use what it keeps of activations.
     """
     item = ITEM_BYTES[recipe.model.dtype]
-    fed = recipe.rollout.max_tokens - 1
+    fed = recipe.longest_response - 1
     size = recipe.algorithm.group_size
     budget = recipe.train.token_budget
     rows = min(size, max(1, (budget - prompt) // max(1, fed)))

@@ -65,8 +65,9 @@ def notices(recipe: Recipe, longest: int, change: int | None) -> Iterator[Proble
             f"makes rows of {longest} tokens possible: longrope's long factors are used for all "
             f"rows, while transformers uses the short ones for sequences of up to {change} tokens"
         )
-        fix = f"keep prompts.max_prompt_tokens + rollout.max_tokens <= {change} for the short ones"
-        yield Problem("rollout.max_tokens", recipe.rollout.max_tokens, wrong, fix)
+        key = recipe.longest_response_key
+        fix = f"keep prompts.max_prompt_tokens + {key} <= {change} for the short ones"
+        yield Problem(key, recipe.longest_response, wrong, fix)
 
 
 def _unmasked(recipe: Recipe) -> Iterator[Problem]:

@@ -170,7 +170,7 @@ def plan(recipe: Recipe) -> Plan:
         rows_retained=_steps_retained(recipe) * recipe.rows_per_step,
         arena_bytes=arena_bytes(recipe),
         prompt_tokens=prompt_limits(recipe).tokens or 0,
-        tokens_per_step=recipe.rows_per_step * recipe.rollout.max_tokens,
+        tokens_per_step=recipe.rows_per_step * recipe.longest_response,
         decode_rows=recipe.replicas * recipe.rollout.max_rows,
         parameters=parameters,
         trained_parameters=trained_parameters(recipe),
@@ -214,7 +214,7 @@ def arena_bytes(recipe: Recipe) -> int:
     # int64 ids and their text. The prompts admitted together are one block, which is released as a
     # whole.
     prompt = (8 + TEXT_BYTES) * (recipe.prompts.max_prompt_tokens or LONGEST_PROMPT) + BLOCK_BYTES
-    parked = recipe.rollout.cuts or recipe.colocated
+    parked = recipe.rollout.cuts or recipe.colocated or recipe.has_environment
     steps = _steps_retained(recipe)
     needed = _prompts(recipe, steps) * prompt + _response_bytes(recipe, steps, parked=parked)
     return int(needed / GATE_SHARE / (1 - SLAB_SHARE))
@@ -244,7 +244,7 @@ def _response_bytes(recipe: Recipe, steps: int, *, parked: bool) -> int:
     """Bytes of all responses in the arena, at most, with those of so many trained ``steps``;
     ``parked``: including those that are cut and continued."""
     flow = recipe.staleness_plan
-    tokens = recipe.rollout.max_tokens
+    tokens = recipe.longest_response
     retained = steps * flow.groups_per_step
     # int64 ids and float32 logprobs of rollout and of a reference, in one block for each stage that
     # writes.
@@ -266,7 +266,7 @@ def routed_bytes(recipe: Recipe) -> int:
     if recipe.train.router == "own":
         return 0
     experts, chosen = experts_of(config_of(recipe.model.source))
-    tokens = (recipe.prompts.max_prompt_tokens or LONGEST_PROMPT) + recipe.rollout.max_tokens - 1
+    tokens = (recipe.prompts.max_prompt_tokens or LONGEST_PROMPT) + recipe.longest_response - 1
     return tokens * chosen * itemsize(expert_type(experts))
 
 
@@ -285,13 +285,13 @@ def prompt_limits(recipe: Recipe) -> PromptLimits:
         why = "for which pipeline.arena has room"
     nbytes = max(TEXT_BYTES * tokens, room - 8 * tokens)
     context = context_of(recipe)
-    if context is not None and context - recipe.rollout.max_tokens < tokens:
-        tokens = context - recipe.rollout.max_tokens
+    if context is not None and context - recipe.longest_response < tokens:
+        tokens = context - recipe.longest_response
         why = (
-            f"the model's context of {context} less rollout.max_tokens = "
-            f"{recipe.rollout.max_tokens}"
+            f"the model's context of {context} less {recipe.longest_response_key} = "
+            f"{recipe.longest_response}"
         )
-    return PromptLimits(tokens, why, nbytes, recipe.rollout.max_tokens)
+    return PromptLimits(tokens, why, nbytes, recipe.longest_response)
 
 
 def slab_bytes(recipe: Recipe) -> int:
@@ -509,7 +509,7 @@ def context_of(recipe: Recipe) -> int | None:
     change = longrope_change(recipe)
     if (
         change is not None
-        and (recipe.prompts.max_prompt_tokens or 1) + rollout.max_tokens <= change
+        and (recipe.prompts.max_prompt_tokens or 1) + recipe.longest_response <= change
     ):
         # the recipe does not ask for longer rows, and so keeps the short factors
         limits.append(change)
@@ -538,7 +538,7 @@ def longest_row(recipe: Recipe) -> int:
     rollout = recipe.rollout
     if rollout.engine == "vllm" and rollout.vllm.max_model_len:
         return rollout.vllm.max_model_len
-    return (prompt_limits(recipe).tokens or 0) + rollout.max_tokens
+    return (prompt_limits(recipe).tokens or 0) + recipe.longest_response
 
 
 def notices_of(recipe: Recipe) -> list[Problem]:

@@ -10,6 +10,9 @@
 --
 --   leased ─park▶ parked(stage) ─claim▶ leased ─park▶ … ─commit▶     a lost lease: parked again, with the last parked progress
 --
+-- Two stages may take turns with a row: each parks it for the other, and either commits it. The first of them (`origin` of both)
+-- is offered rows that become ready.
+--
 -- Data of rows lies in arrays, cut into segments of 4096 rows; rows that are ready, open or leased are sets of number ranges.
 -- A batch of rows in the same state is read, compared and written as one string each, so a batch of 256 costs little more
 -- than one row. Row numbers are never reused, so a number is its own generation.
@@ -32,8 +35,9 @@
 --                     made them ready
 --   count:STAGE       group → how many of its rows are ready (group stages)
 --   gone:STAGE        group → how many of its rows a releasing stage has released
---   partial:STAGE     groups of which this stage has committed, or begun, some rows while others are redelivered
---   begun:STAGE       rows with progress: parked at least once and not committed. b of the stage points to the progress
+--   partial:STAGE     groups of which this stage has committed, or begun, some rows while others are redelivered (of stages that
+--                     take turns, under the first one's name)
+--   begun:STAGE       rows with progress: parked at least once and not committed (likewise). b of the stage points to the progress
 --                     (its columns are not set in s), g has its oldest version and tokens
 --   parked:STAGE      rows with progress that are not leased: they are claimed first
 --   leases            token → {stage, worker, row ranges, rows not committed, home, ms when it was claimed, owner}. A token is
@@ -80,6 +84,7 @@ local function config(run)
     if not packed then fail('NORUN', 'run is not in this index') end
     if configured == 1000 then configs, configured = {}, 0 end
     configs[run], configured = cmsgpack.unpack(packed), configured + 1
+    for _, stage in ipairs(configs[run].stages) do stage.origin = stage.origin or stage.name end  -- of an older release
   end
   return configs[run]
 end

@@ -42,10 +42,10 @@ local function expire(run, cfg, token)
   local lease = lease_of(run, token)
   local stage, back, list = stage_of(cfg, lease[1]), 0, {}
   local ranges = lease[3]
-  if stage.takes == 'groups' and call('EXISTS', run .. 'begun:' .. stage.name) == 1 then
+  if stage.takes == 'groups' and call('EXISTS', run .. 'begun:' .. stage.origin) == 1 then
     ranges = {}
     for i = 1, #lease[3], 2 do
-      local begun, others = split(run .. 'begun:' .. stage.name, lease[3][i], lease[3][i + 1])
+      local begun, others = split(run .. 'begun:' .. stage.origin, lease[3][i], lease[3][i + 1])
       back = back + make_parked(run, stage, begun)
       for _, edge in ipairs(others) do ranges[#ranges + 1] = edge end
     end
@@ -72,7 +72,7 @@ local function expire(run, cfg, token)
         end
         if left > 0 then
           if list[#list] ~= group then append(list, group, group) end
-          if left < size then call('HSET', run .. 'partial:' .. stage.name, group, 1) end
+          if left < size then call('HSET', run .. 'partial:' .. stage.origin, group, 1) end
         end
         k = k + n
       end
@@ -312,15 +312,15 @@ end
 
 -- The rows of claimed groups that this stage has neither committed nor begun.
 local function not_done(run, stage, groups)
-  if call('EXISTS', run .. 'partial:' .. stage.name) == 0 then return rows_in(run, groups) end
+  if call('EXISTS', run .. 'partial:' .. stage.origin) == 0 then return rows_in(run, groups) end
   local rows = {}
   for i = 1, #groups, 2 do
     for group = groups[i], groups[i + 1] do
       local first, n = rows_of(run, group)
-      if call('HDEL', run .. 'partial:' .. stage.name, group) == 0 then
+      if call('HDEL', run .. 'partial:' .. stage.origin, group) == 0 then
         append(rows, first, first + n - 1)
       else
-        local _, fresh = split(run .. 'begun:' .. stage.name, first, first + n - 1)
+        local _, fresh = split(run .. 'begun:' .. stage.origin, first, first + n - 1)
         for k = 1, #fresh, 2 do
           stretches(read(run, 's', 8, fresh[k], fresh[k + 1]), function(entry, a, b)
             local _, done = unpack_at('<I4I2', entry)
@@ -432,17 +432,19 @@ local function held(run, stage, token, owner, rows)
 end
 
 -- Checks that the versions and tokens of rows that were parked before only grow: the oldest version cannot become newer, nor
--- the tokens fewer. The staleness bound rests on this.
+-- the tokens fewer. The staleness bound rests on this. A row without a token may be told anew: it
+-- has begun again.
 local function check_progress(run, stage, rows, made)
   local at = 0
   for i = 1, #rows, 2 do
-    local begun = split(run .. 'begun:' .. stage.name, rows[i], rows[i + 1])
+    local begun = split(run .. 'begun:' .. stage.origin, rows[i], rows[i + 1])
     for j = 1, #begun, 2 do
       local before = read(run, 'g', 8, begun[j], begun[j + 1])
       for row = begun[j], begun[j + 1] do
         local oldest, tokens = unpack_at('<i4I4', before, 8 * (row - begun[j]) + 1)
         local now_oldest, now_tokens = unpack_at('<i4I4', made, 8 * (at + row - rows[i]) + 1)
-        if now_oldest > oldest or now_tokens < tokens then
+        local is_new = tokens == 0 or now_tokens == 0
+        if not is_new and (now_oldest > oldest or now_tokens < tokens) then
           fail('BAD', 'row ' .. row .. ' was begun by version ' .. oldest .. ' with ' .. tokens .. ' tokens, and cannot be of version '
             .. now_oldest .. ' with ' .. now_tokens .. '; tell the oldest version and the number of all of its tokens')
         end
@@ -452,11 +454,16 @@ local function check_progress(run, stage, rows, made)
   end
 end
 
--- {stage, worker, home, token, owner?, block, close, mask, rows = {first, last, …}, refs, made}: store what was made of these
--- rows so far. They leave the lease unfinished, and can be claimed one by one; their earlier progress is freed.
+-- {stage, worker, home, token, owner?, to, block, close, mask, rows = {first, last, …}, refs, made}: store what was made of
+-- these rows so far. They leave the lease unfinished, and can be claimed one by one, from this stage or from the one that takes
+-- turns with it (`to`; '': this one); their earlier progress is freed.
 define('park', function(run, a)
   local cfg, freed = config(run), {}
   local stage = stage_of(cfg, a.stage)
+  local to = a.to and a.to ~= '' and stage_of(cfg, a.to) or stage
+  if to.origin ~= stage.origin then
+    fail('BAD', 'stage ' .. stage.name .. ' does not take turns with ' .. to.name .. ', and hands it no rows')
+  end
   if stage.takes ~= 'groups' or stage.producer < 0 then
     fail('BAD', 'stage ' .. stage.name .. ' takes ' .. stage.takes .. '; only one that takes groups and makes columns can park rows')
   end
@@ -480,8 +487,8 @@ define('park', function(run, a)
     let_go(run, { stage.producer }, from, to, freed)
     write(run, 'b' .. stage.producer, 16, from, sub(a.refs, 16 * at + 1, 16 * (at + n)))
     write(run, 'g', 8, from, sub(a.made, 8 * at + 1, 8 * (at + n)))
-    cut(run .. 'begun:' .. stage.name, from, to)
-    add(run .. 'begun:' .. stage.name, from, to)
+    cut(run .. 'begun:' .. stage.origin, from, to)
+    add(run .. 'begun:' .. stage.origin, from, to)
     at = at + n
   end
   at = 1
@@ -495,7 +502,7 @@ define('park', function(run, a)
   end
   lease[3] = left
   settle(run, a.token, lease, total)
-  make_parked(run, stage, a.rows)
+  make_parked(run, to, a.rows)
   wake_all(run, freed)
   return true
 end)
@@ -515,7 +522,7 @@ define('commit', function(run, a)
       if a.made and part[5] ~= LIVE then fail('TWICE', 'row ' .. part[1] .. ' is generated already') end
     end
   end
-  local begun = stage.takes == 'groups' and call('EXISTS', run .. 'begun:' .. stage.name) == 1
+  local begun = stage.takes == 'groups' and call('EXISTS', run .. 'begun:' .. stage.origin) == 1
   if begun and a.made then check_progress(run, stage, a.rows, a.made) end
   if a.mask ~= 0 then
     check_width('refs', a.refs, 16, total)
@@ -537,7 +544,7 @@ define('commit', function(run, a)
     end
     write(run, 's', 8, from, table.concat(states))
     if begun then
-      local had = split(run .. 'begun:' .. stage.name, from, from + n - 1)
+      local had = split(run .. 'begun:' .. stage.origin, from, from + n - 1)
       for i = 1, #had, 2 do let_go(run, { stage.producer }, had[i], had[i + 1], freed) end
       end_progress(run, stage, from, from + n - 1)
     end

@@ -74,7 +74,8 @@ end
 local function offer(run, cfg, from, to, before, after, offers)
   local fixed
   for _, stage in ipairs(cfg.stages) do
-    if band(after, stage.needs) == stage.needs and band(before, stage.needs) ~= stage.needs then
+    local is_offered = stage.origin == stage.name  -- another one gets its rows from the stage that it takes turns with
+    if is_offered and band(after, stage.needs) == stage.needs and band(before, stage.needs) ~= stage.needs then
       local list = offers[stage.name] or {}
       offers[stage.name] = list
       if stage.takes == 'rows' then
@@ -132,8 +133,9 @@ end
 
 -- Rows from..to have no parked progress any more. Only a stage that takes groups has any.
 local function end_progress(run, stage, from, to)
-  if stage.takes ~= 'groups' or call('EXISTS', run .. 'begun:' .. stage.name) == 0 then return end
-  cut(run .. 'begun:' .. stage.name, from, to)
+  if stage.takes ~= 'groups' then return end
+  if call('EXISTS', run .. 'begun:' .. stage.origin) == 1 then cut(run .. 'begun:' .. stage.origin, from, to) end
+  if call('EXISTS', run .. 'parked:' .. stage.name) == 0 then return end
   local gone = cut(run .. 'parked:' .. stage.name, from, to)
   if gone > 0 then count(run, 'parked:' .. stage.name, -gone) end
 end

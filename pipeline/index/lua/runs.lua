@@ -218,7 +218,8 @@ define('stats', function(run, a)
     local queue = { ready = value(run, 'ready:' .. stage.name), leased = leased, takes = stage.takes }
     out.stages[stage.name] = queue
     if stage.takes == 'groups' and stage.producer > 0 then
-      queue.begun, queue.parked = size_of(members(run .. 'begun:' .. stage.name)), value(run, 'parked:' .. stage.name)
+      local rows = stage.origin == stage.name and members(run .. 'begun:' .. stage.name) or {}
+      queue.begun, queue.parked = size_of(rows), value(run, 'parked:' .. stage.name)
     end
   end
   local houses = call('HGETALL', run .. 'warehouses')
@@ -275,14 +276,25 @@ define('waiting', function(run)
     if out.stage then break end
   end
   local leases = out.stage and call('HGETALL', run .. 'leases') or {}
+  local holders = {}  -- by stage
   for i = 2, #leases, 2 do
     local lease, holds = cmsgpack.unpack(leases[i]), false
     for j = 1, #lease[3], 2 do holds = holds or lease[3][j] < first + n and lease[3][j + 1] >= first end
-    if lease[1] == out.stage and holds then out.holders[#out.holders + 1] = { lease[2], lease[6] } end
+    if holds then
+      holders[lease[1]] = holders[lease[1]] or {}
+      table.insert(holders[lease[1]], { lease[2], lease[6] })
+    end
   end
-  if out.stage then
-    out.parked = size_of((split(run .. 'parked:' .. out.stage, first, first + n - 1)))
+  -- Of stages that take turns, the one that has rows of the group.
+  for _, stage in ipairs(out.stage and cfg.stages or {}) do
+    if stage.origin == out.stage then
+      local parked = size_of((split(run .. 'parked:' .. stage.name, first, first + n - 1)))
+      if stage.name == stage.origin or parked > 0 or holders[stage.name] then
+        out.turn, out.parked, out.holders = stage.name, parked, holders[stage.name] or {}
+      end
+    end
   end
+  out.stage, out.turn = out.turn or out.stage, nil
   return out
 end, true)
 

@@ -11,6 +11,7 @@ from pydantic import Field
 from stages.algorithms.interface import LossOutput
 from stages.algorithms.policy_gradient.base import PolicyGradient
 from stages.algorithms.token_batch import TokenBatch
+from stages.flow.catalogue import MASK, OPTIONAL
 from stages.flow.declarations import Columns, RunsOn
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class Distillation(PolicyGradient):
         "ref_logprobs": "float32 ragged",
         "rollout_logprobs": "float32 ragged",
     }
+    credit_optional: ClassVar[Columns] = {MASK: OPTIONAL[MASK]}
     credit_makes: ClassVar[Columns] = {"advantage": "float32 ragged finite"}
 
     whiten: bool = Field(
@@ -51,9 +53,13 @@ class Distillation(PolicyGradient):
         return {**super().loss_reads, **self.credit_makes}
 
     def credit(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
-        teacher = group["ref_logprobs"]
-        student = group["rollout_logprobs"]
-        return {"advantage": [t - s for t, s in zip(teacher, student, strict=True)]}
+        """Return teacher minus student; 0 at tokens that ``loss_mask`` leaves out."""
+        pairs = zip(group["ref_logprobs"], group["rollout_logprobs"], strict=True)
+        advantage = [teacher - student for teacher, student in pairs]
+        if MASK in group:
+            masked = zip(advantage, group[MASK], strict=True)
+            advantage = [of_row.masked_fill(~mask, 0) for of_row, mask in masked]
+        return {"advantage": advantage}
 
     def prepare(self, batch: TrainBatch) -> Mapping[str, torch.Tensor]:
         return {"advantage": batch.whitened(batch["advantage"])} if self.whiten else {}

@@ -273,13 +273,15 @@ class MockRolloutEngine:
     # ------------------------------------------------------------------------------------
 
     def _row(self, request: GroupRequest, place: int, stream: Responses) -> _Row:
-        limit = request.params.max_tokens
+        max_tokens = request.params.max_tokens
         budget = request.params.budget
-        if limit < 1 or budget < 0:
-            problem = f"max_tokens = {limit}, budget = {budget}"
+        if max_tokens < 1 or budget < 0:
+            problem = f"max_tokens = {max_tokens}, budget = {budget}"
             fix = "give 1 at least, and 0 at least"
             raise RequestRefused(request.group, "max_tokens", problem, fix)
-        tokens = drawn_tokens(self._options, request.seed, place)
+        turn_start = request.turn_start(place)
+        limit = request.limit(place)
+        tokens = turn_start + drawn_tokens(self._options, request.seed + turn_start, place)
         row = _Row(
             request,
             place,

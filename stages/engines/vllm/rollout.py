@@ -282,7 +282,7 @@ class VllmRolloutEngine:
             while reason is None:
                 await self._swapped.wait()
                 reason = await self._request(row)
-                short = len(row.tokens) < row.request.params.max_tokens
+                short = len(row.tokens) < row.limit
                 cut = row.cut and len(row.tokens) > row.begun
                 if (reason is None and cut) or (reason == "length" and short):
                     reason = "cut"

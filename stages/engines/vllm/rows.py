@@ -79,14 +79,10 @@ class VllmRow(ResponseInProgress):
             self._undelivered.clear()
 
     @property
-    def limit(self) -> int:
+    def longest(self) -> int:
         """Tokens that it may have at the end of this claim."""
-        params = self.request.params
-        return (
-            min(params.max_tokens, self.begun + params.budget)
-            if params.budget
-            else params.max_tokens
-        )
+        budget = self.request.params.budget
+        return min(self.limit, self.begun + budget) if budget else self.limit
 
 
 def check_request(request: GroupRequest, *, vocabulary: int, context: int, filters: bool) -> None:
@@ -97,7 +93,8 @@ def check_request(request: GroupRequest, *, vocabulary: int, context: int, filte
     check_basics(request, vocabulary=vocabulary, context=context)
     params = request.params
     refused = functools.partial(RequestRefused, request.group)
-    if params.stop and (params.budget or request.begun):
+    is_split = any(len(of.token_ids) > of.turn_start for of in request.begun.values())
+    if params.stop and (params.budget or is_split):
         fix = "a stop string that a cut splits would be missed: use stop_token_ids"
         raise refused("stop", f"stop is {params.stop}", fix)
     filtered = params.top_k or params.top_p < 1
@@ -120,7 +117,7 @@ def sampling_params(vllm: Any, row: VllmRow) -> Any:
     params = row.request.params
     begun = len(row.tokens)
     return vllm.SamplingParams(
-        max_tokens=row.limit - begun,
+        max_tokens=row.longest - begun,
         temperature=params.temperature,
         top_p=params.top_p,
         top_k=params.top_k,

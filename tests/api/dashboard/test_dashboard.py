@@ -428,17 +428,22 @@ def test_every_field_of_a_sample_stays_text(browser: Browser) -> None:
         "place": HOSTILE,
         "tokens": 3,
         "versions": [[HOSTILE, HOSTILE]],
+        "segments": [
+            {"generated": True, "tokens": 1, "text": HOSTILE, "reward": None},
+            {"generated": False, "tokens": 2, "text": "observed text", "reward": None},
+        ],
         "staleness": 0,
         "truncated": False,
     }
     shown = browser.asynchronous(
         module("pages/samples") + "const entry = new it.Samples(null, 'run').entry(arguments_[0]); "
         "document.body.append(entry);const shown = [entry.textContent, "
-        "entry.querySelectorAll('img, script').length]; entry.remove(); return shown;",
+        "entry.querySelectorAll('img, script').length, entry.querySelector('pre .quiet').textContent];"
+        " entry.remove(); return shown;",
         sample,
     )
     assert shown[0].count("<script>window.broken=1</script>") >= 7
-    assert shown[1] == 0
+    assert shown[1:] == [0, "observed text"]
 
 
 def test_a_script_that_got_into_the_page_would_not_run(browser: Browser) -> None:

@@ -76,6 +76,19 @@ def test_the_best_and_the_worst_of_a_group_are_its_pair() -> None:
     assert pair_of([sample(0, 1.0), failed]) is None, "a failed reward says nothing of the response"
 
 
+def test_responses_with_observations_are_no_pair(tmp_path: Path) -> None:
+    """A text would teach the policy to say what its environment says."""
+    turns = [{"generated": True, "tokens": 2, "text": "a", "reward": None}]
+    observing = [*turns, {"generated": False, "tokens": 3, "text": "b", "reward": None}]
+    assert pair_of([sample(0, 1.0, segments=turns), sample(1, 0.0, segments=turns)]) is not None
+    group = [sample(0, 1.0, segments=turns), sample(1, 0.0, segments=observing)]
+    assert pair_of(group) is None
+    run = run_folder(tmp_path / "run", [])
+    SampleLog(run / FOLDER, 1 << 20).add(group)
+    with pytest.raises(PairsError, match=r"1 of 1 groups .* an environment's observations"):
+        export_pairs(run, tmp_path / "pairs.jsonl")
+
+
 @pytest.mark.parametrize(
     "how", [{"truncated": True, "ended": False}, {"truncated": False, "ended": False}]
 )

@@ -18,9 +18,9 @@ from orchestration.processes.environment import of_user_code
 from orchestration.processes.handles import Process
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
+from orchestration.sandbox import user_code
 from orchestration.sandbox.sandbox import NAMESPACES, Available, Sandbox, refusal
 from orchestration.sandbox.user_code import import_path
-from orchestration.user_stages import caller
 from orchestration.user_stages.caller import StageProcess
 from orchestration.user_stages.process import Setup
 from stages.flow.declarations import StageDeclaration
@@ -194,7 +194,7 @@ async def test_a_run_with_a_stage_in_a_sandbox(tmp_path: Path) -> None:
 async def test_a_machine_without_a_sandbox_ends_the_run_and_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(caller, "available", lambda: Available("of policy", "of age"))
+    monkeypatch.setattr(user_code, "available", lambda: Available("of policy", "of age"))
     with pytest.raises(
         StageError,
         match=r"stage 'it': no sandbox: namespaces are refused \(of "

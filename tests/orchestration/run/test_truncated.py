@@ -98,10 +98,22 @@ async def test_groups_with_too_few_responses_left_are_replaced(how: str, tmp_pat
     assert_nothing_left(watched.run)
 
 
+class AnotherMasker(Masker):
+    """Makes the same column."""
+
+
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("how", ["train", "mask"])
-async def test_credit_and_loss_of_an_algorithm_read_truncated(how: str, tmp_path: Path) -> None:
+async def test_credit_and_loss_of_an_algorithm_read_truncated(
+    how: str, masked: bool, tmp_path: Path
+) -> None:
+    """Also where another stage says which tokens are trained."""
     of = recipe(
-        TINY, algorithm__name=f"{HERE}:Punished", rollout__truncated=how, train__steps=3, **ENDS
+        {**TINY, "stages": [{"use": f"{HERE}:Masker"}] * masked},
+        algorithm__name=f"{HERE}:Punished",
+        rollout__truncated=how,
+        train__steps=3,
+        **ENDS,
     )
     watched, result = await complete(Execution(RunFolder.create(of, tmp_path / "run")))
     assert result.state == "finished", result.reason
@@ -111,6 +123,6 @@ async def test_credit_and_loss_of_an_algorithm_read_truncated(how: str, tmp_path
 
 
 def test_a_second_maker_of_the_mask_is_refused() -> None:
-    stages = [{"use": f"{HERE}:Masker"}]
+    stages = [{"use": f"{HERE}:{name}"} for name in ("Masker", "AnotherMasker")]
     with pytest.raises(RecipeError, match=r"'loss_mask'.*made by more than one stage"):
         recipe({**TINY, "stages": stages}, rollout__truncated="mask")

@@ -106,7 +106,7 @@ async def test_a_parked_row_is_continued_by_any_free_worker(nodes: tuple[Dock, D
     ]
     positions, begun = await b.begun(second, ["response"])
     assert positions == [0, 1]
-    assert [r.tolist() for r in begun["response"].unbind()] == [[0, 1, 2, 3, 4], [2, 3, 4, 5, 6]]
+    assert begun["response"].lists() == [[0, 1, 2, 3, 4], [2, 3, 4, 5, 6]]
     assert await b.claim("score", 10) is not None, "what has ended goes on"
     assert (await a.index.ledger())["generated"] == 1, (
         "a response that has not ended is not counted"
@@ -236,7 +236,7 @@ async def test_progress_moves_with_a_draining_warehouse_and_is_made_again_when_i
     found = await claim(b)
     positions, begun = await b.begun(found, ["response"])
     assert positions == [0, 1, 2, 3]
-    assert begun["response"].unbind()[3].tolist() == [3, 4, 5, 6, 7]
+    assert begun["response"].lists()[3] == [3, 4, 5, 6, 7]
     await b.close()  # the node is gone, and with it all that the drain has moved there
     with pytest.raises(StaleHandle, match="made again"):
         await a.begun(found, ["response"])
@@ -259,3 +259,118 @@ async def test_only_what_can_be_continued_is_parked(nodes: tuple[Dock, Dock]) ->
     with pytest.raises(WrittenTwice, match="given twice"):
         await park(a, first, [1, 1], 2)
     await park(a, first, [1], 2)
+
+
+TURNS = (
+    StageSpec("environment", "groups", SCHEMA.mask(["prompt"]), SCHEMA.mask(["response", "ended"])),
+    StageSpec("rollout", "groups", 0, 0, takes_turns_with="environment"),
+    *STAGES[1:],
+)
+
+
+@pytest.fixture
+async def turns(index: Index, tmp_path: Path) -> AsyncIterator[Dock]:
+    """A run whose rows go between environment and rollout, P = 1, S = 1."""
+    counters = {"published": 0, "trained": 0, "admitted": 0}
+    await index.init(RunConfig(TURNS, 1, 1, 1, 1), counters)
+    dock = Dock(index, SCHEMA, worker="a", directory=tmp_path, slab=0)
+    await dock.join(ARENA)
+    yield dock
+    await dock.close()
+
+
+def tokens(*rows: list[int]) -> dict[str, Any]:
+    return {"response": [torch.tensor(row, dtype=torch.int64) for row in rows]}
+
+
+async def claimed(dock: Dock, stage: str, most: int = 1) -> Claim:
+    claim = await dock.claim(stage, most, version=0 if stage == "rollout" else None)
+    assert claim is not None, f"{stage} finds nothing"
+    return claim
+
+
+async def progress(dock: Dock, claim: Claim) -> list[list[int]]:
+    positions, rows = await dock.begun(claim, ["response"])
+    return rows["response"].lists() if positions else []
+
+
+async def test_two_stages_take_turns_with_a_row_until_one_commits_it(turns: Dock) -> None:
+    await turns.admit([(0, 2)], {"prompt": [torch.tensor([1, 2])]})
+    assert await turns.claim("rollout", 1, version=0) is None, "ready rows go to the first stage"
+    claim = await claimed(turns, "environment")
+    await turns.park(claim, [0, 1], tokens([7], [8]), generated=[(-1, 0)] * 2, to="rollout")
+    assert await turns.claim("environment", 1) is None
+    turn = await claimed(turns, "rollout")
+    assert await progress(turns, turn) == [[7], [8]]
+    await turns.park(turn, [1], tokens([8, 80]), generated=[(0, 1)], to="environment")
+    answer = await claimed(turns, "environment")
+    assert await progress(turns, answer) == [[8, 80]]
+    assert answer.tokens.tolist() == [1]
+    assert answer.oldest_version.tolist() == [0]
+    last = {**tokens([8, 80]), "ended": torch.tensor([True])}
+    await turns.commit(answer, [0], last, generated=[(0, 1)])
+    await turns.park(turn, [0], tokens([7, 70]), generated=[(0, 1)])  # cut: its own stage goes on
+    turn = await claimed(turns, "rollout")
+    last = {**tokens([7, 70, 71]), "ended": torch.tensor([True])}
+    await turns.commit(turn, [0], last, generated=[(0, 2)])
+    scores = await claimed(turns, "score", 2)
+    rows = await turns.fetch(scores, ["response"])
+    assert sorted(row.tolist() for row in rows["response"].unbind()) == [[7, 70, 71], [8, 80]]
+    ledger = await turns.index.ledger()
+    assert (ledger["generated"], ledger["generated_tokens"]) == (2, 3)
+    queues = (await turns.index.stats())["stages"]
+    assert queues["environment"]["begun"] == 0, (
+        "whichever of the two commits a row ends its progress"
+    )
+
+
+async def test_a_lost_turn_is_taken_again_by_its_own_stage(turns: Dock) -> None:
+    await turns.admit([(0, 2)], {"prompt": [torch.tensor([1])]})
+    claim = await claimed(turns, "environment")
+    await turns.park(claim, [0], tokens([7]), generated=[(-1, 0)], to="rollout")
+    turn = await claimed(turns, "rollout")
+    await turns.index.hand_back(turn)
+    await turns.index.hand_back(claim)  # of its rows, the one that was not handed on
+    turn = await claimed(turns, "rollout")
+    assert turn.place.tolist() == [0]
+    assert await progress(turns, turn) == [[7]]
+    again = await claimed(turns, "environment")
+    assert again.place.tolist() == [1]
+    assert await progress(turns, again) == []
+
+
+async def test_training_waits_for_the_stage_whose_turn_it_is(turns: Dock) -> None:
+    await turns.admit([(0, 1)], {"prompt": [torch.tensor([1])]})
+    assert (await turns.index.waiting()).stage == "environment"
+    claim = await claimed(turns, "environment")
+    await turns.park(claim, [0], tokens([7]), generated=[(-1, 0)], to="rollout")
+    missing = await turns.index.waiting()
+    assert (missing.stage, missing.parked, missing.holders) == ("rollout", 1, ())
+    await claimed(turns, "rollout")
+    missing = await turns.index.waiting()
+    assert (missing.stage, missing.parked, len(missing.holders)) == ("rollout", 0, 1)
+
+
+async def test_a_row_may_begin_anew_and_may_not_forget_a_token(turns: Dock) -> None:
+    await turns.admit([(0, 1)], {"prompt": [torch.tensor([1])]})
+    claim = await claimed(turns, "environment")
+    await turns.park(claim, [0], tokens([7]), generated=[(-1, 0)], to="rollout")
+    turn = await claimed(turns, "rollout")
+    await turns.park(turn, [0], tokens([7, 8, 9]), generated=[(0, 2)], to="environment")
+    claim = await claimed(turns, "environment")
+    with pytest.raises(IndexRefused, match="cannot be of version 0 with 1;"):
+        await turns.park(claim, [0], tokens([7, 8]), generated=[(0, 1)], to="rollout")
+    await turns.park(claim, [0], tokens([7]), generated=[(-1, 0)], to="rollout")
+    assert (await claimed(turns, "rollout")).tokens.tolist() == [0]
+
+
+async def test_rows_are_handed_to_the_partner_alone(turns: Dock) -> None:
+    await turns.admit([(0, 1)], {"prompt": [torch.tensor([1])]})
+    claim = await claimed(turns, "environment")
+    with pytest.raises(IndexRefused, match="does not take turns with score"):
+        await turns.park(claim, [0], tokens([7]), generated=[(-1, 0)], to="score")
+
+
+def test_a_partner_is_an_earlier_stage_that_takes_groups() -> None:
+    with pytest.raises(ValueError, match="'rollout' takes turns with 'update'"):
+        RunConfig((StageSpec("rollout", "groups", 0, 0, takes_turns_with="update"), STAGES[2]))

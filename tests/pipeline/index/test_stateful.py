@@ -3,7 +3,7 @@ after every move.
 
     admit ▶ claim ▶ commit ▶ … ▶ train ▶ publish ▶ release     beside them: leases expire, workers are forgotten, groups
               ▲ └ park ┐                                      leave, writes are torn, the run resumes from a snapshot
-              └────────┘
+              └────────┘ for the stage itself, or for the one that takes turns with it
 
 Moves, and every choice inside them, are drawn by hypothesis, with weights that bring whole steps
 about; a failure is shrunk until most of its moves are `admit_all`, which does nothing while the
@@ -16,7 +16,7 @@ import random
 import uuid
 from collections import Counter
 from collections.abc import Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -70,11 +70,18 @@ FLOW = {
     "update": Step("batch", ("advantage", "judged")),
 }
 INNER = [stage for stage in FLOW if stage != "update"]
+# of runs in which an environment answers: it has the beginning and what is ready, rollout its turns
+TURNS = {"environment": FLOW["rollout"], **FLOW}
 SPECS = tuple(
     StageSpec(
         name, step.takes, SCHEMA.mask(step.needs), SCHEMA.mask([step.makes] if step.makes else [])
     )
     for name, step in FLOW.items()
+)
+TURN_SPECS = (
+    replace(SPECS[0], name="environment"),
+    StageSpec("rollout", "groups", 0, 0, takes_turns_with="environment"),
+    *SPECS[1:],
 )
 WORKERS = ("a", "b", "c")
 ARENA = 1 << 20
@@ -96,8 +103,10 @@ class Row:
     done: set[str] = field(default_factory=set)
     oldest: int = -1
     response: list[int] = field(default_factory=list)
+    tokens: int = 0  # of the response, that rollout has made
     state: str = "live"
     progress: Block | None = None  # parked, and not committed: where it lies
+    turn: str = ""  # the stage that it was parked for
 
 
 @dataclass(eq=False)
@@ -112,8 +121,20 @@ class Flow:
     """The model, and the moves that are made on it and on the index alike."""
 
     def __init__(
-        self, url: str, home: Path, plan: Plan, size: int, slab: int, rng: random.Random
+        self,
+        url: str,
+        home: Path,
+        plan: Plan,
+        size: int,
+        slab: int,
+        rng: random.Random,
+        turns: bool = False,
     ) -> None:
+        self.specs = TURN_SPECS if turns else SPECS
+        self.stages = TURNS if turns else FLOW
+        # those that make responses: the first one is offered what is ready
+        self.makers = ("environment", "rollout") if turns else ("rollout",)
+        self.others = [stage for stage in INNER if stage != "rollout"]
         self.url = url
         self.home = home
         self.plan = plan
@@ -132,7 +153,11 @@ class Flow:
         run = uuid.uuid4().hex[:8]
         directory = self.home / uuid.uuid4().hex[:8]
         config = RunConfig(
-            SPECS, self.plan.groups_per_step, self.plan.slack, self.plan.window, self.plan.bound
+            self.specs,
+            self.plan.groups_per_step,
+            self.plan.slack,
+            self.plan.window,
+            self.plan.bound,
         )
         for worker in WORKERS:
             self.docks[worker] = Dock(
@@ -173,9 +198,11 @@ class Flow:
 
     def ready(self, stage: str) -> list[int]:
         """The rows, or the groups, that can be claimed."""
+        if stage in self.makers[1:]:
+            return []
         held = self.held(stage)
-        needs = set(FLOW[stage].needs)
-        if FLOW[stage].takes == "rows":
+        needs = set(self.stages[stage].needs)
+        if self.stages[stage].takes == "rows":
             rows = [row for rows in self.groups.values() for row in rows]
             return sorted(
                 r.id
@@ -195,23 +222,24 @@ class Flow:
         return [
             r
             for r in self.groups[group]
-            if stage not in r.done and not (stage == "rollout" and r.progress)
+            if stage not in r.done and not (stage in self.makers and r.progress)
         ]
 
     def begun(self) -> list[Row]:
         return [row for rows in self.groups.values() for row in rows if row.progress]
 
-    def parked(self) -> list[Row]:
-        held = self.held("rollout")
-        return sorted((row for row in self.begun() if row.id not in held), key=lambda row: row.id)
+    def parked(self, stage: str) -> list[Row]:
+        held = self.held(stage)
+        waiting = [row for row in self.begun() if row.turn == stage and row.id not in held]
+        return sorted(waiting, key=lambda row: row.id)
 
     def expected(self, stage: str, most: int, version: int | None) -> list[Row]:
         """What a claim must bring, in its order."""
         ready = self.ready(stage)
-        if FLOW[stage].takes == "rows":
+        if self.stages[stage].takes == "rows":
             by_id = {row.id: row for rows in self.groups.values() for row in rows}
             return [by_id[row] for row in ready[:most]]
-        if FLOW[stage].takes == "batch":
+        if self.stages[stage].takes == "batch":
             left = self.open()
             gone = set(range(self.admitted)) - set(left)
             groups = (
@@ -220,18 +248,16 @@ class Flow:
                 else None
             )
             return [row for group in groups or () for row in self.groups[group]]
-        first: list[Row] = []
+        first = self.parked(stage)
         if version is not None:  # rollout
             ready = [
                 group for group in ready if self.plan.may_claim(self.effective(group), version)
             ]
-            parked = [
-                row
-                for row in self.parked()
-                if self.plan.may_claim(self.effective(row.group), version)
+            first = [
+                row for row in first if self.plan.may_claim(self.effective(row.group), version)
             ]
-            first = parked[: most * self.size]
-            most = (most * self.size - len(first)) // self.size
+        first = first[: most * self.size]
+        most = (most * self.size - len(first)) // self.size
         return [*first, *(row for group in ready[:most] for row in self.fresh(stage, group))]
 
     def progress(self) -> tuple[int, int]:
@@ -303,7 +329,9 @@ class Flow:
         self.remake = []
 
     async def claim_some(self) -> None:
-        await self.claim(self.any_worker(), self.rng.choice(list(FLOW)), self.rng.randint(1, 5))
+        await self.claim(
+            self.any_worker(), self.rng.choice(list(self.stages)), self.rng.randint(1, 5)
+        )
 
     async def claim(self, worker: str, stage: str, most: int) -> Lease | None:
         if stage == "update" and self.held(stage):
@@ -319,7 +347,7 @@ class Flow:
             return None
         for row, handle in zip(wanted, claim.rows, strict=True):
             assert row.id not in others, "two leases of one stage hold a row"
-            assert row.columns >= set(FLOW[stage].needs), "ready without its columns"
+            assert row.columns >= set(self.stages[stage].needs), "ready without its columns"
             assert (handle.group, handle.place, handle.oldest_version) == (
                 row.group,
                 row.place,
@@ -339,34 +367,42 @@ class Flow:
         assert [prompt.tolist() for prompt in prompts] == [[row.group, 7] for row in rows], (
             "a group was mixed"
         )
-        if claim.stage != "rollout":
+        if claim.stage not in self.makers:
             responses = (await self.docks[worker].fetch(claim, ["response"]))["response"].unbind()
             assert [response.tolist() for response in responses] == [row.response for row in rows]
             return
         at, found = await self.docks[worker].begun(claim, ["response"])
         assert at == [i for i, row in enumerate(rows) if row.progress]
         if at:
-            responses = found["response"].unbind()
-            assert [response.tolist() for response in responses] == [rows[i].response for i in at]
-            assert [claim.rows[i].tokens for i in at] == [len(rows[i].response) for i in at]
+            assert found["response"].lists() == [rows[i].response for i in at]
+            assert [claim.rows[i].tokens for i in at] == [rows[i].tokens for i in at]
 
     def outputs(
         self, lease: Lease, rows: list[Row]
     ) -> tuple[dict[str, Any], list[tuple[int, int]] | None]:
         stage = lease.claim.stage
-        if stage != "rollout":
-            return {FLOW[stage].makes: torch.tensor([float(row.id) for row in rows])}, None
+        if stage not in self.makers:
+            return {self.stages[stage].makes: torch.tensor([float(row.id) for row in rows])}, None
         texts = []
+        made = []
         for row in rows:
             self.texts += 1  # every response is another one
-            texts.append(row.response + [row.id, self.texts] * self.rng.randint(1, 3))
-        oldest = [min(lease.version, row.oldest) if row.progress else lease.version for row in rows]
-        made = [(version, len(text)) for version, text in zip(oldest, texts, strict=True)]
+            news = [row.id, self.texts] * self.rng.randint(1, 3)
+            if stage == "rollout":
+                oldest = min(lease.version, row.oldest) if row.tokens else lease.version
+                made.append((oldest, row.tokens + len(news)))
+                texts.append(row.response + news)
+            elif row.tokens and self.rng.random() < 0.2:  # begun anew
+                made.append((-1, 0))
+                texts.append(news)
+            else:  # an observation
+                made.append((row.oldest, row.tokens))
+                texts.append(row.response + news)
         return {"response": [torch.tensor(text) for text in texts]}, made
 
     async def commit_some(self) -> None:
         """Some of a lease's rows, in any order."""
-        if (lease := self.some(*INNER)) is not None:
+        if (lease := self.some(*self.makers, *self.others)) is not None:
             await self.commit(
                 lease, self.rng.sample(list(lease.held), self.rng.randint(1, len(lease.held)))
             )
@@ -377,6 +413,8 @@ class Flow:
         dock = self.docks[lease.worker]
         where = {handle.row: i for i, handle in enumerate(lease.claim.rows)}
         positions, (written, generated) = [where[row] for row in ids], self.outputs(lease, rows)
+        if generated is not None:  # the present version has made none of no tokens
+            generated = [(self.published if not n else oldest, n) for oldest, n in generated]
         if any(row.state == "filtered" for row in rows):  # by another stage, meanwhile
             with pytest.raises(StaleHandle, match="was released"):
                 await dock.commit(lease.claim, positions, written, generated=generated)
@@ -392,16 +430,16 @@ class Flow:
         block = Block(pack(SCHEMA, written).nbytes, len(rows))
         self.blocks.add(block)
         for slot, row in enumerate(rows):
-            row.columns.add(FLOW[stage].makes)
-            row.done.add(stage)
+            row.columns.add(self.stages[stage].makes)
+            row.done |= set(self.makers) if generated else {stage}
             row.blocks.append(block)
             if generated:
                 self.let_go(row)
-                row.oldest = generated[slot][0]
+                row.oldest, row.tokens = generated[slot]
                 row.response = written["response"][slot].tolist()
                 row.state = "generated"
                 self.ledger["generated"] += 1
-                self.tokens["generated"] += len(row.response)
+                self.tokens["generated"] += row.tokens
             del lease.held[row.id]
         if not lease.held:
             self.leases.remove(lease)
@@ -415,10 +453,11 @@ class Flow:
             row.progress = None
 
     async def park(self) -> None:
-        """Some of a rollout lease's rows are put aside with what they have so far."""
-        lease = self.some("rollout") or await self.claim(self.any_worker(), "rollout", 100)
+        """Some rows are put aside with what they have so far."""
+        lease = await self.making()
         if lease is None:
             return
+        to = self.rng.choice(["", *self.makers, self.makers[0], self.makers[-1]])
         dock = self.docks[lease.worker]
         rows = self.rng.sample(list(lease.held.values()), self.rng.randint(1, len(lease.held)))
         where = {handle.row: i for i, handle in enumerate(lease.claim.rows)}
@@ -426,19 +465,22 @@ class Flow:
         assert generated is not None
         if any(row.state == "filtered" for row in rows):
             with pytest.raises(StaleHandle, match="was released"):
-                await dock.park(lease.claim, positions, written, generated=generated)
+                await dock.park(lease.claim, positions, written, generated=generated, to=to)
             return
-        if any(row.progress for row in rows):
+        if any(row.tokens and n for row, (_, n) in zip(rows, generated, strict=True)):
             newer = [(version + 100, tokens) for version, tokens in generated]
             with pytest.raises(IndexRefused, match="was begun by version"):
                 await dock.park(lease.claim, positions, written, generated=newer)
-        await dock.park(lease.claim, positions, written, generated=generated)
+        with pytest.raises(IndexRefused, match="does not take turns with reward"):
+            await dock.park(lease.claim, positions, written, generated=generated, to="reward")
+        await dock.park(lease.claim, positions, written, generated=generated, to=to)
         block = Block(pack(SCHEMA, written).nbytes, len(rows))
         self.blocks.add(block)
         for slot, row in enumerate(rows):
             self.let_go(row)
             row.progress = block
-            row.oldest = generated[slot][0]
+            row.turn = to or lease.claim.stage
+            row.oldest, row.tokens = generated[slot]
             row.response = written["response"][slot].tolist()
             row.blocks.append(block)
             del lease.held[row.id]
@@ -447,15 +489,21 @@ class Flow:
         if not lease.held:
             self.leases.remove(lease)
 
+    async def making(self) -> Lease | None:
+        """A lease of a stage that makes responses."""
+        stage = self.rng.choice(self.makers)
+        return self.some(*self.makers) or await self.claim(self.any_worker(), stage, 100)
+
     async def work(self) -> None:
         """All that is ready at some stages goes on."""
-        for stage in self.rng.sample(INNER, self.rng.randint(1, len(INNER))):
+        inner = [*self.makers, *self.others]
+        for stage in self.rng.sample(inner, self.rng.randint(1, len(inner))):
             if (lease := await self.claim(self.any_worker(), stage, 100)) is not None:
                 await self.commit(lease, list(lease.held))
 
     async def respond(self) -> None:
-        """Some groups of a rollout lease end, the others are slow."""
-        lease = self.some("rollout") or await self.claim(self.any_worker(), "rollout", 100)
+        """Some groups of a lease end, the others are slow."""
+        lease = await self.making()
         if lease is not None and all(row.state == "live" for row in lease.held.values()):
             groups = sorted({row.group for row in lease.held.values()})
             ended = self.rng.sample(groups, self.rng.randint(1, len(groups)))
@@ -463,7 +511,7 @@ class Flow:
 
     async def go_on(self) -> None:
         """All that is generated goes as far as the update."""
-        for stage in INNER[1:]:
+        for stage in self.others:
             if (lease := await self.claim(self.any_worker(), stage, 100)) is not None:
                 await self.commit(lease, list(lease.held))
 
@@ -483,7 +531,7 @@ class Flow:
             row.state = "trained"
             row.done.add("update")
             self.ledger["trained"] += 1
-            self.tokens["trained"] += len(row.response)
+            self.tokens["trained"] += row.tokens
         self.leases.remove(lease)
         replayed = await index.replay(self.trained - 1)
         assert {handle.row for handle in replayed.rows} == {row.id for row in rows}
@@ -508,7 +556,7 @@ class Flow:
 
     async def filter(self) -> None:
         """Groups leave: they are dropped without being trained."""
-        if (lease := self.some("advantage", "rollout")) is None:
+        if (lease := self.some("advantage", *self.makers)) is None:
             return
         whole = [g for g, rows in self.groups.items() if all(row.id in lease.held for row in rows)]
         leaving = self.rng.sample(whole, min(len(whole), self.rng.randint(1, 2)))
@@ -519,7 +567,7 @@ class Flow:
             del lease.held[row.id]
             if row.state == "generated":
                 self.ledger["filtered"] += 1
-                self.tokens["filtered"] += len(row.response)
+                self.tokens["filtered"] += row.tokens
             row.state = "filtered"
         self.erase(leaving)
         self.filtered |= set(leaving)
@@ -529,7 +577,7 @@ class Flow:
     # ── what goes wrong ──
 
     async def expire(self) -> None:
-        if (lease := self.some(*FLOW)) is not None:
+        if (lease := self.some(*self.stages)) is not None:
             renewed = await self.docks[lease.worker].index.renew(
                 lease.claim.stage, [lease.claim.token], 0
             )
@@ -603,8 +651,8 @@ class Flow:
     async def look_at_ranges(self) -> None:
         """Neighbouring ranges of a set are joined, so that a set is as small as its gaps allow."""
         index = self.docks["a"].index
-        names = ["open", "begun:rollout", "parked:rollout"]
-        names += [f"ready:{stage}:{home}" for stage in FLOW for home in range(2)]
+        names = ["open", f"begun:{self.makers[0]}", *(f"parked:{stage}" for stage in self.makers)]
+        names += [f"ready:{stage}:{home}" for stage in self.stages for home in range(2)]
         for name in names:
             members = await index._redis.zrange(index.prefix + name, 0, -1)
             edges = [[int(edge) for edge in member.decode().split("-")] for member in members]
@@ -612,12 +660,13 @@ class Flow:
 
     async def agree(self) -> None:
         stats = await self.docks["a"].index.stats()
-        for stage in FLOW:
+        for stage in self.stages:
             held = sum(len(lease.held) for lease in self.leases if lease.claim.stage == stage)
             queue = stats["stages"][stage]
             assert (queue["ready"], queue["leased"]) == (len(self.ready(stage)), held), stage
-        queue = stats["stages"]["rollout"]
-        assert (queue["begun"], queue["parked"]) == (len(self.begun()), len(self.parked()))
+        assert stats["stages"][self.makers[0]]["begun"] == len(self.begun())
+        for stage in self.makers:
+            assert stats["stages"][stage]["parked"] == len(self.parked(stage)), stage
         at = {"admitted": self.admitted, "published": self.published, "trained": self.trained}
         assert {name: stats[name] for name in at} == at
         assert stats["open"] == len(self.open())
@@ -643,7 +692,7 @@ class Flow:
                 == known["trained"] + known["filtered"] + ledger["in_flight" + unit]
             )
         assert ledger["in_flight"] == len(flying)
-        assert ledger["in_flight_tokens"] == sum(len(row.response) for row in flying)
+        assert ledger["in_flight_tokens"] == sum(row.tokens for row in flying)
 
 
 MOVES = {
@@ -670,13 +719,15 @@ MOVES = {
 
 @dataclass(frozen=True)
 class Walk:
-    """Moves from a run's beginning, under a plan and with slabs of ``slab`` bytes (0: none)."""
+    """Moves from a run's beginning, under a plan and with slabs of ``slab`` bytes (0: none).
+    ``turns``: an environment answers."""
 
     slack: int
     groups: int
     window: int
     size: int
     slab: int
+    turns: bool
     moves: list[str]
 
 
@@ -687,6 +738,7 @@ WALKS = st.builds(
     window=st.integers(1, 4),
     size=st.integers(1, 3),
     slab=st.sampled_from([0, 4096]),
+    turns=st.booleans(),
     moves=st.lists(
         st.sampled_from([move for move, weight in MOVES.items() for _ in range(round(3 * weight))]),
         min_size=80,
@@ -710,7 +762,7 @@ async def test_the_index_keeps_its_promises_in_whatever_order_things_happen(
 ) -> None:
     plan = Plan(max_age(walk.slack, walk.groups, walk.window), walk.groups, walk.window)
     assert plan.slack == walk.slack
-    flow = Flow(index_url, tmp_path, plan, walk.size, walk.slab, rng)
+    flow = Flow(index_url, tmp_path, plan, walk.size, walk.slab, rng, walk.turns)
     await flow.enter({"published": 0, "trained": 0, "admitted": 0})
     try:
         for move in walk.moves:

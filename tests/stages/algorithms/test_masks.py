@@ -20,7 +20,7 @@ from stages.algorithms.registry import built_in
 from stages.algorithms.supervised.dpo import DPO
 from stages.engines.torch.train import TorchTrainEngine
 from stages.flow.catalogue import AGE, TOKEN_STALENESS
-from stages.training.ranks import staleness_of
+from stages.training.token_versions import staleness_of
 from tests.batches import make_batch, stack, unstack
 from tests.stages.engines.torch.test_train import engine_of, tiny_llama
 
@@ -290,7 +290,8 @@ def test_the_engine_trains_as_if_such_pairs_were_not_there(
     for name in ("loss", "grad_norm", "preference_accuracy", "reward_margin", "chosen_logprob"):
         assert metrics[name] == pytest.approx(expected[name], rel=1e-5), name
     for name, value in right.items():
-        torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-6)
+        # by norms: AdamW makes a whole step of a single gradient that is next to nothing
+        assert (weights[name] - value).norm() <= 1e-5 * value.norm(), name
 
 
 def test_a_pair_is_chosen_among_responses_with_a_trained_token() -> None:

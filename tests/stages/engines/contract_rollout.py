@@ -38,6 +38,7 @@ from stages.engines.protocols import (
     Token,
     WeightMismatch,
 )
+from stages.flow.catalogue import OBSERVED
 
 Found = dict[tuple[int, int], Completion]
 
@@ -147,6 +148,35 @@ class RolloutContract(ABC):
         assert visits == -(-len(whole.token_ids) // budget) > 1
         assert done.finish_reason == whole.finish_reason
         assert self.same(done, whole)
+
+    async def test_a_further_turn_follows_what_an_environment_has_added(
+        self, engine: RolloutEngine
+    ) -> None:
+        """Its tokens are those of a new response to the same context, and ``max_tokens`` counts
+        from the turn's beginning."""
+        request = self.ask(1, (0,), temperature=0.0)
+        turn = (await self.made(engine, request))[1, 0]
+        observation = torch.tensor([11, 12, 13])
+        tokens = torch.cat([turn.token_ids, observation])
+        begun = Begun(
+            tokens,
+            torch.cat([turn.logprobs, torch.zeros(3)]),
+            (*turn.versions, (OBSERVED, 3)),
+            turn_start=len(tokens),
+        )
+        done = (await self.made(engine, replace(request, begun={0: begun})))[1, 0]
+        count = len(done.token_ids) - len(tokens)
+        assert 1 <= count <= self.tokens
+        assert torch.equal(done.token_ids[: len(tokens)], tokens)
+        assert not done.logprobs[len(turn.token_ids) : len(tokens)].any()
+        assert done.versions == (*begun.versions, (engine.version, count))
+        assert done.oldest_version == engine.version
+        cut = replace(request, begun={0: begun}, params=replace(request.params, budget=1))
+        first = (await self.made(engine, cut))[1, 0]
+        assert len(first.token_ids) == len(tokens) + 1
+        rest = Begun(first.token_ids, first.logprobs, first.versions, turn_start=len(tokens))
+        again = (await self.made(engine, replace(request, begun={0: rest})))[1, 0]
+        assert self.same(again, done)
 
     async def test_calls_in_flight_together_each_get_their_own(self, engine: RolloutEngine) -> None:
         streams = [
@@ -437,6 +467,19 @@ class ModelContract(RolloutContract):
         await self.load(engine, 1)
         await self._check_logprobs(engine, 1, requests)
         await self.load(engine, 0)
+
+    async def test_logprobs_of_a_further_turn_are_those_that_the_trainer_computes(
+        self, engine: RolloutEngine
+    ) -> None:
+        request = self.ask(1, (0,))
+        turn = (await self.made(engine, request))[1, 0]
+        tokens = torch.cat([turn.token_ids, torch.tensor([11, 12, 13])])
+        logprobs = torch.cat([turn.logprobs, torch.zeros(3)])
+        versions = (*turn.versions, (OBSERVED, 3))
+        begun = Begun(tokens, logprobs, versions, turn_start=len(tokens))
+        done = (await self.made(engine, replace(request, begun={0: begun})))[1, 0]
+        expected = self.teacher_forced(0, request, done)[len(tokens) :]
+        assert torch.allclose(done.logprobs[len(tokens) :], expected, atol=self.atol)
 
     async def test_scores_are_what_the_trainer_computes_also_while_weights_are_held(
         self, engine: RolloutEngine

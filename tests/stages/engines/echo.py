@@ -144,12 +144,9 @@ class EchoRolloutEngine:
         prompt = row.request.prompt_ids
         place = f"{row.request.seed} {row.place}".encode()
         offset = int.from_bytes(hashlib.blake2b(place, digest_size=4).digest(), "big")
-        limit = (
-            min(params.max_tokens, row.begun + params.budget)
-            if params.budget
-            else params.max_tokens
-        )
-        reason: FinishReason = "length" if limit == params.max_tokens else "cut"
+        longest = row.request.limit(row.place)
+        limit = min(longest, row.begun + params.budget) if params.budget else longest
+        reason: FinishReason = "length" if limit == longest else "cut"
         while len(row.tokens) < limit and reason != "stop":
             await asyncio.sleep(0)  # a turn for the others
             await self._gate.wait()

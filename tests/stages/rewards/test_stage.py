@@ -1,14 +1,17 @@
 import asyncio
+import json
 import threading
 from typing import Any
 
 import pytest
 import torch
+from tensordict import NonTensorStack, TensorDict
 
+from stages.model.load import load_tokenizer
 from stages.rewards import stage
 from stages.rewards.number_rewards import last_number
 from stages.rewards.registry import RewardError
-from stages.rewards.stage import FIRST, ErrorPolicy, RewardScores, RewardSet
+from stages.rewards.stage import FIRST, ErrorPolicy, RewardScores, RewardSet, score_rows
 from stages.tasks.tasks import REWARDS, repeat
 
 
@@ -293,3 +296,39 @@ def test_spelling_counts_the_letters_in_their_places() -> None:
     responses = [answer, answer[:2], answer + answer, ""]
     scores = score([("spelling", 1.0)], [row["prompt"]] * 4, responses, [row] * 4).total.tolist()
     assert scores == [1.0, 0.5, 0.5, 0.0]
+
+
+seen: list[Any] = []
+
+
+def reads(completions: list[Any], **columns: Any) -> list[float]:
+    seen.extend(completions)
+    return [1.0 for _ in completions]
+
+
+def test_a_function_gets_a_trajectory_as_turns_and_observations() -> None:
+    tokenizer = load_tokenizer("tiny")
+    texts = [("ab", True), ("+", False), ("c", True)]
+    ids = [tokenizer(text)["input_ids"] for text, _ in texts]
+    mask = [is_turn for part, (_, is_turn) in zip(ids, texts, strict=True) for _ in part]
+    row = [token for part in ids for token in part]
+    prompts: list[Any] = ["ab=", [{"role": "user", "content": "ab="}]]
+    rows = TensorDict(
+        {
+            "response_ids": torch.nested.nested_tensor([row, row], layout=torch.jagged),
+            "loss_mask": torch.nested.nested_tensor([mask, mask], layout=torch.jagged),
+            "given": NonTensorStack(*map(json.dumps, prompts)),
+            "fields": NonTensorStack("{}", "{}"),
+        },
+        batch_size=[2],
+    )
+    rewards = RewardSet([(f"{__name__}:reads", 1.0)])
+    asyncio.run(score_rows(rewards, tokenizer, rows))
+    assert seen == [
+        "abc",
+        [
+            {"role": "assistant", "content": "ab"},
+            {"role": "tool", "content": "+"},
+            {"role": "assistant", "content": "c"},
+        ],
+    ]

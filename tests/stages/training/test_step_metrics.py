@@ -14,7 +14,8 @@ from pipeline.data.columns import Packed
 from stages.algorithms import build_algorithm
 from stages.algorithms.named import LEAST_TOKENS, split_gap
 from stages.algorithms.token_batch import AGES, TokenBatch
-from stages.training.ranks import staleness_of, train_batch
+from stages.training.ranks import train_batch
+from stages.training.token_versions import staleness_of
 from stages.training.update import variety
 from tests.stages.engines.contract_train import make_batch
 from tests.stages.engines.torch.test_train import engine_of, tiny_llama

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version, parse
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3MoeForCausalLM
 
@@ -75,6 +77,8 @@ def test_ranks_read_their_shards_of_every_family_bit_for_bit(
     folders: dict[str, Path], dp: int, tp: int
 ) -> None:
     chosen = {family: str(folder) for family, folder in folders.items() if tp == 1 or _cuts(family)}
+    if parse(transformers.__version__) < Version("5.21"):
+        chosen.pop("Gemma 2", None)  # with these several ranks pack it wrongly, and refuse it
     assert len(chosen) > 8
     assert on_ranks(
         dp, tp, differing, chosen, torch.bfloat16 if dp * tp == 4 else torch.float32

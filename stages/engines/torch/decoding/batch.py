@@ -275,7 +275,7 @@ class ContinuousBatch:
     def _next_may_end(self) -> bool:
         """Return whether the launched token may be a row's last one; then nothing is launched
         beyond it."""
-        return any(len(row.tokens) + 1 >= row.request.params.max_tokens for row in self.rows)
+        return any(len(row.tokens) + 1 >= row.limit for row in self.rows)
 
     def _draw(self, rows: Sequence[ResponseRow], logits: torch.Tensor, unread: int = 0) -> Drawn:
         """Draw the next token of each of ``rows``, ``unread`` tokens after its last one."""
@@ -361,7 +361,7 @@ class ContinuousBatch:
         params = row.request.params
         if row.tokens[-1] in params.stop_token_ids:
             return "stop"
-        last = len(row.tokens) == params.max_tokens
+        last = len(row.tokens) == row.limit
         if params.stop and self._has_stop_string(row, whole=last):
             return "stop"
         if last:
@@ -376,7 +376,7 @@ class ContinuousBatch:
         assert self._tokenizer is not None
         if row.text is None:
             row.text = ResponseText(self._tokenizer, row.request.params.stop, special_tokens=True)
-        for token in row.tokens[len(row.text) :]:
+        for token in row.tokens[row.turn_start + len(row.text) :]:
             row.text.add(token)
         if whole:
             row.text.finish()

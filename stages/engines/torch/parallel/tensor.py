@@ -72,10 +72,12 @@ def planned_cuts(model: PreTrainedModel) -> list[tuple[nn.Module, str]]:
     plan = config.base_model_tp_plan
     if not plan:
         raise ModelRefused("tp", f"{kind} comes without a tensor-parallel plan", "use tp = 1")
+    embeddings = model.get_input_embeddings()  # transformers 5.16 plans to cut tied ones, too
     modules = [
         # the plan has * for a layer's number
         (name, module, plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name)))
         for name, module in model.base_model.named_modules()
+        if module is not embeddings
     ]
     for name, _, style in modules:
         if style not in (None, SUMMED, EXPERTS, *STYLES):

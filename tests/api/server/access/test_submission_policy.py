@@ -540,7 +540,7 @@ def test_a_list_or_a_table_where_a_name_belongs_is_a_problem_at_each_key(
         assert key in refused({**MOCK}, overrides={**base, key: value})
 
 
-@pytest.mark.parametrize("name", ["mock", "tiny"])
+@pytest.mark.parametrize("name", ["mock", "tiny", "guess"])
 def test_recipes_of_the_package_may_be_submitted_as_they_are(name: str) -> None:
     given = Settings(data=Path())
     assert accept(given, stored_recipe(given, name), {}).name == name
@@ -641,6 +641,97 @@ def test_what_the_sandbox_of_a_stage_lets_through_is_allowed_by_name(tmp_path: P
         "launch.launcher": "--unsandboxed-code",
     }
     assert {key: fix in found[key].fix for key, fix in fixes.items()} == dict.fromkeys(fixes, True)
+
+
+SUMS = "tests.stages.environments.examples:Calculator"
+GAME = "tests.stages.environments.examples:Guess"
+
+
+def with_environment(use: Any, **keys: Any) -> dict[str, Any]:
+    return recipe(
+        model={"source": "tiny"},
+        rollout={"engine": "torch", "max_tokens": 8},
+        train={"engine": "torch", "steps": 1},
+        prompts={"source": "builtin", "task": "guess", "max_prompt_tokens": 8},
+        environment={"use": use, "tools": "text", **keys},
+        launch={"launcher": "process"},
+    )
+
+
+def test_environments_of_requests_run_in_a_sandbox() -> None:
+    settings = Settings(data=Path(), allow_stages=frozenset({SUMS}))
+    for use in ("guess", SUMS, {"sums": SUMS, "games": "guess"}):
+        accepted = accept(settings, with_environment(use), {})
+        assert accepted.environment.use == use
+        assert accepted.environment.sandbox
+        assert accepted.reward.environment == []
+    free = settings.model_copy(update={"unsandboxed_code": True})
+    assert not accept(free, with_environment(SUMS), {}).environment.sandbox
+    found = refused(with_environment("guess"), overrides={"environment.sandbox": False})
+    assert found.keys() == {"environment.sandbox"}
+
+
+@pytest.mark.parametrize(
+    ("use", "keys"),
+    [
+        (f"{CANARY}:Algorithm", {"environment.use"}),
+        ({"games": "guess", "a": f"{CANARY}:Algorithm"}, {"environment.use.a"}),
+        (
+            {"a.b": f"{CANARY}:Algorithm", "": "os:system"},
+            {"environment.use.a.b", "environment.use."},
+        ),
+    ],
+)
+def test_an_environment_that_is_not_allowed_is_refused_and_never_imported(
+    use: Any, keys: set[str], canary: Path
+) -> None:
+    data = with_environment(use, options={"a": {"b": 1}})
+    found = refused(data, allow_rewards={f"{CANARY}:Algorithm"})
+    assert found.keys() == keys
+    assert all("--allow-stage" in problem.fix for problem in found.values())
+    assert refused(with_environment("guess"), overrides={"environment.use": use}).keys() == keys
+    assert not canary.exists()
+
+
+def test_what_the_sandbox_of_environments_lets_through_is_allowed_by_name(tmp_path: Path) -> None:
+    wants = {"network": True, "read": ["/etc/passwd"]}
+    given: dict[str, Any] = {"allow_stages": frozenset({SUMS, GAME}), "roots": (tmp_path,)}
+    both = with_environment({"sums": SUMS, "games": GAME}, sandbox=False, **wants)
+    found = refused(
+        both, overrides={"launch.launcher": "inline"}, **given, allow_networks=frozenset({GAME})
+    )
+    fixes = {
+        "environment.sandbox": "--unsandboxed-code",
+        "environment.network": f"--allow-network {SUMS}",
+        "environment.read.0": str(tmp_path),
+        "launch.launcher": "--unsandboxed-code",
+    }
+    assert {key: fix in found[key].fix for key, fix in fixes.items()} == dict.fromkeys(fixes, True)
+    assert GAME not in found["environment.network"].fix
+    (tmp_path / "words.txt").write_text("")
+    accepted = accept(
+        Settings(data=Path(), allow_networks=frozenset({SUMS}), **given),
+        with_environment(SUMS, network=True, read=["words.txt"]),
+        {},
+    ).environment
+    assert (accepted.network, accepted.read) == (True, [str(tmp_path / "words.txt")])
+
+
+def test_code_sees_no_environment_in_a_recipe_without_rewards() -> None:
+    """Its variables stand in the section of rewards, which such a recipe has not."""
+    distilled = {
+        **with_environment("guess"),
+        "algorithm": {"name": "distillation", "group_size": 4},
+        "model": {"source": "tiny", "reference": "tiny"},
+    }
+    del distilled["reward"]
+    assert accept(Settings(data=Path()), distilled, {}).reward.environment == []
+
+
+def test_processes_of_environments_count_among_the_workers_of_a_run() -> None:
+    accept(Settings(data=Path(), max_workers=32), with_environment("guess", processes=20), {})
+    found = refused(with_environment("guess", processes=60), max_workers=32)
+    assert "makes" in found["rollout.workers"].wrong
 
 
 def test_workers_of_stages_count_among_those_of_a_run() -> None:

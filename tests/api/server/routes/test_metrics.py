@@ -424,6 +424,7 @@ async def test_samples_are_found_by_step_reward_and_staleness(
             "rewards": {"arithmetic": 1.0, "brevity": None},
             "tokens": 2,
             "versions": [[2, 2]],
+            "segments": [],
             "staleness": 2,
         },
         **{"truncated": False, "failed": []},

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestration.recipe.loading.load import load_recipe
+from orchestration.recipe.loading.load import SHIPPED, load_recipe
 from orchestration.recipe.sizes.planner import notices_of
 from orchestration.sandbox import sandbox
 from orchestration.sandbox.sandbox import Available
@@ -34,6 +34,11 @@ def gym(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture
+def guess() -> Path:
+    return SHIPPED / "guess.toml"
+
+
 def keys(path: Path, *overrides: str) -> dict[str, str]:
     return {problem.key: str(problem) for problem in problems(path, *overrides)}
 
@@ -51,6 +56,22 @@ def test_what_needs_a_sandbox_without_one_is_named(minimal: Path) -> None:
         "reward.processes=0",
     )
     assert found.keys() == {"reward.processes", "reward.functions.0.read.0"}
+
+
+def test_environments_are_in_a_sandbox_only_in_processes_of_their_own(guess: Path) -> None:
+    found = keys(guess, "environment.network=true", 'environment.read=["words.txt"]')
+    assert found.keys() == {"environment.network", "environment.read"}
+    assert "set environment.sandbox = true" in found["environment.network"]
+    sandboxed = "environment.sandbox=true"
+    found = keys(guess, sandboxed, "launch.launcher=inline", 'environment.read=["/no/such"]')
+    assert found.keys() == {"launch.launcher", "environment.read.0"}
+
+
+def test_a_machine_without_a_sandbox_is_told_at_the_environments(
+    guess: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sandbox, "available", lambda: NONE)
+    assert keys(guess, "environment.sandbox=true").keys() == {"environment.sandbox"}
 
 
 def test_what_a_model_wrote_is_scored_by_installed_code_in_a_sandbox_alone(gym: Path) -> None:

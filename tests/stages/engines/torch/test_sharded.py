@@ -522,6 +522,15 @@ def test_a_model_that_cannot_be_cut_is_refused_by_name(
         cuts(model, tp)
 
 
+def test_embeddings_stay_whole_whatever_the_plan_says() -> None:
+    """As transformers 5.16 plans for tied ones."""
+    model = model_of("qwen3")
+    planned = [id(module) for module, _ in cuts(model, 2)]
+    plan = {**model.config.base_model_tp_plan, "embed_tokens": "embedding_rowwise"}
+    model.config.base_model_tp_plan = plan
+    assert [id(module) for module, _ in cuts(model, 2)] == planned
+
+
 def test_fused_matrices_are_found() -> None:
     assert (
         fused(model_state(model_of("fused").config)) == "model.layers.0.self_attn.qkv_proj.weight"

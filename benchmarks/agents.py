@@ -1,0 +1,258 @@
+"""How near runs of agents come to the speed of their busiest stage, and what a turn costs beside the
+engine.
+
+    python -m benchmarks.agents [--tools 0 1 3] [--bounds 0 1 2] [--steps 16] [--json FILE]
+    python -m benchmarks.agents --sessions 1000
+    python -m benchmarks.agents --smoke
+
+Real runs: recipe, embedded index, worker processes, environments in processes of their own. The
+engines are mock: they take the time of a model of latency (``stages/engines/mock/engines.py``). The
+length of a turn is log-normal with a long tail, and so is the time of a tool, whose mean is
+``--tools`` times that of a turn in the engine. A trajectory has 1 to 8 turns.
+
+    share of the bound   the time that the busiest stage needs for the tokens of the steps between the first and the last
+                         ones, over the time that passed (as in benchmarks/overlap.py); tools wait, and need no processor
+    η = 0                turns of a step in lockstep: the batch waits for its slowest turn, each time
+    a turn               of a run with one group at a time, an engine and a tool that take no time: from an answer to the
+                         next question, which is park, claim, generate, park, claim
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import NormalDist
+
+from benchmarks.executed import executed
+from orchestration.logs import configure
+from orchestration.recipe.loading.load import parse_recipe
+from orchestration.recipe.schema import Recipe
+from pipeline.data.events import Event
+
+MOST_TURNS = 8
+SIGMA = 0.8  # of the logarithms of lengths and times
+
+
+class Tool:
+    """An environment whose tool takes ``seconds`` in the mean, log-normally, and which ends after a
+    number of turns that its seed draws. ``log``: a file for the seconds from each answer to the
+    next question."""
+
+    replayable = True
+    gives_reward = True
+
+    def __init__(self, seconds: float, log: str = "") -> None:
+        self._seconds = seconds
+        self._log = log
+        self._gaps: list[float] = []
+        self._answered = math.nan
+
+    def reset(self, seed: int) -> str:
+        self._random = random.Random(seed)
+        self._turns = self._random.randint(1, MOST_TURNS)
+        self._answered = time.perf_counter()
+        return "?"
+
+    async def step(self, text: str) -> tuple[str | None, float, bool]:
+        self._gaps.append(time.perf_counter() - self._answered)
+        if self._seconds:
+            mean = math.log(self._seconds) - SIGMA**2 / 2
+            await asyncio.sleep(self._random.lognormvariate(mean, SIGMA))
+        self._turns -= 1
+        if not self._turns and self._log:
+            await asyncio.to_thread(self._write)
+        self._answered = time.perf_counter()
+        return "+", float(len(text) % 2), not self._turns
+
+    def _write(self) -> None:
+        with Path(self._log).open("a") as file:
+            file.write(json.dumps(self._gaps) + "\n")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """``tools``: seconds of a tool, as a multiple of a turn's in the engine. ``train_seconds`` of a
+    step; the engine needs as many for its average turns."""
+
+    tools: float = 1.0
+    steps: int = 16
+    margin: int = 4  # steps left out at either end
+    groups: int = 16
+    group_size: int = 8
+    slots: int = 64
+    median: float = 16.0  # tokens of a turn
+    longest: int = 96
+    train_seconds: float = 2.0
+    log: str = ""
+
+    @property
+    def turn_tokens(self) -> float:
+        """The mean of min(X, longest) for the log-normal X."""
+        normal = NormalDist()
+        cut = math.log(self.longest / self.median) / SIGMA
+        inside = self.median * math.exp(SIGMA**2 / 2) * normal.cdf(cut - SIGMA)
+        return inside + self.longest * (1 - normal.cdf(cut))
+
+    @property
+    def row_rate(self) -> float:
+        """Tokens a second of one slot, such that all slots make a step in ``train_seconds``."""
+        turns = self.groups * self.group_size * (1 + MOST_TURNS) / 2
+        return turns * self.turn_tokens / self.slots / self.train_seconds
+
+    @property
+    def tool_seconds(self) -> float:
+        return self.tools * self.turn_tokens / self.row_rate
+
+    def recipe(self, bound: int) -> Recipe:
+        decode = {
+            "saturation_rows": self.slots,
+            "row_rate": self.row_rate,
+            "prefill_rate": 1e7,
+            "median_tokens": self.median,
+            "sigma": SIGMA,
+            "swap_seconds": 0.005 * self.train_seconds,
+        }
+        return parse_recipe(
+            {
+                "name": f"agents-{bound}",
+                "model": {"source": "mock"},
+                "prompts": {"source": "builtin", "task": "repeat", "max_prompt_tokens": 64},
+                "environment": {
+                    "use": "benchmarks.agents:Tool",
+                    "options": {"seconds": self.tool_seconds, "log": self.log},
+                    "max_turns": MOST_TURNS,
+                    "max_tokens": (MOST_TURNS + 1) * (self.longest + 2),
+                    "concurrency": 4096,
+                },
+                "rollout": {
+                    "engine": "mock",
+                    "max_rows": self.slots,
+                    "max_tokens": self.longest + 1,
+                    "mock": decode,
+                },
+                "reward": {"functions": [{"name": "environment"}]},
+                "algorithm": {"group_size": self.group_size},
+                "train": {
+                    "engine": "mock",
+                    "steps": self.steps,
+                    "groups_per_step": self.groups,
+                    "token_budget": 4096,
+                    "mock": {"step_seconds": self.train_seconds, "token_seconds": 0.0},
+                },
+                "pipeline": {"staleness": bound, "arena": "512MiB"},
+            }
+        )
+
+
+@dataclass(frozen=True)
+class Arm:
+    """What a run reached. ``share``: of the bound. ``open``: the most trajectories at a time."""
+
+    tools: float
+    bound: int
+    tokens: int
+    seconds: float
+    share: float
+    open: int
+    staleness: int
+
+
+async def run_arm(workload: Workload, bound: int, home: Path) -> Arm:
+    """Execute ``workload`` under the staleness ``bound``."""
+    events = await executed(workload.recipe(bound), home / f"{workload.tools}-{bound}")
+    steps = [event for event in events if event.kind == "step"]
+    first, last = steps[workload.margin - 1], steps[-workload.margin]
+    between = steps[workload.margin : len(steps) - workload.margin + 1]
+    tokens = sum(round(step.data["response_length_mean"] * step.data["rows"]) for step in between)
+    seconds = last.time - first.time
+    generating = tokens / (workload.slots * workload.row_rate)
+    training = len(between) * workload.train_seconds
+    return Arm(
+        workload.tools,
+        bound,
+        tokens,
+        seconds,
+        max(generating, training) / seconds,
+        most_open(events),
+        max(int(step.data["staleness_max"]) for step in steps),
+    )
+
+
+def most_open(events: Sequence[Event]) -> int:
+    """Return the most trajectories that were open at a time, as their stage reported."""
+    stages = (event.data for event in events if event.kind == "stage")
+    of_environments = (data for data in stages if data["stage"] == "environment")
+    return max((int(data["trajectories"]["open"]) for data in of_environments), default=0)
+
+
+async def turn_times(home: Path, steps: int) -> list[float]:
+    """Return the seconds of each turn of a run whose engine and tools take no time."""
+    log = home / "gaps.jsonl"
+    workload = Workload(
+        tools=0.0, steps=steps, groups=1, group_size=2, train_seconds=0.001, log=str(log)
+    )
+    recipe = workload.recipe(1)
+    fast = {"row_rate": 1e7, "prefill_rate": 1e9, "swap_seconds": 0.0, "median_tokens": 8.0}
+    rollout = recipe.rollout.model_copy(update={"mock": {**recipe.rollout.mock, **fast}})
+    await executed(recipe.model_copy(update={"rollout": rollout}), home / "turns")
+    return [gap for line in log.read_text().splitlines() for gap in json.loads(line)[1:]]
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    return statistics.quantiles(values, n=100)[round(100 * share) - 1]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("--tools", type=float, nargs="+", default=[0.0, 1.0, 3.0])
+    parser.add_argument("--bounds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--sessions", type=int, default=0, help="so many trajectories at a time")
+    parser.add_argument("--smoke", action="store_true", help="a few seconds: whether it works")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    configure()
+    workload = Workload(steps=options.steps)
+    if options.smoke:
+        workload = Workload(steps=4, margin=1, groups=2, group_size=4, slots=8, train_seconds=0.1)
+        options.tools, options.bounds = options.tools[-1:], options.bounds[-1:]
+    if options.sessions:
+        groups = -(-options.sessions // (2 * workload.group_size))
+        workload = replace(workload, groups=groups, slots=8 * groups)
+    arms = []
+    with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder)
+        print("| tools | η | share of the bound | tokens/s | open at a time | staleness |")
+        print("|---|---|---|---|---|---|")
+        for tools in options.tools:
+            for bound in options.bounds:
+                arm = asyncio.run(run_arm(replace(workload, tools=tools), bound, home))
+                arms.append(arm)
+                print(
+                    f"| {tools:g} × | {bound} | {arm.share:.3f} | {arm.tokens / arm.seconds:,.0f} "
+                    f"| {arm.open:,} | {arm.staleness} |",
+                    flush=True,
+                )
+        gaps = asyncio.run(turn_times(home, 4 if options.smoke else 100))
+    turn = {"p50": quantile(gaps, 0.5), "p99": quantile(gaps, 0.99), "turns": len(gaps)}
+    print(
+        f"\na turn of the flow alone: {1e3 * turn['p50']:.1f} ms (p50), "
+        f"{1e3 * turn['p99']:.1f} ms (p99), of {turn['turns']:,} turns"
+    )
+    if options.json:
+        options.json.write_text(json.dumps({"arms": [*map(asdict, arms)], "turn": turn}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Environments: what answers the turns of a trajectory."""

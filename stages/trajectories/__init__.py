@@ -1,0 +1,1 @@
+"""Trajectories: rows that go between the policy and an environment, turn by turn."""

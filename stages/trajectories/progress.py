@@ -1,0 +1,146 @@
+"""A trajectory as the columns of its row: turns of the policy and observations between them.
+
+    response_ids      observation  turn 1  observation  turn 2  observation
+    loss_mask              0         1          0         1          0
+    versions              -1         v          -1        v'         -1      run-length encoded
+    rollout_logprobs       0        logprob     0       logprob      0
+    turn_starts                     ^                    ^                   the present turn last
+
+While it goes on, the row is parked with these columns (but for the mask, which the versions say).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from pipeline.index.client import Claim
+from pipeline.warehouse.dock import Dock, Rows
+from stages.flow.catalogue import DROPPED_ENDING, MASK, OBSERVED
+
+PARKED = (
+    "response_ids",
+    "rollout_logprobs",
+    "versions",
+    "turn_starts",
+    "turn_reward",
+    "truncated",
+)
+
+
+class Ending(IntEnum):
+    """Why a trajectory has ended."""
+
+    DONE = 0  # its environment said so
+    TURNS = 1  # environment.max_turns
+    TOKENS = 2  # no further turn has room in environment.max_tokens
+    TRUNCATED = 3  # a turn was cut at rollout.max_tokens
+    TIMEOUT = 4  # environment.trajectory_timeout
+    FAILED = 5  # its environment failed, and its reward is 0
+    DROPPED = DROPPED_ENDING  # its environment failed, and its group is dropped
+
+
+@dataclass
+class Progress:
+    """The tokens of a trajectory so far: ``token_ids``, and of each its logprob (0 of an
+    observation). ``versions``: run-length encoded, OBSERVED of observations. ``turn_starts``: where
+    each turn begins. ``turn_reward``: of each turn that was answered; NaN: none. ``truncated``: the
+    last turn was cut at its longest."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    turn_starts: list[int] = field(default_factory=list)
+    turn_reward: list[float] = field(default_factory=list)
+    truncated: bool = False
+
+    def observe(self, token_ids: Sequence[int]) -> None:
+        """Append an observation."""
+        if token_ids:
+            self.token_ids += token_ids
+            self.logprobs += [0.0] * len(token_ids)
+            self.versions.append((OBSERVED, len(token_ids)))
+
+    def begin_turn(self) -> None:
+        self.turn_starts.append(len(self.token_ids))
+        self.truncated = False
+
+    @property
+    def turns(self) -> list[list[int]]:
+        """The tokens of each turn, without the observations after it."""
+        mask = self.mask()
+        return [
+            [token for token, made in zip(self.token_ids[a:b], mask[a:b], strict=True) if made]
+            for a, b in pairwise([*self.turn_starts, len(self.token_ids)])
+        ]
+
+    def mask(self) -> list[bool]:
+        """Return for each token whether the policy has made it."""
+        return [version != OBSERVED for version, count in self.versions for _ in range(count)]
+
+    @property
+    def generated(self) -> tuple[int, int]:
+        """The oldest policy version of its tokens and how many the policy has made: -1 and 0 before
+        the first one."""
+        made = [(version, count) for version, count in self.versions if version != OBSERVED]
+        return (
+            min((version for version, _ in made), default=OBSERVED),
+            sum(count for _, count in made),
+        )
+
+
+async def parked_progress(dock: Dock, claim: Claim) -> dict[int, Progress]:
+    """Return the progress of those rows of ``claim`` that have some, by position."""
+    positions, rows = await dock.begun(claim, PARKED)
+    if not positions:
+        return {}
+    truncated = rows.pop("truncated").values.tolist()
+    columns = {name: column.lists() for name, column in rows.items()}
+    return {
+        position: Progress(
+            token_ids=columns["response_ids"][number],
+            logprobs=columns["rollout_logprobs"][number],
+            versions=_pairs(columns["versions"][number]),
+            turn_starts=columns["turn_starts"][number],
+            turn_reward=columns["turn_reward"][number],
+            truncated=truncated[number],
+        )
+        for number, position in enumerate(positions)
+    }
+
+
+def parked_columns(trajectories: Sequence[Progress]) -> dict[str, Any]:
+    """Return the columns with which unfinished ``trajectories`` are parked."""
+    return {
+        "response_ids": [torch.tensor(each.token_ids, dtype=torch.int64) for each in trajectories],
+        "rollout_logprobs": [torch.tensor(each.logprobs) for each in trajectories],
+        "versions": [_flat(each.versions) for each in trajectories],
+        "turn_starts": [torch.tensor(each.turn_starts, dtype=torch.int64) for each in trajectories],
+        "turn_reward": [torch.tensor(each.turn_reward) for each in trajectories],
+        "truncated": torch.tensor([each.truncated for each in trajectories]),
+    }
+
+
+def ended_columns(
+    trajectories: Sequence[Progress], rewards: Iterable[float], endings: Iterable[Ending]
+) -> Rows:
+    """Return all columns of ``trajectories`` that have ended. ``rewards``: NaN of one without."""
+    return {
+        **parked_columns(trajectories),
+        MASK: [torch.tensor(each.mask(), dtype=torch.bool) for each in trajectories],
+        "environment_reward": torch.tensor([*rewards], dtype=torch.float32),
+        "ending": torch.tensor([*endings], dtype=torch.uint8),
+    }
+
+
+def _pairs(flat: Sequence[int]) -> list[tuple[int, int]]:
+    return list(zip(flat[::2], flat[1::2], strict=True))
+
+
+def _flat(versions: Iterable[tuple[int, int]]) -> torch.Tensor:
+    return torch.tensor([number for pair in versions for number in pair], dtype=torch.int64)
