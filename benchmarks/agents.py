@@ -7,8 +7,8 @@ engine.
 
 Real runs: recipe, embedded index, worker processes, environments in processes of their own. The
 engines are mock: they take the time of a model of latency (``stages/engines/mock/engines.py``). The
-length of a turn is log-normal with a long tail, and so is the time of a tool, whose mean is
-``--tools`` times that of a turn in the engine. A trajectory has 1 to 8 turns.
+length of a turn is drawn from a log-normal distribution. So is the time of a tool: its mean is
+``--tools`` times the mean time of a turn in the engine. A trajectory has 1 to 8 turns.
 
     share of the bound   the time that the busiest stage needs for the tokens of the steps between the first and the last
                          ones, over the time that passed (as in benchmarks/overlap.py); tools wait, and need no processor
@@ -44,8 +44,8 @@ SIGMA = 0.8  # of the logarithms of lengths and times
 
 
 class Tool:
-    """An environment whose tool takes ``seconds`` in the mean, log-normally, and which ends after a
-    number of turns that its seed draws. ``log``: a file for the seconds from each answer to the
+    """An environment with one slow tool. The tool's time is log-normal with the mean ``seconds``; the
+    seed decides after how many turns the trajectory ends. ``log``: a file for the seconds from each answer to the
     next question."""
 
     replayable = True
@@ -196,7 +196,7 @@ def most_open(events: Sequence[Event]) -> int:
 
 
 async def turn_times(home: Path, steps: int) -> list[float]:
-    """Return the seconds of each turn of a run whose engine and tools take no time."""
+    """Run a flow whose engine and tools take no time, and return the seconds of each turn."""
     log = home / "gaps.jsonl"
     workload = Workload(
         tools=0.0, steps=steps, groups=1, group_size=2, train_seconds=0.001, log=str(log)

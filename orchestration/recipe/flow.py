@@ -149,10 +149,9 @@ def reward_reads(
 def stage_columns(recipe: Recipe) -> Columns:
     """The columns that the recipe's own stages and its environments make; of the stages none where
     one cannot be made, which is reported elsewhere."""
-    made = value_or_none(lambda: [declared.makes for declared in declarations_of(recipe)]) or []
-    if recipe.has_environment:
-        made.append({**TRAJECTORY, **ENDED})
-    return {name: kind for makes in made for name, kind in makes.items()}
+    of_stages = value_or_none(lambda: [declared.makes for declared in declarations_of(recipe)])
+    columns = {name: kind for makes in of_stages or () for name, kind in makes.items()}
+    return {**columns, **TRAJECTORY, **ENDED} if recipe.has_environment else columns
 
 
 def column_bytes(recipe: Recipe) -> int:

@@ -87,11 +87,11 @@ class Progress:
     def generated(self) -> tuple[int, int]:
         """The oldest policy version of its tokens and how many the policy has made: -1 and 0 before
         the first one."""
-        made = [(version, count) for version, count in self.versions if version != OBSERVED]
-        return (
-            min((version for version, _ in made), default=OBSERVED),
-            sum(count for _, count in made),
-        )
+        counts = dict[int, int]()  # generated tokens by version
+        for version, count in self.versions:
+            if version != OBSERVED:
+                counts[version] = counts.get(version, 0) + count
+        return min(counts, default=OBSERVED), sum(counts.values())
 
 
 async def parked_progress(dock: Dock, claim: Claim) -> dict[int, Progress]:

@@ -15,7 +15,10 @@ from stages.user_code import CodeUnusable
 REWARD = "environment"  # the reward function that returns an environment's rewards
 
 
-@check("environment", "prompts.responses", "external.stages", "evaluate.every", "launch.placement")
+@check(
+    *("environment", "rollout.max_tokens", "prompts.responses", "external.stages"),
+    *("launch.placement", "train.router", "evaluate.every"),
+)
 def environment_goes_with_the_rest(recipe: Recipe) -> Iterator[Problem]:
     if not recipe.has_environment:
         keys = recipe.environment.model_dump(exclude_defaults=True)
