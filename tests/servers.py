@@ -7,7 +7,6 @@ import asyncio
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import threading
@@ -22,6 +21,7 @@ import pytest
 import redis
 
 from pipeline.index.embedded import die_with_parent
+from tests.ports import free_port
 
 REDIS = shutil.which("redis-server")
 WITHOUT_REDIS = "redis-server is not installed (Debian: apt install redis-server)"
@@ -36,9 +36,7 @@ class RedisServer:
         self.directory = directory
         self.password = password
         self.certificate = certificate
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         authority = f":{password}@localhost:{self.port}"
         self.url = f"redis://{authority}"
         if certificate is not None:

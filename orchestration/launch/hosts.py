@@ -328,6 +328,7 @@ class Host:
             if life is not None:
                 life.end()
                 await life.wait()
+            await self._index.forget_worker(name)  # only here is it known that it writes no more
             ending = await ENDING.get(self._index, name=name) or Ending()
             ending = replace(ending, code=-signal.SIGKILL if code is None else code)
             await ENDING.put(self._index, ending, name=name)

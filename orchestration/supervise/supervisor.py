@@ -153,7 +153,7 @@ class Supervisor:
         return outcome
 
     async def _supervise(self, stop: asyncio.Event) -> Outcome:
-        await _forget_former_workers(self.index, self.workers)
+        await _forget_former_workers(self.index, self.recipe, self.workers)
         if (await self.index.state())[0] == "stopping":  # requested before anything was launched
             return Outcome("stopped", STOPPED)
         _, began = await self.index.event_ends()
@@ -237,8 +237,10 @@ class Supervisor:
             leaves = asked or group.state is State.LEAVING
             if not leaves and all(ending.kind is EndKind.DONE for ending in endings.values()):
                 break
-            for name in group.names.values():
-                await self.index.forget_worker(name)
+            for worker, name in group.names.items():
+                # a host knows when its worker has ended, and frees what that holds open
+                life = self._lives.of(worker)
+                await self.index.forget_worker(name, ended=life is None or life.pid != 0)
             if self._stopping:
                 for worker, ending in endings.items():
                     if ending.reason:  # such as a last checkpoint that could not be written
@@ -320,7 +322,7 @@ class Supervisor:
                 for each in self.workers
                 if kind_of(each[0]).elastic and each not in self._groups
             ]
-            await _forget_former_workers(self.index, new)
+            await _forget_former_workers(self.index, self.recipe, new)
             for worker in new:
                 self._add([worker])
             for group in list(self._groups.values()):
@@ -455,8 +457,10 @@ async def _last_published(index: Index, steps: int) -> None:
         await index.wait(VERSION, status.wait, 10.0)
 
 
-async def _forget_former_workers(index: Index, workers: Iterable[Worker]) -> None:
-    """Free the rows and the open bytes that ``workers`` of a killed supervisor held."""
+async def _forget_former_workers(index: Index, recipe: Recipe, workers: Iterable[Worker]) -> None:
+    """Free the rows that ``workers`` of a killed supervisor held, and the open bytes of those that
+    ended with it."""
+    remote = remote_workers(recipe)
     for worker in workers:
         if name := await PROCESS.get(index, worker=shown(worker)):
-            await index.forget_worker(name)
+            await index.forget_worker(name, ended=worker not in remote)

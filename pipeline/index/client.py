@@ -413,9 +413,13 @@ class Index(Claims, Training, Warehouses, ExternalPromptCalls, PassRateCalls, Ke
         }
         return Missing(**reply | names | ages | {"group": group, "holders": holders})
 
-    async def forget_worker(self, worker: str) -> None:
-        """End the leases of the dead ``worker`` now, and free the blocks that it holds open."""
-        await self.call("forget_worker", worker=worker)
+    async def forget_worker(self, worker: str, *, ended: bool = True) -> None:
+        """End the leases of the dead ``worker`` now, and free the blocks that it holds open.
+
+        ``ended`` is False where its process may still run, as on another machine: the blocks stay
+        then, as it may still write into them, until it closes them or a call with True.
+        """
+        await self.call("forget_worker", worker=worker, ended=ended)
 
     async def write_document(self, name: str, text: str, *, once: bool = False) -> None:
         """Write a small document of the run, for :class:`pipeline.documents.kinds.Document` alone;

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import resource
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ from orchestration.service.index_server import FILE, ServiceIndex
 from orchestration.service.own_services import read_authorization
 from tests.api.watchdog import HELD
 from tests.forked import listen
+from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 120.0
@@ -24,9 +24,7 @@ class Served:
     """``asyncdock serve`` on one port, which a second server can take again."""
 
     def __init__(self, data: Path, *options: str, descriptors: int = 0) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port: int = free.getsockname()[1]
+        self.port = free_port()
         self.data = data
         self.options = options
         self.url = f"http://127.0.0.1:{self.port}"

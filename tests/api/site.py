@@ -7,7 +7,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import subprocess
 import time
 import urllib.error
@@ -24,6 +23,7 @@ from orchestration.service.own_services import read_authorization
 from pipeline.data.events import EventData
 from pipeline.index.client import Index
 from tests.forked import asyncdock
+from tests.ports import free_port
 
 SECONDS = 90.0  # for which a condition is waited for: a machine may be busy
 LOOK_SECONDS = 0.1  # between two looks at it
@@ -41,9 +41,7 @@ class Site:
     """``url`` stays the same when the server is killed and started again."""
 
     def __init__(self, data: Path, *options: str) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.data = data
         self.options = options
         self.url = f"http://127.0.0.1:{self.port}/"

@@ -122,7 +122,7 @@ def test_the_command_prints_each_figure_at_each_mark(
 
 def test_a_real_run_grows_only_by_what_is_named(tmp_path: Path) -> None:
     """Its memory is not judged: heaps fill in the first thousand steps."""
-    growth = grown(tmp_path, steps=120, samples=12, command=(sys.executable, "-m", "tests.command"))
+    growth = grown(tmp_path, steps=600, samples=12, command=(sys.executable, "-m", "tests.command"))
     trends = growth.trends()
     counted = {
         name: trend

@@ -191,7 +191,7 @@ async def test_a_lost_lease_drops_its_rows_and_the_controller_goes_on(dock: Dock
     controller = Controller(dock, stage)
     running = asyncio.create_task(controller.run())
     await until(lambda: bool(stage.claimed), "a claim")
-    await dock.index.forget_worker("w")  # declared dead, and it is not
+    await dock.index.forget_worker("w", ended=False)  # declared dead, and it is not
     thief = Dock(dock.index, SCHEMA, worker="thief", directory=dock.folder)
     stolen = await thief.claim("double", 10)
     assert stolen is not None

@@ -137,7 +137,7 @@ async def test_a_worker_that_was_only_slow_finds_its_commit_refused_and_goes_on(
     await dock.put({"tokens": [torch.tensor([1])]})
     claim = await dock.claim("score", 1)
     assert claim is not None
-    await dock.index.forget_worker("survivor")  # the supervisor took it for dead
+    await dock.index.forget_worker("survivor", ended=False)  # the supervisor took it for dead
     with pytest.raises(LeaseLost, match="no longer held"):
         await dock.commit(claim, [0], {"score": torch.zeros(1)})
     again = await dock.claim("score", 1)
@@ -145,6 +145,35 @@ async def test_a_worker_that_was_only_slow_finds_its_commit_refused_and_goes_on(
     await dock.commit(again, [0], {"score": torch.zeros(1)})
     await asyncio.gather(*[dock.put({"tokens": [torch.tensor([n])]}) for n in range(20)])
     assert (await dock.index.stats())["stages"]["score"]["ready"] == 20
+
+
+async def test_a_worker_that_was_only_slow_writes_over_nobodys_bytes(dock: Dock) -> None:
+    """It holds a slab open: nobody else may have those bytes until it is known to have ended."""
+    other, new = (
+        Dock(dock.index, SCHEMA, worker=worker, directory=dock.folder)
+        for worker in ("other", "new")
+    )
+
+    async def through(*rows: torch.Tensor) -> None:
+        claim = await other.claim("score", 10)
+        assert claim is not None
+        tokens = (await other.fetch(claim, ["tokens"]))["tokens"].unbind()
+        assert [row.tolist() for row in tokens] == [row.tolist() for row in rows]
+        await other.commit(claim, range(len(rows)), {"score": torch.zeros(len(rows))})
+        kept = await other.claim("keep", 10)
+        assert kept is not None
+        await other.commit(kept, range(len(rows)), None)
+
+    first, second, third = torch.tensor([1]), torch.arange(200), torch.full((150,), -1)
+    await dock.put({"tokens": [first]})
+    await through(first)  # no row points to the slab
+    await dock.index.forget_worker("survivor", ended=False)
+    await new.put({"tokens": [second]})
+    await dock.put({"tokens": [third]})
+    await through(second, third)
+    for ended in ("survivor", "other", "new"):
+        await dock.index.forget_worker(ended)
+    assert (await dock.index.stats())["warehouses"]["local"]["used"] == 0
 
 
 @pytest.mark.parametrize("server", ["valkey", "redis"])

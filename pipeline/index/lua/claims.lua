@@ -138,7 +138,8 @@ define('hand_back', function(run, a)
   return true
 end)
 
--- {worker}: it is dead. End its leases now, and free the blocks that it holds open.
+-- {worker, ended}: it is taken for dead. End its leases now. `ended`: its process writes no more for certain, so the blocks
+-- that it holds open are freed. Otherwise it may still write into them: they stay, until it closes them.
 define('forget_worker', function(run, a)
   local cfg, freed = config(run), {}
   if call('ZREM', run .. 'swapping', a.worker) == 1 then wake(run, 'swap') end
@@ -146,8 +147,10 @@ define('forget_worker', function(run, a)
   for i = 1, #leases, 2 do
     if cmsgpack.unpack(leases[i + 1])[2] == a.worker then expire(run, cfg, leases[i]) end
   end
-  for _, block in ipairs(call('SMEMBERS', run .. 'open:' .. a.worker)) do unreference(run, block, 1, freed) end
-  call('DEL', run .. 'open:' .. a.worker)
+  if a.ended then
+    for _, block in ipairs(call('SMEMBERS', run .. 'open:' .. a.worker)) do unreference(run, block, 1, freed) end
+    call('DEL', run .. 'open:' .. a.worker)
+  end
   call('HDEL', run .. 'alive', a.worker)
   wake_all(run, freed)
   return true

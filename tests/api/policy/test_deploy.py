@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ from pipeline.index.embedded import EmbeddedIndex
 from tests.api.policy.test_openai import PROMPT, Trainer, at
 from tests.api.served import ROOT
 from tests.orchestration.runs import TINY, recipe
+from tests.ports import free_port
 
 
 @pytest.fixture
@@ -38,10 +38,8 @@ def cluster() -> Iterator[str]:
 
 @pytest.mark.timeout(600)
 async def test_a_run_is_deployed_on_ray_serve(cluster: str, tmp_path: Path) -> None:
-    with EmbeddedIndex(tmp_path / "index") as server, socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-        free.close()
+    port = free_port()
+    with EmbeddedIndex(tmp_path / "index") as server:
         index = Index(server.url, "deployed")
         paths = RunPaths(tmp_path, tmp_path / "shm", None)
         made = recipe(TINY)

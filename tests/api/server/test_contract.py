@@ -8,7 +8,6 @@ import importlib
 import io
 import json
 import re
-import socket
 import subprocess
 import sys
 import threading
@@ -37,6 +36,7 @@ from tests.any_event import AnyEvent
 from tests.api.served import Served
 from tests.api.serving import Client, bearer, problem, serving
 from tests.orchestration.runs import MOCK
+from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[3]
 SECONDS = 90.0
@@ -127,9 +127,7 @@ async def test_401_is_declared_where_a_request_without_a_token_gets_it(
 
 
 async def test_503_is_declared_where_an_index_that_does_not_answer_makes_it(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        nowhere = f"redis://127.0.0.1:{free.getsockname()[1]}"
+    nowhere = f"redis://127.0.0.1:{free_port()}"
     async with serving(nowhere, tmp_path, no_token=False) as client:
         found = await _statuses(client, bearer(TOKEN))
     assert {one for one, status in found.items() if status == 503} == _declared("503")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,14 +21,9 @@ from orchestration.run.folder import RunFolder
 from orchestration.supervise.scale import request_scale
 from orchestration.workers.engines import train_engine
 from tests.orchestration.runs import MOCK, TINY, Watched, complete, executing, forks, recipe
+from tests.ports import free_port
 
 pytest.importorskip("ray")
-
-
-def free_port() -> int:
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        return int(unused.getsockname()[1])
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ import stamina
 
 from orchestration.cluster import ray_cluster
 from orchestration.cluster.ray_cluster import ClusterRefused, find, look
-from tests.orchestration.cluster.test_ray import free_port
+from tests.ports import free_port
 
 pytest.importorskip("ray")
 ROOT = Path(__file__).parents[3]

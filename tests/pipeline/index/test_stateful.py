@@ -150,8 +150,8 @@ class Flow:
 
     async def enter(self, counters: dict[str, int]) -> None:
         """A run of its own: fresh index, fresh arena."""
-        run = uuid.uuid4().hex[:8]
-        directory = self.home / uuid.uuid4().hex[:8]
+        self.run = uuid.uuid4().hex[:8]
+        self.directory = self.home / uuid.uuid4().hex[:8]
         config = RunConfig(
             self.specs,
             self.plan.groups_per_step,
@@ -160,9 +160,7 @@ class Flow:
             self.plan.bound,
         )
         for worker in WORKERS:
-            self.docks[worker] = Dock(
-                Index(self.url, run), SCHEMA, worker=worker, directory=directory, slab=self.slab
-            )
+            self.docks[worker] = self.process(worker)
             assert await self.docks[worker].index.init(config, counters, self.remake) == (
                 worker == "a"
             )
@@ -175,6 +173,10 @@ class Flow:
         self.lost: list[Lease] = []
         self.steps: dict[int, list[int]] = {}
         self.rows_made = 0
+
+    def process(self, worker: str) -> Dock:
+        index = Index(self.url, self.run)
+        return Dock(index, SCHEMA, worker=worker, directory=self.directory, slab=self.slab)
 
     async def leave(self) -> None:
         await self.count_references()
@@ -585,12 +587,20 @@ class Flow:
             self.lose(lease)
 
     async def forget(self) -> None:
+        """A worker is taken for dead: it is, and another process takes its place, or it was only
+        slow and writes on."""
         worker = self.any_worker()
-        await self.docks["a"].index.forget_worker(worker)
+        ended = self.rng.random() < 0.5
+        await self.docks["a"].index.forget_worker(worker, ended=ended)
         for lease in [lease for lease in self.leases if lease.worker == worker]:
             self.lose(lease)
-        self.blocks -= set(self.pending[worker])
-        self.pending[worker] = []
+        if ended:
+            self.blocks -= set(self.pending[worker])
+            self.pending[worker] = []
+            self.lost = [lease for lease in self.lost if lease.worker != worker]
+            await self.docks[worker].index.close()
+            self.docks[worker] = self.process(worker)
+            await self.docks[worker].join(ARENA)
 
     async def tear(self) -> None:
         """A worker dies inside a write: its bytes are taken, and nothing points to them."""

@@ -4,7 +4,6 @@ tokenizer."""
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from stages.engines.torch.train import TorchTrainEngine
 from stages.inference.teacher import TeacherOptions, TeacherRefused, TeacherServer
 from stages.model.load import tiny_tokenizer
 from tests.batches import tiny_rows
+from tests.ports import free_port
 
 pytestmark = pytest.mark.timeout(600)
 START_SECONDS = 300.0
@@ -28,9 +28,7 @@ START_SECONDS = 300.0
 
 @pytest.fixture(scope="module")
 def url(model: Path) -> Iterator[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [
         sys.executable,
         "-m",
