@@ -293,6 +293,14 @@ def _reply_of(answer: Mapping[str, Any]) -> Reply:
         reply = REPLY.validate_python(answer.get("reply"))
     except ValidationError:
         raise EnvironmentFailed(NO_REPLY) from None
+    if reply.request is not None:
+        from stages.environments.programs.messages import RequestRefused, read_messages
+
+        try:
+            messages = read_messages([*reply.request.messages])
+        except RequestRefused:
+            raise EnvironmentFailed(NO_REPLY) from None
+        return Reply(request=dataclasses.replace(reply.request, messages=messages))
     counts = 0 <= reply.failed_calls <= reply.calls <= len(reply.messages)
     if not (
         counts and abs(reply.reward or 0.0) <= LARGEST and all(map(is_message, reply.messages))

@@ -30,7 +30,13 @@ from orchestration.processes.line import (
 from orchestration.sandbox.kernel import SandboxRefused
 from orchestration.sandbox.sandbox import Sandbox, enter
 from stages.environments.classes import environments
-from stages.environments.interface import EnvironmentFailed, Reply, Trajectory, Turn
+from stages.environments.interface import (
+    EnvironmentFailed,
+    Reply,
+    Trajectory,
+    Turn,
+    TurnTokens,
+)
 from stages.environments.local import LocalCaller
 from stages.user_code import CodeUnusable
 
@@ -96,13 +102,18 @@ async def _called(caller: LocalCaller, head: Mapping[str, Any]) -> dict[str, Any
         case "open":
             reply = await caller.open(Trajectory(**head["trajectory"]), head["timeout"])
         case "step":
-            reply = await caller.step(head["key"], Turn(**head["turn"]), head["timeout"])
+            reply = await caller.step(head["key"], _turn(head["turn"]), head["timeout"])
         case "finish":
             reply = await caller.finish(head["key"], head["timeout"])
         case _:
             await caller.close(head["key"])
             reply = Reply()
     return {"reply": dataclasses.asdict(reply)}
+
+
+def _turn(fields: Mapping[str, Any]) -> Turn:
+    tokens = fields["tokens"]
+    return Turn(**{**fields, "tokens": None if tokens is None else TurnTokens(**tokens)})
 
 
 def _problems(error: CodeUnusable) -> dict[str, Any]:

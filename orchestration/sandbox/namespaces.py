@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import select
 import signal
+import socket
 import struct
 import sys
 import traceback
@@ -46,6 +48,8 @@ _NEW_PROCESSES = 0x20000000
 _NEW_NETWORK = 0x40000000
 _NEW_IPC = 0x08000000
 _NEW_NAMES = 0x04000000
+_SET_FLAGS = 0x8914  # of a network interface
+_IS_UP = 1
 _NO_SETUID = 2
 _NO_DEVICES = 4
 _NO_PROGRAMS = 8
@@ -73,6 +77,8 @@ def enter(
     process, with a traceback in its output.
     """
     user = _new_user(network)
+    if not network:
+        _bring_loopback_up()
     ended, report = os.pipe()
     first = os.fork()
     if first:
@@ -129,6 +135,12 @@ def _new_user(network: bool) -> int:
     Path("/proc/self/gid_map").write_text(f"{group} {group} 1\n")
     end_with_parent()  # it was forgotten with the old user
     return other
+
+
+def _bring_loopback_up() -> None:
+    """Let the processes of a network of their own reach each other by 127.0.0.1."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        fcntl.ioctl(any_socket, _SET_FLAGS, struct.pack("16sh14x", b"lo", _IS_UP))
 
 
 @contextlib.contextmanager

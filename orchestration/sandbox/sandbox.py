@@ -15,6 +15,7 @@ import functools
 import json
 import os
 import resource
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -58,17 +59,15 @@ SETTINGS = (
         "/etc/services",
         "/etc/timezone",
     ),
-)
-OF_THE_NETWORK = (
-    *("/etc/hosts", "/etc/resolv.conf", "/etc/gai.conf", "/etc/host.conf"),
-    *(
+    *(  # HTTP clients read them when they are made
         "/etc/ssl/certs",
         "/etc/ssl/openssl.cnf",
         "/etc/pki/tls/certs",
         "/etc/pki/ca-trust/extracted",
+        "/etc/ca-certificates",
     ),
-    "/etc/ca-certificates",
 )
+OF_THE_NETWORK = ("/etc/hosts", "/etc/resolv.conf", "/etc/gai.conf", "/etc/host.conf")
 _NEW_NAMESPACES = 0x7E020000  # all flags of clone that make one
 
 
@@ -387,19 +386,20 @@ def _tried(mechanism: str) -> str:
     root = str(Path(__file__).resolve().parents[2])
     code = (
         f"import sys; sys.path.insert(0, {root!r}); from {__name__} import trial; "
-        f"trial(sys.argv[1])"
+        f"trial(sys.argv[1], int(sys.argv[2]))"
     )
-    command = [sys.executable, "-I", "-S", "-c", code, mechanism]
     environment = {"PATH": os.defpath}
     try:
-        done = subprocess.run(
-            command,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=TRIAL_SECONDS,
-            check=False,
-        )
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            port = str(listening.getsockname()[1])
+            done = subprocess.run(
+                [sys.executable, "-I", "-S", "-c", code, mechanism, port],
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=TRIAL_SECONDS,
+                check=False,
+            )
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"the trial failed: {error}"
     if done.returncode == 0 and _is_confined(done.stdout):
@@ -416,8 +416,9 @@ def _is_confined(text: str) -> bool:
     return not any(seen.values())
 
 
-def trial(mechanism: str) -> None:
-    """Enter a sandbox, and print what is possible there that must not be."""
+def trial(mechanism: str, port: int) -> None:
+    """Enter a sandbox, and print what is possible there that must not be. ``port``: of loopback, on
+    which this process's parent listens."""
     parent = os.getppid()
     enter(
         Sandbox(
@@ -426,4 +427,4 @@ def trial(mechanism: str) -> None:
     )
     from orchestration.sandbox.trial import possible
 
-    print(json.dumps(possible(parent)))
+    print(json.dumps(possible(parent, port)))

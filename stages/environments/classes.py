@@ -56,12 +56,26 @@ class EnvironmentFactory:
     options: Mapping[str, Any]
 
     @property
+    def is_program(self) -> bool:
+        """Whether ``make`` is a program: an async function, or one that takes a ``session``."""
+        if isinstance(self.make, type):
+            return False
+        return inspect.iscoroutinefunction(self.make) or "session" in (named_by(self.make) or ())
+
+    @property
     def constructor(self) -> Callable[..., Any]:
         """The function in whose file an error of ``make`` is sought."""
         return self.make.__init__ if isinstance(self.make, type) else self.make  # type: ignore[misc]
 
     def declare(self) -> EnvironmentDeclaration:
         """Make an environment, and return what it declares. Raises CodeUnusable."""
+        if self.is_program:
+            return EnvironmentDeclaration(
+                replayable=bool(getattr(self.make, "replayable", False)),
+                gives_reward=bool(getattr(self.make, "gives_reward", True)),
+                roles=(),
+                requests=True,
+            )
         try:
             instance = self.make(**self.options)
         except (Exception, SystemExit) as error:

@@ -2,6 +2,7 @@
 
     open(trajectory) ──▶ Reply ──▶ rollout generates a turn ──▶ step(key, Turn) ──▶ Reply ──▶ … ──▶ close(key)
                            └ messages before the first turn           └ messages, a reward, whether it was the last
+                             or a program's Request                     or its next Request
                                                            a limit ends it ──▶ finish(key) ──▶ Reply: the reward
 
 Importing this needs no torch.
@@ -28,13 +29,15 @@ class EnvironmentDeclaration:
 
     ``tools``: what the policy may call. ``replayable``: opened again with the same row and seed, and
     given the same turns, it gives the same replies. ``gives_reward``: its replies have the reward.
-    ``roles``: of the messages after a turn.
+    ``roles``: of the messages after a turn. ``requests``: it is a program, whose replies have a
+    Request each.
     """
 
     tools: tuple[Tool, ...] = ()
     replayable: bool = False
     gives_reward: bool = False
     roles: tuple[str, ...] = ("tool",)
+    requests: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,11 @@ class Declarations:
     def roles(self) -> set[str]:
         """The roles of messages after a turn, of all environments."""
         return {role for each in self.by_name.values() for role in each.roles}
+
+    @property
+    def requests(self) -> bool:
+        """Whether they are programs."""
+        return any(each.requests for each in self.by_name.values())
 
     @property
     def tools(self) -> tuple[Tool, ...]:
@@ -88,12 +96,38 @@ class Turn:
 
     ``message``: as an assistant's message, with ``tool_calls`` where it calls tools, each
     ``{"id": ..., "type": "function", "function": {"name": ..., "arguments": {...}}}``. ``fault``: why
-    a tool call in it cannot be read (""). ``truncated``: it was cut at its longest.
+    a tool call in it cannot be read (""): the content is all of its text then. ``truncated``: it was
+    cut at its longest. ``tokens``: for a program.
     """
 
     message: Message
     fault: str = ""
     truncated: bool = False
+    tokens: TurnTokens | None = None
+
+
+@dataclass(frozen=True)
+class TurnTokens:
+    """The tokens of a turn: ``prompt_ids``, all before it, ``token_ids``, and the ``logprobs`` of
+    these. The lists are empty unless the request asks for them; ``prompt`` and ``generated`` are
+    how many there are."""
+
+    prompt: int
+    generated: int
+    prompt_ids: Sequence[int] = ()
+    token_ids: Sequence[int] = ()
+    logprobs: Sequence[float] = ()
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a program asks the policy to go on with: all of its conversation, and the ``tools`` that
+    the turn may call. The last of ``messages`` is not the assistant's. ``wants_tokens``: the turn is
+    to come with its tokens."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Tool] = ()
+    wants_tokens: bool = False
 
 
 @dataclass(frozen=True)
@@ -102,7 +136,8 @@ class Reply:
 
     ``messages`` are appended to the conversation. ``reward`` of the turn; None: none. A
     trajectory's reward is the sum of its replies'. ``done``: the trajectory ends here. ``calls``:
-    how many tools were called, and ``failed_calls``, how many of these failed.
+    how many tools were called, and ``failed_calls``, how many of these failed. ``request``: of a
+    program, in place of ``messages``.
     """
 
     messages: Sequence[Message] = ()
@@ -110,6 +145,7 @@ class Reply:
     done: bool = False
     calls: int = 0
     failed_calls: int = 0
+    request: Request | None = None
 
 
 class EnvironmentFailed(RuntimeError):

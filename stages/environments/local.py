@@ -1,6 +1,6 @@
-"""Environments of user's classes in this process.
+"""Environments of user's classes and programs in this process.
 
-open ─▶ a ClassEnvironment ─▶ step, each within its time ─▶ close
+open ─▶ a ClassEnvironment, or a ProgramEnvironment ─▶ step, each within its time ─▶ close
            └ a call fails, or takes too long ─▶ the trajectory is closed; a thread that hangs goes on
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stages.environments.classes import ClassEnvironment, EnvironmentFactory
 from stages.environments.interface import (
@@ -21,6 +21,10 @@ from stages.environments.interface import (
 )
 from stages.threads import CallThread
 
+if TYPE_CHECKING:
+    from stages.environments.programs.endpoint import Endpoint
+    from stages.environments.programs.program import ProgramEnvironment
+
 
 class LocalCaller(EnvironmentCaller):
     """Calls environments of ``factories``, at most ``places`` of them open. They share this
@@ -30,7 +34,8 @@ class LocalCaller(EnvironmentCaller):
         self.places = places
         self._factories = factories
         self._free = asyncio.Semaphore(places)
-        self._open: dict[str, ClassEnvironment] = {}
+        self._open: dict[str, ClassEnvironment | ProgramEnvironment] = {}
+        self._endpoint: Endpoint | None = None
         self._hanging: list[CallThread] = []
 
     @property
@@ -51,7 +56,7 @@ class LocalCaller(EnvironmentCaller):
         if factory is None:
             raise unknown_environment(trajectory.environment, self._factories)
         await take_place(self._free, self.places, timeout)
-        self._open[trajectory.key] = environment = ClassEnvironment(factory)
+        self._open[trajectory.key] = environment = self._environment(factory)
         return await self._within(timeout, trajectory.key, environment.open(trajectory))
 
     async def step(self, key: str, turn: Turn, timeout: float) -> Reply:
@@ -59,6 +64,15 @@ class LocalCaller(EnvironmentCaller):
 
     async def finish(self, key: str, timeout: float) -> Reply:
         return await self._within(timeout, key, self._open[key].finish())
+
+    def _environment(self, factory: EnvironmentFactory) -> ClassEnvironment | ProgramEnvironment:
+        if not factory.is_program:
+            return ClassEnvironment(factory)
+        from stages.environments.programs.endpoint import Endpoint
+        from stages.environments.programs.program import ProgramEnvironment
+
+        self._endpoint = self._endpoint or Endpoint()
+        return ProgramEnvironment(factory.use, factory.make, factory.options, self._endpoint)
 
     def knows(self, key: str) -> bool:
         return key in self._open
@@ -70,6 +84,8 @@ class LocalCaller(EnvironmentCaller):
 
     async def end(self) -> None:
         await asyncio.gather(*map(self.close, list(self._open)))
+        if self._endpoint is not None:
+            await self._endpoint.end()
 
     async def _within(self, timeout: float, key: str, call: Coroutine[Any, Any, Reply]) -> Reply:
         environment = self._open[key]
@@ -89,7 +105,7 @@ class LocalCaller(EnvironmentCaller):
                 raise EnvironmentFailed(f"{method} took more than {timeout:g} s", place) from None
             raise
 
-    def _forget(self, key: str, environment: ClassEnvironment) -> bool:
+    def _forget(self, key: str, environment: ClassEnvironment | ProgramEnvironment) -> bool:
         """Return False where ``key`` was closed, or is another trajectory by now."""
         if self._open.get(key) is not environment:
             return False

@@ -383,7 +383,8 @@ def probe_rows(before: Sequence[list[int]], batch: TensorDict, tokens: int) -> l
     added = 0
     for ids in fresh:
         if (
-            ids not in rows
+            len(ids) > 1  # a failed trajectory may have generated nothing
+            and ids not in rows
             and added < PROBE_NEW_ROWS
             and (not added or _probed_tokens(rows) < tokens)
         ):

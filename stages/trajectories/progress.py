@@ -70,6 +70,19 @@ class Progress:
         self.turn_starts.append(len(self.token_ids))
         self.truncated = False
 
+    def cut(self, turns: int) -> None:
+        """Leave the first ``turns`` and what was before them."""
+        end = self.turn_starts[turns - 1] + len(self.turns[turns - 1]) if turns else 0
+        del self.token_ids[end:], self.logprobs[end:]
+        del self.turn_starts[turns:], self.turn_reward[turns:]
+        versions = []
+        for version, count in self.versions:
+            versions.append((version, min(count, end)))
+            end -= count
+            if end <= 0:
+                break
+        self.versions = [(version, count) for version, count in versions if count]
+
     @property
     def turns(self) -> list[list[int]]:
         """The tokens of each turn, without the observations after it."""

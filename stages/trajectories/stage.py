@@ -20,7 +20,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import structlog
@@ -34,12 +34,14 @@ from pipeline.warehouse.dock import Dock
 from pipeline.worker.controller import Stage
 from pipeline.worker.outputs import Output, Parked, Written
 from stages.environments.dialogue.interface import Dialogue
+from stages.environments.dialogue.program import ProgramDialogue
 from stages.environments.interface import (
     EnvironmentCaller,
     EnvironmentDeclaration,
     EnvironmentFailed,
     Reply,
     Trajectory,
+    TurnTokens,
 )
 from stages.flow.catalogue import ENVIRONMENT
 from stages.rollout.stage import Rollout, group_seed
@@ -50,6 +52,7 @@ from stages.trajectories.progress import (
     parked_columns,
     parked_progress,
 )
+from stages.trajectories.writers import AppendingWriter, RequestWriter, Writer
 
 log = structlog.get_logger()
 
@@ -83,12 +86,16 @@ class EnvironmentUnusable(Fatal, RuntimeError):
 class _OpenTrajectory:
     """A trajectory whose environment was opened here. ``key``: another one each time that it is
     opened, so that a call of a lost lease never meets a later one. ``began``: by the monotonic
-    clock. ``answered``: how many turns the environment was given."""
+    clock. ``answered``: how many of the row's turns the environment was given; ``steps``: with those
+    that were cut off since. ``wants_tokens``: it is given their tokens."""
 
     group: int
     key: str
     began: float
+    writer: Writer
     answered: int = 0
+    steps: int = 0
+    wants_tokens: bool = False
 
 
 @dataclass
@@ -110,9 +117,11 @@ class _Row:
 @dataclass
 class Figures:
     """What the worker has seen since its process began. ``endings``: trajectories by why they have
-    ended. ``remade``: those that began again because their environment was gone."""
+    ended. ``remade``: those that began again because their environment was gone. ``cut_turns``: those
+    that a program went back behind."""
 
     turns: int = 0
+    cut_turns: int = 0
     calls: int = 0
     failed_calls: int = 0
     observed_tokens: int = 0
@@ -141,7 +150,7 @@ class Environments(Stage):
         dock: Dock,
         caller: EnvironmentCaller,
         declarations: Mapping[str, EnvironmentDeclaration],
-        dialogue: Dialogue,
+        dialogue: Dialogue | ProgramDialogue,
         limits: Limits,
         *,
         seed: int,
@@ -239,7 +248,7 @@ class Environments(Stage):
         reply = await self._open_environment(row)
         if reply.done:
             raise EnvironmentFailed("its environment ended before the first turn")
-        self._observe(row, self.dialogue.opening(reply.messages))
+        self._write(row, reply)
         if not self._has_room(row.progress):
             raise EnvironmentFailed(
                 f"the first observation has {len(row.progress.token_ids)} tokens, and a turn of "
@@ -248,14 +257,35 @@ class Environments(Stage):
             )
         row.progress.begin_turn()
 
+    def _write(self, row: _Row, reply: Reply) -> None:
+        """Append what ``reply`` adds; a program that goes on from an earlier point cuts off the
+        turns after it."""
+        progress = row.progress
+        trajectory = self._live(row)
+        turns, token_ids = trajectory.writer.write(reply, progress.turns)
+        if turns < len(progress.turn_starts):
+            self.seen.cut_turns += len(progress.turn_starts) - turns
+            progress.cut(turns)
+        progress.observe(token_ids)
+        self.seen.observed_tokens += len(token_ids)
+        trajectory.answered = turns
+        trajectory.wants_tokens = reply.request is not None and reply.request.wants_tokens
+
     async def _open_environment(self, row: _Row, began: float | None = None) -> Reply:
         await self._close(row)
         key = f"{row.handle.row}.{next(self._openings)}"
         began = time.monotonic() if began is None else began
-        row.trajectory = self._open[row.handle.row] = _OpenTrajectory(row.handle.group, key, began)
+        row.trajectory = self._open[row.handle.row] = _OpenTrajectory(
+            row.handle.group, key, began, self._writer()
+        )
         seed = group_seed(self.seed, row.handle.group) * LARGEST_PLACE + row.handle.place
         trajectory = Trajectory(key, row.columns, seed, self._environment_of(row))
         return await self.caller.open(trajectory, self.limits.step_seconds)
+
+    def _writer(self) -> Writer:
+        if isinstance(self.dialogue, ProgramDialogue):
+            return RequestWriter(self.dialogue)
+        return AppendingWriter(self.dialogue)
 
     def _environment_of(self, row: _Row) -> str:
         """Return which environment the row wants. Raises EnvironmentFailed."""
@@ -285,13 +315,22 @@ class Environments(Stage):
             return True
         if not row.columns:  # its process has died since the claim
             await self._read_columns([row])
-        earlier = row.progress.turns[:-1]
         began = None if trajectory is None else trajectory.began
         if not self.declarations[self._environment_of(row)].replayable:
             return False
-        await self._open_environment(row, began)
-        for number, turn_ids in enumerate(earlier):
-            await self._step(row, turn_ids, number)
+        reply = await self._open_environment(row, began)
+        progress = row.progress
+        turns = progress.turns
+        end = 0  # of what was compared
+        for number, (begin, turn_ids) in enumerate(zip(progress.turn_starts, turns, strict=True)):
+            if reply.done:
+                return False
+            observed = self._live(row).writer.write(reply, turns[:number])
+            if observed != (number, progress.token_ids[end:begin]):  # it says something else now
+                return False
+            if number < len(turns) - 1:
+                reply = await self._step(row, turn_ids, number)
+            end = begin + len(turn_ids)
         self.seen.replayed += 1
         return True
 
@@ -299,9 +338,25 @@ class Environments(Stage):
         """Give the row's environment a turn: a truncated one is the last one."""
         trajectory = self._live(row)
         trajectory.answered += 1
+        trajectory.steps += 1
         last = number == len(row.progress.turn_starts) - 1
-        turn = self.dialogue.turn(turn_ids, row.progress.truncated and last, number)
+        turn = trajectory.writer.turn(turn_ids, row.progress.truncated and last, number)
+        if isinstance(self.dialogue, ProgramDialogue):
+            tokens = self._tokens(row, number, self.dialogue.prefix_ids, trajectory.wants_tokens)
+            turn = replace(turn, tokens=tokens)
         return await self.caller.step(trajectory.key, turn, self.limits.step_seconds)
+
+    def _tokens(self, row: _Row, number: int, prompt_ids: list[int], is_wanted: bool) -> TurnTokens:
+        """Return the tokens of a turn for the program that asked for it."""
+        progress = row.progress
+        begin = progress.turn_starts[number]
+        token_ids = progress.turns[number]
+        tokens = TurnTokens(len(prompt_ids) + begin, len(token_ids))
+        if not is_wanted:
+            return tokens
+        logprobs = progress.logprobs[begin : begin + len(token_ids)]
+        before = [*prompt_ids, *progress.token_ids[:begin]]
+        return replace(tokens, prompt_ids=before, token_ids=token_ids, logprobs=logprobs)
 
     async def _answer(self, row: _Row) -> None:
         progress = row.progress
@@ -313,7 +368,7 @@ class Environments(Stage):
         progress.turn_reward.append(_number(reply.reward))
         row.ending = self._ending(row, reply)
         if row.ending is None:
-            self._observe(row, self.dialogue.continuation(turn_ids, reply.messages))
+            self._write(row, reply)
             if self._has_room(progress):
                 progress.begin_turn()
             else:
@@ -330,10 +385,6 @@ class Environments(Stage):
         row.reward = _sum(rewards)
         await self._close(row)
 
-    def _observe(self, row: _Row, token_ids: Sequence[int]) -> None:
-        row.progress.observe(token_ids)
-        self.seen.observed_tokens += len(token_ids)
-
     def _has_room(self, progress: Progress) -> bool:
         return len(progress.token_ids) + self.limits.turn_tokens <= self.limits.max_tokens
 
@@ -342,9 +393,9 @@ class Environments(Stage):
             return Ending.DONE
         if row.progress.truncated:
             return Ending.TRUNCATED
-        if len(row.progress.turn_starts) >= self.limits.max_turns:
-            return Ending.TURNS
         assert row.trajectory is not None
+        if row.trajectory.steps >= self.limits.max_turns:
+            return Ending.TURNS
         return Ending.TIMEOUT if self._is_overdue(row.trajectory) else None
 
     def _is_overdue(self, trajectory: _OpenTrajectory) -> bool:
@@ -392,17 +443,16 @@ class Environments(Stage):
     # ── outputs ──
 
     def _parked(self, rows: Sequence[_Row]) -> Parked:
-        trajectories = [row.progress for row in rows]
         return Parked(
             [row.position for row in rows],
-            rows=parked_columns(trajectories),
-            generated=[each.generated for each in trajectories],
+            rows=parked_columns([row.progress for row in rows]),
+            generated=[_generated(row) for row in rows],
             to=Rollout.name,
         )
 
     async def _ended(self, rows: Sequence[_Row]) -> Written:
         trajectories = [row.progress for row in rows]
-        generated = [each.generated for each in trajectories]
+        generated = [_generated(row) for row in rows]
         if any(not tokens for _, tokens in generated):  # the present policy has made none of them
             version = (await self.dock.index.status()).published
             generated = [(oldest if tokens else version, tokens) for oldest, tokens in generated]
@@ -412,6 +462,14 @@ class Environments(Stage):
             rows=ended_columns(trajectories, [row.reward for row in rows], endings),
             generated=generated,
         )
+
+
+def _generated(row: _Row) -> tuple[int, int]:
+    """Return the oldest version of the row's tokens and how many the policy has made. The oldest one
+    stays when its tokens are cut off."""
+    oldest, tokens = row.progress.generated
+    before = row.handle.oldest_version
+    return min(oldest, before) if tokens and before >= 0 else oldest, tokens
 
 
 def _number(reward: float | None) -> float:

@@ -25,7 +25,7 @@ from stages.prompts.rows.values import describe
 from stages.prompts.too_long import LongPrompts
 
 if TYPE_CHECKING:
-    from stages.environments.dialogue.interface import Dialogue
+    from stages.environments.dialogue.interface import PromptDialogue
     from stages.model.load import Tokenizer
 
 
@@ -76,7 +76,7 @@ def example_prompts(recipe: Recipe) -> list[ExamplePrompt]:
     return found
 
 
-def dialogue_at_hand(recipe: Recipe, tokenizer: Tokenizer) -> Dialogue | None:
+def dialogue_at_hand(recipe: Recipe, tokenizer: Tokenizer) -> PromptDialogue | None:
     """Return what writes the conversations of a run with environments; None for another run.
 
     Imports the environments' classes. Raises CodeUnusable, and PromptError for a template that

@@ -434,11 +434,14 @@ local function held(run, stage, token, owner, rows)
   return lease, total, out
 end
 
--- Checks that the versions and tokens of rows that were parked before only grow: the oldest version cannot become newer, nor
--- the tokens fewer. The staleness bound rests on this. A row without a token may be told anew: it
--- has begun again.
-local function check_progress(run, stage, rows, made)
-  local at = 0
+-- Checks that the versions and tokens of rows that were parked before only grow: the oldest version cannot become newer. The
+-- staleness bound rests on this. Nor can the tokens become fewer, unless the stage is one that another takes turns with: it may
+-- cut some off. A row without a token may be told anew: it has begun again.
+local function check_progress(run, cfg, stage, rows, made)
+  local at, may_cut = 0, false
+  for _, other in ipairs(cfg.stages) do
+    may_cut = may_cut or (other.origin == stage.name and other.name ~= stage.name)
+  end
   for i = 1, #rows, 2 do
     local begun = split(run .. 'begun:' .. stage.origin, rows[i], rows[i + 1])
     for j = 1, #begun, 2 do
@@ -447,7 +450,7 @@ local function check_progress(run, stage, rows, made)
         local oldest, tokens = unpack_at('<i4I4', before, 8 * (row - begun[j]) + 1)
         local now_oldest, now_tokens = unpack_at('<i4I4', made, 8 * (at + row - rows[i]) + 1)
         local is_new = tokens == 0 or now_tokens == 0
-        if not is_new and (now_oldest > oldest or now_tokens < tokens) then
+        if not is_new and (now_oldest > oldest or (now_tokens < tokens and not may_cut)) then
           fail('BAD', 'row ' .. row .. ' was begun by version ' .. oldest .. ' with ' .. tokens .. ' tokens, and cannot be of version '
             .. now_oldest .. ' with ' .. now_tokens .. '; tell the oldest version and the number of all of its tokens')
         end
@@ -481,7 +484,7 @@ define('park', function(run, a)
   end
   check_width('refs', a.refs, 16, total)
   check_width('made', a.made, 8, total)
-  check_progress(run, stage, a.rows, a.made)
+  check_progress(run, cfg, stage, a.rows, a.made)
   refer(run, a.worker, a.block, total, a.close)
   local at, left = 0, {}
   for i = 1, #a.rows, 2 do
@@ -526,7 +529,7 @@ define('commit', function(run, a)
     end
   end
   local begun = stage.takes == 'groups' and call('EXISTS', run .. 'begun:' .. stage.origin) == 1
-  if begun and a.made then check_progress(run, stage, a.rows, a.made) end
+  if begun and a.made then check_progress(run, cfg, stage, a.rows, a.made) end
   if a.mask ~= 0 then
     check_width('refs', a.refs, 16, total)
     refer(run, a.worker, a.block, total, a.close)

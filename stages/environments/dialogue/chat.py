@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from stages.environments.dialogue.appending import KEY, RESULT, require_appending
 from stages.environments.dialogue.encoder import DialogueEncoder
-from stages.environments.dialogue.interface import OPENING_ROLES, ROLES, checked_messages
+from stages.environments.dialogue.interface import (
+    OPENING_ROLES,
+    ROLES,
+    WRITTEN_ROLES,
+    MessagesRefused,
+    checked_messages,
+)
 from stages.environments.dialogue.template import USER, TemplateText, calling, require_open
 from stages.environments.dialogue.tool_text import results_as_text, with_tools
 from stages.environments.dialogue.turns import read_turn, split_thinking, with_calls
@@ -87,6 +93,17 @@ class ChatDialogue:
         """Return the tokens between the turn ``turn_ids`` and the next. Raises MessagesRefused."""
         end = self._chat.after_end if self._has_ended(turn_ids) else self._chat.end
         return self._encoder.ids(end + self._chat.added_to_turn(self._as_data(messages)))
+
+    def conversation(self, messages: Sequence[Message]) -> list[int]:
+        """Return the tokens of a whole conversation, tools included, with the beginning of the
+        assistant's turn. Raises MessagesRefused."""
+        data = self._as_data(messages, WRITTEN_ROLES)
+        if self._as_text:
+            data = with_tools(data, self._tools)
+        try:
+            return self._encoder.ids(self._chat.render(data, opens=True))
+        except PromptError as error:
+            raise MessagesRefused(str(error)) from error
 
     def turn(self, token_ids: Sequence[int], truncated: bool, number: int = 0) -> Turn:
         """Return a turn as a message, or with the fault of its tool calls."""

@@ -21,14 +21,15 @@ ROLES = frozenset({"user", "tool", "system", "developer"})  # of an environment'
 
 
 OPENING_ROLES = ("user", "system")  # before the first turn
+WRITTEN_ROLES = ("assistant", "user", "system", "tool")  # of a program's messages
 
 
 class MessagesRefused(EnvironmentFailed):
     """An environment's messages cannot be written by the model's chat template."""
 
 
-class Dialogue(Protocol):
-    """Writes what stands around the turns of a policy, and reads the turns.
+class PromptDialogue(Protocol):
+    """Writes the prompts of trajectories.
 
     ``stop_token_ids``: tokens that end a turn, beside the tokenizer's ``eos_token_id``.
     """
@@ -39,12 +40,20 @@ class Dialogue(Protocol):
         """Return the text of a prompt's conversation, tools included, without the beginning of the
         assistant's turn. Raises PromptError, which names it by ``where``."""
 
+
+class Dialogue(PromptDialogue, Protocol):
+    """Writes what stands around the turns of a policy, and reads the turns."""
+
     def opening(self, messages: Sequence[Message]) -> list[int]:
         """Return the tokens between the prompt and the first turn. Raises MessagesRefused."""
 
     def continuation(self, turn_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
         """Return the tokens between the turn ``turn_ids``, which ends with a token that ends turns
         or was cut before it, and the next turn. Raises MessagesRefused."""
+
+    def conversation(self, messages: Sequence[Message]) -> list[int]:
+        """Return the tokens of a whole conversation, tools included, with the beginning of the
+        assistant's turn. Raises MessagesRefused."""
 
     def turn(self, token_ids: Sequence[int], truncated: bool, number: int = 0) -> Turn:
         """Return a turn as a message, or with the fault of its tool calls.

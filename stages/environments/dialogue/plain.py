@@ -44,6 +44,10 @@ class PlainDialogue:
         contents = [message["content"] for message in results_as_text(checked)]
         return self._encoder.ids(self._encoder.as_data("".join(contents)))
 
+    def conversation(self, messages: Sequence[Message]) -> list[int]:
+        """Return the tokens of the contents. Raises MessagesRefused."""
+        return self.opening(messages)
+
     def continuation(self, turn_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
         """Return the tokens of the contents. Raises MessagesRefused."""
         return self.opening(messages)

@@ -15,6 +15,7 @@ from stages.environments.dialogue.encoder import DataTokenizer, DialogueEncoder
 from stages.environments.dialogue.interface import (
     OPENING_ROLES,
     ROLES,
+    WRITTEN_ROLES,
     MessagesRefused,
     checked_messages,
 )
@@ -89,6 +90,11 @@ class RendererDialogue:
             turn = turn[-1:]
             ids = self._bridge(prompt_ids, turn, data)
         return self._after([*prompt_ids, *turn], ids, messages)
+
+    def conversation(self, messages: Sequence[Message]) -> list[int]:
+        """Return the tokens of a whole conversation, tools included, with the beginning of the
+        assistant's turn. Raises MessagesRefused."""
+        return self._render(self._as_data(messages, WRITTEN_ROLES), opens=True)
 
     def turn(self, token_ids: Sequence[int], truncated: bool, number: int = 0) -> Turn:
         """Return a turn as a message, or with the fault of its tool calls."""

@@ -26,7 +26,10 @@ def read_turn(text: str, truncated: bool, number: int, *, calls: bool) -> Turn:
     content, *pieces = CALL.split(text)
     if pieces:
         message["content"] = "".join([content, *pieces[1::2]]).strip()
-    return with_calls(message, pieces[::2], truncated, number)
+    turn = with_calls(message, pieces[::2], truncated, number)
+    if turn.fault:
+        turn.message["content"] = text
+    return turn
 
 
 def with_calls(message: Message, calls: list[Any], truncated: bool, number: int) -> Turn:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from stages.tasks.guess import Guess
 
@@ -27,3 +28,21 @@ class Lost(Slow):
     """The same, which cannot be replayed."""
 
     replayable = False
+
+
+async def chat(row: dict[str, Any], client: Any, session: Any) -> float:
+    """The game by OpenAI's client."""
+    game = Guess()
+    game.reset(row["answer"])
+    messages = [{"role": "user", "content": row["prompt"]}]
+    for _ in range(3):
+        completion = await client.chat.completions.create(model="policy", messages=messages)
+        message = completion.choices[0].message
+        hint, reward, done = game.step(message.content or "")
+        if done:
+            return reward
+        messages += [message, {"role": "user", "content": hint}]
+    return 0.0
+
+
+chat.replayable = True  # type: ignore[attr-defined]

@@ -91,9 +91,10 @@ class Attacks:
         return socket.create_connection(("127.0.0.1", self.facts["port"]), timeout=2)
 
     def sends_a_datagram(self) -> object:
-        return socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(
-            b"x", ("127.0.0.1", self.facts["port"])
-        )
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagrams:
+            datagrams.settimeout(2)
+            datagrams.sendto(b"x", ("127.0.0.1", self.facts["echo"]))
+            return datagrams.recv(1)
 
     def connects_to_the_host_of_a_virtual_machine(self) -> object:
         return socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM)

@@ -12,8 +12,10 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +47,12 @@ def outside() -> Iterator[dict[str, Any]]:
     path = str(folder / "socket")
     with (
         socket.create_server(("127.0.0.1", 0)) as port,
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as echo,
         socket.socket(socket.AF_UNIX) as named,
         socket.socket(socket.AF_UNIX) as abstract,
     ):
+        echo.bind(("127.0.0.1", 0))
+        threading.Thread(target=answer_datagrams, args=(echo,), daemon=True).start()
         named.bind(path)
         os.chmod(path, 0o777)
         named.listen()
@@ -59,12 +64,20 @@ def outside() -> Iterator[dict[str, Any]]:
             "open": str(folder / "open"),
             "shared": shared,
             "port": port.getsockname()[1],
+            "echo": echo.getsockname()[1],
             "path": path,
             "abstract": name,
         }
     os.close(handle)
     os.unlink(shared)
     shutil.rmtree(folder)
+
+
+def answer_datagrams(echo: socket.socket) -> None:
+    with suppress(OSError):  # it is closed
+        while True:
+            data, sender = echo.recvfrom(1)
+            echo.sendto(data, sender)
 
 
 def command(user: str, *arguments: str) -> list[str]:

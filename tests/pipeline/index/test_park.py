@@ -351,15 +351,25 @@ async def test_training_waits_for_the_stage_whose_turn_it_is(turns: Dock) -> Non
     assert (missing.stage, missing.parked, len(missing.holders)) == ("rollout", 0, 1)
 
 
-async def test_a_row_may_begin_anew_and_may_not_forget_a_token(turns: Dock) -> None:
+async def test_a_row_may_begin_anew_and_only_the_first_stage_may_cut_tokens_off(
+    turns: Dock,
+) -> None:
     await turns.admit([(0, 1)], {"prompt": [torch.tensor([1])]})
     claim = await claimed(turns, "environment")
     await turns.park(claim, [0], tokens([7]), generated=[(-1, 0)], to="rollout")
     turn = await claimed(turns, "rollout")
     await turns.park(turn, [0], tokens([7, 8, 9]), generated=[(0, 2)], to="environment")
     claim = await claimed(turns, "environment")
-    with pytest.raises(IndexRefused, match="cannot be of version 0 with 1;"):
-        await turns.park(claim, [0], tokens([7, 8]), generated=[(0, 1)], to="rollout")
+    with pytest.raises(IndexRefused, match="cannot be of version 1 with 1;"):
+        await turns.park(claim, [0], tokens([7, 8]), generated=[(1, 1)], to="rollout")
+    await turns.park(claim, [0], tokens([7, 8]), generated=[(0, 1)], to="rollout")
+    turn = await claimed(turns, "rollout")
+    await turns.park(turn, [0], tokens([7, 8, 9, 9]), generated=[(0, 3)], to="rollout")
+    turn = await claimed(turns, "rollout")
+    with pytest.raises(IndexRefused, match="cannot be of version 0 with 2;"):
+        await turns.park(turn, [0], tokens([7, 8, 9]), generated=[(0, 2)], to="environment")
+    await turns.park(turn, [0], tokens([7, 8, 9, 9]), generated=[(0, 3)], to="environment")
+    claim = await claimed(turns, "environment")
     await turns.park(claim, [0], tokens([7]), generated=[(-1, 0)], to="rollout")
     assert (await claimed(turns, "rollout")).tokens.tolist() == [0]
 

@@ -397,6 +397,9 @@ class Flow:
             elif row.tokens and self.rng.random() < 0.2:  # begun anew
                 made.append((-1, 0))
                 texts.append(news)
+            elif row.tokens and self.rng.random() < 0.2:  # cut
+                made.append((row.oldest, self.rng.randint(1, row.tokens)))
+                texts.append(row.response[:1] + news)
             else:  # an observation
                 made.append((row.oldest, row.tokens))
                 texts.append(row.response + news)

@@ -28,7 +28,7 @@ from stages.algorithms.policy_gradient.grpo import DAPO
 from stages.algorithms.token_batch import AGES
 from stages.engines.mock.engines import MockTrainEngine
 from stages.engines.mock.options import MockTrainOptions
-from stages.flow.catalogue import CREDIT, MASK, OBSERVED, ROW_MASK, TRAJECTORY, catalogue
+from stages.flow.catalogue import AGE, CREDIT, MASK, OBSERVED, ROW_MASK, TRAJECTORY, catalogue
 from stages.flow.declarations import StageDeclaration
 from stages.flow.resolver import resolve
 from stages.model.load import load_tokenizer
@@ -281,6 +281,24 @@ async def test_a_probe_has_generated_tokens(dock: Dock) -> None:
     generated = ["".join(text for text, v in row if v != OBSERVED)[:16] for row in ROWS]
     assert len(sequences) == 4, "the first row of each group"
     assert texts <= {*generated}
+
+
+def test_a_probe_leaves_out_what_was_not_generated() -> None:
+    """A program's prompt is one token, and a trajectory that failed may have no other one."""
+    columns = {
+        "prompt_ids": [[5], [5]],
+        "response_ids": [[7], [8, 9]],
+        AGE: [[OBSERVED], [0, OBSERVED]],
+    }
+    batch = TensorDict(
+        {
+            name: torch.nested.nested_tensor(list(map(torch.tensor, rows)), layout=torch.jagged)
+            for name, rows in columns.items()
+        },
+        [2],
+    )
+    batch["group"] = torch.tensor([0, 1])
+    assert probe_rows([], batch, 1000) == [[5, 8]]
 
 
 async def test_a_sample_shows_its_turns_and_what_was_observed(dock: Dock, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
@@ -22,7 +23,7 @@ from stages.environments.dialogue.plain import PlainDialogue
 from stages.environments.interface import Declarations
 from stages.environments.local import LocalCaller
 from stages.flow.catalogue import ENVIRONMENT, OBSERVED
-from stages.model.load import tiny_tokenizer
+from stages.model.load import Tokenizer, tiny_tokenizer
 from stages.trajectories.progress import Ending, Progress, parked_columns, parked_progress
 from stages.trajectories.stage import Environments, EnvironmentUnusable, Limits
 from tests.stages.trajectories import games
@@ -108,14 +109,27 @@ async def answer(dock: Dock, stage: Environments) -> list[Output]:
     return outputs
 
 
-async def say(dock: Dock, *texts: str, version: int = 0, truncated: bool = False) -> None:
-    """Let the policy make a turn of each row that waits for one."""
+async def say(
+    dock: Dock,
+    *texts: str,
+    version: int = 0,
+    truncated: bool = False,
+    tokenizer: Tokenizer = TOKENIZER,
+    split: bool = False,
+) -> None:
+    """Let the policy make a turn of each row that waits for one. ``split``: of single characters,
+    and special tokens."""
     claim = await claimed(dock, "rollout", version=version)
     assert len(claim) == len(texts)
     rows = await parked_progress(dock, claim)
     trajectories = [rows[position] for position in range(len(texts))]
     for progress, text in zip(trajectories, texts, strict=True):
-        tokens = ids(text)
+        pieces = re.findall(r"<\|.*?\|>|.", text) if split else [text]
+        tokens = [
+            token
+            for piece in pieces
+            for token in tokenizer(piece, add_special_tokens=False)["input_ids"]
+        ]
         progress.token_ids += tokens
         progress.logprobs += [-0.5] * len(tokens)
         progress.versions.append((version, len(tokens)))
@@ -171,6 +185,7 @@ async def test_a_trajectory_is_what_the_environment_and_the_policy_say_in_turn(d
     assert stage.figures()["trajectories"] == {
         "open": 0,
         "turns": 2,
+        "cut_turns": 0,
         "calls": 0,
         "failed_calls": 0,
         "observed_tokens": 4,

@@ -1,0 +1,1 @@
+"""Programs as environments: they ask the policy by an OpenAI-like URL of their own."""

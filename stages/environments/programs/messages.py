@@ -1,0 +1,117 @@
+"""A conversation as OpenAI's chat completions have it, checked, and as chat templates read it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from stages.environments.interface import Message, Tool
+
+ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
+TEXT_PARTS = ("text", "input_text", "output_text")
+
+
+class RequestRefused(ValueError):
+    """A request cannot be served. ``field``: of which field."""
+
+    def __init__(self, field: str, reason: str) -> None:
+        super().__init__(f"{field}: {reason}")
+        self.field = field
+
+
+def read_messages(value: Any, field: str = "messages") -> list[Message]:
+    """Return the messages of a request. Raises RequestRefused."""
+    if not isinstance(value, list) or not value:
+        raise RequestRefused(field, "give a list of messages")
+    names: dict[str, str] = {}  # of tools that were called, by the id of the call
+    messages = []
+    for place, item in enumerate(value):
+        where = f"{field}[{place}]"
+        role = ROLES.get(str(item.get("role"))) if isinstance(item, Mapping) else None
+        if role is None:
+            raise RequestRefused(f"{where}.role", f"give one of {sorted(ROLES)}")
+        message: Message = {"role": role, "content": text_of(item.get("content"), where)}
+        if role == "assistant" and item.get("tool_calls"):
+            message["tool_calls"] = _calls(item["tool_calls"], f"{where}.tool_calls")
+            names |= {call["id"]: call["function"]["name"] for call in message["tool_calls"]}
+        if role == "tool":
+            identity = str(item.get("tool_call_id") or "")
+            message |= {"tool_call_id": identity, "name": names.get(identity, "")}
+        messages.append(message)
+    if messages[-1]["role"] == "assistant":
+        raise RequestRefused(field, "the last one is the assistant's; end with another one")
+    return messages
+
+
+def text_of(content: Any, where: str) -> str:
+    """Return a content, a text, None or parts of text, as text. Raises RequestRefused."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = []
+    for part in content if isinstance(content, list) else [content]:
+        text = part.get("text") if isinstance(part, Mapping) else part
+        kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
+        if kind not in TEXT_PARTS or not isinstance(text, str):
+            raise RequestRefused(f"{where}.content", f"a part of type {kind!r} is no text")
+        texts.append(text)
+    return "".join(texts)
+
+
+def read_tools(value: Any) -> list[Tool]:
+    """Return the tools of a request. Raises RequestRefused."""
+    if not value:
+        return []
+    tools = list[Tool]()
+    for place, item in enumerate(value if isinstance(value, list) else [value]):
+        function = item.get("function") if isinstance(item, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise RequestRefused(f"tools[{place}]", "give a function with a name")
+        tools.append(tool_of(function, "parameters"))
+    return tools
+
+
+def tool_of(function: Mapping[str, Any], parameters: str) -> Tool:
+    """Return a tool as chat templates read it. ``parameters``: the name of their schema's field."""
+    schema = function.get(parameters) or {"type": "object", "properties": {}}
+    description = function.get("description") or ""
+    described = {"name": function["name"], "description": description, "parameters": schema}
+    return {"type": "function", "function": described}
+
+
+def _calls(value: Any, where: str) -> list[Message]:
+    calls = []
+    for place, item in enumerate(value if isinstance(value, list) else [value]):
+        function = item.get("function") if isinstance(item, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise RequestRefused(f"{where}[{place}]", "give a function with a name")
+        calls.append(call_of(item.get("id"), function["name"], function.get("arguments")))
+    return calls
+
+
+def call_of(identity: Any, name: str, arguments: Any) -> Message:
+    """Return a tool call as chat templates read it: its arguments as an object where they are."""
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except ValueError:
+            arguments = {"arguments": arguments}
+    function = {"name": name, "arguments": {} if arguments is None else arguments}
+    return {"id": str(identity or ""), "type": "function", "function": function}
+
+
+def written_arguments(call: Message) -> str:
+    return json.dumps(call["function"]["arguments"], ensure_ascii=False)
+
+
+def dropped_tools(choice: Any, tools: Sequence[Tool]) -> Sequence[Tool]:
+    """Return ``tools``, or none where ``tool_choice`` forbids them. Others that it demands cannot be
+    enforced."""
+    kind = choice.get("type") if isinstance(choice, Mapping) else choice
+    return () if kind == "none" else tools

@@ -1,0 +1,70 @@
+"""Runs whose environment is a program that asks the policy by its URL: real processes and kills."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.orchestration.run.test_run import assert_each_sample_once, assert_nothing_left
+from tests.orchestration.run.test_trajectories import (
+    GAMES,
+    GUESS,
+    environments_of,
+    kill,
+    run_of,
+)
+from tests.orchestration.runs import complete, executing, recipe
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content + '<eos>' }}"
+    "{% else %}{{ '<unk>' + m.content }}{% endif %}{% endfor %}"
+)
+
+
+def chat(tmp_path: Path, **changes: Any) -> Any:
+    template = tmp_path / "template.jinja"
+    template.write_text(TEMPLATE)
+    prompts = {**GUESS["prompts"], "chat_template": str(template)}
+    environment = {"use": f"{GAMES}:chat", "max_turns": 3, "max_tokens": 24}
+    return recipe({**GUESS, "prompts": prompts, "environment": environment}, **changes)
+
+
+@pytest.mark.parametrize("launcher", ["inline", "process"])
+@pytest.mark.parametrize("bound", [0, 1])
+async def test_a_program_is_trained(launcher: str, bound: int, tmp_path: Path) -> None:
+    of = chat(tmp_path, pipeline__staleness=bound, launch__launcher=launcher)
+    watched, result = await complete(run_of(of, tmp_path / "run"))
+    assert result.state == "finished", result.reason
+    assert_each_sample_once(of, watched)
+    counts = environments_of(watched)
+    assert counts["cut_turns"] == 0
+    endings = {name for name in counts if name.startswith("ended_")}
+    assert {"ended_done"} <= endings <= {"ended_done", "ended_truncated"}
+    assert counts["turns"] > counts["ended_done"]
+    rewards = [step["reward_mean"] for step in watched.of("step")]
+    assert 0 < sum(rewards) < len(rewards)
+    assert_nothing_left(watched.run)
+
+
+@pytest.mark.parametrize("victim", ["rollout-0", "environment-0"])
+async def test_each_trajectory_of_a_program_is_trained_once_whatever_is_killed(
+    victim: str, tmp_path: Path
+) -> None:
+    of = chat(tmp_path, train__steps=8, environment__on_error="zero")
+    async with executing(run_of(of, tmp_path / "run")) as (watched, work):
+        for steps in (1, 3, 5):
+            await watched.until(lambda steps=steps: len(watched.of("step")) >= steps)  # type: ignore[misc]
+            kill(watched, victim)
+        result = await work
+    assert result.state == "finished", result.reason
+    assert_each_sample_once(of, watched)
+    assert_nothing_left(watched.run)
+
+
+async def test_a_program_in_the_sandbox_reaches_its_session(tmp_path: Path) -> None:
+    of = chat(tmp_path, environment__sandbox=True, train__steps=2)
+    watched, result = await complete(run_of(of, tmp_path / "run"))
+    assert result.state == "finished", result.reason
+    assert len(watched.of("step")) == 2

@@ -1,0 +1,146 @@
+"""Programs that ask the policy, as users write them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import openai
+
+from tests.stages.environments.conversations import ADD
+
+seen = list[Any]()  # what programs got
+
+
+async def talk(row: dict[str, Any], client: openai.AsyncOpenAI, session: Any) -> float:
+    """Says "more" to each answer."""
+    messages: list[Any] = [{"role": "user", "content": row["prompt"]}]
+    for _ in range(row.get("turns", 2)):
+        answer = await client.chat.completions.create(model=session.model, messages=messages)
+        seen.append(answer)
+        messages.append(answer.choices[0].message)
+        messages.append({"role": "user", "content": "more"})
+    return float(len(messages))
+
+
+talk.replayable = True  # type: ignore[attr-defined]
+
+
+def plain(row: dict[str, Any], client: openai.OpenAI, session: Any) -> None:
+    """The same in a thread, streamed; its reward is set."""
+    messages: list[Any] = [{"role": "system", "content": "Be short."}]
+    messages.append({"role": "user", "content": row["prompt"]})
+    for _ in range(2):
+        with client.chat.completions.create(model="any", messages=messages, stream=True) as stream:
+            parts = [chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices]
+        messages.append({"role": "assistant", "content": "".join(parts)})
+        messages.append({"role": "user", "content": "more"})
+        session.reward = len(messages)
+
+
+async def rewrites(row: dict[str, Any], client: openai.AsyncOpenAI) -> float:
+    """Goes back behind its second turn, and then behind all."""
+    first = {"role": "user", "content": row["prompt"]}
+    more = {"role": "user", "content": "more"}
+
+    async def ask(*messages: Any) -> Any:
+        answer = await client.chat.completions.create(model="any", messages=messages)
+        seen.append(answer.choices[0].message.content)
+        return answer.choices[0].message
+
+    one = await ask(first)
+    two = await ask(first, one, more)
+    await ask(first, one, {"role": "user", "content": f"not {two.content}"})
+    await ask({"role": "user", "content": "summary"})
+    return 1.0
+
+
+async def calls(row: dict[str, Any], client: openai.AsyncOpenAI) -> float:
+    """Adds as long as the policy calls."""
+    messages: list[Any] = [{"role": "user", "content": row["prompt"]}]
+    while True:
+        answer = await client.chat.completions.create(
+            model="any",
+            messages=messages,
+            tools=[ADD],  # type: ignore[list-item]
+            logprobs=True,
+            extra_body={"return_token_ids": True},
+        )
+        seen.append(answer.model_dump())
+        message = answer.choices[0].message
+        if not message.tool_calls:
+            return 1.0
+        messages.append(message.model_dump(exclude_none=True))
+        for call in message.tool_calls:
+            numbers = json.loads(call.function.arguments)  # type: ignore[union-attr]
+            content = str(sum(numbers.values()))
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
+
+
+async def forms(row: dict[str, Any], session: Any) -> float:
+    """One conversation in the three forms of requests, with nothing but HTTP."""
+    key = session.environment["ANTHROPIC_API_KEY"]
+    async with httpx.AsyncClient(headers={"x-api-key": key}, timeout=None) as http:
+
+        async def ask(path: str, body: dict[str, Any]) -> Any:
+            answer = await http.post(f"{session.base_url}/{path}", json={**body, "model": "any"})
+            seen.append(answer.json())
+            return answer.json()
+
+        messages = [{"role": "user", "content": [{"type": "text", "text": row["prompt"]}]}]
+        tool = {"name": "add", "input_schema": ADD["function"]["parameters"]}
+        anthropic = await ask(
+            "messages", {"system": "Add.", "messages": messages, "tools": [tool], "max_tokens": 9}
+        )
+        text, use = anthropic["content"]
+        function = {"name": "add", "parameters": ADD["function"]["parameters"]}
+        items = [
+            {"role": "user", "content": row["prompt"]},
+            {"role": "assistant", "content": text["text"]},
+            {"type": "function_call", "call_id": "a", "name": "add", "arguments": '{"a": 1}'},
+            {"type": "function_call_output", "call_id": "a", "output": "3"},
+        ]
+        await ask(
+            "responses",
+            {"instructions": "Add.", "input": items, "tools": [{"type": "function", **function}]},
+        )
+        assert use["input"] == {"a": 1}
+        for body in (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            {"messages": [{"role": "assistant", "content": "I begin"}]},
+            {"messages": [{"role": "user", "content": "?"}], "n": 2},
+        ):
+            await ask("chat/completions", body)
+    return 1.0
+
+
+async def fails(row: dict[str, Any], client: openai.AsyncOpenAI) -> float:
+    await client.chat.completions.create(
+        model="any", messages=[{"role": "user", "content": row["prompt"]}]
+    )
+    raise RuntimeError("not today")
+
+
+async def never_ends(row: dict[str, Any], client: openai.AsyncOpenAI, session: Any) -> None:
+    """Asks until it is told that the trajectory has ended."""
+    session.reward = 0.5
+    while True:
+        try:
+            await talk({**row, "turns": 100}, client, session)
+        except openai.APIStatusError as error:
+            seen.append((error.status_code, str(error)))
+            raise
+
+
+async def hangs(row: dict[str, Any], client: openai.AsyncOpenAI) -> None:
+    await client.chat.completions.create(
+        model="any", messages=[{"role": "user", "content": row["prompt"]}]
+    )
+    await asyncio.sleep(1e6)
+
+
+async def keeps_its_key(row: dict[str, Any], client: openai.AsyncOpenAI, session: Any) -> float:
+    seen.append(session)
+    return await talk(row, client, session)
