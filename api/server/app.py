@@ -28,7 +28,17 @@ from api.server.access.limits import admission, secure
 from api.server.access.settings import Settings
 from api.server.access.tokens import Token, Tokens
 from api.server.http.problems import problems
-from api.server.routes import dashboard, external, logins, metrics, policies, recipes, runs, samples
+from api.server.routes import (
+    dashboard,
+    external,
+    logins,
+    metrics,
+    policies,
+    recipes,
+    runs,
+    samples,
+    sessions,
+)
 from api.server.routes import service as service_routes
 from api.server.routes.metrics import watch
 from api.server.service.openapi import openapi_document
@@ -47,7 +57,10 @@ from pipeline.locks import Locked, locked
 log = structlog.get_logger()
 
 # In the order of the document.
-ROUTES = (runs, recipes, samples, policies, external, metrics, logins, service_routes, dashboard)
+ROUTES = (
+    *(runs, recipes, samples, policies, external, sessions),
+    *(metrics, logins, service_routes, dashboard),
+)
 GC_THRESHOLD = (5_000, 2, 20)  # objects; collections of the youngest generation; of the middle one
 CLOSING_SECONDS = 5.0  # for open requests when the server closes
 LOCK = "server.lock"

@@ -45,6 +45,9 @@ ENVIRONMENTS: Document[Declarations] = Document.of_class(
 )
 """What the environments of the recipe declare: their tools, and whether they can be replayed."""
 
+SESSIONS: Document[dict[str, str]] = Document.of_json("sessions")
+"""Where programs outside ask for trajectories: `url`, and the `key` with which they do."""
+
 RUN_FLOW: Document[dict[str, Any]] = Document.of_json("flow")
 """The stages and columns of the run as a graph, for viewers."""
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import secrets
 from typing import TYPE_CHECKING
 
 from orchestration.processes.environment import of_user_code
 from orchestration.recipe.dialogue import dialogue_of
 from orchestration.sandbox.sandbox import Sandbox
 from orchestration.sandbox.user_code import readable
-from orchestration.state.documents import ENVIRONMENTS
+from orchestration.state.documents import ENVIRONMENTS, SESSIONS
 from orchestration.workers.job import Job
 from stages.environments.classes import environments
 from stages.environments.interface import Declarations, EnvironmentCaller
@@ -26,7 +28,7 @@ class EnvironmentJob(Job):
     async def build(self) -> None:
         recipe = self.recipe
         section = recipe.environment
-        caller = self._caller(section)
+        caller = await self._caller(section)
         self.resources.push_async_callback(caller.end)
         declared = Declarations(await caller.declare())
         await ENVIRONMENTS.put(self.index, declared)
@@ -55,11 +57,13 @@ class EnvironmentJob(Job):
             )
         )
 
-    def _caller(self, section: EnvironmentSection) -> EnvironmentCaller:
+    async def _caller(self, section: EnvironmentSection) -> EnvironmentCaller:
         assert section.use is not None
         flow = self.recipe.staleness_plan
         # those of lost groups stay open until they are overdue
         places = 2 * flow.groups_in_flight * self.recipe.algorithm.group_size
+        if section.use == "sessions":  # no code of the user runs here
+            return await self._caller_of_sessions(places)
         if self.recipe.launch.launcher == "inline":
             from stages.environments.local import LocalCaller
 
@@ -81,3 +85,17 @@ class EnvironmentJob(Job):
             sandbox=sandbox,
             environment=of_user_code(dict(os.environ), self.recipe.reward.environment),
         )
+
+    async def _caller_of_sessions(self, places: int) -> EnvironmentCaller:
+        """Return the caller whose programs are outside, and tell the index where they ask."""
+        from orchestration.workers.engines import sync_addresses
+        from stages.environments.local import LocalCaller
+        from stages.environments.programs.endpoint import LOOPBACK, Endpoint
+
+        address = self.recipe.warehouse_address or LOOPBACK
+        host, name = await asyncio.to_thread(sync_addresses, address, *await self.index.reach())
+        key = secrets.token_urlsafe(24)
+        endpoint = Endpoint(host, name, key)
+        url = await endpoint.begin()
+        await SESSIONS.put(self.index, {"url": f"{url}/sessions", "key": key})
+        return LocalCaller(environments("sessions", {}), places, endpoint)

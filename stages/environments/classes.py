@@ -37,7 +37,10 @@ from stages.threads import CallThread
 from stages.user_code import CodeUnusable, find, place_in, place_of, shown
 
 ENTRY_POINTS = "asyncdock.environments"
-BUILT_IN = {"guess": "stages.tasks.guess:Guess"}  # by name
+BUILT_IN = {  # by name
+    "guess": "stages.tasks.guess:Guess",
+    "sessions": "stages.environments.programs.outside:sessions",
+}
 KEY = "environment.use"
 NO_TOOLS = ("reset", "step", "get_reward", "close")
 SCHEMA_LIBRARY = "transformers.utils.chat_template_utils"  # that schema_of imports
@@ -75,6 +78,7 @@ class EnvironmentFactory:
                 gives_reward=bool(getattr(self.make, "gives_reward", True)),
                 roles=(),
                 requests=True,
+                waits=bool(getattr(self.make, "waits", False)),
             )
         try:
             instance = self.make(**self.options)

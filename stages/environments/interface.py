@@ -30,7 +30,7 @@ class EnvironmentDeclaration:
     ``tools``: what the policy may call. ``replayable``: opened again with the same row and seed, and
     given the same turns, it gives the same replies. ``gives_reward``: its replies have the reward.
     ``roles``: of the messages after a turn. ``requests``: it is a program, whose replies have a
-    Request each.
+    Request each. ``waits``: its opening takes until a program from outside comes.
     """
 
     tools: tuple[Tool, ...] = ()
@@ -38,6 +38,7 @@ class EnvironmentDeclaration:
     gives_reward: bool = False
     roles: tuple[str, ...] = ("tool",)
     requests: bool = False
+    waits: bool = False
 
 
 @dataclass(frozen=True)

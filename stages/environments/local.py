@@ -28,14 +28,20 @@ if TYPE_CHECKING:
 
 class LocalCaller(EnvironmentCaller):
     """Calls environments of ``factories``, at most ``places`` of them open. They share this
-    process: one that ends it, or blocks its event loop, does so to all."""
+    process: one that ends it, or blocks its event loop, does so to all. ``endpoint``: at which
+    programs reach the policy; by default one of its own."""
 
-    def __init__(self, factories: Mapping[str, EnvironmentFactory], places: int = 1 << 20) -> None:
+    def __init__(
+        self,
+        factories: Mapping[str, EnvironmentFactory],
+        places: int = 1 << 20,
+        endpoint: Endpoint | None = None,
+    ) -> None:
         self.places = places
         self._factories = factories
         self._free = asyncio.Semaphore(places)
         self._open: dict[str, ClassEnvironment | ProgramEnvironment] = {}
-        self._endpoint: Endpoint | None = None
+        self._endpoint = endpoint
         self._hanging: list[CallThread] = []
 
     @property

@@ -279,8 +279,11 @@ class Environments(Stage):
             row.handle.group, key, began, self._writer()
         )
         seed = group_seed(self.seed, row.handle.group) * LARGEST_PLACE + row.handle.place
-        trajectory = Trajectory(key, row.columns, seed, self._environment_of(row))
-        return await self.caller.open(trajectory, self.limits.step_seconds)
+        name = self._environment_of(row)
+        trajectory = Trajectory(key, row.columns, seed, name)
+        waits = self.declarations[name].waits
+        seconds = self.limits.trajectory_seconds if waits else self.limits.step_seconds
+        return await self.caller.open(trajectory, seconds)
 
     def _writer(self) -> Writer:
         if isinstance(self.dialogue, ProgramDialogue):

@@ -1,15 +1,19 @@
-"""The HTTP server of sessions, on a free port of loopback: each key reaches its session alone.
+"""The HTTP server of sessions: each key reaches its session alone.
 
 POST /v1/chat/completions   OpenAI
 POST /v1/responses          OpenAI
 POST /v1/messages           Anthropic
 GET  /v1/models             the one model
+POST /v1/reward, /v1/end    of a program outside of the run
+POST /v1/sessions           with the server's own key: the next trajectory for such a program
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import math
+import secrets
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +24,11 @@ from stages.environments.interface import EnvironmentFailed, Request, Turn
 from stages.environments.programs import anthropic, chat, responses
 from stages.environments.programs.exchange import Exchange, SessionEnded
 from stages.environments.programs.messages import RequestRefused
+from stages.environments.programs.outside import Offers
 
+LOOPBACK = "127.0.0.1"
 BODY_BYTES = 8 << 20
+NO_SESSION = "the key is of no session that is open here"
 NO_LOOPBACK = (
     "a program needs 127.0.0.1, which this sandbox does not have; set environment.network = true"
 )
@@ -53,9 +60,14 @@ FORMS = {
 
 
 class Endpoint:
-    """The server, which starts with the first session."""
+    """The server, which starts with the first session, on a free port of ``host``, announced as
+    ``advertised``. ``key``: with which programs outside ask for trajectories; "": none can."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = LOOPBACK, advertised: str = "", key: str = "") -> None:
+        self.offers = Offers()
+        self._host = host
+        self._advertised = advertised
+        self._key = key
         self._by_key: dict[str, Exchange] = {}
         self._runner: web.AppRunner | None = None
         self._starting = asyncio.Lock()
@@ -64,6 +76,11 @@ class Endpoint:
         """Let requests with the key of ``exchange`` in. Returns the URL that ends with ``/v1``.
         Raises EnvironmentFailed."""
         self._by_key[exchange.key] = exchange
+        return await self.begin()
+
+    async def begin(self) -> str:
+        """Start the server, where it is not. Returns the URL that ends with ``/v1``. Raises
+        EnvironmentFailed."""
         async with self._starting:
             if self._runner is None:
                 try:
@@ -71,13 +88,17 @@ class Endpoint:
                 except OSError as error:
                     raise EnvironmentFailed(f"{NO_LOOPBACK} ({error})") from error
         host, port = self._runner.addresses[0][:2]
-        return f"http://{host}:{port}/v1"
+        name = self._advertised or host
+        return f"http://{f'[{name}]' if ':' in name else name}:{port}/v1"
 
     async def _start(self) -> web.AppRunner:
         application = web.Application(client_max_size=BODY_BYTES)
         for path, form in FORMS.items():
             application.router.add_post(path, self._handler(form))
         application.router.add_get("/v1/models", self._models)
+        application.router.add_post("/v1/reward", self._reward)
+        application.router.add_post("/v1/end", self._end)
+        application.router.add_post("/v1/sessions", self._take)
         runner = web.AppRunner(
             application,
             access_log=None,
@@ -85,7 +106,7 @@ class Endpoint:
             handler_cancellation=True,  # nobody waits for the turn any more
         )
         await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        await web.TCPSite(runner, self._host, 0).start()
         return runner
 
     def close(self, exchange: Exchange) -> None:
@@ -100,8 +121,7 @@ class Endpoint:
         async def handle(http: web.Request) -> web.StreamResponse:
             exchange = self._exchange(http)
             if exchange is None:
-                message = "the key is of no session that is open here"
-                return _json(401, form.error("authentication_error", message))
+                return _json(401, form.error("authentication_error", NO_SESSION))
             try:
                 body = _object(await http.read())
                 turn = await exchange.ask(form.read(body))
@@ -122,6 +142,42 @@ class Endpoint:
 
         return handle
 
+    async def _reward(self, http: web.Request) -> web.Response:
+        """Set the reward of a trajectory."""
+        offer = self.offers.of(_key_of(http))
+        if offer is None:
+            return _json(401, openai_error("authentication_error", NO_SESSION))
+        try:
+            reward: Any = _object(await http.read()).get("reward")
+            is_number = isinstance(reward, int | float) and not isinstance(reward, bool)
+            if not is_number or not math.isfinite(reward):
+                raise RequestRefused("reward", "give a finite number")
+        except RequestRefused as refused:
+            return _json(400, openai_error("invalid_request_error", str(refused)))
+        offer.session.reward = float(reward)
+        return _json(200, {"reward": offer.session.reward})
+
+    async def _end(self, http: web.Request) -> web.Response:
+        """End a trajectory."""
+        offer = self.offers.of(_key_of(http))
+        if offer is None:
+            return _json(401, openai_error("authentication_error", NO_SESSION))
+        if not offer.ended.done():
+            offer.ended.set_result(None)
+        return _json(200, {"reward": offer.session.reward})
+
+    async def _take(self, http: web.Request) -> web.Response:
+        """Give the next trajectory, or null where none came within ``wait`` seconds."""
+        if not self._key or not secrets.compare_digest(_key_of(http).encode(), self._key.encode()):
+            return _json(401, openai_error("authentication_error", "give the server's key"))
+        wait = float(_object(await http.read()).get("wait") or 0.0)
+        offer = await self.offers.take(wait)
+        if offer is None:
+            return _json(200, {"session": None})
+        session = offer.session
+        fields = {"base_url": session.base_url, "api_key": session.api_key, "seed": session.seed}
+        return _json(200, {"session": {**fields, "row": dict(offer.row)}})
+
     async def _models(self, http: web.Request) -> web.Response:
         if self._exchange(http) is None:
             return _json(401, openai_error("authentication_error", "give the session's key"))
@@ -129,8 +185,12 @@ class Endpoint:
         return _json(200, {"object": "list", "data": [model]})
 
     def _exchange(self, http: web.Request) -> Exchange | None:
-        bearer = http.headers.get("Authorization", "").removeprefix("Bearer ")
-        return self._by_key.get(http.headers.get("x-api-key", bearer))
+        return self._by_key.get(_key_of(http))
+
+
+def _key_of(http: web.Request) -> str:
+    bearer = http.headers.get("Authorization", "").removeprefix("Bearer ")
+    return http.headers.get("x-api-key", bearer)
 
 
 def _object(data: bytes) -> dict[str, Any]:

@@ -20,35 +20,12 @@ from pipeline.compat.extras import extra
 from stages.environments.interface import EnvironmentFailed, Reply, Trajectory, Turn
 from stages.environments.programs.endpoint import Endpoint
 from stages.environments.programs.exchange import Exchange
+from stages.environments.programs.session import Session
 from stages.rewards.calls import named_by, plain_scores, raised
 from stages.threads import CallThread
 from stages.user_code import place_in, place_of
 
-MODEL = "policy"
 ENDED = "the trajectory has ended: a limit of the run was reached"
-
-
-class Session:
-    """What a program knows of its trajectory. ``base_url`` and ``api_key`` reach the policy as
-    OpenAI's API; any ``model`` will do. ``seed``: of its random numbers. ``reward``: what it sets is
-    the trajectory's reward, unless it returns one."""
-
-    def __init__(self, base_url: str, api_key: str, seed: int) -> None:
-        self.base_url = base_url
-        self.api_key = api_key
-        self.model = MODEL
-        self.seed = seed
-        self.reward: float | None = None
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """The environment variables by which other programs reach the policy."""
-        return {
-            "OPENAI_BASE_URL": self.base_url,
-            "OPENAI_API_KEY": self.api_key,
-            "ANTHROPIC_BASE_URL": self.base_url.removesuffix("/v1"),
-            "ANTHROPIC_API_KEY": self.api_key,
-        }
 
 
 class ProgramEnvironment:
@@ -121,6 +98,7 @@ class ProgramEnvironment:
         names = named_by(self._solve)
         is_async = inspect.iscoroutinefunction(self._solve)
         arguments = {"row": row, "session": session, **self._options}
+        arguments["offers"] = self._endpoint.offers
         if names is None or "client" in names:
             arguments["client"] = _client(session, is_async=is_async)
         chosen = {k: v for k, v in arguments.items() if names is None or k in names}

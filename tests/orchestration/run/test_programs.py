@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
+from orchestration.state.documents import SESSIONS
+from stages.tasks.guess import Guess
 from tests.orchestration.run.test_run import assert_each_sample_once, assert_nothing_left
 from tests.orchestration.run.test_trajectories import (
     GAMES,
@@ -15,7 +19,7 @@ from tests.orchestration.run.test_trajectories import (
     kill,
     run_of,
 )
-from tests.orchestration.runs import complete, executing, recipe
+from tests.orchestration.runs import Watched, complete, executing, recipe
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content + '<eos>' }}"
@@ -68,3 +72,75 @@ async def test_a_program_in_the_sandbox_reaches_its_session(tmp_path: Path) -> N
     watched, result = await complete(run_of(of, tmp_path / "run"))
     assert result.state == "finished", result.reason
     assert len(watched.of("step")) == 2
+
+
+async def play(session: dict[str, Any], http: httpx.AsyncClient) -> None:
+    """The game, by a program that knows nothing of us but its URL and key."""
+    game = Guess()
+    game.reset(session["row"]["answer"])
+    messages = [{"role": "user", "content": session["row"]["prompt"]}]
+    headers = {"Authorization": f"Bearer {session['api_key']}"}
+
+    async def post(path: str, body: dict[str, Any]) -> Any:
+        answer = await http.post(f"{session['base_url']}/{path}", json=body, headers=headers)
+        return answer.raise_for_status().json()
+
+    await post("reward", {"reward": 0})
+    try:
+        for _ in range(3):
+            answer = await post("chat/completions", {"messages": messages})
+            message = answer["choices"][0]["message"]
+            hint, reward, done = game.step(message["content"])
+            if done:
+                await post("reward", {"reward": reward})
+                break
+            messages += [message, {"role": "user", "content": hint}]
+    finally:
+        await post("end", {})
+
+
+async def play_all(watched: Watched) -> None:
+    """Take trajectories and play them, eight at a time, for ever."""
+    while watched.run.supervisor is None:  # noqa: ASYNC110
+        await asyncio.sleep(0.05)
+    index = watched.run.supervisor.index
+    async with httpx.AsyncClient(timeout=None) as http:
+
+        async def player() -> None:
+            while True:
+                address = await SESSIONS.get(index)
+                if address is None:
+                    await asyncio.sleep(0.1)
+                    continue
+                headers = {"Authorization": f"Bearer {address['key']}"}
+                try:
+                    answer = await http.post(address["url"], json={"wait": 1.0}, headers=headers)
+                    if session := answer.json()["session"]:
+                        await play(session, http)
+                except httpx.HTTPError:  # the worker was killed, or a limit has ended the session
+                    await asyncio.sleep(0.05)
+
+        await asyncio.gather(*(player() for _ in range(8)))
+
+
+@pytest.mark.parametrize("victim", ["", "rollout-0", "environment-0"])
+async def test_programs_outside_play_the_trajectories(victim: str, tmp_path: Path) -> None:
+    of = chat(
+        tmp_path,
+        environment__use="sessions",
+        environment__on_error="zero",
+        environment__trajectory_timeout=60.0,
+        train__steps=6,
+    )
+    async with executing(run_of(of, tmp_path / "run")) as (watched, work):
+        players = asyncio.create_task(play_all(watched))
+        if victim:
+            await watched.until(lambda: len(watched.of("step")) >= 2)
+            kill(watched, victim)
+        result = await work
+        players.cancel()
+    assert result.state == "finished", result.reason
+    assert_each_sample_once(of, watched)
+    rewards = [step["reward_mean"] for step in watched.of("step")]
+    assert 0 < sum(rewards) < len(rewards)
+    assert_nothing_left(watched.run)
