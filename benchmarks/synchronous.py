@@ -47,7 +47,6 @@ from stages.engines.protocols import (
 from stages.environments.classes import environments
 from stages.environments.dialogue.interface import Dialogue
 from stages.environments.interface import Declarations, Reply, Trajectory
-from stages.environments.local import LocalCaller
 from stages.flow.catalogue import ROUTED
 from stages.flow.groups import outputs_of
 from stages.model.load import Tokenizer
@@ -57,6 +56,7 @@ from stages.prompts.sources import Prompt, load_prompts
 from stages.rewards.stage import score_rows
 from stages.rollout.stage import group_seed
 from stages.training.advantage import credits, rewards_of_groups, spared
+from stages.trajectories.local import LocalCaller
 from stages.trajectories.progress import Ending, Progress, ended_columns
 from stages.trajectories.stage import LARGEST_PLACE
 

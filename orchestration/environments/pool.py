@@ -42,8 +42,8 @@ from stages.environments.interface import (
     Trajectory,
     Turn,
 )
-from stages.environments.local import take_place, unknown_environment
 from stages.rewards.calls import LARGEST
+from stages.trajectories.local import take_place, unknown_environment
 from stages.user_code import CodeUnusable
 
 ENTRY = "orchestration.environments.process"

@@ -37,7 +37,7 @@ from stages.environments.interface import (
     Turn,
     TurnTokens,
 )
-from stages.environments.local import LocalCaller
+from stages.trajectories.local import LocalCaller
 from stages.user_code import CodeUnusable
 
 FILE_BYTES = 1 << 30  # of each file that it writes, its log too

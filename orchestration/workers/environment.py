@@ -65,7 +65,7 @@ class EnvironmentJob(Job):
         if section.use == "sessions":  # no code of the user runs here
             return await self._caller_of_sessions(places)
         if self.recipe.launch.launcher == "inline":
-            from stages.environments.local import LocalCaller
+            from stages.trajectories.local import LocalCaller
 
             return LocalCaller(environments(section.use, section.options), places)
         from orchestration.environments.pool import EnvironmentPool
@@ -89,8 +89,8 @@ class EnvironmentJob(Job):
     async def _caller_of_sessions(self, places: int) -> EnvironmentCaller:
         """Return the caller whose programs are outside, and tell the index where they ask."""
         from orchestration.workers.engines import sync_addresses
-        from stages.environments.local import LocalCaller
         from stages.environments.programs.endpoint import LOOPBACK, Endpoint
+        from stages.trajectories.local import LocalCaller
 
         address = self.recipe.warehouse_address or LOOPBACK
         host, name = await asyncio.to_thread(sync_addresses, address, *await self.index.reach())

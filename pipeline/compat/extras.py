@@ -21,6 +21,7 @@ from pipeline.problems import Fatal
 
 # The modules that this code imports of each extra.
 MODULES = {
+    "agents": ("openai",),
     "ascend": ("torch_npu",),
     "data": ("datasets", "pyarrow"),
     "kernels": ("liger_kernel",),

@@ -23,6 +23,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+from pipeline.compat.extras import install, is_installed
 from pipeline.problems import Problem
 from stages.environments.interface import (
     EnvironmentDeclaration,
@@ -73,6 +74,9 @@ class EnvironmentFactory:
     def declare(self) -> EnvironmentDeclaration:
         """Make an environment, and return what it declares. Raises CodeUnusable."""
         if self.is_program:
+            if "client" in (named_by(self.make) or ()) and not is_installed("openai"):
+                reason = "takes a client, and openai is not installed"
+                raise CodeUnusable(Problem(KEY, self.use, reason, install("agents")))
             return EnvironmentDeclaration(
                 replayable=bool(getattr(self.make, "replayable", False)),
                 gives_reward=bool(getattr(self.make, "gives_reward", True)),

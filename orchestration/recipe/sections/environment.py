@@ -18,8 +18,9 @@ class EnvironmentSection(Section):
 
     use: Annotated[Name | dict[str, Name] | None, IsCode("stage", "guess")] = key(
         None,
-        "A class as `module:Class`, or one that an installed package registers; or several by the "
-        "names that rows have in their column `environment`.",
+        "A class or a program, an async function, as `module:name`, or one that an installed "
+        "package registers; or several by the names that rows have in their column "
+        "`environment`. `sessions`: programs outside, which ask the service for trajectories.",
         examples=["my_env:Calculator", {"sums": "my_env:Calculator", "games": "my_env:Guess"}],
     )
     options: dict[str, Any] = key(

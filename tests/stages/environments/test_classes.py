@@ -14,7 +14,7 @@ import pytest
 
 from stages.environments.classes import MOST_CHARACTERS, environments
 from stages.environments.interface import EnvironmentFailed, Reply, Trajectory, Turn
-from stages.environments.local import LocalCaller
+from stages.trajectories.local import LocalCaller
 from stages.user_code import CodeUnusable
 from tests.stages.environments import examples
 

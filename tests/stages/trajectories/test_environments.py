@@ -21,9 +21,9 @@ from pipeline.worker.outputs import Output, Parked
 from stages.environments.classes import environments
 from stages.environments.dialogue.plain import PlainDialogue
 from stages.environments.interface import Declarations
-from stages.environments.local import LocalCaller
 from stages.flow.catalogue import ENVIRONMENT, OBSERVED
 from stages.model.load import Tokenizer, tiny_tokenizer
+from stages.trajectories.local import LocalCaller
 from stages.trajectories.progress import Ending, Progress, parked_columns, parked_progress
 from stages.trajectories.stage import Environments, EnvironmentUnusable, Limits
 from tests.stages.trajectories import games

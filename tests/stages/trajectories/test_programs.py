@@ -17,8 +17,8 @@ from stages.environments.dialogue.chat import ChatDialogue
 from stages.environments.dialogue.interface import WRITTEN_ROLES
 from stages.environments.dialogue.program import ProgramDialogue
 from stages.environments.interface import Declarations
-from stages.environments.local import LocalCaller
 from stages.flow.catalogue import ENVIRONMENT
+from stages.trajectories.local import LocalCaller
 from stages.trajectories.progress import Ending, parked_progress
 from stages.trajectories.stage import Environments, Limits
 from tests.stages.environments.conversations import CHATML, QWEN_APPENDS, byte_level
