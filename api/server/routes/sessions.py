@@ -56,15 +56,16 @@ async def next_session(
     at `base_url`, sets its reward by `POST {base_url}/reward` with `{"reward": 1.0}`, and ends it
     by `POST {base_url}/end`. A session that is silent for `environment.timeout` fails."""
     record = await service.registry.get(path.run)
-    address = await SESSIONS.get(service.index(record.id))
-    state = cast("RunState", record.state)
+    index = service.index(record.id)
+    address = await SESSIONS.get(index)
     if address is None:
         raise HTTPProblem(
             409,
-            f"The run has no sessions, or has not begun: its state is {state!r}.",
+            f"The run has no sessions, or has not begun: its state is {record.state!r}.",
             kind="state",
             fix='start it with environment.use = "sessions", and ask again once it is running',
         )
+    state = cast("RunState", (await index.state())[0])
     with service.held(request) as room:
         wait = body.wait if room else 0.0
         session = await _taken(address, wait) if state in LIVE else None
