@@ -24,6 +24,7 @@ MODULES = {
     "agents": ("openai",),
     "ascend": ("torch_npu",),
     "data": ("datasets", "pyarrow"),
+    "environments": ("skyrl_gym", "textarena"),
     "kernels": ("liger_kernel",),
     "lora": ("peft",),
     "math": ("math_verify",),

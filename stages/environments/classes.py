@@ -17,6 +17,7 @@ import importlib.metadata
 import inspect
 import json
 import os
+import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -42,6 +43,10 @@ BUILT_IN = {  # by name
     "guess": "stages.tasks.guess:Guess",
     "sessions": "stages.environments.programs.outside:sessions",
 }
+LIBRARIES = {  # by their module: of "module:name", the class that is made with this name
+    "skyrl_gym": "stages.environments.libraries.skyrl_gym:SkyRLGym",
+    "textarena": "stages.environments.libraries.textarena:TextArena",
+}
 KEY = "environment.use"
 NO_TOOLS = ("reset", "step", "get_reward", "close")
 SCHEMA_LIBRARY = "transformers.utils.chat_template_utils"  # that schema_of imports
@@ -62,13 +67,15 @@ class EnvironmentFactory:
     @property
     def is_program(self) -> bool:
         """Whether ``make`` is a program: an async function, or one that takes a ``session``."""
-        if isinstance(self.make, type):
+        if isinstance(self.make, type | partial):
             return False
         return inspect.iscoroutinefunction(self.make) or "session" in (named_by(self.make) or ())
 
     @property
     def constructor(self) -> Callable[..., Any]:
         """The function in whose file an error of ``make`` is sought."""
+        if isinstance(self.make, partial):
+            return self.make.func.__init__  # type: ignore[misc]
         return self.make.__init__ if isinstance(self.make, type) else self.make  # type: ignore[misc]
 
     def declare(self) -> EnvironmentDeclaration:
@@ -125,9 +132,13 @@ def environments(
     by_name = {"": options} if isinstance(use, str) else options
     factories = {}
     for name, place in uses.items():
-        make = find(
-            KEY, place, BUILT_IN, lambda: importlib.metadata.entry_points(group=ENTRY_POINTS)
-        )
+        library, _, member = place.partition(":")
+        if member and library in LIBRARIES:
+            make: Any = partial(pkgutil.resolve_name(LIBRARIES[library]), member)
+        else:
+            make = find(
+                KEY, place, BUILT_IN, lambda: importlib.metadata.entry_points(group=ENTRY_POINTS)
+            )
         if not callable(make):
             reason = f"is a {type(make).__name__}, not a class"
             raise CodeUnusable(Problem(KEY, place, reason, "correct the name"))

@@ -1,0 +1,1 @@
+"""Environments of other libraries, as classes with ``reset`` and ``step``."""
