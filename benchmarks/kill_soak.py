@@ -61,17 +61,30 @@ max_restarts = 1000
 """
 
 
+AGENTS = (
+    RECIPE.replace('"repeat"', '"guess"').replace('"spelling"', '"environment"')
+    + """
+[environment]
+use = "guess"
+max_turns = 3
+on_error = "zero"
+"""
+)
+
+
 class Broken(AssertionError):
     """A run did not survive a kill."""
 
 
 @dataclass
 class Soak:
-    """Runs below ``home``, killed at moments that ``random`` chooses, ``most`` kills each."""
+    """Runs of ``recipe`` below ``home``, killed at moments that ``random`` chooses, ``most`` kills
+    each."""
 
     home: Path
     random: random.Random
     supervisor: bool = False
+    recipe: str = RECIPE
     most: int = 8
     gap: float = 1.5  # seconds between kills, on average
     deadline: float = 240.0  # for one command
@@ -82,7 +95,7 @@ class Soak:
         out = self.home / f"run{number}"
         mark = uuid.uuid4().hex
         recipe = self.home / "soak.toml"
-        recipe.write_text(RECIPE)
+        recipe.write_text(self.recipe)
         sockets = self.home / "t"  # short: sockets lie in it
         memory = Path(tempfile.mkdtemp(prefix="asyncdock-soak-", dir=shared_memory_directory()))
         sockets.mkdir(exist_ok=True)
@@ -197,7 +210,8 @@ def check_metrics(out: Path, steps: int, bound: int, *, summary: bool = True) ->
 
 def kind(process: psutil.Process) -> str:
     words = " ".join(process.cmdline())
-    for name in ("fork server", "worker flow", "worker rollout", "worker update", "valkey"):
+    workers = ("worker flow", "worker rollout", "worker update", "worker environment")
+    for name in ("fork server", *workers, "environments", "valkey"):
         if name in words:
             return "index" if name == "valkey" else name
     return "process that starts"
@@ -232,13 +246,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--supervisor", action="store_true", help="kill the command itself too; it is resumed"
     )
     parser.add_argument(
+        "--agents", action="store_true", help="an environment answers; it is killed, too"
+    )
+    parser.add_argument(
         "--seed", type=int, default=None, help="default: another one each time; it is printed"
     )
     options = parser.parse_args(arguments)
     seed = random.randrange(2**32) if options.seed is None else options.seed
     print(f"seed {seed}", flush=True)
     with tempfile.TemporaryDirectory(prefix="adk-") as home:
-        soak = Soak(Path(home), random.Random(seed), options.supervisor)
+        recipe = AGENTS if options.agents else RECIPE
+        soak = Soak(Path(home), random.Random(seed), options.supervisor, recipe)
         number = 0
         while soak.kills.total() < options.kills:
             number += 1
