@@ -21,7 +21,11 @@ class EnvironmentSection(Section):
         "A class or a program, an async function, as `module:name`, or one that an installed "
         "package registers; or several by the names that rows have in their column "
         "`environment`. `sessions`: programs outside, which ask the service for trajectories.",
-        examples=["my_env:Calculator", {"sums": "my_env:Calculator", "games": "my_env:Guess"}],
+        examples=[
+            "my_env:Calculator",
+            "textarena:2048-v0",
+            {"sums": "my_env:Calculator", "games": "my_env:Guess"},
+        ],
     )
     options: dict[str, Any] = key(
         {}, "Keyword arguments of the class; of several classes, by their names."
