@@ -12,8 +12,8 @@ from stages.environments.programs.messages import (
     RequestRefused,
     dropped_tools,
     read_messages,
+    read_tools,
     text_of,
-    tool_of,
 )
 
 
@@ -30,11 +30,7 @@ def read(body: Mapping[str, Any]) -> Request:
         if not isinstance(item, Mapping):
             raise RequestRefused(where, "give an object")
         messages += _read(item, where)
-    tools = [
-        tool_of(tool, "input_schema")
-        for tool in body.get("tools") or ()
-        if isinstance(tool, Mapping) and tool.get("name")
-    ]
+    tools = read_tools(body.get("tools"), "input_schema")
     return Request(read_messages(messages), dropped_tools(body.get("tool_choice"), tools))
 
 

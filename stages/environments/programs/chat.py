@@ -24,7 +24,7 @@ def read(body: Mapping[str, Any]) -> Request:
         raise RequestRefused("n", "a session has one answer to each request; give 1")
     return Request(
         read_messages(body.get("messages")),
-        dropped_tools(body.get("tool_choice"), read_tools(body.get("tools"))),
+        dropped_tools(body.get("tool_choice"), read_tools(body.get("tools"), inside="function")),
         wants_tokens=bool(body.get("return_token_ids") or body.get("logprobs")),
     )
 
@@ -54,7 +54,8 @@ def events(body: Mapping[str, Any], turn: Turn) -> Iterator[str]:
     if body.get("logprobs"):
         end["logprobs"] = _logprobs(turn)
     yield _event({**head, "choices": [end]})
-    if (body.get("stream_options") or {}).get("include_usage"):
+    options = body.get("stream_options")
+    if isinstance(options, Mapping) and options.get("include_usage"):
         yield _event({**head, "choices": [], "usage": _usage(turn)})
     yield "data: [DONE]\n\n"
 

@@ -64,25 +64,24 @@ def text_of(content: Any, where: str) -> str:
     return "".join(texts)
 
 
-def read_tools(value: Any) -> list[Tool]:
-    """Return the tools of a request. Raises RequestRefused."""
-    if not value:
-        return []
+def read_tools(value: Any, parameters: str = "parameters", inside: str = "") -> list[Tool]:
+    """Return the tools of a request as chat templates read them. ``parameters``: the name of the
+    field with their schema; ``inside``: the field that has name, description and schema, if one
+    has. Raises RequestRefused."""
+    if not isinstance(value, list | None):
+        raise RequestRefused("tools", "give a list")
     tools = list[Tool]()
-    for place, item in enumerate(value if isinstance(value, list) else [value]):
-        function = item.get("function") if isinstance(item, Mapping) else None
+    for place, item in enumerate(value or ()):
+        function = item.get(inside) if inside and isinstance(item, Mapping) else item
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise RequestRefused(f"tools[{place}]", "give a function with a name")
-        tools.append(tool_of(function, "parameters"))
+        schema = function.get(parameters) or {"type": "object", "properties": {}}
+        description = function.get("description") or ""
+        if not isinstance(schema, Mapping) or not isinstance(description, str):
+            raise RequestRefused(f"tools[{place}]", f"give a text, and a schema as {parameters}")
+        named = {"name": function["name"], "description": description, "parameters": schema}
+        tools.append({"type": "function", "function": named})
     return tools
-
-
-def tool_of(function: Mapping[str, Any], parameters: str) -> Tool:
-    """Return a tool as chat templates read it. ``parameters``: the name of their schema's field."""
-    schema = function.get(parameters) or {"type": "object", "properties": {}}
-    description = function.get("description") or ""
-    described = {"name": function["name"], "description": description, "parameters": schema}
-    return {"type": "function", "function": described}
 
 
 def _calls(value: Any, where: str) -> list[Message]:

@@ -13,7 +13,7 @@ from stages.environments.programs.messages import (
     RequestRefused,
     dropped_tools,
     read_messages,
-    tool_of,
+    read_tools,
     written_arguments,
 )
 
@@ -31,11 +31,7 @@ def read(body: Mapping[str, Any]) -> Request:
         messages.append({"role": "system", "content": body["instructions"]})
     for place, item in enumerate(items):
         _append(messages, item, f"input[{place}]")
-    tools = [
-        tool_of(tool, "parameters")
-        for tool in body.get("tools") or ()
-        if isinstance(tool, Mapping) and tool.get("type") == "function" and tool.get("name")
-    ]
+    tools = read_tools(body.get("tools"))
     return Request(read_messages(messages, "input"), dropped_tools(body.get("tool_choice"), tools))
 
 
