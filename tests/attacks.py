@@ -17,6 +17,7 @@ _FOLDERS = "api/cli/test_foreign_folders.py"
 _STORE = "orchestration/run/test_checkpoint_store.py"
 _TENANTS = "api/test_tenants.py"
 _WEIGHTS = "stages/weights/test_network.py"
+_PROGRAMS = "stages/trajectories/test_programs.py"
 _SCREEN = "api/dashboard/test_dashboard.py"
 
 BOUNDARIES: Mapping[str, tuple[str, ...]] = {
@@ -101,6 +102,13 @@ BOUNDARIES: Mapping[str, tuple[str, ...]] = {
         _TENANTS,
     ),
     "an external worker": ("api/external/test_external_attacks.py",),
+    "a program with a session": (
+        "stages/environments/test_requests.py",
+        f"{_PROGRAMS}::test_a_key_is_good_for_its_session_while_that_lasts",
+        f"{_PROGRAMS}::test_special_tokens_of_a_program_are_text",
+        f"{_PROGRAMS}::test_a_limit_ends_the_session_and_the_program_keeps_its_reward",
+        "api/server/routes/test_sessions.py",
+    ),
 }
 
 
