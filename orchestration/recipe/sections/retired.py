@@ -15,38 +15,40 @@ GONE = "is no key any more"
 
 
 class Retired(NamedTuple):
-    """A key that has gone."""
+    """A key that has gone. ``defaults``: the values that it had by default, in any release."""
 
-    default: Any
+    defaults: tuple[Any, ...]
     fix: str
 
 
 RETIRED: dict[str, Retired] = {
-    "critic.device": Retired(None, "take it out; a critic is on `train.device`"),
-    "critic.threads": Retired(0, "take it out; a critic's ranks have `train.threads`"),
-    "evaluate.share": Retired(0.25, "take it out; it is a quarter"),
-    "guard.window": Retired(32, "take it out; it is 32 steps"),
+    "critic.device": Retired((None,), "take it out; a critic is on `train.device`"),
+    "critic.threads": Retired((0,), "take it out; a critic's ranks have `train.threads`"),
+    "evaluate.share": Retired((0.25,), "take it out; it is a quarter"),
+    "guard.window": Retired((32,), "take it out; it is 32 steps"),
     "launch.collective_timeout": Retired(
-        300.0, "take it out; ranks wait 2.5 times `launch.hang_timeout` for one another"
+        (300.0,), "take it out; ranks wait 2.5 times `launch.hang_timeout` for one another"
     ),
-    "launch.leave_timeout": Retired(60.0, "write `launch.stop_timeout`, which holds for both"),
-    "launch.restart_window": Retired(3600.0, "take it out; a restart counts for an hour"),
+    "launch.leave_timeout": Retired((60.0,), "write `launch.stop_timeout`, which holds for both"),
+    "launch.restart_window": Retired((3600.0,), "take it out; a restart counts for an hour"),
     "pipeline.index_serve": Retired(
-        "auto", "write `pipeline.serve`, the address of the index, the warehouse and the weights"
+        ("auto", ""),
+        "write `pipeline.serve`, the address of the index, the warehouse and the weights",
     ),
     "rollout.vllm.pause": Retired(
-        "keep", "take it out; in place of 'abort' write `rollout.vllm.kv_cache = 'rebuild'`"
+        ("keep",), "take it out; in place of 'abort' write `rollout.vllm.kv_cache = 'rebuild'`"
     ),
     "sync.probe_mean_tolerance": Retired(
-        0.0, "take it out; it is a fifth of `sync.probe_tolerance`"
+        (0.0,), "take it out; it is a fifth of `sync.probe_tolerance`"
     ),
     "sync.serve": Retired(
-        "auto", "write `pipeline.serve`, the address of the index, the warehouse and the weights"
+        ("auto", "127.0.0.1"),
+        "write `pipeline.serve`, the address of the index, the warehouse and the weights",
     ),
     "sync.rolling": Retired(
-        True, "take it out; in place of false write `sync.at_once` = the number of replicas"
+        (True,), "take it out; in place of false write `sync.at_once` = the number of replicas"
     ),
-    "train.pipeline": Retired("auto", "take it out; `train.vpp = 2` makes stages wait less"),
+    "train.pipeline": Retired(("auto",), "take it out; `train.vpp = 2` makes stages wait less"),
 }
 
 
@@ -63,7 +65,7 @@ def migrated(recorded: Mapping[str, Any]) -> dict[str, Any]:
     tables = copy.deepcopy(dict(recorded))
     for key, retired in RETIRED.items():
         table, name = _table_of(tables, key)
-        if name in table and table[name] == retired.default:
+        if name in table and table[name] in retired.defaults:
             del table[name]
     for (key, old), new in RENAMED_VALUES.items():
         table, name = _table_of(tables, key)

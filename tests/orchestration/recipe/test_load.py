@@ -367,7 +367,7 @@ def recorded_with(folder: Path, minimal: Path, values: dict[str, Any]) -> Path:
 
 @pytest.mark.parametrize(("key", "retired"), RETIRED.items(), ids=list(RETIRED))
 def test_a_key_that_has_gone_says_what_to_write(minimal: Path, key: str, retired: Retired) -> None:
-    value = json.dumps(retired.default)
+    value = json.dumps(retired.defaults[0])
     for text in (value, "3"):
         [problem] = [
             problem for problem in problems(minimal, f"{key}={text}") if problem.key == key
@@ -379,7 +379,7 @@ def test_a_key_that_has_gone_says_what_to_write(minimal: Path, key: str, retired
 def test_a_run_of_an_earlier_version_resumes_unless_it_has_set_a_key_that_has_gone(
     minimal: Path, tmp_path: Path
 ) -> None:
-    defaults = {key: retired.default for key, retired in RETIRED.items()}
+    defaults = {key: retired.defaults[-1] for key, retired in RETIRED.items()}
     assert recorded_recipe(recorded_with(tmp_path, minimal, defaults)) == load_recipe(minimal)
     for key, retired in RETIRED.items():
         path = recorded_with(tmp_path, minimal, {**defaults, key: "another"})
