@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 import socket
 
-# below those that Linux and macOS give to whoever asks for any: all the other tests do so meanwhile
-_PORTS = range(12_000, 32_000)
+# Below those that Linux and macOS give to whoever asks for any, as all the other tests do meanwhile,
+# and above those of Ray's workers.
+_PORTS = range(20_000, 32_000)
 
 
 def free_port() -> int:
