@@ -95,7 +95,7 @@ class EnvironmentJob(Job):
         address = self.recipe.warehouse_address or LOOPBACK
         host, name = await asyncio.to_thread(sync_addresses, address, *await self.index.reach())
         key = secrets.token_urlsafe(24)
-        endpoint = Endpoint(host, name, key)
+        endpoint = Endpoint(host, name, key, patience=self.recipe.environment.timeout)
         url = await endpoint.begin()
         await SESSIONS.put(self.index, {"url": f"{url}/sessions", "key": key})
         return LocalCaller(environments("sessions", {}), places, endpoint)

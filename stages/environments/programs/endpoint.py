@@ -24,7 +24,7 @@ from stages.environments.interface import EnvironmentFailed, Request, Turn
 from stages.environments.programs import anthropic, chat, responses
 from stages.environments.programs.exchange import Exchange, SessionEnded
 from stages.environments.programs.messages import RequestRefused
-from stages.environments.programs.outside import Offers
+from stages.environments.programs.outside import Offer, Offers
 
 LOOPBACK = "127.0.0.1"
 BODY_BYTES = 8 << 20
@@ -61,10 +61,14 @@ FORMS = {
 
 class Endpoint:
     """The server, which starts with the first session, on a free port of ``host``, announced as
-    ``advertised``. ``key``: with which programs outside ask for trajectories; "": none can."""
+    ``advertised``. ``key``: with which programs outside ask for trajectories; "": none can.
+    ``patience``: seconds in which such a program has to ask the policy first."""
 
-    def __init__(self, host: str = LOOPBACK, advertised: str = "", key: str = "") -> None:
+    def __init__(
+        self, host: str = LOOPBACK, advertised: str = "", key: str = "", patience: float = 60.0
+    ) -> None:
         self.offers = Offers()
+        self._patience = patience
         self._host = host
         self._advertised = advertised
         self._key = key
@@ -170,13 +174,24 @@ class Endpoint:
         """Give the next trajectory, or null where none came within ``wait`` seconds."""
         if not self._key or not secrets.compare_digest(_key_of(http).encode(), self._key.encode()):
             return _json(401, openai_error("authentication_error", "give the server's key"))
-        wait = float(_object(await http.read()).get("wait") or 0.0)
-        offer = await self.offers.take(wait)
+        try:
+            wait = _object(await http.read()).get("wait")
+        except RequestRefused as refused:
+            return _json(400, openai_error("invalid_request_error", str(refused)))
+        offer = await self.offers.take(float(wait or 0.0))
         if offer is None:
             return _json(200, {"session": None})
         session = offer.session
+        asyncio.get_running_loop().call_later(self._patience, self._fail_if_silent, offer)
         fields = {"base_url": session.base_url, "api_key": session.api_key, "seed": session.seed}
         return _json(200, {"session": {**fields, "row": dict(offer.row)}})
+
+    def _fail_if_silent(self, offer: Offer) -> None:
+        """Fail a trajectory whose program has asked nothing since it was taken."""
+        exchange = self._by_key.get(offer.session.api_key)
+        if exchange is not None and not exchange.was_asked and not offer.ended.done():
+            reason = f"its program asked nothing for {self._patience:g} s after it was taken"
+            offer.ended.set_exception(TimeoutError(reason))
 
     async def _models(self, http: web.Request) -> web.Response:
         if self._exchange(http) is None:

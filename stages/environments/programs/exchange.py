@@ -26,18 +26,20 @@ class Asked:
 
 class Exchange:
     """The requests of one session, which are answered in the order in which they came. ``key``: with
-    which it is asked."""
+    which it is asked. ``was_asked``: a request has come."""
 
     def __init__(self) -> None:
         self.key = f"sk-session-{secrets.token_urlsafe(24)}"
         self._queue: asyncio.Queue[Asked] = asyncio.Queue()
         self._present: Asked | None = None
         self._ended = ""
+        self.was_asked = False
 
     async def ask(self, request: Request) -> Turn:
         """Return the policy's turn. Raises SessionEnded."""
         if self._ended:
             raise SessionEnded(self._ended)
+        self.was_asked = True
         asked = Asked(request, asyncio.get_running_loop().create_future())
         self._queue.put_nowait(asked)
         return await asked.turn

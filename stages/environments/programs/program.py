@@ -10,7 +10,6 @@ raises has failed, unless its session was ended before by a limit.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
 import os
 from collections.abc import Callable, Mapping
@@ -25,6 +24,7 @@ from stages.rewards.calls import named_by, plain_scores, raised
 from stages.threads import CallThread
 from stages.user_code import place_in, place_of
 
+CLOSE_SECONDS = 5.0  # that a cancelled program has to end
 ENDED = "the trajectory has ended: a limit of the run was reached"
 
 
@@ -72,8 +72,7 @@ class ProgramEnvironment:
         self._exchange.end("the trajectory is closed")
         if self._program is not None and not self._program.done():
             self._program.cancel()
-            with contextlib.suppress(asyncio.CancelledError, Exception):
-                await self._program
+            await asyncio.wait([self._program], timeout=CLOSE_SECONDS)
         self._thread.end()
 
     def abandon(self) -> CallThread:
@@ -101,11 +100,13 @@ class ProgramEnvironment:
         arguments["offers"] = self._endpoint.offers
         if names is None or "client" in names:
             arguments["client"] = _client(session, is_async=is_async)
-        chosen = {k: v for k, v in arguments.items() if names is None or k in names}
+        wanted = {
+            name: value for name, value in arguments.items() if names is None or name in names
+        }
         try:
             if is_async:
-                return await self._solve(**chosen)
-            return await self._thread.run(lambda: self._solve(**chosen))
+                return await self._solve(**wanted)
+            return await self._thread.run(lambda: self._solve(**wanted))
         finally:
             if os.getpid() != self._process:
                 os._exit(0)  # a child that the program has forked must not go on too

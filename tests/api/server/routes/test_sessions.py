@@ -79,3 +79,16 @@ async def test_a_trajectory_whose_opening_was_given_up_is_offered_no_more() -> N
     assert [offer and offer.row["n"] for offer in taken] == [1, 2, None]
     for task in waiting[1:]:
         task.cancel()
+
+
+async def test_a_program_that_takes_a_trajectory_and_asks_nothing_loses_it() -> None:
+    endpoint = Endpoint(key="a-key", patience=0.05)
+    exchange = Exchange()
+    session = Session(await endpoint.open(exchange), exchange.key, 0)
+    offered = asyncio.create_task(endpoint.offers.offer({}, session))
+    async with aiohttp.ClientSession(headers={"Authorization": "Bearer a-key"}) as client:
+        async with client.post(f"{session.base_url}/sessions", json={"wait": 5}) as answer:
+            assert (await answer.json())["session"]["api_key"] == exchange.key
+        with pytest.raises(TimeoutError, match=r"asked nothing for 0\.05 s"):
+            await offered
+    await endpoint.end()
