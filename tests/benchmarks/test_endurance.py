@@ -19,6 +19,7 @@ from benchmarks.run_growth import BOUNDS, Growth, Trend, grown, growth_table
 from orchestration.history.events_file import METRICS, MetricsFile
 from orchestration.history.past import past_of
 from pipeline.data.events import Event
+from tests.forked import ADDRESS
 
 OPTIONS = argparse.Namespace(step_seconds=2.4, rollouts=4)
 # the most that a run's file of events may grow by
@@ -120,8 +121,12 @@ def test_the_command_prints_each_figure_at_each_mark(
     assert (tmp_path / "run" / "summary.json").exists(), "a report was made"
 
 
-def test_a_real_run_grows_only_by_what_is_named(tmp_path: Path) -> None:
+def test_a_real_run_grows_only_by_what_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its memory is not judged: heaps fill in the first thousand steps."""
+    # its workers are to be processes of the command, not of the tests' own fork server
+    monkeypatch.delenv(ADDRESS, raising=False)
     growth = grown(tmp_path, steps=600, samples=12, command=(sys.executable, "-m", "tests.command"))
     trends = growth.trends()
     counted = {
