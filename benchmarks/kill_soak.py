@@ -113,7 +113,7 @@ class Soak:
             while True:
                 code, killed, whole = self._command(command, env, log, left)
                 left -= killed
-                if code == 0:
+                if code == 0 or (whole and has_finished(out)):  # killed after its last word
                     break
                 if not whole:
                     raise Broken(
@@ -204,8 +204,13 @@ def check_metrics(out: Path, steps: int, bound: int, *, summary: bool = True) ->
             raise Broken(f"{out}: the ledger does not add up: {ledger}")
     if ledger["trained"] != steps * GROUPS * SIZE:
         raise Broken(f"{out}: the ledger counts {ledger}")
-    if summary and json.loads((out / "summary.json").read_text())["state"] != "finished":
+    if summary and not has_finished(out):
         raise Broken(f"{out}: the summary does not say that it finished")
+
+
+def has_finished(out: Path) -> bool:
+    summary = out / "summary.json"
+    return summary.exists() and json.loads(summary.read_text())["state"] == "finished"
 
 
 def kind(process: psutil.Process) -> str:
