@@ -113,7 +113,7 @@ class Soak:
             while True:
                 code, killed, whole = self._command(command, env, log, left)
                 left -= killed
-                if code == 0 or (whole and has_finished(out)):  # killed after its last word
+                if code == 0 or (not whole and has_finished(out)):  # it was killed after its end
                     break
                 if not whole:
                     raise Broken(
