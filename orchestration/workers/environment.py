@@ -87,7 +87,8 @@ class EnvironmentJob(Job):
         )
 
     async def _caller_of_sessions(self, places: int) -> EnvironmentCaller:
-        """Return the caller whose programs are outside, and tell the index where they ask."""
+        """Start the server of sessions, and write its address to the index. Returns the caller of
+        programs outside of the run."""
         from orchestration.workers.engines import sync_addresses
         from stages.environments.programs.endpoint import LOOPBACK, Endpoint
         from stages.trajectories.local import LocalCaller

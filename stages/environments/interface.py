@@ -29,8 +29,8 @@ class EnvironmentDeclaration:
 
     ``tools``: what the policy may call. ``replayable``: opened again with the same row and seed, and
     given the same turns, it gives the same replies. ``gives_reward``: its replies have the reward.
-    ``roles``: of the messages after a turn. ``requests``: it is a program, whose replies have a
-    Request each. ``waits``: its opening takes until a program from outside comes.
+    ``roles``: of the messages after a turn. ``requests``: it is a program: each of
+    its replies has a Request. ``waits``: its opening takes until a program from outside comes.
     """
 
     tools: tuple[Tool, ...] = ()

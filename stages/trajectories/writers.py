@@ -79,12 +79,12 @@ class RequestWriter:
         if list(request.tools) != list(self._tools):
             return 0
         pairs = zip(self._messages, request.messages, strict=False)
-        same = 0
+        unchanged_messages = 0
         for before, now in pairs:
             if not is_alike(before, now):
                 break
-            same += 1
-        return sum(length <= same for length in self._lengths)
+            unchanged_messages += 1
+        return sum(length <= unchanged_messages for length in self._lengths)
 
 
 def is_alike(before: Message, now: Message) -> bool:

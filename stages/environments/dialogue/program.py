@@ -28,9 +28,9 @@ KEPT = 64  # dialogues of different tools
 
 
 class ProgramDialogue(PromptDialogue):
-    """Writes the conversations of programs. ``choose``: returns the dialogue of a conversation with
-    these tools. Raises PromptError for a template whose conversations begin with no token that all
-    of them have."""
+    """Writes the conversations of programs. ``choose`` returns the dialogue of a conversation with
+    the tools that it is given. Raises PromptError unless all conversations begin with the same
+    special token."""
 
     def __init__(self, tokenizer: Tokenizer, choose: Callable[[Sequence[Tool]], Dialogue]) -> None:
         self._choose = choose

@@ -6,7 +6,7 @@ import difflib
 
 from pipeline.compat.extras import extra
 
-RAW = "-raw"  # the registration whose observations are what is new, and not the whole game
+RAW = "-raw"  # ends the name of a game whose observations have only what is new
 PLAYER = 0
 
 

@@ -107,7 +107,7 @@ class Endpoint:
             application,
             access_log=None,
             shutdown_timeout=1.0,
-            handler_cancellation=True,  # nobody waits for the turn any more
+            handler_cancellation=True,  # a request ends when its client disconnects
         )
         await runner.setup()
         await web.TCPSite(runner, self._host, 0).start()

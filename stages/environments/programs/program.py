@@ -97,7 +97,8 @@ class ProgramEnvironment:
         names = named_by(self._solve)
         is_async = inspect.iscoroutinefunction(self._solve)
         arguments = {"row": row, "session": session, **self._options}
-        arguments["offers"] = self._endpoint.offers
+        if names is not None and "offers" in names:
+            arguments["offers"] = self._endpoint.offers
         if names is None or "client" in names:
             arguments["client"] = _client(session, is_async=is_async)
         wanted = {

@@ -22,8 +22,9 @@ def read(body: Mapping[str, Any]) -> Request:
     """Return the request. Raises RequestRefused."""
     if body.get("previous_response_id") or body.get("conversation"):
         raise RequestRefused("previous_response_id", "nothing is stored; send the whole input")
-    given = body.get("input")
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    items = body.get("input")
+    if isinstance(items, str):
+        items = [{"role": "user", "content": items}]
     if not isinstance(items, list):
         raise RequestRefused("input", "give a text or a list of items")
     messages = list[Message]()
