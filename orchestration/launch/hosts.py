@@ -27,7 +27,8 @@ from pathlib import Path
 
 import structlog
 
-from orchestration.launch.launchers import LOST_SECONDS, ProcessLauncher, Pulse, beat
+from orchestration.launch.launchers import ProcessLauncher
+from orchestration.launch.pulse import BEAT_SECONDS, LOST_SECONDS, Pulse, beat
 from orchestration.logs import configure
 from orchestration.private_files import keep_from_others
 from orchestration.processes.environment import take
@@ -273,7 +274,7 @@ class Host:
                 return False
             if await REWINDS.get(self._index) != rewinds:
                 return True
-            await self._index.wait(STATE, after, LOST_SECONDS)
+            await self._index.wait(STATE, after, BEAT_SECONDS)
         log.warning("the head of the run gives no sign of life; ending", run=self._index.run)
         return False
 

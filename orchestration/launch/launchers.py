@@ -9,10 +9,8 @@ remote    a process that a host starts (:mod:`orchestration.launch.hosts`): any 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import signal
-import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +18,7 @@ from typing import Protocol, cast
 
 import structlog
 
+from orchestration.launch.pulse import BEAT_SECONDS, LOST_SECONDS, Pulse, beat
 from orchestration.processes.environment import without_secrets
 from orchestration.processes.forkserver import ForkServer, Launch
 from orchestration.processes.starter import Starter
@@ -45,9 +44,6 @@ from pipeline.first_of import first_of
 from pipeline.index.client import INDEX_VARIABLE, Index
 
 log = structlog.get_logger()
-
-BEAT_SECONDS = 2.0  # between two signs of life of a host
-LOST_SECONDS = 10.0  # without one, a host is lost with its workers
 
 Worker = tuple[str, int]  # kind and number
 
@@ -158,32 +154,6 @@ class ProcessLauncher:
 
     def close(self) -> None:
         self._starter.close()
-
-
-async def beat(index: Index, name: str) -> None:
-    """Give signs of life of the host ``name``, until cancelled."""
-    for count in itertools.count():
-        await BEAT.put(index, count, host=name)
-        await asyncio.sleep(BEAT_SECONDS)
-
-
-class Pulse:
-    """The signs of life of one host, as another process sees them: no clocks are compared."""
-
-    def __init__(self, index: Index) -> None:
-        self._index = index
-        self._changed = time.monotonic()
-        self._beat: int | None = None
-
-    async def silent(self, name: str) -> float:
-        """Return the seconds since the host ``name`` gave a sign of life, or since this object was
-        made. While the index did not answer, nobody could give one."""
-        asked = time.monotonic()
-        beat = await BEAT.get(self._index, host=name)
-        if beat != self._beat or time.monotonic() - asked > BEAT_SECONDS:
-            self._beat = beat
-            self._changed = time.monotonic()
-        return time.monotonic() - self._changed
 
 
 class Unplaceable(RuntimeError):

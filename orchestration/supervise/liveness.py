@@ -10,12 +10,12 @@ is paused, or a clock is set, no worker becomes silent.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable
 
 import structlog
 
 from orchestration.launch.launchers import Life
+from orchestration.launch.pulse import AwakeTime
 from orchestration.recipe.sections import LaunchSection
 from pipeline.index.client import Index
 
@@ -52,14 +52,12 @@ class Liveness:
 
     async def run(self) -> None:
         """Watch, without end."""
-        before = time.monotonic()
         pause = min(self._launch.beat_seconds, self._launch.stall_timeout / 8)
+        awake = AwakeTime(pause)
         while True:
             await asyncio.sleep(pause)
             alive = await self._index.alive()
-            now = time.monotonic()
-            passed = min(now - before, 2 * pause)
-            before = now
+            passed = awake.passed()
             self._silent = {name: self._silent.get(name, (0, 0.0)) for name in self.lives}
             for name, (last, silent) in list(self._silent.items()):
                 at = alive[name].at if name in alive else 0

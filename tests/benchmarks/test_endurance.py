@@ -130,9 +130,7 @@ def test_a_real_run_grows_only_by_what_is_named(
     growth = grown(tmp_path, steps=600, samples=12, command=(sys.executable, "-m", "tests.command"))
     trends = growth.trends()
     counted = {
-        name: trend
-        for name, trend in trends.items()
-        if name.startswith(("threads", "descriptors", "index: keys"))
+        name for name in trends if name.startswith(("threads", "descriptors", "index: keys"))
     }
     wanted = {
         "threads: worker flow",
@@ -140,11 +138,12 @@ def test_a_real_run_grows_only_by_what_is_named(
         "descriptors: index",
         "index: keys",
     }
-    assert not wanted - counted.keys(), sorted(counted)
-    for name, trend in counted.items():
+    assert wanted <= counted, sorted(counted)
+    # the least of a third of the samples: what is in flight at a sample comes on top, and goes
+    third = len(growth.steps) // 3
+    for name in counted:
         values = growth.values[name]
-        settled = values[len(values) // 3 :]
-        assert max(settled) - min(settled) <= 0.1 * trend.last + 2, (name, values)
+        assert min(values[-third:]) <= min(values[third:-third]) + 3, (name, values)
     assert trends["files: events"].slope <= STEP_BYTES
     assert trends["files: logs"].slope <= 1
     files = {name for name, trend in trends.items() if name.startswith("files") and trend.slope > 1}

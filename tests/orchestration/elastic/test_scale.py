@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from orchestration.launch import hosts
-from orchestration.launch.launchers import beat
+from orchestration.launch.pulse import beat
 from orchestration.recipe.flow import flow_of
 from orchestration.recipe.problems import RecipeError
 from orchestration.recipe.worker_kinds import remote_workers
