@@ -34,7 +34,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.dispatch_scale import Infeasible, Network, index_server, start_index
-from benchmarks.kill_soak import RECIPE, Broken, check_metrics, tail
+from benchmarks.kill_soak import RECIPE, Broken, check_metrics, has_finished, tail
 from orchestration.history.events_file import METRICS, read_metrics
 from orchestration.state.paths import WHERE
 from orchestration.supervise.waiting import waiting_chain
@@ -109,7 +109,6 @@ class ClusterSoak:
         self._drawn = ""
         left = kills
         run = ""
-        whole = False
         due = began + self._next()
         while True:
             head = self._start(0, log, *command, "--plain")
@@ -130,9 +129,8 @@ class ClusterSoak:
                     due = now + self._next()
                     killed = killed or what == "head"
                 time.sleep(0.05)
-            # A head that was killed when all steps were saved: there is nothing to resume, and no
-            # summary either.
-            if head.returncode == 0 or (whole := "there is nothing to resume" in tail(log)):
+            # it may have been killed after its end
+            if head.returncode == 0 or (killed and has_finished(out)):
                 break
             # A process that is stopped before it begins ends the start of a run, which names the
             # bound.
@@ -145,7 +143,7 @@ class ClusterSoak:
             if (out / "recipe.json").exists():
                 command = ["resume", str(out)]
         self._end_hosts()
-        check_metrics(out, STEPS, bound, summary=not whole)
+        check_metrics(out, STEPS, bound)
         self._check_begun(begun, out)
         return weights_of(out)
 

@@ -185,7 +185,7 @@ class Soak:
         return self.random.choice(family) if family else None
 
 
-def check_metrics(out: Path, steps: int, bound: int, *, summary: bool = True) -> None:
+def check_metrics(out: Path, steps: int, bound: int) -> None:
     """Raises Broken where the run in ``out`` did not train each group once within ``bound``, or its
     ledger is wrong."""
     events = list(read_metrics(out / METRICS))
@@ -204,7 +204,7 @@ def check_metrics(out: Path, steps: int, bound: int, *, summary: bool = True) ->
             raise Broken(f"{out}: the ledger does not add up: {ledger}")
     if ledger["trained"] != steps * GROUPS * SIZE:
         raise Broken(f"{out}: the ledger counts {ledger}")
-    if summary and not has_finished(out):
+    if not has_finished(out):
         raise Broken(f"{out}: the summary does not say that it finished")
 
 

@@ -216,6 +216,7 @@ async def watch_run(
     from api.telemetry.progress import Progress
     from orchestration import logs
     from orchestration.history.events_file import METRICS, MetricsFile
+    from orchestration.run.former import former_events
     from pipeline.data.events import Event, next_id
 
     recipe = run.recipe
@@ -229,6 +230,8 @@ async def watch_run(
         # After the view has begun: a live view prints standard error above itself.
         logs.configure(errors=run.folder.path / "logs" / ERRORS)
         metrics = stack.enter_context(MetricsFile(run.folder.path / METRICS))
+        async for event in former_events(run.folder.path, metrics.after):
+            metrics.event(event)
         # also of events that are removed: who has seen them goes on after their ids
         run.last_event = metrics.last
         run.evaluated = metrics.rewind(run.folder.begins)

@@ -100,10 +100,13 @@ class Checkpoint:
     def model(self) -> Path:
         return self.path / MODEL
 
-    def nothing_left(self, steps: int) -> str:
-        """Return why a run of ``steps`` steps cannot be resumed from here; "" when it can."""
+    def nothing_left(self, steps: int, *, finished: bool) -> str:
+        """Return why a run of ``steps`` steps cannot be resumed from here; "" when it can.
+
+        One that has not ``finished`` goes on from its last step to its end.
+        """
         done = f"has made {self.version} of {steps} steps: there is nothing to resume"
-        return done if self.version >= steps else ""
+        return done if self.version >= steps + (not finished) else ""
 
     def load_into(self, engine: TrainEngine, part: str = "") -> None:
         """Load the saved state into ``engine``, which may have other ranks than the saved one.

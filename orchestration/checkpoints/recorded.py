@@ -22,8 +22,8 @@ from orchestration.checkpoints.store import CheckpointStore
 from orchestration.history.events_file import METRICS, newest_checkpoint
 from orchestration.state.documents import CHECKPOINT_REPORTED
 from orchestration.state.lock import RunError
+from orchestration.state.paths import INDEX
 
-INDEX = "index"  # in the run's folder: the folder of the embedded index
 SUMMARY = "summary.json"
 # As the append-only file has the document.
 _REPORTED = re.compile(CHECKPOINT_REPORTED.key.encode() + rb"\r\n\$\d+\r\n(\d+)\r\n")
@@ -54,12 +54,23 @@ def _in_index(folder: Path) -> list[int]:
 
 
 def _in_summary(path: Path) -> list[int]:
+    saved = Path(_summary(path).get("checkpoint") or "").parent.name
+    return [checkpoint.version_of(saved)] if saved.startswith("step-") else []
+
+
+def _summary(path: Path) -> dict[str, Any]:
     try:
         summary: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError):
-        return []
-    saved = Path(summary.get("checkpoint") or "").parent.name
-    return [checkpoint.version_of(saved)] if saved.startswith("step-") else []
+        return {}
+    return summary
+
+
+def _has_finished(out: Path, version: int) -> bool:
+    """Return whether the run in ``out`` has finished with ``version`` steps; one whose command was
+    killed after its last step has not."""
+    summary = _summary(out / SUMMARY)
+    return summary.get("state") == "finished" and summary.get("steps") == version
 
 
 def start_of(out: Path, url: str, steps: int, wanted: int | None = None) -> Checkpoint | None:
@@ -82,7 +93,9 @@ def start_of(out: Path, url: str, steps: int, wanted: int | None = None) -> Chec
             start.verify()
     except CheckpointUnusable as unusable:
         raise RunError(str(unusable)) from None
-    if start is not None and (done := start.nothing_left(steps)):
+    if start is not None and (
+        done := start.nothing_left(steps, finished=_has_finished(out, start.version))
+    ):
         raise RunError(f"run: {out} {done}; for more, --set train.steps=…")
     return start
 

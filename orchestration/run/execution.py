@@ -59,6 +59,7 @@ from orchestration.state.documents import (
     SCALE,
 )
 from orchestration.state.lock import RunError
+from orchestration.state.paths import INDEX
 from orchestration.supervise.budget import RestartBudget
 from orchestration.supervise.supervisor import REWIND, Outcome, Supervisor
 from pipeline.data.events import ENDED, LIVE, Event, WorkerEvent
@@ -375,7 +376,7 @@ def _reason(error: Exception, out: Path) -> str:
     """Return why the run in ``out`` has failed with ``error``."""
     if isinstance(error, IndexUnwritable):  # the server does not say where its file is
         refused = OSError(errno.ENOSPC, str(error))
-        needed = sum(file.stat().st_size for file in (out / "index").rglob("*.aof"))
+        needed = sum(file.stat().st_size for file in (out / INDEX).rglob("*.aof"))
         return f"index: {refusal(out / 'index', needed, refused)}, and resume the run"
     return str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
 

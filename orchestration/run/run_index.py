@@ -24,6 +24,7 @@ from orchestration.processes.handles import Process
 from orchestration.recipe.schema import Recipe
 from orchestration.state.documents import Ending
 from orchestration.state.lock import RunError
+from orchestration.state.paths import INDEX
 from orchestration.supervise.budget import RestartBudget
 from pipeline.first_of import cancel_all
 from pipeline.index.address import Address
@@ -149,7 +150,7 @@ class OwnIndex:
 def index_of(recipe: Recipe, folder: Path) -> RunIndex:
     """Return the index that ``recipe`` names for its run in ``folder``."""
     if recipe.pipeline.index == "embedded":
-        return OwnIndex(recipe, folder / "index")
+        return OwnIndex(recipe, folder / INDEX)
     return GivenIndex(recipe.pipeline.index)
 
 

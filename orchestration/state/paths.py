@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 STEP = re.compile(r"step-\d{8,18}")  # the folder of a checkpoint
 RECIPE = "recipe.json"  # in the run's folder; private, because its index's URL may hold a password
+INDEX = "index"  # in the run's folder: the folder of the embedded index
 WHERE = "index.json"  # there while the run is alive: the index's URL and the run's id
 # there, too: the id of the run that began in it, by which checkpoint.url has a folder for it
 FIRST_ID = "first-id"

@@ -165,7 +165,9 @@ async def resume_run(
             )
         return await _view(service, await service.registry.ask(path.run, "resume"))
     start = await asyncio.to_thread(_start, service.folder(record), recipe, body.start_version)
-    if start is not None and (done := start.nothing_left(steps := recipe.train.steps)):
+    steps = recipe.train.steps
+    finished = record.state == "finished"
+    if start is not None and (done := start.nothing_left(steps, finished=finished)):
         detail = f"run {record.id!r} {done}"
         fix = "for more, override train.steps"
         raise HTTPProblem(

@@ -149,6 +149,41 @@ def test_a_paused_run_goes_on_from_another_terminal(tmp_path: Path) -> None:
     assert "goes on with one that has ended" in asked("resume")
 
 
+def test_a_command_that_is_killed_before_its_last_events_were_written_is_resumed_to_its_end(
+    tmp_path: Path,
+) -> None:
+    """It is stopped while its workers make the last steps and save them, and killed then."""
+    out = tmp_path / "run"
+    steps = ["--set=train.steps=6", "--set=checkpoint.every=6"]
+    process = asyncdock("run", "mock", "--plain", "--out", str(out), *SLOW, *steps, cwd=tmp_path)
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("step 2/"):
+                break
+        process.send_signal(signal.SIGSTOP)
+        until(lambda: (out / "checkpoints" / "step-00000006" / "run.json").exists(), process)
+    finally:
+        end(process)
+
+    def written(kind: str) -> list[dict[str, Any]]:
+        return [event.data for event in read_metrics(out / METRICS) if event.kind == kind]
+
+    assert len(written("step")) < 6
+    resumed = asyncdock("resume", str(out), "--plain", cwd=tmp_path)
+    try:
+        text = resumed.communicate(timeout=90)[0]
+    finally:
+        end(resumed)
+    assert resumed.returncode == 0, text
+    assert [step["step"] for step in written("step")] == list(range(6)), text
+    rows = sum(step["rows"] for step in written("step"))
+    assert written("ledger")[-1]["trained"] == rows > 0
+    assert json.loads((out / "summary.json").read_text())["state"] == "finished"
+    again = asyncdock("resume", str(out), cwd=tmp_path)
+    assert "there is nothing to resume" in again.communicate(timeout=60)[0]
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_every_way_to_stop_writes_a_checkpoint_and_says_where_a_resume_begins(
     number: signal.Signals, tmp_path: Path

@@ -34,9 +34,11 @@ def written(folder: Path, version: int, *parts: str) -> Path:
 
 def test_a_checkpoint_of_the_last_step_leaves_nothing_to_resume(tmp_path: Path) -> None:
     made = checkpoint.open_checkpoint(written(tmp_path, 4))
-    assert made.nothing_left(5) == ""
-    assert made.nothing_left(4) == "has made 4 of 4 steps: there is nothing to resume"
-    assert made.nothing_left(3) == "has made 4 of 3 steps: there is nothing to resume"
+    assert made.nothing_left(5, finished=True) == ""
+    assert made.nothing_left(4, finished=False) == "", "it goes on to its end"
+    done = "has made 4 of 4 steps: there is nothing to resume"
+    assert made.nothing_left(4, finished=True) == done
+    assert made.nothing_left(3, finished=False) == done.replace("of 4", "of 3")
     assert (made.counters, made.remake, made.rates) == ({"trained": 4}, [4], "{}")
 
 
