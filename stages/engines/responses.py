@@ -44,6 +44,8 @@ class ResponseInProgress:
 
     def add_version(self, version: int, tokens: int) -> None:
         """Record that weights of ``version`` made the next ``tokens`` tokens."""
+        if not tokens:
+            return
         if self.versions and self.versions[-1][0] == version:
             tokens += self.versions.pop()[1]
         self.versions.append((version, tokens))

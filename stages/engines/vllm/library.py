@@ -114,6 +114,8 @@ async def _delivered(llm: Any) -> None:
     vLLM's answer to the pause comes by the same line as those tokens, after them. So they are in
     the queue of its output handler, or beyond it. An empty output behind them is taken out when
     they have been handed to the generators, whose tasks then run before this one."""
+    if llm.output_handler is None:  # nothing has been requested yet
+        return
     queue: asyncio.Queue[Any] = llm.engine_core.outputs_queue
     queue.put_nowait(importlib.import_module("vllm.v1.engine").EngineCoreOutputs())
     while not (queue.empty() or llm.errored):  # noqa: ASYNC110 - the queue of another library
