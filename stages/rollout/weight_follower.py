@@ -81,6 +81,7 @@ class WeightFollower:
         self._failed: dict[int, int] = {}  # attempts to load the version that is published now
         self._reported = 0  # the version that was last reported as damaged
         self._till = 0.0  # it is not read again before (monotonic), unless it was published again
+        self._is_over = False  # the last version was loaded, and evaluated, before a restart
         self._pause = WAIT_SECONDS  # until a take is tried again, if nothing is published meanwhile
         self._alone = 0.0  # since when the trainer cannot be reached (monotonic); 0: it can
 
@@ -88,12 +89,17 @@ class WeightFollower:
         """Load the version that is published already, if any: the worker may have been
         restarted."""
         self._evaluated = await newest_evaluated(self.index)
-        await self._take()
+        self._is_over = await self._has_ended_before()
+        if not self._is_over:
+            await self._take()
         self.stage.held_back = self._due() and not self.overlap
 
     async def run(self) -> None:
         """Load versions as they are published. Returns when the last one is loaded and
         evaluated."""
+        if self._is_over:
+            self.controller.stop()
+            return
         while True:
             while self.evaluator is not None and (self._evaluation is not None or self._due()):
                 with self.controller.spans.during("evaluation", version=self.stage.engine.version):
@@ -154,6 +160,13 @@ class WeightFollower:
         while (published := await self.index.published_weights()).version <= version:
             await self.index.wait(VERSION, published.wait, WAIT_SECONDS)
         return published.version
+
+    async def _has_ended_before(self) -> bool:
+        """Return whether this worker had the last version before it was restarted: the trainer has
+        waited for that, and may have ended since."""
+        taken = await LAST_TAKEN.get(self.index, worker=self.worker)
+        published = (await self.index.published_weights()).version
+        return taken == self.steps and published >= self.steps
 
     async def _take(self) -> bool:
         """Load the published version when it is newer. Returns whether the engine has it now."""

@@ -40,7 +40,7 @@ from stages.rollout.weight_follower import ATTEMPTS, WeightFollower
 from stages.training.ranks import RankGroup, RankWorker
 from stages.training.update import Update
 from stages.weights.documents import DAMAGED
-from stages.weights.published import Probe, Published, WeightsDamaged
+from stages.weights.published import Probe, Published, WeightsDamaged, WeightsUnreachable
 from stages.weights.records import WeightRecords
 from stages.weights.transport.store import WeightStore
 from stages.weights.verification.probe import ProbeRule, gap, probed
@@ -109,6 +109,13 @@ def follower(
     }
     swapper = Swapper(index, store, engine, policy, worker=worker, temperature=PARAMS.temperature)
     return WeightFollower(index, swapper, stage, controls, None, **options)
+
+
+class Unreachable(WeightStore):
+    """Of a trainer that has ended."""
+
+    def read(self, published: Published) -> dict[str, torch.Tensor]:
+        raise WeightsUnreachable("connection refused")
 
 
 @pytest.fixture
@@ -437,6 +444,25 @@ async def test_damaged_weights_are_published_again_by_the_restarted_trainer(
     assert sorted(taken) == [f"rollout-{i}" for i in range(replicas)]
     for engine in engines:
         await engine.close()
+
+
+async def test_a_worker_that_had_the_last_version_ends_when_it_is_restarted(
+    trainer: Trainer, index: Index, tmp_path: Path
+) -> None:
+    """The trainer ends when all have the last version, and its weights with it."""
+
+    async def work(store: WeightStore, steps: int) -> int:
+        engine = MockRolloutEngine(MockRolloutOptions(swap_seconds=0))
+        one = follower(index, store, engine, SwapPolicy(), steps=steps)
+        async with asyncio.timeout(20):
+            await one.begin()
+            await one.run()
+        await engine.close()
+        return engine.version
+
+    await trainer.publish()
+    assert await work(WeightStore(tmp_path), steps=1) == 1
+    assert await work(Unreachable(tmp_path), steps=1) == 0, "it has nothing to do any more"
 
 
 async def test_the_trainer_restarts_for_damaged_weights_between_two_steps_and_only_for_the_newest(
