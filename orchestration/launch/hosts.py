@@ -47,6 +47,7 @@ from orchestration.state.documents import (
     HEAD,
     HEADS_INDEX,
     HOSTS,
+    IS_LOST,
     LEAVE,
     ORDERS,
     OVER,
@@ -96,7 +97,8 @@ class Host:
         self._serve = serve
         self._forks = forks
         self._index = Index(url, run)
-        self.name = name or f"host-{uuid.uuid4().hex[:6]}"
+        self._is_named = bool(name)  # by a cluster, which starts others where one is lost
+        self.name = name or _new_name()
         self._shared = False  # the run's folder is here too
         self._devices = DevicePool(on_this_node())
         self._lives: dict[str, asyncio.Task[None]] = {}
@@ -114,9 +116,9 @@ class Host:
         """
         try:
             while await self._work(stop):
-                log.info(
-                    "the run goes on from a checkpoint; this host joins it again", host=self.name
-                )
+                if not self._is_named:
+                    self.name = _new_name()
+                log.info("this host joins the run again", host=self.name)
             await BEAT.put(self._index, OVER, host=self.name)
             await self._index.wake(HOSTS)
         except IndexUnreachable as lost:
@@ -133,7 +135,8 @@ class Host:
     async def _work(self, stop: asyncio.Event) -> bool:
         """Join the run and work.
 
-        Returns whether to join it again: it was rewound, and what it had here is gone.
+        Returns whether to join it again: it was rewound, or this host was taken for lost, and what
+        it had here is gone.
         """
         async with AsyncExitStack() as stack:
             rewinds = await REWINDS.get(self._index)
@@ -174,6 +177,8 @@ class Host:
                 for life in self._lives.values():
                     life.cancel()
                 await asyncio.gather(*self._lives.values(), return_exceptions=True)
+                self._lives.clear()  # one that was being ended has not taken itself out
+                self._devices = DevicePool(on_this_node())
             await self._emit("stopped")
             return bool(again)
 
@@ -266,7 +271,7 @@ class Host:
 
     async def _until_over(self, rewinds: int | None) -> bool:
         """Return when the run has ended, or its head gives no sign of life any more; True when it
-        was rewound since it had been ``rewinds`` times."""
+        was rewound since it had been ``rewinds`` times, or has lost this host, which is back."""
         pulse = Pulse(self._index)
         while await pulse.silent(HEAD) < HEAD_LOST_SECONDS:
             state, _, after = await self._index.state()
@@ -274,6 +279,9 @@ class Host:
                 return False
             if await REWINDS.get(self._index) != rewinds:
                 return True
+            if await IS_LOST.get(self._index, host=self.name):
+                log.warning("the run took this host for lost, and it is back", host=self.name)
+                return not self._is_named
             await self._index.wait(STATE, after, BEAT_SECONDS)
         log.warning("the head of the run gives no sign of life; ending", run=self._index.run)
         return False
@@ -338,6 +346,10 @@ class Host:
             self._room.set()
             if not self._lives and await LEAVE.get(self._index, name=name):
                 self._emptied.set()
+
+
+def _new_name() -> str:
+    return f"host-{uuid.uuid4().hex[:6]}"
 
 
 def forked(arguments: Sequence[str]) -> None:

@@ -31,6 +31,7 @@ from orchestration.state.documents import (
     ENDING,
     HEAD,
     HOSTS,
+    IS_LOST,
     ORDERS,
     OVER,
     PROCESS,
@@ -255,6 +256,7 @@ class RemoteLauncher:
         if host in self._lost:
             return
         self._lost[host] = reason
+        await IS_LOST.put(self.index, True, host=host)
         log.warning("host lost", host=host, reason=reason)
         warehouse = await WAREHOUSE.get(self.index, host=host)
         for record in await self.index.warehouses():

@@ -194,6 +194,10 @@ ENDING: Document[Ending] = Document(
 BEAT = Document("beat:{host}", int)
 """A number that the host, or the head, counts up as its sign of life; OVER at a host's end."""
 
+IS_LOST = Document("lost:{host}", bool)
+"""Whether the head took the host for lost: its workers are started elsewhere, and its warehouse is
+out of the run."""
+
 WAREHOUSE = Document("warehouse:{host}", str)
 """The name of the host's warehouse."""
 

@@ -17,6 +17,7 @@ from pipeline.node import folder_id
 if TYPE_CHECKING:
     from orchestration.recipe.schema import Recipe
 
+LOCAL = "local"  # the warehouse of the head's machine
 STEP = re.compile(r"step-\d{8,18}")  # the folder of a checkpoint
 RECIPE = "recipe.json"  # in the run's folder; private, because its index's URL may hold a password
 INDEX = "index"  # in the run's folder: the folder of the embedded index
@@ -54,7 +55,7 @@ class RunPaths:
         writes to: those of its host, where one has started it
         (:mod:`orchestration.launch.hosts`)."""
         if not (host_json := os.environ.get(HOST_VARIABLE)):
-            return self, "local"
+            return self, LOCAL
         host = json.loads(host_json)
         return replace(self, out=Path(host["out"]), shared=Path(host["shared"])), host["warehouse"]
 

@@ -38,7 +38,7 @@ from orchestration.state.documents import (
     Ending,
     EndKind,
 )
-from orchestration.state.paths import RunPaths
+from orchestration.state.paths import LOCAL, RunPaths
 from orchestration.streams import open_outputs
 from orchestration.workers.job import Job
 from pipeline.data.events import WorkerEvent, by_count
@@ -149,7 +149,10 @@ class Worker:
                 secret=secret,
                 tls=recipe.pipeline.tls_contexts(),
             )
-            await dock.join(recipe.pipeline.arena)
+            if warehouse == LOCAL:
+                await dock.join(recipe.pipeline.arena)
+            else:  # the host's, which it serves: one that was lost does not come back without it
+                await dock.enter()
             job_type: type[Job] = pkgutil.resolve_name(kind_of(self.kind).job)
             self._job = job = job_type(
                 recipe, paths, self.index, dock, secret, self.kind, self.number

@@ -133,6 +133,13 @@ class Dock:
         there."""
         await self.warehouses.join(self.folder, nbytes)
 
+    async def enter(self) -> None:
+        """Find this node's warehouse, which another process has brought into the run.
+
+        Raises WarehouseGone when it is not there.
+        """
+        await self.warehouses.enter()
+
     @property
     def home(self) -> int:
         """The number of the warehouse that this worker writes to; 0 before it is known."""

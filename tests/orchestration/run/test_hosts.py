@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from orchestration.recipe.problems import RecipeError
@@ -19,11 +20,13 @@ from orchestration.recipe.worker_kinds import remote_workers, workers_of
 from orchestration.run.execution import Execution
 from orchestration.run.folder import RunFolder
 from orchestration.service.own_services import read_authorization
+from orchestration.state.paths import WHERE
 from orchestration.supervise.waiting import waiting_chain
 from pipeline.index.address import split_password
-from pipeline.index.client import Index
+from pipeline.index.client import INDEX_VARIABLE, Index
 from pipeline.node import is_own
 from tests.machines import ROOT, two_machines
+from tests.orchestration.run.test_clocks import started
 from tests.orchestration.runs import MOCK, executing, recipe
 from tests.servers import self_signed
 
@@ -202,6 +205,52 @@ def test_cables_are_pulled_and_put_back_and_a_run_ends_without_the_machine_that_
             "restarted",
         ]
         assert changes[-1] == ("absent", "no host has room for it")
+
+
+async def test_a_host_that_was_taken_for_lost_joins_again_when_it_is_back(tmp_path: Path) -> None:
+    """All of its processes are stopped for longer than a host may be silent."""
+    changes = {"launch__remote_rollouts": 2, "pipeline__serve": "127.0.0.1"}
+    of = recipe(MOCK, **{**REMOTE, **changes}, train__steps=100_000)
+    (tmp_path / "host").mkdir()
+    async with executing(Execution(RunFolder.create(of, tmp_path / "run"))) as (watched, work):
+
+        def hosts() -> list[str]:
+            """Where rollout-0 became ready."""
+            return [
+                event["host"]
+                for event in watched.of("worker")
+                if (event["worker"], event["change"]) == ("rollout-0", "ready")
+            ]
+
+        await watched.until(lambda: bool(watched.of("state")))
+        where = json.loads((tmp_path / "run" / WHERE).read_text())
+        joining = {INDEX_VARIABLE: where["join"], "ASYNCDOCK_HOST_TOKEN": where["token"]}
+        command = ["host", "--run", where["run"], "--workers", "2"]
+        host = started(command, tmp_path / "host", **joining)
+        try:
+            await watched.until(lambda: len(watched.of("step")) > 3)
+            family = [psutil.Process(host.pid), *psutil.Process(host.pid).children(recursive=True)]
+            for process in family:
+                process.suspend()
+            await watched.until(
+                lambda: (
+                    ("host", "died") in [(e["stage"], e["change"]) for e in watched.of("worker")]
+                )
+            )
+            for process in family:
+                process.resume()
+            await watched.until(lambda: len(set(hosts())) == 2)
+            steps = len(watched.of("step"))
+            await watched.until(lambda: len(watched.of("step")) > steps + 3)
+            watched.stop.set()
+            result = await work
+            assert await asyncio.to_thread(host.wait, 60) == 0, (tmp_path / "host/out").read_text()
+        finally:
+            host.kill()
+            host.wait()
+    assert result.state == "stopped", result.reason
+    groups = [group for step in watched.of("step") for group in step["groups"]]
+    assert sorted(groups) == list(range(len(groups))), "each group was trained once"
 
 
 async def test_a_run_without_its_host_is_running_and_ends_with_the_workers_that_it_has(
