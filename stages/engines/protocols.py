@@ -73,7 +73,8 @@ class Begun:
 class GroupRequest:
     """One prompt and the places of its group to generate.
 
-    ``begun`` has, by place, responses that are to be continued.
+    ``begun`` has, by place, responses that are to be continued. ``is_continued``: later requests
+    will probably go on with the responses, so that an engine may keep their keys and values.
 
     ``group`` and ``places`` are returned unchanged on each completion. The tokens of a response
     depend only on the weights, the prompt, ``params`` and ``(seed, place)``, up to rounding that
@@ -86,6 +87,7 @@ class GroupRequest:
     params: SamplingParams
     seed: int
     begun: Mapping[int, Begun] = field(default_factory=dict)
+    is_continued: bool = False
 
     def __post_init__(self) -> None:
         for place, begun in self.begun.items():

@@ -81,6 +81,8 @@ class Rollout(Stage):
         self.dock = dock
         self._environment = environment
         self._together = together
+        # where no bit may depend on a restart, each turn computes all of its tokens
+        self._continues = bool(environment) and not together
         self._lengths = deque[int](maxlen=RECENT if parks_stragglers else 0)
         self.engine = engine
         self.params = params
@@ -116,7 +118,9 @@ class Rollout(Stage):
             seed = group_seed(self.seed, group)
             progress = {place: begun[at] for place, at in rows_of if at in begun}
             wanted = tuple(place for place, _ in rows_of)
-            requests.append(GroupRequest(group, wanted, prompt, params, seed, progress))
+            requests.append(
+                GroupRequest(group, wanted, prompt, params, seed, progress, self._continues)
+            )
         ended: asyncio.Queue[Completion | None] = asyncio.Queue()
         listening = asyncio.create_task(self._listen(requests, ended))
         try:

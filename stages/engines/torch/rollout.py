@@ -10,7 +10,7 @@
 A token boundary is one turn of the compute thread's loop. A swap prepares the new weights beside
 the old ones in a thread of its own and exchanges references at a boundary: rows in flight keep
 their keys and values, and their next tokens carry the new version. Rows that start after a swap get
-a new prefill.
+a new prefill, also those of which an earlier turn was made here.
 
 In a colocated run the engine sleeps while training has the device: rows with tokens are cut, the
 others wait, and all memory but the weights' names and shapes is freed. Nothing may be computed
@@ -236,7 +236,7 @@ class TorchRolloutEngine:
         self._decoder.weights.install(self._decoder.weights.prepare(weights))
 
     def cache_bytes(self) -> int:
-        return self._decoder.attention.nbytes()
+        return self._decoder.attention.nbytes() + self._batch.resting.nbytes
 
     async def sleep(self) -> None:
         await self._at_boundary(self._fall_asleep)
@@ -352,7 +352,7 @@ class TorchRolloutEngine:
         if cut:
             self._batch.cut()
         replaced = self._decoder.weights.install(prepared)
-        self._batch.version = version
+        self._batch.become(version)
         self._paused = self._paused or hold
         return time.perf_counter() - began, replaced
 
@@ -361,7 +361,7 @@ class TorchRolloutEngine:
         self._asleep = True
 
     def _wake(self, version: int, hold: bool) -> None:
-        self._batch.version = version
+        self._batch.become(version)
         self._asleep = False
         self._paused = self._paused or hold
 

@@ -139,6 +139,7 @@ class Core:
     in slices, an event for each request."""
 
     errored = False
+    output_handler: object = "it runs"  # since the first request
 
     def __init__(self, requests: int) -> None:
         self.engine_core = self

@@ -2,7 +2,8 @@
 row's own.
 
     prefill ─▶ prompt pool [slots, KV heads, P, D]  ──┐
-    decode  ─▶ row pool    [slots, KV heads, L, D]  ──┴─▶ softmax over [prompt keys | own keys] of each row
+    extend  ─┬▶ row pool   [slots, KV heads, L, D]  ──┴─▶ softmax over [prompt keys | own keys] of each row
+    decode  ─┘
 
 The prompt's part is one matmul for all rows of a prompt, so its keys are read once per group and
 never copied.
@@ -10,6 +11,7 @@ never copied.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -27,6 +29,24 @@ class PrefillStep:
     padded: torch.Tensor  # int64 [g, P]: index of the packed token at each padded place
     packed: torch.Tensor  # int64 [T]: index of each packed token in the flattened padded ones
     first: int  # pool slot of the first prompt
+
+
+@dataclass(frozen=True)
+class Extension:
+    """The next ``count`` tokens of a row, which has ``begin`` of its own after its prompt."""
+
+    row: int  # pool slot
+    prompt: int  # pool slot
+    prompt_length: int
+    begin: int
+    count: int
+
+
+@dataclass(frozen=True)
+class ExtendStep:
+    """Packed tokens that continue some rows, in the order of ``rows``."""
+
+    rows: Sequence[Extension]
 
 
 @dataclass(frozen=True)
@@ -93,7 +113,7 @@ class TwoPartAttention:
         self.prompts: Pool = {}
         self.rows: Pool = {}
         self.layers: dict[int, tuple[Scores, torch.Tensor | None]] = {}
-        self.step: PrefillStep | DecodeStep | None = None
+        self.step: PrefillStep | ExtendStep | DecodeStep | None = None
         self.grown = 0
 
     def clear(self) -> None:
@@ -104,12 +124,11 @@ class TwoPartAttention:
 
     def nbytes(self) -> int:
         """Return the number of bytes of the keys and values that the pools have room for."""
-        return sum(
-            kv.untyped_storage().nbytes()
-            for pool in (self.prompts, self.rows)
-            for pair in pool.values()
-            for kv in pair
-        )
+        return nbytes_of(self.prompts) + self.row_nbytes()
+
+    def row_nbytes(self) -> int:
+        """Return the number of those for rows' own tokens."""
+        return nbytes_of(self.rows)
 
     def move(self, pool: Pool, source: int, target: int, tokens: int) -> None:
         """Copy the first ``tokens`` keys and values of slot ``source`` to slot ``target``, in every
@@ -124,13 +143,20 @@ class TwoPartAttention:
             for kv in self._room(self.rows, layer, row + 1, keys.shape[2], keys, values):
                 kv[[0, row]] = kv[[row, 0]]
 
-    def continue_row(self, row: int, prompt_slot: int, tokens: slice) -> None:
-        """Copy ``tokens`` of a prompt's keys and values to the beginning of ``row``."""
-        count = tokens.stop - tokens.start
-        for layer, pool in self.prompts.items():
-            k, v = (kv[None, prompt_slot, :, tokens] for kv in pool)  # [1, KV heads, T, D]
-            keys, values = self._room(self.rows, layer, row + 1, count, k, v)
-            keys[row, :, :count], values[row, :, :count] = k[0], v[0]
+    def copy_row(self, row: int, tokens: int) -> Pool:
+        """Return copies of the first ``tokens`` keys and values of ``row``, by layer [KV heads, T,
+        D]."""
+        return {
+            layer: (keys[row, :, :tokens].clone(), values[row, :, :tokens].clone())
+            for layer, (keys, values) in self.rows.items()
+        }
+
+    def put_row(self, row: int, copied: Pool, tokens: int) -> None:
+        """Make the first ``tokens`` of ``copied`` the first keys and values of ``row``."""
+        for layer, pair in copied.items():
+            k, v = (kv[None, :, :tokens] for kv in pair)
+            keys, values = self._room(self.rows, layer, row + 1, tokens, k, v)
+            keys[row, :, :tokens], values[row, :, :tokens] = k[0], v[0]
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -140,6 +166,8 @@ class TwoPartAttention:
         step = self.step
         if isinstance(step, DecodeStep):
             return self._attend_decode(step, layer, query, key, value)
+        if isinstance(step, ExtendStep):
+            return self._attend_extend(step, layer, query, key, value)
         assert step is not None
         g, longest = step.padded.shape
         q, k, v = (x[step.padded].transpose(1, 2) for x in (query, key, value))  # [g, heads, P, D]
@@ -159,6 +187,37 @@ class TwoPartAttention:
             if sinks is not None:
                 out, _ = merge(out, total, None, sinks.to(total.dtype)[:, None])
         return out.transpose(1, 2).flatten(0, 1)[step.packed].flatten(1)
+
+    def _attend_extend(
+        self,
+        step: ExtendStep,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+    ) -> torch.Tensor:
+        scores, sinks = self.layers[layer]
+        slots = max(row.row for row in step.rows) + 1
+        room = max(row.begin + row.count for row in step.rows)
+        pool = self._room(self.rows, layer, slots, room, key, value)
+        counts = [row.count for row in step.rows]
+        outputs = []
+        for row, *new in zip(
+            step.rows, *(x.split(counts) for x in (query, key, value)), strict=True
+        ):
+            q, *own = (x.transpose(0, 1) for x in new)  # [heads, T, D]
+            end = row.begin + row.count
+            seen = []
+            for kv, prompts, rows in zip(own, self.prompts[layer], pool, strict=True):
+                rows[row.row, :, row.begin : end] = kv
+                of_prompt = prompts[row.prompt, :, : row.prompt_length]
+                seen.append(torch.cat([of_prompt, rows[row.row, :, :end]], 1)[None])
+            at = torch.arange(row.count) + row.prompt_length + row.begin
+            out, total = attend(q[None], seen[0], seen[1], at, scores)
+            if sinks is not None:
+                out, _ = merge(out, total, None, sinks.to(total.dtype)[:, None])
+            outputs.append(out[0].transpose(0, 1).flatten(1))
+        return torch.cat(outputs)
 
     def _attend_decode(
         self,
@@ -244,6 +303,10 @@ class TwoPartAttention:
         pool[layer] = grown
         self.grown += 1
         return grown
+
+
+def nbytes_of(pool: Pool) -> int:
+    return sum(kv.untyped_storage().nbytes() for pair in pool.values() for kv in pair)
 
 
 def _flat(pool: torch.Tensor, slots: int, tokens: int) -> torch.Tensor:

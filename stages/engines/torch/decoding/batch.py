@@ -1,7 +1,7 @@
 """The continuous batch of the torch rollout engine, as its compute thread sees it.
 
-    waiting rows (first in, first out) ─▶ admit: prefill new prompts, draw the first token ─▶ rows
-    rows ─▶ decode: one token of each ─▶ ended rows leave and are delivered
+    waiting rows (first in, first out) ─▶ admit: prefill new prompts, extend rows that have tokens, draw one ─▶ rows
+    rows ─▶ decode: one token of each ─▶ ended rows leave and are delivered; those of a turn rest
 
 Nothing here is thread-safe: one thread makes all calls. A turn depends on the queue and the rows
 alone, so the same submissions give the same batches and the same bits.
@@ -30,6 +30,7 @@ from stages.engines.protocols import Completion, FinishReason, Token
 from stages.engines.response_text import Decodes, ResponseText
 from stages.engines.responses import response_failed
 from stages.engines.torch.decoding.decoder import NOT_FINITE, TorchDecoder
+from stages.engines.torch.decoding.resting import RestingRows
 from stages.engines.torch.decoding.rows import PendingGroup, ResponseRow, Submission
 from stages.engines.torch.decoding.sampling import Drawn, draw, uniform
 
@@ -42,8 +43,9 @@ Made = tuple[Sequence[int], Sequence[float]]
 class ContinuousBatch:
     """Rows that decode together, at most ``max_rows``, and rows that wait.
 
-    One prefill has at most ``prefill_tokens`` padded tokens, or one prompt. ``launch_ahead``:
-    launch a token before the previous one is read.
+    One prefill has at most ``prefill_tokens`` padded tokens, or one prompt; as many tokens of
+    earlier requests are fed at once, or those of one row. ``launch_ahead``: launch a token before
+    the previous one is read.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class ContinuousBatch:
         self.version = version
         self.waiting: deque[ResponseRow] = deque()
         self.rows: list[ResponseRow] = []  # in the order of the decoder's rows
+        self.resting = RestingRows(decoder)
         self._tokenizer = tokenizer
         self._max_rows = max_rows
         self._prefill_tokens = prefill_tokens
@@ -98,6 +101,7 @@ class ContinuousBatch:
         Waiting rows stay; their prompts are prefilled again with the next weights.
         """
         self.cut()
+        self.resting.clear()
         for row in self.waiting:
             row.group.prompt = row.group.logits = None
         self.decoder.clear()
@@ -112,7 +116,13 @@ class ContinuousBatch:
         self.rows.clear()
         self.waiting.clear()
         self._launched = None
+        self.resting.clear()
         self.decoder.clear()
+
+    def become(self, version: int) -> None:
+        """Take note that the weights are those of ``version`` now."""
+        self.version = version
+        self.resting.clear()
 
     def read_launched(self) -> None:
         """Append the launched token to its rows and deliver those that end."""
@@ -129,49 +139,114 @@ class ContinuousBatch:
         """
         count = min(len(self.waiting), self._max_rows - len(self.rows))
         new: list[PendingGroup] = []
-        longest = 0
+        longest = fed = 0
         for i, row in enumerate(itertools.islice(self.waiting, count)):
-            needed = [
-                group
-                for group in (row.group, row.whole)
-                if group is not None
-                and (group.prompt is None or group.version != self.version)
-                and group not in new
-            ]
-            if needed:
-                widest = max(longest, *(len(group.ids) for group in needed))
-                if new and widest * (len(new) + len(needed)) > self._prefill_tokens:
-                    count = i
-                    break
-                new += needed
-                longest = widest
+            resting = self.resting.of(row)
+            fed += len(row.tokens) - (resting.shared(row) if resting else 0)
+            if fed > self._prefill_tokens and i:
+                count = i
+                break
+            group = row.group
+            if group in new or not self._needs_prefill(row):
+                continue
+            longest = max(longest, len(group.ids))
+            if new and longest * (len(new) + 1) > self._prefill_tokens:
+                count = i
+                break
+            new.append(group)
         if not count:
             return False
         if not self._prefill_or_refuse(new):
             return True
         started = [self.waiting.popleft() for _ in range(count)]
+        first = len(self.rows)
         self.rows += started
         for row in started:
-            assert row.group.prompt is not None
-            self.decoder.join(row.group.prompt, row.whole.prompt if row.whole else None)
-        sources = [row.whole or row.group for row in started]
-        logits = [source.logits for source in sources if source.logits is not None]
-        for row, source in zip(started, sources, strict=True):
-            row.start(source)
-            row.whole = None
+            self._join(row)
+        logits = self._first_logits(first)
+        for row in started:
             self._leave_queue(row.group)
-        first = len(self.rows) - len(started)
-        try:
-            results: Sequence[Made | Exception] = _read(self._draw(started, torch.stack(logits)))
-        except Exception as error:
-            _warn_of_one_by_one(error)
-            results = [
-                self._draw_alone(row, row_logits)
-                for row, row_logits in zip(started, logits, strict=True)
-            ]
-        self._append(first, results)
+        self._append(first, self._draw_first(started, logits))
         self._deliver_ended()
         return True
+
+    def _needs_prefill(self, row: ResponseRow) -> bool:
+        """Return whether the prompt of ``row`` is to be computed; that of a row at rest is there."""
+        group = row.group
+        is_there = group.prompt is not None and group.version == self.version
+        if not is_there and (resting := self.resting.of(row)):
+            self._release_prompt(group)
+            resting.prompt.holders += 1
+            group.prompt = resting.prompt
+            group.version = self.version
+            is_there = True
+        return not is_there or (group.logits is None and not row.begun)
+
+    def _join(self, row: ResponseRow) -> None:
+        assert row.group.prompt is not None
+        if resting := self.resting.of(row):
+            self.decoder.join(row.group.prompt, resting.copied, resting.shared(row))
+        else:
+            self.decoder.join(row.group.prompt)
+        self.resting.drop(row)
+
+    def _first_logits(self, first: int) -> list[torch.Tensor | Exception]:
+        """Return what predicts the next token of each row from number ``first`` on, or the error
+        with which that fails: of its prompt, or of the tokens that it has, which are fed."""
+        begun = [n for n in range(first, len(self.rows)) if self.rows[n].begun]
+        extended: dict[int, torch.Tensor | Exception] = {}
+        lengths = [row.length for row in self.decoder.rows]
+        try:
+            if begun:
+                extended = dict(zip(begun, self._extend_rows(begun), strict=True))
+        except Exception as error:
+            _warn_of_one_by_one(error)
+            for decoder_row, length in zip(self.decoder.rows, lengths, strict=True):
+                decoder_row.length = length
+            for number in begun:
+                try:
+                    extended[number] = self._extend_rows([number])[0]
+                except Exception as alone:
+                    extended[number] = alone
+        logits = list[torch.Tensor | Exception]()
+        for number, row in enumerate(self.rows[first:], first):
+            if number in extended:
+                logits.append(extended[number])
+                continue
+            assert row.group.logits is not None
+            logits.append(row.group.logits)
+            if row.group.routing is not None:
+                row.take_routing(row.group.routing)
+        return logits
+
+    def _extend_rows(self, numbers: Sequence[int]) -> torch.Tensor:
+        """Feed the rows of these ``numbers`` the tokens that they have and that were not fed."""
+        rows = [self.rows[number] for number in numbers]
+        tokens = [
+            torch.tensor(row.tokens[self.decoder.rows[number].length :])
+            for number, row in zip(numbers, rows, strict=True)
+        ]
+        logits = self.decoder.extend(numbers, tokens)
+        if self.decoder.routing is not None:
+            parts = self.decoder.routing.split([len(ids) for ids in tokens])
+            for row, chosen in zip(rows, parts, strict=True):
+                assert row.group.routing is not None
+                row.take_routing(row.group.routing, chosen)
+        return logits
+
+    def _draw_first(
+        self, rows: Sequence[ResponseRow], logits: Sequence[torch.Tensor | Exception]
+    ) -> Sequence[Made | Exception]:
+        whole = [each for each in logits if not isinstance(each, Exception)]
+        try:
+            if len(whole) == len(rows):
+                return _read(self._draw(rows, torch.stack(whole)))
+        except Exception as error:
+            _warn_of_one_by_one(error)
+        return [
+            each if isinstance(each, Exception) else self._draw_alone(row, each)
+            for row, each in zip(rows, logits, strict=True)
+        ]
 
     def _prefill_or_refuse(self, groups: list[PendingGroup]) -> bool:
         """Prefill ``groups``, together or each alone.
@@ -192,7 +267,7 @@ class ContinuousBatch:
         if failures:
             self._check_decoder(failures[0][1])
         for group, failure in failures:
-            for row in [row for row in self.waiting if group in (row.group, row.whole)]:
+            for row in [row for row in self.waiting if row.group is group]:
                 self._refuse(row, failure)
         return not failures
 
@@ -229,9 +304,13 @@ class ContinuousBatch:
         """Count one row of ``group`` less in the queue; without any the group releases its
         prompt."""
         group.waiting -= 1
-        if not group.waiting and group.prompt is not None:
+        if not group.waiting:
+            self._release_prompt(group)
+
+    def _release_prompt(self, group: PendingGroup) -> None:
+        if group.prompt is not None:
             self.decoder.release(group.prompt)
-            group.prompt = group.logits = None
+        group.prompt = group.logits = None
 
     def _decode(self) -> None:
         """Launch one more token of every row, and read it unless the next one can be launched
@@ -348,8 +427,12 @@ class ContinuousBatch:
         for row, error in failed:
             self._refuse(row, error)
         for number in reversed(range(len(self.rows))):
-            if self.rows[number].ended is not None:
-                self._remove(number)
+            row = self.rows[number]
+            if row.ended is None:
+                continue
+            if row.request.is_continued and self.decoder.routing is None:
+                self.resting.rest(number, row)
+            self._remove(number)
 
     def _remove(self, number: int) -> None:
         self.decoder.leave(number)

@@ -2,6 +2,7 @@
 
     prefill([prompt, …]) ─▶ Prompt handles, logits of the first token      (packed: no padding in the linear layers)
     join(prompt)         ─▶ a new last row that shares the prompt's KV (and may bring KV of tokens that it has already)
+    extend(rows, tokens) ─▶ logits after the next tokens of some rows      (packed; tokens that earlier requests have made)
     decode([token, …])   ─▶ logits of every row's next token               (all rows in one forward)
     leave(row)           ─▶ the last row takes its place; a prompt is freed with its last holder
 
@@ -31,6 +32,9 @@ from stages import device as devices
 from stages.adapters.options import AdapterOptions
 from stages.engines.torch.decoding.attention import (
     DecodeStep,
+    ExtendStep,
+    Extension,
+    Pool,
     PrefillStep,
     SharedPrompts,
     TwoPartAttention,
@@ -54,6 +58,7 @@ if TYPE_CHECKING:
 ATTENTION = "asyncdock_two_part"
 NOT_FINITE = "the model's logits are not finite; its weights or its inputs are broken"
 PREFILLED = PROBE - 7  # tokens of the comparison with the plain forward that are prefilled
+EXTENDED = PREFILLED + 3  # … and fed together after that
 ROOM_TOKENS = 32  # the room of a row grows by multiples of it
 # smallest sizes of a static step; larger ones are doubled from these
 STATIC_ROWS = 8
@@ -181,22 +186,35 @@ class TorchDecoder:
         )
         return self._forward(ids, positions, self._put(positions[len(prompt_ids) - 1 :]))
 
-    def join(self, prompt: Prompt, begun: Prompt | None = None) -> None:
-        """Append a row that continues ``prompt``.
-
-        ``begun`` was prefilled with the prompt and the tokens that the row has already: their keys
-        and values become the row's own, and ``begun`` is released.
-        """
+    def join(self, prompt: Prompt, copied: Pool | None = None, tokens: int = 0) -> None:
+        """Append a row that continues ``prompt``; ``copied`` has keys and values of its first
+        ``tokens``."""
         prompt.holders += 1
-        self.rows.append(Row(prompt))
+        self.rows.append(Row(prompt, tokens))
         self._sharing = None
-        if begun is None:
-            return
-        self.rows[-1].length = begun.length - prompt.length
-        self.attention.continue_row(
-            len(self.rows) - 1, begun.slot, slice(prompt.length, begun.length)
+        if copied is not None:
+            self.attention.put_row(len(self.rows) - 1, copied, tokens)
+
+    def extend(self, rows: Sequence[int], tokens: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Feed the ``rows`` of these numbers their next ``tokens`` (each int64 [T]) in one forward.
+
+        Returns float32 [n, V] logits of what follows.
+        """
+        counts = torch.tensor([len(ids) for ids in tokens])
+        extensions = [
+            Extension(number, row.prompt.slot, row.prompt.length, row.length, len(ids))
+            for number, row, ids in zip(rows, [self.rows[n] for n in rows], tokens, strict=True)
+        ]
+        positions = [
+            torch.arange(each.count) + each.prompt_length + each.begin for each in extensions
+        ]
+        self.attention.step = ExtendStep(extensions)
+        logits = self._forward(
+            torch.cat(list(tokens)).cpu(), torch.cat(positions), self._put(counts.cumsum(0) - 1)
         )
-        self.release(begun)
+        for each in extensions:
+            self.rows[each.row].length += each.count
+        return logits
 
     def leave(self, row: int) -> None:
         """Drop row number ``row``; the last row takes its number."""
@@ -406,7 +424,7 @@ class TorchDecoder:
             wanted = torch.cat(
                 [
                     expected[PREFILLED - 1 : PREFILLED],
-                    expected[PREFILLED:tokens].repeat_interleave(2, 0),
+                    expected[EXTENDED - 1 : tokens].repeat_interleave(2, 0),
                 ]
             )
             check_logits(
@@ -438,17 +456,21 @@ class TorchDecoder:
             check()
 
     def _probed(self, probe: torch.Tensor) -> torch.Tensor:
-        """Prefill part of ``probe`` [T] and decode the rest in two rows.
+        """Prefill part of ``probe`` [T], extend two rows with some of the rest, and decode the
+        others.
 
-        Returns the logits [1 + 2 (T - PREFILLED), V].
+        Returns the logits after each of these: [1, V], or [1 + 2 (T - EXTENDED + 1), V] where there
+        is a rest.
         """
         try:
             (prompt,), first = self.prefill([probe[:PREFILLED]])
+            if len(probe) == PREFILLED:
+                return first
             self.join(prompt)
             self.join(prompt)
-            return torch.cat(
-                [first, *(self.decode([int(token)] * 2).clone() for token in probe[PREFILLED:])]
-            )
+            second = self.extend([0, 1], [probe[PREFILLED:EXTENDED]] * 2)
+            decoded = [self.decode([int(token)] * 2).clone() for token in probe[EXTENDED:]]
+            return torch.cat([first, second, *decoded])
         finally:
             self.clear()
 

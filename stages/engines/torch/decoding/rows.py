@@ -57,32 +57,26 @@ class Submission:
 class ResponseRow(ResponseInProgress):
     """One response in the batch or waiting for it.
 
-    One prefill computes the keys and values of the tokens that it has from earlier requests.
+    One forward computes the keys and values of the tokens that it has from earlier requests, and
+    that no row at rest has (:mod:`stages.engines.torch.decoding.resting`).
     """
 
     def __init__(self, submission: Submission, group: PendingGroup, place: int) -> None:
         super().__init__(group.request, place)
         self.submission = submission
         self.group = group
-        # the prompt with those tokens appended, until the row starts
-        self.whole: PendingGroup | None = None
         self.ended: FinishReason | None = None
         self.failure: Exception | None = None
         self.text: ResponseText | None = None  # in which stop strings are looked for
-        if self.begun:
-            ids = torch.cat([group.ids.cpu(), torch.tensor(self.tokens)])
-            self.whole = PendingGroup(group.request, ids, waiting=1)
 
     @property
     def done(self) -> bool:
         return self.ended is not None or self.failure is not None
 
-    def start(self, source: PendingGroup) -> None:
-        """Take over from the prefilled ``source`` the experts of tokens that have none yet."""
-        if source.routing is not None:
-            self.routing = [
-                source.routing[0 if self.begun_routing is None else len(self.begun_routing) :]
-            ]
+    def take_routing(self, *experts: torch.Tensor) -> None:
+        """Take over the ``experts`` of the first fed tokens: of those that have none yet."""
+        known = 0 if self.begun_routing is None else len(self.begun_routing)
+        self.routing = [torch.cat(experts)[known:]]
 
     def append(self, token: int, logprob: float, version: int) -> None:
         self.tokens.append(token)
