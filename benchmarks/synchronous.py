@@ -11,7 +11,6 @@ The asynchronous run with η = 0 must equal it bit for bit, and speed-ups are me
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -22,7 +21,7 @@ from typing import Any, cast
 import torch
 from tensordict import NonTensorStack, TensorDict
 
-from orchestration.recipe.dialogue import dialogue_of
+from orchestration.environments.trajectories import make_trajectories
 from orchestration.recipe.flow import algorithm_of, needs_reference, reward_reads
 from orchestration.recipe.models import tokenizer_of
 from orchestration.recipe.schema import Recipe
@@ -37,7 +36,6 @@ from orchestration.workers.engines import (
 )
 from stages.algorithms import Drop
 from stages.engines.protocols import (
-    Begun,
     Completion,
     GroupRequest,
     RolloutEngine,
@@ -45,8 +43,7 @@ from stages.engines.protocols import (
     UndoableEngine,
 )
 from stages.environments.classes import environments
-from stages.environments.dialogue.interface import Dialogue
-from stages.environments.interface import Declarations, Reply, Trajectory
+from stages.environments.interface import Declarations
 from stages.flow.catalogue import ROUTED
 from stages.flow.groups import outputs_of
 from stages.model.load import Tokenizer
@@ -57,11 +54,11 @@ from stages.rewards.stage import score_rows
 from stages.rollout.stage import group_seed
 from stages.training.advantage import credits, rewards_of_groups, spared
 from stages.trajectories.local import LocalCaller
-from stages.trajectories.progress import Ending, Progress, ended_columns
-from stages.trajectories.stage import LARGEST_PLACE
+from stages.trajectories.play import play
+from stages.trajectories.progress import Ending, ended_columns
+from stages.trajectories.trajectory import Episode, Trajectories
 
 Key = tuple[int, int]  # group, place
-Ended = tuple[Progress, float]  # a trajectory that has ended, and its reward
 
 
 @dataclass(frozen=True)
@@ -90,8 +87,13 @@ async def synchronous_run(recipe: Recipe) -> AsyncGenerator[SynchronousStep, Non
             "out of the recipe"
         )
     tokenizer = tokenizer_of(recipe)
+    trajectories = await _trajectories(recipe, tokenizer) if recipe.has_environment else None
     prompts = load_prompts(
-        recipe.prompts, tokenizer, recipe.seed, limits=prompt_limits(recipe)
+        recipe.prompts,
+        tokenizer,
+        recipe.seed,
+        limits=prompt_limits(recipe),
+        opens=trajectories.dialogue if trajectories else None,
     ).train
     difficulty = (
         Difficulty(prompts, recipe.seed) if recipe.prompts.sampling == "difficulty" else None
@@ -104,9 +106,8 @@ async def synchronous_run(recipe: Recipe) -> AsyncGenerator[SynchronousStep, Non
     rewards = reward_set(recipe, end_tokens=sampling.stop_token_ids)
     dropping = scored_by(recipe)
     reads = tuple(reward_reads(recipe, []))
-    game = await Game.of(recipe, tokenizer) if recipe.has_environment else None
-    if game is not None:
-        ends = {*sampling.stop_token_ids, *game.dialogue.stop_token_ids}
+    if trajectories is not None:
+        ends = {*sampling.stop_token_ids, *trajectories.dialogue.stop_token_ids}
         sampling = replace(sampling, stop_token_ids=tuple(sorted(ends)))
     rollout = rollout_engine(recipe, version=0)
     trainer = train_engine(recipe)
@@ -124,7 +125,7 @@ async def synchronous_run(recipe: Recipe) -> AsyncGenerator[SynchronousStep, Non
             groups: list[int] = []
             asked: dict[int, Prompt] = {}
             completions: dict[Key, Completion] = {}
-            answers: dict[Key, Ended] = {}
+            answers: dict[Key, Episode] = {}
             while len(groups) < per_step:  # once, unless credit drops groups
                 fresh = range(admitted, admitted + per_step - len(groups))
                 admitted = fresh.stop
@@ -145,14 +146,14 @@ async def synchronous_run(recipe: Recipe) -> AsyncGenerator[SynchronousStep, Non
                     )
                     for group in fresh
                 ]
-                if game is None:
+                if trajectories is None:
                     completions |= await _generated(rollout, requests)
                 else:
-                    answers |= await game.play(rollout, requests, asked)
+                    answers |= await _played(trajectories, rollout, requests, asked)
                 generating += time.monotonic() - generation_began
                 groups += fresh
                 keys_of = [(group, place) for group in groups for place in range(size)]
-                if game is None:
+                if trajectories is None:
                     batch = _batch([completions[key] for key in keys_of])
                 else:
                     batch = _batch_of_trajectories(keys_of, [answers[key] for key in keys_of])
@@ -223,8 +224,8 @@ async def synchronous_run(recipe: Recipe) -> AsyncGenerator[SynchronousStep, Non
                 critic,
             )
     finally:
-        if game is not None:
-            await game.caller.end()
+        if trajectories is not None:
+            await trajectories.caller.end()
         await rollout.close()
         for engine in (trainer, reference, critic):
             if engine is not None:
@@ -247,116 +248,37 @@ async def _generated(
         return {(done.group, done.place): done async for done in ended}
 
 
-@dataclass(frozen=True)
-class Game:
-    """Plays all trajectories of a step turn by turn, all of them together."""
-
-    recipe: Recipe
-    caller: LocalCaller
-    declared: Declarations
-    dialogue: Dialogue
-
-    @classmethod
-    async def of(cls, recipe: Recipe, tokenizer: Tokenizer) -> Game:
-        section = recipe.environment
-        assert section.use is not None
-        caller = LocalCaller(environments(section.use, section.options))
-        declared = Declarations(await caller.declare())
-        return cls(recipe, caller, declared, dialogue_of(recipe, tokenizer, declared))
-
-    async def play(
-        self,
-        rollout: RolloutEngine,
-        requests: Sequence[GroupRequest],
-        prompts: Mapping[int, Prompt],
-    ) -> dict[Key, Ended]:
-        """Return the trajectories of ``requests`` when all have ended."""
-        going_on: dict[Key, Progress] = {}
-        ended: dict[Key, Ended] = {}
-        for request in requests:
-            for place in request.places:
-                key = (request.group, place)
-                going_on[key] = progress = Progress()
-                reply = await self._open(key, prompts[request.group])
-                progress.observe(self.dialogue.opening(reply.messages))
-                progress.begin_turn()
-        while going_on:
-            for key, done in (await _generated(rollout, _next_turns(requests, going_on))).items():
-                progress = going_on[key]
-                progress.token_ids = done.token_ids.tolist()
-                progress.logprobs = done.logprobs.tolist()
-                progress.versions = [*done.versions]
-                progress.truncated = done.finish_reason == "length"
-            for key, progress in list(going_on.items()):
-                if (reward := await self._answer(key, progress)) is not None:
-                    ended[key] = (going_on.pop(key), reward)
-        return ended
-
-    async def _open(self, key: Key, prompt: Prompt) -> Reply:
-        row: dict[str, Any] = columns([prompt])
-        fields = json.loads(row["fields"][0])
-        group, place = key
-        trajectory = Trajectory(
-            str(key),
-            {**fields, "prompt": json.loads(row["given"][0])},
-            group_seed(self.recipe.seed, group) * LARGEST_PLACE + place,
-            "" if "" in self.declared.by_name else fields["environment"],
-        )
-        return await self.caller.open(trajectory, self.recipe.environment.timeout)
-
-    async def _answer(self, key: Key, progress: Progress) -> float | None:
-        """Answer the last turn. Returns the trajectory's reward where it has ended."""
-        section = self.recipe.environment
-        turn_ids = progress.turns[-1]
-        turn = self.dialogue.turn(turn_ids, progress.truncated, len(progress.turn_starts) - 1)
-        reply = await self.caller.step(str(key), turn, section.timeout)
-        rewards = [reply.reward]
-        has_ended = (
-            reply.done or progress.truncated or len(progress.turn_starts) >= section.max_turns
-        )
-        if not has_ended:
-            progress.observe(self.dialogue.continuation(turn_ids, reply.messages))
-            room = self.recipe.longest_response - len(progress.token_ids)
-            has_ended = room < self.recipe.rollout.max_tokens
-        if has_ended and not reply.done:
-            rewards.append((await self.caller.finish(str(key), section.timeout)).reward)
-        known = [reward for reward in rewards if reward is not None]
-        progress.turn_reward.append(math.fsum(known) if known else math.nan)
-        if not has_ended:
-            progress.begin_turn()
-            return None
-        await self.caller.close(str(key))
-        known = [reward for reward in progress.turn_reward if not math.isnan(reward)]
-        return math.fsum(known) if known else math.nan
+async def _trajectories(recipe: Recipe, tokenizer: Tokenizer) -> Trajectories:
+    section = recipe.environment
+    assert section.use is not None
+    caller = LocalCaller(environments(section.use, section.options))
+    declared = Declarations(await caller.declare())
+    return make_trajectories(recipe, tokenizer, caller, declared)
 
 
-def _next_turns(
-    requests: Sequence[GroupRequest], going_on: Mapping[Key, Progress]
-) -> list[GroupRequest]:
-    """Return the requests of the next turn of trajectories that go on."""
-    turns = []
+async def _played(
+    trajectories: Trajectories,
+    rollout: RolloutEngine,
+    requests: Sequence[GroupRequest],
+    prompts: Mapping[int, Prompt],
+) -> dict[Key, Episode]:
+    """Return the trajectories of ``requests`` when all have ended."""
+    episodes = {}
     for request in requests:
-        places = tuple(place for place in request.places if (request.group, place) in going_on)
-        if not places:
-            continue
-        begun = {}
-        for place in places:
-            progress = going_on[request.group, place]
-            if progress.token_ids:
-                begun[place] = Begun(
-                    torch.tensor(progress.token_ids),
-                    torch.tensor(progress.logprobs),
-                    tuple(progress.versions),
-                    turn_start=progress.turn_starts[-1],
-                )
-        turns.append(replace(request, places=places, begun=begun))
-    return turns
+        for place in request.places:
+            row = len(request.places) * request.group + place
+            fields = prompts[request.group].row
+            episode = Episode(trajectories, row, request.group, place, fields)
+            episodes[request.group, place] = episode
+    await play(rollout, requests, episodes)
+    return episodes
 
 
-def _batch_of_trajectories(keys: Sequence[Key], ended: Sequence[Ended]) -> TensorDict:
-    trajectories = [progress for progress, _ in ended]
+def _batch_of_trajectories(keys: Sequence[Key], episodes: Sequence[Episode]) -> TensorDict:
     made = ended_columns(
-        trajectories, [reward for _, reward in ended], [Ending.DONE for _ in ended]
+        [episode.progress for episode in episodes],
+        [episode.reward for episode in episodes],
+        [Ending.DONE for _ in episodes],
     )
     del made["versions"], made["ending"]
     rows = TensorDict({}, batch_size=[len(keys)])

@@ -69,6 +69,11 @@ class Prompt:
         (:mod:`stages.prompts.rows.values`)."""
         return json.dumps(self.fields)
 
+    @property
+    def row(self) -> dict[str, Any]:
+        """The row as an environment gets it, for it to keep."""
+        return {**json.loads(self.fields_json), "prompt": json.loads(self.given_json)}
+
 
 class OpensConversation(Protocol):
     """Renders the conversation with which a trajectory begins, up to what its environment adds."""

@@ -25,7 +25,8 @@ from stages.flow.catalogue import ENVIRONMENT, OBSERVED
 from stages.model.load import Tokenizer, tiny_tokenizer
 from stages.trajectories.local import LocalCaller
 from stages.trajectories.progress import Ending, Progress, parked_columns, parked_progress
-from stages.trajectories.stage import Environments, EnvironmentUnusable, Limits
+from stages.trajectories.stage import Environments
+from stages.trajectories.trajectory import EnvironmentUnusable, Limits, Trajectories
 from tests.stages.trajectories import games
 from tests.stages.trajectories.turns import MADE, admit, claimed, flow
 
@@ -61,22 +62,16 @@ async def stage_of(
     )
     caller = LocalCaller(environments(names, {}))
     declared = Declarations(await caller.declare())
+    numbers = {"max_turns": 8, "max_tokens": 64, "turn_tokens": 1, "step_seconds": LIMIT}
     return Environments(
         dock,
-        caller,
-        declared.by_name,
-        PlainDialogue(TOKENIZER, declared.tools),
-        Limits(
-            **{
-                "max_turns": 8,
-                "max_tokens": 64,
-                "turn_tokens": 1,
-                "step_seconds": LIMIT,
-                "trajectory_seconds": 3600.0,
-                **(limits or {}),
-            }
+        Trajectories(
+            caller,
+            declared.by_name,
+            PlainDialogue(TOKENIZER, declared.tools),
+            Limits(**{**numbers, "trajectory_seconds": 3600.0, **(limits or {})}),
+            seed=3,
         ),
-        seed=3,
         group_size=group_size,
         concurrency=64,
         end_token=END,
@@ -218,7 +213,7 @@ async def test_a_limit_ends_it_with_the_reward_that_is_due(
     assert (row["ending"], row["truncated"]) == (ending, truncated)
     assert (row["turn_reward"], row["environment_reward"]) == ([1.0], 1.0)
     assert len(row["response_ids"]) == (5 if ending is Ending.TOKENS else 3)
-    assert not stage.caller.knows("0.0")
+    assert not stage.trajectories.caller.knows("0.0")
 
 
 async def test_the_last_turn_that_has_room_is_made(dock: Dock) -> None:
@@ -247,7 +242,7 @@ async def test_a_trajectory_that_takes_too_long_ends_with_the_reward_of_its_turn
     rows = await ended(dock)
     assert [row["ending"] for row in rows] == [Ending.DONE, Ending.TIMEOUT]
     assert [row["environment_reward"] for row in rows] == [1.0, 0.0]
-    assert stage.seen.turns == 0
+    assert stage.trajectories.seen.turns == 0
 
 
 async def test_a_late_trajectory_keeps_its_environment_as_long_as_its_row_is_there(
@@ -264,8 +259,8 @@ async def test_a_late_trajectory_keeps_its_environment_as_long_as_its_row_is_the
     await say(dock, "a")
     await answer(dock, stage)
     assert stage.figures()["trajectories"]["open"] == 0
-    assert not any(stage.caller.knows(key) for key in ("0.0", "1.1"))
-    assert stage.seen.endings == {Ending.TIMEOUT: 1}
+    assert not any(stage.trajectories.caller.knows(key) for key in ("0.0", "1.1"))
+    assert stage.trajectories.seen.endings == {Ending.TIMEOUT: 1}
 
 
 @pytest.mark.parametrize(("on_error", "reward"), [("drop", math.nan), ("zero", 0.0)])
@@ -340,7 +335,7 @@ async def test_calls_of_tools_are_counted(dock: Dock) -> None:
     calls = [{"name": "invert", "arguments": {"number": number}} for number in (2, 0)]
     await say(dock, "".join(f"<tool_call>{json.dumps(call)}</tool_call>" for call in calls))
     await answer(dock, stage)
-    assert (stage.seen.calls, stage.seen.failed_calls) == (2, 1)
+    assert (stage.trajectories.seen.calls, stage.trajectories.seen.failed_calls) == (2, 1)
     (going_on,) = await present(dock)
     assert "0.5" in shown(going_on.token_ids)
     await say(dock, "a")
@@ -369,9 +364,11 @@ async def test_a_replayable_environment_goes_on_at_the_same_token_after_its_work
         stages = [await stage_of(dock) for _ in range(4)]
         assert await play(dock, *stages) == whole
     assert whole["environment_reward"] == 0.5 + 0.5 + 3.0
-    assert [stage.seen.replayed for stage in stages] == [0, 1, 1, 1]
-    assert [stage.seen.turns for stage in stages] == [0, 1, 1, 1], "those replayed are not counted"
-    assert sum(stage.seen.remade for stage in stages) == 0
+    assert [stage.trajectories.seen.replayed for stage in stages] == [0, 1, 1, 1]
+    assert [stage.trajectories.seen.turns for stage in stages] == [0, 1, 1, 1], (
+        "those replayed are not counted"
+    )
+    assert sum(stage.trajectories.seen.remade for stage in stages) == 0
 
 
 async def test_one_that_cannot_be_replayed_begins_again(dock: Dock) -> None:
@@ -383,7 +380,7 @@ async def test_one_that_cannot_be_replayed_begins_again(dock: Dock) -> None:
     stage = await stage_of(dock, "Lost")
     await answer(dock, stage)
     assert await present(dock) == [first]
-    assert (stage.seen.remade, stage.seen.replayed) == (1, 0)
+    assert (stage.trajectories.seen.remade, stage.trajectories.seen.replayed) == (1, 0)
     await say(dock, "e")
     await answer(dock, stage)
     (row,) = await ended(dock)
@@ -422,7 +419,7 @@ async def test_an_answer_whose_commit_was_lost_is_not_given_twice(
             await output.commit(dock, claim)
     await answer(dock, stage)
     if use == "Lost" and turn:
-        assert stage.seen.remade == 1
+        assert stage.trajectories.seen.remade == 1
         await say(dock, turn)
         await answer(dock, stage)
     if turn != "e":
@@ -455,7 +452,7 @@ async def test_a_lease_that_is_lost_during_an_answer_gives_it_once(dock: Dock) -
     assert shown(going_on.token_ids)[-1] == "1", "the environment has seen one turn"
     await say(dock, "e")
     await answer(dock, stage)
-    assert stage.seen.replayed == 1, "the lost answer has closed nothing"
+    assert stage.trajectories.seen.replayed == 1, "the lost answer has closed nothing"
     assert not stage.figures()["trajectories"]["open"]
 
 

@@ -20,7 +20,8 @@ from stages.environments.interface import Declarations
 from stages.flow.catalogue import ENVIRONMENT
 from stages.trajectories.local import LocalCaller
 from stages.trajectories.progress import Ending, parked_progress
-from stages.trajectories.stage import Environments, Limits
+from stages.trajectories.stage import Environments
+from stages.trajectories.trajectory import Limits, Trajectories
 from tests.stages.environments.conversations import CHATML, QWEN_APPENDS, byte_level
 from tests.stages.trajectories import programs, test_environments
 from tests.stages.trajectories.test_environments import answer, ended
@@ -51,11 +52,13 @@ async def stage_of(
     numbers = {"max_turns": 8, "max_tokens": 900, "turn_tokens": 1, "step_seconds": 30.0}
     return Environments(
         dock,
-        caller,
-        declared.by_name,
-        dialogue,
-        Limits(**{**numbers, "trajectory_seconds": 3600.0, **(limits or {})}),
-        seed=3,
+        Trajectories(
+            caller,
+            declared.by_name,
+            dialogue,
+            Limits(**{**numbers, "trajectory_seconds": 3600.0, **(limits or {})}),
+            seed=3,
+        ),
         group_size=1,
         concurrency=64,
         end_token=1,
@@ -98,7 +101,7 @@ async def test_a_programs_conversation_is_one_row_with_the_tokens_as_generated(d
     assert (first.choices[0].message.content, first.choices[0].finish_reason) == ("one", "stop")
     before = len(row["response_ids"]) - 4
     assert (second.usage.prompt_tokens, second.usage.completion_tokens) == (1 + before, 4)
-    await stage.caller.end()
+    await stage.trajectories.caller.end()
 
 
 async def test_a_plain_function_is_called_in_a_thread_and_may_stream(dock: Dock) -> None:
@@ -121,7 +124,7 @@ async def test_a_program_that_goes_back_cuts_off_the_turns_after_that_point(dock
     rows = []
     for turn in ("one<|im_end|>", "two<|im_end|>", "three<|im_end|>", "four<|im_end|>"):
         await answer(dock, stage)
-        rows.append(stage.seen.cut_turns)
+        rows.append(stage.trajectories.seen.cut_turns)
         await say(dock, turn)
     await answer(dock, stage)
     [row] = await ended(dock)
@@ -147,7 +150,7 @@ async def test_what_stays_of_a_conversation_stays_as_it_was_generated(dock: Dock
     assert BEGIN + text == expected
     assert progress.generated == (0, 5)
     assert len(progress.turn_starts) == 2
-    await stage.caller.end()
+    await stage.trajectories.caller.end()
 
 
 async def test_tools_are_those_of_the_request_and_calls_come_back(dock: Dock) -> None:
@@ -185,7 +188,7 @@ async def test_the_three_forms_of_requests_continue_one_conversation(dock: Dock)
     await answer(dock, stage)
     [row] = await ended(dock)
     assert row["environment_reward"] == 1.0
-    assert stage.seen.cut_turns == 0
+    assert stage.trajectories.seen.cut_turns == 0
     assert len(row["turn_starts"]) == 2
     anthropic, responses, image, assistant, several = programs.seen
     assert [block["type"] for block in anthropic["content"]] == ["text", "tool_use"]
@@ -225,9 +228,9 @@ async def test_a_limit_ends_the_session_and_the_program_keeps_its_reward(
     await admit(dock, {"prompt": "Hi"})
     for _ in range(2):
         await answer(dock, stage)
-        if not stage.seen.endings:
+        if not stage.trajectories.seen.endings:
             await say(dock, "one<|im_end|>")
-    if not stage.seen.endings:
+    if not stage.trajectories.seen.endings:
         await answer(dock, stage)
     [row] = await ended(dock)
     assert (row["ending"], row["environment_reward"]) == (ending, 0.5)
@@ -251,7 +254,7 @@ async def test_a_program_that_fails_costs_its_trajectory(
     printed = capsys.readouterr().out
     assert reason in printed
     assert "programs.py" in printed
-    await stage.caller.end()
+    await stage.trajectories.caller.end()
 
 
 async def test_a_key_is_good_for_its_session_while_that_lasts(dock: Dock) -> None:
@@ -285,10 +288,10 @@ async def test_a_replayable_program_goes_on_at_the_same_token_in_another_worker(
     for turn in ("one<|im_end|>", "two<|im_end|>"):
         await answer(dock, stage)
         await say(dock, turn)
-    await stage.caller.end()
+    await stage.trajectories.caller.end()
     other = await stage_of(dock, "talk")
     await answer(dock, other)
-    assert (other.seen.replayed, other.seen.remade) == (1, 0)
+    assert (other.trajectories.seen.replayed, other.trajectories.seen.remade) == (1, 0)
     await say(dock, "three<|im_end|>")
     await answer(dock, other)
     [row] = await ended(dock)
@@ -304,4 +307,4 @@ async def test_special_tokens_of_a_program_are_text(dock: Dock) -> None:
     special = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
     assert progress.token_ids.count(special) == 1
     assert ENVIRONMENT not in programs.seen
-    await stage.caller.end()
+    await stage.trajectories.caller.end()
