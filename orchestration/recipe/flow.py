@@ -15,6 +15,7 @@ from stages.algorithms import NamedAlgorithm
 from stages.flow.catalogue import (
     ENDED,
     ENDING,
+    MASK,
     PROMPT,
     RESPONSE,
     ROUTED,
@@ -144,6 +145,13 @@ def reward_reads(
     ]
     asked = {name for each in parameters for name, needed in each.items() if needed or not required}
     return {name: kind for name, kind in made.items() if name in asked}
+
+
+def trajectory_reads(recipe: Recipe) -> list[str]:
+    """The columns of trajectories that the recipe's reward functions have parameters for: those of
+    its own stages are not made in evaluations."""
+    made = {**TRAJECTORY, **ENDED}.keys() - {MASK}
+    return [name for name in reward_reads(recipe, ()) if name in made]
 
 
 def stage_columns(recipe: Recipe) -> Columns:

@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from orchestration.checkpoints.checkpoint import MODEL
 from orchestration.guard.rules import TOKENIZER
+from orchestration.recipe.flow import trajectory_reads
 from orchestration.recipe.sizes.planner import prompt_limits
 from orchestration.workers.engines import probe_rule, rollout_engine, sampling_of, weight_reader
 from orchestration.workers.job import Job, Work
 from pipeline.data.events import AlarmEvent
+from pipeline.first_of import cancel_all
 from stages.adapters.options import ADAPTER
 from stages.engines.protocols import CuttingEngine, RolloutEngine, TokenizingEngine
 from stages.flow.catalogue import ENVIRONMENT
@@ -24,6 +27,9 @@ from stages.rollout.stage import Rollout
 from stages.rollout.swapper import Swapper, SwapPolicy
 from stages.rollout.weight_follower import WeightFollower
 from stages.threads import run_in_temporary_thread
+
+if TYPE_CHECKING:
+    from stages.trajectories.trajectory import Trajectories
 
 # of the engine's rows, for an evaluation that is not complete when the next version comes
 EVALUATION_SHARE = 0.25
@@ -50,17 +56,17 @@ class RolloutJob(Job):
         )
         # Prompts are read while the engine loads. Loading a model starts threads that generating
         # does not need: they end with the temporary one.
-        prompts = asyncio.ensure_future(asyncio.to_thread(held_out_prompts, self))
+        held_out = asyncio.create_task(self._held_out())
         try:
             engine = await asyncio.to_thread(run_in_temporary_thread, make)
             self.resources.push_async_callback(engine.close)
+            trajectories, prompts = await held_out
         finally:
-            await asyncio.wait([prompts])
+            await cancel_all(held_out)
         self.version = lambda: engine.version
         if isinstance(engine, TokenizingEngine) and TOKENIZER not in recipe.guard.off:
             await refuse_other_tokenizer(self, engine)
-        ends = await turn_ends(self)
-        stage, evaluator = make_rollout(self, engine, prompts.result(), ends)
+        stage, evaluator = make_rollout(self, engine, prompts, trajectories)
         self._stage = stage
         overlap = recipe.staleness_plan.slack > 0
         reader = weight_reader(recipe, self.paths.shared, self.secret)
@@ -90,6 +96,20 @@ class RolloutJob(Job):
             overlap=overlap,
         )
         await self._follower.begin()
+
+    async def _held_out(self) -> tuple[Trajectories | None, list[Prompt]]:
+        """Return what evaluations play, where the run has environments, and their prompts."""
+        trajectories = None
+        if self.recipe.has_environment:
+            from orchestration.environments.declared import declarations
+            from orchestration.environments.trajectories import make_caller, make_trajectories
+
+            declared = await declarations(self.index)
+            log = self.paths.out / "logs" / f"{self.kind}-{self.number}.environments.log"
+            caller = make_caller(self.recipe, self.recipe.rollout.max_rows, log)
+            self.resources.push_async_callback(caller.end)
+            trajectories = make_trajectories(self.recipe, self.tokenizer, caller, declared)
+        return trajectories, await asyncio.to_thread(held_out_prompts, self, trajectories)
 
     async def leave(self) -> None:
         """Cut and park what is in flight, and hand back what has no token.
@@ -136,39 +156,33 @@ async def refuse_other_tokenizer(job: Job, engine: TokenizingEngine) -> None:
     raise ValueError(f"{reason}. {look}")
 
 
-def held_out_prompts(job: Job) -> list[Prompt]:
+def held_out_prompts(job: Job, trajectories: Trajectories | None = None) -> list[Prompt]:
     """Return what evaluations answer: on worker 0, where the recipe asks for evaluation, else
-    nothing."""
+    nothing. ``trajectories``: of a run with environments."""
     recipe = job.recipe
     if not recipe.evaluate.every or job.number:
         return []
+    opens = trajectories.dialogue if trajectories else None
     held_out = load_prompts(
-        recipe.prompts, job.tokenizer, recipe.seed, limits=prompt_limits(recipe)
+        recipe.prompts, job.tokenizer, recipe.seed, limits=prompt_limits(recipe), opens=opens
     ).held_out
     assert held_out is not None, "checked with the recipe"
-    return distinct_prompts(held_out, recipe.evaluate.prompts)
-
-
-async def turn_ends(job: Job) -> tuple[int, ...]:
-    """Return the tokens that end a turn beside those that end a response; () where no environment
-    answers turns."""
-    if not job.recipe.has_environment:
-        return ()
-    from orchestration.environments.declared import declarations
-    from orchestration.recipe.dialogue import dialogue_of
-
-    declared = await declarations(job.index)
-    return dialogue_of(job.recipe, job.tokenizer, declared).stop_token_ids
+    return distinct_prompts(held_out, recipe.evaluate.prompts, by_row=recipe.has_environment)
 
 
 def make_rollout(
-    job: Job, engine: RolloutEngine, prompts: Sequence[Prompt], ends: Sequence[int] = ()
+    job: Job,
+    engine: RolloutEngine,
+    prompts: Sequence[Prompt],
+    trajectories: Trajectories | None = None,
 ) -> tuple[Rollout, Evaluator | None]:
     """Return the rollout stage of ``engine``, and the evaluator that answers ``prompts``, if there
-    are any. ``ends``: further tokens that end a turn."""
+    are any. ``trajectories``: that evaluations play, of a run with environments."""
     recipe = job.recipe
     sampling = sampling_of(job.recipe, job.tokenizer)
-    sampling = replace(sampling, stop_token_ids=tuple(sorted({*sampling.stop_token_ids, *ends})))
+    if trajectories is not None:
+        ends = {*sampling.stop_token_ids, *trajectories.dialogue.stop_token_ids}
+        sampling = replace(sampling, stop_token_ids=tuple(sorted(ends)))
     size = job.recipe.algorithm.group_size
     # A single worker takes a whole step's groups at once, so that the batch that it decodes does
     # not depend on how fast the rest of the run is; several workers, also those that join later,
@@ -189,7 +203,13 @@ def make_rollout(
     )
     if not prompts:
         return stage, None
-    return stage, Evaluator(
+    make: Callable[..., Evaluator] = Evaluator
+    if trajectories is not None:
+        from stages.trajectories.evaluate import PlayingEvaluator
+
+        fails_run = recipe.environment.on_error == "fail"
+        make = functools.partial(PlayingEvaluator, trajectories=trajectories, fails_run=fails_run)
+    return stage, make(
         engine,
         sampling,
         job.rewards(),
@@ -198,4 +218,5 @@ def make_rollout(
         recipe.evaluate.samples,
         rows=recipe.rollout.max_rows,
         share=EVALUATION_SHARE,
+        reads=trajectory_reads(recipe),
     )

@@ -175,7 +175,7 @@ class StepEvent(EventData, kind="step"):
 
 
 class Answer(Payload):
-    """A held-out prompt and its greedy response."""
+    """A held-out prompt and its greedy response; of several turns, a line for each speaker."""
 
     prompt: str
     response: str
@@ -189,12 +189,14 @@ class EvaluationEvent(EventData, kind="evaluation"):
     step: Annotated[int, Doc("Steps that had been made.")]
     count: Annotated[int, Doc("Answers that have a reward.")]
     failed: Annotated[
-        int, Doc("Answers on which a reward function failed; they are in no mean.")
+        int, Doc("Answers on which a reward function or their environment failed; in no mean.")
     ] = 0
     absent: Annotated[
         int, Doc("Answers to which no reward function applies; they are in no mean.")
     ] = 0
-    reason: Annotated[str, Doc("Why a reward function failed first in this run.")] = ""
+    reason: Annotated[
+        str, Doc("Why an environment failed first, or, first in this run, a reward function.")
+    ] = ""
     reward_mean: Annotated[Number, Doc("Of these `count` answers; null where there is none.")]
     functions: Annotated[
         Mapping[str, Number], Doc("Mean score of each reward function, where there are several.")
@@ -208,7 +210,7 @@ class EvaluationEvent(EventData, kind="evaluation"):
     ] = 0
     last_version: Annotated[int | None, Doc("The newest that gave an answer.")] = None
     seconds: Annotated[Number, Doc("From its beginning to the last answer.")] = None
-    tokens: Annotated[int, Doc("Tokens of the answers.")] = 0
+    tokens: Annotated[int, Doc("Generated tokens of the answers.")] = 0
     share: Annotated[Number, Doc("Of the engine's rows that it took in that time, on average.")] = (
         None
     )

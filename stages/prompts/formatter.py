@@ -127,6 +127,11 @@ class PromptFormatter:
         """Return the row's prompt: a string or messages. Raises PromptError."""
         return prompt_in(self._plain(row, where), self.options.column, where)
 
+    def identity(self, row: Row, where: str) -> str | list[Message] | Row:
+        """Return what tells the row from others: its prompt; all of its columns where environments
+        answer, as these have the task there. Raises PromptError."""
+        return self.given(row, where) if self._opens is None else self._plain(row, where)
+
     def _plain(self, row: Row, where: str) -> Row:
         options = self.options
         plain = plain_row(row, where, options.leave_out, self.changes)

@@ -8,9 +8,10 @@ and held out.
 
 A prompt is a pure function of ``(options, seed, seq)``: a run that resumes, or repeats a lost
 group, gets the same prompt for the same ``seq``, and no position has to be saved. Tables are
-shuffled in each epoch; procedural sources never end. The side of a prompt follows from its text and
-the seed: the same text is never on both, however often a source repeats it. A position in a mixture
-is a position in each source, and shares are exact after each block.
+shuffled in each epoch; procedural sources never end. The side of a prompt follows from its text (of
+a run with environments, from all columns of its row) and the seed: the same text is never on both,
+however often a source repeats it. A position in a mixture is a position in each source, and shares
+are exact after each block.
 """
 
 from __future__ import annotations
@@ -128,8 +129,8 @@ def _split(
         return PromptSplit(procedural[0], procedural[1] if options.held_out else None)
     sides: tuple[list[int], list[int]] = ([], [])
     for number in formatter.fitting(rows, too_long):
-        prompt = formatter.given(rows[number], rows.where(number))
-        sides[is_held_out(prompt, seed, options.held_out)].append(number)
+        identity = formatter.identity(rows[number], rows.where(number))
+        sides[is_held_out(identity, seed, options.held_out)].append(number)
     for name, side in zip(("train", "held-out"), sides, strict=True):
         if not side and (name == "train" or options.held_out):
             raise _empty_side(options, formatter.limits, len(rows), too_long.skipped, name)
@@ -155,10 +156,10 @@ def _empty_side(
     return PromptError(problem, "change prompts.held_out")
 
 
-def is_held_out(given: str | list[Message], seed: int, share: float) -> bool:
-    """Return whether a prompt belongs to the held-out side: by a hash of its text and the seed,
-    uniform on [0, 1)."""
-    text = given if isinstance(given, str) else json.dumps(given, sort_keys=True)
+def is_held_out(identity: str | list[Message] | Row, seed: int, share: float) -> bool:
+    """Return whether a prompt belongs to the held-out side: by a hash of its identity
+    (:meth:`PromptFormatter.identity`) and the seed, uniform on [0, 1)."""
+    text = identity if isinstance(identity, str) else json.dumps(identity, sort_keys=True)
     digest = hashlib.blake2b(f"{seed}:{text}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") < share * 2**64
 
@@ -229,7 +230,7 @@ class ProceduralPrompts:
         for number in range(seq, seq + PROCEDURAL_ATTEMPTS * ATTEMPT_STRIDE, ATTEMPT_STRIDE):
             row = self._row(number)
             where = f"row {number} of {task}"
-            if is_held_out(formatter.given(row, where), self._seed, share) != self._held_out:
+            if is_held_out(formatter.identity(row, where), self._seed, share) != self._held_out:
                 continue
             if (prompt := formatter.bounded(row, where, self.too_long)) is not None:
                 return prompt

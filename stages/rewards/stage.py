@@ -438,7 +438,7 @@ async def score_rows(
         completions = [
             [
                 {"role": role, "content": rewards.text(tokenizer, part)}
-                for role, part in _segments(row, mask)
+                for role, part in segments(row, mask)
             ]
             for row, mask in zip(ids, masks, strict=True)
         ]
@@ -451,7 +451,7 @@ async def score_rows(
     )
 
 
-def _segments(ids: Sequence[int], mask: Sequence[bool]) -> Iterator[tuple[str, list[int]]]:
+def segments(ids: Sequence[int], mask: Sequence[bool]) -> Iterator[tuple[str, list[int]]]:
     """Yield the turns and the observations of a trajectory, each with the role of its message."""
     for is_turn, tokens in groupby(zip(ids, mask, strict=True), key=itemgetter(1)):
         yield "assistant" if is_turn else "tool", [token for token, _ in tokens]

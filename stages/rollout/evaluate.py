@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from tensordict import NonTensorStack, TensorDict
@@ -25,16 +26,31 @@ from tensordict import NonTensorStack, TensorDict
 from pipeline.data.events import Answer, EvaluationEvent
 from pipeline.first_of import cancel_all, first_of
 from pipeline.index.client import Index
-from stages.engines.protocols import Completion, GroupRequest, RolloutEngine, SamplingParams
+from stages.engines.protocols import GroupRequest, RolloutEngine, SamplingParams
+from stages.flow.catalogue import OBSERVED
 from stages.model.load import Tokenizer
 from stages.prompts.formatter import Prompt
 from stages.prompts.sources import PromptSource
-from stages.rewards.scores import has_failed, mean_of
+from stages.rewards.scores import RewardScores, has_failed, mean_of
 from stages.rewards.stage import RewardSet, score_rows
 from stages.weights.documents import EVALUATED
 
 WAIT_SECONDS = 1.0  # room is asked for again this often
 DRAWS_PER_PROMPT = 20  # at most, to find distinct prompts: a small procedural source repeats itself
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What the policy has made of a held-out prompt.
+
+    ``columns``: of its row, for the reward functions: ragged ones [T], others []. ``text``: as it
+    is shown. ``tokens``: that the policy has made. ``failure``: why it is not scored ("").
+    """
+
+    columns: Mapping[str, Any]
+    text: str
+    tokens: int
+    failure: str = ""
 
 
 @dataclass(frozen=True)
@@ -56,6 +72,29 @@ class Evaluator:
     share: float = 1.0
     """Of those, an evaluation that has waited takes at most so much while training needs all of
     them."""
+    reads: Sequence[str] = ()
+    """Further columns that the reward functions get."""
+
+    def request(self, number: int) -> GroupRequest:
+        """Return the request for a greedy answer to the prompt ``number``."""
+        greedy = replace(self.params, temperature=0.0, top_k=0, top_p=1.0)
+        return GroupRequest(-1 - number, (0,), self.prompts[number].ids, greedy, 0)
+
+    def decode(self, token_ids: list[int]) -> str:
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    async def answer(
+        self, numbers: Sequence[int], version: int
+    ) -> AsyncGenerator[tuple[int, Attempt], None]:
+        """Have the engine, at ``version``, answer the prompts ``numbers``, and yield each with its
+        number as it ends."""
+        requests = [self.request(number) for number in numbers]
+        async with aclosing(self.engine.generate(requests)) as completions:  # type: ignore[type-var]
+            async for completion in completions:
+                check_version(completion.versions, version)
+                ids = completion.token_ids
+                text = self.decode(ids.tolist())
+                yield -1 - completion.group, Attempt({"response_ids": ids}, text, len(ids))
 
     async def run(self, version: int) -> EvaluationEvent:
         """Return the `evaluation` event of ``version``, which the engine must have loaded: all
@@ -77,7 +116,7 @@ class Evaluation:
         self.version = version
         self.last_version = version
         self._left = list(range(len(evaluator.prompts)))
-        self._answers: dict[int, Completion] = {}
+        self._answers: dict[int, Attempt] = {}
         self._began = time.monotonic()
         self._row_seconds = 0.0
 
@@ -117,67 +156,75 @@ class Evaluation:
             await cancel_all(*running)
 
     async def _answer(self, numbers: Sequence[int], version: int) -> None:
-        greedy = replace(self.evaluator.params, temperature=0.0, top_k=0, top_p=1.0)
-        prompts = self.evaluator.prompts
-        requests = [GroupRequest(-1 - i, (0,), prompts[i].ids, greedy, 0) for i in numbers]
         began = time.monotonic()
-        async with aclosing(self.evaluator.engine.generate(requests)) as completions:  # type: ignore[type-var]
-            async for completion in completions:
-                if completion.versions != ((version, len(completion.token_ids)),):
-                    raise RuntimeError(
-                        f"evaluation of version {version} was answered by versions "
-                        f"{completion.versions}"
-                    )
-                self._answers[-1 - completion.group] = completion
+        async with aclosing(self.evaluator.answer(numbers, version)) as answers:
+            async for number, attempt in answers:
+                self._answers[number] = attempt
                 self._row_seconds += time.monotonic() - began
 
     async def event(self) -> EvaluationEvent:
         """Score the answers, all of which are there, and return the event."""
         seconds = time.monotonic() - self._began
         evaluator = self.evaluator
-        answers = self._answers
-        order = range(len(answers))
-        rows = TensorDict({}, batch_size=[len(answers)])
-        rows["response_ids"] = torch.nested.nested_tensor(
-            [answers[i].token_ids for i in order], layout=torch.jagged
-        )
-        rows["given"] = NonTensorStack(*(prompt.given_json for prompt in evaluator.prompts))
-        rows["fields"] = NonTensorStack(*(prompt.fields_json for prompt in evaluator.prompts))
-        scores = await score_rows(evaluator.rewards, evaluator.tokenizer, rows)
+        answers = [self._answers[number] for number in range(len(self._answers))]
+        failures = [answer.failure for answer in answers if answer.failure]
+        scored = [number for number, answer in enumerate(answers) if not answer.failure]
+        scores = await self._scores(scored)
         counted = scores.counted
         failed = has_failed(scores.scores)
-        rewards = [
-            float(total) if has else None for total, has in zip(scores.total, counted, strict=True)
-        ]
+        if bool(failed.any()):
+            failures += evaluator.rewards.failures.values()
+        rewards = {
+            number: float(total)
+            for number, total, has in zip(scored, scores.total, counted, strict=True)
+            if has
+        }
         names = evaluator.rewards.names
         return EvaluationEvent(
             version=self.version,
             last_version=self.last_version,
             step=self.version,
             count=int(counted.sum()),
-            failed=int(failed.any(dim=1).sum()),
+            failed=int(failed.any(dim=1).sum()) + len(answers) - len(scored),
             absent=int(scores.scores.isnan().all(dim=1).sum()),
-            reason=next(iter(evaluator.rewards.failures.values()), "")
-            if bool(failed.any())
-            else "",
+            reason=next(iter(failures), ""),
             reward_mean=mean_of(scores.total, counted),
             functions=scores.means(names) if len(names) > 1 else {},
             samples=[
-                Answer(
-                    prompt=question(evaluator.prompts[i]),
-                    response=str(
-                        evaluator.tokenizer.decode(
-                            answers[i].token_ids.tolist(), skip_special_tokens=True
-                        )
-                    ),
-                    reward=rewards[i],
+                Answer(prompt=question(prompt), response=answer.text, reward=rewards.get(number))
+                for number, (prompt, answer) in enumerate(
+                    zip(evaluator.prompts[: evaluator.samples], answers, strict=False)
                 )
-                for i in range(min(evaluator.samples, len(answers)))
             ],
             seconds=seconds,
-            tokens=sum(len(answer.token_ids) for answer in answers.values()),
+            tokens=sum(answer.tokens for answer in answers),
             share=self._row_seconds / seconds / evaluator.rows if evaluator.rows else None,
         )
+
+    async def _scores(self, numbers: Sequence[int]) -> RewardScores:
+        """Return the scores of the answers to the prompts ``numbers``."""
+        evaluator = self.evaluator
+        if not numbers:
+            return RewardScores(torch.empty(0, len(evaluator.rewards.names)), torch.empty(0))
+        rows = TensorDict({}, batch_size=[len(numbers)])
+        for name in self._answers[numbers[0]].columns:
+            values = [self._answers[number].columns[name] for number in numbers]
+            is_ragged = bool(values[0].dim())
+            rows[name] = (
+                torch.nested.nested_tensor(values, layout=torch.jagged)
+                if is_ragged
+                else torch.stack(values)
+            )
+        prompts = [evaluator.prompts[number] for number in numbers]
+        rows["given"] = NonTensorStack(*(prompt.given_json for prompt in prompts))
+        rows["fields"] = NonTensorStack(*(prompt.fields_json for prompt in prompts))
+        return await score_rows(evaluator.rewards, evaluator.tokenizer, rows, evaluator.reads)
+
+
+def check_version(versions: Sequence[tuple[int, int]], version: int) -> None:
+    """Raise RuntimeError where others than ``version`` have made tokens of an answer."""
+    if {number for number, _ in versions} - {version, OBSERVED}:
+        raise RuntimeError(f"evaluation of version {version} was answered by versions {versions}")
 
 
 def newest_due(version: int, every: int, steps: int) -> int:
@@ -212,13 +259,13 @@ async def record(index: Index, event: EvaluationEvent, due: int, every: int) -> 
     await index.emit(event, EVALUATED.entry(event.version))
 
 
-def distinct_prompts(source: PromptSource, count: int) -> list[Prompt]:
+def distinct_prompts(source: PromptSource, count: int, *, by_row: bool = False) -> list[Prompt]:
     """Return the first ``count`` distinct prompts of ``source``; fewer when it repeats itself
-    before."""
-    prompts: dict[str, Prompt] = {}
+    before. ``by_row``: those of one text differ where other columns of their rows do."""
+    prompts: dict[tuple[str, str], Prompt] = {}
     for number in range(DRAWS_PER_PROMPT * count):
         prompt = source.prompt(number)
-        prompts.setdefault(prompt.text, prompt)
+        prompts.setdefault((prompt.text, prompt.fields_json if by_row else ""), prompt)
         if len(prompts) == count:
             break
     return list(prompts.values())

@@ -35,10 +35,12 @@ def environment_goes_with_the_rest(recipe: Recipe) -> Iterator[Problem]:
         "external.stages": not recipe.runs_stage("rollout"),
         "launch.placement": recipe.colocated,
         "train.router": recipe.train.router == "replay",
-        "evaluate.every": recipe.evaluate.every > 0,
     }
     for key in (key for key, is_set in others.items() if is_set):
         yield problem(recipe, key, "does not go with environment.use", f"take {key} out")
+    if recipe.evaluate.every and "sessions" in recipe.environment.uses.values():
+        reason = "asks for evaluations, and programs outside take trajectories of training alone"
+        yield problem(recipe, "evaluate.every", reason, "set evaluate.every = 0")
 
 
 @check("environment", "reward.functions")

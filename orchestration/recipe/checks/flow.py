@@ -11,6 +11,7 @@ from orchestration.recipe.flow import algorithm_of, declarations_of, flow_of, re
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sections import StageSection
 from pipeline.problems import Problem
+from stages.flow.catalogue import ENDED, TRAJECTORY
 from stages.flow.declarations import FlowError
 from stages.flow.user_stage import stage_class
 from stages.user_code import CodeUnusable
@@ -41,6 +42,8 @@ def flow_resolves(recipe: Recipe) -> Iterator[Problem]:
     try:
         flow_of(recipe)
         reads = reward_reads(recipe, declarations_of(recipe), required=True)
+        if recipe.has_environment:  # its evaluations have trajectories
+            reads = {name: reads[name] for name in reads.keys() - {**TRAJECTORY, **ENDED}.keys()}
     except FlowError as error:
         yield from error.problems
         return

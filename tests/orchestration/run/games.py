@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from typing import Any
 
@@ -28,6 +30,35 @@ class Lost(Slow):
     """The same, which cannot be replayed."""
 
     replayable = False
+
+
+class Near(Guess):
+    """Rewards each digit by how near it is."""
+
+    def step(self, text: str) -> tuple[str | None, float, bool]:
+        hint, _, done = super().step(text)
+        digits = [int(character) for character in text if character.isdigit()]
+        return hint, sum(0.5 ** abs(digit - self._answer) for digit in digits), done
+
+
+class Broken(Guess):
+    """Raises, or ends its process (``how``: "dies"), where one of the digits ``broken`` is to be
+    guessed."""
+
+    def __init__(self, broken: list[int], how: str = "raises") -> None:
+        self._broken = broken
+        self._how = how
+
+    def step(self, text: str) -> tuple[str | None, float, bool]:
+        if self._answer in self._broken:
+            if self._how == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ValueError("not this one")
+        return super().step(text)
+
+
+def count_turns(completions: list[Any], turn_starts: list[list[int]], **_: Any) -> list[float]:
+    return [float(len(starts)) for starts in turn_starts]
 
 
 async def chat(row: dict[str, Any], client: Any, session: Any) -> float:

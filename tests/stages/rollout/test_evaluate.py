@@ -160,7 +160,7 @@ async def test_it_takes_the_room_that_it_is_given_and_gives_way_between_answers(
     assert counts[0] in (3, 4)
     assert most <= 2
     assert (event.version, event.last_version, event.count) == (7, 8, 6)
-    assert event.tokens == sum(len(answer.token_ids) for answer in evaluation._answers.values()) > 0
+    assert event.tokens == sum(answer.tokens for answer in evaluation._answers.values()) > 0
     assert 0 < (event.share or 0) <= 0.25 + 1e-6
     assert (event.seconds or 0) > 0
 
