@@ -15,7 +15,7 @@ import math
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -107,8 +107,7 @@ async def synchronous_run(recipe: Recipe) -> AsyncGenerator[SynchronousStep, Non
     dropping = scored_by(recipe)
     reads = tuple(reward_reads(recipe, []))
     if trajectories is not None:
-        ends = {*sampling.stop_token_ids, *trajectories.dialogue.stop_token_ids}
-        sampling = replace(sampling, stop_token_ids=tuple(sorted(ends)))
+        sampling = trajectories.sampling(sampling)
     rollout = rollout_engine(recipe, version=0)
     trainer = train_engine(recipe)
     reference = reference_engine(recipe) if needs_reference(recipe) else None

@@ -10,6 +10,7 @@
     why            what a run waits for at this moment (api.cli.service.why)
     checkpoint     whether checkpoints are as they were written (api.cli.folder.checkpoint)
     dock, track    the samples of a live run (api.cli.dock); its events in TensorBoard, MLflow or W&B (api.cli.track)
+    env            one trajectory of an environment, before a run (api.cli.env)
     pairs          preference pairs of a run's samples (api.cli.pairs)
 
 Exit codes are in api.cli.common.exit_codes and docs/runs.md.
@@ -56,6 +57,7 @@ COMMANDS = {
         "Serve the newest policy of RUN, and its versions, on a Ray cluster, with Ray "
         "Serve's autoscaling.",
     ),
+    "env": ("api.cli.env:env_app", "Try an environment before a run."),
     "host": (
         "api.cli.service.agent:host_command",
         "Start workers of a run that another machine executes.",

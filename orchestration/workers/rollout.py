@@ -181,8 +181,7 @@ def make_rollout(
     recipe = job.recipe
     sampling = sampling_of(job.recipe, job.tokenizer)
     if trajectories is not None:
-        ends = {*sampling.stop_token_ids, *trajectories.dialogue.stop_token_ids}
-        sampling = replace(sampling, stop_token_ids=tuple(sorted(ends)))
+        sampling = trajectories.sampling(sampling)
     size = job.recipe.algorithm.group_size
     # A single worker takes a whole step's groups at once, so that the batch that it decodes does
     # not depend on how fast the rest of the run is; several workers, also those that join later,

@@ -169,7 +169,7 @@ class Evaluation:
         answers = [self._answers[number] for number in range(len(self._answers))]
         failures = [answer.failure for answer in answers if answer.failure]
         scored = [number for number, answer in enumerate(answers) if not answer.failure]
-        scores = await self._scores(scored)
+        scores = await score_attempts(evaluator, scored, [answers[number] for number in scored])
         counted = scores.counted
         failed = has_failed(scores.scores)
         if bool(failed.any()):
@@ -201,24 +201,25 @@ class Evaluation:
             share=self._row_seconds / seconds / evaluator.rows if evaluator.rows else None,
         )
 
-    async def _scores(self, numbers: Sequence[int]) -> RewardScores:
-        """Return the scores of the answers to the prompts ``numbers``."""
-        evaluator = self.evaluator
-        if not numbers:
-            return RewardScores(torch.empty(0, len(evaluator.rewards.names)), torch.empty(0))
-        rows = TensorDict({}, batch_size=[len(numbers)])
-        for name in self._answers[numbers[0]].columns:
-            values = [self._answers[number].columns[name] for number in numbers]
-            is_ragged = bool(values[0].dim())
-            rows[name] = (
-                torch.nested.nested_tensor(values, layout=torch.jagged)
-                if is_ragged
-                else torch.stack(values)
-            )
-        prompts = [evaluator.prompts[number] for number in numbers]
-        rows["given"] = NonTensorStack(*(prompt.given_json for prompt in prompts))
-        rows["fields"] = NonTensorStack(*(prompt.fields_json for prompt in prompts))
-        return await score_rows(evaluator.rewards, evaluator.tokenizer, rows, evaluator.reads)
+
+async def score_attempts(
+    evaluator: Evaluator, numbers: Sequence[int], attempts: Sequence[Attempt]
+) -> RewardScores:
+    """Return the scores of ``attempts`` at the prompts ``numbers``."""
+    if not attempts:
+        return RewardScores(torch.empty(0, len(evaluator.rewards.names)), torch.empty(0))
+    rows = TensorDict({}, batch_size=[len(attempts)])
+    for name, first in attempts[0].columns.items():
+        values = [attempt.columns[name] for attempt in attempts]
+        rows[name] = (
+            torch.nested.nested_tensor(values, layout=torch.jagged)
+            if first.dim()
+            else torch.stack(values)
+        )
+    prompts = [evaluator.prompts[number] for number in numbers]
+    rows["given"] = NonTensorStack(*(prompt.given_json for prompt in prompts))
+    rows["fields"] = NonTensorStack(*(prompt.fields_json for prompt in prompts))
+    return await score_rows(evaluator.rewards, evaluator.tokenizer, rows, evaluator.reads)
 
 
 def check_version(versions: Sequence[tuple[int, int]], version: int) -> None:

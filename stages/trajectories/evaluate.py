@@ -58,12 +58,18 @@ class PlayingEvaluator(Evaluator):
                 log.warning("environment failed in an evaluation", reason=failure)
                 if self.fails_run:
                     raise EnvironmentUnusable(failure) from failed
-        progress = episode.progress
-        check_version(progress.versions, version)
-        row = ended_columns([progress], [episode.reward], [episode.ending or Ending.FAILED])
-        text = "\n".join(
-            f"{SPEAKERS[role]}: {self.decode(tokens)}"
-            for role, tokens in segments(progress.token_ids, progress.mask())
-        )
-        columns_of_row = {name: column[0] for name, column in row.items()}
-        return number, Attempt(columns_of_row, text, progress.generated[1], failure)
+        check_version(episode.progress.versions, version)
+        return number, attempt_of(episode, self, failure)
+
+
+def attempt_of(episode: Episode, evaluator: Evaluator, failure: str = "") -> Attempt:
+    """Return what the policy has made in ``episode``, which has ended, or failed."""
+    progress = episode.progress
+    ending = Ending.FAILED if episode.ending is None else episode.ending
+    row = ended_columns([progress], [episode.reward], [ending])
+    text = "\n".join(
+        f"{SPEAKERS[role]}: {evaluator.decode(tokens)}"
+        for role, tokens in segments(progress.token_ids, progress.mask())
+    )
+    columns = {name: column[0] for name, column in row.items()}
+    return Attempt(columns, text, progress.generated[1], failure)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pipeline.problems import Fatal
+from stages.engines.protocols import SamplingParams
 from stages.environments.dialogue.interface import Dialogue
 from stages.environments.dialogue.program import ProgramDialogue
 from stages.environments.interface import (
@@ -112,6 +113,11 @@ class Trajectories:
     seen: Figures = field(default_factory=Figures)
     opened: dict[int, Opened] = field(default_factory=dict)
     openings: itertools.count[int] = field(default_factory=itertools.count)
+
+    def sampling(self, params: SamplingParams) -> SamplingParams:
+        """Return ``params`` with the tokens that end a turn."""
+        ends = {*params.stop_token_ids, *self.dialogue.stop_token_ids}
+        return replace(params, stop_token_ids=tuple(sorted(ends)))
 
     def writer(self) -> Writer:
         if isinstance(self.dialogue, ProgramDialogue):
