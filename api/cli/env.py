@@ -59,7 +59,7 @@ def env_try(
         str,
         typer.Argument(
             metavar="USE",
-            help="A recipe with an environment, or what environment.use takes, as my_env:Calculator.",
+            help="A recipe with an environment; or what environment.use takes, as my_env:Sums.",
             autocompletion=complete_recipe,
         ),
     ],

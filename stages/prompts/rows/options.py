@@ -214,7 +214,11 @@ class PromptOptions(RowOptions):
     held_out: Annotated[
         float, FixedOnResume("evaluation would ask prompts that training has seen")
     ] = key(
-        0.0, "Share of distinct prompts that training never sees, for evaluation.", ge=0.0, lt=1.0
+        0.0,
+        "Share of distinct prompts, with environments of distinct rows, that training never sees, "
+        "for evaluation.",
+        ge=0.0,
+        lt=1.0,
     )
 
     def _faults(self) -> Iterator[tuple[str, str, str]]:
