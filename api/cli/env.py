@@ -93,26 +93,24 @@ def env_try(
 ) -> None:
     """Play one trajectory, and print its tokens turn by turn: those that are trained, and pale those
     that are not. A plain environment is called in this process, where a debugger works."""
-    from orchestration.recipe.problems import RecipeError
     from pipeline.problems import ProblemError
     from stages.environments.interface import EnvironmentFailed
     from stages.rewards.registry import RewardError
 
-    recipe = _recipe(use, model, row, set_)
     show = print_json if as_json else _show
     try:
+        recipe = _recipe(use, model, row, set_)
         asyncio.run(_play(recipe, prompt, row, greedy, show))
     except EnvironmentFailed as failed:
         place = f" ({failed.place})" if failed.place else ""
         refuse(f"the environment failed: {failed}{place}", FAILED)
-    except (ProblemError, RecipeError, RewardError) as error:
+    except (ProblemError, RewardError) as error:
         refuse(error)
 
 
 def _recipe(use: str, model: str, row: str, set_: list[str] | None) -> Recipe:
     """Return the recipe that ``use`` names, or one for the environment ``use``."""
     from orchestration.recipe.loading.load import SHIPPED, parse_recipe, read_recipe
-    from orchestration.recipe.problems import RecipeError
 
     overrides = ["evaluate.every=0"]
     if Path(use).is_file() or use in stored():
@@ -128,16 +126,10 @@ def _recipe(use: str, model: str, row: str, set_: list[str] | None) -> Recipe:
             overrides += DEFAULTS
     if model and Path(model) != path:
         overrides.append(f"model.source={json.dumps(model)}")
-    try:
-        tables, problems = read_recipe(path, [*overrides, *(set_ or [])])
-        recipe = parse_recipe(tables, where=use, problems=problems)
-    except RecipeError as error:
-        refuse(error)
+    tables, problems = read_recipe(path, [*overrides, *(set_ or [])])
+    recipe = parse_recipe(tables, where=use, problems=problems)
     if recipe.environment.use in (None, "sessions"):
-        refuse(
-            f"environment.use: {recipe.environment.use or 'none'} in {path}, and an environment is "
-            "tried; give a class or a program, as --set 'environment.use=\"my_env:Calculator\"'"
-        )
+        refuse(f"environment.use: {path} has none to be tried; give a class or a program")
     return recipe
 
 
@@ -161,16 +153,12 @@ async def _play(recipe: Recipe, number: int, row: str, greedy: bool, show: Show)
         params = trajectories.sampling(sampling_of(recipe, tokenizer))
         if greedy:
             params = replace(params, temperature=0.0, top_k=0, top_p=1.0)
-        evaluator = Evaluator(
-            engine := rollout_engine(recipe, version=0),
-            params,
-            reward_set(recipe, end_tokens=params.stop_token_ids),
-            tokenizer,
-            [_prompt(recipe, tokenizer, trajectories, number, row)],
-            samples=1,
-            reads=trajectory_reads(recipe),
-        )
+        prompt = _prompt(recipe, tokenizer, trajectories, number, row)
+        rewards = reward_set(recipe, end_tokens=params.stop_token_ids)
+        engine = rollout_engine(recipe, version=0)
         resources.push_async_callback(engine.close)
+        reads = trajectory_reads(recipe)
+        evaluator = Evaluator(engine, params, rewards, tokenizer, [prompt], 1, reads=reads)
         async for record in _records(evaluator, trajectories, number):
             show(record)
 
@@ -189,10 +177,8 @@ def _prompt(
         prompts = load_prompts(recipe.prompts, tokenizer, recipe.seed, limits=limits, opens=opens)
         return prompts.train.prompt(number)
     try:
-        columns = json.loads(row)
-        if not isinstance(columns, dict):
-            raise ValueError(f"it is a {type(columns).__name__}")
-    except ValueError as error:
+        columns = dict(json.loads(row))
+    except (TypeError, ValueError) as error:
         refuse(f"--row: {row!r} is no JSON object ({error})")
     part = next(iter(recipe.prompts.parts().values()))
     return PromptFormatter(part, tokenizer, limits, opens).prompt(columns, "--row")
@@ -204,7 +190,7 @@ async def _records(
     """Play a trajectory, and yield its prompt, its turns, what the environment answers, its end.
 
     The tokens of answers and turns together are the row's ``response_ids``, but for those that a
-    program goes back behind: the next answer says how many these are (``cut``).
+    program goes back behind: the next answer says how many these are (``cut_tokens``).
     """
     from stages.engines.protocols import GroupRequest
     from stages.rollout.evaluate import score_attempts
@@ -270,7 +256,7 @@ async def _records(
             )
     finally:
         await episode.close()
-    scores = await score_attempts(evaluator, [0], [attempt_of(episode, evaluator)])
+    scores = await score_attempts(evaluator, [attempt_of(evaluator, 0, episode)])
     yield {
         "kind": "end",
         "ending": episode.ending.name.lower(),

@@ -41,12 +41,13 @@ DRAWS_PER_PROMPT = 20  # at most, to find distinct prompts: a small procedural s
 
 @dataclass(frozen=True)
 class Attempt:
-    """What the policy has made of a held-out prompt.
+    """What the policy has made of ``prompt``.
 
     ``columns``: of its row, for the reward functions: ragged ones [T], others []. ``text``: as it
     is shown. ``tokens``: that the policy has made. ``failure``: why it is not scored ("").
     """
 
+    prompt: Prompt
     columns: Mapping[str, Any]
     text: str
     tokens: int
@@ -92,9 +93,11 @@ class Evaluator:
         async with aclosing(self.engine.generate(requests)) as completions:  # type: ignore[type-var]
             async for completion in completions:
                 check_version(completion.versions, version)
+                number = -1 - completion.group
                 ids = completion.token_ids
                 text = self.decode(ids.tolist())
-                yield -1 - completion.group, Attempt({"response_ids": ids}, text, len(ids))
+                columns = {"response_ids": ids}
+                yield number, Attempt(self.prompts[number], columns, text, len(ids))
 
     async def run(self, version: int) -> EvaluationEvent:
         """Return the `evaluation` event of ``version``, which the engine must have loaded: all
@@ -169,7 +172,7 @@ class Evaluation:
         answers = [self._answers[number] for number in range(len(self._answers))]
         failures = [answer.failure for answer in answers if answer.failure]
         scored = [number for number, answer in enumerate(answers) if not answer.failure]
-        scores = await score_attempts(evaluator, scored, [answers[number] for number in scored])
+        scores = await score_attempts(evaluator, [answers[number] for number in scored])
         counted = scores.counted
         failed = has_failed(scores.scores)
         if bool(failed.any()):
@@ -191,10 +194,10 @@ class Evaluation:
             reward_mean=mean_of(scores.total, counted),
             functions=scores.means(names) if len(names) > 1 else {},
             samples=[
-                Answer(prompt=question(prompt), response=answer.text, reward=rewards.get(number))
-                for number, (prompt, answer) in enumerate(
-                    zip(evaluator.prompts[: evaluator.samples], answers, strict=False)
+                Answer(
+                    prompt=question(answer.prompt), response=answer.text, reward=rewards.get(number)
                 )
+                for number, answer in enumerate(answers[: evaluator.samples])
             ],
             seconds=seconds,
             tokens=sum(answer.tokens for answer in answers),
@@ -202,10 +205,8 @@ class Evaluation:
         )
 
 
-async def score_attempts(
-    evaluator: Evaluator, numbers: Sequence[int], attempts: Sequence[Attempt]
-) -> RewardScores:
-    """Return the scores of ``attempts`` at the prompts ``numbers``."""
+async def score_attempts(evaluator: Evaluator, attempts: Sequence[Attempt]) -> RewardScores:
+    """Return the scores of ``attempts``."""
     if not attempts:
         return RewardScores(torch.empty(0, len(evaluator.rewards.names)), torch.empty(0))
     rows = TensorDict({}, batch_size=[len(attempts)])
@@ -216,9 +217,8 @@ async def score_attempts(
             if first.dim()
             else torch.stack(values)
         )
-    prompts = [evaluator.prompts[number] for number in numbers]
-    rows["given"] = NonTensorStack(*(prompt.given_json for prompt in prompts))
-    rows["fields"] = NonTensorStack(*(prompt.fields_json for prompt in prompts))
+    rows["given"] = NonTensorStack(*(attempt.prompt.given_json for attempt in attempts))
+    rows["fields"] = NonTensorStack(*(attempt.prompt.fields_json for attempt in attempts))
     return await score_rows(evaluator.rewards, evaluator.tokenizer, rows, evaluator.reads)
 
 

@@ -59,11 +59,12 @@ class PlayingEvaluator(Evaluator):
                 if self.fails_run:
                     raise EnvironmentUnusable(failure) from failed
         check_version(episode.progress.versions, version)
-        return number, attempt_of(episode, self, failure)
+        return number, attempt_of(self, number, episode, failure)
 
 
-def attempt_of(episode: Episode, evaluator: Evaluator, failure: str = "") -> Attempt:
-    """Return what the policy has made in ``episode``, which has ended, or failed."""
+def attempt_of(evaluator: Evaluator, number: int, episode: Episode, failure: str = "") -> Attempt:
+    """Return what the policy has made of the prompt ``number`` in ``episode``, which has ended, or
+    failed."""
     progress = episode.progress
     ending = Ending.FAILED if episode.ending is None else episode.ending
     row = ended_columns([progress], [episode.reward], [ending])
@@ -72,4 +73,4 @@ def attempt_of(episode: Episode, evaluator: Evaluator, failure: str = "") -> Att
         for role, tokens in segments(progress.token_ids, progress.mask())
     )
     columns = {name: column[0] for name, column in row.items()}
-    return Attempt(columns, text, progress.generated[1], failure)
+    return Attempt(evaluator.prompts[number], columns, text, progress.generated[1], failure)

@@ -114,9 +114,9 @@ def test_what_fails_is_shown_with_its_line(sandbox: str) -> None:
     [
         (("my_env:Sums",), "give --model, and the row by --row"),
         (("my_env:Sums", "--model", "tiny", *ROW), "my_env:Sums: 1 problem\n  environment.use = "),
-        (("guess", "--row", "[1]"), "--row: '[1]' is no JSON object (it is a list)"),
+        (("guess", "--row", "[1]"), "--row: '[1]' is no JSON object ("),
         (("guess", "--row", '{"answer": 3}'), "--row has no column 'prompt'"),
-        (("tiny",), "environment.use: none in "),
+        (("tiny",), "tiny.toml has none to be tried; give a class or a program"),
         (("guess", "--set", 'environment.use="sessions"'), "prompts.chat_template: "),
         (("guess", "--model", "nowhere"), 'model.source = "nowhere": is neither'),
     ],
