@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -38,6 +38,19 @@ def check_request(request: GroupRequest, *, vocabulary: int, context: int) -> No
     if min(params.top_k, params.budget, params.max_tokens - 1) < 0:
         fix = "max_tokens >= 1, top_k and budget >= 0 are needed"
         raise refused("max_tokens", f"{params}", fix)
+    named: dict[str, Sequence[int]] = {
+        "allowed_token_ids": params.allowed_token_ids,
+        "bad_words": [token for word in params.bad_words for token in word],
+        "logit_bias": [token for token, _ in params.logit_bias],
+        "logprob_token_ids": params.logprob_token_ids,
+    }
+    for field, tokens in named.items():
+        if tokens and not 0 <= min(tokens) <= max(tokens) < vocabulary:
+            problem = f"{field} has {min(tokens)}..{max(tokens)}"
+            raise refused(field, problem, f"the model knows 0..{vocabulary - 1}")
+    if params.min_tokens > params.max_tokens:
+        problem = f"min_tokens {params.min_tokens} > max_tokens {params.max_tokens}"
+        raise refused("min_tokens", problem, "give less")
     if "" in params.stop:
         raise refused("stop", f"stop is {params.stop}", "stop strings may not be empty")
     turn_start = max(map(request.turn_start, request.places))

@@ -32,13 +32,17 @@ FinishReason = Literal["stop", "length", "cut"]
 class SamplingParams:
     """The parameters with which tokens are sampled.
 
-    Filters apply in the order temperature, top-k, top-p. Logprobs are those of the distribution
-    after temperature and before top-k and top-p, which the trainer recomputes.
+    What changes logits applies in vLLM's order: ``allowed_token_ids``, ``bad_words`` (tokens of
+    each), ``min_tokens`` (before which none of ``stop_token_ids`` is made), ``logit_bias``, the
+    penalties; then temperature, top-k, top-p, min-p. Logprobs are those of the policy itself: after
+    temperature and before all else, which the trainer recomputes.
 
     ``temperature == 0`` is greedy; logprobs are then those at temperature 1. ``top_k == 0`` and
     ``top_p == 1.0`` disable the filters. A response ends when its decoded text contains one of the
     ``stop`` strings (its tokens are kept), or with one of ``stop_token_ids`` (included).
-    ``max_tokens`` limits the tokens of a response, of one with several turns those of a turn.
+    Stop strings end it after ``min_tokens`` alone. ``max_tokens`` limits the tokens of a response,
+    of one with several turns those of a turn. ``logprob_token_ids``: of which tokens a stream has
+    the logprobs, in place of the likeliest ones.
     ``budget`` limits those of one request, after which the response is cut, to be continued by
     another request (0: no limit).
     """
@@ -50,6 +54,15 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     budget: int = 0
+    min_p: float = 0.0
+    min_tokens: int = 0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    logprob_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -18,21 +18,30 @@ class Decodes(Protocol):
 class ResponseText:
     """Decodes the tokens of one response. Its text ends before the first of the ``stops``; text
     that may turn out to be the beginning of one, and bytes of an incomplete character, are returned
-    later. ``stopped``: there is no more text. ``special_tokens``: they have a text, too.
-    ``newest``: what the last call has decoded, before stop strings."""
+    later. ``stopped``: at which stop string it has ended. ``special_tokens``: they have a text,
+    too. ``least``: tokens in which no stop string is looked for. ``include_stop``: the text has the
+    stop string at its end. ``newest``: what the last call has decoded, before stop strings."""
 
     def __init__(
-        self, tokenizer: Any, stops: Sequence[str] = (), *, special_tokens: bool = False
+        self,
+        tokenizer: Any,
+        stops: Sequence[str] = (),
+        *,
+        special_tokens: bool = False,
+        least: int = 0,
+        include_stop: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
-        self._stops = stops
+        self._all_stops = stops
+        self._least = least
+        self._include_stop = include_stop
         self._options = {} if special_tokens else {"skip_special_tokens": True}
         self._ids: list[int] = []
         # of the tokens that were decoded last: the next ones are decoded after them
         self._begin = self._end = 0
         self._held = ""
         self.newest = ""
-        self.stopped = False
+        self.stopped = ""
 
     def __len__(self) -> int:
         """Return the number of tokens."""
@@ -58,13 +67,18 @@ class ResponseText:
         if self.stopped or not (self.newest or whole):
             return ""
         text = self._held + self.newest
-        stop_positions = [at for stop in self._stops if (at := text.find(stop)) >= 0]
-        self.stopped = bool(stop_positions)
-        certain = (
-            min(stop_positions) if stop_positions else len(text) if whole else self._certain(text)
-        )
+        matches = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if matches:
+            certain, self.stopped = min(matches)
+            certain += len(self.stopped) if self._include_stop else 0
+        else:
+            certain = len(text) if whole else self._certain(text)
         self._held = text[certain:]
         return text[:certain]
+
+    @property
+    def _stops(self) -> Sequence[str]:
+        return self._all_stops if len(self._ids) > self._least else ()
 
     def _decode_newest(self, *, whole: bool) -> str:
         """Return what the tokens after those of the last call add; "" while they end inside a

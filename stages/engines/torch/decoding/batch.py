@@ -26,7 +26,7 @@ import structlog
 import torch
 
 from stages import device as devices
-from stages.engines.protocols import Completion, FinishReason, Token
+from stages.engines.protocols import Completion, FinishReason, RequestRefused, Token
 from stages.engines.response_text import Decodes, ResponseText
 from stages.engines.responses import response_failed
 from stages.engines.torch.decoding.decoder import NOT_FINITE, TorchDecoder
@@ -238,6 +238,9 @@ class ContinuousBatch:
         self, rows: Sequence[ResponseRow], logits: Sequence[torch.Tensor | Exception]
     ) -> Sequence[Made | Exception]:
         whole = [each for each in logits if not isinstance(each, Exception)]
+        for row, each in zip(rows, logits, strict=True):
+            if not isinstance(each, Exception):
+                row.start(each)
         try:
             if len(whole) == len(rows):
                 return _read(self._draw(rows, torch.stack(whole)))
@@ -319,7 +322,7 @@ class ContinuousBatch:
         fed = before.tokens if before else torch.tensor([row.tokens[-1] for row in self.rows])
         cached = [row.length for row in self.decoder.rows]
         try:
-            launched = self._draw(self.rows, self.decoder.decode(fed), unread=1 if before else 0)
+            launched = self._draw(self.rows, self.decoder.decode(fed), before)
         except Exception as error:
             _warn_of_one_by_one(error)
             for decoder_row, length in zip(self.decoder.rows, cached, strict=True):
@@ -356,11 +359,20 @@ class ContinuousBatch:
         beyond it."""
         return any(len(row.tokens) + 1 >= row.limit for row in self.rows)
 
-    def _draw(self, rows: Sequence[ResponseRow], logits: torch.Tensor, unread: int = 0) -> Drawn:
-        """Draw the next token of each of ``rows``, ``unread`` tokens after its last one."""
+    def _draw(
+        self, rows: Sequence[ResponseRow], logits: torch.Tensor, before: Drawn | None = None
+    ) -> Drawn:
+        """Draw the next token of each of ``rows``, after the token ``before`` it where that was not
+        read."""
+        unread = 1 if before else 0
         points = [uniform(row.request.seed, row.place, len(row.tokens) + unread) for row in rows]
         alternatives = max(row.submission.alternatives or 0 for row in rows)
-        return draw(logits, [row.request.params for row in rows], points, alternatives)
+        processed = {n: row.processed for n, row in enumerate(rows) if row.processed is not None}
+        for number, changes in processed.items():
+            newest = before.tokens[number : number + 1] if before else None
+            changes.follow(rows[number].tokens, newest)
+        params = [row.request.params for row in rows]
+        return draw(logits, params, points, alternatives, processed)
 
     def _draw_alone(self, row: ResponseRow, logits: torch.Tensor) -> Made | Exception:
         """Draw the next token of ``row`` from ``logits`` [V].
@@ -404,10 +416,11 @@ class ContinuousBatch:
             raise made
         (token, *others), (logprob, *logprobs) = made
         if math.isnan(logprob):
-            raise ValueError(NOT_FINITE)
+            raise _no_token(row)
         row.append(token, logprob, self.version)
         row.ended = self._finish_reason(row)
-        likeliest = list(zip(others, logprobs, strict=True))[: row.submission.alternatives or 0]
+        count = len(row.request.params.logprob_token_ids) or row.submission.alternatives or 0
+        likeliest = list(zip(others, logprobs, strict=True))[:count]
         # tokens that pad the head have no probability
         possible = tuple(alternative for alternative in likeliest if alternative[1] > -math.inf)
         return Token(row.request.group, row.place, token, logprob, self.version, possible)
@@ -458,12 +471,24 @@ class ContinuousBatch:
         """
         assert self._tokenizer is not None
         if row.text is None:
-            row.text = ResponseText(self._tokenizer, row.request.params.stop, special_tokens=True)
+            params = row.request.params
+            row.text = ResponseText(
+                self._tokenizer, params.stop, special_tokens=True, least=params.min_tokens
+            )
         for token in row.tokens[row.turn_start + len(row.text) :]:
             row.text.add(token)
         if whole:
             row.text.finish()
-        return row.text.stopped
+        return bool(row.text.stopped)
+
+
+def _no_token(row: ResponseRow) -> ValueError:
+    """Return the error of a row whose next token has no probability."""
+    if row.processed is None:
+        return ValueError(NOT_FINITE)
+    problem = "the request allows no token that the model has, or its logits are not finite"
+    fix = "allow more by allowed_token_ids, bad_words or min_tokens"
+    return RequestRefused(row.request.group, "allowed_token_ids", problem, fix)
 
 
 def _read(drawn: Drawn) -> list[Made]:

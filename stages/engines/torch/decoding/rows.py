@@ -13,6 +13,7 @@ from stages.engines.protocols import Completion, FinishReason, GroupRequest, Tok
 from stages.engines.response_text import ResponseText
 from stages.engines.responses import ResponseInProgress
 from stages.engines.torch.decoding.decoder import Prompt
+from stages.engines.torch.decoding.processors import ProcessedRow, asked_of
 
 
 @dataclass(eq=False)
@@ -68,6 +69,7 @@ class ResponseRow(ResponseInProgress):
         self.ended: FinishReason | None = None
         self.failure: Exception | None = None
         self.text: ResponseText | None = None  # in which stop strings are looked for
+        self.processed: ProcessedRow | None = None  # where its request changes logits
 
     @property
     def done(self) -> bool:
@@ -77,6 +79,12 @@ class ResponseRow(ResponseInProgress):
         """Take over the ``experts`` of the first fed tokens: of those that have none yet."""
         known = 0 if self.begun_routing is None else len(self.begun_routing)
         self.routing = [torch.cat(experts)[known:]]
+
+    def start(self, logits: torch.Tensor) -> None:
+        """Prepare for what changes the ``logits`` [V] of its tokens."""
+        params = self.request.params
+        if asked_of(params):
+            self.processed = ProcessedRow(params, self.group.ids, self.turn_start, logits)
 
     def append(self, token: int, logprob: float, version: int) -> None:
         self.tokens.append(token)

@@ -1,20 +1,22 @@
 """Sampling: from logits on a device to tokens and logprobs, without a synchronisation with the
 device in between.
 
-logits [R, V] ─▶ temperature ─▶ weights = softmax ─▶ top-k, top-p ─▶ inverse of the cumulative sum at
-each row's own number in [0, 1) ─▶ Drawn: tokens on the device, copied to the host by read()
+logits [R, V] ─▶ processors of some rows ─▶ temperature ─▶ weights = softmax ─▶ top-k, top-p, min-p ─▶ inverse of
+the cumulative sum at each row's own number in [0, 1) ─▶ Drawn: tokens on the device, copied to the host by read()
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 
 from stages import device as devices
 from stages.engines.protocols import SamplingParams
+from stages.engines.torch.decoding.processors import ProcessedRow
 
 BLOCK = 256  # columns that one level of a search looks at
 
@@ -56,11 +58,21 @@ def draw(
     params: Sequence[SamplingParams],
     points: Sequence[float],
     alternatives: int = 0,
+    processed: Mapping[int, ProcessedRow] = MappingProxyType({}),
 ) -> Drawn:
     """Draw one token per row of ``logits`` float32 [R, V] (overwritten), by inverting the
     cumulative distribution at ``points`` in [0, 1). Its logprob, and those of the ``alternatives``
-    likeliest tokens, are those after temperature and before top-k and top-p."""
+    likeliest tokens, or of those that ``params`` name, are those after temperature and before the
+    changes of ``processed`` rows, top-k, top-p and min-p. NaN: no token of the row may be made."""
     device = logits.device
+    named = {i: p.logprob_token_ids for i, p in enumerate(params) if p.logprob_token_ids}
+    alternatives = max(alternatives, *map(len, named.values())) if named else alternatives
+    changed = devices.put(torch.tensor(list(processed)), device) if processed else None
+    if changed is not None:
+        temperatures = [[params[i].temperature or 1.0] for i in processed]
+        plain = (logits[changed] / devices.put(torch.tensor(temperatures), device)).log_softmax(-1)
+        for i, row in processed.items():
+            row.change(logits[i])
     if any(p.temperature not in (0.0, 1.0) for p in params):
         logits /= devices.put(torch.tensor([p.temperature or 1.0 for p in params]), device)[:, None]
     greedy = [not p.temperature for p in params]
@@ -70,14 +82,23 @@ def draw(
     # On a CPU in place, and with softmax's exponentials: a fresh tensor of this size, or exp_,
     # takes longer than all else.
     weights = torch.softmax(logits, -1, out=logits if device.type == "cpu" else None)
+    if changed is not None:
+        plain += 0.0 * weights[changed]
+        if exact is not None:
+            exact[changed] = plain
     chosen = weights
-    filtered = [i for i, p in enumerate(params) if p.temperature and (p.top_k or p.top_p < 1.0)]
+    filtered = [
+        i for i, p in enumerate(params) if p.temperature and (p.top_k or p.top_p < 1.0 or p.min_p)
+    ]
     if filtered:
         rows = devices.put(torch.tensor(filtered), device)
         some = weights[rows]
         threshold = keep_from(
             some, [params[i].top_k for i in filtered], [params[i].top_p for i in filtered]
         )
+        if any(shares := [params[i].min_p for i in filtered]):
+            least = devices.put(torch.tensor(shares), device) * some.amax(-1)
+            threshold = torch.maximum(threshold, least)
         chosen = weights.index_copy(0, rows, some.masked_fill_(some < threshold[:, None], 0.0))
     if likeliest is not None and all(greedy):
         tokens = likeliest
@@ -90,12 +111,18 @@ def draw(
     # Softmax makes NaN of a row with a logit that is NaN or infinite.
     index = tokens[:, None]
     if exact is None:
-        return Drawn(tokens, index, weights.gather(-1, index).log())
-    top = exact.topk(min(alternatives, exact.shape[1]))
+        logprobs = weights.gather(-1, index).log()
+        if changed is not None:
+            logprobs[changed] = plain.gather(-1, index[changed])
+        return Drawn(tokens, index, logprobs)
+    logprobs, others = exact.topk(min(alternatives, exact.shape[1]))
+    for i, ids in named.items():
+        others[i, : len(ids)] = devices.put(torch.tensor(ids), device)
+        logprobs[i] = exact[i, others[i]]
     return Drawn(
         tokens,
-        torch.cat([index, top.indices], 1),
-        torch.cat([exact.gather(-1, index), top.values], 1),
+        torch.cat([index, others], 1),
+        torch.cat([exact.gather(-1, index), logprobs], 1),
     )
 
 
