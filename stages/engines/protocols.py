@@ -25,6 +25,10 @@ from stages.flow.catalogue import OBSERVED
 if TYPE_CHECKING:
     from stages.weights.published import Published
 
+CHANGES = (
+    *("allowed_token_ids", "bad_words", "min_tokens", "logit_bias"),
+    *("repetition_penalty", "frequency_penalty", "presence_penalty", "min_p"),
+)
 FinishReason = Literal["stop", "length", "cut"]
 
 
@@ -63,6 +67,12 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     logprob_token_ids: tuple[int, ...] = ()
+
+    @property
+    def changes(self) -> list[str]:
+        """The fields of these parameters that change probabilities, beside temperature, top-k and
+        top-p."""
+        return [name for name in CHANGES if getattr(self, name) != getattr(SamplingParams, name)]
 
 
 @dataclass(frozen=True)
@@ -152,6 +162,8 @@ class Completion:
     logprobs: torch.Tensor  # float32 [T], of the sampled tokens
     versions: tuple[tuple[int, int], ...]
     finish_reason: FinishReason
+    cached_tokens: int = 0
+    """Of the prompt, whose keys and values other requests had computed."""
     routed_experts: torch.Tensor | None = None
     """uint8 or int16 [P + T - 1, layers * top-k], where the engine records them: the experts of all
     fed tokens, as they were chosen when the token after them was made. The part that another
@@ -275,6 +287,18 @@ class StreamingEngine(Protocol):
     ) -> AsyncIterator[Token | Completion]:
         """Generate as :meth:`RolloutEngine.generate` does; before a response's completion come its
         new tokens, in order, each with as many ``alternatives``."""
+
+
+@runtime_checkable
+class PromptScoringEngine(Protocol):
+    """A rollout engine that has logprobs of prompts."""
+
+    async def score_prompt(
+        self, request: GroupRequest, *, alternatives: int
+    ) -> list[tuple[Token, int]]:
+        """Return the tokens after the first one of the prompt of ``request``, with their logprobs
+        at temperature 1 and as many ``alternatives``, and of each its rank (1: the likeliest).
+        Raises ``ValueError`` for a request that cannot be served."""
 
 
 @runtime_checkable

@@ -39,6 +39,7 @@ class ResponseInProgress:
         self.begun = len(self.tokens)
         self.turn_start = request.turn_start(place)
         self.limit = request.limit(place)
+        self.cached_tokens = 0  # of the prompt
         self.begun_routing = begun.routed_experts if begun else None
         self.routing: list[torch.Tensor] = []  # [n, layers * top-k] of the fed tokens after those
 
@@ -58,6 +59,7 @@ class ResponseInProgress:
             logprobs=torch.tensor(self.logprobs, dtype=torch.float32),
             versions=tuple(self.versions),
             finish_reason=reason,
+            cached_tokens=self.cached_tokens,
             routed_experts=self._routed_experts(),
         )
 

@@ -45,6 +45,7 @@ from stages.engines.responses import Responses, engine_failed
 from stages.engines.torch.decoding.batch import ContinuousBatch, Decodes
 from stages.engines.torch.decoding.decoder import TorchDecoder
 from stages.engines.torch.decoding.rows import PendingGroup, ResponseRow, Submission
+from stages.engines.torch.decoding.sampling import ranked
 from stages.engines.torch.decoding.weights import WeightSet
 from stages.threads import deferred, run_in_temporary_thread, run_in_thread
 
@@ -53,6 +54,7 @@ log = structlog.get_logger()
 T = TypeVar("T")
 # for a function that has started at a boundary when its caller gives up, and for the last step
 BOUNDARY_SECONDS = 30.0
+MOST_LOGITS = 1 << 28  # float32, of one prompt whose logprobs are asked for
 
 
 class TorchRolloutEngine:
@@ -210,6 +212,41 @@ class TorchRolloutEngine:
             logits = self._decoder.score(prompt_ids, response_ids)
             logprobs = (logits / temperature if temperature else logits).log_softmax(-1)
             return logprobs.gather(1, response_ids.to(logits.device)[:, None])[:, 0].cpu()
+
+        return await self._at_boundary(run)
+
+    async def score_prompt(
+        self, request: GroupRequest, *, alternatives: int
+    ) -> list[tuple[Token, int]]:
+        self._check(request)
+        ids = request.prompt_ids
+        most = MOST_LOGITS // self._decoder.vocabulary
+        if len(ids) > most:
+            problem = f"prompt_ids has {len(ids)} tokens"
+            fix = f"logprobs of prompts are served for {most} tokens at most"
+            raise RequestRefused(request.group, "prompt_logprobs", problem, fix)
+
+        def run() -> list[tuple[Token, int]]:
+            self._refuse_asleep()
+            if len(ids) == 1:
+                return []
+            logits = self._decoder.score(ids[:1], ids[1:])
+            version = self._batch.version
+            scored = zip(*ranked(logits, ids[1:], alternatives), strict=True)
+            return [
+                (
+                    Token(
+                        request.group,
+                        0,
+                        token,
+                        logprob,
+                        version,
+                        tuple(zip(others, rest, strict=True)),
+                    ),
+                    rank,
+                )
+                for (token, *others), (logprob, *rest), rank in scored
+            ]
 
         return await self._at_boundary(run)
 

@@ -36,13 +36,14 @@ from stages.engines.protocols import (
     EngineFailed,
     FinishReason,
     GroupRequest,
+    RequestRefused,
     SwapTimes,
     Token,
 )
 from stages.engines.responses import Responses, engine_failed, response_failed
 from stages.engines.vllm.adapters import VllmAdapters
 from stages.engines.vllm.library import engine_arguments, import_vllm, pause, vllm_environment
-from stages.engines.vllm.rows import VllmRow, check_request, sampling_params
+from stages.engines.vllm.rows import VllmRow, check_request, likeliest, sampling_params
 from stages.engines.vllm.weights import HALF_LOADED, TRANSPORT, Landed, VllmWeights
 from stages.weights.published import Published, WeightsDamaged, WeightsUnreachable
 
@@ -162,12 +163,7 @@ class VllmRolloutEngine:
     def _generate(self, requests: Sequence[GroupRequest], alternatives: int | None) -> Responses:
         self._refuse_closed()
         for request in requests:
-            check_request(
-                request,
-                vocabulary=self._vocabulary,
-                context=self.context,
-                filters=self._filters,
-            )
+            self._check(request)
         responses = Responses(sum(len(request.places) for request in requests), self._abort)
         if self._failed is not None:
             responses.put(self._failed)
@@ -214,12 +210,38 @@ class VllmRolloutEngine:
         and computes nothing while it is paused: requests in flight go on meanwhile."""
         if temperature not in (0.0, 1.0):
             return None
+        ids = [*prompt_ids.tolist(), *response_ids.tolist()]
+        positions = await self._prompt_logprobs(ids, 0)
+        after = zip(ids[len(prompt_ids) :], positions[len(prompt_ids) :], strict=True)
+        return torch.tensor(
+            [position[token].logprob for token, position in after], dtype=torch.float32
+        )
+
+    async def score_prompt(
+        self, request: GroupRequest, *, alternatives: int
+    ) -> list[tuple[Token, int]]:
+        """See :class:`~stages.engines.protocols.PromptScoringEngine`."""
+        self._check(request)
+        ids = request.prompt_ids.tolist()
+        version = self._version
+        scored = []
+        positions = await self._prompt_logprobs(ids, alternatives)
+        for token, position in zip(ids[1:], positions[1:], strict=True):
+            named = likeliest(position, alternatives)
+            others = tuple((other, position[other].logprob) for other in named)
+            logprob = position[token]
+            made = Token(request.group, 0, token, logprob.logprob, version, others)
+            scored.append((made, logprob.rank))
+        return scored
+
+    async def _prompt_logprobs(self, ids: list[int], count: int) -> list[Any]:
+        """Return vLLM's logprobs of the tokens ``ids``, and of the ``count`` likeliest ones, at
+        each position; None at the first one."""
         async with self._swaps:
             self._refuse_closed()
             await self._start()
-            ids = [*prompt_ids.tolist(), *response_ids.tolist()]
             params = self._vllm.SamplingParams(
-                max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False
+                max_tokens=1, temperature=0.0, prompt_logprobs=count, detokenize=False
             )
             prompt = {"prompt_token_ids": ids, "cache_salt": str(self._version)}
             prompt_logprobs: list[Any] = []
@@ -235,10 +257,7 @@ class VllmRolloutEngine:
             finally:
                 if self._paused:
                     await self._llm.pause_generation(mode="keep", clear_cache=False)
-        after = zip(ids[len(prompt_ids) :], prompt_logprobs[len(prompt_ids) :], strict=True)
-        return torch.tensor(
-            [position[token].logprob for token, position in after], dtype=torch.float32
-        )
+        return prompt_logprobs
 
     async def pause(self) -> None:
         async with self._swaps:
@@ -309,6 +328,8 @@ class VllmRolloutEngine:
         ) as outputs:
             async for output in outputs:
                 piece = output.outputs[0]
+                if not row.tokens:
+                    row.cached_tokens = output.num_cached_tokens or 0
                 if not row.tokens and version != self._version:
                     return None  # it reached vLLM too late for the swap to abort it
                 # it changes before vLLM goes on
@@ -318,6 +339,15 @@ class VllmRolloutEngine:
                 if piece.finish_reason not in (None, "abort"):
                     raise RuntimeError(f"vLLM ended a request with {piece.finish_reason!r}")
         return None
+
+    def _check(self, request: GroupRequest) -> None:
+        check_request(
+            request, vocabulary=self._vocabulary, context=self.context, filters=self._filters
+        )
+        has_named = hasattr(self._vllm.SamplingParams, "logprob_token_ids")
+        if request.params.logprob_token_ids and not has_named:
+            problem = "this version of vLLM has no logprobs of named tokens"
+            raise RequestRefused(request.group, "logprob_token_ids", problem, "use vLLM 0.32")
 
     def _abort(self, responses: Responses) -> None:
         for task in [task for row, task in self._rows.items() if row.responses is responses]:

@@ -64,11 +64,9 @@ class VllmRow(ResponseInProgress):
             else versions[-len(self._undelivered) :]
         )
         for (token, position), version in zip(self._undelivered, versions, strict=False):
-            likeliest = sorted(position, key=lambda other: position[other].rank)[
-                : self.alternatives
-            ]
+            named = self.request.params.logprob_token_ids or likeliest(position, self.alternatives)
             others = tuple(
-                (other, position[other].logprob) for other in likeliest if other not in self.never
+                (other, position[other].logprob) for other in named if other not in self.never
             )
             self.responses.put(
                 Token(
@@ -83,6 +81,11 @@ class VllmRow(ResponseInProgress):
         """Tokens that it may have at the end of this claim."""
         budget = self.request.params.budget
         return min(self.limit, self.begun + budget) if budget else self.limit
+
+
+def likeliest(position: Mapping[int, Any], count: int) -> list[int]:
+    """Return the ``count`` likeliest tokens among vLLM's logprobs at a position."""
+    return sorted(position, key=lambda token: position[token].rank)[:count]
 
 
 def check_request(request: GroupRequest, *, vocabulary: int, context: int, filters: bool) -> None:
@@ -101,6 +104,9 @@ def check_request(request: GroupRequest, *, vocabulary: int, context: int, filte
     if filtered and params.temperature and not filters:
         fix = "top_k and top_p need an engine made with filters=True"
         raise refused("top_p" if params.top_p < 1 else "top_k", f"{params}", fix)
+    if params.changes and not filters:
+        fix = "it needs an engine made with filters=True"
+        raise refused(params.changes[0], f"{params}", fix)
     if 0 < params.temperature < LEAST_VLLM:
         problem = (
             f"temperature is {params.temperature:g}, which vLLM would change to {LEAST_VLLM:g} or "
@@ -116,11 +122,18 @@ def sampling_params(vllm: Any, row: VllmRow) -> Any:
     """Return vLLM's ``SamplingParams`` for the rest of ``row``."""
     params = row.request.params
     begun = len(row.tokens)
-    return vllm.SamplingParams(
+    named = list(params.logprob_token_ids)
+    sampling = vllm.SamplingParams(
         max_tokens=row.longest - begun,
+        min_tokens=max(0, params.min_tokens - begun + row.turn_start),
         temperature=params.temperature,
         top_p=params.top_p,
         top_k=params.top_k,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        frequency_penalty=params.frequency_penalty,
+        presence_penalty=params.presence_penalty,
+        allowed_token_ids=list(params.allowed_token_ids) or None,
         stop=list(params.stop),
         stop_token_ids=list(params.stop_token_ids),
         ignore_eos=True,  # stop_token_ids has all that ends a response
@@ -128,10 +141,14 @@ def sampling_params(vllm: Any, row: VllmRow) -> Any:
         skip_special_tokens=False,  # a stop string may be one
         spaces_between_special_tokens=False,
         seed=seed_of(row.request.seed, row.place, begun),
-        logprobs=row.alternatives or 0,  # beside that of the sampled token
-        logit_bias=dict(row.never) or None,
+        # beside that of the sampled token
+        **({"logprob_token_ids": named} if named else {"logprobs": row.alternatives or 0}),
+        logit_bias={**dict(params.logit_bias), **row.never} or None,
         output_kind=vllm.RequestOutputKind.DELTA,
     )
+    if params.bad_words:  # vLLM would make them of texts, by its own tokenizer
+        sampling._bad_words_token_ids = [list(word) for word in params.bad_words]
+    return sampling
 
 
 def seed_of(seed: int, place: int, begun: int) -> int:

@@ -26,6 +26,13 @@ class RequestRefused(ValueError):
         self.field = field
 
 
+def openai_error(
+    kind: str, message: str, param: str | None = None, code: int | None = None
+) -> dict[str, Any]:
+    """Return the body of an error as OpenAI's clients read it. ``param``: the field."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
 def read_messages(value: Any, field: str = "messages") -> list[Message]:
     """Return the messages of a request. Raises RequestRefused."""
     if not isinstance(value, list) or not value:

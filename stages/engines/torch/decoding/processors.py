@@ -114,8 +114,8 @@ def penalize_presence(logits: torch.Tensor, row: ProcessedRow) -> None:
     logits.sub_((row.counts > 0).float(), alpha=row.params.presence_penalty)
 
 
-# By the field of SamplingParams, which asks for it with another value than its default; in vLLM's
-# order.
+# By the field of SamplingParams that asks for it. They apply in the order of CHANGES, which is
+# vLLM's.
 PROCESSORS: Mapping[str, Callable[[torch.Tensor, ProcessedRow], None]] = {
     "allowed_token_ids": allow_some,
     "bad_words": forbid_words,
@@ -129,8 +129,4 @@ PROCESSORS: Mapping[str, Callable[[torch.Tensor, ProcessedRow], None]] = {
 
 def asked_of(params: SamplingParams) -> list[Callable[[torch.Tensor, ProcessedRow], None]]:
     """Return the processors that ``params`` ask for."""
-    return [
-        change
-        for field, change in PROCESSORS.items()
-        if getattr(params, field) != getattr(SamplingParams, field)
-    ]
+    return [PROCESSORS[field] for field in params.changes if field in PROCESSORS]

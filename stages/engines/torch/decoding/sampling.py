@@ -126,6 +126,20 @@ def draw(
     )
 
 
+def ranked(
+    logits: torch.Tensor, tokens: torch.Tensor, alternatives: int
+) -> tuple[list[list[int]], list[list[float]], list[int]]:
+    """Return of each row of ``logits`` [R, V] its token of ``tokens`` int64 [R] and the
+    ``alternatives`` likeliest ones, their logprobs, and the rank of the token (1: the likeliest)."""
+    logprobs = logits.log_softmax(-1)
+    index = tokens.to(logits.device)[:, None]
+    own = logprobs.gather(-1, index)
+    top = logprobs.topk(min(alternatives, logprobs.shape[1]))
+    ranks = (logprobs > own).sum(-1) + 1
+    candidates = torch.cat([index, top.indices], 1)
+    return candidates.tolist(), torch.cat([own, top.values], 1).tolist(), ranks.tolist()
+
+
 def keep_from(weights: torch.Tensor, top_k: Sequence[int], top_p: Sequence[float]) -> torch.Tensor:
     """Return the least weight [R] that top-k and then top-p keep of ``weights`` [R, V] >= 0 (0 and
     1.0: off; ties are kept).
