@@ -1,17 +1,19 @@
 """The handler of requests to served policies, wherever it is hosted.
 
 request ──▶ prompts ──▶ its turn at an engine ──▶ tokens ──▶ choices ──▶ what is new of one: an event of a stream
-            (texts.py)   (rows.py)                               └──▶ at the end, all of all of them: one answer
+          (prompts.py)   (rows.py)                            (pieces.py) └──▶ at the end, all of all of them: one answer
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
+import json
 import math
 import secrets
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -19,23 +21,24 @@ from typing import Any
 import structlog
 import torch
 
+from api.policy.latency import Latencies
+from api.policy.logprobs import LogprobViews
 from api.policy.pieces import ChoiceText, Pieces, Placed
+from api.policy.prompts import read_prompts, read_words, several
+from api.policy.sampling import asked_alternatives, asked_tokens, refused, sampling_of
 from api.schemas.completions import (
     MOST_CHOICES,
     AnswerView,
-    ChatLogprobs,
     ChatRequest,
     ChatText,
     Choice,
-    CompletionLogprobs,
+    PromptDetails,
     Request,
-    TokenLogprob,
     Usage,
 )
 from api.server.http.problems import HTTPProblem, problem_of
 from orchestration.policy.rows import Item, shared
 from orchestration.policy.served import Policies, ServedPolicy
-from orchestration.policy.texts import TextRefused
 from orchestration.processes.confined import TurnsFull
 from stages.engines.protocols import (
     BoundedEngine,
@@ -43,19 +46,18 @@ from stages.engines.protocols import (
     EngineClosed,
     EngineFailed,
     GroupRequest,
+    PromptScoringEngine,
     RequestRefused,
     ResponseFailed,
     RolloutEngine,
-    SamplingParams,
     StreamingEngine,
     Token,
 )
+from stages.flow.catalogue import OBSERVED
 from stages.model.load import TokenizerFailed
 
 log = structlog.get_logger()
 
-DEFAULT_TOKENS = 16  # of a completion, as OpenAI has it
-UNLIKELY = -9999.0
 # of all choices of one request: an answer is kept until its client has read it
 MOST_TOKENS = 1 << 20
 # of all tokens of one request, with those of the likeliest ones: about a kilobyte each
@@ -65,27 +67,32 @@ LONG = 2000  # tokens and likeliest ones of an answer that is written in a threa
 
 
 async def respond(
-    policies: Policies, request: Request, owner: str = ""
+    policies: Policies, request: Request, owner: str = "", latencies: Latencies | None = None
 ) -> AsyncGenerator[bytes, None]:
     """Yield the body of the answer to ``request``: JSON, or server-sent events where it asks for a
-    stream. ``owner``: the id of its token, which has a share of the engine. Raises HTTPProblem;
-    after the first event an error is an event, too."""
+    stream. ``owner``: the id of its token, which has a share of the engine. ``latencies``: where
+    its times are counted. Raises HTTPProblem; after the first event an error is an event, too."""
     begun = False
     try:
-        async with (
-            policies.use(request.model) as policy,
-            aclosing(_Responder(policy, request, owner).parts()) as parts,
-        ):
-            async for part in parts:
-                yield b"data: " + part + b"\n\n" if request.stream else part
-                begun = True
+        async with policies.use(request.model) as policy:
+            measured = latencies.request(request.model) if latencies else None
+            with measured or contextlib.nullcontext(_ignore) as arrived:
+                responder = _Responder(policy, request, owner, arrived)
+                async with aclosing(responder.parts()) as parts:
+                    async for part in parts:
+                        yield b"data: " + part + b"\n\n" if request.stream else part
+                        begun = True
     except Exception as error:
         problem = _failure(error)
         if not begun:
             raise problem from error
-        yield b'data: {"error": ' + problem_of(problem).body() + b"}\n\n"
+        yield b"data: " + json.dumps(problem_of(problem).openai()).encode() + b"\n\n"
     if request.stream:
         yield b"data: [DONE]\n\n"
+
+
+def _ignore(choice: int) -> None:
+    """Measure nothing."""
 
 
 def _failure(error: Exception) -> Exception:
@@ -94,9 +101,12 @@ def _failure(error: Exception) -> Exception:
         case TokenizerFailed():
             log.error("a tokenizer failed", exc_info=error)
             fix = "give another text, or ask for another model"
-            return HTTPProblem(422, f"{error.problems[0].wrong}.", kind="generation", fix=fix)
+            return HTTPProblem(400, f"{error.problems[0].wrong}.", kind="generation", fix=fix)
         case TurnsFull():
             return problem_of(error)
+        case ResponseFailed(__cause__=RequestRefused() as refusal):
+            problem = refusal.problems[0]
+            return refused(f"{problem.wrong}.".capitalize(), problem.key, problem.fix)
         case ResponseFailed():
             log.error("a response failed", exc_info=error)
             detail = (
@@ -114,41 +124,58 @@ def _failure(error: Exception) -> Exception:
 
 
 class _Responder:
-    """The answer of ``policy`` to one request.
+    """The answer of ``policy`` to one request. ``arrived`` is called for each token, with the
+    number of its choice.
 
     Raises HTTPProblem for a request that it cannot serve.
     """
 
-    def __init__(self, policy: ServedPolicy, request: Request, owner: str) -> None:
+    def __init__(
+        self, policy: ServedPolicy, request: Request, owner: str, arrived: Callable[[int], None]
+    ) -> None:
         self._policy = policy
         self._request = request
-        self._tokenizer = policy.tokenizer
         self._owner = owner
-        self._prompts = list[list[int]]()
+        self._arrived = arrived
         self._chat = isinstance(request, ChatRequest)
-        self._given = [] if isinstance(request, ChatRequest) else _several(request.prompt)
-        if isinstance(request, ChatRequest):
-            self._has_logprobs = bool(request.logprobs)
-            self._alternatives = request.top_logprobs or 0
-        else:
-            self._has_logprobs = request.logprobs is not None
-            self._alternatives = request.logprobs or 0
-        if self._alternatives and not self._has_logprobs:
-            raise _refused(
-                "top_logprobs comes with logprobs alone.", "top_logprobs", "set logprobs to true"
-            )
+        self._prompts = list[list[int]]()
+        self._scored: list[list[tuple[Token, int]] | None] = []  # of each prompt
+        self._cached = dict[int, int]()  # tokens of each prompt
+        self._num_generated = 0
         self._each = request.n or 1  # choices of a prompt
-        if (choices := (len(self._given) or 1) * self._each) > MOST_CHOICES:
-            raise _refused(
-                f"These are {choices} choices.",
-                "n",
-                f"ask for at most {MOST_CHOICES} in one request",
-            )
-        self._params, self._pieces = self._sampling(), Pieces(self._tokenizer)
+        num_prompts = 1 if isinstance(request, ChatRequest) else len(several(request.prompt))
+        if (choices := num_prompts * self._each) > MOST_CHOICES:
+            fix = f"ask for at most {MOST_CHOICES} in one request"
+            raise refused(f"These are {choices} choices.", "n", fix)
+        alternatives = asked_alternatives(request)
+        self._has_logprobs = alternatives is not None
+        self._alternatives = alternatives or 0
+        max_tokens = policy.recipe.rollout.max_tokens
+        self._params = sampling_of(request, policy.sampling, max_tokens, ())
+        self._echoes = not isinstance(request, ChatRequest) and bool(request.echo)
+        self._generates = asked_tokens(request) != 0
+        if not (self._generates or self._echoes):
+            raise refused("Nothing is asked for.", "max_tokens", "give 1 at least, or echo")
+        self._prompt_logprobs = request.prompt_logprobs
+        if self._prompt_logprobs is not None and request.stream:
+            raise refused("A stream has none.", "prompt_logprobs", "set stream to false")
+        if self._prompt_logprobs is None and self._echoes and self._has_logprobs:
+            self._prompt_logprobs = 0 if request.logprob_token_ids else self._alternatives
+        special_tokens = request.skip_special_tokens is False
+        self._pieces = Pieces(policy.tokenizer, special_tokens=special_tokens)
+        self._views = LogprobViews(self._pieces, as_ids=bool(request.return_tokens_as_token_ids))
         self._refuse_many_tokens(choices)
-        pieces = self._pieces if self._has_logprobs else None
         self._choices = [
-            ChoiceText(number, self._tokenizer, pieces, self._params.stop)
+            ChoiceText(
+                number,
+                policy.tokenizer,
+                self._pieces if self._has_logprobs else None,
+                self._params.stop,
+                ends=self._params.stop_token_ids,
+                special_tokens=special_tokens,
+                least=self._params.min_tokens,
+                include_stop=bool(request.include_stop_str_in_output),
+            )
             for number in range(choices)
         ]
         kind = "chat.completion.chunk" if request.stream else "chat.completion"
@@ -156,40 +183,67 @@ class _Responder:
             "object": kind if self._chat else "text_completion",
             "model": request.model,
         }
-        self._head |= {"id": f"cmpl-{secrets.token_hex(12)}", "created": int(time.time())}
+        prefix = "chatcmpl" if self._chat else "cmpl"
+        self._head |= {"id": f"{prefix}-{secrets.token_hex(12)}", "created": int(time.time())}
 
     async def parts(self) -> AsyncGenerator[bytes, None]:
         """Yield the whole answer as JSON, or its parts as tokens are made."""
-        num_generated = 0
-        options = self._request.stream_options
-        self._prompts = await self._read_prompts()
-        async with self._policy.engines.engine(mixed=bool(self._request.mix_versions)) as engine:
-            pinned = None if self._request.mix_versions else engine.version
-            async with aclosing(self._items(engine)) as items:
-                async for item in items:
-                    choice = self._choices[item.group * self._each + item.place]
-                    if choice.reason:
-                        continue  # the engine ends at a stop string a little later than the text
+        request = self._request
+        options = request.stream_options
+        context = self._context
+        room = (context or MOST_TOKENS) - max(1, asked_tokens(request) or 1)
+        self._prompts = await read_prompts(self._policy, request, self._owner, context, room)
+        words = await read_words(self._policy, request.bad_words or (), self._owner)
+        self._params = replace(self._params, bad_words=words)
+        async with self._policy.engines.engine(mixed=bool(request.mix_versions)) as engine:
+            groups = self._groups(engine)
+            await self._begin(engine, groups)
+            if self._generates:
+                async with aclosing(self._generated(engine, groups)) as changed:
+                    async for choice in changed:
+                        if request.stream:
+                            more = {}
+                            if options and options.include_usage and options.continuous_usage_stats:
+                                more = {"usage": self._usage()}
+                            yield await self._part([choice], **more)
+            else:
+                for choice in self._choices:
+                    choice.finish("length")
+                    if request.stream:
+                        yield await self._part([choice])
+        if not request.stream:
+            yield await self._part(self._choices, usage=self._usage())
+        elif options and options.include_usage:
+            yield await self._part([], usage=self._usage())
+
+    async def _generated(
+        self, engine: RolloutEngine, groups: Sequence[GroupRequest]
+    ) -> AsyncGenerator[ChoiceText, None]:
+        """Yield each choice that has new text, or has ended."""
+        pinned = None if self._request.mix_versions else engine.version
+        num_running = len(self._choices)
+        async with aclosing(self._items(engine, groups)) as items:
+            async for item in items:
+                choice = self._choices[item.group * self._each + item.place]
+                if isinstance(item, Completion):
+                    num_running -= 1
+                    cached = self._cached.get(item.group, item.cached_tokens)
+                    self._cached[item.group] = min(cached, item.cached_tokens)
+                if choice.reason is None:
                     new = await self._added(choice, item)
-                    num_generated += len(new)
+                    self._num_generated += len(new)
                     if any(pinned not in (None, token.version) for token in new):
                         raise RuntimeError(
                             f"an answer of version {pinned} has tokens of another one: {new}"
                         )
-                    if self._request.stream and (choice.text or choice.reason):
-                        yield await self._part([choice])
-                    if all(choice.reason for choice in self._choices):
-                        break
-        num_prompt_tokens = sum(map(len, self._prompts))
-        usage = Usage(
-            prompt_tokens=num_prompt_tokens,
-            completion_tokens=num_generated,
-            total_tokens=num_prompt_tokens + num_generated,
-        )
-        if not self._request.stream:
-            yield await self._part(self._choices, usage=usage)
-        elif options and options.include_usage:
-            yield await self._part([], usage=usage)
+                    if new:
+                        self._arrived(choice.number)
+                    if choice.text or choice.reason:
+                        yield choice
+                # the engine may find no stop string where the text has one
+                at_text = any(isinstance(choice.stopped_by, str) for choice in self._choices)
+                if all(choice.reason for choice in self._choices) and (at_text or not num_running):
+                    return
 
     async def _added(self, choice: ChoiceText, item: Item) -> list[Token]:
         """Add ``item`` to ``choice``.
@@ -208,8 +262,45 @@ class _Responder:
                 await asyncio.sleep(0)
         return added + choice.add(item)
 
-    async def _items(self, engine: RolloutEngine) -> AsyncGenerator[Item, None]:
-        groups = self._groups(engine)
+    async def _begin(self, engine: RolloutEngine, groups: Sequence[GroupRequest]) -> None:
+        """Score the prompts where that is asked for, and let the choices begin with them."""
+        self._scored = [None] * len(groups)
+        if (count := self._prompt_logprobs) is not None:
+            total = sum(map(len, self._prompts)) * (1 + count)
+            if total > MOST_LOGPROBS:
+                fix = f"ask for at most {MOST_LOGPROBS} in one request"
+                raise refused(f"The prompts have {total} logprobs.", "prompt_logprobs", fix)
+            if not isinstance(engine, PromptScoringEngine):
+                raise refused("The engine has none of prompts.", "prompt_logprobs", "leave it out")
+            for place, group in enumerate(groups):
+                with self._refusals():
+                    self._scored[place] = await engine.score_prompt(group, alternatives=count)
+        for choice in self._choices if self._echoes else ():
+            number = choice.number // self._each
+            scored = self._scored[number] if self._has_logprobs else None
+            choice.begin(*await self._prompt_text(self._prompts[number], scored))
+
+    async def _prompt_text(
+        self, ids: list[int], scored: Sequence[tuple[Token, int]] | None
+    ) -> tuple[str, list[Placed]]:
+        """Return the text of a prompt, and where in it its tokens are, as far as they are
+        ``scored``. The first one has the logprob NaN: nothing is before it."""
+        special_tokens = self._request.skip_special_tokens is False
+        if scored is None:
+            tokenizer = self._policy.tokenizer
+            return str(tokenizer.decode(ids, skip_special_tokens=not special_tokens)), []
+        prompt = ChoiceText(0, self._policy.tokenizer, self._pieces, special_tokens=special_tokens)
+        first = Token(0, 0, ids[0], math.nan, OBSERVED)
+        for number, token in enumerate([first, *(token for token, _ in scored)]):
+            prompt.add(replace(token, version=OBSERVED))
+            if number % AT_ONCE == AT_ONCE - 1:
+                await asyncio.sleep(0)
+        prompt.finish("length")
+        return prompt.take()
+
+    async def _items(
+        self, engine: RolloutEngine, groups: Sequence[GroupRequest]
+    ) -> AsyncGenerator[Item, None]:
         with self._policy.engines.rows_of(engine).claim(self._owner, len(self._choices)) as claim:
             async with aclosing(
                 shared(lambda part: self._started(engine, part), claim, groups)
@@ -219,21 +310,30 @@ class _Responder:
 
     def _started(self, engine: RolloutEngine, groups: Sequence[GroupRequest]) -> Any:
         """Submit ``groups`` to the engine. Returns the iterator over its items."""
-        try:
+        with self._refusals():
             if isinstance(engine, StreamingEngine):
-                return engine.stream(groups, alternatives=self._alternatives)
+                named = self._params.logprob_token_ids
+                return engine.stream(groups, alternatives=0 if named else self._alternatives)
             if self._alternatives:
-                raise _refused(
+                raise refused(
                     "The engine has no logprobs of other tokens.", "logprobs", "ask for 0 of them"
                 )
+            if changes := self._params.changes:
+                raise refused("The engine does not have it.", changes[0], "leave it out")
             return engine.generate(groups)
+
+    @contextlib.contextmanager
+    def _refusals(self) -> Iterator[None]:
+        """Turn what an engine refuses into an HTTPProblem of the request's field."""
+        try:
+            yield
         except ValueError as error:
             names = (
                 [problem.key for problem in error.problems]
                 if isinstance(error, RequestRefused)
                 else []
             )
-            raise _refused(str(error), self._field_of(names), "change it, or see /docs") from None
+            raise refused(str(error), self._field_of(names), "change it, or see /docs") from None
 
     def _groups(self, engine: RolloutEngine) -> list[GroupRequest]:
         seed = secrets.randbits(63) if self._request.seed is None else self._request.seed
@@ -242,10 +342,13 @@ class _Responder:
         for number, ids in enumerate(self._prompts):
             params = self._params
             # a default is shortened
-            if self._asked_tokens is None and isinstance(engine, BoundedEngine):
-                params = replace(
-                    params, max_tokens=max(1, min(params.max_tokens, engine.context - len(ids)))
-                )
+            if asked_tokens(self._request) is None and isinstance(engine, BoundedEngine):
+                room = engine.context - len(ids)
+                params = replace(params, max_tokens=max(1, min(params.max_tokens, room)))
+            if not self._generates:
+                params = replace(params, max_tokens=1)
+            for choice in self._choices[number * self._each : (number + 1) * self._each]:
+                choice.limit = params.max_tokens
             groups.append(GroupRequest(number, places, torch.tensor(ids), params, seed + number))
         return groups
 
@@ -253,29 +356,10 @@ class _Responder:
         """Return the field of the request for an engine's ``names`` of fields that it refuses."""
         for name in names:
             if name in type(self._request).model_fields and (
-                name != "max_tokens" or self._asked_tokens
+                name != "max_tokens" or asked_tokens(self._request)
             ):
                 return name
         return "messages" if self._chat else "prompt"
-
-    @property
-    def _asked_tokens(self) -> int | None:
-        """The ``max_tokens`` of the request."""
-        if isinstance(self._request, ChatRequest):
-            return self._request.max_completion_tokens or self._request.max_tokens
-        return self._request.max_tokens
-
-    def _sampling(self) -> SamplingParams:
-        request = self._request
-        default = self._policy.recipe.rollout.max_tokens if self._chat else DEFAULT_TOKENS
-        return replace(
-            self._policy.sampling,
-            max_tokens=self._asked_tokens or default,
-            temperature=1.0 if request.temperature is None else request.temperature,
-            top_p=1.0 if request.top_p is None else request.top_p,
-            top_k=request.top_k or 0,
-            stop=(request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ()),
-        )
 
     def _refuse_many_tokens(self, choices: int) -> None:
         """Raise an HTTPProblem where the answer may be too large to be kept."""
@@ -295,7 +379,7 @@ class _Responder:
                 f"The answer may have {choices * tokens} {unit}: {choices} choices of {tokens}."
             )
             fix = f"ask for at most {limit} in one request, by max_tokens or n"
-            raise _refused(detail, field_name, fix)
+            raise refused(detail, field_name, fix)
 
     @property
     def _context(self) -> int | None:
@@ -303,38 +387,19 @@ class _Responder:
         engine = self._policy.engines.all()[-1]
         return engine.context if isinstance(engine, BoundedEngine) else None
 
-    async def _read_prompts(self) -> list[list[int]]:
-        """Return the tokens of each prompt. Raises HTTPProblem."""
-        field_name = "messages" if self._chat else "prompt"
-        texts = self._policy.texts
-        try:
-            if isinstance(self._request, ChatRequest):
-                prompts = await texts.chat(
-                    self._messages(self._request), self._owner, self._context
-                )
-            else:
-                places = [
-                    place for place, prompt in enumerate(self._given) if isinstance(prompt, str)
-                ]
-                ids = await texts.ids(
-                    [self._given[place] for place in places], self._owner, self._context
-                )
-                tokenized = dict(zip(places, ids, strict=True))
-                prompts = [tokenized.get(place, prompt) for place, prompt in enumerate(self._given)]
-        except TextRefused as error:
-            raise _refused(str(error), field_name, error.fix, error.value) from None
-        if not all(prompts):
-            raise _refused("A prompt has no tokens.", field_name, "give a text")
-        return prompts
-
-    def _messages(self, request: ChatRequest) -> list[dict[str, str]]:
-        if self._tokenizer.chat_template is None:
-            fix = "use /v1/completions, or set prompts.chat_template in the recipe"
-            raise _refused("The model has no chat template.", "messages", fix)
-        return [{"role": message.role, "content": message.text} for message in request.messages]
+    def _usage(self) -> Usage:
+        num_prompt_tokens = sum(map(len, self._prompts))
+        return Usage(
+            prompt_tokens=num_prompt_tokens,
+            completion_tokens=self._num_generated,
+            total_tokens=num_prompt_tokens + self._num_generated,
+            prompt_tokens_details=PromptDetails(cached_tokens=sum(self._cached.values())),
+        )
 
     async def _part(self, choices: Sequence[ChoiceText], **more: Any) -> bytes:
         """Return what is new in ``choices``, as JSON."""
+        if self._chat and choices:
+            more |= self._of_prompt(choices[0])
 
         def written() -> bytes:
             views = [self._view(choice) for choice in choices]
@@ -347,90 +412,46 @@ class _Responder:
         tokens = sum(choice.unsent for choice in choices) * (1 + self._alternatives)
         return written() if tokens < LONG else await asyncio.to_thread(written)
 
+    def _of_prompt(self, choice: ChoiceText) -> dict[str, Any]:
+        """Return what the answer says of the prompt of ``choice``, in its first part."""
+        number = choice.number // self._each
+        fields: dict[str, Any] = {}
+        if self._request.return_token_ids and choice.offset is None:
+            fields["prompt_token_ids"] = self._prompts[number]
+        if not self._request.stream:
+            scored = self._scored[number] if self._request.prompt_logprobs is not None else None
+            fields.setdefault("prompt_token_ids", None)
+            fields["prompt_logprobs"] = None if scored is None else self._views.of_prompt(scored)
+        return fields
+
     def _view(self, choice: ChoiceText) -> Choice:
         begins = choice.offset is None
-        new, tokens = choice.take()
-        made_by = itertools.groupby(placed.token.version for placed in tokens)
-        versions = [(version, len(list(run))) for version, run in made_by]
-        text: dict[str, Any] = {"text": new}
+        fields = {} if self._chat else self._of_prompt(choice)
+        text, tokens = choice.take()
+        generated = [placed.token for placed in tokens if placed.token.version != OBSERVED]
+        made_by = itertools.groupby(token.version for token in generated)
+        fields["versions"] = [(version, len(list(run))) for version, run in made_by]
+        if self._request.return_token_ids:
+            fields["token_ids"] = [token.token_id for token in generated]
+        elif not self._request.stream:
+            fields["token_ids"] = None
         if self._chat:
             role: dict[str, Any] = {"role": "assistant"} if begins else {}
-            text = {"delta" if self._request.stream else "message": ChatText(content=new, **role)}
-        logprobs = self._logprobs(tokens) if self._has_logprobs else None
+            kind = "delta" if self._request.stream else "message"
+            fields[kind] = ChatText(content=text, **role)
+        else:
+            fields["text"] = text
+        views = self._views
+        logprobs = None
+        if self._has_logprobs:
+            logprobs = views.of_chat(tokens) if self._chat else views.of_completion(tokens)
+        ended_by = choice.stopped_by
+        if isinstance(ended_by, int) and ended_by not in (self._request.stop_token_ids or ()):
+            ended_by = None
         return Choice(
             index=choice.number,
             finish_reason=choice.reason,
-            versions=versions,
+            stop_reason=ended_by,
             logprobs=logprobs,
-            **text,
+            **fields,
         )
-
-    def _logprobs(self, tokens: Sequence[Placed]) -> ChatLogprobs | CompletionLogprobs:
-        if self._chat:
-            return ChatLogprobs(content=[self._named(placed) for placed in tokens])
-        return CompletionLogprobs(
-            tokens=[self._name(placed) for placed in tokens],
-            token_logprobs=[_finite(placed.token.logprob) for placed in tokens],
-            top_logprobs=[self._likeliest(placed) for placed in tokens]
-            if self._alternatives
-            else None,
-            text_offset=[placed.offset for placed in tokens],
-        )
-
-    def _candidates(self, placed: Placed) -> list[Placed]:
-        """Return the likeliest tokens in the place of ``placed``, with it where it is among
-        them."""
-        token = placed.token
-        return [
-            placed if name == token.token_id else self._candidate(token, name, logprob)
-            for name, logprob in token.alternatives
-            if math.isfinite(logprob)
-        ]
-
-    def _candidate(self, sampled: Token, token_id: int, logprob: float) -> Placed:
-        other = replace(sampled, token_id=token_id, logprob=logprob, alternatives=())
-        return Placed(other, self._pieces.bytes_of(token_id), 0)
-
-    def _named(self, placed: Placed) -> TokenLogprob:
-        """Return the logprob of ``placed`` in the form of chat completions."""
-        views = [
-            TokenLogprob(
-                token=self._pieces.name(candidate.token.token_id, candidate.own),
-                logprob=_finite(candidate.token.logprob),
-                bytes=list(candidate.own),
-            )
-            for candidate in (placed, *self._candidates(placed))
-        ]
-        return views[0].model_copy(update={"top_logprobs": views[1:]})
-
-    def _name(self, placed: Placed) -> str:
-        """Return the name of a token as completions have it."""
-        return self._pieces.name(placed.token.token_id, placed.own, prefix="bytes:")
-
-    def _likeliest(self, placed: Placed) -> dict[str, float]:
-        """Return the logprobs of the likeliest tokens, and of ``placed``, by their names, each of
-        which is there once."""
-        candidates = self._candidates(placed)
-        if placed not in candidates:
-            candidates.append(placed)
-        logprobs: dict[str, float] = {}
-        for candidate in candidates:
-            name = self._name(candidate)
-            if candidate is not placed and (name in logprobs or name == self._name(placed)):
-                name = f"token_id:{candidate.token.token_id}"
-            logprobs[name] = _finite(candidate.token.logprob)
-        return logprobs
-
-
-def _finite(logprob: float) -> float:
-    """Return ``logprob``, or OpenAI's number for a token that is very unlikely."""
-    return logprob if math.isfinite(logprob) else UNLIKELY
-
-
-def _several(prompt: Any) -> list[Any]:
-    """Return the prompts of a request: texts, or lists of tokens."""
-    return prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
-
-
-def _refused(detail: str, field_name: str, fix: str, value: object = None) -> HTTPProblem:
-    return HTTPProblem(422, detail, kind="generation", field=field_name, value=value, fix=fix)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, cast
@@ -21,11 +21,12 @@ from stages.model.load import Tokenizer
 
 
 class Pieces:
-    """The bytes and names of a tokenizer's tokens."""
+    """The bytes and names of a tokenizer's tokens. ``special_tokens``: they are text, too."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, special_tokens: bool = False) -> None:
         self._tokenizer = tokenizer
-        self._decode = partial(tokenizer.decode, skip_special_tokens=True)
+        self._special_tokens = special_tokens
+        self._decode = partial(tokenizer.decode, skip_special_tokens=not special_tokens)
         self._added = dict(getattr(tokenizer, "added_tokens_decoder", {}))
         decoders = _decoders(tokenizer)
         self._byte_level = "ByteLevel" in decoders
@@ -55,7 +56,8 @@ class Pieces:
 
     def _bytes(self, token: int) -> bytes:
         if (added := self._added.get(token)) is not None:
-            return b"" if added.special else str(added.content).encode()
+            has_text = self._special_tokens or not added.special
+            return str(added.content).encode() if has_text else b""
         piece = str(self._tokenizer.convert_ids_to_tokens(token) or "")
         if self._byte_level and all(character in BYTES for character in piece):
             return bytes(BYTES[character] for character in piece)
@@ -101,20 +103,39 @@ class Placed:
 
 class ChoiceText:
     """One choice of an answer: its new ``text``, and its tokens; without ``pieces`` these have no
-    bytes. ``reason``: why it has ended."""
+    bytes. It ends at one of the tokens ``ends``, with its token number ``limit``, or at a stop
+    string of the decoded text (``options`` of :class:`ResponseText`). ``reason``: why it has ended;
+    ``stopped_by``: the stop string, or the token, at which."""
 
     def __init__(
-        self, number: int, tokenizer: Tokenizer, pieces: Pieces | None, stops: Sequence[str]
+        self,
+        number: int,
+        tokenizer: Tokenizer,
+        pieces: Pieces | None,
+        stops: Sequence[str] = (),
+        *,
+        ends: Collection[int] = (),
+        limit: int | None = None,
+        **options: Any,
     ) -> None:
         self.number = number
+        self.limit = limit
+        self._ends = ends
         self._pieces = pieces
-        self._decoded = ResponseText(tokenizer, stops)
+        self._decoded = ResponseText(tokenizer, stops, **options)
         self._waiting: list[Token] = []  # for the rest of a character
         self._placed: list[Placed] = []
         self._characters = 0  # of the decoded text, in which tokens are placed
         self.text = ""
         self.reason: Literal["stop", "length"] | None = None
+        self.stopped_by: str | int | None = None
         self.offset: int | None = None  # characters that were sent; None: nothing was
+
+    def begin(self, text: str, tokens: Sequence[Placed]) -> None:
+        """Let the choice begin with ``text`` and its ``tokens``: the prompt."""
+        self.text = text
+        self._placed = list(tokens)
+        self._characters = len(text)
 
     @property
     def tokens(self) -> int:
@@ -134,13 +155,25 @@ class ChoiceText:
             self._waiting.append(token)
             self._place()
             if self._decoded.stopped:
-                new = new[: number + 1]
-                break
-        if isinstance(item, Completion) or self._decoded.stopped:
-            self.text += self._decoded.finish()
-            self._place(all_of_them=True)
-            self.reason = "stop" if self._decoded.stopped else cast("Any", item).finish_reason
+                self.stopped_by = self._decoded.stopped
+                self.finish("stop")
+            elif token.token_id in self._ends:
+                self.stopped_by = token.token_id
+                self.finish("stop")
+            elif self.tokens == self.limit:
+                self.finish("length")
+            if self.reason:
+                return new[: number + 1]
+        if isinstance(item, Completion):
+            self.finish(cast("Any", item).finish_reason)
         return new
+
+    def finish(self, reason: Literal["stop", "length"]) -> None:
+        """End the choice."""
+        self.text += self._decoded.finish()
+        self._place(all_of_them=True)
+        self.reason = "stop" if self._decoded.stopped else reason
+        self.stopped_by = self._decoded.stopped or self.stopped_by
 
     def take(self) -> tuple[str, list[Placed]]:
         """Return what has not been sent: text, and the tokens that begin in what was sent with it.

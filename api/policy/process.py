@@ -30,6 +30,7 @@ OPTIONS_VARIABLE = "ASYNCDOCK_POLICIES"  # no command line: a URL may have a pas
 OWNER = "AsyncDock-Owner"  # header: the id of the client's token
 MOST_STARTING = 4096  # requests that wait for its start
 END_SECONDS = 10.0  # for it to end, until it is killed
+METRICS_SECONDS = 2.0  # for its metrics
 IDLE_SECONDS = 600.0  # without requests, until it ends
 LOOK_SECONDS = 30.0  # between checks whether it is idle
 
@@ -72,6 +73,18 @@ class PolicyProcess:
         finally:
             self._requests = self._requests - 1
             self._used = time.monotonic()
+
+    async def metrics(self) -> bytes:
+        """Return the process's metrics for Prometheus: none where there is no process, or it does
+        not answer."""
+        if self._session is None:
+            return b""
+        try:
+            timeout = aiohttp.ClientTimeout(total=METRICS_SECONDS)
+            async with self._session.get("/metrics", timeout=timeout) as answer:
+                return await answer.read() if answer.status == 200 else b""
+        except (aiohttp.ClientError, TimeoutError):
+            return b""
 
     def _begin(self) -> aiohttp.ClientSession:
         folder = tempfile.TemporaryDirectory(prefix="adk-")

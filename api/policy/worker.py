@@ -2,7 +2,7 @@
 
 ASYNCDOCK_POLICIES: options of Policies as JSON
 standard input, a listening socket: POST /v1/completions and /v1/chat/completions, with bodies that
-the server has checked
+the server has checked; GET /metrics
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 from aiohttp import web
 
 from api.policy.handler import respond
+from api.policy.latency import Latencies
 from api.policy.process import OPTIONS_VARIABLE, OWNER
 from api.schemas.completions import REQUESTS, Request
 from api.server.http.problems import BEGAN, problems
@@ -30,11 +31,11 @@ from orchestration.streams import open_outputs
 
 
 async def _answer(
-    policies: Policies, model: type[Request], request: web.Request
+    policies: Policies, latencies: Latencies, model: type[Request], request: web.Request
 ) -> web.StreamResponse:
     completion_request = model.model_validate_json(await request.read())
     async with aclosing(
-        respond(policies, completion_request, request.headers.get(OWNER, ""))
+        respond(policies, completion_request, request.headers.get(OWNER, ""), latencies)
     ) as parts:
         first = await anext(parts)
         response = web.StreamResponse(headers={"Content-Type": completion_request.media_type})
@@ -49,11 +50,17 @@ async def _answer(
 
 async def _serve(options: dict[str, Any], forks: ForkServer) -> None:
     policies = Policies(**options, forks=forks)
+    latencies = Latencies()
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     app = web.Application(middlewares=[problems], client_max_size=2**30)
     for path, model in REQUESTS.items():
-        app.router.add_post(path, partial(_answer, policies, model))
+        app.router.add_post(path, partial(_answer, policies, latencies, model))
+
+    async def metrics(_: web.Request) -> web.Response:
+        return web.Response(body=latencies.text())
+
+    app.router.add_get("/metrics", metrics)
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     sharing = asyncio.create_task(policies.keep_share())

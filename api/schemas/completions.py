@@ -9,16 +9,22 @@ from pydantic import AfterValidator, BaseModel, Field, ValidationInfo, field_val
 
 from api.schemas.runs import Strict
 from stages.engines.bounds import LEAST, MOST_TEMPERATURE, temperature_fix, top_p_fix
+from stages.environments.programs.messages import text_of
 from stages.json_schema import fault
 
 MOST_CHOICES = 128  # of one request
-Ids = Annotated[list[Annotated[int, Field(ge=0, le=2**31)]], Field(min_length=1)]
+MOST_LIKELIEST = 20  # tokens beside each one
+TokenId = Annotated[int, Field(ge=0, le=2**31)]
+Ids = Annotated[list[TokenId], Field(min_length=1)]
+SomeIds = Annotated[list[TokenId], Field(max_length=1024)]
 Stop = Annotated[str, Field(min_length=1, max_length=200)]
 Tokens = Annotated[int, Field(ge=1, le=2**31)]
-Zero = Annotated[float, Field(ge=0, le=0)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Biases = dict[
+    Annotated[str, Field(pattern="^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]
+]
+Likeliest = Annotated[int, Field(ge=0, le=MOST_LIKELIEST)]
 Empty = Annotated[list[Any], Field(max_length=0)]
-NoBias = Annotated[dict[str, float], Field(max_length=0)]
-NoMetadata = Annotated[dict[str, str], Field(max_length=0)]
 
 
 def _bounded(fix_of: Callable[[float], str]) -> AfterValidator:
@@ -42,16 +48,41 @@ TopP = Annotated[
 ]
 
 
+class ResponseFormat(Strict):
+    type: Literal["text"]
+
+
 class StreamOptions(Strict):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = Field(
+        None, description="With `include_usage`: each part has the usage so far."
+    )
     include_obfuscation: Literal[False] | None = None
 
 
-class Sampling(Strict):
+class Ignored(Strict):
+    """Fields of OpenAI's and vLLM's requests that change no token here."""
+
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    moderation: Any = None
+    request_id: Any = None
+    session_id: Any = None
+    priority: Any = None
+    cache_salt: Any = None
+    stream_interval: Any = None
+
+
+class Sampling(Ignored):
     """What both kinds of requests have.
 
-    ``mix_versions`` and ``top_k`` are AsyncDock's own. What of OpenAI's is not served is taken with
-    the value that it has by default, as some clients send it.
+    ``mix_versions`` is AsyncDock's own; what OpenAI's API does not have is vLLM's. What is not
+    served is taken with the value that it has by default, as some clients send it.
     """
 
     model: str = Field(
@@ -59,21 +90,69 @@ class Sampling(Strict):
     )
     temperature: Temperature | None = Field(None, description="0: the likeliest token.")
     top_p: TopP | None = None
-    top_k: Annotated[int, Field(ge=0, le=2**31)] | None = Field(None, description="0: all tokens.")
+    top_k: Annotated[int, Field(ge=-1, le=2**31)] | None = Field(
+        None, description="0 or -1: all tokens."
+    )
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        None, description="The least probability, as a part of the likeliest token's."
+    )
     n: int | None = Field(None, ge=1, le=MOST_CHOICES, description="Choices of each prompt.")
     seed: int | None = Field(
         None, ge=-(2**63), lt=2**63, description="The same seed and version: the same tokens."
     )
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    logit_bias: Annotated[Biases, Field(max_length=1024)] | None = Field(
+        None, description="Of tokens, by their numbers."
+    )
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
+    bad_words: Annotated[list[Stop], Field(max_length=100)] | None = Field(
+        None, description="Texts whose last token is not made after the others."
+    )
+    min_tokens: Annotated[int, Field(ge=0, le=2**31)] | None = Field(
+        None, description="Of a response before it may end, but by max_tokens."
+    )
+    ignore_eos: bool | None = Field(None, description="A response does not end by itself.")
     stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
+    stop_token_ids: SomeIds | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = Field(None, description="Default: true.")
+    spaces_between_special_tokens: Any = None
+    add_special_tokens: bool | None = Field(
+        None, description="To a prompt. Default: true for a prompt, false for messages."
+    )
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**31)] | None = Field(
+        None, description="Tokens that are kept of a longer prompt; -1: those that have room."
+    )
+    truncation_side: Literal["left", "right"] | None = Field(
+        None, description="Which is cut off. Default: left."
+    )
+    prompt_logprobs: Likeliest | None = Field(
+        None, description="Logprobs of the prompt's tokens and of this many likeliest ones."
+    )
+    logprob_token_ids: Annotated[SomeIds, Field(max_length=128)] | None = Field(
+        None, description="With logprobs: those of these tokens in place of the likeliest ones."
+    )
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = Field(
+        None, description="Logprobs name tokens as `token_id:N`."
+    )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     mix_versions: bool | None = Field(
         None, description="Tokens of an answer may come from versions published meanwhile."
     )
-    user: str | None = None
-    presence_penalty: Zero | None = None
-    frequency_penalty: Zero | None = None
-    logit_bias: NoBias | None = Field(None, description="Not served.")
+    use_beam_search: Literal[False] | None = Field(None, description="Not served.")
+    response_format: ResponseFormat | None = None
+    structured_outputs: None = None
+
+    @field_validator("stream_options")
+    @classmethod
+    def _streams(cls, options: StreamOptions | None, request: ValidationInfo) -> Any:
+        if options is not None and not request.data.get("stream") and options.model_fields_set:
+            raise fault("is of a stream", "set stream to true, or leave it out")
+        return options
 
     @property
     def media_type(self) -> str:
@@ -90,11 +169,13 @@ class CompletionRequest(Sampling):
         | Annotated[list[str], Field(min_length=1)]
         | Annotated[list[Ids], Field(min_length=1)]
     )
-    max_tokens: Tokens | None = Field(None, description="Default: 16, or what the context leaves.")
-    logprobs: int | None = Field(
-        None, ge=0, le=20, description="Those of the sampled and of this many likeliest tokens."
+    max_tokens: Annotated[int, Field(ge=0, le=2**31)] | None = Field(
+        None, description="Default: 16, or what the context leaves. 0: with `echo` alone."
     )
-    echo: Literal[False] | None = Field(None, description="The prompt is not repeated.")
+    logprobs: Likeliest | None = Field(
+        None, description="Those of the sampled and of this many likeliest tokens."
+    )
+    echo: bool | None = Field(None, description="The text begins with the prompt.")
     best_of: int | None = Field(None, ge=1, description="As many as `n`: none is left out.")
     suffix: Literal[""] | None = Field(None, description="Not served.")
 
@@ -107,39 +188,39 @@ class CompletionRequest(Sampling):
         return best_of
 
 
-class TextPart(Strict):
-    type: Literal["text"]
+class Loose(BaseModel):
+    """Base of parts of a request whose further fields are ignored."""
+
+
+class TextPart(Loose):
+    type: Literal["text", "input_text", "output_text"]
     text: str
 
 
-class ChatMessage(Strict):
+class ChatMessage(Loose):
     role: str = Field(min_length=1, max_length=64)
-    content: str | list[TextPart] | None = Field(None, validate_default=True)
+    content: str | list[str | TextPart] | None = Field(None, validate_default=True)
     name: str | None = None
-    refusal: None = None
+    tool_call_id: str | None = None
     audio: None = None
-    annotations: Empty | None = None
     tool_calls: Empty | None = None
     function_call: None = None
 
     @field_validator("content")
     @classmethod
     def _has_content(
-        cls, content: str | list[TextPart] | None, message: ValidationInfo
-    ) -> str | list[TextPart] | None:
+        cls, content: str | list[str | TextPart] | None, message: ValidationInfo
+    ) -> str | list[str | TextPart] | None:
         if content is None and message.data.get("role") != "assistant":
             raise fault("is missing", "give a text: only an assistant's may be null")
         return content
 
     @property
-    def text(self) -> str:
-        if isinstance(self.content, list):
-            return "".join(part.text for part in self.content)
-        return self.content or ""
-
-
-class ResponseFormat(Strict):
-    type: Literal["text"]
+    def as_templates_read(self) -> dict[str, str]:
+        content = self.model_dump()["content"]
+        optional = {"name": self.name, "tool_call_id": self.tool_call_id}
+        named = {key: value for key, value in optional.items() if value is not None}
+        return {"role": self.role, "content": text_of(content, "messages"), **named}
 
 
 class ChatRequest(Sampling):
@@ -151,26 +232,28 @@ class ChatRequest(Sampling):
     )
     max_completion_tokens: Tokens | None = Field(None, description="As max_tokens.")
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(
-        None, ge=0, le=20, description="With `logprobs`: also this many likeliest tokens."
+    top_logprobs: Likeliest | None = Field(
+        None, description="With `logprobs`: also this many likeliest tokens."
     )
-    response_format: ResponseFormat | None = None
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Variables of the chat template, beside those of the recipe."
+    )
+    add_generation_prompt: bool | None = Field(None, description="Default: true.")
+    continue_final_message: bool | None = Field(
+        None, description="The response continues the last message. Default: false."
+    )
     tools: Empty | None = Field(None, description="Not served, as `functions`.")
     tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: bool | None = None
+    parallel_tool_calls: Any = None
     functions: Empty | None = None
     function_call: Literal["none", "auto"] | None = None
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
     audio: None = None
-    prediction: None = None
+    prediction: Any = Field(None, description="It would make an answer faster elsewhere.")
+    echo: Literal[False] | None = None
     reasoning_effort: None = None
     verbosity: None = None
     web_search_options: None = None
-    store: Literal[False] | None = Field(None, description="Nothing is stored.")
-    metadata: NoMetadata | None = None
-    service_tier: Literal["auto", "default"] | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
 
 
 Request = CompletionRequest | ChatRequest
@@ -180,10 +263,15 @@ REQUESTS: dict[str, type[Request]] = {
 }
 
 
+class PromptDetails(BaseModel):
+    cached_tokens: int = Field(description="Of the prompts, that were not computed again.")
+
+
 class Usage(BaseModel):
-    prompt_tokens: int
+    prompt_tokens: int = Field(description="Of each prompt once, however many choices it has.")
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptDetails
 
 
 class TokenLogprob(BaseModel):
@@ -204,13 +292,22 @@ class CompletionLogprobs(BaseModel):
         description=r"The text of each; of a part of a character "
         r"`bytes:\xf0\x9f`."
     )
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]] | None = Field(
+    token_logprobs: list[float | None] = Field(description="Null for a prompt's first token.")
+    top_logprobs: list[dict[str, float] | None] = Field(
         description="By token, likeliest first; a second one with the same text is `token_id:N`."
     )
     text_offset: list[int] = Field(
         description="In characters of the text, where each token begins."
     )
+
+
+class PromptLogprob(BaseModel):
+    logprob: float
+    rank: int | None = Field(description="1: the likeliest. Null where it is not known.")
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 class ChatText(BaseModel):
@@ -229,6 +326,12 @@ class Choice(BaseModel):
     finish_reason: Literal["stop", "length"] | None = Field(
         description="Null until it ends, in a stream."
     )
+    stop_reason: str | int | None = Field(
+        None, description="The stop string, or a token of stop_token_ids, that ended it."
+    )
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = Field(None, description="Of a completion.")
+    prompt_logprobs: PromptLogprobs | None = Field(None, description="Of a completion.")
     versions: list[tuple[int, int]] = Field(
         description="Run-length encoded: (policy version, tokens that it made)."
     )
@@ -243,6 +346,8 @@ class AnswerView(BaseModel):
     model: str
     choices: list[Choice]
     usage: Usage | None = None
+    prompt_token_ids: list[int] | None = Field(None, description="Of a chat.")
+    prompt_logprobs: PromptLogprobs | None = Field(None, description="Of a chat.")
 
 
 class ModelView(BaseModel):

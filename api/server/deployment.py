@@ -19,7 +19,13 @@ from api.server.access.limits import Rates, client_of
 from api.server.access.settings import Settings
 from api.server.access.tokens import Scope, Tokens
 from api.server.http.bodies import JSON, refuse_many_values, too_large
-from api.server.http.problems import HTTPProblem, errors_of, invalid_request, problem_of
+from api.server.http.problems import (
+    OPENAI_PATHS,
+    HTTPProblem,
+    errors_of,
+    invalid_request,
+    problem_of,
+)
 from api.server.service.operations import BODY_VALUES
 from orchestration.policy.served import Policies
 from pipeline.compat.extras import extra
@@ -49,7 +55,7 @@ class PolicyDeployment:
         try:
             return await self._answer(request)
         except Exception as error:
-            problem = problem_of(error).response()
+            problem = problem_of(error).response(OPENAI_PATHS[0])
             return Response(problem.body, problem.status, dict(problem.headers))
 
     async def _answer(self, request: Request) -> Response:

@@ -1,7 +1,7 @@
 """The process that renders chats and tokenises long texts for :mod:`orchestration.policy.texts`,
 one request at a time.
 
-    {"recipe", "messages" | "texts", "most"} ──▶ chat template ──▶ tokenizer ──▶ {"ids"} or {"refused", "fix"}
+    {"recipe", "messages", "options" | "texts", "most"} ──▶ chat template ──▶ tokenizer ──▶ {"ids"} or {"refused", "fix"}
 
 The template and the tokenizer's patterns come with a model or a recipe: they are programs of a
 stranger.
@@ -9,6 +9,7 @@ stranger.
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Sequence
 from functools import lru_cache
@@ -21,6 +22,8 @@ from stages.model.load import Tokenizer, TokenizerFailed
 
 MEMORY_BYTES = 1 << 30  # that one request may take
 LONGEST_SECONDS = 120  # after which the process ends; the policies' process kills it long before
+# arguments of apply_chat_template that a request may give
+VARIABLES = {"add_generation_prompt", "continue_final_message"}
 TOO_LARGE = {
     "refused": f"It needs more than {MEMORY_BYTES >> 20} MiB of memory to be read.",
     "fix": "give a shorter text, or another chat template",
@@ -35,9 +38,10 @@ def _opened(recipe: str) -> tuple[Recipe, Tokenizer]:
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     """Return the tokens of the ``texts``, or those of the ``messages`` as the chat template of
-    ``recipe`` renders them.
+    ``recipe`` renders them with ``options``.
 
-    ``most``: characters of a text, None: any number.
+    ``most``: characters of a text, None: any number. ``special_tokens``: the tokenizer adds its
+    own.
     """
     try:
         return _answer(request)
@@ -50,12 +54,22 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 def _answer(request: dict[str, Any]) -> dict[str, Any]:
     recipe, tokenizer = _opened(request["recipe"])
+    special = bool(request.get("special_tokens", "texts" in request))
     if "texts" in request:
-        return {"ids": [_ids(tokenizer, text) for text in request["texts"]]}
+        texts = request["texts"]
+        return {"ids": [_ids(tokenizer, text, add_special_tokens=special) for text in texts]}
+    asked = request.get("options", {})
+    taken = inspect.signature(tokenizer.apply_chat_template).parameters.keys() - VARIABLES
+    if names := sorted(taken & asked.keys()):
+        return {
+            "refused": f"chat_template_kwargs has {', '.join(names)}.",
+            "fix": "give variables of the chat template alone",
+        }
     options = {
-        "tokenize": False,
         "add_generation_prompt": True,
         **recipe.prompts.chat_template_options,
+        **asked,
+        "tokenize": False,
     }
     try:
         text = str(tokenizer.apply_chat_template(request["messages"], **options))
@@ -72,7 +86,7 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
             "refused": detail,
             "fix": f"give shorter ones: {request['most']} characters fit the context",
         }
-    return {"ids": [_ids(tokenizer, text, add_special_tokens=False)]}
+    return {"ids": [_ids(tokenizer, text, add_special_tokens=special)]}
 
 
 def _ids(tokenizer: Tokenizer, text: str, **options: bool) -> list[int]:

@@ -11,8 +11,9 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from orchestration.processes.confined import ENVIRONMENT, Confined, Lost, exchange
@@ -154,23 +155,35 @@ class PolicyTexts:
         any number."""
         return None if context is None else context * self.longest
 
-    async def ids(self, texts: Sequence[str], owner: str, context: int | None) -> list[list[int]]:
-        """Return the tokens of each of the ``texts``. Raises TextRefused and TurnsFull."""
+    async def ids(
+        self, texts: Sequence[str], owner: str, context: int | None, *, special_tokens: bool = True
+    ) -> list[list[int]]:
+        """Return the tokens of each of the ``texts``, with the ``special_tokens`` that the
+        tokenizer adds. Raises TextRefused and TurnsFull."""
         for text in texts:
             self._refuse_long(len(text), context)
         if self.trusted and sum(map(len, texts)) <= SHORT:
-            return [self.tokenizer(text)["input_ids"] for text in texts]
-        return await self._read({"texts": list(texts)}, owner, context)
+            return [
+                self.tokenizer(text, add_special_tokens=special_tokens)["input_ids"]
+                for text in texts
+            ]
+        what = {"texts": list(texts), "special_tokens": special_tokens}
+        return await self._read(what, owner, context)
 
     async def chat(
-        self, messages: Sequence[dict[str, str]], owner: str, context: int | None
+        self,
+        messages: Sequence[dict[str, str]],
+        owner: str,
+        context: int | None,
+        options: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        special_tokens: bool = False,
     ) -> list[list[int]]:
-        """Return the tokens of the prompt that the chat template makes of ``messages``.
-
-        Raises TextRefused and TurnsFull.
-        """
+        """Return the tokens of the prompt that the chat template makes of ``messages`` and its
+        ``options``. Raises TextRefused and TurnsFull."""
         self._refuse_long(sum(len(message["content"]) for message in messages), context)
-        return await self._read({"messages": list(messages)}, owner, context)
+        what = {"messages": list(messages), "options": dict(options)}
+        return await self._read({**what, "special_tokens": special_tokens}, owner, context)
 
     async def _read(self, what: dict[str, Any], owner: str, context: int | None) -> list[list[int]]:
         question = {"recipe": self.recipe.to_json(), "most": self.most(context), **what}

@@ -79,7 +79,7 @@ async def test_a_prompt_of_900_kB_does_not_hold_the_loop(tmp_path: Path) -> None
             for _ in range(3):
                 await client.whole(COMPLETIONS, prompt="ab", max_tokens=2)
             refused = (await long).details
-        assert (refused.status, refused.field) == (422, "prompt")
+        assert (refused.status, refused.field) == (400, "prompt")
         assert "900000" in refused.detail
 
 
@@ -134,7 +134,7 @@ async def test_a_template_without_end_or_measure_is_refused(
     monkeypatch.setattr(texts, "SECONDS", 2.0 if template is ENDLESS else 30.0)
     with checkpoint(tmp_path / "other", byte_model(0), tokenizer(template)) as client:
         refused = (await client.problem(CHAT, messages=[{"role": "user", "content": "a"}])).details
-        assert (refused.status, refused.field) == (422, "messages")
+        assert (refused.status, refused.field) == (400, "messages")
         assert says in refused.detail
 
 
@@ -153,7 +153,7 @@ async def test_an_answer_that_is_too_large_is_refused(
         request_ = {"messages": [{"role": "user", "content": "a"}], **request_}
     with checkpoint(tmp_path, byte_model(0), tokenizer()) as client:
         refused = (await client.problem(path, **request_)).details
-        assert (refused.status, refused.field) == (422, field)
+        assert (refused.status, refused.field) == (400, field)
         assert "at most" in str(refused.fix)
 
 

@@ -1,7 +1,7 @@
 """Errors of the REST server as RFC 9457 problems: ``application/problem+json`` with field, value
-and fix.
+and fix; those of the policies' endpoint as OpenAI's clients read them.
 
-exception below a handler ──▶ problem_of ──▶ HTTPProblem ──▶ response
+exception below a handler ──▶ problem_of ──▶ HTTPProblem ──▶ response, by the path: a problem, or OpenAI's error
   HTTPProblem: unchanged     pydantic, RecipeError: all errors at once     unexpected: 500, logged, without details
 """
 
@@ -11,7 +11,7 @@ import http
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import pydantic
 import structlog
@@ -25,14 +25,25 @@ from orchestration.processes.confined import TurnsFull
 from orchestration.recipe.problems import RecipeError
 from orchestration.state.registry import KeyReused, UnknownRun, WrongState
 from pipeline.index.client import IndexUnreachable
+from stages.environments.programs.messages import openai_error
 
 log = structlog.get_logger()
 
 MEDIA_TYPE = "application/problem+json"
+OPENAI_PATHS = ("/v1/completions", "/v1/chat/", "/v1/models")  # begin those with OpenAI's errors
+# as the openai client names them
+OPENAI_TYPES = {
+    401: "AuthenticationError",
+    403: "PermissionDeniedError",
+    404: "NotFoundError",
+    429: "RateLimitError",
+    503: "ServiceUnavailableError",
+}
 RETRY_SECONDS = 2  # for clients, when the index does not answer
 BEGAN = web.RequestKey("began", bool)  # whether the headers of the answer were sent
 LONGEST_VALUE = 200  # characters of a value that are sent back
 LONGEST_READ = 4096  # characters of a value that are read for that
+NOT_RIGHT = "is not right"
 MOST_ERRORS = 100  # that are listed
 TOO_MANY_ERRORS = 2000  # of which none are listed: pydantic builds the list of all of them
 # User and password of a URL, up to the last "@". Linear time: a match starts after "://" only and
@@ -49,6 +60,7 @@ class Wrong(BaseModel):
     value: Any = None
     wrong: Text
     fix: Text = ""
+    rule: Annotated[str, Field(exclude=True)] = ""  # pydantic's name of it, for OpenAI's clients
 
 
 class ProblemDetails(BaseModel):
@@ -67,7 +79,20 @@ class ProblemDetails(BaseModel):
     value: Any = None
     fix: Text | None = None
     errors: list[Wrong] = []
-    message: Text | None = Field(None, description="Detail and fix, for clients of OpenAI's API.")
+
+
+class OpenAIError(BaseModel):
+    """An error as OpenAI's clients read it."""
+
+    message: Text = Field(description="What is wrong, and the fix.")
+    type: str
+    param: Text | None = Field(description="The field of the request.")
+    code: int = Field(description="The status.")
+    kind: str = Field(description="What kind of problem: a URN that stays as it is.")
+
+
+class ErrorView(BaseModel):
+    error: OpenAIError
 
 
 class HTTPProblem(Exception):
@@ -101,13 +126,23 @@ class HTTPProblem(Exception):
             value=shown(value),
             fix=fix,
             errors=list(errors),
-            message=f"{detail} Fix: {fix}" if fix else detail,
         )
 
     def body(self) -> bytes:
         """Return the problem as JSON."""
         details = self.details.model_dump(mode="json", exclude_none=True)
         return json.dumps(details, ensure_ascii=False, allow_nan=False).encode()
+
+    def openai(self) -> dict[str, Any]:
+        """Return the problem as OpenAI's error object; what is refused has status 400 there."""
+        details = self.details
+        status = _openai_status(self.status)
+        rules = {error.rule for error in details.errors if error.rule}
+        parts = (f"{details.detail} Fix: {details.fix}" if details.fix else details.detail, *rules)
+        default = "InternalServerError" if status >= 500 else "BadRequestError"
+        kind = OPENAI_TYPES.get(status, default)
+        error = openai_error(kind, " ".join(parts), details.field, status)
+        return {"error": {**error["error"], "kind": details.type}}
 
     @classmethod
     def from_details(cls, details: Mapping[str, Any]) -> HTTPProblem:
@@ -116,9 +151,17 @@ class HTTPProblem(Exception):
         problem.details = ProblemDetails.model_validate(details)
         return problem
 
-    def response(self) -> web.Response:
+    def response(self, path: str = "") -> web.Response:
+        """Return the answer to a request for ``path``."""
+        if path.startswith(OPENAI_PATHS):
+            status = _openai_status(self.status)
+            return web.json_response(self.openai(), status=status, headers=self.headers)
         headers = {"Content-Type": f"{MEDIA_TYPE}; charset=utf-8", **self.headers}
         return web.Response(status=self.status, body=self.body(), headers=headers)
+
+
+def _openai_status(status: int) -> int:
+    return 400 if status == 422 else status
 
 
 def shown(value: object) -> Any:
@@ -165,7 +208,8 @@ def errors_of(error: pydantic.ValidationError, prefix: str = "") -> list[Wrong]:
             if item["type"] in ("missing", "json_invalid") or prefix == "header."
             else shown(item["input"])
         )
-        errors.append(Wrong(field=field or "body", value=value, wrong=reason, fix=fix))
+        rule = f"({item['type']})" if reason == NOT_RIGHT else ""
+        errors.append(Wrong(field=field or "body", value=value, wrong=reason, fix=fix, rule=rule))
     return errors
 
 
@@ -203,7 +247,7 @@ def _wrong_and_fix(error: ErrorDetails) -> tuple[str, str]:
         case "fault":  # see stages.json_schema
             return context["wrong"], context["fix"]
     if message.startswith("Input should be "):
-        return "is not right", "give " + message.removeprefix("Input should be ")
+        return NOT_RIGHT, "give " + message.removeprefix("Input should be ")
     return f"is refused ({message})", "see /docs for what it takes"
 
 
@@ -297,4 +341,4 @@ async def problems(request: web.Request, handler: Any) -> web.StreamResponse:
         problem = problem_of(error)
         if request.get(BEGAN):
             raise
-        return problem.response()
+        return problem.response(request.path)

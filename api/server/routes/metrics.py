@@ -383,7 +383,7 @@ def _pages(
     "GET", "/metrics", scope="read", summary="For Prometheus", tag="metrics", produces="text/plain"
 )
 async def metrics(service: Service, request: web.Request) -> web.Response:
-    text = await request.app[TELEMETRY].exposition.text()
+    text = await request.app[TELEMETRY].exposition.text() + await service.policies.metrics()
     return web.Response(
         body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
     )

@@ -102,7 +102,7 @@ async def _forward(
     with service.held(request) as room:
         if not room:
             raise HTTPProblem(
-                503, "Too many requests wait.", kind="readers", headers={"Retry-After": "10"}
+                429, "Too many requests wait.", kind="readers", headers={"Retry-After": "10"}
             )
         return await while_wanted(request, _pass_on(service, request, raw))
 

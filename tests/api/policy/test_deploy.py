@@ -86,7 +86,7 @@ async def test_a_run_is_deployed_on_ray_serve(cluster: str, tmp_path: Path) -> N
                 assert ("".join(pieces), len(pieces) > 3) == (choice.text, True)
             with pytest.raises(openai.NotFoundError, match="is not served here"):
                 await client.completions.create(model="other", prompt=PROMPT)
-            with pytest.raises(openai.UnprocessableEntityError, match="max_tokens"):
+            with pytest.raises(openai.BadRequestError, match="max_tokens"):
                 await client.completions.create(
                     model="deployed", prompt=PROMPT, max_tokens=600, stream=True
                 )

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import openai
 import psutil
 import pytest
@@ -363,7 +364,8 @@ async def test_what_is_wrong_is_a_problem(client: openai.AsyncOpenAI, trainer: T
     for model in ("nobody", f"{trainer.run}@x", "../etc", "@3"):
         with pytest.raises(openai.NotFoundError) as missing:
             await client.completions.create(model=model, prompt=PROMPT)
-        assert missing.value.body["type"] == "urn:asyncdock:unknown-model"  # type: ignore[index]
+        error: Any = missing.value.body
+        assert (error["type"], error["code"], error["param"]) == ("NotFoundError", 404, "model")
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 600}, "max_tokens"),
@@ -372,18 +374,34 @@ async def test_what_is_wrong_is_a_problem(client: openai.AsyncOpenAI, trainer: T
         ({"prompt": [77]}, "prompt"),
         ({"n": 3, "prompt": [PROMPT] * 50}, "n"),
         ({"extra_body": {"best_of": 2}}, "best_of"),
-        ({"echo": True}, "echo"),
+        ({"extra_body": {"use_beam_search": True}}, "use_beam_search"),
         ({"temperature": 1e-300}, "temperature"),
         ({"top_p": 1e-300}, "top_p"),
-        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"presence_penalty": 2.5}, "presence_penalty"),
+        ({"extra_body": {"allowed_token_ids": [99]}}, "allowed_token_ids"),
     ]
     for change, field_name in wrong:
         for stream in (False, True):
-            with pytest.raises(openai.UnprocessableEntityError) as refused:
+            with pytest.raises(openai.BadRequestError) as refused:
                 await client.completions.create(
                     **{"model": trainer.run, "prompt": PROMPT, "stream": stream, **change}
                 )
-            assert refused.value.body["field"].startswith(field_name), change  # type: ignore[index]
+            error = refused.value.body
+            assert (error["type"], error["code"]) == ("BadRequestError", 400)
+            assert error["param"].startswith(field_name), change
+    with pytest.raises(openai.BadRequestError, match="less_than"):
+        await client.completions.create(model=trainer.run, prompt=PROMPT, seed=2**63)
+    nobody = client.with_options(api_key="none")
+    with pytest.raises(openai.AuthenticationError) as unknown:
+        await nobody.models.list()
+    assert unknown.value.body["type"] == "AuthenticationError"  # type: ignore[index]
+
+
+async def test_prometheus_has_the_latencies(client: openai.AsyncOpenAI, served: Served) -> None:
+    await client.completions.create(model="named", prompt=PROMPT, max_tokens=4)
+    async with aiohttp.ClientSession(headers=served.headers) as session:
+        text = await (await session.get(f"{served.url}/metrics")).text()
+    assert 'vllm:time_to_first_token_seconds_count{model_name="named"}' in text
 
 
 @pytest.mark.timeout(600)

@@ -179,15 +179,16 @@ async def test_a_request_that_allows_no_token_fails_alone() -> None:
         assert isinstance(failed.value.__cause__, RequestRefused)
         assert {item.group async for item in others if isinstance(item, Completion)} == {1}
         for field in ("allowed_token_ids", "logprob_token_ids"):
+            unknown: dict[str, Any] = {field: (97,)}
             with pytest.raises(RequestRefused, match=f"{field} has 97..97"):
-                engine.generate([ask(0, **{field: (97,)})])
+                engine.generate([ask(0, **unknown)])
         with pytest.raises(RequestRefused, match="min_tokens 10 > max_tokens 9"):
             engine.generate([ask(0, min_tokens=10)])
 
 
 async def test_a_response_that_is_continued_is_as_if_it_was_not_cut() -> None:
     """Also its penalties: they count the tokens of both parts."""
-    params = {"repetition_penalty": 1.5, "frequency_penalty": 0.9, "max_tokens": 16}
+    params: dict[str, Any] = {"repetition_penalty": 1.5, "frequency_penalty": 0.9, "max_tokens": 16}
     async with running() as engine:
         whole = ask(3, places=1, **params)
         uncut = (await collect(engine.generate([whole])))[3, 0]
