@@ -163,7 +163,11 @@ class _Responder:
             self._prompt_logprobs = 0 if request.logprob_token_ids else self._alternatives
         special_tokens = request.skip_special_tokens is False
         self._pieces = Pieces(policy.tokenizer, special_tokens=special_tokens)
-        self._views = LogprobViews(self._pieces, as_ids=bool(request.return_tokens_as_token_ids))
+        self._views = LogprobViews(
+            self._pieces,
+            as_ids=bool(request.return_tokens_as_token_ids),
+            with_itself=bool(request.logprob_token_ids),
+        )
         self._refuse_many_tokens(choices)
         self._choices = [
             ChoiceText(
@@ -278,18 +282,23 @@ class _Responder:
         for choice in self._choices if self._echoes else ():
             number = choice.number // self._each
             scored = self._scored[number] if self._has_logprobs else None
-            choice.begin(*await self._prompt_text(self._prompts[number], scored))
+            prompts = (
+                [] if isinstance(self._request, ChatRequest) else several(self._request.prompt)
+            )
+            is_text = isinstance(prompts[number], str)
+            choice.begin(*await self._prompt_text(self._prompts[number], scored, is_text))
 
     async def _prompt_text(
-        self, ids: list[int], scored: Sequence[tuple[Token, int]] | None
+        self, ids: list[int], scored: Sequence[tuple[Token, int]] | None, is_text: bool
     ) -> tuple[str, list[Placed]]:
         """Return the text of a prompt, and where in it its tokens are, as far as they are
-        ``scored``. The first one has the logprob NaN: nothing is before it."""
-        special_tokens = self._request.skip_special_tokens is False
+        ``scored``. The first one has the logprob NaN: nothing is before it. Special tokens of one
+        that came as a text (``is_text``) were added to it."""
+        tokenizer = self._policy.tokenizer
         if scored is None:
-            tokenizer = self._policy.tokenizer
-            return str(tokenizer.decode(ids, skip_special_tokens=not special_tokens)), []
-        prompt = ChoiceText(0, self._policy.tokenizer, self._pieces, special_tokens=special_tokens)
+            return str(tokenizer.decode(ids, skip_special_tokens=is_text)), []
+        pieces = Pieces(tokenizer, special_tokens=not is_text)
+        prompt = ChoiceText(0, tokenizer, pieces, special_tokens=not is_text)
         first = Token(0, 0, ids[0], math.nan, OBSERVED)
         for number, token in enumerate([first, *(token for token, _ in scored)]):
             prompt.add(replace(token, version=OBSERVED))

@@ -21,10 +21,11 @@ UNLIKELY = -9999.0
 
 class LogprobViews:
     """Writes logprobs with the names that ``pieces`` has of tokens, or ``as_ids``, as
-    ``token_id:N``."""
+    ``token_id:N``. ``with_itself``: a token of a chat is among those beside it."""
 
-    def __init__(self, pieces: Pieces, *, as_ids: bool) -> None:
+    def __init__(self, pieces: Pieces, *, as_ids: bool, with_itself: bool = False) -> None:
         self._pieces = pieces
+        self._with_itself = with_itself
         self._as_ids = as_ids
 
     def of_chat(self, tokens: Sequence[Placed]) -> ChatLogprobs:
@@ -84,13 +85,16 @@ class LogprobViews:
 
     def _named(self, placed: Placed) -> TokenLogprob:
         """Return the logprob of ``placed`` in the form of chat completions."""
+        others = self._candidates(placed)
+        if self._with_itself and placed not in others:
+            others.append(placed)
         views = [
             TokenLogprob(
                 token=self._name(candidate),
                 logprob=_finite(candidate.token.logprob),
                 bytes=list(candidate.own),
             )
-            for candidate in (placed, *self._candidates(placed))
+            for candidate in (placed, *others)
         ]
         return views[0].model_copy(update={"top_logprobs": views[1:]})
 
@@ -101,16 +105,14 @@ class LogprobViews:
         return self._pieces.name(number, placed.own, prefix=prefix)
 
     def _likeliest(self, placed: Placed) -> dict[str, float]:
-        """Return the logprobs of the likeliest tokens, and of ``placed``, by their names, each of
+        """Return the logprobs of ``placed``, and of the likeliest tokens, by their names, each of
         which is there once."""
-        candidates = self._candidates(placed)
-        if placed not in candidates:
-            candidates.append(placed)
-        own_name = self._name(placed, "bytes:")
-        logprobs: dict[str, float] = {}
-        for candidate in candidates:
+        logprobs = {self._name(placed, "bytes:"): _finite(placed.token.logprob)}
+        for candidate in self._candidates(placed):
             name = self._name(candidate, "bytes:")
-            if candidate is not placed and (name in logprobs or name == own_name):
+            if candidate is placed:
+                continue
+            if name in logprobs:
                 name = f"token_id:{candidate.token.token_id}"
             logprobs[name] = _finite(candidate.token.logprob)
         return logprobs

@@ -98,7 +98,7 @@ class Sampling(Ignored):
     )
     n: int | None = Field(None, ge=1, le=MOST_CHOICES, description="Choices of each prompt.")
     seed: int | None = Field(
-        None, ge=-(2**63), lt=2**63, description="The same seed and version: the same tokens."
+        None, ge=-(2**63), le=2**63 - 1, description="The same seed and version: the same tokens."
     )
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
@@ -294,7 +294,8 @@ class CompletionLogprobs(BaseModel):
     )
     token_logprobs: list[float | None] = Field(description="Null for a prompt's first token.")
     top_logprobs: list[dict[str, float] | None] = Field(
-        description="By token, likeliest first; a second one with the same text is `token_id:N`."
+        description="By token: itself, then the likeliest first; a second one with the same text "
+        "is `token_id:N`."
     )
     text_offset: list[int] = Field(
         description="In characters of the text, where each token begins."

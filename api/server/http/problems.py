@@ -138,10 +138,11 @@ class HTTPProblem(Exception):
         details = self.details
         status = _openai_status(self.status)
         rules = {error.rule for error in details.errors if error.rule}
-        parts = (f"{details.detail} Fix: {details.fix}" if details.fix else details.detail, *rules)
+        parts = [f"{details.detail.rstrip('.')}."]
+        parts += [f"Fix: {details.fix}"] if details.fix else []
         default = "InternalServerError" if status >= 500 else "BadRequestError"
         kind = OPENAI_TYPES.get(status, default)
-        error = openai_error(kind, " ".join(parts), details.field, status)
+        error = openai_error(kind, " ".join([*parts, *rules]), details.field, status)
         return {"error": {**error["error"], "kind": details.type}}
 
     @classmethod

@@ -159,6 +159,9 @@ async def test_an_echo_has_the_logprobs_of_both(served: tuple[Client, Any], logp
     only = await choice_of(client, **{**asked, "max_tokens": 0})
     assert (only["text"], only["versions"], only["finish_reason"]) == (PROMPT, [], "length")
     assert only["logprobs"]["token_logprobs"] == found["token_logprobs"][: len(PROMPT)]
+    for more in ({}, {"logprobs": logprobs}):
+        special = await choice_of(client, prompt=[EOS_ID, 70], echo=True, max_tokens=0, **more)
+        assert special["text"] == EOS + TOKENIZER.decode([70]), "it was said"
 
 
 async def test_named_tokens_have_logprobs_whatever_may_be_made(served: tuple[Client, Any]) -> None:
@@ -174,7 +177,10 @@ async def test_named_tokens_have_logprobs_whatever_may_be_made(served: tuple[Cli
     chat = await choice_of(client, CHAT, messages=MESSAGES, logprobs=True, **asked)
     (token,) = chat["logprobs"]["content"]
     names = [other["token"] for other in token["top_logprobs"]]
-    assert (token["token"], names) == ("token_id:42", ["token_id:50", "token_id:60"])
+    assert (token["token"], names) == (
+        "token_id:42",
+        ["token_id:50", "token_id:60", "token_id:42"],
+    )
 
 
 async def test_penalties_and_banned_words_reach_the_engine(served: tuple[Client, Any]) -> None:
