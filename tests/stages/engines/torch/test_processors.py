@@ -32,7 +32,7 @@ from stages.engines.protocols import (
     Token,
 )
 from stages.engines.torch.decoding.sampling import uniform
-from tests.stages.engines.torch.test_rollout import VOCABULARY, ask, collect, llama, running
+from tests.stages.engines.torch.test_rollout import ask, collect, llama, running
 
 BIASES = ((3, 6.5), (50, -4.0), (96, 3.0))
 ENDS = (5, 11, 12, 13, 30, 31, 60, 61, 62)
@@ -46,7 +46,7 @@ class Penalties:
         self._prompt = prompt
 
     def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        counts = torch.bincount(ids[0, self._prompt :], minlength=VOCABULARY).to(scores)
+        counts = torch.bincount(ids[0, self._prompt :], minlength=scores.shape[-1]).to(scores)
         penalty = self._params.frequency_penalty * counts
         return scores - penalty - self._params.presence_penalty * (counts > 0)
 
