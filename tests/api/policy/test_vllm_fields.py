@@ -240,7 +240,8 @@ async def test_a_response_ends_where_it_is_asked_to(served: tuple[Client, Any]) 
 
 async def test_usage_counts_a_shared_prompt_once_and_goes_along(served: tuple[Client, Any]) -> None:
     client, _ = served
-    asked: dict[str, Any] = {"prompt": PROMPT, "n": 3, "max_tokens": 6, "ignore_eos": True}
+    asked: dict[str, Any] = {"prompt": PROMPT, "n": 3, "max_tokens": 6}
+    asked["allowed_token_ids"] = ids_of("ab")
     usage = (await client.whole(COMPLETIONS, **asked))["usage"]
     assert usage == {
         "prompt_tokens": len(PROMPT),

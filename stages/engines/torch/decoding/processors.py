@@ -19,17 +19,19 @@ NO_TOKEN = -1  # in the place of one that may be any, or is not there
 
 
 class ProcessedRow:
-    """The tokens of one row and what changes its logits. ``counts`` float32 [V]: how often each
-    token was generated; ``in_prompt`` bool [V]; ``newest`` int64 [W]: the last generated tokens,
-    as many as the longest of ``words`` [N, W] has before its last one.
+    """The tokens of one row's present turn and what changes its logits. ``counts`` float32 [V]: how
+    often each token was generated; ``in_prompt`` bool [V]: also of earlier turns; ``newest`` int64
+    [W]: the last generated tokens, as many as the longest of ``words`` [N, W] has before its last
+    one.
 
-    ``prompt_ids``, ``logits``: of its prompt. ``turn_start``: tokens before the present turn.
+    ``before`` int64: all tokens before the turn, of which the row itself has ``turn_start``.
+    ``logits`` [V]: of its first token.
     """
 
     def __init__(
         self,
         params: SamplingParams,
-        prompt_ids: torch.Tensor,
+        before: torch.Tensor,
         turn_start: int,
         logits: torch.Tensor,
     ) -> None:
@@ -37,11 +39,11 @@ class ProcessedRow:
         self._changes = asked_of(params)
         self._device = logits.device
         self._turn_start = turn_start
-        self._length = 0
+        self._length = turn_start
         vocabulary = len(logits)
         self.counts = torch.zeros(vocabulary, device=self._device)
         self.in_prompt = torch.zeros(vocabulary, dtype=torch.bool, device=self._device)
-        self.in_prompt[self.put(prompt_ids.tolist())] = True
+        self.in_prompt[self.put(before.tolist())] = True
         self.allowed = self.put(params.allowed_token_ids)
         self.ends = self.put([token for token in params.stop_token_ids if token < vocabulary])
         self.biased = self.put([token for token, _ in params.logit_bias])

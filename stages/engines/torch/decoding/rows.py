@@ -84,7 +84,9 @@ class ResponseRow(ResponseInProgress):
         """Prepare for what changes the ``logits`` [V] of its tokens."""
         params = self.request.params
         if asked_of(params):
-            self.processed = ProcessedRow(params, self.group.ids, self.turn_start, logits)
+            earlier = torch.tensor(self.tokens[: self.turn_start], dtype=torch.int64)
+            before = torch.cat([self.group.ids.cpu(), earlier])
+            self.processed = ProcessedRow(params, before, self.turn_start, logits)
 
     def append(self, token: int, logprob: float, version: int) -> None:
         self.tokens.append(token)

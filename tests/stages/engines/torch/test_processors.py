@@ -106,7 +106,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "presence_penalty": {"presence_penalty": 1.9},
     "frequency_penalty": {"frequency_penalty": -1.2},
     "logit_bias": {"logit_bias": BIASES},
-    "min_tokens": {"min_tokens": 20, "stop_token_ids": ENDS},
+    "min_tokens": {"min_tokens": 9, "stop_token_ids": ENDS},
     "allowed_token_ids": {"allowed_token_ids": (1, 7, 40, 80, 90)},
     "bad_words": {
         "allowed_token_ids": (2, 3, 4),
@@ -127,25 +127,24 @@ ASKED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("accelerated", [False, True])
-async def test_tokens_are_those_of_transformers(accelerated: bool) -> None:
+async def test_tokens_are_those_of_transformers() -> None:
     """All requests decode together, beside one that changes nothing."""
     model = llama()
     exact = copy.deepcopy(model).double()
     requests = [
-        ask(number, places=2, max_tokens=24, temperature=temperature, **params)
+        ask(number, places=1, max_tokens=14, temperature=temperature, **params)
         for number, (params, temperature) in enumerate(
-            (params, temperature)
-            for params in ({}, *ASKED.values())
-            for temperature in (0.0, 1.0, 0.8)
+            (params, temperature) for params in ({}, *ASKED.values()) for temperature in (0.0, 0.8)
         )
     ]
-    async with running(model, accelerated=accelerated, max_rows=40) as engine:
-        completions = await collect(engine.generate(requests))
+    completions = []
+    for accelerated in (False, True):
+        async with running(copy.deepcopy(model), accelerated=accelerated, max_rows=40) as engine:
+            completions.append(await collect(engine.generate(requests)))
     for request in requests:
-        for place in request.places:
-            tokens, logprobs = expected(exact, request, place)
-            completion = completions[request.group, place]
+        tokens, logprobs = expected(exact, request, 0)
+        for made in completions:
+            completion = made[request.group, 0]
             assert completion.token_ids.tolist() == tokens, request.params
             assert completion.logprobs.tolist() == pytest.approx(logprobs, abs=1e-4)
 
