@@ -152,7 +152,7 @@ async def _play(recipe: Recipe, number: int, row: str, greedy: bool, show: Show)
         trajectories = make_trajectories(recipe, tokenizer, caller, declared)
         params = trajectories.sampling(sampling_of(recipe, tokenizer))
         if greedy:
-            params = replace(params, temperature=0.0, top_k=0, top_p=1.0)
+            params = params.greedy()
         prompt = _prompt(recipe, tokenizer, trajectories, number, row)
         rewards = reward_set(recipe, end_tokens=params.stop_token_ids)
         engine = rollout_engine(recipe, version=0)

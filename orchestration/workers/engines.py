@@ -22,6 +22,7 @@ from orchestration.recipe.flow import algorithm_of
 from orchestration.recipe.model_files import PLAIN_MODELS, end_tokens
 from orchestration.recipe.models import tokenizer_of
 from orchestration.recipe.schema import Recipe
+from orchestration.recipe.sections import FILTERS
 from orchestration.recipe.sizes.planner import longest_row, longrope_change, vocabulary_of
 from pipeline.data.arena import shared_memory_directory
 from pipeline.node import AUTO, announced, is_loopback
@@ -65,8 +66,11 @@ def sampling_of(recipe: Recipe, tokenizer: Tokenizer) -> SamplingParams:
         ends.add(int(tokenizer.eos_token_id))
     if source not in PLAIN_MODELS:
         ends |= end_tokens(model_folder(source))
+    sampling = recipe.rollout.model_dump(include={"max_tokens", *FILTERS})
+    biases = sampling.pop("logit_bias").items()
     return SamplingParams(
-        **recipe.rollout.model_dump(include={"max_tokens", "top_p", "top_k"}),
+        **sampling,
+        logit_bias=tuple((int(token), bias) for token, bias in biases),
         temperature=recipe.logprob_temperature,
         stop=tuple(recipe.rollout.stop),
         stop_token_ids=tuple(sorted(ends)),
@@ -272,7 +276,7 @@ def _vllm_rollout(
         shared=shared,
         dtype=getattr(torch, recipe.model.dtype),
         max_rows=rollout.max_rows,
-        filters=bool(rollout.top_k) or rollout.top_p < 1,
+        filters=bool(rollout.filters),
         threads=threads_of(recipe, rollout.threads),
         transfer_timeout=recipe.sync.timeout,
         initial_version=version,

@@ -11,7 +11,7 @@ Code that depends on a library or a device stays behind these two protocols.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -73,6 +73,11 @@ class SamplingParams:
         """The fields of these parameters that change probabilities, beside temperature, top-k and
         top-p."""
         return [name for name in CHANGES if getattr(self, name) != getattr(SamplingParams, name)]
+
+    def greedy(self) -> SamplingParams:
+        """Return these parameters with the policy's likeliest tokens."""
+        defaults: dict[str, Any] = {name: getattr(SamplingParams, name) for name in self.changes}
+        return replace(self, temperature=0.0, top_k=0, top_p=1.0, **defaults)
 
 
 @dataclass(frozen=True)

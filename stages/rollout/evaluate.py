@@ -78,7 +78,7 @@ class Evaluator:
 
     def request(self, number: int) -> GroupRequest:
         """Return the request for a greedy answer to the prompt ``number``."""
-        greedy = replace(self.params, temperature=0.0, top_k=0, top_p=1.0)
+        greedy = self.params.greedy()
         return GroupRequest(-1 - number, (0,), self.prompts[number].ids, greedy, 0)
 
     def decode(self, token_ids: list[int]) -> str:

@@ -12,6 +12,7 @@ from orchestration.recipe.checks.registry import Environment, machine_check, pro
 from orchestration.recipe.model_files import KNOWN_MODELS, tokens_of
 from orchestration.recipe.problems import RecipeError, value_or_none
 from orchestration.recipe.schema import Recipe
+from orchestration.recipe.sections import FILTERS
 from orchestration.recipe.sizes.planner import prompt_limits, vocabulary_of
 from pipeline.problems import Problem
 from stages.prompts.conversations import chosen_template, is_template_name
@@ -265,16 +266,17 @@ def _template_problem(recipe: Recipe, key: str, error: PromptError) -> Problem:
 
 
 @machine_check(
-    "model.source", "model.vocabulary", "rollout.engine", "rollout.top_k", "rollout.top_p"
+    *("model.source", "model.vocabulary", "rollout.engine"), *(f"rollout.{key}" for key in FILTERS)
 )
 def padding_can_be_masked(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
     """The torch engine leaves out tokens that the tokenizer does not have.
 
-    So does vLLM, but not of the logprobs that it gives with top-k or top-p.
+    So does vLLM, but not of the logprobs that it gives with filters.
     """
     rollout = recipe.rollout
-    unfiltered = not rollout.top_k and rollout.top_p == 1
-    can_mask = rollout.engine in ("torch", "mock") or (rollout.engine == "vllm" and unfiltered)
+    can_mask = rollout.engine in ("torch", "mock") or (
+        rollout.engine == "vllm" and not rollout.filters
+    )
     if recipe.model.vocabulary != "tokenizer" or can_mask:
         return
     tokens = tokens_of(recipe.model.source)

@@ -15,7 +15,7 @@ from orchestration.recipe.flow import algorithm_of, flow_of, needs_reference
 from orchestration.recipe.model_files import experts_of
 from orchestration.recipe.problems import value_or_none
 from orchestration.recipe.schema import Recipe
-from orchestration.recipe.sections import CriticSection, TrainSection
+from orchestration.recipe.sections import FILTERS, CriticSection, TrainSection
 from orchestration.recipe.sizes.planner import arena_bytes, config_of, heads_of
 from orchestration.units import format_size
 from pipeline.problems import Problem
@@ -136,7 +136,7 @@ def vllm_arguments_are_free(recipe: Recipe) -> Iterator[Problem]:
 @check(
     *(
         f"rollout.{key}"
-        for key in ("engine", "vllm", "top_k", "top_p", "temperature", "stop", "max_tokens")
+        for key in ("engine", "vllm", *FILTERS, "temperature", "stop", "max_tokens")
     ),
     *("prompts.max_prompt_tokens", "prompts.responses"),
 )
@@ -153,12 +153,13 @@ def vllm_options_fit(recipe: Recipe) -> Iterator[Problem]:
             f"the trainer"
         )
         yield problem(recipe, "rollout.temperature", reason, f"use a value >= {LEAST_VLLM:g}")
-    if (rollout.top_k or rollout.top_p < 1) and recipe.logprob_temperature != 1:
+    if rollout.filters and recipe.logprob_temperature != 1:
+        names = ", ".join(rollout.filters)
         reason = (
-            "cannot be combined with top_k or top_p in vLLM: its logprobs would not be those "
-            "of the trainer"
+            f"cannot be combined with {names} in vLLM: its logprobs would not be those "
+            f"of the trainer"
         )
-        fix = "set rollout.temperature = 1.0, or rollout.top_k = 0 and rollout.top_p = 1.0"
+        fix = f"set rollout.temperature = 1.0, or leave out {names}"
         yield problem(recipe, "rollout.temperature", reason, fix)
 
 
@@ -176,6 +177,11 @@ def cuts_are_possible(recipe: Recipe) -> Iterator[Problem]:
             reason,
             f"use a value < {rollout.max_tokens}, or 0 for no budget",
         )
+    divided = {*rollout.filters} & {"presence_penalty", "frequency_penalty"}
+    for key in sorted(divided) if rollout.engine == "vllm" and rollout.cuts else ():
+        reason = "is not counted by vLLM over a cut"
+        fix = "set rollout.budget = 0, rollout.on_update = 'keep' and rollout.straggler = 'wait'"
+        yield problem(recipe, f"rollout.{key}", reason, fix)
     if rollout.engine == "vllm" and rollout.stop and rollout.cuts:
         reason = "is not found by vLLM where a cut divides it"
         fix = (
@@ -197,10 +203,16 @@ def cuts_are_possible(recipe: Recipe) -> Iterator[Problem]:
             yield problem(recipe, f"rollout.{name}", reason, fix)
 
 
-@check("rollout.top_k", "rollout.top_p", "algorithm", "stages", "reward.functions", "external")
+@check(
+    *(f"rollout.{key}" for key in FILTERS),
+    *("rollout.max_tokens", "algorithm", "stages", "reward.functions", "external"),
+)
 def samples_are_of_the_whole_distribution(recipe: Recipe) -> Iterator[Problem]:
     rollout = recipe.rollout
-    if (not rollout.top_k and rollout.top_p == 1) or not recipe.runs_stage("update"):
+    if rollout.min_tokens > rollout.max_tokens:
+        reason = f"is more than rollout.max_tokens = {rollout.max_tokens}"
+        yield problem(recipe, "rollout.min_tokens", reason, "use a smaller value")
+    if not rollout.filters or not recipe.runs_stage("update"):
         return
     flow = value_or_none(lambda: flow_of(recipe))
     if not (
@@ -209,12 +221,12 @@ def samples_are_of_the_whole_distribution(recipe: Recipe) -> Iterator[Problem]:
         else []
     ):
         return
-    key, off = ("top_k", "0") if rollout.top_k else ("top_p", "1.0")
+    key = rollout.filters[0]
+    off = json.dumps(type(rollout).model_fields[key].default)
     reason = (
-        f"draws tokens from a part of the vocabulary, while rollout_logprobs, which stage "
-        f"{readers[0]!r} reads, are of all "
-        "of it: importance weights would be wrong by the mass that was cut off, and training would "
-        "sharpen the policy"
+        f"draws tokens from another distribution than that of rollout_logprobs, which stage "
+        f"{readers[0]!r} reads: importance weights would be wrong by what it changes, and training "
+        f"would make the policy so"
     )
     fix = (
         f"set rollout.{key} = {off}; a lower rollout.temperature makes likely tokens likelier on "

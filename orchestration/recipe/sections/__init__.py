@@ -156,6 +156,13 @@ def _no_options(side: Side) -> ConfigDict:
     )
 
 
+# how often tokens are drawn changes with them, and their logprobs do not
+FILTERS = (
+    *("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("logit_bias", "min_tokens"),
+)
+
+
 class RolloutSection(Section):
     """Generation of responses."""
 
@@ -200,6 +207,36 @@ class RolloutSection(Section):
         le=1,
     )
     top_k: TokensOrZero = key(0, "Number of likeliest tokens to sample from. 0: all. See `top_p`.")
+    min_p: float = key(
+        0.0,
+        "Least probability, as a share of that of the likeliest token. 0: all. See `top_p`.",
+        ge=0,
+        le=1,
+    )
+    repetition_penalty: float = key(
+        1.0,
+        "Divides logits of tokens that are in the prompt or the response. 1: none. See `top_p`.",
+        ge=0.01,
+        le=100,
+    )
+    presence_penalty: float = key(
+        0.0,
+        "Subtracted from logits of tokens that are in the response. See `top_p`.",
+        ge=-2,
+        le=2,
+    )
+    frequency_penalty: float = key(
+        0.0,
+        "Subtracted from logits of tokens as often as they are in the response. See `top_p`.",
+        ge=-2,
+        le=2,
+    )
+    logit_bias: dict[
+        Annotated[str, Field(pattern="^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]
+    ] = key({}, "Added to logits, by token id. See `top_p`.", max_length=1024)
+    min_tokens: TokensOrZero = key(
+        0, "Tokens of a response, or a turn, before which it does not end by itself. See `top_p`."
+    )
     stop: list[Annotated[str, Field(min_length=1)]] = key(
         [], "A response ends once it contains one of these texts.", max_length=64
     )
@@ -238,6 +275,12 @@ class RolloutSection(Section):
     def cuts(self) -> bool:
         """Whether unfinished responses are parked."""
         return bool(self.budget) or self.on_update == "cut" or self.straggler == "park"
+
+    @property
+    def filters(self) -> list[str]:
+        """The keys that change which tokens are drawn, and not their logprobs."""
+        fields = type(self).model_fields
+        return [name for name in FILTERS if getattr(self, name) != fields[name].default]
 
 
 class AlgorithmSection(Section):

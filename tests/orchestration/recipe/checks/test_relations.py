@@ -10,7 +10,10 @@ import pytest
 
 from orchestration.recipe.loading.load import load_recipe
 from orchestration.recipe.sizes.planner import plan
+from orchestration.workers.engines import sampling_of
 from stages.algorithms import Algorithm, LossOutput
+from stages.engines.protocols import SamplingParams
+from stages.model.load import tiny_tokenizer
 from tests.orchestration.recipe.minimal import problems
 
 # Keys that do not fit a colocated run.
@@ -65,6 +68,11 @@ VLLM_FAULTS = [
         "rollout.temperature",
         "rollout.temperature = 1.0",
     ),
+    (
+        ("rollout.presence_penalty=1.0", 'external.stages=["update"]', "rollout.budget=9"),
+        "rollout.presence_penalty",
+        "set rollout.budget = 0",
+    ),
 ]
 
 
@@ -78,7 +86,14 @@ def test_problems_of_the_vllm_engine_are_reported_without_vllm(
     assert str(blamed).startswith(key)
 
 
-@pytest.mark.parametrize("override", ["rollout.top_k=5", "rollout.top_p=0.9"])
+CHANGES = [
+    *("rollout.top_k=5", "rollout.top_p=0.9", "rollout.min_p=0.1", "rollout.min_tokens=2"),
+    *("rollout.repetition_penalty=1.2", "rollout.presence_penalty=0.5"),
+    *("rollout.frequency_penalty=-0.5", 'rollout.logit_bias={"3"=1.5}'),
+]
+
+
+@pytest.mark.parametrize("override", CHANGES)
 def test_filtered_samples_are_refused_where_something_reads_their_logprobs(
     minimal: Path, override: str
 ) -> None:
@@ -87,8 +102,18 @@ def test_filtered_samples_are_refused_where_something_reads_their_logprobs(
     assert blamed.key == key
     assert "stage 'update' reads" in blamed.wrong
     assert f"set {key} = " in blamed.fix
-    load_recipe(minimal, [override, 'external.stages=["update"]'])
+    sampled = load_recipe(minimal, [override, 'external.stages=["update"]'])
+    params = sampling_of(sampled, tiny_tokenizer())
+    name = key.partition(".")[2]
+    assert getattr(params, name) != getattr(SamplingParams, name)
+    greedy = params.greedy()
+    assert (greedy.temperature, getattr(greedy, name)) == (0, getattr(SamplingParams, name))
     load_recipe(minimal, [override, f"algorithm.name={__name__}:Likely"])
+
+
+def test_a_response_may_end_at_its_longest(minimal: Path) -> None:
+    [blamed] = problems(minimal, "rollout.min_tokens=9999", 'external.stages=["update"]')
+    assert (blamed.key, blamed.fix) == ("rollout.min_tokens", "use a smaller value")
 
 
 class Likely(Algorithm):
