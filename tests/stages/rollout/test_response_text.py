@@ -41,7 +41,9 @@ def test_pieces_add_up_to_the_text_before_the_first_stop_string(
         if text.stopped:
             break
     assert made + text.finish() == whole[:certain]
-    assert text.stopped == (certain < len(whole))
+    assert bool(text.stopped) == (certain < len(whole))
+    assert whole[certain:].startswith(text.stopped), "it says which one"
+    assert text.stopped in ("", *stops)
 
 
 def test_special_tokens_have_no_text() -> None:
