@@ -278,10 +278,12 @@ class StageEvent(EventData, kind="stage"):
         ),
     ] = field(default_factory=dict)
     trajectories: Annotated[
-        Mapping[str, int],
+        Mapping[str, float],
         Doc(
             "Of the environment stage: trajectories that are `open`; and so far `turns` that were "
-            "answered, `calls` of tools and `failed_calls`, `observed_tokens`, trajectories that "
+            "answered, with their `generated_tokens`, and their `engine_seconds`, "
+            "`waiting_seconds` and `environment_seconds`; `cut_turns` that a program went back "
+            "behind; `calls` of tools and `failed_calls`; `observed_tokens`; trajectories that "
             "were `replayed` or `remade` as their environment was gone, and that ended: "
             "`ended_done` by their environment, `ended_turns` at `max_turns`, `ended_tokens` at "
             "`max_tokens`, `ended_truncated` with a turn that was cut, `ended_timeout`, "

@@ -43,13 +43,17 @@ OPTIONAL: Columns = {
 }
 MASK, WEIGHT, ROUTED, ROW_MASK = OPTIONAL
 # Of a row with turns of the policy and observations between them: which tokens are generated; the
-# first token of each turn, as an index of response_ids; and the reward of each turn.
+# first token of each turn, as an index of response_ids; the reward of each turn; and its seconds, the
+# TIMES one after the other: in the engine, waiting for a stage, in the environment, whose opening
+# counts to the first turn.
 TRAJECTORY: Columns = {
     MASK: OPTIONAL[MASK],
     "turn_starts": "int64 ragged",
     "turn_reward": "float32 ragged",
+    "turn_seconds": "float32 ragged",
 }
-_, TURN_STARTS, TURN_REWARD = TRAJECTORY
+_, TURN_STARTS, TURN_REWARD, TURN_SECONDS = TRAJECTORY
+TIMES = ("engine", "waiting", "environment")
 # Of one that has ended: the reward that its environment gave (NaN: none), and why it has ended, as
 # stages/trajectories/progress.py numbers the reasons.
 ENDED: Columns = {"environment_reward": "float32", "ending": "uint8"}

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections import deque
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
@@ -40,12 +41,13 @@ from stages.engines.protocols import (
     RolloutEngine,
     SamplingParams,
 )
-from stages.flow.catalogue import ROUTED
+from stages.flow.catalogue import ROUTED, TIMES, TURN_REWARD, TURN_SECONDS, TURN_STARTS
 
 # columns that a cut response is parked with
 PROGRESS = ("response_ids", "rollout_logprobs", "versions")
-# of a trajectory: where its turns begin, the present one last, and the environment's rewards so far
-TURNS = ("turn_starts", "turn_reward")
+# of a trajectory: where its turns begin, the present one last, the environment's rewards so far, and
+# the seconds of the turns
+TURNS = (TURN_STARTS, TURN_REWARD, TURN_SECONDS)
 
 # times the mean length of so many responses: a straggler is parked after these tokens
 STRAGGLER = 4
@@ -122,6 +124,7 @@ class Rollout(Stage):
                 GroupRequest(group, wanted, prompt, params, seed, progress, self._continues)
             )
         ended: asyncio.Queue[Completion | None] = asyncio.Queue()
+        submitted = time.monotonic()
         listening = asyncio.create_task(self._listen(requests, ended))
         try:
             missing = len(positions)
@@ -140,6 +143,9 @@ class Rollout(Stage):
                     if some := [c for c in together if (c.finish_reason == "cut") == cut]:
                         places = [positions[c.group, c.place] for c in some]
                         before = sum(len(begun[at].token_ids) for at in places if at in begun)
+                        seconds = time.monotonic() - submitted
+                        for at in turns and places:
+                            turns[at][TURN_SECONDS][-len(TIMES)] += seconds
                         yield responses(
                             places,
                             some,

@@ -21,14 +21,23 @@ import torch
 
 from pipeline.index.client import Claim
 from pipeline.warehouse.dock import Dock, Rows
-from stages.flow.catalogue import DROPPED_ENDING, MASK, OBSERVED
+from stages.flow.catalogue import (
+    DROPPED_ENDING,
+    MASK,
+    OBSERVED,
+    TIMES,
+    TURN_REWARD,
+    TURN_SECONDS,
+    TURN_STARTS,
+)
 
 PARKED = (
     "response_ids",
     "rollout_logprobs",
     "versions",
-    "turn_starts",
-    "turn_reward",
+    TURN_STARTS,
+    TURN_REWARD,
+    TURN_SECONDS,
     "truncated",
 )
 
@@ -49,14 +58,15 @@ class Ending(IntEnum):
 class Progress:
     """The tokens of a trajectory so far: ``token_ids``, and of each its logprob (0 of an
     observation). ``versions``: run-length encoded, OBSERVED of observations. ``turn_starts``: where
-    each turn begins. ``turn_reward``: of each turn that was answered; NaN: none. ``truncated``: the
-    last turn was cut at its longest."""
+    each turn begins. ``turn_reward``: of each turn that was answered; NaN: none. ``turn_seconds``:
+    the TIMES of each turn. ``truncated``: the last turn was cut at its longest."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[tuple[int, int]] = field(default_factory=list)
     turn_starts: list[int] = field(default_factory=list)
     turn_reward: list[float] = field(default_factory=list)
+    turn_seconds: list[float] = field(default_factory=list, compare=False)
     truncated: bool = False
 
     def observe(self, token_ids: Sequence[int]) -> None:
@@ -66,15 +76,25 @@ class Progress:
             self.logprobs += [0.0] * len(token_ids)
             self.versions.append((OBSERVED, len(token_ids)))
 
-    def begin_turn(self) -> None:
+    def begin_turn(self, opening_seconds: float = 0.0) -> None:
+        """``opening_seconds``: of the environment's opening before it."""
         self.turn_starts.append(len(self.token_ids))
+        self.turn_seconds += (0.0, 0.0, opening_seconds)
         self.truncated = False
+
+    def time_turn(self, away: float, environment: float) -> None:
+        """Record the seconds of the last turn: what the engine has not used of the seconds ``away``,
+        from its beginning to its answering, was waiting (NaN: not known), and the answer took
+        ``environment``."""
+        engine, _, opening = self.turn_seconds[-len(TIMES) :]
+        self.turn_seconds[-2:] = away - engine, opening + environment
 
     def cut(self, turns: int) -> None:
         """Leave the first ``turns`` and what was before them."""
         end = self.turn_starts[turns - 1] + len(self.turns[turns - 1]) if turns else 0
         del self.token_ids[end:], self.logprobs[end:]
         del self.turn_starts[turns:], self.turn_reward[turns:]
+        del self.turn_seconds[len(TIMES) * turns :]
         versions = []
         for version, count in self.versions:
             versions.append((version, min(count, end)))
@@ -119,8 +139,9 @@ async def parked_progress(dock: Dock, claim: Claim) -> dict[int, Progress]:
             token_ids=columns["response_ids"][number],
             logprobs=columns["rollout_logprobs"][number],
             versions=_pairs(columns["versions"][number]),
-            turn_starts=columns["turn_starts"][number],
-            turn_reward=columns["turn_reward"][number],
+            turn_starts=columns[TURN_STARTS][number],
+            turn_reward=columns[TURN_REWARD][number],
+            turn_seconds=columns[TURN_SECONDS][number],
             truncated=truncated[number],
         )
         for number, position in enumerate(positions)
@@ -133,8 +154,9 @@ def parked_columns(trajectories: Sequence[Progress]) -> dict[str, Any]:
         "response_ids": [torch.tensor(each.token_ids, dtype=torch.int64) for each in trajectories],
         "rollout_logprobs": [torch.tensor(each.logprobs) for each in trajectories],
         "versions": [_flat(each.versions) for each in trajectories],
-        "turn_starts": [torch.tensor(each.turn_starts, dtype=torch.int64) for each in trajectories],
-        "turn_reward": [torch.tensor(each.turn_reward) for each in trajectories],
+        TURN_STARTS: [torch.tensor(each.turn_starts, dtype=torch.int64) for each in trajectories],
+        TURN_REWARD: [torch.tensor(each.turn_reward) for each in trajectories],
+        TURN_SECONDS: [torch.tensor(each.turn_seconds) for each in trajectories],
         "truncated": torch.tensor([each.truncated for each in trajectories]),
     }
 

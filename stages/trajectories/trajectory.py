@@ -30,6 +30,7 @@ from stages.environments.interface import (
     Turn,
     TurnTokens,
 )
+from stages.flow.catalogue import TIMES
 from stages.rollout.stage import group_seed
 from stages.trajectories.progress import Ending, Progress
 from stages.trajectories.writers import AppendingWriter, RequestWriter, Writer
@@ -64,7 +65,8 @@ class Opened:
     """An environment that was opened here for a trajectory of ``group``. ``key``: another one each
     time that it is opened, so that a call of a lost lease never meets a later one. ``began``: by the
     monotonic clock. ``answered``: how many of the row's turns the environment was given; ``steps``:
-    with those that were cut off since. ``wants_tokens``: it is given their tokens."""
+    with those that were cut off since. ``wants_tokens``: it is given their tokens. ``asked``: when
+    the policy was asked for the present turn; NaN: before the environment was opened here."""
 
     group: int
     key: str
@@ -73,24 +75,41 @@ class Opened:
     answered: int = 0
     steps: int = 0
     wants_tokens: bool = False
+    asked: float = math.nan
 
 
 @dataclass
 class Figures:
     """What a process has seen of trajectories. ``endings``: trajectories by why they have ended.
     ``remade``: those that began again because their environment was gone. ``cut_turns``: those that a
-    program went back behind."""
+    program went back behind. The tokens and seconds are those of the turns that were answered; what
+    of them was waiting is not known after a restart."""
 
     turns: int = 0
     cut_turns: int = 0
     calls: int = 0
     failed_calls: int = 0
+    generated_tokens: int = 0
     observed_tokens: int = 0
+    engine_seconds: float = 0.0
+    waiting_seconds: float = 0.0
+    environment_seconds: float = 0.0
     replayed: int = 0
     remade: int = 0
     endings: Counter[Ending] = field(default_factory=Counter)
 
-    def counts(self) -> dict[str, int]:
+    def add_turn(self, tokens: int, seconds: Sequence[float], reply: Reply) -> None:
+        """Count a turn of ``tokens`` that ``reply`` answers. ``seconds``: its TIMES."""
+        self.turns += 1
+        self.calls += reply.calls
+        self.failed_calls += reply.failed_calls
+        self.generated_tokens += tokens
+        engine, waiting, environment = seconds
+        self.engine_seconds += engine
+        self.waiting_seconds += 0.0 if math.isnan(waiting) else waiting
+        self.environment_seconds += environment
+
+    def counts(self) -> dict[str, float]:
         """Return all of it by name."""
         counts = {name: count for name, count in vars(self).items() if name != "endings"}
         ended = {f"ended_{ending.name.lower()}": n for ending, n in self.endings.items()}
@@ -191,6 +210,7 @@ class Episode:
             await self.shared.caller.close(self.opened.key)
 
     async def _begin(self) -> None:
+        began = time.monotonic()
         reply = await self._open()
         if reply.done:
             raise EnvironmentFailed("its environment ended before the first turn")
@@ -202,7 +222,12 @@ class Episode:
                 f"rollout.max_tokens = {limits.turn_tokens} more does not fit "
                 f"environment.max_tokens = {limits.max_tokens}"
             )
-        self.progress.begin_turn()
+        self._ask(time.monotonic() - began)
+
+    def _ask(self, opening_seconds: float = 0.0) -> None:
+        """Ask the policy for a turn."""
+        self.progress.begin_turn(opening_seconds)
+        self._live().asked = time.monotonic()
 
     def _write(self, reply: Reply) -> None:
         """Append what ``reply`` adds; a program that goes on from an earlier point cuts off the
@@ -297,17 +322,18 @@ class Episode:
 
     async def _answer(self) -> None:
         progress = self.progress
-        seen = self.shared.seen
-        reply = await self._step(progress.turns[-1], len(progress.turn_starts) - 1)
-        seen.turns += 1
-        seen.calls += reply.calls
-        seen.failed_calls += reply.failed_calls
+        turn_ids = progress.turns[-1]
+        began = time.monotonic()
+        away = began - self._live().asked
+        reply = await self._step(turn_ids, len(progress.turn_starts) - 1)
+        progress.time_turn(away, time.monotonic() - began)
+        self.shared.seen.add_turn(len(turn_ids), progress.turn_seconds[-len(TIMES) :], reply)
         progress.turn_reward.append(_number(reply.reward))
         self.ending = self._ending(reply)
         if self.ending is None:
             self._write(reply)
             if self._has_room():
-                progress.begin_turn()
+                self._ask()
             else:
                 self.ending = Ending.TOKENS
         if self.ending is not None:

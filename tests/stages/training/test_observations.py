@@ -92,6 +92,7 @@ def columns_of(row: Sequence[Turn], reward: float = 0.5) -> dict[str, torch.Tens
         MASK: torch.tensor(mask),
         "turn_starts": torch.tensor(starts),
         "turn_reward": torch.tensor([reward] * len(starts)),
+        "turn_seconds": torch.tensor([0.5, 0.25, 1.0] * len(starts)),
     }
 
 

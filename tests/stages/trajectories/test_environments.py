@@ -21,7 +21,7 @@ from pipeline.worker.outputs import Output, Parked
 from stages.environments.classes import environments
 from stages.environments.dialogue.plain import PlainDialogue
 from stages.environments.interface import Declarations
-from stages.flow.catalogue import ENVIRONMENT, OBSERVED
+from stages.flow.catalogue import ENVIRONMENT, OBSERVED, TIMES
 from stages.model.load import Tokenizer, tiny_tokenizer
 from stages.trajectories.local import LocalCaller
 from stages.trajectories.progress import Ending, Progress, parked_columns, parked_progress
@@ -177,12 +177,17 @@ async def test_a_trajectory_is_what_the_environment_and_the_policy_say_in_turn(d
     assert row["turn_starts"] == [2, 5]
     assert (row["turn_reward"], row["environment_reward"]) == ([0.5, 2.0], 2.5)
     assert (row["ending"], row["truncated"]) == (Ending.DONE, False)
-    assert stage.figures()["trajectories"] == {
+    seconds = [sum(row["turn_seconds"][at :: len(TIMES)]) for at in range(len(TIMES))]
+    figures = stage.figures()["trajectories"]
+    assert [figures.pop(f"{name}_seconds") for name in TIMES] == pytest.approx(seconds)
+    assert (seconds[0], seconds[1] > 0, seconds[2] > 0) == (0, True, True)
+    assert figures == {
         "open": 0,
         "turns": 2,
         "cut_turns": 0,
         "calls": 0,
         "failed_calls": 0,
+        "generated_tokens": 2,
         "observed_tokens": 4,
         "replayed": 0,
         "remade": 0,
@@ -362,7 +367,10 @@ async def test_a_replayable_environment_goes_on_at_the_same_token_after_its_work
         whole = await play(dock, *[await stage_of(dock)] * 4)
     async with flow(index_url, tmp_path) as dock:
         stages = [await stage_of(dock) for _ in range(4)]
-        assert await play(dock, *stages) == whole
+        replayed = await play(dock, *stages)
+        seconds = replayed.pop("turn_seconds"), whole.pop("turn_seconds")
+        assert replayed == whole
+        assert [list(map(math.isnan, each[1::3])) for each in seconds] == [[True] * 3, [False] * 3]
     assert whole["environment_reward"] == 0.5 + 0.5 + 3.0
     assert [stage.trajectories.seen.replayed for stage in stages] == [0, 1, 1, 1]
     assert [stage.trajectories.seen.turns for stage in stages] == [0, 1, 1, 1], (

@@ -59,6 +59,7 @@ def progress_of(spoken: list[Spoken], last: list[int], truncated: bool = False) 
             progress.logprobs += [logprob for _, logprob in tokens]
             progress.versions.append((version, len(tokens)))
         progress.turn_reward.append(turn.reward)
+        progress.time_turn(2.0, 0.5)
     progress.observe(last)
     progress.truncated = truncated
     return progress
@@ -114,6 +115,8 @@ async def test_a_parked_trajectory_comes_back_as_it_was(
         turn = await claimed(dock, "rollout", version=2**20)
         back = await parked_progress(dock, turn)
         assert [back[position] for position in positions] == trajectories
+        for position, progress in enumerate(trajectories):
+            assert back[position].turn_seconds == [0, 2, 0.5] * len(progress.turn_starts)
         rewards = [sum(each.turn_reward) % 1 for each in trajectories]
         columns = ended_columns([back[position] for position in positions], rewards, endings)
         ended = [(oldest if tokens else 0, tokens) for oldest, tokens in generated]
