@@ -7,7 +7,8 @@
 A sample is one line. Samples of a step stand last first, so that reading backwards gives steps
 newest first, and each step's samples in the order of their groups. The first sample of a group has
 the prompt's row, too: ``given``, ``fields``. One with turns has its ``segments``: the turns, and what
-was observed between them, in order.
+was observed between them, in order; its tokens and their logprobs; and why it has ended. The first
+one of a group then has the tokens of the prompt.
 """
 
 from __future__ import annotations
@@ -25,7 +26,13 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from pipeline.index.client import Claim
-from stages.flow.catalogue import OBSERVED, TURN_REWARD, TURN_STARTS
+from stages.flow.catalogue import (
+    ENDING,
+    TURN_REWARD,
+    TURN_SECONDS,
+    TURN_STARTS,
+)
+from stages.samples.segments import Segment, described, segments
 
 if TYPE_CHECKING:  # samples are read by the service without torch
     from tensordict import TensorDict
@@ -49,15 +56,16 @@ COLUMNS = (
     "reward",
     "scores",
     "advantage",
-    TURN_STARTS,
-    TURN_REWARD,
+)
+# of a trajectory; with its tokens, as an export has them
+TRAJECTORY_COLUMNS = (
+    *("prompt_ids", "rollout_logprobs"),
+    *(TURN_STARTS, TURN_REWARD, TURN_SECONDS, ENDING),
 )
 
 log = structlog.get_logger()
 
 Sample = dict[str, Any]
-Segment = tuple[int, int, bool]
-"""A part of a response: its first token, the one after its last, and whether it was generated."""
 
 
 class SampleLog:
@@ -240,7 +248,7 @@ class Recorder:
         schema = self.dock.schema
         names = [
             name
-            for name in COLUMNS
+            for name in (*COLUMNS, *(TRAJECTORY_COLUMNS if TURN_STARTS in schema else ()))
             if name in schema and (name != "advantage" or schema[name].shape == ())
         ]
         rows = await self.dock.fetch(claim, names)
@@ -289,10 +297,16 @@ class Recorder:
                 columns["reward"][at] = None
             for at, column in failed.nonzero().tolist():
                 failures[at].append(self.rewards[column])
-        turn_starts, turn_rewards = (
-            plain_values(rows[name]) if name in rows else [[]] * len(ids)
-            for name in (TURN_STARTS, TURN_REWARD)
-        )
+        has_turns = TURN_STARTS in rows
+        trajectories = {
+            name: plain_values(rows[name])
+            for name in (*TRAJECTORY_COLUMNS, "response_ids", "versions")
+            if has_turns and name in rows
+        }
+        turn_starts = trajectories.get(TURN_STARTS, [[]] * len(ids))
+        prompt_ids = [{"prompt_ids": of_row} for of_row in trajectories.pop("prompt_ids", ())] or [
+            {}
+        ] * len(ids)
         pairs = [list(zip(of_row[::2], of_row[1::2], strict=True)) for of_row in versions]
         parts = [
             segments(of_row, starts) for of_row, starts in zip(pairs, turn_starts, strict=True)
@@ -320,13 +334,9 @@ class Recorder:
                 "staleness": int(stale[at]),
                 "truncated": columns["truncated"][at],
                 "ended": _last_generated(ids[at], parts[at]) in ends,
+                **self._trajectory({name: column[at] for name, column in trajectories.items()}),
                 **(
-                    {"segments": self._described(ids[at], parts[at], turn_rewards[at])}
-                    if turn_starts[at]
-                    else {}
-                ),
-                **(
-                    {"given": prompts[at], "fields": fields[at]}
+                    {"given": prompts[at], "fields": fields[at], **prompt_ids[at]}
                     if first[handles[at].group] == at
                     else {}
                 ),
@@ -334,43 +344,20 @@ class Recorder:
             for at in order
         ]
 
-    def _described(
-        self, ids: list[int], parts: Sequence[Segment], rewards: Sequence[float]
-    ) -> list[dict[str, Any]]:
-        """Return the segments ``parts`` of ``ids`` as the log has them; ``rewards`` of the turns,
-        not a number where there is none."""
-        of_turns = iter(rewards)
-        out = []
-        for begin, end, is_generated in parts:
-            text = str(self.tokenizer.decode(ids[begin:end], skip_special_tokens=True))
-            reward = next(of_turns, math.nan) if is_generated else math.nan
-            out.append(
-                {
-                    "generated": is_generated,
-                    "tokens": end - begin,
-                    "text": text,
-                    "reward": None if math.isnan(reward) else reward,
-                }
-            )
-        return out
+    def _trajectory(self, columns: dict[str, Any]) -> dict[str, Any]:
+        """Return what is recorded of a row with these ``columns`` as a trajectory; {}: it is none."""
+        if not columns:
+            return {}
+        from stages.trajectories.progress import Ending
 
-
-def segments(versions: Sequence[tuple[int, int]], turn_starts: Sequence[int] = ()) -> list[Segment]:
-    """Return the segments of a response whose tokens ``versions`` (version, tokens) made: its
-    turns, of which those after the first begin at ``turn_starts``, and the observations.
-
-    >>> segments([(3, 2), (4, 1), (-1, 5), (4, 2)], [0, 8])
-    [(0, 3, True), (3, 8, False), (8, 10, True)]
-    """
-    out: list[Segment] = []
-    begin = 0
-    for version, tokens in versions:
-        is_generated = version != OBSERVED
-        goes_on = bool(out) and out[-1][2] == is_generated and begin not in turn_starts
-        first = out.pop()[0] if goes_on else begin
-        begin += tokens
-        out.append((first, begin, is_generated))
-    return out
+        segments = described(columns, self.tokenizer)
+        return {
+            **({"segments": segments} if columns[TURN_STARTS] else {}),
+            **({"ending": Ending(columns[ENDING]).name.lower()} if ENDING in columns else {}),
+            "response_ids": columns["response_ids"],
+            # as many digits as tell numbers of 32 bits apart
+            "logprobs": [float(f"{logprob:.9g}") for logprob in columns["rollout_logprobs"]],
+        }
 
 
 def _last_generated(ids: Sequence[int], parts: Sequence[Segment]) -> int | None:

@@ -310,10 +310,20 @@ async def test_a_sample_shows_its_turns_and_what_was_observed(dock: Dock, tmp_pa
     assert second["tokens"] == 3
     assert second["versions"] == [[2, 1], [-1, 2], [2, 2], [-1, 1]]
     assert second["response"] == "accbcd"
+    turn = {
+        "generated": True,
+        "reward": 0.5,
+        "calls": [],
+        "seconds": {"engine": 0.5, "waiting": 0.25, "environment": 1.0},
+    }
+    observed = {"generated": False, "reward": None}
     assert second["segments"] == [
-        {"generated": True, "tokens": 1, "text": "a", "reward": 0.5},
-        {"generated": False, "tokens": 2, "text": "cc", "reward": None},
-        {"generated": True, "tokens": 2, "text": "bc", "reward": 0.5},
-        {"generated": False, "tokens": 1, "text": "d", "reward": None},
+        {**turn, "tokens": 1, "text": "a", "pieces": [(2, 1, "a")]},
+        {**observed, "tokens": 2, "text": "cc"},
+        {**turn, "tokens": 2, "text": "bc", "pieces": [(2, 2, "bc")]},
+        {**observed, "tokens": 1, "text": "d"},
     ]
+    assert second["response_ids"] == ids_of("accbcd")
+    assert second["logprobs"] == [-1, 0, 0, -1, -1, 0]
+    assert [sample.get("prompt_ids") for sample in samples[:2]] == [[1, 2], None]
     assert [len(sample["segments"]) for sample in samples] == [3, 4, 1, 1, 3, 1, 1, 1]

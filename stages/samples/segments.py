@@ -1,0 +1,104 @@
+"""The segments of a response: turns of the policy, and what was observed between them.
+
+    versions, turn_starts ─▶ segments ─▶ described ─▶ text, tool calls, reward, seconds, pieces by policy version
+
+Importing this needs no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from stages.flow.catalogue import OBSERVED, TIMES, TURN_REWARD, TURN_SECONDS, TURN_STARTS
+
+if TYPE_CHECKING:
+    from stages.model.load import Tokenizer
+
+Segment = tuple[int, int, bool]
+"""A part of a response: its first token, the one after its last, and whether it was generated."""
+Pairs = Sequence[tuple[int, int]]
+"""Policy versions and how many tokens each has made, in the response's order."""
+Decode = Callable[[Sequence[int]], str]
+
+
+def segments(versions: Pairs, turn_starts: Sequence[int] = ()) -> list[Segment]:
+    """Return the segments of a response whose tokens ``versions`` made: its turns, of which those
+    after the first begin at ``turn_starts``, and the observations.
+
+    >>> segments([(3, 2), (4, 1), (-1, 5), (4, 2)], [0, 8])
+    [(0, 3, True), (3, 8, False), (8, 10, True)]
+    """
+    out: list[Segment] = []
+    begin = 0
+    for version, tokens in versions:
+        is_generated = version != OBSERVED
+        goes_on = bool(out) and out[-1][2] == is_generated and begin not in turn_starts
+        first = out.pop()[0] if goes_on else begin
+        begin += tokens
+        out.append((first, begin, is_generated))
+    return out
+
+
+def described(columns: Mapping[str, Any], tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """Return the segments of the trajectory with these ``columns``, as lists: `generated`, `tokens`,
+    `text`, `reward` (None: it has none), and of a turn `pieces` (policy version, tokens, text),
+    `calls` of tools that are JSON between <tool_call> and </tool_call>, and `seconds`, the TIMES
+    (None: not known)."""
+
+    def decode(token_ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    ids = columns["response_ids"]
+    flat = columns["versions"]
+    versions = list(zip(flat[::2], flat[1::2], strict=True))
+    starts = columns[TURN_STARTS]
+    out = []
+    for begin, end, is_generated in segments(versions, starts):
+        text = decode(ids[begin:end])
+        segment = {"generated": is_generated, "tokens": end - begin, "text": text, "reward": None}
+        if is_generated:
+            turn = bisect_right(starts, begin) - 1
+            seconds = columns[TURN_SECONDS][len(TIMES) * turn :][: len(TIMES)]
+            segment |= {
+                "reward": _known(next(iter(columns[TURN_REWARD][turn:]), math.nan)),
+                "pieces": [*_pieces(ids, versions, begin, end, decode)],
+                "calls": _calls(text, turn),
+                "seconds": dict(zip(TIMES, map(_known, seconds), strict=False)),
+            }
+        out.append(segment)
+    return out
+
+
+def _pieces(
+    ids: Sequence[int], versions: Pairs, begin: int, end: int, decode: Decode
+) -> Iterator[tuple[int, int, str]]:
+    """Yield the pieces of a turn, each by one policy version. A character whose bytes two versions
+    have made is the later one's."""
+    first = 0
+    shown = 0
+    for version, tokens in versions:
+        first, last = first + tokens, min(first + tokens, end)
+        if last <= begin:
+            continue
+        text = decode(ids[begin:last])
+        if last < end:
+            text = text.rstrip("\ufffd")
+        yield version, tokens, text[shown:]
+        if last == end:
+            return
+        shown = len(text)
+
+
+def _calls(text: str, turn: int) -> list[dict[str, Any]]:
+    """Return the tool calls of a turn's text that can be read."""
+    from stages.environments.dialogue.turns import read_turn
+
+    message = read_turn(text, False, turn, calls=True).message
+    return [call["function"] for call in message.get("tool_calls", ())]
+
+
+def _known(number: float) -> float | None:
+    return None if math.isnan(number) else number
