@@ -2,6 +2,7 @@
 
 RUN_DIR ──▶ index.json ──▶ index ──▶ warehouses, stages, leases, ledger            (status)
                                 └──▶ rows of a group, read from the warehouses     (inspect)
+RUN_DIR/samples/ ──▶ trajectories that the run has kept, as lines of a file        (export)
 """
 
 from __future__ import annotations
@@ -11,22 +12,33 @@ import dataclasses
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 from rich.console import Group, RenderableType
+from rich.text import Text
 
 from api.cli.common.options import JsonOption
 from api.cli.common.output import print_json, refuse, table
 from api.cli.folder.foreign import run_folder
-from api.terminal.screen import safe_console
+from api.terminal.numbers import number, short_seconds
+from api.terminal.screen import safe_console, write
 
 T = TypeVar("T")
 
 MOST_VALUES = 24  # of a row's column that are shown
+# of tokens by their policy version, one after the other
+COLOURS = ("cyan", "magenta", "green", "blue", "yellow", "red")
+SHOWN_AS_SEGMENTS = frozenset(
+    {
+        *("response_ids", "rollout_logprobs", "versions", "loss_mask"),
+        *("turn_starts", "turn_reward", "turn_seconds"),
+    }
+)
 
 dock_app = typer.Typer(
-    help="Look into the sample flow of a run that is alive.", no_args_is_help=True
+    help="Look into the sample flow of a run that is alive; export trajectories.",
+    no_args_is_help=True,
 )
 
 RunDir = Annotated[
@@ -73,13 +85,66 @@ def inspect(
     run: RunOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """The rows of one group: their states, and the columns that they have so far."""
-    rows = _with_dock(run_dir, index, run, lambda dock: dock.inspect(group))
+    """The rows of one group: their states, and the columns that they have so far; of those with an
+    environment the turns and observations."""
+    rows = _with_dock(run_dir, index, run, lambda dock: _rows(dock, group))
     if not rows:
         refuse(
             f"group: {group} is not there; it is not admitted yet, or released after its training"
         )
     print_json(rows) if as_json else safe_console().print(group_view(group, rows))
+
+
+@dock_app.command()
+def export(
+    run_dir: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN_DIR", callback=run_folder, help="The folder of a run, which may go on."
+        ),
+    ],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="JSON Lines.")],
+    form: Annotated[
+        Literal["tokens", "openenv"],
+        typer.Option("--format", help="tokens: all that is known; openenv: its training traces."),
+    ] = "tokens",
+) -> None:
+    """Write the trajectories that a run has kept, with their tokens, one a line."""
+    from orchestration.disk import replacing
+    from stages.samples.sample_log import FOLDER
+    from stages.samples.trajectory_export import openenv_trace, trajectories
+
+    lines = 0
+    try:
+        with replacing(out, 0) as partial, partial.open("w", encoding="utf-8") as file:
+            for lines, each in enumerate(trajectories(run_dir / FOLDER), 1):  # noqa: B007
+                line = openenv_trace(each) if form == "openenv" else each
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            if not lines:
+                refuse(
+                    f"run: {run_dir} has kept no trajectories; give the folder of a run with "
+                    f"environment.use that has trained a step, and pipeline.keep_samples above 0"
+                )
+    except OSError as error:
+        refuse(f"out: {error}")
+    write(f"{lines} trajectories are in {out}")
+
+
+async def _rows(dock: Any, group: int) -> list[dict[str, Any]]:
+    """Return the rows of a group, trajectories with their `segments`."""
+    rows: list[dict[str, Any]] = await dock.inspect(group)
+    if any("turn_starts" in row["columns"] for row in rows):
+        from orchestration.recipe.models import tokenizer_of
+        from orchestration.state.documents import RUN_RECIPE
+        from stages.samples.segments import described
+
+        recipe = await RUN_RECIPE.get(dock.index)
+        assert recipe is not None, "a run with rows has a recipe"
+        tokenizer = await asyncio.to_thread(tokenizer_of, recipe)
+        for row in rows:
+            if "turn_starts" in row["columns"]:
+                row["segments"] = described(row["columns"], tokenizer)
+    return rows
 
 
 def status_view(found: Mapping[str, Any]) -> RenderableType:
@@ -140,10 +205,44 @@ def group_view(group: int, rows: Sequence[Mapping[str, Any]]) -> RenderableType:
         row_table = table(
             f"row {row['row']}", f"{row['state']}, {version}{row['tokens']} tokens; done: {stages}"
         )
+        segments = row.get("segments")
         for name, value in row["columns"].items():
-            row_table.add_row(name, _short(value))
+            if segments is None or name not in SHOWN_AS_SEGMENTS:
+                row_table.add_row(name, _short(value))
         parts += ["", row_table]
+        if segments:
+            parts.append(_trajectory_view(segments))
     return Group(*parts)
+
+
+def _trajectory_view(segments: Sequence[Mapping[str, Any]]) -> RenderableType:
+    """Return a line for each turn, its text coloured by policy version, and each observation, pale;
+    with the seconds in the engine, waiting and in the environment."""
+    view = table("", "tokens", "by", "reward", "engine", "waiting", "environment", "")
+    turns = 0
+    for segment in segments:
+        if not segment["generated"]:
+            count = str(segment["tokens"])
+            view.add_row("observed", count, *[""] * 5, Text(segment["text"], style="dim"))
+            continue
+        turns += 1
+        text = Text()
+        for version, _, piece in segment["pieces"]:
+            text.append(piece, style=COLOURS[version % len(COLOURS)])
+        versions = " ".join(f"v{version}" for version, _, _ in segment["pieces"])
+        times = [short_seconds(seconds) for seconds in segment["seconds"].values()]
+        view.add_row(
+            f"turn {turns}",
+            str(segment["tokens"]),
+            versions,
+            number(segment["reward"], "g"),
+            *(times or ["–"] * 3),
+            text,
+        )
+        for call in segment["calls"]:
+            arguments = json.dumps(call["arguments"], ensure_ascii=False)
+            view.add_row("call", *[""] * 6, Text(f"{call['name']}({arguments})", style="italic"))
+    return view
 
 
 def _with_dock(

@@ -277,6 +277,11 @@ class StagesView(BaseModel):
     epochs: dict[str, int] = Field(
         description="The epoch that each source of prompts is in, from 1, by its key."
     )
+    trajectories: Mapping[str, float] = Field(
+        {},
+        description="Of a run with environments: the numbers of its `stage` events, of all processes "
+        "of its workers.",
+    )
     flow: dict[str, Any] = Field(description="As the plan's: stages, and the columns between them.")
 
 
@@ -354,6 +359,15 @@ class SampleSegment(BaseModel):
     tokens: int
     text: Text
     reward: float | None = Field(description="Of a turn. Null where there is none.")
+    pieces: list[tuple[int, int, Text]] = Field(
+        [], description="Of a turn: policy version, tokens and their text, in order."
+    )
+    calls: list[dict[str, Any]] = Field(
+        [], description="Of a turn: calls of tools that are JSON between `<tool_call>` and its end."
+    )
+    seconds: dict[str, float | None] = Field(
+        {}, description="Of a turn: in the `engine`, `waiting`, in the `environment`."
+    )
 
 
 class SampleView(BaseModel):
@@ -383,6 +397,7 @@ class SampleView(BaseModel):
     )
     staleness: int
     truncated: bool
+    ending: str = Field("", description="Of a trajectory: why it has ended.")
 
 
 class SamplePage(BaseModel):

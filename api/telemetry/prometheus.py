@@ -26,12 +26,14 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from api.telemetry.fanout import Batch, Ending, Fanouts
+from api.telemetry.trajectories import endings
 from orchestration.history.totals import SHARES, RunTotals, WorkerTotals
 from orchestration.state.recording import recorded_totals
 from orchestration.state.registry import Registry, RunRecord
 from pipeline.data.events import ENDED, Event
 from pipeline.first_of import cancel_all
 from pipeline.index.client import Index
+from stages.flow.catalogue import TIMES
 
 log = structlog.get_logger()
 
@@ -296,6 +298,16 @@ def _stage_seconds(run: RunListener) -> Mapping[Any, float]:
     }
 
 
+def _of_trajectories(**names: str) -> Values:
+    """Return numbers of trajectories, by their label."""
+
+    def read(run: RunListener) -> Mapping[Any, float]:
+        counts = run.totals.trajectories
+        return {(label,): counts[name] for label, name in names.items() if name in counts}
+
+    return read
+
+
 COUNTER = CounterMetricFamily
 GAUGE = GaugeMetricFamily
 BY_REASON = ("reason",)
@@ -421,6 +433,50 @@ FAMILIES = (
         "Entropy of the policy in nats, mean over trained tokens.",
         (),
         _of_step("entropy"),
+    ),
+    Family(
+        GAUGE,
+        "run_trajectories_open",
+        "Trajectories whose environment is open.",
+        (),
+        lambda run: {(): run.totals.trajectories.get("open")},
+    ),
+    Family(
+        COUNTER,
+        "run_trajectories",
+        "Trajectories that have ended, by reason: done by their environment, a limit, a failure.",
+        BY_REASON,
+        lambda run: {
+            (reason,): count for reason, count in endings(run.totals.trajectories).items()
+        },
+    ),
+    Family(
+        COUNTER,
+        "run_turns",
+        "Turns of trajectories that were answered, and those that a program went back behind.",
+        ("what",),
+        _of_trajectories(answered="turns", cut="cut_turns"),
+    ),
+    Family(
+        COUNTER,
+        "run_turn_tokens",
+        "Tokens of trajectories by who made them: the policy, the environment.",
+        ("what",),
+        _of_trajectories(generated="generated_tokens", observed="observed_tokens"),
+    ),
+    Family(
+        COUNTER,
+        "run_turn_seconds",
+        "Where the time of turns went.",
+        ("part",),
+        _of_trajectories(**{name: f"{name}_seconds" for name in TIMES}),
+    ),
+    Family(
+        COUNTER,
+        "run_tool_calls",
+        "Calls of tools, and those of them that failed.",
+        ("what",),
+        _of_trajectories(made="calls", failed="failed_calls"),
     ),
     Family(
         COUNTER,

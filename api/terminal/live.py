@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from api.telemetry.progress import Progress
+from api.telemetry.trajectories import summarize_trajectories, trajectories_text
 from api.terminal.numbers import count, duration, number, percent, short_seconds, unscored
 from orchestration.history.totals import SHARES, shares
 from orchestration.units import format_size
@@ -303,7 +304,10 @@ def _stages(progress: Progress, width: int) -> RenderableType:
     groups = ", ".join(
         f"{count(totals[0])} {reason}" for reason, totals in progress.dropped.items()
     )
-    calls = [Text(f" {line}", style="dim") for line in call_lines(progress)]
+    lines = call_lines(progress)
+    if trajectories := trajectories_text(summarize_trajectories(progress.trajectories)):
+        lines.append(f"trajectories: {trajectories}")
+    calls = [Text(f" {line}", style="dim") for line in lines]
     return Group(
         table,
         legend,

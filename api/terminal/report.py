@@ -20,6 +20,7 @@ from typing import Any
 from rich.table import Table
 
 from api.telemetry.progress import Progress
+from api.telemetry.trajectories import summarize_trajectories, trajectories_text
 from api.terminal.numbers import duration, number, unscored
 from api.terminal.screen import pairs_table
 from orchestration.disk import replacing
@@ -177,6 +178,7 @@ def summarize(progress: Progress, *, seconds: float, checkpoint: Path | None) ->
         "tokens_per_second_per_device": None if speed is None else speed / progress.devices,
         "busiest_stage": stage,
         "busiest_share": share,
+        "trajectories": summarize_trajectories(progress.trajectories),
         "staleness_mean": stale / steps if steps else None,
         "staleness_max": progress.staleness_max(),
         "staleness_bound": progress.bound,
@@ -246,6 +248,7 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
         ("speed", speed_text(summary)),
         ("staleness", f"{mean} mean, {highest} max, bound {summary['staleness_bound']}"),
         ("samples", samples_text(summary["samples"])),
+        ("trajectories", trajectories_text(summary["trajectories"])),
         ("tokens", tokens),
         ("prompts", too_long and f"{too_long} as too long, listed in {TOO_LONG_FILE}"),
         ("epoch", ", ".join(f"{epoch} of {key}" for key, epoch in summary["epochs"].items())),

@@ -9,12 +9,12 @@ Event ──▶ RunTotals.apply ──▶ state, newest step, weights, restarts,
 from __future__ import annotations
 
 import json
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from orchestration.history.worker_clock import WorkerClock
+from orchestration.history.worker_clock import CUMULATED, WorkerClock
 from pipeline.data.events import (
     AlarmEvent,
     Event,
@@ -31,6 +31,7 @@ from pipeline.data.events import (
 ALARMS = 100  # newest alarms that are kept; all are counted
 RATE_SECONDS = 10.0  # recent rates and shares are those of this long a past
 SHARES = ("busy", "waiting_input", "waiting_room", "other")
+OPEN = "open"  # of the numbers of trajectories the one that does not only grow
 COUNTED_TOKENS = ("generated", "trained", "filtered")
 # Fields of RunTotals: plain values; and newest events.
 _PLAIN = (
@@ -90,7 +91,8 @@ class WorkerTotals:
     def apply(self, event: StageEvent, time: float) -> None:
         self.latest = event
         self.time = time
-        self.clock.add(vars(event))
+        counts = {name: n for name, n in event.trajectories.items() if name != OPEN}
+        self.clock.add(vars(event), counts)
         self._recent.append(self.totals)
         while (
             len(self._recent) > 2 and self.totals["wall"] - self._recent[1]["wall"] >= RATE_SECONDS
@@ -232,6 +234,17 @@ class RunTotals:
             name: max(getattr(ledger, f"{name}_tokens", 0), of_step[name])
             for name in COUNTED_TOKENS
         }
+
+    @property
+    def trajectories(self) -> dict[str, float]:
+        """The numbers of trajectories that `stage` events have, of all processes of the workers; {} in
+        a run without environments."""
+        counts = Counter[str]()
+        for worker in self.workers.values():
+            if latest := worker.latest.trajectories:
+                more = {name: n for name, n in worker.totals.items() if name not in CUMULATED}
+                counts.update({OPEN: latest.get(OPEN, 0), **more})  # type: ignore[dict-item]
+        return dict(counts)
 
     @property
     def dropped(self) -> dict[str, tuple[int, int]]:

@@ -32,15 +32,16 @@ class WorkerClock:
         self.totals = self.former
         self._wall: float | None = None  # of the present process, at its last report
 
-    def add(self, values: Mapping[str, Any]) -> bool:
-        """Add a report of the worker's values, of which those that are missing are 0. Return
-        whether the process has reported before."""
+    def add(self, values: Mapping[str, Any], counts: Mapping[str, float] | None = None) -> bool:
+        """Add a report of the worker's values, of which those that are missing are 0, and of
+        further ``counts``. Return whether the process has reported before."""
         wall = values.get("wall") or 0.0
         goes_on = self._wall is not None and wall >= self._wall
         if self._wall is not None and not goes_on:
             self.former = self.totals
         self._wall = wall
-        self.totals = {name: total + (values.get(name) or 0) for name, total in self.former.items()}
+        reported = {name: values.get(name) or 0 for name in self.former} | dict(counts or {})
+        self.totals = {name: self.former.get(name, 0) + value for name, value in reported.items()}
         return goes_on
 
     def since(self, before: Mapping[str, float]) -> dict[str, float]:

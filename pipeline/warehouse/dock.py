@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ssl
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Collection, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from itertools import groupby
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 from tensordict import NonTensorStack, TensorDict
 
-from pipeline.data.arena import shared_memory_directory
+from pipeline.data.arena import StaleHandle, shared_memory_directory
 from pipeline.data.blocks import missing_column
 from pipeline.data.columns import ColumnError, Packed, Schema, in_order
 from pipeline.documents.flow import ROOM, SCHEMA, SECRET
@@ -370,8 +370,8 @@ class Dock:
 
     async def inspect(self, group: int) -> list[dict[str, Any]]:
         """The rows of a group: ``row``, ``place``, ``state``, the stages that are ``done``,
-        ``oldest_version``, ``tokens`` and the ``columns`` it has so far, ragged ones as lists.
-        Empty when the group is not there."""
+        ``oldest_version``, ``tokens`` and the ``columns`` it has so far, ragged ones as lists; of a
+        row that is parked also those that it was parked with. Empty when the group is not there."""
         found = await self.index.inspect(group)
         if found is None:
             return []
@@ -380,12 +380,15 @@ class Dock:
         out = []
         for i, handle in enumerate(claim.rows):
             names = self.schema.names(int(states["columns"][i]))
-            values = await self.fetch(claim.part([i]), names)
+            values: dict[Any, Any] = dict(await self.fetch(claim.part([i]), names))
+            if STATES[states["state"][i]] == "live":
+                values |= await self._parked(claim.part([i]), names)
             done = [
                 stage["name"] for stage in config["stages"] if int(states["done"][i]) & stage["bit"]
             ]
             columns = {
-                name: v if isinstance(v := values[name][0], str) else v.tolist() for name in names
+                name: v if isinstance(v := column[0], str) else v.tolist()
+                for name, column in values.items()
             }
             out.append(
                 {
@@ -396,3 +399,20 @@ class Dock:
                 }
             )
         return out
+
+    async def _parked(self, claim: Claim, names: Collection[str]) -> dict[str, Any]:
+        """Return the columns, beside ``names``, that the one row of ``claim`` was parked with; {}
+        where it is parked again meanwhile."""
+        parked = dict[str, Any]()
+        for column in self.schema.columns:
+            producer = await self.warehouses.producer(column.name)
+            if column.name in names or not claim.refs[producer]["block"][0]:
+                continue
+            try:
+                fetched = await self.fetch(claim, [column.name])
+            except StaleHandle:
+                return {}
+            except ColumnError:  # it is not among them
+                continue
+            parked[column.name] = fetched[column.name]
+        return parked

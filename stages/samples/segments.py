@@ -49,7 +49,7 @@ def described(columns: Mapping[str, Any], tokenizer: Tokenizer) -> list[dict[str
     (None: not known)."""
 
     def decode(token_ids: Sequence[int]) -> str:
-        return str(tokenizer.decode(token_ids, skip_special_tokens=True))
+        return str(tokenizer.decode([*token_ids], skip_special_tokens=True))
 
     ids = columns["response_ids"]
     flat = columns["versions"]
@@ -66,7 +66,9 @@ def described(columns: Mapping[str, Any], tokenizer: Tokenizer) -> list[dict[str
                 "reward": _known(next(iter(columns[TURN_REWARD][turn:]), math.nan)),
                 "pieces": [*_pieces(ids, versions, begin, end, decode)],
                 "calls": _calls(text, turn),
-                "seconds": dict(zip(TIMES, map(_known, seconds), strict=False)),
+                "seconds": {
+                    name: _known(round(s, 6)) for name, s in zip(TIMES, seconds, strict=False)
+                },
             }
         out.append(segment)
     return out

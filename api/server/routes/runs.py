@@ -339,6 +339,7 @@ async def get_stages(service: Service, path: RunPath) -> StagesView:
         ],
         gate=Gate(admitted=stats["admitted"], allowed=stats["gate"], open=stats["open"]),
         epochs=status.totals.epochs,
+        trajectories=status.totals.trajectories,
     )
 
 

@@ -18,7 +18,7 @@ def totals_of(events: list[Event], totals: RunTotals | None = None) -> RunTotals
     return totals
 
 
-def stage(time: float, wall: float) -> Event:
+def stage(time: float, wall: float, worker: str = "rollout-0", **more: object) -> Event:
     shares = {
         "busy": wall / 2,
         "waiting_input": wall / 4,
@@ -33,7 +33,13 @@ def stage(time: float, wall: float) -> Event:
         "queue_depth": 0,
         "in_flight": 0,
     }
-    return scripted.event(time, "stage", stage="rollout", worker="rollout-0", **shares, **counts)
+    values = {**shares, **counts, **more}
+    return scripted.event(time, "stage", stage=worker[:-2], worker=worker, **values)
+
+
+def answered(time: float, wall: float, **counts: float) -> Event:
+    """What an environment worker has told."""
+    return stage(time, wall, "environment-0", trajectories=counts)
 
 
 ALARM = {
@@ -49,6 +55,9 @@ ALARM = {
 EVENTS = [
     *scripted.events(),
     *(stage(30 + at, wall) for at, wall in enumerate([3.0, 6.0, 1.0, 4.0])),
+    answered(34, 3.0, open=2, turns=4, ended_turns=1),
+    answered(35, 6.0, open=3, turns=7, ended_turns=2),
+    answered(36, 1.0, open=1, turns=2, ended_done=1),
     scripted.event(40, "alarm", **ALARM, step=3),
     scripted.event(41, "prompt", change="epoch", epochs={"sums": 2}),
     scripted.event(42, "prompt", change="too long", skipped=3, cut=1),
@@ -88,6 +97,8 @@ def test_another_process_goes_on_with_the_same_totals(cut: int) -> None:
         name: worker.totals for name, worker in whole.workers.items()
     }
     assert (gone_on.tokens, gone_on.dropped) == (whole.tokens, whole.dropped)
+    counts = {"open": 1, "turns": 9, "ended_turns": 2, "ended_done": 1}
+    assert gone_on.trajectories == whole.trajectories == counts
     assert list(gone_on.alarms) == list(whole.alarms)
 
 

@@ -44,12 +44,15 @@ STAGE = {
 }
 
 
-def stage(worker: str, *, wall: float = 4.0, rows: int = 8, depth: int = 3) -> dict[str, Any]:
+def stage(
+    worker: str, *, wall: float = 4.0, rows: int = 8, depth: int = 3, **more: Any
+) -> dict[str, Any]:
     times = {
         name: STAGE[name] * wall / 4 for name in ("busy", "waiting_input", "waiting_room", "other")
     }
     counts = {"rows": rows, "tokens": 10 * rows, "parked": 0, "queue_depth": depth, "in_flight": 2}
-    return {"stage": worker.partition("-")[0], "worker": worker, **times, "wall": wall, **counts}
+    named = {"stage": worker.partition("-")[0], "worker": worker}
+    return {**named, **times, "wall": wall, **counts, **more}
 
 
 def step(number: int, **changes: Any) -> dict[str, Any]:
@@ -425,6 +428,7 @@ async def test_samples_are_found_by_step_reward_and_staleness(
             "tokens": 2,
             "versions": [[2, 2]],
             "segments": [],
+            "ending": "",
             "staleness": 2,
         },
         **{"truncated": False, "failed": []},
@@ -585,6 +589,9 @@ async def test_prometheus_reads_what_active_runs_do(client: Client, run: Eventfu
     name = run.record.id
     await run.emit("step", step(6))
     await run.emit("stage", stage("rollout-0", rows=8))
+    trajectories = {"open": 3, "turns": 7, "cut_turns": 1, "ended_done": 2, "calls": 4}
+    trajectories |= {"observed_tokens": 9, "environment_seconds": 1.5}
+    await run.emit("stage", stage("environment-0", trajectories=trajectories))
     counts = {name: 0 for name in ("generated", "trained", "filtered", "remade", "in_flight")}
     counts |= {f"{name}_tokens": 0 for name in counts} | {"redelivered": 0, "skipped_steps": 2}
     await run.emit(
@@ -631,6 +638,13 @@ async def test_prometheus_reads_what_active_runs_do(client: Client, run: Eventfu
     assert found["asyncdock_sync_seconds_total", name, "exposed"] == pytest.approx(0.1)
     assert found["asyncdock_sync_seconds_total", name, "publish"] == 0.5
     assert found["asyncdock_sync_bytes_total", name] == 64
+    assert found["asyncdock_run_trajectories_open", name] == 3
+    assert found["asyncdock_run_trajectories_total", name, "done"] == 2
+    assert found["asyncdock_run_turns_total", name, "answered"] == 7
+    assert found["asyncdock_run_turns_total", name, "cut"] == 1
+    assert found["asyncdock_run_tool_calls_total", name, "made"] == 4
+    assert found["asyncdock_run_turn_tokens_total", name, "observed"] == 9
+    assert found["asyncdock_run_turn_seconds_total", name, "environment"] == 1.5
     # What comes later is added as it comes; a worker that was killed counts on in its next life.
     await run.emit("worker", {"stage": "rollout", "worker": "rollout-0", "change": "restarted"})
     await run.emit("stage", stage("rollout-0", wall=1.0, rows=5))
