@@ -4,23 +4,34 @@ It does no I/O, so tests, a live run and a recorded one use the same.
 
 StepEvent, SyncEvent ─▶ Guard.observe ─▶ rule of each metric ─▶ AlarmEvent, once until the metric is usual again
                                            └─ the value joins the metric's window
+StageEvent: the trajectories that have ended since the last judgement
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 
-from orchestration.guard.rules import COLLAPSED, CONSTANT, EQUAL_WEIGHTS, RESUMED, TRENDS, Rule
+from orchestration.guard.rules import (
+    BRANCHING,
+    COLLAPSED,
+    CONSTANT,
+    EQUAL_WEIGHTS,
+    FAILING,
+    RESUMED,
+    TRENDS,
+    Rule,
+)
 from orchestration.history.lines import finite_numbers
-from pipeline.data.events import AlarmEvent, EventData, StepEvent, SyncEvent
+from pipeline.data.events import AlarmEvent, EventData, StageEvent, StepEvent, SyncEvent
 
 COMPARED_STEPS = 32  # past steps that a metric is compared with
 WARM_UP = 8  # values before a trend is judged
 RECENT = 8  # steps that the chance of equal groups is estimated from
+TRAJECTORIES = 32  # that have ended, and turns that another one followed, which are judged together
 NORMAL = 1.4826  # median absolute deviations in a standard deviation
 # by which a step's mean may exceed the probe's limit: it is of other tokens, and of as few as 16
 MARGIN = 2.0
@@ -83,6 +94,9 @@ class Guard:
         self._alarmed: set[str] = set()  # metrics with an alarm that lasts
         self._gap_limit = options.gap_limit
         self._steps = 0
+        self._step = -1  # the newest one
+        # of each environment worker, the numbers of trajectories at the last judgement
+        self._trajectories = dict[str, Mapping[str, float]]()
 
     def observe(self, event: EventData) -> list[AlarmEvent]:
         """Return the alarms that ``event`` raises: at most one for each metric."""
@@ -90,6 +104,9 @@ class Guard:
             case StepEvent(skipped=""):
                 alarms = list(self._of_step(event))
                 self._steps += 1
+                self._step = event.step
+            case StageEvent(worker=worker, trajectories=counts) if counts:
+                alarms = list(self._of_trajectories(worker, counts))
             case SyncEvent(gap_mean=float() as gap, gap_mean_limit=float() as limit) if limit > 0:
                 self._gap_limit = limit
                 alarms = list(
@@ -116,6 +133,33 @@ class Guard:
         for name in ("reward_mean", COLLAPSED.metric):
             if name in values:
                 self._window(name).values.append(values[name])
+
+    def _of_trajectories(self, worker: str, counts: Mapping[str, float]) -> Iterator[AlarmEvent]:
+        """Judge what has become of the trajectories since the last judgement, where they are
+        enough."""
+        before = self._trajectories.get(worker, counts)
+        added = Counter({name: int(n - before.get(name, 0)) for name, n in counts.items()})
+        del added["open"]
+        ended = sum(count for name, count in added.items() if name.startswith("ended_"))
+        is_new = worker not in self._trajectories or min(added.values()) < 0
+        if is_new or ended >= TRAJECTORIES:
+            self._trajectories[worker] = counts
+        if is_new or ended < TRAJECTORIES:
+            return
+        failed = added["ended_failed"] + added["ended_dropped"]
+        yield from self._share(FAILING, failed, ended, "trajectories: their environment failed")
+        followed = added["turns"] - ended
+        if followed >= TRAJECTORIES:
+            reason = "turns that another one followed: the program went back behind them"
+            yield from self._share(BRANCHING, added["cut_turns"], followed, reason)
+
+    def _share(self, rule: Rule, part: int, whole: int, of_what: str) -> Iterator[AlarmEvent]:
+        assert rule.limit is not None
+        share = part / whole
+        reason = f"{part} of {whole} {of_what}"
+        yield from self._changed(
+            share >= rule.limit, rule, self._step, share, None, rule.limit, reason
+        )
 
     def _limited(self, step: int, values: Mapping[str, float], rule: Rule) -> Iterator[AlarmEvent]:
         """Judge a mean difference at equal weights, whose limit follows from the dtype."""

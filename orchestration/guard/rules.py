@@ -74,6 +74,20 @@ COLLAPSED = Rule(
     "are real, the policy has collapsed: go back to a checkpoint, lower train.learning_rate, add "
     "algorithm.options.kl_coef. If the engine repeats itself: its seeds, and its prompts.",
 )
+FAILING = Rule(
+    "failed_environments",
+    "The environment fails in nearly all trajectories: nothing is learned of what it was made for. "
+    "logs/environment-0.log has the error of each and its line; `asyncdock check` calls the "
+    "environment once.",
+    limit=0.9,
+)
+BRANCHING = Rule(
+    "cut_turns",
+    "The program changes or leaves out earlier messages in nearly every request, so the turns before "
+    "it are cut off and not trained. Have it append to its messages; look at what its framework "
+    "summarizes, trims or formats anew.",
+    limit=0.9,
+)
 TRENDS = (
     *(Rule(f"gap_mean_{age}", _STALE, floor=0.25, log=True, beyond=0.05) for age in (1, 2, 3, 4)),
     Rule(
@@ -139,5 +153,5 @@ TRENDS = (
         beyond=0.5,
     ),
 )
-RULES = (EQUAL_WEIGHTS, RESUMED, CONSTANT, COLLAPSED, *TRENDS)
+RULES = (EQUAL_WEIGHTS, RESUMED, CONSTANT, COLLAPSED, FAILING, BRANCHING, *TRENDS)
 METRICS = (PROBE, TOKENIZER, DROPPED, SCORES, *(rule.metric for rule in RULES))

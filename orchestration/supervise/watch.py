@@ -135,7 +135,8 @@ class GuardWatch:
             new = [event for event in events if order(event.id) > order(self.after)]
             for event in new:
                 self.after = event.id
-                if (data := event.decoded() if event.kind in KINDS else None) is not None:
+                is_judged = event.kind in KINDS or event.data.get("trajectories")
+                if (data := event.decoded() if is_judged else None) is not None:
                     await self._judge(data, order(event.id) <= self._judged)
             if any(event.kind in ("step", "alarm") for event in new):
                 await JUDGED.put(self.index, self.after)

@@ -439,7 +439,10 @@ class AlarmEvent(EventData, kind="alarm"):
 
     metric: Annotated[
         str,
-        Doc("A number of step events; or `probe_share`, `probe`, `tokenizer`, `dropped_groups`."),
+        Doc(
+            "A number of step events; or `probe_share`, `probe`, `tokenizer`, `dropped_groups`, "
+            "`failed_environments`, `cut_turns`."
+        ),
     ]
     step: Annotated[
         int, Doc("From 0; of a swap, the step that made its version. -1: before the first one.")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from orchestration.guard.guard import WARM_UP, Guard, GuardOptions
 from orchestration.guard.rules import METRICS, TRENDS
-from pipeline.data.events import AlarmEvent, StepEvent, SyncEvent
+from pipeline.data.events import AlarmEvent, StageEvent, StepEvent, SyncEvent
 
 GROUPS = 8
 ROWS = 64
@@ -50,7 +50,7 @@ def step(number: int, **metrics: Any) -> StepEvent:
     )
 
 
-def alarms(steps: Iterable[StepEvent | SyncEvent], **options: Any) -> list[AlarmEvent]:
+def alarms(steps: Iterable[StepEvent | SyncEvent | StageEvent], **options: Any) -> list[AlarmEvent]:
     guard = Guard(GuardOptions(**{"gap_limit": 2e-4, **options}))
     return [alarm for event in steps for alarm in guard.observe(event)]
 
@@ -202,3 +202,38 @@ def test_a_skipped_step_is_not_judged() -> None:
         )
         == []
     )
+
+
+def told(worker: str = "environment-0", **trajectories: float) -> StageEvent:
+    numbers = dict.fromkeys(("busy", "waiting_input", "waiting_room", "other", "wall"), 0.0)
+    counts = dict.fromkeys(("rows", "tokens", "parked", "queue_depth", "in_flight"), 0)
+    return StageEvent(
+        stage="environment", worker=worker, **numbers, **counts, trajectories=trajectories
+    )
+
+
+def test_an_environment_that_always_fails_is_an_alarm_and_one_that_fails_often_is_none() -> None:
+    failing = [told(turns=n, ended_failed=n, ended_done=0, open=4) for n in range(0, 100, 4)]
+    (alarm,) = alarms(failing)
+    assert (alarm.metric, alarm.step, alarm.value) == ("failed_environments", -1, 1.0)
+    assert "32 of 32 trajectories" in alarm.reason
+    often = [told(turns=n, ended_dropped=n - n // 4, ended_done=n // 4) for n in range(0, 100, 4)]
+    assert alarms(often) == []
+
+
+def test_a_program_that_goes_back_at_every_turn_is_an_alarm_and_one_that_does_at_times_is_none() -> (
+    None
+):
+    ordinary = [step(number) for number in range(3)]
+    back = [told(turns=4 * n, cut_turns=3 * n, ended_done=n) for n in range(0, 100, 4)]
+    (alarm,) = alarms([*ordinary, *back])
+    assert (alarm.metric, alarm.step, alarm.value) == ("cut_turns", 2, 1.0)
+    assert alarms([told(turns=4 * n, cut_turns=n, ended_done=n) for n in range(0, 100, 4)]) == []
+
+
+def test_a_worker_that_begins_again_is_judged_by_its_own_trajectories() -> None:
+    events = [told(turns=n, ended_done=n, ended_failed=0) for n in (0, 40, 80)]
+    events += [told(turns=n, ended_failed=n) for n in (2, 20)]
+    assert alarms(events) == []
+    (alarm,) = alarms([*events, told(turns=34, ended_failed=34)])
+    assert alarm.metric == "failed_environments"

@@ -77,3 +77,15 @@ async def chat(row: dict[str, Any], client: Any, session: Any) -> float:
 
 
 chat.replayable = True  # type: ignore[attr-defined]
+
+
+class Same(Guess):
+    """Gives the same reward whatever is said."""
+
+    def step(self, text: str) -> tuple[str | None, float, bool]:
+        return None, 0.5, True
+
+
+class Broken(Guess):
+    def step(self, text: str) -> tuple[str | None, float, bool]:
+        raise RuntimeError("not today")

@@ -17,8 +17,8 @@ from api.telemetry.progress import Progress
 from api.telemetry.trajectories import summarize_trajectories
 from api.terminal.report import summarize
 from stages.flow.catalogue import OBSERVED, TIMES
-from tests.orchestration.run.test_trajectories import GUESS, environments_of, run_of
-from tests.orchestration.runs import executing, recipe
+from tests.orchestration.run.test_trajectories import GAMES, GUESS, environments_of, run_of
+from tests.orchestration.runs import complete, executing, recipe
 
 
 async def asyncdock(*arguments: object) -> str:
@@ -133,3 +133,27 @@ async def test_figures_and_exports_are_those_of_the_rows(tmp_path: Path) -> None
             assert turn["per_token_logps"] == logprobs[: len(turn["completion_token_ids"])]
         mask = [at for at, made in enumerate(line["loss_mask"], len(line["prompt_ids"])) if made]
         assert sorted(trained) == mask
+
+
+@pytest.mark.parametrize(
+    ("game", "metrics"),
+    [
+        ("Slow", set()),
+        ("Same", {"equal_groups"}),
+        ("Broken", {"equal_groups", "failed_environments"}),
+    ],
+)
+async def test_environments_of_which_nothing_is_learned_are_alarms(
+    game: str, metrics: set[str], tmp_path: Path
+) -> None:
+    of = recipe(
+        GUESS,
+        launch__launcher="inline",
+        pipeline__staleness=0,
+        environment__use=f"{GAMES}:{game}",
+        environment__on_error="zero",
+        train__steps=9,
+    )
+    watched, result = await complete(run_of(of, tmp_path / "run"))
+    assert result.state == "finished", result.reason
+    assert {alarm["metric"] for alarm in watched.of("alarm")} == metrics
