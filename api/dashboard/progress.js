@@ -49,6 +49,7 @@ export class Progress {
     this.processes = new Map(); // by name: {change, pid, reason}; the light stages share one
     this.ledger = null;
     this.gate = null; // {admitted, allowed, open} in groups
+    this.trajectories = {}; // their numbers, of a run with environments
     this.epochs = {}; // that each source of prompts is in, from 1, by its key in the recipe
     this.published = null;
     this.swapped = null;
@@ -156,6 +157,7 @@ export class Progress {
     if (!this.ledger || !this.ended) this.ledger = { ...this.ledger, ...view.ledger };
     this.gate = view.gate;
     this.epochs = view.epochs;
+    this.trajectories = view.trajectories ?? {};
     this.flow = view.flow;
     for (const alarm of view.alarms ?? []) this.alarm(alarm);
     for (const stage of view.stages) {

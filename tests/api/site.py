@@ -141,9 +141,9 @@ class Site:
         assert answer.status == 201, answer
         return str(answer.body["id"])
 
-    def finished(self, overrides: Mapping[str, Any]) -> str:
+    def finished(self, overrides: Mapping[str, Any], *, recipe: str = "mock") -> str:
         """The id of a run with ``overrides`` that has gone well to its end."""
-        run = self.submit(overrides)
+        run = self.submit(overrides, recipe=recipe)
         self.until(lambda: self.run(run)["state"] in ENDED, f"{run} has ended")
         assert self.run(run)["state"] == "finished", self.run(run)["reason"]
         return run

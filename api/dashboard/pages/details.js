@@ -7,7 +7,7 @@ import { SHARES, WORDS } from "../progress.js";
 
 const LOG_SECONDS = 3;
 
-function table(label, heads, body) {
+export function table(label, heads, body) {
   const head = element("thead", {}, element("tr", {}, heads.map((text) => element("th", { scope: "col" }, text))));
   return element("div", { class: "table-scroll", tabindex: "0", role: "region", "aria-label": label }, element("table", {}, head, body));
 }

@@ -82,7 +82,7 @@ export class RunPage {
       const [value, more] = [element("span", { class: "value" }, "–"), element("span", { class: "more" })];
       return { element: element("div", { class: "tile" }, element("dt", {}, label), element("dd", {}, value, more)), value, more };
     };
-    this.tiles = { reward: tile("Reward"), speed: tile("Tokens per second"), staleness: tile("Staleness"), kl: tile("KL to behaviour"), pace: tile("Sets the pace") };
+    this.tiles = { reward: tile("Reward"), speed: tile("Tokens per second"), staleness: tile("Staleness"), kl: tile("KL to behaviour"), pace: tile("Sets the pace"), trajectories: tile("Turns a trajectory") };
     this.findings = element("ul", { class: "findings", "aria-label": "What to notice" });
     this.head = element(
       "header",
@@ -153,7 +153,7 @@ export class RunPage {
       plot(
         "Variety",
         [line("distinct responses", "distinct_responses", 1, optional), line("equal groups", "equal_groups", 2, optional)],
-        { note: "shares", floor: true, alarms: ["distinct_responses", "equal_groups", "dropped_groups"] },
+        { note: "shares", floor: true, alarms: ["distinct_responses", "equal_groups", "dropped_groups", "failed_environments", "cut_turns"] },
       ),
       plot("Response length", [line("mean", "response_length_mean", 1)], { note: "tokens", floor: true, alarms: ["response_length_mean"] }),
       plot("Gradient norm", [line("before clipping", "grad_norm", 1)], { floor: true, alarms: ["grad_norm"] }),
@@ -263,7 +263,7 @@ export class RunPage {
     say(this.where, state === "created" ? queue : state === "starting" ? "Starting the workers; the first start of a model takes a while." : [`step ${done} of ${total ?? "?"}`, ...epochs].join(", "));
     const parts = [progress.elapsed === null ? "" : `${duration(progress.elapsed)} elapsed`, progress.left === null || state !== "running" ? "" : `${duration(progress.left)} left`];
     say(this.left, parts.filter(Boolean).join(", "));
-    const { reward, speed, staleness, kl, pace } = this.tiles;
+    const { reward, speed, staleness, kl, pace, trajectories } = this.tiles;
     say(reward.value, fixed(last?.reward_mean ?? record.reward ?? null, 3));
     const unscored = (data) => (data?.reward_failed ?? data?.failed ?? 0) + (data?.reward_absent ?? data?.absent ?? 0);
     const newest = [...progress.evaluations.values()].at(-1);
@@ -278,7 +278,20 @@ export class RunPage {
     const slowest = progress.slowest;
     say(pace.value, slowest && state === "running" ? slowest.name : "–");
     say(pace.more, slowest && state === "running" ? `busy ${percent(slowest.share)}` : "");
+    trajectories.element.hidden = !Object.keys(progress.trajectories).length;
+    if (!trajectories.element.hidden) this.played(progress.trajectories, trajectories);
     this.notice(progress);
+  }
+
+  /** The numbers of trajectories, in their tile. */
+  played(counts, { value, more }) {
+    const ended = Object.entries(counts).reduce((sum, [name, many]) => sum + (name.startsWith("ended_") ? many : 0), 0);
+    const times = ["engine", "waiting", "environment"].map((name) => counts[`${name}_seconds`] ?? 0);
+    const spent = times.reduce((sum, each) => sum + each, 0);
+    const lost = [["failed_calls", "tool calls failed"], ["cut_turns", "turns cut"], ["ended_failed", "failed"], ["ended_dropped", "dropped"]];
+    say(value, ended ? fixed(counts.turns / ended, 1) : "–");
+    const words = [`${count(ended)} ended`, spent ? `${percent(times[2] / spent)} of their time in environments` : "", ...lost.map(([name, what]) => (counts[name] ? `${count(counts[name])} ${what}` : ""))];
+    say(more, words.filter(Boolean).join(", "));
   }
 
   notice(progress) {

@@ -1,7 +1,8 @@
 /* The samples browser: prompts and responses with what was computed of them, by reward, step and staleness. */
 
 import { announce, element, say } from "../element.js";
-import { fixed, number } from "../format.js";
+import { fixed, number, seconds } from "../format.js";
+import { table } from "./details.js";
 
 const PAGE = 25;
 const FIELDS = [
@@ -16,10 +17,25 @@ function made(versions) {
   return (versions ?? []).map(([version, tokens]) => (version < 0 ? `${tokens} observed` : `${tokens} by v${version}`)).join(", ");
 }
 
-/** The response as text; observations between its turns are pale. */
+/** The response as text; observations between its turns are pale, turns have a colour for each policy version. */
 function response({ response, segments }) {
   if (!segments?.length) return response;
-  return segments.map(({ generated, text }) => element("span", generated ? {} : { class: "quiet", title: "observed, not trained" }, text));
+  const piece = ([version, tokens, text]) => element("span", { class: `by by-${version % 2}`, title: `v${version}, ${tokens} tokens` }, text);
+  return segments.flatMap(({ generated, pieces, text }) => (generated ? pieces.map(piece) : element("span", { class: "quiet", title: "observed, not trained" }, text)));
+}
+
+/** A trajectory part by part: its tokens, who made them, what they earned, where their time went. */
+function parts({ segments }) {
+  let turns = 0;
+  const rows = segments.map(({ generated, tokens, pieces, calls, reward, seconds: times }) => {
+    const words = (calls ?? []).map(({ name, arguments: given }) => `${name}(${JSON.stringify(given)})`).join(" ");
+    const [by, earned, spent] = generated
+      ? [pieces.map(([version]) => `v${version}`).join(" "), number(reward), ["engine", "waiting", "environment"].map((name) => seconds(times[name] ?? null))]
+      : ["", "", ["", "", ""]];
+    const cells = [number(tokens), by, earned, ...spent, words];
+    return element("tr", {}, element("th", { scope: "row" }, generated ? `turn ${(turns += 1)}` : "observed"), cells.map((cell) => element("td", {}, cell)));
+  });
+  return table("Parts of the trajectory", ["", "tokens", "by", "reward", "engine", "waiting", "environment", "calls"], element("tbody", {}, rows));
 }
 
 export class Samples {
@@ -89,6 +105,7 @@ export class Samples {
           element("span", { class: "excerpt", dir: "auto" }, element("b", {}, excerpt(sample.prompt)), " ", excerpt(sample.response)),
         ),
         element("div", { class: "texts" }, text("Prompt", sample.prompt), text("Response", response(sample))),
+        sample.segments?.length ? parts(sample) : null,
         element(
           "dl",
           { class: "figures" },
@@ -98,6 +115,7 @@ export class Samples {
           figure("staleness", number(sample.staleness)),
           figure("tokens", `${number(sample.tokens)}${sample.truncated ? " (cut at the limit)" : ""}`),
           figure("made by", made(sample.versions) || "–"),
+          sample.ending ? figure("ended", sample.ending) : null,
           figure("group", `${sample.group}, place ${sample.place}`),
         ),
       ),

@@ -145,6 +145,39 @@ def test_alarms_are_on_the_chart_where_they_happened_and_in_a_list(
     assert (alarm["metric"], alarm["step"], alarm["value"]) == ("equal_groups", 7, 1.0)
 
 
+def test_trajectories_are_shown_in_their_tile_and_part_by_part(
+    browser: Browser, served: Site
+) -> None:
+    small = {"train.steps": 3, "train.groups_per_step": 2, "algorithm.group_size": 4}
+    run = served.finished({"name": "played", **small}, recipe="guess")
+    browser.open(f"{served.url}#/runs/{run}")
+    tile = (
+        "const tile = [...document.querySelectorAll('.tile')].find((one) => "
+        "one.querySelector('dt').innerText === 'Turns a trajectory' && !one.hidden); "
+        "return tile?.querySelector('dd').innerText ?? null"
+    )
+    browser.until(
+        tile.replace("return tile", "return /ended/.test(tile").replace("?? null", "?? '')")
+    )
+    counts = served.get(f"v1/runs/{run}/stages").body["trajectories"]
+    ended = sum(count for name, count in counts.items() if name.startswith("ended_"))
+    shown = browser.js(tile)
+    assert f"{counts['turns'] / ended:.1f}" in shown
+    assert f"{ended:.0f} ended" in shown
+    browser.until("return document.querySelectorAll('.samples li').length > 0")
+    samples = served.get(f"v1/runs/{run}/samples?limit=25").body["samples"]
+    rows = browser.js(
+        "return [...document.querySelectorAll('.samples li')].map((entry) => "
+        "[...entry.querySelectorAll('tbody tr')].map((row) => row.cells[1].textContent))"
+    )
+    assert rows == [[str(part["tokens"]) for part in each["segments"]] for each in samples]
+    texts = browser.js(
+        "return [...document.querySelectorAll('.samples li')].map((entry) => "
+        "[...entry.querySelectorAll('pre')].at(-1).textContent)"
+    )
+    assert texts == ["".join(part["text"] for part in each["segments"]) for each in samples]
+
+
 def test_the_picture_shows_what_the_server_has_added_up(
     browser: Browser, served: Site, ended: str
 ) -> None:
@@ -429,21 +462,35 @@ def test_every_field_of_a_sample_stays_text(browser: Browser) -> None:
         "tokens": 3,
         "versions": [[HOSTILE, HOSTILE]],
         "segments": [
-            {"generated": True, "tokens": 1, "text": HOSTILE, "reward": None},
+            {
+                **{"generated": True, "tokens": 3, "text": HOSTILE * 2, "reward": 0.5},
+                "pieces": [[3, 1, HOSTILE], [4, 2, HOSTILE]],
+                "calls": [{"name": HOSTILE, "arguments": {"a": HOSTILE}}],
+                "seconds": {"engine": 1.5, "waiting": None, "environment": 0.25},
+            },
             {"generated": False, "tokens": 2, "text": "observed text", "reward": None},
         ],
+        "ending": HOSTILE,
         "staleness": 0,
         "truncated": False,
     }
     shown = browser.asynchronous(
         module("pages/samples") + "const entry = new it.Samples(null, 'run').entry(arguments_[0]); "
         "document.body.append(entry);const shown = [entry.textContent, "
-        "entry.querySelectorAll('img, script').length, entry.querySelector('pre .quiet').textContent];"
+        "entry.querySelectorAll('img, script').length, entry.querySelector('pre .quiet').textContent,"
+        "[...entry.querySelectorAll('pre .by')].map((each) => [each.className, each.title]),"
+        "[...entry.querySelectorAll('tbody tr')].map((row) => [...row.cells].slice(0, -1).map("
+        "(cell) => cell.textContent))];"
         " entry.remove(); return shown;",
         sample,
     )
-    assert shown[0].count("<script>window.broken=1</script>") >= 7
-    assert shown[1:] == [0, "observed text"]
+    assert shown[0].count("<script>window.broken=1</script>") >= 10
+    assert shown[1:3] == [0, "observed text"]
+    assert shown[3] == [["by by-1", "v3, 1 tokens"], ["by by-0", "v4, 2 tokens"]]
+    assert shown[4] == [
+        ["turn 1", "3", "v3 v4", "0.5", "1.5 s", "–", "0.25 s"],
+        ["observed", "2", "", "", "", "", ""],
+    ]
 
 
 def test_a_script_that_got_into_the_page_would_not_run(browser: Browser) -> None:
