@@ -32,7 +32,7 @@ COLOURS = ("cyan", "magenta", "green", "blue", "yellow", "red")
 SHOWN_AS_SEGMENTS = frozenset(
     {
         *("response_ids", "rollout_logprobs", "versions", "loss_mask"),
-        *("turn_starts", "turn_reward", "turn_seconds"),
+        *("turn_starts", "turn_reward", "turn_seconds", "ending"),
     }
 )
 
@@ -137,6 +137,7 @@ async def _rows(dock: Any, group: int) -> list[dict[str, Any]]:
         from orchestration.recipe.models import tokenizer_of
         from orchestration.state.documents import RUN_RECIPE
         from stages.samples.segments import described
+        from stages.trajectories.progress import Ending
 
         recipe = await RUN_RECIPE.get(dock.index)
         assert recipe is not None, "a run with rows has a recipe"
@@ -144,6 +145,8 @@ async def _rows(dock: Any, group: int) -> list[dict[str, Any]]:
         for row in rows:
             if "turn_starts" in row["columns"]:
                 row["segments"] = described(row["columns"], tokenizer)
+            if "ending" in row["columns"]:
+                row["ended"] = Ending(row["columns"]["ending"]).name.lower()
     return rows
 
 
@@ -210,6 +213,8 @@ def group_view(group: int, rows: Sequence[Mapping[str, Any]]) -> RenderableType:
             if segments is None or name not in SHOWN_AS_SEGMENTS:
                 row_table.add_row(name, _short(value))
         parts += ["", row_table]
+        if "ended" in row:
+            row_table.add_row("ended", row["ended"])
         if segments:
             parts.append(_trajectory_view(segments))
     return Group(*parts)

@@ -279,8 +279,8 @@ class StagesView(BaseModel):
     )
     trajectories: Mapping[str, float] = Field(
         {},
-        description="Of a run with environments: the numbers of its `stage` events, of all processes "
-        "of its workers.",
+        description="Of a run with environments: the numbers of its `stage` events, of all "
+        "processes of its workers.",
     )
     flow: dict[str, Any] = Field(description="As the plan's: stages, and the columns between them.")
 

@@ -83,9 +83,9 @@ FAILING = Rule(
 )
 BRANCHING = Rule(
     "cut_turns",
-    "The program changes or leaves out earlier messages in nearly every request, so the turns before "
-    "it are cut off and not trained. Have it append to its messages; look at what its framework "
-    "summarizes, trims or formats anew.",
+    "The program changes or leaves out earlier messages in nearly every request, so the turns "
+    "before it are cut off and not trained. Have it append to its messages; look at what its "
+    "framework summarizes, trims or formats anew.",
     limit=0.9,
 )
 TRENDS = (

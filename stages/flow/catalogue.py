@@ -43,9 +43,9 @@ OPTIONAL: Columns = {
 }
 MASK, WEIGHT, ROUTED, ROW_MASK = OPTIONAL
 # Of a row with turns of the policy and observations between them: which tokens are generated; the
-# first token of each turn, as an index of response_ids; the reward of each turn; and its seconds, the
-# TIMES one after the other: in the engine, waiting for a stage, in the environment, whose opening
-# counts to the first turn.
+# first token of each turn, as an index of response_ids; the reward of each turn; and its seconds,
+# the TIMES one after the other: in the engine, waiting for a stage, in the environment, whose
+# opening counts to the first turn.
 TRAJECTORY: Columns = {
     MASK: OPTIONAL[MASK],
     "turn_starts": "int64 ragged",

@@ -45,8 +45,8 @@ from stages.flow.catalogue import ROUTED, TIMES, TURN_REWARD, TURN_SECONDS, TURN
 
 # columns that a cut response is parked with
 PROGRESS = ("response_ids", "rollout_logprobs", "versions")
-# of a trajectory: where its turns begin, the present one last, the environment's rewards so far, and
-# the seconds of the turns
+# of a trajectory: where its turns begin, the present one last, the environment's rewards so far,
+# and the seconds of the turns
 TURNS = (TURN_STARTS, TURN_REWARD, TURN_SECONDS)
 
 # times the mean length of so many responses: a straggler is parked after these tokens

@@ -486,7 +486,9 @@ class PipelineSection(Section):
         "delivered again.",
     )
     keep_samples: SizeOrZero = key(
-        64 * 2**20, "Disk space for the texts of the newest samples. 0: none are kept."
+        64 * 2**20,
+        "Disk space for the texts of the newest samples, and the tokens of trajectories. 0: none "
+        "are kept.",
     )
     index: IndexUrl = key(
         "embedded",
