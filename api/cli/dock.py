@@ -11,6 +11,7 @@ import asyncio
 import dataclasses
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -114,17 +115,18 @@ def export(
     from stages.samples.sample_log import FOLDER
     from stages.samples.trajectory_export import openenv_trace, trajectories
 
+    exported = trajectories(run_dir / FOLDER)
+    if (first := next(exported, None)) is None:
+        refuse(
+            f"run: {run_dir} has kept no trajectories; give the folder of a run with "
+            f"environment.use that has trained a step, and pipeline.keep_samples above 0"
+        )
     lines = 0
     try:
         with replacing(out, 0) as partial, partial.open("w", encoding="utf-8") as file:
-            for lines, each in enumerate(trajectories(run_dir / FOLDER), 1):  # noqa: B007
+            for lines, each in enumerate(chain([first], exported), 1):  # noqa: B007
                 line = openenv_trace(each) if form == "openenv" else each
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
-            if not lines:
-                refuse(
-                    f"run: {run_dir} has kept no trajectories; give the folder of a run with "
-                    f"environment.use that has trained a step, and pipeline.keep_samples above 0"
-                )
     except OSError as error:
         refuse(f"out: {error}")
     write(f"{lines} trajectories are in {out}")

@@ -101,6 +101,10 @@ def test_without_a_run_the_fix_is_named(tmp_path: Path) -> None:
     for arguments, needle in (
         (["dock", "status", str(tmp_path)], "is not the folder of a run that is alive"),
         (
+            ["dock", "export", str(tmp_path), "--out", str(tmp_path / "x.jsonl")],
+            "give the folder of a run with environment.use",
+        ),
+        (
             ["dock", "status"],
             "give the folder of a run that is alive, or both --index URL and --run ID",
         ),
@@ -113,3 +117,4 @@ def test_without_a_run_the_fix_is_named(tmp_path: Path) -> None:
         assert result.exit_code == 2
         assert needle in result.stderr
         assert "word" not in result.stderr
+    assert not list(tmp_path.iterdir())
