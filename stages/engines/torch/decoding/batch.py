@@ -22,19 +22,17 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
-import structlog
 import torch
 
 from stages import device as devices
 from stages.engines.protocols import Completion, FinishReason, RequestRefused, Token
 from stages.engines.response_text import Decodes, ResponseText
 from stages.engines.responses import response_failed
+from stages.engines.torch.decoding.beginnings import Beginnings, warn_of_one_by_one
 from stages.engines.torch.decoding.decoder import NOT_FINITE, TorchDecoder
 from stages.engines.torch.decoding.resting import RestingRows
 from stages.engines.torch.decoding.rows import PendingGroup, ResponseRow, Submission
 from stages.engines.torch.decoding.sampling import Drawn, draw, uniform
-
-log = structlog.get_logger()
 
 # a row's token and the alternatives to it, and their logprobs
 Made = tuple[Sequence[int], Sequence[float]]
@@ -63,6 +61,7 @@ class ContinuousBatch:
         self.waiting: deque[ResponseRow] = deque()
         self.rows: list[ResponseRow] = []  # in the order of the decoder's rows
         self.resting = RestingRows(decoder)
+        self._beginnings = Beginnings(decoder, self.resting)
         self._tokenizer = tokenizer
         self._max_rows = max_rows
         self._prefill_tokens = prefill_tokens
@@ -84,7 +83,7 @@ class ContinuousBatch:
         dropped = [row for row in self.waiting if row.submission is submission]
         self.waiting = deque(row for row in self.waiting if row.submission is not submission)
         for row in dropped:
-            self._leave_queue(row.group)
+            self._beginnings.leave_queue(row.group)
         for number in reversed(range(len(self.rows))):
             if self.rows[number].submission is submission:
                 self._remove(number)
@@ -147,7 +146,7 @@ class ContinuousBatch:
                 count = i
                 break
             group = row.group
-            if group in new or not self._needs_prefill(row):
+            if group in new or not self._beginnings.needs_prefill(row, self.version):
                 continue
             longest = max(longest, len(group.ids))
             if new and longest * (len(new) + 1) > self._prefill_tokens:
@@ -162,77 +161,13 @@ class ContinuousBatch:
         first = len(self.rows)
         self.rows += started
         for row in started:
-            self._join(row)
-        logits = self._first_logits(first)
+            self._beginnings.join(row)
+        logits = self._beginnings.logits(self.rows, first)
         for row in started:
-            self._leave_queue(row.group)
+            self._beginnings.leave_queue(row.group)
         self._append(first, self._draw_first(started, logits))
         self._deliver_ended()
         return True
-
-    def _needs_prefill(self, row: ResponseRow) -> bool:
-        """Return whether the prompt of ``row`` is to be computed; that of a row at rest is there."""
-        group = row.group
-        is_there = group.prompt is not None and group.version == self.version
-        if not is_there and (resting := self.resting.of(row)):
-            self._release_prompt(group)
-            resting.prompt.holders += 1
-            group.prompt = resting.prompt
-            group.version = self.version
-            is_there = True
-        return not is_there or (group.logits is None and not row.begun)
-
-    def _join(self, row: ResponseRow) -> None:
-        assert row.group.prompt is not None
-        if resting := self.resting.of(row):
-            self.decoder.join(row.group.prompt, resting.copied, resting.shared(row))
-        else:
-            self.decoder.join(row.group.prompt)
-        self.resting.drop(row)
-
-    def _first_logits(self, first: int) -> list[torch.Tensor | Exception]:
-        """Return what predicts the next token of each row from number ``first`` on, or the error
-        with which that fails: of its prompt, or of the tokens that it has, which are fed."""
-        begun = [n for n in range(first, len(self.rows)) if self.rows[n].begun]
-        extended: dict[int, torch.Tensor | Exception] = {}
-        lengths = [row.length for row in self.decoder.rows]
-        try:
-            if begun:
-                extended = dict(zip(begun, self._extend_rows(begun), strict=True))
-        except Exception as error:
-            _warn_of_one_by_one(error)
-            for decoder_row, length in zip(self.decoder.rows, lengths, strict=True):
-                decoder_row.length = length
-            for number in begun:
-                try:
-                    extended[number] = self._extend_rows([number])[0]
-                except Exception as alone:
-                    extended[number] = alone
-        logits = list[torch.Tensor | Exception]()
-        for number, row in enumerate(self.rows[first:], first):
-            if number in extended:
-                logits.append(extended[number])
-                continue
-            assert row.group.logits is not None
-            logits.append(row.group.logits)
-            if row.group.routing is not None:
-                row.take_routing(row.group.routing)
-        return logits
-
-    def _extend_rows(self, numbers: Sequence[int]) -> torch.Tensor:
-        """Feed the rows of these ``numbers`` the tokens that they have and that were not fed."""
-        rows = [self.rows[number] for number in numbers]
-        tokens = [
-            torch.tensor(row.tokens[self.decoder.rows[number].length :])
-            for number, row in zip(numbers, rows, strict=True)
-        ]
-        logits = self.decoder.extend(numbers, tokens)
-        if self.decoder.routing is not None:
-            parts = self.decoder.routing.split([len(ids) for ids in tokens])
-            for row, chosen in zip(rows, parts, strict=True):
-                assert row.group.routing is not None
-                row.take_routing(row.group.routing, chosen)
-        return logits
 
     def _draw_first(
         self, rows: Sequence[ResponseRow], logits: Sequence[torch.Tensor | Exception]
@@ -245,7 +180,7 @@ class ContinuousBatch:
             if len(whole) == len(rows):
                 return _read(self._draw(rows, torch.stack(whole)))
         except Exception as error:
-            _warn_of_one_by_one(error)
+            warn_of_one_by_one(error)
         return [
             each if isinstance(each, Exception) else self._draw_alone(row, each)
             for row, each in zip(rows, logits, strict=True)
@@ -257,14 +192,14 @@ class ContinuousBatch:
         Those that fail leave the queue; returns whether none has.
         """
         try:
-            self._prefill(groups)
+            self._beginnings.prefill(groups, self.version)
             return True
         except Exception as error:
-            _warn_of_one_by_one(error)
+            warn_of_one_by_one(error)
         failures: list[tuple[PendingGroup, Exception]] = []
         for group in groups:
             try:
-                self._prefill([group])
+                self._beginnings.prefill([group], self.version)
             except Exception as error:
                 failures.append((group, error))
         if failures:
@@ -287,34 +222,6 @@ class ContinuousBatch:
         row.submission.deliver([response_failed(error)])
         self.abort(row.submission)
 
-    def _prefill(self, groups: list[PendingGroup]) -> None:
-        if not groups:
-            return
-        prompts, logits = self.decoder.prefill([group.ids for group in groups])
-        for group, prompt, first in zip(groups, prompts, logits, strict=True):
-            older = group.prompt
-            group.prompt = prompt
-            group.logits = first
-            group.version = self.version
-            if older is not None:  # computed with older weights; rows in flight keep it
-                self.decoder.release(older)
-        if self.decoder.routing is not None:
-            parts = self.decoder.routing.split([len(group.ids) for group in groups])
-            for group, chosen in zip(groups, parts, strict=True):
-                group.routing = chosen
-
-    def _leave_queue(self, group: PendingGroup) -> None:
-        """Count one row of ``group`` less in the queue; without any the group releases its
-        prompt."""
-        group.waiting -= 1
-        if not group.waiting:
-            self._release_prompt(group)
-
-    def _release_prompt(self, group: PendingGroup) -> None:
-        if group.prompt is not None:
-            self.decoder.release(group.prompt)
-        group.prompt = group.logits = None
-
     def _decode(self) -> None:
         """Launch one more token of every row, and read it unless the next one can be launched
         first."""
@@ -324,7 +231,7 @@ class ContinuousBatch:
         try:
             launched = self._draw(self.rows, self.decoder.decode(fed), before)
         except Exception as error:
-            _warn_of_one_by_one(error)
+            warn_of_one_by_one(error)
             for decoder_row, length in zip(self.decoder.rows, cached, strict=True):
                 decoder_row.length = length
             self.read_launched()
@@ -493,7 +400,3 @@ def _no_token(row: ResponseRow) -> ValueError:
 
 def _read(drawn: Drawn) -> list[Made]:
     return list(zip(*drawn.read(), strict=True))
-
-
-def _warn_of_one_by_one(error: Exception) -> None:
-    log.warning("a step failed; each of its rows is computed alone", error=repr(error))

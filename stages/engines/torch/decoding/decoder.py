@@ -257,7 +257,7 @@ class TorchDecoder:
         ):  # oneDNN compiles and keeps a kernel for each size that it meets
             longest = -(-longest // ROOM_TOKENS) * ROOM_TOKENS
         if self._sharing is None or len(self._sharing.place) != rows:
-            self._sharing = self._share(rows)
+            self._sharing = _shared(self.rows, self.prompts, rows, self._static, self.device)
         lengths = self._put(torch.tensor([row.length for row in self.rows] + [0] * (rows - count)))
         newest = torch.zeros(rows, dtype=torch.int64, device=self.device)
         newest[:count] = self._put(torch.as_tensor(tokens))
@@ -388,30 +388,6 @@ class TorchDecoder:
             logits[:, self._sampled :] = -torch.inf
         return logits
 
-    def _share(self, count: int) -> SharedPrompts:
-        """Return index tensors for the rows, and for rows that pad a static step to ``count``."""
-        members: list[list[int]] = [[] for _ in self.prompts]
-        for number, row in enumerate(self.rows):
-            members[row.prompt.slot].append(number)
-        prompts = len(members)
-        most = max(len(rows) for rows in members)
-        longest = max(prompt.length for prompt in self.prompts)
-        if self._static:
-            prompts = _size(prompts, 1)
-            most = _size(most, 1)
-            longest = _size(longest, STATIC_TOKENS)
-        padded = torch.zeros(prompts, most, dtype=torch.int64)
-        place = torch.zeros(count, dtype=torch.int64)
-        lengths = torch.zeros(count, dtype=torch.int64)
-        for slot, rows in enumerate(members):
-            padded[slot, : len(rows)] = torch.tensor(rows, dtype=torch.int64)
-            place[rows] = torch.arange(len(rows)) + slot * most
-            lengths[rows] = self.prompts[slot].length
-        straight = padded.numel() == count and torch.equal(padded.flatten(), torch.arange(count))
-        return SharedPrompts(
-            self._put(padded), self._put(place), self._put(lengths), longest, straight
-        )
-
     def _take_over(self, probe: torch.Tensor, expected: torch.Tensor) -> None:
         """Replace the model's attention, then use the fastest forward that agrees with
         ``expected``."""
@@ -473,6 +449,36 @@ class TorchDecoder:
             return torch.cat([first, second, *decoded])
         finally:
             self.clear()
+
+
+def _shared(
+    rows: Sequence[Row],
+    prompts: Sequence[Prompt],
+    count: int,
+    static: bool,
+    device: torch.device,
+) -> SharedPrompts:
+    """Return index tensors for ``rows``, and for rows that pad a static step to ``count``."""
+    members: list[list[int]] = [[] for _ in prompts]
+    for number, row in enumerate(rows):
+        members[row.prompt.slot].append(number)
+    slots = len(members)
+    most = max(len(numbers) for numbers in members)
+    longest = max(prompt.length for prompt in prompts)
+    if static:
+        slots = _size(slots, 1)
+        most = _size(most, 1)
+        longest = _size(longest, STATIC_TOKENS)
+    padded = torch.zeros(slots, most, dtype=torch.int64)
+    place = torch.zeros(count, dtype=torch.int64)
+    lengths = torch.zeros(count, dtype=torch.int64)
+    for slot, numbers in enumerate(members):
+        padded[slot, : len(numbers)] = torch.tensor(numbers, dtype=torch.int64)
+        place[numbers] = torch.arange(len(numbers)) + slot * most
+        lengths[numbers] = prompts[slot].length
+    straight = padded.numel() == count and torch.equal(padded.flatten(), torch.arange(count))
+    padded, place, lengths = (devices.put(each, device) for each in (padded, place, lengths))
+    return SharedPrompts(padded, place, lengths, longest, straight)
 
 
 def _size(need: int, least: int) -> int:

@@ -1,0 +1,123 @@
+"""How rows begin: with their group's prompt, and with tokens of earlier requests.
+
+prompt ── prefill, once for its rows; or that of a row at rest ──┐
+tokens of earlier requests ── extend; or from a row at rest ─────┴─▶ logits of the row's next token
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import structlog
+import torch
+
+from stages.engines.torch.decoding.decoder import TorchDecoder
+from stages.engines.torch.decoding.resting import RestingRows
+from stages.engines.torch.decoding.rows import PendingGroup, ResponseRow
+
+log = structlog.get_logger()
+
+
+class Beginnings:
+    """The beginnings of the rows of ``decoder``; what ``resting`` has is not computed again."""
+
+    def __init__(self, decoder: TorchDecoder, resting: RestingRows) -> None:
+        self._decoder = decoder
+        self._resting = resting
+
+    def needs_prefill(self, row: ResponseRow, version: int) -> bool:
+        """Return whether the prompt of ``row`` is to be computed; that of a row at rest is there."""
+        group = row.group
+        is_there = group.prompt is not None and group.version == version
+        if not is_there and (resting := self._resting.of(row)):
+            self._release_prompt(group)
+            resting.prompt.holders += 1
+            group.prompt = resting.prompt
+            group.version = version
+            is_there = True
+        return not is_there or (group.logits is None and not row.begun)
+
+    def prefill(self, groups: Sequence[PendingGroup], version: int) -> None:
+        """Compute the prompts of ``groups`` with the weights of ``version``."""
+        if not groups:
+            return
+        prompts, logits = self._decoder.prefill([group.ids for group in groups])
+        for group, prompt, first in zip(groups, prompts, logits, strict=True):
+            older = group.prompt
+            group.prompt = prompt
+            group.logits = first
+            group.version = version
+            if older is not None:  # computed with older weights; rows in flight keep it
+                self._decoder.release(older)
+        if self._decoder.routing is not None:
+            parts = self._decoder.routing.split([len(group.ids) for group in groups])
+            for group, chosen in zip(groups, parts, strict=True):
+                group.routing = chosen
+
+    def join(self, row: ResponseRow) -> None:
+        assert row.group.prompt is not None
+        if resting := self._resting.of(row):
+            self._decoder.join(row.group.prompt, resting.copied, resting.shared(row))
+        else:
+            self._decoder.join(row.group.prompt)
+        self._resting.drop(row)
+
+    def logits(self, rows: Sequence[ResponseRow], first: int) -> list[torch.Tensor | Exception]:
+        """Return what predicts the next token of each of ``rows`` from number ``first`` on, or the error
+        with which that fails: of its prompt, or of the tokens that it has, which are fed."""
+        begun = [n for n in range(first, len(rows)) if rows[n].begun]
+        extended: dict[int, torch.Tensor | Exception] = {}
+        lengths = [row.length for row in self._decoder.rows]
+        try:
+            if begun:
+                extended = dict(zip(begun, self._extend(rows, begun), strict=True))
+        except Exception as error:
+            warn_of_one_by_one(error)
+            for decoder_row, length in zip(self._decoder.rows, lengths, strict=True):
+                decoder_row.length = length
+            for number in begun:
+                try:
+                    extended[number] = self._extend(rows, [number])[0]
+                except Exception as alone:
+                    extended[number] = alone
+        logits = list[torch.Tensor | Exception]()
+        for number, row in enumerate(rows[first:], first):
+            if number in extended:
+                logits.append(extended[number])
+                continue
+            assert row.group.logits is not None
+            logits.append(row.group.logits)
+            if row.group.routing is not None:
+                row.take_routing(row.group.routing)
+        return logits
+
+    def _extend(self, rows: Sequence[ResponseRow], numbers: Sequence[int]) -> torch.Tensor:
+        """Feed those of ``rows`` with these ``numbers`` the tokens that they have and that were not fed."""
+        begun = [rows[number] for number in numbers]
+        tokens = [
+            torch.tensor(row.tokens[self._decoder.rows[number].length :])
+            for number, row in zip(numbers, begun, strict=True)
+        ]
+        logits = self._decoder.extend(numbers, tokens)
+        if self._decoder.routing is not None:
+            parts = self._decoder.routing.split([len(ids) for ids in tokens])
+            for row, chosen in zip(begun, parts, strict=True):
+                assert row.group.routing is not None
+                row.take_routing(row.group.routing, chosen)
+        return logits
+
+    def leave_queue(self, group: PendingGroup) -> None:
+        """Count one row of ``group`` less in the queue; without any the group releases its
+        prompt."""
+        group.waiting -= 1
+        if not group.waiting:
+            self._release_prompt(group)
+
+    def _release_prompt(self, group: PendingGroup) -> None:
+        if group.prompt is not None:
+            self._decoder.release(group.prompt)
+        group.prompt = group.logits = None
+
+
+def warn_of_one_by_one(error: Exception) -> None:
+    log.warning("a step failed; each of its rows is computed alone", error=repr(error))
