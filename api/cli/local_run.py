@@ -216,7 +216,7 @@ async def watch_run(
     from api.telemetry.progress import Progress
     from orchestration import logs
     from orchestration.history.events_file import METRICS, MetricsFile
-    from orchestration.run.former import former_events
+    from orchestration.state.paths import WHERE
     from pipeline.data.events import Event, next_id
 
     recipe = run.recipe
@@ -230,8 +230,11 @@ async def watch_run(
         # After the view has begun: a live view prints standard error above itself.
         logs.configure(errors=run.folder.path / "logs" / ERRORS)
         metrics = stack.enter_context(MetricsFile(run.folder.path / METRICS))
-        async for event in former_events(run.folder.path, metrics.after):
-            metrics.event(event)
+        if (run.folder.path / WHERE).exists():  # its command was killed
+            from orchestration.run.former import former_events
+
+            async for event in former_events(run.folder.path, metrics.after):
+                metrics.event(event)
         # also of events that are removed: who has seen them goes on after their ids
         run.last_event = metrics.last
         run.evaluated = metrics.rewind(run.folder.begins)

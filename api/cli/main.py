@@ -93,7 +93,10 @@ COMMANDS = {
         "Forget the token that `asyncdock login` kept for a service.",
     ),
     "checkpoint": ("api.cli.folder.checkpoint:checkpoint_app", "Look at the checkpoints of a run."),
-    "dock": ("api.cli.dock:dock_app", "Look into the sample flow of a run that is alive."),
+    "dock": (
+        "api.cli.dock:dock_app",
+        "Look into the sample flow of a run that is alive; export trajectories.",
+    ),
     "runs": ("api.cli.service.runs:runs_app", "Start, stop and watch the runs of a service."),
     "token": (
         "api.cli.service.token:token_app",

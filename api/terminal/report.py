@@ -20,7 +20,6 @@ from typing import Any
 from rich.table import Table
 
 from api.telemetry.progress import Progress
-from api.telemetry.trajectories import summarize_trajectories, trajectories_text
 from api.terminal.numbers import duration, number, unscored
 from api.terminal.screen import pairs_table
 from orchestration.disk import replacing
@@ -178,7 +177,7 @@ def summarize(progress: Progress, *, seconds: float, checkpoint: Path | None) ->
         "tokens_per_second_per_device": None if speed is None else speed / progress.devices,
         "busiest_stage": stage,
         "busiest_share": share,
-        "trajectories": summarize_trajectories(progress.trajectories),
+        "trajectories": _trajectories(progress),
         "staleness_mean": stale / steps if steps else None,
         "staleness_max": progress.staleness_max(),
         "staleness_bound": progress.bound,
@@ -248,7 +247,7 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
         ("speed", speed_text(summary)),
         ("staleness", f"{mean} mean, {highest} max, bound {summary['staleness_bound']}"),
         ("samples", samples_text(summary["samples"])),
-        ("trajectories", trajectories_text(summary["trajectories"])),
+        ("trajectories", _trajectories_text(summary["trajectories"])),
         ("tokens", tokens),
         ("prompts", too_long and f"{too_long} as too long, listed in {TOO_LONG_FILE}"),
         ("epoch", ", ".join(f"{epoch} of {key}" for key, epoch in summary["epochs"].items())),
@@ -344,6 +343,23 @@ def resume_text(saved: int, steps: int, made: int = 0) -> str:
         return begins
     repeated = f"steps {saved + 1} to {made} are" if made > saved + 1 else f"step {made} is"
     return f"{begins}; {repeated} made again"
+
+
+def _trajectories(progress: Progress) -> dict[str, Any]:
+    """Return the figures of a run with environments; {}: it has none."""
+    if not progress.trajectories:
+        return {}
+    from api.telemetry.trajectories import summarize_trajectories
+
+    return summarize_trajectories(progress.trajectories)
+
+
+def _trajectories_text(figures: dict[str, Any]) -> str:
+    if not figures:
+        return ""
+    from api.telemetry.trajectories import trajectories_text
+
+    return trajectories_text(figures)
 
 
 def _mean(values: Sequence[float]) -> float | None:

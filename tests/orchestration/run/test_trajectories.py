@@ -133,7 +133,9 @@ async def test_trajectories_that_last_several_steps_are_no_older_than_the_bound(
 async def test_each_trajectory_is_trained_once_whatever_is_killed(
     game: str, victim: str, tmp_path: Path
 ) -> None:
-    of = recipe(GUESS, train__steps=10, environment__on_error="zero", **slow(game, 0.3))
+    # a kill costs whole steps their tokens where all of their trajectories were being answered
+    allowed = {"train__max_skipped_steps": 10, "environment__on_error": "zero"}
+    of = recipe(GUESS, train__steps=10, **allowed, **slow(game, 0.3))
     async with executing(run_of(of, tmp_path / "run")) as (watched, work):
         for steps in (1, 3, 5, 7):
             await watched.until(lambda steps=steps: len(watched.of("step")) >= steps)  # type: ignore[misc]

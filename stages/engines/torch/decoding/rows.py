@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,7 +14,9 @@ from stages.engines.protocols import Completion, FinishReason, GroupRequest, Tok
 from stages.engines.response_text import ResponseText
 from stages.engines.responses import ResponseInProgress
 from stages.engines.torch.decoding.decoder import Prompt
-from stages.engines.torch.decoding.processors import ProcessedRow, asked_of
+
+if TYPE_CHECKING:
+    from stages.engines.torch.decoding.processors import ProcessedRow
 
 
 @dataclass(eq=False)
@@ -83,6 +86,10 @@ class ResponseRow(ResponseInProgress):
     def start(self, logits: torch.Tensor) -> None:
         """Prepare for what changes the ``logits`` [V] of its tokens."""
         params = self.request.params
+        if not params.changes:
+            return
+        from stages.engines.torch.decoding.processors import ProcessedRow, asked_of
+
         if asked_of(params):
             earlier = torch.tensor(self.tokens[: self.turn_start], dtype=torch.int64)
             before = torch.cat([self.group.ids.cpu(), earlier])

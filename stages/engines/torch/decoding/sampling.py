@@ -11,12 +11,15 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import torch
 
 from stages import device as devices
 from stages.engines.protocols import SamplingParams
-from stages.engines.torch.decoding.processors import ProcessedRow
+
+if TYPE_CHECKING:
+    from stages.engines.torch.decoding.processors import ProcessedRow
 
 BLOCK = 256  # columns that one level of a search looks at
 
