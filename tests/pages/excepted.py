@@ -27,6 +27,9 @@ COMMANDS = {
     "make compose-check": DOCKER,
     "make demo": "ten minutes and a package index; it is `asyncdock run quickstart`",
     "make test": "this suite",
+    "python drive.py": "a service with a run that waits for programs, for as long as it trains; "
+    "tests/orchestration/run/test_programs.py::test_programs_outside_play_the_trajectories "
+    "executes such a program",
 }
 # Pages of which no command is executed.
 WHOLE = {
