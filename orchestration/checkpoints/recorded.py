@@ -22,7 +22,7 @@ from orchestration.checkpoints.store import CheckpointStore
 from orchestration.history.events_file import METRICS, newest_checkpoint
 from orchestration.state.documents import CHECKPOINT_REPORTED
 from orchestration.state.lock import RunError
-from orchestration.state.paths import INDEX
+from orchestration.state.paths import INDEX, WHERE
 
 SUMMARY = "summary.json"
 # As the append-only file has the document.
@@ -68,7 +68,10 @@ def _summary(path: Path) -> dict[str, Any]:
 
 def _has_finished(out: Path, version: int) -> bool:
     """Return whether the run in ``out`` has finished with ``version`` steps; one whose command was
-    killed after its last step has not."""
+    killed after its last step has not: it has no summary."""
+    is_of_command = (out / METRICS).is_file()
+    if not is_of_command:  # it was executed by a program of the user
+        return not (out / WHERE).exists()
     summary = _summary(out / SUMMARY)
     return summary.get("state") == "finished" and summary.get("steps") == version
 
