@@ -86,6 +86,6 @@ class Same(Guess):
         return None, 0.5, True
 
 
-class Broken(Guess):
+class Failing(Guess):
     def step(self, text: str) -> tuple[str | None, float, bool]:
         raise RuntimeError("not today")

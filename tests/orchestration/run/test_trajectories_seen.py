@@ -140,7 +140,7 @@ async def test_figures_and_exports_are_those_of_the_rows(tmp_path: Path) -> None
     [
         ("Slow", set()),
         ("Same", {"equal_groups"}),
-        ("Broken", {"equal_groups", "failed_environments"}),
+        ("Failing", {"equal_groups", "failed_environments"}),
     ],
 )
 async def test_environments_of_which_nothing_is_learned_are_alarms(
